@@ -1,0 +1,28 @@
+"""Fast local RAG: stored KV of retrieved chunks, reused wherever they land in the prompt."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cacheblend_rag.config import BlendConfig
+    from cacheblend_rag.engine import BlendEngine
+    from cacheblend_rag.prompt import Prompt
+
+__all__ = ["BlendConfig", "BlendEngine", "Prompt"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "BlendConfig": "cacheblend_rag.config",
+    "BlendEngine": "cacheblend_rag.engine",
+    "Prompt": "cacheblend_rag.prompt",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import public names on first use, so that ``import cacheblend_rag`` stays light."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

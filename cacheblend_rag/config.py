@@ -1,0 +1,166 @@
+"""Options of the engine: frozen, validated once, each also settable by environment variable."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from cacheblend_rag.errors import ConfigError
+
+__all__ = ["CONDITIONS", "ENV_PREFIX", "SELECTIONS", "WRITE_BACKS", "BlendConfig", "parse_bytes"]
+
+ENV_PREFIX = "CACHEBLEND_RAG_"
+SELECTIONS = ("hkvd", "none", "all")
+CONDITIONS = ("sink", "prefix")
+WRITE_BACKS = ("background", "inline", "off")
+
+_T = TypeVar("_T")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(value: int | str, field_name: str = "size_limit") -> int:
+    """Read a size in bytes from a number or from text such as ``"20GB"`` or ``"512 MiB"``.
+
+    Raises
+    ------
+    ConfigError
+        If the value is not a positive size.
+    """
+    remedy = 'use a positive number of bytes or text such as "20GB" or "512MiB"'
+    if isinstance(value, bool):
+        raise ConfigError(field_name, value, remedy)
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", value, re.IGNORECASE)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ConfigError(field_name, value, remedy)
+        size = int(float(match[1]) * _UNITS[match[2].lower()])
+    else:
+        size = int(value)
+    if size <= 0:
+        raise ConfigError(field_name, value, remedy)
+    return size
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(",") if part.strip())
+
+
+def _option(name: str, default: _T, parse: Callable[[str], _T]) -> Any:
+    """A dataclass field whose default is read from ``CACHEBLEND_RAG_<NAME>`` when that is set."""
+
+    def make() -> _T:
+        text = os.environ.get(ENV_PREFIX + name.upper())
+        if text is None:
+            return default
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise ConfigError(ENV_PREFIX + name.upper(), text, f"use a value like {default!r}") from error
+
+    return field(default_factory=make)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlendConfig:
+    """How prompts are split, which tokens are recomputed, and where KV is kept.
+
+    An option that is not given is read from the environment variable ``CACHEBLEND_RAG_<NAME>``
+    (for instance ``CACHEBLEND_RAG_RECOMPUTE_RATIO=0.2``), else it has the default shown.
+
+    Parameters
+    ----------
+    separator : str
+        Text between segments. Its token ids open each chunk and are stored with it.
+    recompute_ratio : float
+        Share of the reused chunk tokens that is recomputed on every layer from the check layer
+        on, from 0 to 1 (section 4.3 of the CacheBlend paper; 0.15 there).
+    selection : {"hkvd", "none", "all"}
+        ``"hkvd"`` recomputes the tokens of highest KV deviation, ``"none"`` is full KV reuse,
+        ``"all"`` is full KV recompute.
+    check_layers : tuple of int
+        Layers at which KV deviation is measured; the first is 1 or higher, since the KV of
+        layer 0 depends on the token alone and never deviates.
+    min_tokens : int
+        A prompt with fewer chunk tokens than this is answered by plain prefill.
+    condition : {"sink", "prefix"}
+        What a chunk is computed behind before it is stored: the fixed tokens that open every
+        text (so that it hits behind any prefix), or the actual prefix (exact directly behind
+        it, but another prefix is another record).
+    write_back : {"background", "inline", "off"}
+        When chunks that were missing are stored: after the answer when nothing else waits,
+        before the call returns, or never.
+    prefetch : bool
+        Read the KV of the next layer while this one is fused.
+    size_limit : int or str
+        Bytes the KV store may take, as a number or as text such as ``"20GB"``.
+    salt : str
+        Tenants with different salts never share a record.
+
+    Raises
+    ------
+    ConfigError
+        If a value is out of range or unknown; the message names the option and the remedy.
+    """
+
+    separator: str = _option("separator", " # # ", str)
+    recompute_ratio: float = _option("recompute_ratio", 0.15, float)
+    selection: str = _option("selection", "hkvd", str)
+    check_layers: tuple[int, ...] = _option("check_layers", (1,), _layers)
+    min_tokens: int = _option("min_tokens", 256, int)
+    condition: str = _option("condition", "sink", str)
+    write_back: str = _option("write_back", "background", str)
+    prefetch: bool = _option("prefetch", True, lambda text: _flag(text))
+    size_limit: int | str = _option("size_limit", 10 * 10**9, lambda text: parse_bytes(text))
+    salt: str = _option("salt", "", str)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "check_layers", tuple(self.check_layers))
+        object.__setattr__(self, "size_limit", parse_bytes(self.size_limit))
+        if not isinstance(self.separator, str) or not self.separator:
+            raise ConfigError("separator", self.separator, "use a text that is not empty")
+        ratio = self.recompute_ratio
+        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
+            raise ConfigError("recompute_ratio", ratio, "use a number from 0 to 1")
+        _one_of("selection", self.selection, SELECTIONS)
+        _one_of("condition", self.condition, CONDITIONS)
+        _one_of("write_back", self.write_back, WRITE_BACKS)
+        if isinstance(self.min_tokens, bool) or not isinstance(self.min_tokens, int) or self.min_tokens < 0:
+            raise ConfigError("min_tokens", self.min_tokens, "use a whole number, 0 or more")
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        layers = self.check_layers
+        whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
+        if not layers or not whole or any(layer < 1 for layer in layers):
+            raise ConfigError(
+                "check_layers", layers, "use layers from 1 on; KV never deviates on layer 0, where it depends on the token alone"
+            )
+        if list(layers) != sorted(set(layers)):
+            raise ConfigError("check_layers", layers, "list each layer once, in rising order")
+
+    @property
+    def store_bytes(self) -> int:
+        """``size_limit`` in bytes."""
+        return parse_bytes(self.size_limit)
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Names of all options."""
+        return tuple(f.name for f in fields(cls))
+
+
+def _flag(text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered in ("1", "true", "yes", "on"):
+        return True
+    if lowered in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(text)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(name, value, "use one of " + ", ".join(map(repr, allowed)))

@@ -1,0 +1,268 @@
+"""DECODE: text from a fused cache, by transformers' own generation."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import StoppingCriteria
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from cacheblend_rag.errors import ConfigError, GenerationError
+
+__all__ = ["DecodeOptions", "Decoded", "decode"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions:
+    """How an answer is generated.
+
+    Parameters
+    ----------
+    max_new_tokens : int or None
+        Most tokens of the answer; None takes the generation config's, else 256.
+    stop : str or sequence of str
+        Texts that end the answer; they are not part of it.
+    temperature : float or None
+        0 decodes greedily; None takes the generation config's choice when one is given, else 0.
+    top_p : float or None
+        Nucleus sampling, above 0 to 1.
+    seed : int or None
+        Makes sampling repeatable.
+    generation_config : GenerationConfig or None
+        Anything else transformers offers; the options above win over it.
+    logits_processor : sequence of callable
+        transformers logits processors applied to each step.
+
+    Raises
+    ------
+    ConfigError
+        If a value is out of range.
+    """
+
+    max_new_tokens: int | None = None
+    stop: str | Sequence[str] = ()
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    generation_config: GenerationConfig | None = None
+    logits_processor: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stops)
+        if any(not isinstance(text, str) or not text for text in stops):
+            raise ConfigError("stop", self.stop, "use texts that are not empty")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ConfigError("max_new_tokens", self.max_new_tokens, "use a whole number, 1 or more")
+        if self.temperature is not None and self.temperature < 0:
+            raise ConfigError("temperature", self.temperature, "use 0 for greedy decoding, or more")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError("top_p", self.top_p, "use a number above 0, up to 1")
+        if self.generation_config is not None and (self.generation_config.num_beams or 1) > 1:
+            raise ConfigError("num_beams", self.generation_config.num_beams, "beam search is not supported; use 1")
+
+    def resolve(self, model: Any, tokenizer: Any) -> GenerationConfig:
+        """The generation config transformers is given."""
+        config = copy.deepcopy(self.generation_config or model.generation_config)
+        if self.max_new_tokens is not None or (config.max_new_tokens is None and config.max_length is None):
+            config.max_new_tokens, config.max_length = self.max_new_tokens or 256, None
+        greedy = self.temperature == 0 or (self.temperature is None and self.generation_config is None)
+        if greedy:
+            config.do_sample, config.temperature, config.top_p, config.top_k = False, None, None, None
+        elif self.temperature is not None:
+            config.do_sample, config.temperature = True, float(self.temperature)
+        if self.top_p is not None and not greedy:
+            config.top_p = self.top_p
+        if config.eos_token_id is None:
+            config.eos_token_id = tokenizer.eos_token_id
+        if config.pad_token_id is None:
+            eos = config.eos_token_id
+            config.pad_token_id = (eos[0] if isinstance(eos, list) else eos) or 0
+        return config
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What was generated.
+
+    Parameters
+    ----------
+    text : str
+        The answer, up to a stop string.
+    token_ids : list of int
+        All generated ids.
+    finish_reason : str
+        ``"stop"`` or ``"length"``.
+    first_token_at : float
+        `time.perf_counter` when the first token was known.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    first_token_at: float
+
+
+def decode(
+    model: Any,
+    tokenizer: Any,
+    *,
+    input_ids: Sequence[int],
+    cache: Any,
+    logits: torch.Tensor,
+    options: DecodeOptions,
+    on_text: Callable[[str], None] | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Decoded:
+    """Generate from a fused cache; its logits give the first token without a second pass.
+
+    Parameters
+    ----------
+    model, tokenizer : transformers objects
+    input_ids : sequence of int
+        Ids of the prompt.
+    cache : transformers Cache
+        KV of all prompt positions; it grows.
+    logits : Tensor, [vocab]
+        Logits of the last prompt position.
+    options : DecodeOptions
+        How to generate.
+    on_text : callable, optional
+        Called with each piece of text as soon as it is certain.
+    cancelled : callable
+        Generation stops at the next token once this returns True.
+
+    Raises
+    ------
+    GenerationError
+        If transformers returned no token.
+    """
+    config = options.resolve(model, tokenizer)
+    eos = config.eos_token_id
+    end_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    assembler = _TextAssembler(tokenizer, options, end_ids, len(input_ids), on_text, cancelled)
+    ids = torch.tensor([list(input_ids)], device=logits.device)
+
+    def continue_from_fused(model: Any, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        return type(model)._sample(_Prefilled(model, logits, cache), input_ids, **arguments)
+
+    devices = [logits.device] if logits.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices, enabled=options.seed is not None):
+        if options.seed is not None:
+            torch.manual_seed(options.seed)
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            generation_config=config,
+            stopping_criteria=[assembler],
+            logits_processor=list(options.logits_processor),
+            custom_generate=continue_from_fused,
+        )
+    return assembler.result()
+
+
+class _Prefilled:
+    """A model whose prefill is already done.
+
+    transformers' sampling loop asks the model for its prefill and then for one token at a time;
+    this hands it the fused logits first and is the model in everything else.
+    """
+
+    def __init__(self, model: Any, logits: torch.Tensor, cache: Any) -> None:
+        self._model, self._logits, self._cache = model, logits, cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def _prefill(self, *args: object, **kwargs: object) -> CausalLMOutputWithPast:
+        return CausalLMOutputWithPast(logits=self._logits[None, None], past_key_values=self._cache)
+
+
+class _TextAssembler(StoppingCriteria):  # type: ignore[misc]
+    """Turns generated ids into text, ends at stop strings, and hands out what is certain.
+
+    It is a stopping criterion and no streamer because transformers asks its criteria first: an
+    answer then ends with the token that completes a stop string, not with the one after.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        options: DecodeOptions,
+        end_ids: frozenset[int],
+        prompt_tokens: int,
+        on_text: Callable[[str], None] | None,
+        cancelled: Callable[[], bool],
+    ) -> None:
+        self._tokenizer, self._stops, self._end_ids = tokenizer, tuple(options.stop), end_ids
+        self._longest_stop = max(map(len, self._stops), default=0)
+        self._on_text, self._cancelled = on_text, cancelled
+        self._prompt_tokens = prompt_tokens
+        self._ids: list[int] = []
+        self._text = ""
+        self._sent = 0
+        self._context, self._read = 0, 0  # ids[context:read] are text already and give the next ids their context
+        self._stopped = False
+        self._first_token_at = 0.0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Take the newest id; true when the answer is complete."""
+        if not self._ended():
+            if not self._ids:
+                self._first_token_at = time.perf_counter()
+            self._ids = input_ids[0, self._prompt_tokens :].tolist()
+            self._take_text(final=False)
+        done = self._stopped or self._cancelled()
+        return torch.full((len(input_ids),), done, dtype=torch.bool, device=input_ids.device)
+
+    def result(self) -> Decoded:
+        """The whole answer; what was held back is handed out now."""
+        if not self._ids:
+            raise GenerationError("transformers returned no token; check the generation config")
+        self._take_text(final=True)
+        self._send(len(self._text))
+        reason = "stop" if self._ended() else "length"
+        return Decoded(self._text, self._ids, reason, self._first_token_at)
+
+    def _ended(self) -> bool:
+        # On a GPU transformers may run one step past the end; that token is not part of the answer.
+        return self._stopped or (bool(self._ids) and self._ids[-1] in self._end_ids)
+
+    def _take_text(self, final: bool) -> None:
+        before = self._plain(self._ids[self._context : self._read])
+        after = self._plain(self._ids[self._context :])
+        within_character = after.endswith("\N{REPLACEMENT CHARACTER}") and not final
+        if self._stopped or len(after) <= len(before) or within_character:
+            return
+        searched = max(0, len(self._text) - self._longest_stop)
+        self._text += after[len(before) :]
+        self._context, self._read = self._read, len(self._ids)
+        found = [at for at in (self._text.find(stop, searched) for stop in self._stops) if at >= 0]
+        if found:
+            self._stopped = True
+            self._text = self._text[: min(found)]
+        self._send(self._certain())
+
+    def _certain(self) -> int:
+        """Length of the text that no stop string can still take back."""
+        if not self._stopped:
+            for start in range(max(0, len(self._text) - self._longest_stop), len(self._text)):
+                if any(stop.startswith(self._text[start:]) for stop in self._stops):
+                    return start
+        return len(self._text)
+
+    def _send(self, stop: int) -> None:
+        if stop > self._sent:
+            if self._on_text is not None:
+                self._on_text(self._text[self._sent : stop])
+            self._sent = stop
+
+    def _plain(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

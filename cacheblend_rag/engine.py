@@ -1,0 +1,371 @@
+"""BlendEngine: split, look up, load, fuse, decode."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import dataclasses
+import os
+import time
+import weakref
+from collections.abc import AsyncIterator, Iterable, Sequence
+from types import TracebackType
+from typing import Any, TypedDict, Unpack
+
+from tqdm import tqdm
+from transformers import GenerationConfig
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.decode import Decoded, DecodeOptions, decode
+from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.loading import load_model
+from cacheblend_rag.pipeline import Blend, Pipeline, Segment
+from cacheblend_rag.prompt import Prompt, SegmentTokenizer
+from cacheblend_rag.report import FusedKV, Generation, WarmReport
+from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
+from cacheblend_rag.store.record import record_bytes
+from cacheblend_rag.streaming import Cancelled, TextStream
+from cacheblend_rag.writeback import IdleGate, WriteBack
+
+__all__ = ["BlendEngine", "DecodeArguments"]
+
+
+class DecodeArguments(TypedDict, total=False):
+    """Keyword arguments of `BlendEngine.generate`; see `DecodeOptions`."""
+
+    max_new_tokens: int | None
+    stop: str | Sequence[str]
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
+    generation_config: GenerationConfig | None
+    logits_processor: Sequence[Any]
+
+
+class BlendEngine:
+    """Answers RAG prompts from stored KV, recomputing only the tokens that need it.
+
+    Parameters
+    ----------
+    model : transformers PreTrainedModel
+        A causal language model; nothing is left behind on it.
+    tokenizer : transformers tokenizer
+        Its tokenizer.
+    config : BlendConfig, optional
+        Options; by default read from the environment, else the defaults.
+    store : KVStore, path or None
+        Where KV is kept: a store, a folder, or memory.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model's family is not known.
+    ConfigError
+        If an option does not fit the model.
+
+    Notes
+    -----
+    Requests from several threads are answered one after another.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        config: BlendConfig | None = None,
+        store: KVStore | str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.config = config or BlendConfig()
+        self.model, self.tokenizer = model, tokenizer
+        self._owns_store = store is None or isinstance(store, (str, os.PathLike))
+        self.store = _open_store(store, self.config)
+        segments = SegmentTokenizer(tokenizer, self.config.separator)
+        self._pipeline = Pipeline(ModelAdapter(model), segments, self.config, self.store)
+        self._gate = IdleGate()
+        self._write_back = WriteBack(self._gate)
+        self._is_view = False
+        self._at_exit = _close_at_exit(self)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | os.PathLike[str],
+        *,
+        config: BlendConfig | None = None,
+        store: KVStore | str | os.PathLike[str] | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        **model_kwargs: Any,
+    ) -> BlendEngine:
+        """Load a model and its tokenizer by id or path.
+
+        Parameters
+        ----------
+        model : str or path
+            A folder, or an id that transformers can resolve.
+        config, store
+            As for `BlendEngine`.
+        device : str
+            ``"auto"`` (a GPU if there is one), or a torch device.
+        dtype : str
+            ``"auto"`` (the checkpoint's), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        **model_kwargs
+            Passed on to ``from_pretrained``.
+
+        Raises
+        ------
+        ModelLoadError
+            If either cannot be loaded.
+        """
+        loaded = load_model(model, device=device, dtype=dtype, **model_kwargs)
+        return cls(loaded.model, loaded.tokenizer, config=config, store=store)
+
+    def with_config(self, **changes: Any) -> BlendEngine:
+        """An engine over the same model and store with other options.
+
+        It shares everything with this one, so requests of both still wait for one another, and
+        it ends when this one is closed; closing it does nothing.
+        """
+        other = object.__new__(BlendEngine)
+        other.__dict__.update(self.__dict__)
+        other.config = dataclasses.replace(self.config, **changes)
+        segments = SegmentTokenizer(self.tokenizer, other.config.separator)
+        other._pipeline = self._pipeline.with_config(other.config, segments)
+        other._is_view = True
+        return other
+
+    # Answering -----------------------------------------------------------------------------
+
+    def generate(self, prompt: Prompt | str, **options: Unpack[DecodeArguments]) -> Generation:
+        """Answer a prompt.
+
+        Parameters
+        ----------
+        prompt : Prompt or str
+            A text is split at every separator; without one it is answered by plain prefill.
+        **options
+            See `DecodeOptions`: ``max_new_tokens``, ``stop``, ``temperature``, ``top_p``,
+            ``seed``, ``generation_config``, ``logits_processor``.
+
+        Raises
+        ------
+        PromptError, ConfigError
+            If the prompt or an option cannot be used.
+        """
+        return self._answer(self._prompt(prompt), DecodeOptions(**options), None)
+
+    def stream(self, prompt: Prompt | str, **options: Unpack[DecodeArguments]) -> TextStream:
+        """Answer a prompt piece by piece.
+
+        Returns
+        -------
+        TextStream
+            Iterates over pieces of text; its ``result`` is the whole `Generation` afterwards.
+            Leaving the iteration early ends the generation.
+        """
+        parsed, chosen = self._prompt(prompt), DecodeOptions(**options)
+        return TextStream(lambda sink: self._answer(parsed, chosen, sink))
+
+    def generate_batch(
+        self, prompts: Iterable[Prompt | str], **options: Unpack[DecodeArguments]
+    ) -> list[Generation]:
+        """Answer several prompts, in order."""
+        parsed = [self._prompt(prompt) for prompt in prompts]
+        chosen = DecodeOptions(**options)
+        return [self._answer(prompt, chosen, None) for prompt in parsed]
+
+    def fuse(self, prompt: Prompt | str) -> FusedKV:
+        """Make the KV of a prompt and the logits of its last position, without generating."""
+        parsed = self._prompt(prompt)
+        with self._open_gate():
+            blend = self._pipeline.blend(parsed)
+            self._keep(blend)
+        return blend.fused
+
+    def _answer(self, prompt: Prompt, options: DecodeOptions, sink: Cancelled | None) -> Generation:
+        with self._open_gate():
+            blend = self._pipeline.blend(prompt)
+            fused, fused_at = blend.fused, time.perf_counter()
+            decoded = decode(
+                self.model,
+                self.tokenizer,
+                input_ids=fused.input_ids,
+                cache=fused.cache,
+                logits=fused.logits,
+                options=options,
+                on_text=sink.put if sink else None,
+                cancelled=sink.cancelled if sink else lambda: False,
+            )
+            self._keep(blend)
+        return _generation(fused, decoded, fused_at)
+
+    def _keep(self, blend: Blend) -> None:
+        """Store what was missing, now or when nothing else waits."""
+        for key, job in blend.write_back.items():
+            if self.config.write_back == "inline":
+                job()
+            else:
+                self._write_back.submit(key, job)
+
+    # The store -----------------------------------------------------------------------------
+
+    def warm(
+        self, chunks: Iterable[str], *, prefix: str = "", progress: bool | None = None
+    ) -> WarmReport:
+        """Compute and store the KV of chunks ahead of time.
+
+        Warming stops before the store would pass its size limit, so that it never evicts its
+        own work.
+
+        Parameters
+        ----------
+        chunks : iterable of str
+            Chunk texts.
+        prefix : str
+            The prefix they will stand behind; needed with ``condition="prefix"`` only.
+        progress : bool, optional
+            Show a progress bar; by default if standard error is a terminal.
+        """
+        started = time.perf_counter()
+        segments = [self._pipeline.chunk_segment(text, prefix) for text in _texts(chunks)]
+        new = {s.key: s for s in segments if not self.store.contains(s.key)}
+        computed = tokens = size = 0
+        hidden = None if progress is None else not progress
+        volume = self.store.volume()
+        for segment in tqdm(new.values(), desc="warming", unit="chunk", disable=hidden):
+            need = self._bytes(segment)
+            if volume + size + need > self.store.size_limit:
+                break
+            with self._open_gate():
+                self._pipeline.compute_and_store(segment)
+            computed, tokens, size = computed + 1, tokens + len(segment.token_ids), size + need
+        return WarmReport(
+            computed=computed,
+            present=len(segments) - len(new),
+            skipped=len(new) - computed,
+            tokens=tokens,
+            bytes=size,
+            seconds=time.perf_counter() - started,
+        )
+
+    def estimate_bytes(self, chunks: Iterable[str]) -> int:
+        """Bytes the KV of chunks will take in the store; nothing is computed."""
+        segments = {s.key: s for s in (self._pipeline.chunk_segment(text) for text in _texts(chunks))}
+        return sum(map(self._bytes, segments.values()))
+
+    def _bytes(self, segment: Segment) -> int:
+        return record_bytes(self._pipeline.record_info(segment))
+
+    def forget(self, chunks: Iterable[str], *, prefix: str = "") -> int:
+        """Erase the stored KV of chunks.
+
+        Returns
+        -------
+        int
+            Records that were erased.
+        """
+        self.flush()
+        return sum(self.store.delete(self._pipeline.chunk_segment(text, prefix).key) for text in _texts(chunks))
+
+    def flush(self) -> None:
+        """Wait until everything computed is stored."""
+        self._write_back.flush()
+
+    def close(self) -> None:
+        """Store what waits, then release everything; closing twice is harmless."""
+        if self._is_view or self._write_back.closed:
+            return
+        atexit.unregister(self._at_exit)
+        self._write_back.close()
+        if self._owns_store:
+            self.store.close()
+
+    def __enter__(self) -> BlendEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Asynchronous forms --------------------------------------------------------------------
+
+    async def agenerate(self, prompt: Prompt | str, **options: Unpack[DecodeArguments]) -> Generation:
+        """`generate` without blocking the event loop."""
+        return await asyncio.to_thread(self.generate, prompt, **options)
+
+    async def agenerate_batch(
+        self, prompts: Iterable[Prompt | str], **options: Unpack[DecodeArguments]
+    ) -> list[Generation]:
+        """`generate_batch` without blocking the event loop."""
+        return await asyncio.to_thread(self.generate_batch, prompts, **options)
+
+    async def afuse(self, prompt: Prompt | str) -> FusedKV:
+        """`fuse` without blocking the event loop."""
+        return await asyncio.to_thread(self.fuse, prompt)
+
+    async def awarm(self, chunks: Iterable[str], *, prefix: str = "", progress: bool | None = None) -> WarmReport:
+        """`warm` without blocking the event loop."""
+        return await asyncio.to_thread(self.warm, chunks, prefix=prefix, progress=progress)
+
+    async def astream(self, prompt: Prompt | str, **options: Unpack[DecodeArguments]) -> AsyncIterator[str]:
+        """`stream` without blocking the event loop."""
+        pieces = self.stream(prompt, **options)
+        try:
+            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+                yield piece
+        finally:
+            pieces.close()
+
+    # Helpers -------------------------------------------------------------------------------
+
+    def _prompt(self, prompt: Prompt | str) -> Prompt:
+        if isinstance(prompt, Prompt):
+            return prompt
+        if isinstance(prompt, str):
+            return Prompt.parse(prompt, self.config.separator)
+        raise PromptError(f"prompt={prompt!r} is a {type(prompt).__name__}: give a Prompt or a text")
+
+    def _open_gate(self) -> IdleGate:
+        if self._write_back.closed:
+            raise ConfigError("engine", "closed", "make a new engine; this one was closed")
+        return self._gate
+
+
+def _generation(fused: FusedKV, decoded: Decoded, fused_at: float) -> Generation:
+    seconds = dataclasses.replace(fused.report.seconds, first_token=decoded.first_token_at - fused_at)
+    report = dataclasses.replace(
+        fused.report,
+        seconds=seconds,
+        generated_tokens=len(decoded.token_ids),
+        finish_reason=decoded.finish_reason,
+    )
+    return Generation(decoded.text, decoded.token_ids, report)
+
+
+def _open_store(store: KVStore | str | os.PathLike[str] | None, config: BlendConfig) -> KVStore:
+    if store is None:
+        return MemoryStore(config.store_bytes)
+    if isinstance(store, (str, os.PathLike)):
+        return DiskStore(store, config.store_bytes)
+    return store
+
+
+def _texts(chunks: Iterable[str]) -> list[str]:
+    if isinstance(chunks, str):
+        raise PromptError(f"chunks={chunks[:40]!r} is one text: give a list of texts, even for a single chunk")
+    return list(chunks)
+
+
+def _close_at_exit(engine: BlendEngine) -> Any:
+    """Flush at interpreter exit without keeping the engine alive until then."""
+    reference = weakref.ref(engine)
+
+    def close() -> None:
+        alive = reference()
+        if alive is not None:
+            alive.close()
+
+    return atexit.register(close)

@@ -1,0 +1,108 @@
+"""Every error this package raises on purpose.
+
+::
+
+    CacheBlendError
+    ├── ConfigError (ValueError)            an option is out of range or unknown
+    ├── PromptError (ValueError)            a prompt cannot be used as given
+    ├── UnsupportedModelError               the blended pass does not know this model
+    ├── ModelLoadError                      a model or tokenizer could not be loaded
+    ├── StoreError                          the KV store cannot be opened or used
+    │   └── RecordError                     one record is damaged, foreign or of another version
+    ├── DocumentError                       a document or folder cannot be read
+    ├── EmbedderError                       an embedding model cannot be loaded or used
+    ├── GenerationError                     generation ended before its answer was complete
+    └── MissingExtraError (ImportError)     an optional package is not installed
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CacheBlendError",
+    "ConfigError",
+    "DocumentError",
+    "EmbedderError",
+    "GenerationError",
+    "MissingExtraError",
+    "ModelLoadError",
+    "PromptError",
+    "RecordError",
+    "StoreError",
+    "UnsupportedModelError",
+]
+
+
+class CacheBlendError(Exception):
+    """Base class of all errors of this package."""
+
+
+class ConfigError(CacheBlendError, ValueError):
+    """An option has a value it cannot take.
+
+    Parameters
+    ----------
+    field : str
+        Name of the option.
+    value : object
+        The value that was given.
+    remedy : str
+        What would be accepted, as a phrase: "use a number from 0 to 1".
+    """
+
+    def __init__(self, field: str, value: object, remedy: str) -> None:
+        self.field = field
+        self.value = value
+        self.remedy = remedy
+        super().__init__(f"{field}={value!r} is not usable: {remedy}")
+
+
+class PromptError(CacheBlendError, ValueError):
+    """A prompt cannot be used as given."""
+
+
+class UnsupportedModelError(CacheBlendError):
+    """The blended pass does not know this kind of model."""
+
+
+class ModelLoadError(CacheBlendError):
+    """A model or its tokenizer could not be loaded."""
+
+
+class StoreError(CacheBlendError):
+    """The KV store cannot be opened or used."""
+
+
+class RecordError(StoreError):
+    """One stored record is damaged, foreign or of an unknown version; callers treat it as a miss."""
+
+
+class DocumentError(CacheBlendError):
+    """A document or a folder of documents cannot be read."""
+
+
+class EmbedderError(CacheBlendError):
+    """An embedding model cannot be loaded or used."""
+
+
+class GenerationError(CacheBlendError):
+    """Generation ended before its answer was complete."""
+
+
+class MissingExtraError(CacheBlendError, ImportError):
+    """An optional package is not installed.
+
+    Parameters
+    ----------
+    package : str
+        Name of the missing package.
+    extra : str
+        The extra of this project that installs it.
+    """
+
+    def __init__(self, package: str, extra: str) -> None:
+        self.package = package
+        self.extra = extra
+        super().__init__(
+            f"the package {package!r} is not installed; "
+            f"install it with: pip install 'cacheblend-rag[{extra}]'"
+        )

@@ -1,0 +1,38 @@
+"""Which positions a kept row may attend to."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["row_mask"]
+
+
+def row_mask(rows: torch.Tensor, tokens: int, window: int | None) -> torch.Tensor | None:
+    """Mask by position: each row sees what the plain model would show it.
+
+    Kept rows are scattered, so a triangle aligned to the last row and column, as public
+    implementations use, would show them keys of the future.
+
+    Parameters
+    ----------
+    rows : Tensor, [rows], long
+        Positions of the kept rows, rising.
+    tokens : int
+        Positions in all.
+    window : int or None
+        Sliding window of the layer.
+
+    Returns
+    -------
+    Tensor, [1, 1, rows, tokens], bool, or None
+        True where a row sees a position; None if the rows are all positions and no window
+        applies, for which kernels have a causal form of their own.
+    """
+    narrow = window is not None and window < tokens
+    if len(rows) == tokens and not narrow:
+        return None
+    columns = torch.arange(tokens, device=rows.device)
+    mask = columns[None] <= rows[:, None]
+    if narrow:
+        mask &= columns[None] > rows[:, None] - window
+    return mask[None, None]

@@ -1,0 +1,117 @@
+"""Reading stored KV into place, one layer after another or one layer ahead (section 6 of the paper)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from cacheblend_rag.errors import RecordError
+from cacheblend_rag.models.kv import LayerKV
+from cacheblend_rag.store.base import StoredKV
+
+__all__ = ["LayerReader", "Placement", "RecordLost", "load_ahead", "load_plainly"]
+
+
+class RecordLost(RecordError):  # noqa: N818 - an event the engine recovers from, not a fault of the caller
+    """A record failed while its layers were read.
+
+    Parameters
+    ----------
+    key : str
+        Key of the record.
+    reason : str
+        What went wrong.
+    """
+
+    def __init__(self, key: str, reason: str) -> None:
+        self.key = key
+        super().__init__(f"KV record {key} was lost while loading: {reason}")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A stored record and the position in the prompt at which it begins."""
+
+    key: str
+    record: StoredKV
+    start: int
+
+
+@dataclass(frozen=True)
+class LayerReader:
+    """Reads one layer of all records into buffers that span the prompt.
+
+    Parameters
+    ----------
+    placements : sequence of Placement
+        Records and where they go.
+    layers, kv_heads, tokens, head_dim : int
+        Shape of the prompt's KV.
+    dtype : torch.dtype
+        Element type of the model.
+    device : torch.device
+        Where the buffers are made.
+    """
+
+    placements: Sequence[Placement]
+    layers: int
+    kv_heads: int
+    tokens: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def read(self, layer: int) -> LayerKV:
+        """KV of one layer; positions without a record are undefined.
+
+        Raises
+        ------
+        RecordLost
+            If a record cannot be read or fails its checksum.
+        """
+        shape = (1, self.kv_heads, self.tokens, self.head_dim)
+        keys = torch.empty(shape, dtype=self.dtype, device=self.device)
+        values = torch.empty(shape, dtype=self.dtype, device=self.device)
+        for place in self.placements:
+            stop = place.start + place.record.info.tokens
+            try:
+                stored_keys, stored_values = place.record.read_layer(layer)
+            except (RecordError, OSError) as error:
+                raise RecordLost(place.key, str(error)) from error
+            keys[0, :, place.start : stop].copy_(stored_keys)
+            values[0, :, place.start : stop].copy_(stored_values)
+        return LayerKV(keys, values)
+
+
+def load_plainly(reader: LayerReader) -> Iterator[LayerKV]:
+    """Read each layer when it is asked for: the plain twin of `load_ahead`."""
+    for layer in range(reader.layers):
+        yield reader.read(layer)
+
+
+def load_ahead(reader: LayerReader, ahead: int = 2) -> Iterator[LayerKV]:
+    """Read on a thread of its own while earlier layers are fused.
+
+    Parameters
+    ----------
+    reader : LayerReader
+        What to read.
+    ahead : int
+        Most layers held in memory before they are asked for.
+    """
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-loader") as pool:
+        waiting: deque[Future[LayerKV]] = deque()
+        following = 0
+        try:
+            for _ in range(reader.layers):
+                while following < reader.layers and len(waiting) < ahead:
+                    waiting.append(pool.submit(reader.read, following))
+                    following += 1
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()

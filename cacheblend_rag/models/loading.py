@@ -1,0 +1,62 @@
+"""Loading a model and its tokenizer by id or path."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cacheblend_rag.errors import ConfigError, ModelLoadError
+
+__all__ = ["LoadedModel", "load_model"]
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+
+
+def load_model(
+    model: str | os.PathLike[str], *, device: str = "auto", dtype: str = "auto", **model_kwargs: Any
+) -> LoadedModel:
+    """Load through transformers' auto classes.
+
+    Raises
+    ------
+    ModelLoadError
+        If the model or the tokenizer cannot be loaded.
+    ConfigError
+        If the device or the element type is not known.
+    """
+    if dtype not in _DTYPES:
+        raise ConfigError("dtype", dtype, "use one of " + ", ".join(map(repr, _DTYPES)))
+    target = _device(device)
+    name = os.fspath(model)
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **model_kwargs)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ModelLoadError(
+            f"model {name!r} could not be loaded: {error}; name a folder written by save_pretrained, "
+            "or an id that is in the local cache or can be downloaded"
+        ) from error
+    if "device_map" not in model_kwargs:
+        loaded = loaded.to(target)
+    return LoadedModel(loaded.eval(), tokenizer)
+
+
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError("device", device, 'use "auto", "cpu", "cuda" or "cuda:0"') from error

@@ -1,0 +1,352 @@
+"""Split, look up, load, fuse: from a prompt to its fused KV."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
+from cacheblend_rag.fusor.selection import SelectAll, SelectHKVD, SelectionRule, SelectNone
+from cacheblend_rag.loading import LayerReader, Placement, load_ahead, load_plainly
+from cacheblend_rag.loading.loader import RecordLost
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.kv import LayerKV, SegmentKV
+from cacheblend_rag.prompt import Prompt, SegmentTokenizer, Span, TokenizedPrompt
+from cacheblend_rag.report import BlendReport, FusedKV, Seconds
+from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, record_key
+
+__all__ = ["Blend", "Pipeline", "Segment"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of text whose KV is stored.
+
+    Parameters
+    ----------
+    kind : str
+        ``"chunk"`` or ``"prefix"``.
+    context_ids : tuple of int
+        Ids it is computed behind.
+    token_ids : tuple of int
+        Its ids.
+    key : str
+        Key of its record.
+    """
+
+    kind: str
+    context_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    key: str
+
+
+@dataclass(frozen=True)
+class Blend:
+    """A fused prompt, and what is worth storing of it.
+
+    Parameters
+    ----------
+    fused : FusedKV
+        The result.
+    write_back : dict of str to callable
+        By key of the record, what computes and stores it.
+    """
+
+    fused: FusedKV
+    write_back: dict[str, Callable[[], None]]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Records of a prompt: a segment and its place, with what is stored of it."""
+
+    prefix: Segment | None
+    chunks: tuple[Segment, ...]
+    records: dict[str, StoredKV]
+
+    def without(self, key: str) -> _Found:
+        return dataclasses.replace(self, records={k: r for k, r in self.records.items() if k != key})
+
+
+class Pipeline:
+    """The first four verbs over one model and one store.
+
+    Parameters
+    ----------
+    adapter : ModelAdapter
+    tokenizer : SegmentTokenizer
+    config : BlendConfig
+    store : KVStore
+    """
+
+    def __init__(
+        self, adapter: ModelAdapter, tokenizer: SegmentTokenizer, config: BlendConfig, store: KVStore
+    ) -> None:
+        self.adapter, self.tokenizer, self.config, self.store = adapter, tokenizer, config, store
+        self.fingerprint = adapter.fingerprint()
+        self._rule = _rule(config, adapter.num_layers)
+
+    def with_config(self, config: BlendConfig, tokenizer: SegmentTokenizer) -> Pipeline:
+        """The same model and store with other options; the model is not hashed again."""
+        other = object.__new__(Pipeline)
+        other.__dict__.update(self.__dict__)
+        other.config, other.tokenizer = config, tokenizer
+        other._rule = _rule(config, self.adapter.num_layers)
+        return other
+
+    def segment(self, kind: str, context_ids: tuple[int, ...], token_ids: tuple[int, ...]) -> Segment:
+        """Describe a segment and derive its key."""
+        key = record_key(
+            fingerprint=self.fingerprint,
+            salt=self.config.salt,
+            kind=kind,
+            context_ids=context_ids,
+            token_ids=token_ids,
+        )
+        return Segment(kind, context_ids, token_ids, key)
+
+    def chunk_segment(self, text: str, prefix: str = "") -> Segment:
+        """The segment of a chunk; ``prefix`` matters only if chunks are computed behind it."""
+        behind_prefix = self.config.condition == "prefix" and prefix
+        context = self.tokenizer.opening_ids(prefix) if behind_prefix else self.tokenizer.start_ids
+        return self.segment("chunk", context, self.tokenizer.chunk_ids(text))
+
+    def compute(self, segment: Segment) -> KVRecord:
+        """Compute a segment's KV behind its context."""
+        return self._record(segment, self.adapter.segment_kv(segment.context_ids, segment.token_ids))
+
+    def record_info(self, segment: Segment) -> RecordInfo:
+        """What the record of a segment says of itself."""
+        adapter = self.adapter
+        return RecordInfo(
+            fingerprint=self.fingerprint,
+            context_ids=segment.context_ids,
+            token_ids=segment.token_ids,
+            layers=adapter.num_layers,
+            kv_heads=adapter.kv_heads,
+            head_dim=adapter.head_dim,
+            dtype=str(adapter.dtype).removeprefix("torch."),
+            rotated=segment.kind == "prefix",
+        )
+
+    def blend(self, prompt: Prompt) -> Blend:
+        """Split, look up, load and fuse a prompt."""
+        started = time.perf_counter()
+        split = self.tokenizer.tokenize(prompt)
+        seconds = Seconds(split=time.perf_counter() - started)
+        if self._prefers_plain(split):
+            return self._plain(split, seconds)
+        return self._blended(split, seconds)
+
+    def _prefers_plain(self, split: TokenizedPrompt) -> bool:
+        few = not split.chunks or split.chunk_tokens < self.config.min_tokens
+        return few or not self.adapter.reusable(len(split.input_ids))
+
+    def _plain(self, split: TokenizedPrompt, seconds: Seconds) -> Blend:
+        """Answer by the model's own prefill."""
+        started = time.perf_counter()
+        result = self.adapter.prefill(split.input_ids)
+        seconds = dataclasses.replace(seconds, fuse=time.perf_counter() - started)
+        rows = torch.arange(len(split.input_ids), device=self.adapter.device)
+        layers = self.adapter.num_layers
+        report = dataclasses.replace(
+            self._counts(split),
+            misses=len(split.chunks),
+            recomputed_tokens=(0,) * layers,
+            computed_tokens=(len(rows),) * layers,
+            plain=True,
+            seconds=seconds,
+        )
+        fused = FusedKV(result.cache, result.logits, list(split.input_ids), (rows,) * layers, None, report)
+        return Blend(fused, {})
+
+    def _blended(self, split: TokenizedPrompt, seconds: Seconds) -> Blend:
+        """Answer by the blended pass; a record that fails on the way counts as never stored."""
+        started = time.perf_counter()
+        found = self._look_up(split)
+        seconds = dataclasses.replace(seconds, look_up=time.perf_counter() - started)
+        lost = 0
+        try:
+            while True:
+                started = time.perf_counter()
+                layers = _Waited(self._load(split, found))
+                try:
+                    fusion = fuse(self.adapter, self._plan(split, found), layers, self._rule)
+                    break
+                except RecordLost as error:
+                    _log.warning("%s; the prompt is blended again without it", error)
+                    self.store.delete(error.key)
+                    found, lost = found.without(error.key), lost + 1
+                finally:
+                    layers.close()
+        finally:
+            for record in found.records.values():
+                record.close()
+        took = time.perf_counter() - started
+        seconds = dataclasses.replace(seconds, load=layers.seconds, fuse=took - layers.seconds)
+        return Blend(self._fused(split, found, fusion, seconds, lost), self._write_back(split, found, fusion))
+
+    def _look_up(self, split: TokenizedPrompt) -> _Found:
+        """Open what is stored of the prefix and the chunks."""
+        prefix_ids = split.ids(split.prefix)
+        start = self.tokenizer.start_ids
+        prefix = self.segment("prefix", (), prefix_ids) if len(prefix_ids) > len(start) else None
+        context = prefix_ids if self.config.condition == "prefix" else start
+        chunks = tuple(self.segment("chunk", context, split.ids(span)) for span in split.chunks)
+        if self.config.selection == "all":
+            return _Found(None, chunks, {})
+        records: dict[str, StoredKV] = {}
+        for segment in (*([prefix] if prefix else []), *chunks):
+            if segment.key not in records and (record := self._open(segment)) is not None:
+                records[segment.key] = record
+        return _Found(prefix, chunks, records)
+
+    def _open(self, segment: Segment) -> StoredKV | None:
+        record = self.store.open(segment.key)
+        if record is None or record.info == self.record_info(segment):
+            return record
+        _log.warning("KV record %s is of another segment or model and counts as a miss", segment.key)
+        record.close()
+        self.store.delete(segment.key)
+        return None
+
+    def _load(self, split: TokenizedPrompt, found: _Found) -> Iterator[LayerKV]:
+        """Stored KV, layer by layer."""
+        spans = zip(split.chunks, found.chunks, strict=True)
+        places = [*([(split.prefix, found.prefix)] if found.prefix else []), *spans]
+        adapter = self.adapter
+        reader = LayerReader(
+            placements=[
+                Placement(segment.key, found.records[segment.key], span.start)
+                for span, segment in places
+                if segment.key in found.records
+            ],
+            layers=adapter.num_layers,
+            kv_heads=adapter.kv_heads,
+            tokens=len(split.input_ids),
+            head_dim=adapter.head_dim,
+            dtype=adapter.dtype,
+            device=adapter.device,
+        )
+        ahead = self.config.prefetch and reader.placements
+        return load_ahead(reader) if ahead else load_plainly(reader)
+
+    def _plan(self, split: TokenizedPrompt, found: _Found) -> FusionPlan:
+        """Sort the stored segments into exact and reused ones."""
+        exact, reused, unrotated = [], [], []
+        if found.prefix is not None and found.prefix.key in found.records:
+            exact.append(_range(split.prefix))
+        for span, segment in zip(split.chunks, found.chunks, strict=True):
+            if segment.key not in found.records:
+                continue
+            unrotated.append(span)
+            in_place = split.input_ids[: span.start] == segment.context_ids
+            (exact if in_place else reused).append(_range(span))
+        turn = range(unrotated[0].start, unrotated[-1].stop) if unrotated else range(0)
+        return FusionPlan(split.input_ids, exact, reused, turn)
+
+    def _fused(
+        self, split: TokenizedPrompt, found: _Found, fusion: Fusion, seconds: Seconds, lost: int
+    ) -> FusedKV:
+        hits = [span for span, seg in zip(split.chunks, found.chunks, strict=True) if seg.key in found.records]
+        prefix_hit = found.prefix is not None and found.prefix.key in found.records
+        report = dataclasses.replace(
+            self._counts(split),
+            hits=len(hits),
+            misses=len(split.chunks) - len(hits),
+            prefix_hit=prefix_hit,
+            reused_tokens=sum(map(len, hits)) + (len(split.prefix) if prefix_hit else 0),
+            recomputed_tokens=fusion.recomputed_tokens,
+            computed_tokens=tuple(map(len, fusion.computed)),
+            lost=lost,
+            seconds=seconds,
+        )
+        cache = self.adapter.new_cache(fusion.layers)
+        return FusedKV(
+            cache, fusion.logits, list(split.input_ids), fusion.computed, fusion.deviation, report
+        )
+
+    def _counts(self, split: TokenizedPrompt) -> BlendReport:
+        return BlendReport(
+            input_ids=split.input_ids,
+            prefix_tokens=len(split.prefix),
+            chunk_tokens=split.chunk_tokens,
+            suffix_tokens=len(split.suffix),
+        )
+
+    def _write_back(
+        self, split: TokenizedPrompt, found: _Found, fusion: Fusion
+    ) -> dict[str, Callable[[], None]]:
+        """What computes and stores each segment that was missing."""
+        if self.config.selection == "all" or self.config.write_back == "off":
+            return {}
+        jobs: dict[str, Callable[[], None]] = {}
+        prefix = found.prefix
+        if prefix is not None and prefix.key not in found.records:
+            # Nothing stands before the prefix, so the pass has just computed its exact KV.
+            kv = _first_rows(fusion.layers, len(prefix.token_ids))
+            jobs[prefix.key] = lambda: self.store.put(prefix.key, self._record(prefix, kv))
+        for segment in found.chunks:
+            if segment.key not in found.records:
+                jobs[segment.key] = lambda segment=segment: self.compute_and_store(segment)  # type: ignore[misc]
+        return jobs
+
+    def compute_and_store(self, segment: Segment) -> None:
+        """Compute a segment's KV and store it, unless it is stored already."""
+        if not self.store.contains(segment.key):
+            self.store.put(segment.key, self.compute(segment))
+
+    def _record(self, segment: Segment, kv: SegmentKV) -> KVRecord:
+        return KVRecord(self.record_info(segment), kv)
+
+
+class _Waited:
+    """An iterator that notes how long its reader waited for it."""
+
+    def __init__(self, layers: Iterator[LayerKV]) -> None:
+        self._layers = layers
+        self.seconds = 0.0
+
+    def __iter__(self) -> Iterator[LayerKV]:
+        return self
+
+    def __next__(self) -> LayerKV:
+        started = time.perf_counter()
+        try:
+            return next(self._layers)
+        finally:
+            self.seconds += time.perf_counter() - started
+
+    def close(self) -> None:
+        """End the loader, whatever it still has in hand."""
+        self._layers.close()  # type: ignore[attr-defined]
+
+
+def _range(span: Span) -> range:
+    return range(span.start, span.stop)
+
+
+def _first_rows(layers: tuple[LayerKV, ...], tokens: int) -> SegmentKV:
+    """A copy of the first positions of a fused prompt, keys rotated."""
+    keys = tuple(layer.keys[0, :, :tokens].cpu().clone() for layer in layers)
+    values = tuple(layer.values[0, :, :tokens].cpu().clone() for layer in layers)
+    return SegmentKV(keys, values, rotated=True)
+
+
+def _rule(config: BlendConfig, layers: int) -> SelectionRule:
+    if config.selection == "none":
+        return SelectNone()
+    if config.selection == "all":
+        return SelectAll()
+    if config.check_layers[-1] >= layers:
+        raise ConfigError("check_layers", config.check_layers, f"this model has layers 0 to {layers - 1}")
+    return SelectHKVD(config.check_layers, config.recompute_ratio)

@@ -1,0 +1,70 @@
+"""A prompt as its segments: prefix, chunks, suffix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cacheblend_rag.errors import PromptError
+
+__all__ = ["Prompt"]
+
+
+@dataclass(frozen=True, init=False)
+class Prompt:
+    """A RAG prompt: what stands before the chunks, the chunks, and what stands after them.
+
+    The model reads ``prefix, separator, chunk, separator, chunk, …, separator, suffix``; without
+    chunks it reads ``prefix, suffix``. Segments are taken as they are: a separator inside one of
+    them is ordinary text.
+
+    Parameters
+    ----------
+    prefix : str
+        Text before the first chunk (system prompt, instructions).
+    chunks : sequence of str
+        Retrieved texts, in the order in which the model reads them.
+    suffix : str
+        Text after the last chunk: the question.
+    glue : sequence of str, optional
+        Text between neighbouring chunks that the model must read, ``len(chunks) - 1`` entries.
+        It is computed anew each time and never stored.
+
+    Raises
+    ------
+    PromptError
+        If a segment is not text, or ``glue`` has another length.
+    """
+
+    prefix: str
+    chunks: tuple[str, ...]
+    suffix: str
+    glue: tuple[str, ...]
+
+    def __init__(
+        self, prefix: str = "", chunks: Sequence[str] = (), suffix: str = "", glue: Sequence[str] = ()
+    ) -> None:
+        if isinstance(chunks, str):
+            raise PromptError(f"chunks={chunks[:40]!r} is one text: give a list of texts, even for a single chunk")
+        for name, text in (("prefix", prefix), ("suffix", suffix), *(("chunks", chunk) for chunk in chunks)):
+            if not isinstance(text, str):
+                raise PromptError(f"{name} holds {text!r}, a {type(text).__name__}: give text")
+        if glue and len(glue) != len(chunks) - 1:
+            raise PromptError(f"glue has {len(glue)} entries for {len(chunks)} chunks: give one between each two")
+        object.__setattr__(self, "prefix", prefix)
+        object.__setattr__(self, "chunks", tuple(chunks))
+        object.__setattr__(self, "suffix", suffix)
+        object.__setattr__(self, "glue", tuple(glue))
+
+    @classmethod
+    def parse(cls, text: str, separator: str) -> Prompt:
+        """Split a text at every separator: the first segment is the prefix, the last the suffix.
+
+        A text without a separator is all suffix, so that nothing of it is ever stored.
+        """
+        if not separator:
+            raise PromptError("separator='' cannot split a prompt: give a text that is not empty")
+        first, *rest = text.split(separator)
+        if not rest:
+            return cls(suffix=first)
+        return cls(prefix=first, chunks=rest[:-1], suffix=rest[-1])

@@ -1,0 +1,168 @@
+"""What the engine says of its work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["BlendReport", "FusedKV", "Generation", "Seconds", "WarmReport"]
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Where the time to first token went, in seconds.
+
+    Parameters
+    ----------
+    split, look_up, load, fuse, first_token : float
+        ``load`` is the time the blended pass waited for KV; reading that ran beside it is not
+        in it. ``first_token`` is the time from the logits to the first token.
+    """
+
+    split: float = 0.0
+    look_up: float = 0.0
+    load: float = 0.0
+    fuse: float = 0.0
+    first_token: float = 0.0
+
+    @property
+    def ttft(self) -> float:
+        """Time to first token: the sum."""
+        return self.split + self.look_up + self.load + self.fuse + self.first_token
+
+
+@dataclass(frozen=True)
+class BlendReport:
+    """How one prompt was answered.
+
+    Parameters
+    ----------
+    input_ids : tuple of int
+        Ids the model was fed.
+    prefix_tokens, chunk_tokens, suffix_tokens : int
+        Tokens of each part; glue between chunks counts as neither.
+    hits, misses : int
+        Chunks that were read from the store, and chunks that were not there.
+    prefix_hit : bool
+        Whether the prefix was read from the store.
+    reused_tokens : int
+        Chunk and prefix tokens whose KV was read from the store.
+    recomputed_tokens : tuple of int
+        Reused chunk tokens recomputed on each layer.
+    computed_tokens : tuple of int
+        All rows computed on each layer: those, chunks not stored, and the suffix.
+    plain : bool
+        Whether plain prefill answered.
+    lost : int
+        Records that failed while they were loaded; the pass began again without them.
+    seconds : Seconds
+        Where the time to first token went.
+    generated_tokens : int
+        Tokens of the answer.
+    finish_reason : str
+        ``"stop"``, ``"length"``, or ``""`` before generation.
+    """
+
+    input_ids: tuple[int, ...]
+    prefix_tokens: int = 0
+    chunk_tokens: int = 0
+    suffix_tokens: int = 0
+    hits: int = 0
+    misses: int = 0
+    prefix_hit: bool = False
+    reused_tokens: int = 0
+    recomputed_tokens: tuple[int, ...] = ()
+    computed_tokens: tuple[int, ...] = ()
+    plain: bool = False
+    lost: int = 0
+    seconds: Seconds = field(default_factory=Seconds)
+    generated_tokens: int = 0
+    finish_reason: str = ""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens the model was fed."""
+        return len(self.input_ids)
+
+    @property
+    def ttft(self) -> float:
+        """Time to first token, in seconds."""
+        return self.seconds.ttft
+
+
+@dataclass(frozen=True)
+class FusedKV:
+    """A prompt's KV, ready for decoding.
+
+    Parameters
+    ----------
+    cache : transformers Cache
+        KV of all positions. Decoding from it extends it.
+    logits : Tensor, [vocab]
+        Logits of the last position.
+    input_ids : list of int
+        Ids the model was fed.
+    recomputed : tuple of Tensor, each [rows] long
+        Positions whose KV was computed, layer by layer: recomputed chunk tokens, chunks that
+        were not stored, and the suffix.
+    deviation : Tensor or None, [tokens] float32
+        KV deviation at the first check layer; NaN where none was measured.
+    report : BlendReport
+        How it was made.
+    """
+
+    cache: Any
+    logits: torch.Tensor
+    input_ids: list[int]
+    recomputed: tuple[torch.Tensor, ...]
+    deviation: torch.Tensor | None
+    report: BlendReport
+
+
+@dataclass(frozen=True)
+class Generation:
+    """An answer.
+
+    Parameters
+    ----------
+    text : str
+        The generated text, up to a stop string.
+    token_ids : list of int
+        The generated ids.
+    report : BlendReport
+        How it was made.
+    """
+
+    text: str
+    token_ids: list[int]
+    report: BlendReport
+
+
+@dataclass(frozen=True)
+class WarmReport:
+    """What warming did.
+
+    Parameters
+    ----------
+    computed : int
+        Chunks whose KV was computed and stored.
+    present : int
+        Chunks that were stored already, or given twice.
+    skipped : int
+        Chunks left out because the store would have passed its size limit.
+    tokens : int
+        Tokens computed.
+    bytes : int
+        Bytes the computed records take.
+    seconds : float
+        Time it took.
+    """
+
+    computed: int
+    present: int
+    skipped: int
+    tokens: int
+    bytes: int
+    seconds: float

@@ -1,0 +1,161 @@
+"""LOOK UP: what a KV store is, and what a record says of itself."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from cacheblend_rag.models.kv import SegmentKV
+
+__all__ = ["KVRecord", "KVStore", "RecordInfo", "StoredKV", "record_key"]
+
+
+@dataclass(frozen=True)
+class RecordInfo:
+    """Identity and shape of a record.
+
+    Parameters
+    ----------
+    fingerprint : str
+        Identity of the model whose KV this is.
+    context_ids : tuple of int
+        Ids the segment was computed behind (sink or prefix).
+    token_ids : tuple of int
+        Ids of the segment itself; a hit needs them equal, not only their hash.
+    layers, kv_heads, head_dim : int
+        Shape of the KV: each layer holds keys and values of ``[kv_heads, tokens, head_dim]``.
+    dtype : str
+        Name of the element type, such as ``"bfloat16"``.
+    rotated : bool
+        Whether the keys carry the rotation of the positions they were computed at.
+    """
+
+    fingerprint: str
+    context_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    rotated: bool
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the segment."""
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class KVRecord:
+    """A segment's KV with its identity, ready to be stored."""
+
+    info: RecordInfo
+    kv: SegmentKV
+
+    @classmethod
+    def of(
+        cls, kv: SegmentKV, *, fingerprint: str, context_ids: tuple[int, ...], token_ids: tuple[int, ...]
+    ) -> KVRecord:
+        """Describe the KV of a segment."""
+        kv_heads, _, head_dim = kv.keys[0].shape
+        dtype = str(kv.keys[0].dtype).removeprefix("torch.")
+        layers = len(kv.keys)
+        return cls(
+            RecordInfo(fingerprint, context_ids, token_ids, layers, kv_heads, head_dim, dtype, kv.rotated), kv
+        )
+
+
+class StoredKV(Protocol):
+    """A record opened for reading, layer by layer.
+
+    It stays readable when the store evicts it meanwhile.
+    """
+
+    @property
+    def info(self) -> RecordInfo:
+        """Identity and shape."""
+        ...
+
+    def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, each ``[kv_heads, tokens, head_dim]``.
+
+        Raises
+        ------
+        RecordError
+            If the layer cannot be read or fails its checksum.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what is held open."""
+        ...
+
+
+class KVStore(Protocol):
+    """Where records are kept, by key."""
+
+    @property
+    def size_limit(self) -> int:
+        """Bytes the store may take."""
+        ...
+
+    def open(self, key: str) -> StoredKV | None:
+        """The record of a key, or None; a record that cannot be read is a miss and is logged."""
+        ...
+
+    def put(self, key: str, record: KVRecord) -> None:
+        """Store a record, replacing one of the same key.
+
+        Raises
+        ------
+        StoreError
+            If it cannot be written.
+        """
+        ...
+
+    def contains(self, key: str) -> bool:
+        """Whether a record of this key is stored; does not count as use."""
+        ...
+
+    def delete(self, key: str) -> bool:
+        """Erase a record; whether there was one."""
+        ...
+
+    def volume(self) -> int:
+        """Bytes taken now."""
+        ...
+
+    def close(self) -> None:
+        """Release the store."""
+        ...
+
+
+def record_key(
+    *, fingerprint: str, salt: str, kind: str, context_ids: Sequence[int], token_ids: Sequence[int]
+) -> str:
+    """Key of a record by content: the same segment has one key wherever it stands.
+
+    Parameters
+    ----------
+    fingerprint : str
+        Identity of the model.
+    salt : str
+        Tenants with different salts share nothing.
+    kind : str
+        ``"chunk"`` or ``"prefix"``.
+    context_ids, token_ids : sequence of int
+        What the segment is computed behind, and the segment.
+    """
+    digest = hashlib.sha256()
+    for part in (fingerprint, salt, kind, _join(context_ids), _join(token_ids)):
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def _join(ids: Sequence[int]) -> str:
+    return ",".join(map(str, ids))

@@ -1,0 +1,129 @@
+"""Work that waits until nothing else does: storing what a request had to compute."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from cacheblend_rag.errors import CacheBlendError
+
+__all__ = ["IdleGate", "WriteBack"]
+
+_log = logging.getLogger(__name__)
+
+
+class IdleGate:
+    """One holder at a time; background work waits until no request wants the model.
+
+    ``with gate:`` is for requests; `when_idle` is for background work, one short step at a time.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._busy = False
+        self._owner: int | None = None
+        self._depth = 0
+        self._waiting = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        with self._condition:
+            if self._owner == me:
+                self._depth += 1
+                return
+            self._waiting += 1
+            try:
+                while self._busy:
+                    self._condition.wait()
+            finally:
+                self._waiting -= 1
+            self._busy, self._owner, self._depth = True, me, 1
+
+    def __exit__(self, *exc: object) -> None:
+        with self._condition:
+            self._depth -= 1
+            if self._depth == 0:
+                self._busy, self._owner = False, None
+                self._condition.notify_all()
+
+    def when_idle(self, work: Callable[[], None]) -> None:
+        """Run ``work`` as the holder once no request holds or awaits the gate."""
+        with self._condition:
+            while self._busy or self._waiting:
+                self._condition.wait()
+            self._busy, self._owner, self._depth = True, threading.get_ident(), 1
+        try:
+            work()
+        finally:
+            self.__exit__()
+
+
+class WriteBack:
+    """A bounded queue of background jobs, done one by one while the gate is idle.
+
+    Parameters
+    ----------
+    gate : IdleGate
+        Shared with requests.
+    limit : int
+        Most jobs waiting; further ones are dropped and made again on the next miss.
+    """
+
+    def __init__(self, gate: IdleGate, limit: int = 1024) -> None:
+        self._gate = gate
+        self._limit = limit
+        self._jobs: deque[tuple[str, Callable[[], None]]] = deque()
+        self._names: set[str] = set()
+        self._condition = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self.closed = False
+
+    def submit(self, name: str, job: Callable[[], None]) -> None:
+        """Queue a job unless one of the same name waits already."""
+        with self._condition:
+            if self.closed or name in self._names:
+                return
+            if len(self._jobs) >= self._limit:
+                _log.warning("write-back queue is full (%d jobs); %s is left for the next miss", self._limit, name)
+                return
+            self._jobs.append((name, job))
+            self._names.add(name)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="kv-write-back", daemon=True)
+                self._thread.start()
+            self._condition.notify_all()
+
+    def flush(self) -> None:
+        """Wait until all queued jobs are done."""
+        with self._condition:
+            while self._names:
+                self._condition.wait()
+
+    def close(self) -> None:
+        """Finish what is queued, then stop."""
+        with self._condition:
+            self.closed = True
+            self._condition.notify_all()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                while not self._jobs and not self.closed:
+                    self._condition.wait()
+                if not self._jobs:
+                    return
+                name, job = self._jobs.popleft()
+            try:
+                self._gate.when_idle(job)
+            except CacheBlendError as error:
+                _log.warning("could not store %s: %s", name, error)
+            except Exception:
+                _log.exception("storing %s failed", name)
+            finally:
+                with self._condition:
+                    self._names.discard(name)
+                    self._condition.notify_all()

@@ -1,0 +1,84 @@
+"""Full KV recompute through the blended pass equals plain prefill: ratio 1.0, and selection "all"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from tests import tiny
+
+CASES = {
+    "three chunks": Prompt("Read this:", [tiny.text(37, 1), tiny.text(20, 2), tiny.text(51, 3)], "What fell?"),
+    "no prefix": Prompt("", [tiny.text(9, 1), tiny.text(8, 2)], "What fell?"),
+    "one-token chunk": Prompt("Read this:", ["a", tiny.text(30, 2)], "What fell?"),
+    "empty chunk": Prompt("Read this:", [tiny.text(12, 1), "", tiny.text(13, 2)], "What fell?"),
+    "repeated chunk": Prompt("Read this:", [tiny.text(11, 1), tiny.text(5, 2), tiny.text(11, 1)], "What fell?"),
+    "no suffix": Prompt("Read this:", [tiny.text(11, 1), tiny.text(5, 2)], ""),
+    "speaking glue": Prompt("Context:", [tiny.text(11, 1), tiny.text(5, 2)], "What fell?", glue=["\nContext:"]),
+    "no chunk": Prompt("Read this:", [], "What fell?"),
+}
+
+
+def engine_of(model: Any, **options: Any) -> BlendEngine:
+    options = {"min_tokens": 0, "write_back": "inline"} | options
+    return BlendEngine(model, tiny.tokenizer(), config=BlendConfig(**options))
+
+
+@pytest.mark.parametrize("options", [{"recompute_ratio": 1.0}, {"selection": "all"}], ids=["ratio 1.0", "all"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_equals_full_prefill(family: str, case: str, options: dict[str, Any]) -> None:
+    model = tiny.model(family)
+    with engine_of(model, **options) as engine:
+        for state in ("cold", "warm"):
+            fused = engine.fuse(CASES[case])
+            plain = tiny.full_prefill(model, fused.input_ids)
+            torch.testing.assert_close(fused.logits, plain.logits[0, -1], atol=1e-4, rtol=1e-4)
+            for ours, theirs in zip(fused.cache.layers, plain.past_key_values.layers, strict=True):
+                torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(ours.values, theirs.values, atol=1e-4, rtol=1e-4)
+            chunks = len(CASES[case].chunks)
+            if chunks and "selection" not in options:
+                assert (fused.report.hits, fused.report.misses) == ((chunks, 0) if state == "warm" else (0, chunks))
+
+
+@pytest.mark.parametrize("rope", tiny.ROPE_TYPES)
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_equals_full_prefill_with_every_rope_type(family: str, rope: str) -> None:
+    model = tiny.model(family, rope)
+    with engine_of(model, recompute_ratio=1.0) as engine:
+        engine.warm(CASES["three chunks"].chunks)
+        fused = engine.fuse(CASES["three chunks"])
+    assert fused.report.hits == 3
+    plain = tiny.full_prefill(model, fused.input_ids)
+    torch.testing.assert_close(fused.logits, plain.logits[0, -1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mistral", {"sliding_window": 16}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2}),
+        ("llama", {}),
+    ],
+)
+def test_windows_and_attention_kernels(family: str, changes: dict[str, Any], attention: str) -> None:
+    model = tiny.model(family, **changes)
+    model.set_attn_implementation(attention)
+    with engine_of(model, recompute_ratio=1.0) as engine:
+        prompt = CASES["three chunks"]
+        engine.warm(prompt.chunks)
+        fused = engine.fuse(prompt)
+        plain = tiny.full_prefill(model, fused.input_ids)
+        torch.testing.assert_close(fused.logits, plain.logits[0, -1], atol=1e-4, rtol=1e-4)
+        answer = engine.generate(prompt, max_new_tokens=24)
+        expected = model.generate(
+            torch.tensor([fused.input_ids]), attention_mask=torch.ones(1, len(fused.input_ids)), max_new_tokens=24,
+            do_sample=False, pad_token_id=0,
+        )
+        assert answer.token_ids == expected[0, len(fused.input_ids) :].tolist()

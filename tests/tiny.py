@@ -1,0 +1,95 @@
+"""Tiny random-weight models and tokenizers, made on the spot: exactness does not need training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+WORDS = (
+    "the quick brown fox jumps over a lazy dog while seven grey owls watch from an old oak near "
+    "the river and count every leaf that falls into the slow cold water of the valley"
+).split()
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def text(words: int, seed: int = 0) -> str:
+    """Some words, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    picks = torch.randint(len(WORDS), (words,), generator=generator)
+    return " ".join(WORDS[int(pick)] for pick in picks)
+
+
+def tokenizer(bos: bool = True, style: str = "byte") -> Any:
+    """A small BPE tokenizer: byte level, or SentencePiece-like with a space before every text."""
+    inner = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=style == "metaspace"))
+    special = ["<unk>", "<s>", "</s>"]
+    if style == "byte":
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        inner.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+    else:
+        inner.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
+        inner.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="always")
+        alphabet = [chr(code) for code in range(32, 127)] + ["\n", "▁"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator([text(400, seed) for seed in range(3)], trainer)
+    if bos:
+        inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>" if bos else None, eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def model(family: str = "llama", rope: str = "default", seed: int = 0, **changes: Any) -> Any:
+    """A random model of a family, in float32."""
+    torch.manual_seed(seed)
+    settings: dict[str, Any] = {
+        "vocab_size": 400,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 2048,
+        "rope_parameters": rope_parameters(rope),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": None,
+        # Far larger than a trained model's, so that attention is sharp and errors show.
+        "initializer_range": 0.3,
+    } | changes
+    if family == "mistral":
+        settings.setdefault("sliding_window", None)
+    config = CONFIG_MAPPING[family](**settings)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+def rope_parameters(rope: str) -> dict[str, Any]:
+    """Settings of a RoPE type."""
+    base: dict[str, Any] = {"rope_type": rope, "rope_theta": 10_000.0}
+    if rope == "linear":
+        base["factor"] = 4.0
+    if rope == "yarn":
+        base |= {"factor": 4.0, "original_max_position_embeddings": 64}
+    if rope == "llama3":
+        base |= {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    return base
+
+
+def full_prefill(model: Any, ids: list[int]) -> Any:
+    """Output of the plain model over some ids."""
+    with torch.no_grad():
+        return model(torch.tensor([ids]), use_cache=True)
