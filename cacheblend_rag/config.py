@@ -37,8 +37,10 @@ def parse_bytes(value: int | str, field_name: str = "size_limit") -> int:
         if match is None or match[2].lower() not in _UNITS:
             raise ConfigError(field_name, value, remedy)
         size = int(float(match[1]) * _UNITS[match[2].lower()])
+    elif isinstance(value, int):
+        size = value
     else:
-        size = int(value)
+        raise ConfigError(field_name, value, remedy)
     if size <= 0:
         raise ConfigError(field_name, value, remedy)
     return size
@@ -117,7 +119,6 @@ class BlendConfig:
     salt: str = _option("salt", "", str)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "check_layers", tuple(self.check_layers))
         object.__setattr__(self, "size_limit", parse_bytes(self.size_limit))
         if not isinstance(self.separator, str) or not self.separator:
             raise ConfigError("separator", self.separator, "use a text that is not empty")
@@ -129,10 +130,17 @@ class BlendConfig:
         _one_of("write_back", self.write_back, WRITE_BACKS)
         if isinstance(self.min_tokens, bool) or not isinstance(self.min_tokens, int) or self.min_tokens < 0:
             raise ConfigError("min_tokens", self.min_tokens, "use a whole number, 0 or more")
+        if not isinstance(self.prefetch, bool):
+            raise ConfigError("prefetch", self.prefetch, "use True or False")
+        if not isinstance(self.salt, str):
+            raise ConfigError("salt", self.salt, "use a text; an empty one is shared by all who set none")
         self._check_layers()
 
     def _check_layers(self) -> None:
         layers = self.check_layers
+        if not isinstance(layers, (tuple, list)):
+            raise ConfigError("check_layers", layers, "use a tuple of layers, such as (1,)")
+        object.__setattr__(self, "check_layers", tuple(layers))
         whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
         if not layers or not whole or any(layer < 1 for layer in layers):
             raise ConfigError(

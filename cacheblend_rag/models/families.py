@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.models.rope import Layout
+from cacheblend_rag.models.unsupported import why_unsupported
 
 __all__ = ["FAMILIES", "Family", "family_of"]
 
@@ -15,20 +17,33 @@ def _no_window(config: Any, layer: int) -> int | None:
     return None
 
 
-def _every_layer_window(config: Any, layer: int) -> int | None:
-    window = getattr(config, "sliding_window", None)
+def _every_layer(config: Any, layer: int) -> int | None:
+    window = config.sliding_window
     return int(window) if window else None
 
 
-def _layer_type_window(config: Any, layer: int) -> int | None:
-    if config.layer_types[layer] != "sliding_attention":
-        return None
-    return int(config.sliding_window)
+def _by_layer_type(config: Any, layer: int) -> int | None:
+    return int(config.sliding_window) if config.layer_types[layer] == "sliding_attention" else None
+
+
+def _all_rotate(config: Any, layer: int) -> bool:
+    return True
+
+
+def _sliding_layers_rotate(config: Any, layer: int) -> bool:
+    return bool(config.layer_types[layer] == "sliding_attention")
+
+
+def _listed_layers_rotate(config: Any, layer: int) -> bool:
+    return bool(config.no_rope_layers[layer])  # despite its name, 1 marks a layer with RoPE
 
 
 @dataclass(frozen=True)
 class Family:
     """Names under which a family keeps what the blended pass needs.
+
+    Scalings of embeddings and logits, several rotary bases and partial rotary need no entry:
+    they are read from the config.
 
     Parameters
     ----------
@@ -36,45 +51,93 @@ class Family:
         ``config.model_type`` of the family.
     window : callable
         Sliding window of a layer in tokens, or None, from the config and the layer's number.
-    norm, attention, keys, values : str
-        Attributes of a decoder layer (``norm``, ``attention``) and of its attention module
-        (``keys``, ``values``): the input norm and the projections.
+    rotates : callable
+        Whether a layer rotates its keys, from the config and the layer's number.
+    layout : Layout
+        How rotation is laid out.
+    norm : str or None
+        Attribute of a decoder layer: the norm before its attention, if there is one.
+    attention : str
+        Attribute of a decoder layer: its attention module.
+    keys, values : str
+        Attributes of the attention module: the projections.
+    fused : str or None
+        Attribute of the attention module: one projection of queries, keys and values, in this
+        order, in place of ``keys`` and ``values``.
     keys_norm : str or None
-        Attribute of the attention module that normalises keys a head, if there is one.
+        Attribute of the attention module: the norm of keys; may be missing in some models.
+    keys_norm_spans_heads : bool
+        Whether that norm takes all heads at once; otherwise each head for itself.
     """
 
     model_type: str
     window: Callable[[Any, int], int | None] = _no_window
-    norm: str = "input_layernorm"
+    rotates: Callable[[Any, int], bool] = _all_rotate
+    layout: Layout = Layout()
+    norm: str | None = "input_layernorm"
     attention: str = "self_attn"
     keys: str = "k_proj"
     values: str = "v_proj"
+    fused: str | None = None
     keys_norm: str | None = None
+    keys_norm_spans_heads: bool = False
 
+
+_INTERLEAVED = Layout(interleaved=True)
+_INTERLEAVED_PAIRS = Layout(interleaved=True, cosines="pairs")
+_ONCE = Layout(cosines="once")
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
+        Family("cohere2", _by_layer_type, _sliding_layers_rotate, _INTERLEAVED_PAIRS),
+        Family("gemma2", _by_layer_type),
+        Family("gemma3_text", _by_layer_type, keys_norm="k_norm"),
+        Family("glm4", layout=_INTERLEAVED),
+        Family("gpt_oss", _by_layer_type, layout=_ONCE),
+        Family("granite"),
         Family("llama"),
-        Family("mistral", window=_every_layer_window),
-        Family("qwen2", window=_layer_type_window),
-        Family("qwen3", window=_layer_type_window, keys_norm="k_norm"),
+        Family("ministral", _by_layer_type),
+        Family("mistral", _every_layer),
+        Family("mixtral", _every_layer),
+        Family("olmo2", norm=None, keys_norm="k_norm", keys_norm_spans_heads=True),
+        Family("phi3", _every_layer, fused="qkv_proj"),
+        Family("qwen2", _by_layer_type),
+        Family("qwen3", _by_layer_type, keys_norm="k_norm"),
+        Family("qwen3_moe", _every_layer, keys_norm="k_norm"),
+        Family("smollm3", _by_layer_type, _listed_layers_rotate),
+        Family("stablelm", keys_norm="k_layernorm"),
+        Family("starcoder2", _every_layer),
     )
 }
 
 
-def family_of(model: Any) -> Family:
+def family_of(model: Any, like: str | None = None) -> Family:
     """The family of a model.
+
+    Parameters
+    ----------
+    model : transformers PreTrainedModel
+    like : str, optional
+        Treat a model of an unknown family as one of this family.
 
     Raises
     ------
     UnsupportedModelError
-        If the family is not known; the message names it and the known ones.
+        If the family is not known; the message says why and names the known ones.
+    ConfigError
+        If ``like`` is no known family.
     """
-    model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    family = FAMILIES.get(model_type)
-    if family is None:
-        raise UnsupportedModelError(
-            f"model family {model_type!r} is not supported; supported families: {', '.join(sorted(FAMILIES))}"
-        )
-    return family
+    known = ", ".join(sorted(FAMILIES))
+    if like is not None and like not in FAMILIES:
+        raise ConfigError("like", like, f"use one of {known}")
+    config = getattr(model, "config", None)
+    model_type = getattr(config, "model_type", type(model).__name__)
+    reason = why_unsupported(config)
+    if reason is None and (family := FAMILIES.get(like or model_type)) is not None:
+        return family
+    if reason is None:
+        reason = 'if its layers are shaped like those of a supported family, name it, for instance like="llama"'
+    raise UnsupportedModelError(
+        f"model family {model_type!r} is not supported: {reason}; supported families: {known}"
+    )

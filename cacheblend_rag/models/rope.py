@@ -7,11 +7,30 @@ new position.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Rotary", "rotate", "unrotate"]
+__all__ = ["Layout", "Rotaries", "Rotary", "rotate", "unrotate"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a family lays out its rotation.
+
+    Parameters
+    ----------
+    interleaved : bool
+        Whether dimensions 0 and 1, 2 and 3, … turn together; otherwise dimension i turns with
+        the one half the rotated width further on.
+    cosines : {"halves", "pairs", "once"}
+        How the model's table of cosines lists each frequency: all of them twice in a row, each
+        one twice in place, or once.
+    """
+
+    interleaved: bool = False
+    cosines: str = "halves"
 
 
 @dataclass(frozen=True)
@@ -20,45 +39,103 @@ class Rotary:
 
     Parameters
     ----------
-    cos, sin : Tensor, [tokens, rotary_dim], float32
+    cos, sin : Tensor, [tokens, width], float32
+        As the model's own layers take them; the width depends on the layout.
+    layout : Layout
+        Which dimensions turn together, and how ``cos`` and ``sin`` are listed.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
+    layout: Layout = Layout()
 
-    def at(self, rows: torch.Tensor) -> Rotary:
+    def at(self, rows: torch.Tensor | slice) -> Rotary:
         """Those of some positions only."""
-        return Rotary(self.cos[rows], self.sin[rows])
+        return Rotary(self.cos[rows], self.sin[rows], self.layout)
 
     def to(self, dtype: torch.dtype) -> Rotary:
         """In another element type."""
-        return Rotary(self.cos.to(dtype), self.sin.to(dtype))
+        return Rotary(self.cos.to(dtype), self.sin.to(dtype), self.layout)
+
+    def frequencies(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine with each frequency listed once, ``[tokens, rotary_dim / 2]``."""
+        if self.layout.cosines == "once":
+            return self.cos, self.sin
+        if self.layout.cosines == "pairs":
+            return self.cos[..., ::2], self.sin[..., ::2]
+        half = self.cos.shape[-1] // 2
+        return self.cos[..., :half], self.sin[..., :half]
 
 
-def rotate(keys: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """Rotate keys ``[…, tokens, head_dim]`` to their positions; computed in float32."""
-    turned, rest = _split(keys, rotary)
-    out = turned * rotary.cos + _half_turn(turned) * rotary.sin
-    return _join(out, rest, keys.dtype)
+@dataclass(frozen=True)
+class Rotaries:
+    """Cosine and sine of some positions for every layer of a model.
+
+    Parameters
+    ----------
+    tables : mapping of str to Rotary
+        By name; more than one in models whose layers have different bases.
+    names : sequence of str
+        Name of each layer's table.
+    turns : sequence of bool
+        Whether a layer rotates its keys; layers without positions (NoPE) do not.
+    """
+
+    tables: Mapping[str, Rotary]
+    names: Sequence[str]
+    turns: Sequence[bool]
+
+    def layer(self, layer: int) -> Rotary:
+        """What the model gives a layer, whether the layer uses it or not."""
+        return self.tables[self.names[layer]]
+
+    def of_keys(self, layer: int) -> Rotary | None:
+        """The rotation of a layer's keys; None if it does not rotate them."""
+        return self.layer(layer) if self.turns[layer] else None
+
+    def at(self, rows: torch.Tensor | slice) -> Rotaries:
+        """Those of some positions only."""
+        tables = {name: table.at(rows) for name, table in self.tables.items()}
+        return Rotaries(tables, self.names, self.turns)
+
+    def to(self, dtype: torch.dtype) -> Rotaries:
+        """In another element type."""
+        tables = {name: table.to(dtype) for name, table in self.tables.items()}
+        return Rotaries(tables, self.names, self.turns)
 
 
-def unrotate(keys: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+def rotate(keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+    """Rotate keys ``[…, tokens, head_dim]`` to their positions; computed in float32.
+
+    Without a rotation, keys come back as they are.
+    """
+    if rotary is None:
+        return keys
+    cos, sin = rotary.frequencies()
+    return _turn(keys, cos, sin, rotary.layout.interleaved)
+
+
+def unrotate(keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
     """Undo `rotate`, the attention scaling included; computed in float32."""
-    turned, rest = _split(keys, rotary)
-    out = turned * rotary.cos - _half_turn(turned) * rotary.sin
-    return _join(out / (rotary.cos.square() + rotary.sin.square()), rest, keys.dtype)
+    if rotary is None:
+        return keys
+    cos, sin = rotary.frequencies()
+    scale = cos.square() + sin.square()
+    return _turn(keys, cos / scale, -sin / scale, rotary.layout.interleaved)
 
 
-def _split(keys: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
-    dim = rotary.cos.shape[-1]
-    return keys[..., :dim].float(), keys[..., dim:]
-
-
-def _half_turn(keys: torch.Tensor) -> torch.Tensor:
-    half = keys.shape[-1] // 2
-    return torch.cat((-keys[..., half:], keys[..., :half]), dim=-1)
-
-
-def _join(turned: torch.Tensor, rest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    turned = turned.to(dtype)
+def _turn(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    pairs = cos.shape[-1]
+    turned = keys[..., : 2 * pairs].float()
+    if interleaved:
+        first, second = turned[..., ::2], turned[..., 1::2]
+    else:
+        first, second = turned[..., :pairs], turned[..., pairs:]
+    new_first, new_second = first * cos - second * sin, second * cos + first * sin
+    if interleaved:
+        turned = torch.stack((new_first, new_second), dim=-1).flatten(-2)
+    else:
+        turned = torch.cat((new_first, new_second), dim=-1)
+    rest = keys[..., 2 * pairs :]  # dimensions a partial rotation leaves alone
+    turned = turned.to(keys.dtype)
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,18 @@ class _NoPickleDisk(diskcache.Disk):  # type: ignore[misc]
     def fetch(self, mode: int, filename: str | None, value: Any, read: bool) -> Any:
         if mode != diskcache.core.MODE_BINARY or not read or filename is None:
             raise StoreError("a value in the KV store that is no file is refused")
-        folder = os.path.realpath(self._directory)
-        path = os.path.realpath(os.path.join(folder, filename))
-        if os.path.commonpath([folder, path]) != folder:
+        if not self._is_inside(filename):
             raise StoreError("a value that lies outside the KV store is refused")
         return super().fetch(mode, filename, value, read)
+
+    def remove(self, file_path: str) -> None:
+        if self._is_inside(file_path):
+            super().remove(file_path)
+
+    def _is_inside(self, filename: str) -> bool:
+        folder = os.path.realpath(self._directory)
+        path = os.path.realpath(os.path.join(folder, filename))
+        return os.path.commonpath([folder, path]) == folder
 
 
 class DiskStore:
@@ -82,6 +90,7 @@ class DiskStore:
                 disk=_NoPickleDisk,
                 size_limit=self._size_limit,
                 eviction_policy="least-recently-used",
+                cull_limit=0,  # see _evict
                 disk_min_file_size=0,
             )
         except _FAILURES as error:
@@ -98,8 +107,11 @@ class DiskStore:
         """See `KVStore.open`."""
         try:
             handle = self._cache.get(key, read=True)
-            return None if handle is None else FileRecord(handle)
-        except RecordError as error:
+            if handle is not None:
+                return FileRecord(handle)
+            if key in self._cache:
+                raise RecordError("its file is gone")
+        except StoreError as error:
             _log.warning("KV record %s is not usable and counts as a miss: %s", key, error)
             self.delete(key)
         except _FAILURES as error:
@@ -113,8 +125,18 @@ class DiskStore:
             raise StoreError(f"a record of {len(data)} bytes exceeds size_limit={self._size_limit}")
         try:
             self._cache.set(key, io.BytesIO(data), read=True)
+            self._evict()
         except _FAILURES as error:
             raise StoreError(f"cannot write to the KV store in {str(self.folder)!r}: {error}") from error
+
+    def _evict(self) -> None:
+        """Drop least recently used records, one by one, until the rest fits.
+
+        diskcache's own way drops ten at a time, which can be all there are.
+        """
+        while self._cache.volume() > self._size_limit and len(self._cache):
+            with self._cache._transact() as (sql, cleanup):
+                self._cache._cull(time.time(), sql, cleanup, limit=1)
 
     def contains(self, key: str) -> bool:
         """See `KVStore.contains`."""

@@ -145,7 +145,7 @@ def _parse_header(header: bytes | bytearray) -> tuple[RecordInfo, list[int]]:
             rotated=bool(fields["rotated"]),
         )
         checksums = list(map(int, fields["checksums"]))
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RecordError(f"the header cannot be understood: {error!r}") from error
     if info.dtype not in _DTYPES or min(info.layers, info.kv_heads, info.head_dim, info.tokens) < 1:
         raise RecordError("the header describes an impossible shape or element type")

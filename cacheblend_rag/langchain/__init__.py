@@ -1,0 +1,6 @@
+"""LangChain: put our LLM into a chain and change nothing else."""
+
+from cacheblend_rag.langchain.llm import CacheBlendLLM
+from cacheblend_rag.langchain.tracking import known_chunks, tracking, tracking_off
+
+__all__ = ["CacheBlendLLM", "known_chunks", "tracking", "tracking_off"]

@@ -1,0 +1,141 @@
+"""Options: defaults, environment variables, and messages that name option, value and remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.config import ENV_PREFIX, parse_bytes
+from cacheblend_rag.errors import CacheBlendError, ConfigError
+
+FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
+    "separator": ("\n##\n", "\n##\n"),
+    "recompute_ratio": ("0.25", 0.25),
+    "selection": ("none", "none"),
+    "check_layers": ("1, 3", (1, 3)),
+    "min_tokens": ("7", 7),
+    "condition": ("prefix", "prefix"),
+    "write_back": ("off", "off"),
+    "prefetch": ("no", False),
+    "size_limit": ("2 GiB", 2 * 2**30),
+    "salt": ("tenant", "tenant"),
+}
+
+
+def test_every_option_has_a_case_here() -> None:
+    assert set(FROM_ENVIRONMENT) == set(BlendConfig.names())
+
+
+@pytest.mark.parametrize("name", FROM_ENVIRONMENT)
+def test_environment_variable_is_read_and_argument_wins(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, value = FROM_ENVIRONMENT[name]
+    default = getattr(BlendConfig(), name)
+    assert default != value
+    monkeypatch.setenv(ENV_PREFIX + name.upper(), text)
+    assert getattr(BlendConfig(), name) == value
+    assert getattr(BlendConfig(**{name: default}), name) == default
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("recompute_ratio", "much"),
+        ("min_tokens", "2.5"),
+        ("check_layers", "one"),
+        ("prefetch", "maybe"),
+        ("size_limit", "huge"),
+    ],
+)
+def test_unreadable_environment_value_names_variable_and_value(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ENV_PREFIX + name.upper(), text)
+    with pytest.raises(ConfigError) as caught:
+        BlendConfig()
+    message = str(caught.value)
+    assert ENV_PREFIX + name.upper() in message
+    assert repr(text) in message
+    assert "use " in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("separator", ""),
+        ("separator", None),
+        ("recompute_ratio", -0.01),
+        ("recompute_ratio", 1.01),
+        ("recompute_ratio", float("nan")),
+        ("recompute_ratio", "0.1"),
+        ("recompute_ratio", True),
+        ("selection", "best"),
+        ("selection", None),
+        ("check_layers", ()),
+        ("check_layers", (0, 1)),
+        ("check_layers", (-1,)),
+        ("check_layers", (2, 1)),
+        ("check_layers", (1, 1)),
+        ("check_layers", (1.5,)),
+        ("check_layers", "1"),
+        ("check_layers", 1),
+        ("min_tokens", -1),
+        ("min_tokens", 2.0),
+        ("min_tokens", True),
+        ("condition", "question"),
+        ("write_back", "later"),
+        ("prefetch", "no"),
+        ("size_limit", 0),
+        ("size_limit", -5),
+        ("size_limit", "20 parsecs"),
+        ("size_limit", "5i"),
+        ("size_limit", True),
+        ("size_limit", None),
+        ("size_limit", float("nan")),
+        ("size_limit", float("inf")),
+        ("salt", None),
+    ],
+)
+def test_bad_value_names_option_value_and_remedy(name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        BlendConfig(**{name: value})
+    error = caught.value
+    assert isinstance(error, ValueError)
+    assert isinstance(error, CacheBlendError)
+    assert error.field == name
+    assert f"{name}=" in str(error)
+    assert repr(error.value) in str(error)
+    assert error.remedy.startswith(("use ", "list "))
+
+
+def test_unknown_option_is_refused() -> None:
+    with pytest.raises(TypeError, match="recompute_share"):
+        BlendConfig(recompute_share=0.1)  # type: ignore[call-arg]
+
+
+def test_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        BlendConfig().salt = "other"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [(1, 1), ("1", 1), ("1k", 1000), ("1KiB", 1024), ("1.5 MB", 1_500_000), (" 20GB ", 20 * 10**9), ("2ti", 2**41)],
+)
+def test_sizes(text: int | str, size: int) -> None:
+    assert parse_bytes(text) == size
+    assert BlendConfig(size_limit=text).store_bytes == size
+
+
+def test_size_limit_reaches_the_store_the_engine_opens(tmp_path: Path) -> None:
+    from cacheblend_rag import BlendEngine
+    from tests import tiny
+
+    for store in (tmp_path, None):
+        with BlendEngine(
+            tiny.model(), tiny.tokenizer(), config=BlendConfig(size_limit="3MB"), store=store
+        ) as engine:
+            assert engine.store.size_limit == 3_000_000
