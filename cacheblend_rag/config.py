@@ -18,7 +18,17 @@ CONDITIONS = ("sink", "prefix")
 WRITE_BACKS = ("background", "inline", "off")
 
 _T = TypeVar("_T")
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
 
 
 def parse_bytes(value: int | str, field_name: str = "size_limit") -> int:
@@ -50,10 +60,10 @@ def _layers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part.strip())
 
 
-def _option(name: str, default: _T, parse: Callable[[str], _T]) -> Any:
+def _option(name: str, default: _T, parse: Callable[[str], object]) -> Any:
     """A dataclass field whose default is read from ``CACHEBLEND_RAG_<NAME>`` when that is set."""
 
-    def make() -> _T:
+    def make() -> object:
         text = os.environ.get(ENV_PREFIX + name.upper())
         if text is None:
             return default
@@ -144,7 +154,9 @@ class BlendConfig:
         whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
         if not layers or not whole or any(layer < 1 for layer in layers):
             raise ConfigError(
-                "check_layers", layers, "use layers from 1 on; KV never deviates on layer 0, where it depends on the token alone"
+                "check_layers",
+                layers,
+                "use layers from 1 on; KV never deviates on layer 0, where it depends on the token alone",
             )
         if list(layers) != sorted(set(layers)):
             raise ConfigError("check_layers", layers, "list each layer once, in rising order")

@@ -208,7 +208,10 @@ class _TextAssembler(StoppingCriteria):  # type: ignore[misc]
         self._ids: list[int] = []
         self._text = ""
         self._sent = 0
-        self._context, self._read = 0, 0  # ids[context:read] are text already and give the next ids their context
+        self._context, self._read = (
+            0,
+            0,
+        )  # ids[context:read] are text already and give the next ids their context
         self._stopped = False
         self._first_token_at = 0.0
 

@@ -21,7 +21,7 @@ from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.pipeline import Blend, Pipeline, Segment
-from cacheblend_rag.prompt import Prompt, SegmentTokenizer
+from cacheblend_rag.prompt import Prompt, SegmentTokenizer, TokenizedPrompt
 from cacheblend_rag.report import FusedKV, Generation, WarmReport
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
 from cacheblend_rag.store.record import record_bytes
@@ -136,6 +136,15 @@ class BlendEngine:
         other._is_view = True
         return other
 
+    @property
+    def adapter(self) -> ModelAdapter:
+        """The model, taken apart into the steps of the blended pass."""
+        return self._pipeline.adapter
+
+    def tokenize(self, prompt: Prompt | str) -> TokenizedPrompt:
+        """The ids of a prompt and where its segments lie."""
+        return self._pipeline.tokenizer.tokenize(self._prompt(prompt))
+
     # Answering -----------------------------------------------------------------------------
 
     def generate(self, prompt: Prompt | str, **options: Unpack[DecodeArguments]) -> Generation:
@@ -168,9 +177,7 @@ class BlendEngine:
         parsed, chosen = self._prompt(prompt), DecodeOptions(**options)
         return TextStream(lambda sink: self._answer(parsed, chosen, sink))
 
-    def generate_batch(
-        self, prompts: Iterable[Prompt | str], **options: Unpack[DecodeArguments]
-    ) -> list[Generation]:
+    def generate_batch(self, prompts: Iterable[Prompt | str], **options: Unpack[DecodeArguments]) -> list[Generation]:
         """Answer several prompts, in order."""
         parsed = [self._prompt(prompt) for prompt in prompts]
         chosen = DecodeOptions(**options)
@@ -211,9 +218,7 @@ class BlendEngine:
 
     # The store -----------------------------------------------------------------------------
 
-    def warm(
-        self, chunks: Iterable[str], *, prefix: str = "", progress: bool | None = None
-    ) -> WarmReport:
+    def warm(self, chunks: Iterable[str], *, prefix: str = "", progress: bool | None = None) -> WarmReport:
         """Compute and store the KV of chunks ahead of time.
 
         Warming stops before the store would pass its size limit, so that it never evicts its

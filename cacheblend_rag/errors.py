@@ -103,6 +103,5 @@ class MissingExtraError(CacheBlendError, ImportError):
         self.package = package
         self.extra = extra
         super().__init__(
-            f"the package {package!r} is not installed; "
-            f"install it with: pip install 'cacheblend-rag[{extra}]'"
+            f"the package {package!r} is not installed; install it with: pip install 'cacheblend-rag[{extra}]'"
         )

@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
@@ -137,7 +138,7 @@ def rebuild(text: str, matches: list[Match], separator: str, *, keep_glue: bool 
         Keep all glue as it is written.
     """
     first, last = matches[0], matches[-1]
-    between = [text[a.stop : b.start] for a, b in zip(matches, matches[1:], strict=False)]
+    between = [text[a.stop : b.start] for a, b in pairwise(matches)]
     mark = separator.strip()
     glue = [part if keep_glue or part.strip() not in ("", mark) else "" for part in between]
     return Prompt(

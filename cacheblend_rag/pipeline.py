@@ -17,6 +17,7 @@ from cacheblend_rag.fusor.selection import SelectAll, SelectHKVD, SelectionRule,
 from cacheblend_rag.loading import LayerReader, Placement, load_ahead, load_plainly
 from cacheblend_rag.loading.loader import RecordLost
 from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.fingerprint import fingerprint_in
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import Prompt, SegmentTokenizer, Span, TokenizedPrompt
 from cacheblend_rag.report import BlendReport, FusedKV, Seconds
@@ -41,12 +42,15 @@ class Segment:
         Its ids.
     key : str
         Key of its record.
+    regime : int
+        Frequency regime it is computed in; see `ModelAdapter.regime`.
     """
 
     kind: str
     context_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     key: str
+    regime: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,7 @@ class Pipeline:
     store : KVStore
     """
 
-    def __init__(
-        self, adapter: ModelAdapter, tokenizer: SegmentTokenizer, config: BlendConfig, store: KVStore
-    ) -> None:
+    def __init__(self, adapter: ModelAdapter, tokenizer: SegmentTokenizer, config: BlendConfig, store: KVStore) -> None:
         self.adapter, self.tokenizer, self.config, self.store = adapter, tokenizer, config, store
         self.fingerprint = adapter.fingerprint()
         self._rule = _rule(config, adapter.num_layers)
@@ -103,32 +105,34 @@ class Pipeline:
         other._rule = _rule(config, self.adapter.num_layers)
         return other
 
-    def segment(self, kind: str, context_ids: tuple[int, ...], token_ids: tuple[int, ...]) -> Segment:
+    def segment(self, kind: str, context_ids: tuple[int, ...], token_ids: tuple[int, ...], regime: int = 0) -> Segment:
         """Describe a segment and derive its key."""
         key = record_key(
-            fingerprint=self.fingerprint,
+            fingerprint=fingerprint_in(self.fingerprint, regime),
             salt=self.config.salt,
             kind=kind,
             context_ids=context_ids,
             token_ids=token_ids,
         )
-        return Segment(kind, context_ids, token_ids, key)
+        return Segment(kind, context_ids, token_ids, key, regime)
 
     def chunk_segment(self, text: str, prefix: str = "") -> Segment:
         """The segment of a chunk; ``prefix`` matters only if chunks are computed behind it."""
         behind_prefix = self.config.condition == "prefix" and prefix
         context = self.tokenizer.opening_ids(prefix) if behind_prefix else self.tokenizer.start_ids
-        return self.segment("chunk", context, self.tokenizer.chunk_ids(text))
+        ids = self.tokenizer.chunk_ids(text)
+        return self.segment("chunk", context, ids, self.adapter.regime(len(context) + len(ids)) or 0)
 
     def compute(self, segment: Segment) -> KVRecord:
         """Compute a segment's KV behind its context."""
-        return self._record(segment, self.adapter.segment_kv(segment.context_ids, segment.token_ids))
+        kv = self.adapter.segment_kv(segment.context_ids, segment.token_ids, segment.regime)
+        return self._record(segment, kv)
 
     def record_info(self, segment: Segment) -> RecordInfo:
         """What the record of a segment says of itself."""
         adapter = self.adapter
         return RecordInfo(
-            fingerprint=self.fingerprint,
+            fingerprint=fingerprint_in(self.fingerprint, segment.regime),
             context_ids=segment.context_ids,
             token_ids=segment.token_ids,
             layers=adapter.num_layers,
@@ -199,9 +203,10 @@ class Pipeline:
         """Open what is stored of the prefix and the chunks."""
         prefix_ids = split.ids(split.prefix)
         start = self.tokenizer.start_ids
-        prefix = self.segment("prefix", (), prefix_ids) if len(prefix_ids) > len(start) else None
+        regime = self.adapter.regime(len(split.input_ids)) or 0
+        prefix = self.segment("prefix", (), prefix_ids, regime) if len(prefix_ids) > len(start) else None
         context = prefix_ids if self.config.condition == "prefix" else start
-        chunks = tuple(self.segment("chunk", context, split.ids(span)) for span in split.chunks)
+        chunks = tuple(self.segment("chunk", context, split.ids(span), regime) for span in split.chunks)
         if self.config.selection == "all":
             return _Found(None, chunks, {})
         records: dict[str, StoredKV] = {}
@@ -242,7 +247,9 @@ class Pipeline:
 
     def _plan(self, split: TokenizedPrompt, found: _Found) -> FusionPlan:
         """Sort the stored segments into exact and reused ones."""
-        exact, reused, unrotated = [], [], []
+        exact: list[range] = []
+        reused: list[range] = []
+        unrotated: list[Span] = []
         if found.prefix is not None and found.prefix.key in found.records:
             exact.append(_range(split.prefix))
         for span, segment in zip(split.chunks, found.chunks, strict=True):
@@ -254,9 +261,7 @@ class Pipeline:
         turn = range(unrotated[0].start, unrotated[-1].stop) if unrotated else range(0)
         return FusionPlan(split.input_ids, exact, reused, turn)
 
-    def _fused(
-        self, split: TokenizedPrompt, found: _Found, fusion: Fusion, seconds: Seconds, lost: int
-    ) -> FusedKV:
+    def _fused(self, split: TokenizedPrompt, found: _Found, fusion: Fusion, seconds: Seconds, lost: int) -> FusedKV:
         hits = [span for span, seg in zip(split.chunks, found.chunks, strict=True) if seg.key in found.records]
         prefix_hit = found.prefix is not None and found.prefix.key in found.records
         report = dataclasses.replace(
@@ -271,9 +276,7 @@ class Pipeline:
             seconds=seconds,
         )
         cache = self.adapter.new_cache(fusion.layers)
-        return FusedKV(
-            cache, fusion.logits, list(split.input_ids), fusion.computed, fusion.deviation, report
-        )
+        return FusedKV(cache, fusion.logits, list(split.input_ids), fusion.computed, fusion.deviation, report)
 
     def _counts(self, split: TokenizedPrompt) -> BlendReport:
         return BlendReport(
@@ -283,9 +286,7 @@ class Pipeline:
             suffix_tokens=len(split.suffix),
         )
 
-    def _write_back(
-        self, split: TokenizedPrompt, found: _Found, fusion: Fusion
-    ) -> dict[str, Callable[[], None]]:
+    def _write_back(self, split: TokenizedPrompt, found: _Found, fusion: Fusion) -> dict[str, Callable[[], None]]:
         """What computes and stores each segment that was missing."""
         if self.config.selection == "all" or self.config.write_back == "off":
             return {}

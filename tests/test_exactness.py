@@ -78,7 +78,10 @@ def test_windows_and_attention_kernels(family: str, changes: dict[str, Any], att
         torch.testing.assert_close(fused.logits, plain.logits[0, -1], atol=1e-4, rtol=1e-4)
         answer = engine.generate(prompt, max_new_tokens=24)
         expected = model.generate(
-            torch.tensor([fused.input_ids]), attention_mask=torch.ones(1, len(fused.input_ids)), max_new_tokens=24,
-            do_sample=False, pad_token_id=0,
+            torch.tensor([fused.input_ids]),
+            attention_mask=torch.ones(1, len(fused.input_ids)),
+            max_new_tokens=24,
+            do_sample=False,
+            pad_token_id=0,
         )
         assert answer.token_ids == expected[0, len(fused.input_ids) :].tolist()

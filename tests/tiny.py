@@ -9,12 +9,54 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-WORDS = (
+SENTENCE = (
     "the quick brown fox jumps over a lazy dog while seven grey owls watch from an old oak near "
     "the river and count every leaf that falls into the slow cold water of the valley"
-).split()
+)
+WORDS = SENTENCE.split()
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+LONG = 256
+LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+# What a family needs beyond the common settings, so that all it has is in use.
+OWN_SETTINGS: dict[str, dict[str, Any]] = {
+    "cohere2": {"layer_types": LAYER_TYPES, "sliding_window": 24, "logit_scale": 0.5},
+    "gemma2": {
+        "layer_types": LAYER_TYPES,
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {
+        "layer_types": LAYER_TYPES,
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 8,
+        "final_logit_softcapping": 3.0,
+    },
+    "glm4": {"attention_bias": True},
+    "gpt_oss": {
+        "layer_types": LAYER_TYPES,
+        "sliding_window": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 2.0,
+    },
+    "ministral": {"layer_types": LAYER_TYPES, "sliding_window": 24},
+    "mistral": {"sliding_window": None},
+    "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "phi3": {"pad_token_id": 0, "original_max_position_embeddings": LONG},
+    "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
+    "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
+    "starcoder2": {"use_bias": True},
+}
+PARTIAL_ROTARY = {"glm4": 0.5, "stablelm": 0.5}
 
 
 def text(words: int, seed: int = 0) -> str:
@@ -59,26 +101,48 @@ def model(family: str = "llama", rope: str = "default", seed: int = 0, **changes
         "num_key_value_heads": 2,
         "head_dim": 8,
         "max_position_embeddings": 2048,
-        "rope_parameters": rope_parameters(rope),
+        "rope_parameters": rope_parameters(rope, PARTIAL_ROTARY.get(family, 1.0)),
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": None,
         # Far larger than a trained model's, so that attention is sharp and errors show.
         "initializer_range": 0.3,
-    } | changes
-    if family == "mistral":
-        settings.setdefault("sliding_window", None)
-    config = CONFIG_MAPPING[family](**settings)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    }
+    settings |= OWN_SETTINGS.get(family, {})
+    if family == "gemma3_text":
+        settings["rope_parameters"] = {
+            "full_attention": rope_parameters(rope) | {"rope_theta": 100_000.0},
+            "sliding_attention": rope_parameters("default"),
+        }
+    config = CONFIG_MAPPING[family](**settings | changes)
+    return _spread_norms(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
 
 
-def rope_parameters(rope: str) -> dict[str, Any]:
-    """Settings of a RoPE type."""
-    base: dict[str, Any] = {"rope_type": rope, "rope_theta": 10_000.0}
+def _spread_norms(model: Any) -> Any:
+    """Norm weights and attention sinks away from their uniform start, so that a forgotten one shows."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("sinks"):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def rope_parameters(rope: str, part: float = 1.0) -> dict[str, Any]:
+    """Settings of a RoPE type; the length-dependent ones change beyond `LONG` tokens."""
+    base: dict[str, Any] = {"rope_type": rope, "rope_theta": 10_000.0, "partial_rotary_factor": part}
     if rope == "linear":
         base["factor"] = 4.0
+    if rope == "dynamic":
+        base["factor"] = 2.0
     if rope == "yarn":
         base |= {"factor": 4.0, "original_max_position_embeddings": 64}
+    if rope == "longrope":
+        base |= {
+            "factor": 4.0,
+            "original_max_position_embeddings": LONG,
+            "short_factor": [1.0, 1.1, 1.2, 1.3][: int(4 * part)],
+            "long_factor": [1.5, 2.0, 3.0, 4.0][: int(4 * part)],
+        }
     if rope == "llama3":
         base |= {
             "factor": 8.0,

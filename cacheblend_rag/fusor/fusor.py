@@ -11,7 +11,7 @@ from cacheblend_rag.fusor.mask import row_mask
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.models.rope import Rotary, rotate
+from cacheblend_rag.models.rope import rotate
 
 __all__ = ["Fusion", "FusionPlan", "fuse"]
 
@@ -94,7 +94,7 @@ class _Pass:
     def __init__(self, adapter: ModelAdapter, plan: FusionPlan, rule: SelectionRule) -> None:
         self._adapter, self._plan, self._rule = adapter, plan, rule
         self._tokens = len(plan.input_ids)
-        self._rotary = adapter.rotary(self._tokens)  # [tokens, rotary_dim], float32
+        self._rotaries = adapter.rotary(self._tokens)  # of all positions, float32
         reused = torch.zeros(self._tokens, dtype=torch.bool)
         for span in plan.reused:
             reused[span.start : span.stop] = True
@@ -115,29 +115,28 @@ class _Pass:
 
     def _narrowed(self) -> None:
         """Everything that depends on which rows are kept."""
-        self._kept_rotary = self._rotary.at(self._rows).to(self._adapter.dtype)
+        self._kept_rotaries = self._rotaries.at(self._rows).to(self._adapter.dtype)
         self._masks: dict[int | None, torch.Tensor | None] = {}
         self._recomputed_now = int(self._optional.sum())
 
     def step(self, layer: int, kv: LayerKV) -> LayerKV:
         """Fuse one layer; its buffers then hold rotated keys and values of all positions."""
-        self._turn(kv)
+        self._turn(layer, kv)
         if self._rule.checks(layer) and self._recomputed_now:
             self._check(layer, kv)
         self.hidden = self._adapter.run_layer(
-            layer, self.hidden, kv, self._rows, self._kept_rotary, self._mask(self._adapter.windows[layer])
+            layer, self.hidden, kv, self._rows, self._kept_rotaries, self._mask(self._adapter.windows[layer])
         )
         self.computed.append(self._rows)
         self.recomputed.append(self._recomputed_now)
         return kv
 
-    def _turn(self, kv: LayerKV) -> None:
+    def _turn(self, layer: int, kv: LayerKV) -> None:
         """Rotate stored keys to their positions, in place; computed rows among them are overwritten later."""
-        first, stop = self._plan.unrotated.start, self._plan.unrotated.stop
-        if first == stop:
-            return
-        part = Rotary(self._rotary.cos[first:stop], self._rotary.sin[first:stop])
-        kv.keys[:, :, first:stop] = rotate(kv.keys[:, :, first:stop], part)
+        rotary = self._rotaries.of_keys(layer)
+        span = slice(self._plan.unrotated.start, self._plan.unrotated.stop)
+        if span.start < span.stop and rotary is not None:
+            kv.keys[:, :, span] = rotate(kv.keys[:, :, span], rotary.at(span))
 
     def _check(self, layer: int, kv: LayerKV) -> None:
         """Let the rule drop rows before this layer."""
@@ -162,5 +161,6 @@ class _Pass:
 
     def _mask(self, window: int | None) -> torch.Tensor | None:
         if window not in self._masks:
-            self._masks[window] = row_mask(self._rows, self._tokens, window)
+            seen = row_mask(self._rows, self._tokens, window)
+            self._masks[window] = self._adapter.kernel_mask(seen, len(self._rows))
         return self._masks[window]

@@ -28,11 +28,12 @@ def row_mask(rows: torch.Tensor, tokens: int, window: int | None) -> torch.Tenso
         True where a row sees a position; None if the rows are all positions and no window
         applies, for which kernels have a causal form of their own.
     """
-    narrow = window is not None and window < tokens
-    if len(rows) == tokens and not narrow:
+    if window is not None and window >= tokens:
+        window = None
+    if len(rows) == tokens and window is None:
         return None
     columns = torch.arange(tokens, device=rows.device)
     mask = columns[None] <= rows[:, None]
-    if narrow:
+    if window is not None:
         mask &= columns[None] > rows[:, None] - window
     return mask[None, None]

@@ -160,9 +160,7 @@ class CacheBlendLLM(BaseLLM):
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
         }
-        return LLMResult(
-            generations=generations, llm_output={"token_usage": usage, "model_name": self.model_name}
-        )
+        return LLMResult(generations=generations, llm_output={"token_usage": usage, "model_name": self.model_name})
 
     async def _agenerate(
         self,

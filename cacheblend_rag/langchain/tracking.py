@@ -33,7 +33,8 @@ class _Tracker(BaseCallbackHandler):
         known_chunks.add(document.page_content for document in documents)
 
 
-_handler: ContextVar[BaseCallbackHandler | None] = ContextVar("cacheblend_rag_tracker", default=_Tracker())
+_tracker = _Tracker()
+_handler: ContextVar[BaseCallbackHandler | None] = ContextVar("cacheblend_rag_tracker", default=_tracker)
 _lock = threading.Lock()
 _registered = False
 
@@ -61,7 +62,7 @@ def tracking_off() -> Iterator[None]:
 def tracking() -> Iterator[ChunkRegistry]:
     """Within this, retrievers are tracked, also inside `tracking_off`."""
     switch_on()
-    token = _handler.set(_Tracker())
+    token = _handler.set(_tracker)
     try:
         yield known_chunks
     finally:

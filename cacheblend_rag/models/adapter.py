@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from transformers import DynamicCache
 
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.models.families import family_of
 from cacheblend_rag.models.fingerprint import fingerprint
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
-from cacheblend_rag.models.rope import Rotary, unrotate
+from cacheblend_rag.models.positions import Positions
+from cacheblend_rag.models.rope import Rotaries, rotate, unrotate
 
 __all__ = ["ModelAdapter", "Prefill"]
-
-# RoPE types whose frequencies change once a prompt outgrows the length the model was trained at.
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -61,30 +60,50 @@ class ModelAdapter:
     model : transformers PreTrainedModel
         A causal language model of a known family. Nothing of it is changed, except within
         `blending`, which undoes it.
+    like : str, optional
+        Treat a model of an unknown family as one of this family. Whether that is right shows
+        only when it is compared with the model's own forward pass.
 
     Raises
     ------
     UnsupportedModelError
-        If the family is not known or the model is spread over several devices.
+        If the family is not known, the model is spread over several devices, or its modules do
+        not have the family's names.
+    ConfigError
+        If ``like`` is no known family.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, like: str | None = None) -> None:
         self.model = model
         self.config = model.config
-        self._family = family_of(model)
-        self._decoder = model.model
-        self.layers = list(self._decoder.layers)
+        self._family = family_of(model, like)
+        self._decoder = _part(model, "model")
+        self.layers = list(_part(self._decoder, "layers"))
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) > 1:
             raise UnsupportedModelError(
                 f"the model is spread over {sorted(map(str, devices))}; load it on one device"
             )
         self.device = next(iter(devices))
-        self.dtype: torch.dtype = self._decoder.embed_tokens.weight.dtype
-        self.windows = [self._family.window(self.config, layer) for layer in range(self.num_layers)]
-        attention = getattr(self.layers[0], self._family.attention)
-        self.head_dim = int(attention.head_dim)
+        self.dtype: torch.dtype = _part(self._decoder, "embed_tokens").weight.dtype
+        numbers = range(self.num_layers)
+        self.windows = [self._family.window(self.config, layer) for layer in numbers]
+        turns = [self._family.rotates(self.config, layer) for layer in numbers]
+        rotary = _part(self._decoder, "rotary_emb")
+        self._positions = Positions(self.config, rotary, self._family.layout, turns)
+        self.head_dim = int(_part(self._attention(0), "head_dim"))
         self.kv_heads = int(self.config.num_key_value_heads)
+        self._find_names()
+
+    def _find_names(self) -> None:
+        """Ask for everything once that is wanted later, so that what is missing shows at load."""
+        family, attention = self._family, self._attention(0)
+        for name in (family.fused,) if family.fused else (family.keys, family.values):
+            _part(attention, name)
+        if family.norm is not None:
+            _part(self.layers[0], family.norm)
+        _part(self._decoder, "norm")
+        _part(self.model, "lm_head")
 
     @property
     def num_layers(self) -> int:
@@ -100,28 +119,29 @@ class ModelAdapter:
         """Identity of the model: config, weights and element type."""
         return fingerprint(self.model)
 
-    def reusable(self, tokens: int) -> bool:
-        """Whether stored KV fits a prompt of this length.
+    def regime(self, tokens: int) -> int | None:
+        """Frequency regime of a prompt of this many tokens; KV of one fits no prompt of another.
 
-        Dynamic NTK and LongRoPE change their frequencies beyond a length, and with them the
-        values of deeper layers; such prompts take a plain prefill.
+        See `Positions.regime`: 0 for all models but those with dynamic NTK or LongRoPE; None if
+        stored KV is of no use at this length.
         """
-        parameters = getattr(self.config, "rope_parameters", None) or {}
-        if parameters.get("rope_type") not in _LENGTH_DEPENDENT:
-            return True
-        limit = parameters.get("original_max_position_embeddings") or self.config.max_position_embeddings
-        return tokens <= int(limit)
+        return self._positions.regime(tokens)
+
+    def reusable(self, tokens: int) -> bool:
+        """Whether stored KV is of use to a prompt of this length; if not, it takes a plain prefill."""
+        return self.regime(tokens) is not None
 
     @contextmanager
     def blending(self) -> Iterator[None]:
         """Within this, decoder layers accept a mask row for each kept row.
 
-        Kernels that take no mask of that kind are replaced by SDPA meanwhile.
+        Kernels that take no mask of that kind are replaced by SDPA meanwhile, or by the plain
+        form where SDPA lacks what the family needs (soft caps, attention sinks).
         """
         before = self.config._attn_implementation
         training = self.model.training
         if before not in ("sdpa", "eager"):
-            self.config._attn_implementation = "sdpa"
+            self.config._attn_implementation = "sdpa" if self.model._supports_sdpa else "eager"
         self.model.eval()
         try:
             with torch.no_grad():
@@ -132,15 +152,17 @@ class ModelAdapter:
 
     def embed(self, ids: Sequence[int]) -> torch.Tensor:
         """Input of layer 0, ``[tokens, hidden]``."""
-        embedded: torch.Tensor = self._decoder.embed_tokens(torch.tensor(ids, device=self.device))
-        return embedded
+        inputs = torch.tensor(ids, dtype=torch.long, device=self.device)
+        embedded: torch.Tensor = self._decoder.embed_tokens(inputs)
+        multiplier = getattr(self.config, "embedding_multiplier", None)
+        return embedded if multiplier is None else embedded * multiplier
 
-    def rotary(self, tokens: int, start: int = 0) -> Rotary:
-        """Cosine and sine of positions ``start`` to ``start + tokens``, in float32."""
-        positions = torch.arange(start, start + tokens, device=self.device)[None]
-        like = torch.empty(0, dtype=torch.float32, device=self.device)
-        cos, sin = self._decoder.rotary_emb(like, position_ids=positions)
-        return Rotary(cos[0], sin[0])
+    def rotary(self, tokens: int, start: int = 0, regime: int = 0) -> Rotaries:
+        """Cosine and sine of positions ``start`` to ``start + tokens`` for every layer, in float32.
+
+        With ``regime``, as part of a longer prompt of that frequency regime.
+        """
+        return self._positions.rotaries(tokens, start, regime, self.device)
 
     def project_values(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Values of the rows on a layer, ``[kv_heads, rows, head_dim]``.
@@ -150,13 +172,63 @@ class ModelAdapter:
         hidden : Tensor, [rows, hidden]
             Input of the layer.
         """
-        block, family = self.layers[layer], self._family
-        attention = getattr(block, family.attention)
-        values: torch.Tensor = getattr(attention, family.values)(getattr(block, family.norm)(hidden))
+        values = self._project(layer, hidden, self._family.values, slice(-self._kv_width, None))
         return values.view(len(hidden), self.kv_heads, self.head_dim).transpose(0, 1)
 
+    def project_keys(self, layer: int, hidden: torch.Tensor, rotaries: Rotaries) -> torch.Tensor:
+        """Keys of the rows on a layer, rotated to their positions, ``[kv_heads, rows, head_dim]``.
+
+        Parameters
+        ----------
+        hidden : Tensor, [rows, hidden]
+            Input of the layer.
+        rotaries : Rotaries
+            Of the rows.
+        """
+        keys = self._project(layer, hidden, self._family.keys, slice(-2 * self._kv_width, -self._kv_width))
+        name, spans_heads = self._family.keys_norm, self._family.keys_norm_spans_heads
+        norm = getattr(self._attention(layer), name, None) if name else None
+        if norm is not None and spans_heads:
+            keys = norm(keys)
+        keys = keys.view(len(hidden), self.kv_heads, self.head_dim).transpose(0, 1)
+        if norm is not None and not spans_heads:
+            keys = norm(keys[None])[0]
+        return rotate(keys, rotaries.of_keys(layer))
+
+    def _project(self, layer: int, hidden: torch.Tensor, name: str, part: slice) -> torch.Tensor:
+        """One projection of a layer's input, ``[rows, kv_heads * head_dim]``."""
+        family, attention = self._family, self._attention(layer)
+        if family.norm is not None:
+            hidden = getattr(self.layers[layer], family.norm)(hidden)
+        projected: torch.Tensor = getattr(attention, family.fused or name)(hidden)
+        return projected[:, part] if family.fused else projected
+
+    def kernel_mask(self, mask: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+        """A mask in the form the attention kernel takes; the same for all layers with its window.
+
+        Parameters
+        ----------
+        mask : Tensor or None, [1, 1, rows, tokens], bool
+            True where a row sees a position; None if the rows are all positions and no window
+            applies.
+        rows : int
+            Number of rows.
+        """
+        if self.config._attn_implementation == "sdpa":
+            return mask
+        if mask is None:
+            mask = torch.ones(1, 1, rows, rows, dtype=torch.bool, device=self.device).tril()
+        added = torch.zeros(mask.shape, dtype=self.dtype, device=self.device)
+        return added.masked_fill_(~mask, torch.finfo(self.dtype).min)
+
     def run_layer(
-        self, layer: int, hidden: torch.Tensor, kv: LayerKV, rows: torch.Tensor, rotary: Rotary, mask: torch.Tensor | None
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        kv: LayerKV,
+        rows: torch.Tensor,
+        rotaries: Rotaries,
+        mask: torch.Tensor | None,
     ) -> torch.Tensor:
         """Run transformers' own decoder layer on some rows; their new KV is written into ``kv``.
 
@@ -168,22 +240,16 @@ class ModelAdapter:
             Keys (rotated) and values of all positions; rows in ``rows`` are overwritten.
         rows : Tensor, [rows]
             Positions of the kept rows, rising.
-        rotary : Rotary
+        rotaries : Rotaries
             Of the kept rows, in the model's element type.
-        mask : Tensor or None, [1, 1, rows, tokens], bool
-            True where a row sees a position; None if the rows are all positions and no window
-            applies.
+        mask : Tensor or None, [1, 1, rows, tokens]
+            What `kernel_mask` made of what the rows see.
 
         Returns
         -------
         Tensor, [rows, hidden]
         """
-        if mask is not None and self.config._attn_implementation == "eager":
-            hidden_below = torch.finfo(hidden.dtype).min
-            mask = torch.where(mask, 0.0, hidden_below).to(hidden.dtype)
-        elif mask is None and self.config._attn_implementation == "eager":
-            mask = torch.full((len(rows), len(rows)), torch.finfo(hidden.dtype).min, dtype=hidden.dtype, device=hidden.device)
-            mask = mask.triu(1)[None, None]
+        rotary = rotaries.layer(layer)
         out = self.layers[layer](
             hidden[None],
             attention_mask=mask,
@@ -197,8 +263,8 @@ class ModelAdapter:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[vocab]`` from the output ``[hidden]`` of the last layer at one position."""
-        logits: torch.Tensor = self.model.lm_head(self._decoder.norm(hidden[None]))
-        return logits[0]
+        logits: torch.Tensor = self.model.lm_head(self._decoder.norm(hidden[None]))[0]
+        return _scaled(logits, self.config)
 
     def new_cache(self, layers: Sequence[LayerKV]) -> Any:
         """A transformers cache that holds these layers, ready for generation."""
@@ -220,30 +286,63 @@ class ModelAdapter:
             out = self.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
             return Prefill(cache, out.logits[0, -1])
 
-    def segment_kv(self, context_ids: Sequence[int], ids: Sequence[int]) -> SegmentKV:
+    def segment_kv(self, context_ids: Sequence[int], ids: Sequence[int], regime: int = 0) -> SegmentKV:
         """KV of a segment computed behind a context, keys with their rotation undone.
 
         Rotation depends on the position, which the segment's next use decides. It is undone in
-        float32; dividing by the squared norm also undoes the scaling YaRN puts into cosine and
-        sine.
+        float32; dividing by the squared norm also undoes the scaling YaRN and LongRoPE put into
+        cosine and sine. With ``regime``, it is computed as part of a prompt of that frequency
+        regime.
         """
-        with self._plain():
+        with self._plain(), self._positions.within(regime):
             first, stop = len(context_ids), len(context_ids) + len(ids)
             cache = DynamicCache()
-            self._decoder(torch.tensor([[*context_ids, *ids]], device=self.device), past_key_values=cache, use_cache=True)
-            rotary = self.rotary(stop - first, start=first)
-            keys, values = [], []
-            for layer in cache.layers:
-                keys.append(unrotate(layer.keys[0, :, first:stop], rotary).contiguous())
-                values.append(layer.values[0, :, first:stop].contiguous())
-            return SegmentKV(tuple(keys), tuple(values), rotated=False)
+            inputs = torch.tensor([[*context_ids, *ids]], device=self.device)
+            self._decoder(inputs, past_key_values=cache, use_cache=True)
+        rotaries = self.rotary(stop - first, first, regime)
+        keys, values = [], []
+        for number, layer in enumerate(cache.layers):
+            keys.append(unrotate(layer.keys[0, :, first:stop], rotaries.of_keys(number)).contiguous())
+            values.append(layer.values[0, :, first:stop].contiguous())
+        return SegmentKV(tuple(keys), tuple(values), rotated=False)
+
+    @property
+    def _kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    def _attention(self, layer: int) -> Any:
+        return _part(self.layers[layer], self._family.attention)
 
     @contextmanager
     def _plain(self) -> Iterator[None]:
         training = self.model.training
         self.model.eval()
+        self._positions.settle(self.device)
         try:
             with torch.no_grad():
                 yield
         finally:
             self.model.train(training)
+
+
+def _part(module: Any, name: str) -> Any:
+    """An attribute of a module, or an error that says what the installed transformers lacks."""
+    try:
+        return getattr(module, name)
+    except AttributeError as error:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} of transformers {transformers.__version__} has no {name!r}: either "
+            "transformers has renamed it, and a version this package was tested with is needed, or the model "
+            "is not shaped like the family it is treated as"
+        ) from error
+
+
+def _scaled(logits: torch.Tensor, config: Any) -> torch.Tensor:
+    """Logits scaled as the config says: Granite divides, Cohere multiplies, Gemma caps."""
+    if (divisor := getattr(config, "logits_scaling", None)) is not None:
+        logits = logits / divisor
+    if (factor := getattr(config, "logit_scale", None)) is not None:
+        logits = logits * factor
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return logits

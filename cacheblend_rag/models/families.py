@@ -12,6 +12,11 @@ from cacheblend_rag.models.unsupported import why_unsupported
 
 __all__ = ["FAMILIES", "Family", "family_of"]
 
+_HALVES = Layout()
+_INTERLEAVED = Layout(interleaved=True)
+_INTERLEAVED_PAIRS = Layout(interleaved=True, cosines="pairs")
+_ONCE = Layout(cosines="once")
+
 
 def _no_window(config: Any, layer: int) -> int | None:
     return None
@@ -73,7 +78,7 @@ class Family:
     model_type: str
     window: Callable[[Any, int], int | None] = _no_window
     rotates: Callable[[Any, int], bool] = _all_rotate
-    layout: Layout = Layout()
+    layout: Layout = _HALVES
     norm: str | None = "input_layernorm"
     attention: str = "self_attn"
     keys: str = "k_proj"
@@ -82,10 +87,6 @@ class Family:
     keys_norm: str | None = None
     keys_norm_spans_heads: bool = False
 
-
-_INTERLEAVED = Layout(interleaved=True)
-_INTERLEAVED_PAIRS = Layout(interleaved=True, cosines="pairs")
-_ONCE = Layout(cosines="once")
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -137,7 +138,7 @@ def family_of(model: Any, like: str | None = None) -> Family:
     if reason is None and (family := FAMILIES.get(like or model_type)) is not None:
         return family
     if reason is None:
-        reason = 'if its layers are shaped like those of a supported family, name it, for instance like="llama"'
+        reason = 'no entry describes it; if its layers are shaped like Llama\'s, try like="llama"'
     raise UnsupportedModelError(
         f"model family {model_type!r} is not supported: {reason}; supported families: {known}"
     )

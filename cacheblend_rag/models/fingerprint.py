@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["fingerprint"]
+__all__ = ["fingerprint", "fingerprint_in"]
 
 # Raise when the same weights would no longer give the same stored KV.
 _ADAPTER_VERSION = 1
@@ -41,10 +41,18 @@ def fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
+def fingerprint_in(model_fingerprint: str, regime: int) -> str:
+    """Identity of a model within a frequency regime; KV of one regime is of no use to another."""
+    if not regime:
+        return model_fingerprint
+    return hashlib.sha256(f"{model_fingerprint} beyond {regime} tokens".encode()).hexdigest()
+
+
 def _content(tensor: torch.Tensor) -> bytes:
     data = tensor.detach().contiguous().flatten()
     if data.is_floating_point() or data.is_complex():
-        data = data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(data.element_size(), torch.int64))
+        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+        data = data.view(whole.get(data.element_size(), torch.int64))
     total = int(data.sum(dtype=torch.int64)) if data.numel() else 0
     edge = max(1, _SAMPLE_BYTES // data.element_size())
     ends = torch.cat((data[:edge], data[-edge:])).cpu().contiguous()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cacheblend_rag.errors import PromptError
@@ -22,11 +22,11 @@ class Prompt:
     ----------
     prefix : str
         Text before the first chunk (system prompt, instructions).
-    chunks : sequence of str
+    chunks : iterable of str
         Retrieved texts, in the order in which the model reads them.
     suffix : str
         Text after the last chunk: the question.
-    glue : sequence of str, optional
+    glue : iterable of str, optional
         Text between neighbouring chunks that the model must read, ``len(chunks) - 1`` entries.
         It is computed anew each time and never stored.
 
@@ -42,19 +42,18 @@ class Prompt:
     glue: tuple[str, ...]
 
     def __init__(
-        self, prefix: str = "", chunks: Sequence[str] = (), suffix: str = "", glue: Sequence[str] = ()
+        self, prefix: str = "", chunks: Iterable[str] = (), suffix: str = "", glue: Iterable[str] = ()
     ) -> None:
-        if isinstance(chunks, str):
-            raise PromptError(f"chunks={chunks[:40]!r} is one text: give a list of texts, even for a single chunk")
-        for name, text in (("prefix", prefix), ("suffix", suffix), *(("chunks", chunk) for chunk in chunks)):
+        chunks, glue = _texts("chunks", chunks), _texts("glue", glue)
+        for name, text in (("prefix", prefix), ("suffix", suffix)):
             if not isinstance(text, str):
-                raise PromptError(f"{name} holds {text!r}, a {type(text).__name__}: give text")
+                raise PromptError(f"{name}={text!r} is a {type(text).__name__}: give text")
         if glue and len(glue) != len(chunks) - 1:
             raise PromptError(f"glue has {len(glue)} entries for {len(chunks)} chunks: give one between each two")
         object.__setattr__(self, "prefix", prefix)
-        object.__setattr__(self, "chunks", tuple(chunks))
+        object.__setattr__(self, "chunks", chunks)
         object.__setattr__(self, "suffix", suffix)
-        object.__setattr__(self, "glue", tuple(glue))
+        object.__setattr__(self, "glue", glue)
 
     @classmethod
     def parse(cls, text: str, separator: str) -> Prompt:
@@ -68,3 +67,13 @@ class Prompt:
         if not rest:
             return cls(suffix=first)
         return cls(prefix=first, chunks=rest[:-1], suffix=rest[-1])
+
+
+def _texts(name: str, texts: Iterable[str]) -> tuple[str, ...]:
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        raise PromptError(f"{name}={texts!r:.60} is no list: give a list of texts, even for a single one")
+    found = tuple(texts)
+    for text in found:
+        if not isinstance(text, str):
+            raise PromptError(f"{name} holds {text!r:.60}, a {type(text).__name__}: give texts")
+    return found

@@ -73,7 +73,7 @@ class SegmentTokenizer:
     def __init__(self, tokenizer: Any, separator: str) -> None:
         self._tokenizer = tokenizer
         self.start_ids = _start_ids(tokenizer)
-        self._anchor = _anchor(tokenizer)
+        self._anchors = _anchors(tokenizer)
         self.separator_ids = self.inner_ids(separator)
 
     def opening_ids(self, text: str) -> tuple[int, ...]:
@@ -86,10 +86,10 @@ class SegmentTokenizer:
         """Ids of a text that goes on where another ended: nothing is put before it."""
         if not text:
             return ()
-        if self._anchor is not None:
-            head = self._encode(self._anchor)
-            ids = self._encode(self._anchor + text)
-            if ids[: len(head)] == head:
+        for anchor in self._anchors:
+            head = self._encode(anchor)
+            ids = self._encode(anchor + text)
+            if ids[: len(head)] == head:  # else the text begins with what merges with the anchor
                 return ids[len(head) :]
         return self._encode(text)
 
@@ -138,8 +138,8 @@ def _start_ids(tokenizer: Any) -> tuple[int, ...]:
     return ()
 
 
-def _anchor(tokenizer: Any) -> str | None:
-    """A text behind which the tokenizer puts no space of its own; None if it never puts one.
+def _anchors(tokenizer: Any) -> tuple[str, ...]:
+    """Texts behind which the tokenizer puts no space of its own; none if it never puts one.
 
     SentencePiece models mark the start of every text with a space, which would stand at every
     seam of a spliced prompt.
@@ -147,10 +147,11 @@ def _anchor(tokenizer: Any) -> str | None:
     probe = tokenizer.encode("a", add_special_tokens=False)
     first = tokenizer.convert_ids_to_tokens(probe[0]) if probe else ""
     if not first.startswith(("▁", "Ġ")):
-        return None
+        return ()
+    fit = []
     for anchor in _ANCHORS:
         head = tokenizer.encode(anchor, add_special_tokens=False)
         ids = tokenizer.encode(anchor + "a", add_special_tokens=False)
-        if ids[: len(head)] == head and ids[len(head) :] and ids[len(head) :] != probe:
-            return anchor
-    return None
+        if ids[: len(head)] == head and ids[len(head) :] not in ([], probe):
+            fit.append(anchor)
+    return tuple(fit)

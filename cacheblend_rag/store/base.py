@@ -64,9 +64,7 @@ class KVRecord:
         kv_heads, _, head_dim = kv.keys[0].shape
         dtype = str(kv.keys[0].dtype).removeprefix("torch.")
         layers = len(kv.keys)
-        return cls(
-            RecordInfo(fingerprint, context_ids, token_ids, layers, kv_heads, head_dim, dtype, kv.rotated), kv
-        )
+        return cls(RecordInfo(fingerprint, context_ids, token_ids, layers, kv_heads, head_dim, dtype, kv.rotated), kv)
 
 
 class StoredKV(Protocol):
@@ -134,9 +132,7 @@ class KVStore(Protocol):
         ...
 
 
-def record_key(
-    *, fingerprint: str, salt: str, kind: str, context_ids: Sequence[int], token_ids: Sequence[int]
-) -> str:
+def record_key(*, fingerprint: str, salt: str, kind: str, context_ids: Sequence[int], token_ids: Sequence[int]) -> str:
     """Key of a record by content: the same segment has one key wherever it stands.
 
     Parameters

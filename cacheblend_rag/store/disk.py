@@ -141,7 +141,7 @@ class DiskStore:
     def contains(self, key: str) -> bool:
         """See `KVStore.contains`."""
         try:
-            return key in self._cache
+            return bool(key in self._cache)
         except _FAILURES:
             return False
 

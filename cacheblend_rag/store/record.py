@@ -1,8 +1,8 @@
-"""Record format, version 1: one file a segment, readable layer by layer.
+r"""Record format, version 1: one file a segment, readable layer by layer.
 
 ::
 
-    magic        8 bytes  b"CBRAGKV\\x01" (the last byte is the version)
+    magic        8 bytes  b"CBRAGKV\x01" (the last byte is the version)
     header size  4 bytes  little endian
     header CRC   4 bytes  CRC-32 of the header
     header       JSON     identity, shape, element type, checksum of each layer

@@ -39,7 +39,7 @@ class Ended(BaseCallbackHandler):
         self.infos += [dict(g.generation_info or {}) for batch in response.generations for g in batch]
 
 
-@pytest.fixture()
+@pytest.fixture
 def llm() -> Iterator[CacheBlendLLM]:
     config = BlendConfig(min_tokens=0, write_back="inline", recompute_ratio=1.0)
     engine = BlendEngine(tiny.model(num_hidden_layers=2), tiny.tokenizer(), config=config)
@@ -74,7 +74,11 @@ async def test_retrieval_qa_hits_every_chunk(llm: CacheBlendLLM, make: str, how:
 def plain_answer(llm: CacheBlendLLM, ids: list[int]) -> list[int]:
     """Greedy ids of the plain model."""
     out = llm.engine.model.generate(
-        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=6, do_sample=False, pad_token_id=0
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids)),
+        max_new_tokens=6,
+        do_sample=False,
+        pad_token_id=0,
     )
     return out[0, len(ids) :].tolist()
 

@@ -1,0 +1,151 @@
+"""The four ways of section 7 of the paper to answer one prompt, side by side."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cacheblend_rag.decode import DecodeOptions, decode
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.prompt import Prompt
+
+__all__ = ["METHODS", "MethodResult", "Prefilled", "answer_all", "prefill_methods"]
+
+METHODS = ("full recompute", "prefix caching", "full reuse", "blended")
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A prompt's KV and last logits, by whichever method.
+
+    Parameters
+    ----------
+    cache : transformers Cache
+    logits : Tensor, [vocab]
+    computed : tuple of int
+        Rows computed on each layer.
+    """
+
+    cache: Any
+    logits: torch.Tensor
+    computed: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class MethodResult:
+    """What one method made of a prompt.
+
+    Parameters
+    ----------
+    name : str
+        One of `METHODS`.
+    text : str
+        The answer.
+    ttft : float
+        Median time to first token, in seconds.
+    computed : float
+        Mean share of the prompt's rows computed a layer.
+    """
+
+    name: str
+    text: str
+    ttft: float
+    computed: float
+
+
+def prefill_methods(engine: BlendEngine, prompt: Prompt) -> dict[str, Callable[[], Prefilled]]:
+    """One prefill a method, each from text to the logits of the first token.
+
+    "Full recompute" is transformers' own forward pass. "Prefix caching" is the same behind an
+    exact cache of prefix and first chunk that lies ready in memory: as in the paper, an idealised
+    form that costs it no loading. "Full reuse" and "blended" read the engine's store.
+    """
+    adapter, tokens = engine.adapter, engine.tokenize(prompt)
+    known = tokens.input_ids[: tokens.chunks[0].stop if tokens.chunks else len(tokens.prefix)]
+    if len(known) == len(tokens.input_ids):
+        raise ConfigError("suffix", prompt.suffix, "give the question after the chunks")
+    if not known:
+        raise ConfigError("chunks", prompt.chunks, "give at least one chunk or a prefix")
+    ready = adapter.prefill(known).cache
+    rows, layers = len(tokens.input_ids), adapter.num_layers
+
+    def full() -> Prefilled:
+        result = adapter.prefill(engine.tokenize(prompt).input_ids)
+        return Prefilled(result.cache, result.logits, (rows,) * layers)
+
+    def prefix_caching() -> Prefilled:
+        ids = engine.tokenize(prompt).input_ids[len(known) :]
+        cache = copy.copy(ready)  # extending a cache makes new tensors, so its layers can be shared
+        cache.layers = [copy.copy(layer) for layer in ready.layers]
+        with torch.no_grad():
+            inputs = torch.tensor([ids], device=adapter.device)
+            out = engine.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return Prefilled(cache, out.logits[0, -1], (rows - len(known),) * layers)
+
+    def blend(over: BlendEngine) -> Callable[[], Prefilled]:
+        def run() -> Prefilled:
+            fused = over.fuse(prompt)
+            return Prefilled(fused.cache, fused.logits, fused.report.computed_tokens)
+
+        return run
+
+    reuse = engine.with_config(selection="none", min_tokens=0)
+    methods = (full, prefix_caching, blend(reuse), blend(engine))
+    return dict(zip(METHODS, methods, strict=True))
+
+
+def answer_all(
+    engine: BlendEngine, prompt: Prompt, *, rounds: int = 5, options: DecodeOptions | None = None
+) -> list[MethodResult]:
+    """Answer a prompt by every method; times are medians over interleaved rounds.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+        Its store should hold the chunks: the comparison is of warm requests.
+    prompt : Prompt
+    rounds : int
+        Timed rounds after one that warms up.
+    options : DecodeOptions, optional
+        How the answers are generated.
+    """
+    if rounds < 1:
+        raise ConfigError("rounds", rounds, "use a whole number, 1 or more")
+    methods = prefill_methods(engine, prompt)
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    results: dict[str, Prefilled] = {}
+    for number in range(rounds + 1):
+        for name, method in methods.items():
+            started = time.perf_counter()
+            results[name] = method()
+            int(results[name].logits.argmax())  # the first token, known to the host
+            if number:
+                seconds[name].append(time.perf_counter() - started)
+    tokens = engine.tokenize(prompt).input_ids
+    return [
+        MethodResult(
+            name,
+            _text(engine, tokens, results[name], options or DecodeOptions()),
+            statistics.median(seconds[name]),
+            sum(results[name].computed) / (len(results[name].computed) * len(tokens)),
+        )
+        for name in methods
+    ]
+
+
+def _text(engine: BlendEngine, ids: Sequence[int], result: Prefilled, options: DecodeOptions) -> str:
+    return decode(
+        engine.model,
+        engine.tokenizer,
+        input_ids=ids,
+        cache=result.cache,
+        logits=result.logits,
+        options=options,
+    ).text

@@ -1,0 +1,198 @@
+"""A folder of documents, a model and a chain: what the command line and the server answer with."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.documents import Document
+from langchain_core.outputs import LLMResult
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError, MissingExtraError
+from cacheblend_rag.langchain import CacheBlendLLM, known_chunks
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.reference import DOCUMENTS_PATH, EMBEDDER_PATH, MODEL_PATH
+from cacheblend_rag.report import WarmReport
+from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
+from cacheblend_rag.retrieval.index import FolderIndex, IndexReport
+
+__all__ = ["Answer", "FolderRAG", "FolderRAGOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FolderRAGOptions:
+    """What to answer from, and with what.
+
+    Parameters
+    ----------
+    docs : path
+        Folder of documents; by default the bundled archive.
+    model, embedder : str or path
+        Id or path of the model and of the sentence-transformers model; by default the bundled
+        reference ones.
+    top_k : int
+        Chunks retrieved for a question, by L2 distance.
+    max_new_tokens : int
+        Most tokens of an answer.
+    data_dir : path, optional
+        Where index and KV store are kept; by default a folder in the user's cache.
+    device, dtype : str
+        See `BlendEngine.from_pretrained`.
+    config : BlendConfig
+        Options of the engine.
+    """
+
+    docs: str | os.PathLike[str] = DOCUMENTS_PATH
+    model: str | os.PathLike[str] = MODEL_PATH
+    embedder: str | os.PathLike[str] = EMBEDDER_PATH
+    top_k: int = 6
+    max_new_tokens: int = 64
+    data_dir: str | os.PathLike[str] | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    config: BlendConfig
+
+    def __post_init__(self) -> None:
+        if self.top_k < 1:
+            raise ConfigError("top_k", self.top_k, "use a whole number, 1 or more")
+
+    @property
+    def data_path(self) -> Path:
+        """Folder of index and KV store."""
+        if self.data_dir is not None:
+            return Path(self.data_dir)
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(cache) / "cacheblend_rag"
+
+    @property
+    def foreign_documents(self) -> bool:
+        """Whether the reference model is asked about text it was not made for."""
+        reference = os.fspath(self.model) == os.fspath(MODEL_PATH)
+        return reference and Path(self.docs).resolve() != DOCUMENTS_PATH
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer with what it was made from.
+
+    Parameters
+    ----------
+    text : str
+        The answer.
+    sources : list of Document
+        The retrieved chunks.
+    info : dict
+        What the model says of its work: ``ttft`` in seconds, ``hits``, ``misses`` and more.
+    prompt : Prompt
+        The segments the model was given.
+    """
+
+    text: str
+    sources: list[Document]
+    info: dict[str, Any]
+    prompt: Prompt
+
+
+class FolderRAG:
+    """Documents in a folder, answered through LangChain's ``RetrievalQA`` ("stuff").
+
+    Parameters
+    ----------
+    options : FolderRAGOptions
+
+    Raises
+    ------
+    CacheBlendError
+        If the model, the embedder or the documents cannot be read.
+    """
+
+    def __init__(self, options: FolderRAGOptions) -> None:
+        self.options = options
+        folder = options.data_path
+        self.engine = BlendEngine.from_pretrained(
+            options.model,
+            config=options.config,
+            store=folder / "kv",
+            device=options.device,
+            dtype=options.dtype,
+        )
+        self.llm = CacheBlendLLM.from_engine(self.engine, max_new_tokens=options.max_new_tokens)
+        name = hashlib.sha256(str(Path(options.docs).resolve()).encode()).hexdigest()[:16]
+        self.index = FolderIndex(
+            options.docs,
+            embedder=SentenceTransformerEmbeddings(os.fspath(options.embedder)),
+            index_dir=folder / "indexes" / name,
+            on_delete=self._forget,
+        )
+
+    def _forget(self, texts: Sequence[str]) -> None:
+        known_chunks.discard(texts)
+        self.engine.forget(texts)
+
+    def update(self) -> IndexReport:
+        """Bring the index up to date with the folder; KV of chunks that are gone is erased."""
+        return self.index.update()
+
+    def warming_bytes(self) -> int:
+        """Bytes of KV that all chunks take."""
+        return self.engine.estimate_bytes(chunk.page_content for chunk in self.index.chunks())
+
+    def warm(self, *, progress: bool | None = None) -> WarmReport:
+        """Compute and store the KV of all chunks that are not stored yet."""
+        return self.llm.warm(self.index.chunks(), progress=progress)
+
+    def ask(self, question: str) -> Answer:
+        """Answer a question through the chain."""
+        if not question.strip():
+            raise ConfigError("question", question, "ask something")
+        seen = _Seen()
+        result = self._chain().invoke({"query": question}, {"callbacks": [seen]})
+        return Answer(result["result"].strip(), result["source_documents"], seen.info, self.llm.notice(seen.prompt))
+
+    def _chain(self) -> Any:
+        try:
+            from langchain_classic.chains import RetrievalQA
+        except ImportError as error:
+            raise MissingExtraError("langchain-classic", "langchain") from error
+        retriever = self.index.store.as_retriever(search_kwargs={"k": self.options.top_k})
+        with warnings.catch_warnings():
+            # RetrievalQA is deprecated in favour of create_retrieval_chain; both are supported.
+            warnings.simplefilter("ignore")
+            return RetrievalQA.from_chain_type(
+                self.llm, chain_type="stuff", retriever=retriever, return_source_documents=True
+            )
+
+    def close(self) -> None:
+        """Store what waits and release the model."""
+        self.engine.close()
+
+    def __enter__(self) -> FolderRAG:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Seen(BaseCallbackHandler):
+    """Keeps the finished prompt and what the model said of its work."""
+
+    def __init__(self) -> None:
+        self.prompt = ""
+        self.info: dict[str, Any] = {}
+
+    def on_llm_start(self, serialized: dict[str, Any], prompts: list[str], **kwargs: Any) -> None:
+        self.prompt = prompts[0]
+
+    def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
+        self.info = dict(response.generations[0][0].generation_info or {})

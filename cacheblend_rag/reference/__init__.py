@@ -1,0 +1,26 @@
+"""The embedded reference model: a small trained model, its embedder and the archive both were made for.
+
+Importing this package is light: it only names where the bundled files lie.
+
+Attributes
+----------
+MODEL_PATH : Path
+    Folder for ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained``.
+EMBEDDER_PATH : Path
+    Folder for ``sentence_transformers.SentenceTransformer``.
+DOCUMENTS_PATH : Path
+    The bundled archive folder, one passage a file, written from the test split.
+QUESTIONS_PATH : Path
+    Questions about the bundled archive, one JSON object a line.
+"""
+
+from pathlib import Path
+
+_HERE = Path(__file__).resolve().parent
+
+MODEL_PATH = _HERE / "model"
+EMBEDDER_PATH = _HERE / "embedder"
+DOCUMENTS_PATH = _HERE / "documents"
+QUESTIONS_PATH = _HERE / "questions.jsonl"
+
+__all__ = ["DOCUMENTS_PATH", "EMBEDDER_PATH", "MODEL_PATH", "QUESTIONS_PATH"]

@@ -1,0 +1,217 @@
+"""The town archive: entities, facts and passages, all made from a seed.
+
+A passage either names its subject (a profile), or names it by its role alone and so depends on the profile that
+tells whose role it is (a sequel about one subject, or a report from an event about several people).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.reference.names import SPLITS, Split, draw, draw_people
+from cacheblend_rag.reference.passages import Sayable, write_profile, write_report, write_sequel
+from cacheblend_rag.reference.relations import (
+    PROFILE_RELATIONS,
+    RELATIONS,
+    REPORT_RELATIONS,
+    VALUES,
+    EntityKind,
+    Relation,
+)
+
+
+@dataclass(frozen=True)
+class Entity:
+    """A person, company, place or event. ``role`` is unique within a town; a place has none."""
+
+    kind: EntityKind
+    name: str
+    role: str
+    pronoun: str
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One thing the archive says, and in which passage (its index)."""
+
+    subject: Entity
+    relation: Relation
+    value: str
+    passage: int
+    event: str = ""
+    named: bool = True
+    """False where the passage names the subject by role only."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A titled passage; ``needs`` are the passages that say who is meant."""
+
+    index: int
+    title: str
+    text: str
+    needs: tuple[int, ...] = ()
+
+    @property
+    def chunk(self) -> str:
+        """The passage as it stands in a prompt."""
+        return f"{self.title}\n{self.text}"
+
+
+@dataclass(frozen=True)
+class TownSize:
+    """How much a town holds."""
+
+    people: int = 22
+    companies: int = 8
+    places: int = 8
+    events: int = 6
+    sequels: int = 14
+    company_sequels: int = 4
+    facts: int = 4
+
+    def __post_init__(self) -> None:
+        limits = {"people": (3, 45), "companies": (2, 20), "places": (2, 30), "events": (1, 12), "facts": (1, 5)}
+        for name, (low, high) in limits.items():
+            if not low <= getattr(self, name) <= high:
+                raise ConfigError(name, getattr(self, name), f"use a number from {low} to {high}")
+        if not 0 <= self.sequels <= self.people:
+            raise ConfigError("sequels", self.sequels, "use at most one per person")
+        if not 0 <= self.company_sequels <= self.companies:
+            raise ConfigError("company_sequels", self.company_sequels, "use at most one per company")
+
+
+@dataclass(frozen=True)
+class Town:
+    """A whole archive."""
+
+    split: Split
+    seed: int
+    entities: tuple[Entity, ...]
+    facts: tuple[Fact, ...]
+    passages: tuple[Passage, ...]
+
+    def profile_of(self, entity: Entity) -> int:
+        """Return the index of the passage that names ``entity``: profiles stand in the order of entities."""
+        return self.entities.index(entity)
+
+
+@dataclass
+class _Draft:
+    rng: random.Random
+    split: Split
+    size: TownSize
+    entities: list[Entity] = field(default_factory=list)
+    facts: list[Fact] = field(default_factory=list)
+    passages: list[Passage] = field(default_factory=list)
+    spare: dict[str, list[str]] = field(default_factory=dict)
+
+    def of_kind(self, kind: EntityKind) -> list[Entity]:
+        return [entity for entity in self.entities if entity.kind == kind]
+
+    def value(self, relation: Relation, subject: Entity) -> str:
+        source = relation.value
+        if source.startswith("@"):
+            return self.rng.choice([entity.name for entity in self.entities if entity.kind == source[1:]])
+        if source == "year":
+            return str(self.rng.randint(1800, 1989))
+        if source == "number":
+            return str(self.rng.randint(12, 980))
+        if source in self.spare:
+            return self.rng.choice([name for name in self.spare[source] if name != subject.name])
+        return self.rng.choice(VALUES[source])
+
+    def tell(self, subject: Entity, keys: list[str], event: str = "", *, named: bool = True) -> list[Sayable]:
+        """Invent a fact for each relation and record it for the passage about to be written."""
+        sayable = []
+        for key in keys:
+            relation = RELATIONS[subject.kind][key]
+            fact = Fact(subject, relation, self.value(relation, subject), len(self.passages), event, named)
+            self.facts.append(fact)
+            said = subject.name if named else f"the {subject.role}"
+            sayable.append(Sayable(relation.statements, fact.value, (said,), subject.pronoun))
+        return sayable
+
+
+def _people_the_town(draft: _Draft) -> None:
+    rng, split, size = draft.rng, draft.split, draft.size
+    people = draw_people(rng, split, size.people + 8)
+    professions = rng.sample(VALUES["profession"], size.people)
+    for person, role in zip(people, professions, strict=False):
+        draft.entities.append(Entity("person", person.text, role, person.pronoun))
+    trades = rng.sample(VALUES["trade"], size.companies)
+    for name, role in zip(draw(rng, "company", split, size.companies), trades, strict=True):
+        draft.entities.append(Entity("company", name, role, "it"))
+    places = draw(rng, "place", split, size.places + 4)
+    draft.entities += [Entity("place", name, "", "it") for name in places[: size.places]]
+    gatherings = rng.sample(VALUES["gathering"], size.events)
+    for name, role in zip(draw(rng, "event", split, size.events), gatherings, strict=True):
+        draft.entities.append(Entity("event", name, role, "it"))
+    draft.spare = {
+        "outsider": [person.text for person in people[size.people :]],
+        "place": places,
+        **{kind: draw(rng, kind, split, 20) for kind in ("river", "book", "prize")},
+    }
+
+
+def _write_profiles(draft: _Draft) -> dict[Entity, list[str]]:
+    """Write one profile an entity and return which relations each has left."""
+    left = {}
+    for entity in draft.entities:
+        keys = list(PROFILE_RELATIONS[entity.kind])
+        draft.rng.shuffle(keys)
+        count = min(len(keys), draft.size.facts)
+        told, left[entity] = keys[:count], keys[count:]
+        prose = write_profile(
+            draft.rng, entity.kind, entity.name, entity.role, entity.pronoun, draft.tell(entity, told)
+        )
+        draft.passages.append(Passage(len(draft.passages), prose.title, prose.text))
+    return left
+
+
+def _write_dependents(draft: _Draft, left: dict[Entity, list[str]]) -> None:
+    """Write the passages that name their subjects by role only."""
+    size = draft.size
+    subjects = draft.of_kind("person")[: size.sequels] + draft.of_kind("company")[: size.company_sequels]
+    for entity in subjects:
+        keys = left[entity][: size.facts]
+        if not keys:
+            continue
+        prose = write_sequel(draft.rng, entity.kind, entity.role, draft.tell(entity, keys, named=False))
+        needs = (draft.entities.index(entity),)
+        draft.passages.append(Passage(len(draft.passages), prose.title, prose.text, needs))
+    report_keys = [relation.key for relation in REPORT_RELATIONS]
+    for event in draft.of_kind("event"):
+        people = draft.rng.sample(draft.of_kind("person"), 3)
+        keys = draft.rng.sample(report_keys, 2)
+        groups = [draft.tell(person, keys, event.name, named=False) for person in people]
+        prose = write_report(draft.rng, event.name, groups)
+        needs = tuple(draft.entities.index(person) for person in people)
+        draft.passages.append(Passage(len(draft.passages), prose.title, prose.text, needs))
+
+
+def build_town(seed: int, split: Split = "train", size: TownSize | None = None) -> Town:
+    """Make a town archive.
+
+    Parameters
+    ----------
+    seed : int
+        The same seed, split and size give the same town.
+    split : {"train", "dev", "test"}
+        Which names may be used; no name occurs in two splits.
+    size : TownSize, optional
+        How much the town holds.
+
+    Raises
+    ------
+    ConfigError
+        If the split is unknown.
+    """
+    if split not in SPLITS:
+        raise ConfigError("split", split, f"choose one of {', '.join(SPLITS)}")
+    draft = _Draft(random.Random(f"town/{split}/{seed}"), split, size or TownSize())
+    _people_the_town(draft)
+    _write_dependents(draft, _write_profiles(draft))
+    return Town(split, seed, tuple(draft.entities), tuple(draft.facts), tuple(draft.passages))

@@ -1,0 +1,203 @@
+"""Prose: turning facts into titled passages of 60 to 120 words."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cacheblend_rag.reference.relations import EntityKind
+
+MIN_WORDS = 60
+MAX_WORDS = 120
+
+_OPENERS: dict[EntityKind, tuple[str, ...]] = {
+    "person": (
+        "{n} is the {role} of our district.",
+        "{n} is the {role} most people here would name first.",
+        "Few people in these parts have not heard of {n}, the {role}.",
+        "{n}, the {role}, needs no introduction to older readers.",
+        "When people here speak of the {role}, they mean {n}.",
+    ),
+    "company": (
+        "{n} is the {role} that everybody here knows.",
+        "{n} is a {role} with a long history.",
+        "Behind the name {n} stands a {role}.",
+        "The {role} called {n} is part of local life.",
+    ),
+    "place": (
+        "{n} is a quiet place for most of the year.",
+        "Whoever comes from the hills sees {n} from far away.",
+        "{n} has changed little in living memory.",
+        "The road ends in {n}.",
+    ),
+    "event": (
+        "{n} is the {role} that the whole district waits for.",
+        "{n} is a {role} with its own customs.",
+        "Of all the dates in our calendar, the {role} named {n} is the loudest.",
+        "The {role} known as {n} needs weeks of work.",
+    ),
+}
+_ROLE_OPENERS: dict[EntityKind, tuple[str, ...]] = {
+    "person": (
+        "There is more to tell about the {role}.",
+        "Much has been written about the {role} since.",
+        "The {role} comes up again in the later papers.",
+        "These pages return to the {role}.",
+    ),
+    "company": (
+        "There is more to tell about the {role}.",
+        "The {role} appears again in the account books.",
+        "Later entries return to the {role}.",
+    ),
+    "place": (),
+    "event": (),
+}
+_REPORT_OPENERS = (
+    "{n} was well attended this time.",
+    "The rain stopped just before {n} began.",
+    "Our reporter spent a long day at {n}.",
+    "There was hardly a free seat at {n}.",
+)
+_FILLERS: dict[EntityKind, tuple[str, ...]] = {
+    "person": (
+        "Neighbours describe a patient character with a dry sense of humour.",
+        "Not every story that is told about those years can be true.",
+        "A photograph in the reading room shows a tall figure in a dark coat.",
+        "Friends remember long walks and even longer conversations.",
+        "Letters from that time are kept in two boxes in the cellar.",
+        "Nobody was surprised by this, least of all the family.",
+        "Work begins early in the morning and seldom ends before dark.",
+        "Some of the details were added much later by another hand.",
+        "Those who know both sides of the story tend to smile about it.",
+        "Little of this was known outside the family at the time.",
+    ),
+    "company": (
+        "The books have been kept in the same careful hand for decades.",
+        "A fire destroyed part of the old building, but nobody was hurt.",
+        "Older residents still remember the sound of the bell at noon.",
+        "Orders come in by post, and most are filled within a week.",
+        "Rumours of a sale have come and gone more than once.",
+        "The yard is swept every evening before the gates are closed.",
+        "Apprentices are taken on each spring and stay for three years.",
+        "There have been better years and worse ones, as everywhere.",
+    ),
+    "place": (
+        "In winter the roads are often closed for several days.",
+        "The houses stand close together and most have slate roofs.",
+        "A single inn offers rooms to those who miss the last coach.",
+        "Older maps spell the name in three different ways.",
+        "Children still learn the old songs by heart.",
+        "On clear days the mountains can be seen from the upper windows.",
+        "Most families have lived there for many generations.",
+        "The council meets in a room above the fire station.",
+    ),
+    "event": (
+        "Tickets are sold at the door and seldom last the morning.",
+        "Most guests come on foot, some by the early coach.",
+        "In bad weather everything is moved under canvas.",
+        "A brass band plays until the lamps are lit.",
+        "The programme is printed on thin yellow paper.",
+        "Volunteers clear the tables long after midnight.",
+        "Every few years somebody proposes to change the rules, in vain.",
+        "Photographs of earlier years hang in the entrance.",
+    ),
+}
+_CLOSERS = (
+    "More can be found in the reading room on the first floor.",
+    "The rest of the file has not been put in order yet.",
+    "This entry was last revised by the archive in spring.",
+    "Corrections may be left with the clerk at the desk.",
+    "No further papers on the matter have survived.",
+)
+_NEUTRAL_TITLES = (
+    "From the gazette",
+    "Later years",
+    "Notes in the margin",
+    "A clipping",
+    "Papers from the attic",
+    "What happened next",
+    "Second notebook",
+    "Overheard at the inn",
+    "An addendum",
+    "Loose pages",
+    "The clerk remembers",
+    "Found between two ledgers",
+)
+_TITLES: dict[EntityKind, tuple[str, ...]] = {
+    "person": ("{n}", "Portrait of {n}", "People: {n}", "{n}, a short life"),
+    "company": ("{n}", "The story of {n}", "Companies: {n}", "About {n}"),
+    "place": ("{n}", "A visit to {n}", "Places: {n}", "{n} and its people"),
+    "event": ("{n}", "All about {n}", "Events: {n}", "{n}, year after year"),
+}
+_REPORT_TITLES = ("Report from {n}", "A day at {n}", "Scenes from {n}", "{n} in brief")
+
+
+@dataclass(frozen=True)
+class Sayable:
+    """One fact, ready to be said: its statement templates, value and what its subject may be called."""
+
+    statements: tuple[str, ...]
+    value: str
+    subjects: tuple[str, ...]
+    """Ways to name the subject at this point; the first is always clear on its own."""
+    pronoun: str
+
+
+def _say(rng: random.Random, fact: Sayable, *, may_use_pronoun: bool, clear: bool = False) -> str:
+    """Say one fact; with ``clear`` only by a statement that names its subject."""
+    templates = [text for text in fact.statements if "{S}" in text or "{s" in text] if clear else fact.statements
+    template = rng.choice(list(templates))
+    use_pronoun = may_use_pronoun and rng.random() < 0.6
+    subject = fact.pronoun if use_pronoun else rng.choice(fact.subjects)
+    objective = {"she": "her", "he": "him", "it": "it"}[fact.pronoun] if use_pronoun else subject
+    capital = subject[0].upper() + subject[1:]
+    return template.format(S=capital, s=subject, s_obj=objective, v=fact.value)
+
+
+def _fit(rng: random.Random, sentences: list[str], fillers: Sequence[str]) -> str:
+    """Mix in sentences that state no fact until the text is long enough."""
+    target = rng.choice((MIN_WORDS, MIN_WORDS, 70, 85))
+    spare = rng.sample(list(fillers), len(fillers))
+    words = sum(len(sentence.split()) for sentence in sentences)
+    while words < target or words < MIN_WORDS:
+        extra = spare.pop() if spare else rng.choice(_CLOSERS)
+        sentences.insert(rng.randint(1, len(sentences)), extra)
+        words += len(extra.split())
+    return " ".join(sentences)
+
+
+@dataclass(frozen=True)
+class Prose:
+    """A finished title and text."""
+
+    title: str
+    text: str
+
+
+def write_profile(
+    rng: random.Random, kind: EntityKind, name: str, role: str, pronoun: str, facts: Sequence[Sayable]
+) -> Prose:
+    """Write a passage that names its subject and, for all but places, tells its role."""
+    sentences = [rng.choice(_OPENERS[kind]).format(n=name, role=role)]
+    sentences += [_say(rng, fact, may_use_pronoun=True) for fact in facts]
+    return Prose(rng.choice(_TITLES[kind]).format(n=name), _fit(rng, sentences, _FILLERS[kind]))
+
+
+def write_sequel(rng: random.Random, kind: EntityKind, role: str, facts: Sequence[Sayable]) -> Prose:
+    """Write a passage that names its subject by role and pronoun only."""
+    sentences = [rng.choice(_ROLE_OPENERS[kind]).format(role=role)]
+    sentences += [_say(rng, fact, may_use_pronoun=True) for fact in facts]
+    return Prose(rng.choice(_NEUTRAL_TITLES), _fit(rng, sentences, _FILLERS[kind]))
+
+
+def write_report(rng: random.Random, event: str, groups: Sequence[Sequence[Sayable]]) -> Prose:
+    """Write a report from an event about several people, each named by role only.
+
+    ``groups`` holds one sequence of facts a person; a person's facts stand together and the first names the role.
+    """
+    sentences = [rng.choice(_REPORT_OPENERS).format(n=event)]
+    for group in groups:
+        parts = [_say(rng, fact, may_use_pronoun=index > 0, clear=True) for index, fact in enumerate(group)]
+        sentences.append(" ".join(parts))
+    return Prose(rng.choice(_REPORT_TITLES).format(n=event), _fit(rng, sentences, _FILLERS["event"]))

@@ -1,0 +1,328 @@
+"""Train the reference model: ``python -m cacheblend_rag.reference.train --out FOLDER``.
+
+The curriculum widens by measured accuracy: copying random ids, recalling bare facts, whole passages, references
+across passages, every kind. The model starts shallow and grows by layers whose output projections are zero, so that
+growing changes nothing until training goes on. A GPU is used when there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from cacheblend_rag.reference import MODEL_PATH
+from cacheblend_rag.reference.curriculum import (
+    COPY_KIND,
+    KIND_NAMES,
+    Batch,
+    SequenceMaker,
+    Stage,
+    make_batches,
+)
+from cacheblend_rag.reference.tokenizer import train_tokenizer
+
+logger = logging.getLogger(__name__)
+
+_ALL = {"within": 0.35, "reference": 0.35, "bridge": 0.15, "comparison": 0.15}
+STAGES: tuple[Stage, ...] = (
+    Stage("copy", 192, 48, 4, 3e-3, {}, target=0.9),
+    Stage("recall", 320, 24, 4, 3e-3, {"within": 1.0}, target=0.9),
+    Stage("within", 640, 12, 4, 2e-3, {"within": 1.0}, (3, 4), target=0.85),
+    Stage("reference", 768, 12, 8, 2e-3, {"within": 0.4, "reference": 0.6}, (3, 4), 0.15, target=0.85),
+    Stage("mixed", 1152, 8, 8, 1.5e-3, _ALL, (4, 5, 6, 6), 0.3, target=0.93),
+    Stage("all", 1152, 8, 8, 1.5e-3, _ALL, (3, 4, 5, 6, 6, 6), 0.35, target=2.0),
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Width of the model; depth comes from the stages."""
+
+    hidden: int = 192
+    heads: int = 6
+    kv_heads: int = 2
+    head_dim: int = 32
+    mlp: int = 448
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How to train.
+
+    ``steps`` bounds the steps of every stage but the last (0: no bound); the last stage runs ``final_tokens`` while
+    the learning rate falls to a twentieth.
+    """
+
+    out: Path
+    seed: int = 0
+    final_tokens: int = 20_000_000
+    steps: int = 0
+    compile: bool = True
+    workers: int = 1
+    checkpoint: Path | None = None
+
+
+def build_model(shape: Shape, vocab: int, layers: int, bos: int, eos: int) -> Any:
+    """Return a randomly initialised ``LlamaForCausalLM``."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-5,
+        initializer_range=0.02,
+        bos_token_id=bos,
+        eos_token_id=eos,
+        pad_token_id=eos,
+    )
+    model = LlamaForCausalLM(config)
+    # Tied embeddings of this size let an attended id stand out among the logits from the start.
+    nn.init.normal_(model.model.embed_tokens.weight, std=0.06)
+    return model
+
+
+def grow(model: Any, layers: int) -> Any:
+    """Return a deeper model that computes the same: new layers follow old ones and add nothing yet."""
+    old = model.config.num_hidden_layers
+    config = type(model.config).from_dict({**model.config.to_dict(), "num_hidden_layers": layers})
+    deeper = type(model)(config)
+    deeper.model.embed_tokens.load_state_dict(model.model.embed_tokens.state_dict())
+    deeper.model.norm.load_state_dict(model.model.norm.state_dict())
+    # Old layer i goes to the start of its share of the new depth.
+    home = {math.floor(index * layers / old): index for index in range(old)}
+    for index, layer in enumerate(deeper.model.layers):
+        if index in home:
+            layer.load_state_dict(model.model.layers[home[index]].state_dict())
+        else:
+            nn.init.zeros_(layer.self_attn.o_proj.weight)
+            nn.init.zeros_(layer.mlp.down_proj.weight)
+    return deeper.to(next(model.parameters()).device)
+
+
+class _Batches(IterableDataset[Batch]):
+    def __init__(self, tokenizer: Any, stage: Stage, seed: int) -> None:
+        self._tokenizer, self._stage, self._seed = tokenizer, stage, seed
+
+    def __iter__(self) -> Iterator[Batch]:
+        return make_batches(SequenceMaker(self._tokenizer, self._seed), self._stage, self._seed)
+
+
+class _Loss(nn.Module):
+    """Weighted cross-entropy at the chosen positions, and which predictions are right."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state  # [rows, length, hidden]
+        at = positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
+        logits = self.model.lm_head(hidden.gather(1, at)).float()  # [rows, kept, vocab]
+        flat = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        loss = (flat * weights.flatten()).sum() / weights.sum()
+        return loss, logits.argmax(-1) == targets
+
+
+def _accuracy(batch: Batch, right: np.ndarray[Any, np.dtype[np.bool_]]) -> dict[str, tuple[int, int]]:
+    """Count wholly right and all answers by kind; with the gold answer fed, this equals greedy exact match.
+
+    Copied random ids are counted one by one.
+    """
+    answered = batch.question >= 0
+    if (batch.kinds == COPY_KIND).all():
+        return {"copy": (int((right & answered).sum()), int(answered.sum()))}
+    wrong = np.zeros(len(batch.kinds), bool)
+    seen = np.zeros(len(batch.kinds), bool)
+    seen[batch.question[answered]] = True
+    wrong[batch.question[answered & ~right]] = True
+    return {
+        name: (int((seen & ~wrong & (batch.kinds == kind)).sum()), int((seen & (batch.kinds == kind)).sum()))
+        for kind, name in enumerate(KIND_NAMES)
+        if (seen & (batch.kinds == kind)).any()
+    }
+
+
+class Trainer:
+    """Runs the stages, keeps a checkpoint from which a run can go on, exports the model."""
+
+    def __init__(self, options: TrainOptions, shape: Shape, stages: Sequence[Stage] = STAGES) -> None:
+        self.options, self.shape, self.stages = options, shape, tuple(stages)
+        torch.manual_seed(options.seed)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.tokenizer = train_tokenizer()
+        bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
+        model = build_model(shape, len(self.tokenizer), stages[0].layers, bos, eos)
+        self.model = model.to(self.device)
+        self.stage_index, self.tokens = 0, 0
+        self.accuracy: dict[str, float] = {}
+        self.optimizer = self._new_optimizer()
+        if options.checkpoint is not None and options.checkpoint.exists():
+            self._resume(options.checkpoint)
+
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            self.model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.02, fused=True
+        )
+
+    def _resume(self, path: Path) -> None:
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        if state["layers"] != self.model.config.num_hidden_layers:
+            self.model = grow(self.model, state["layers"])
+            self.optimizer = self._new_optimizer()
+        self.model.load_state_dict(state["model"])
+        if state["optimizer"] is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.stage_index, self.tokens = state["stage"], state["tokens"]
+        logger.info("resumed at stage %s, %.1fM tokens", self.stages[self.stage_index].name, self.tokens / 1e6)
+
+    def save(self) -> None:
+        """Write the checkpoint, replacing the last one at once."""
+        path = self.options.checkpoint
+        if path is None:
+            return
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "layers": self.model.config.num_hidden_layers,
+            "stage": self.stage_index,
+            "tokens": self.tokens,
+        }
+        partial = path.with_suffix(".part")
+        torch.save(state, partial)
+        partial.replace(path)
+
+    def export(self) -> None:
+        """Write tokenizer and bf16 weights to the output folder."""
+        from transformers import GenerationConfig
+
+        out = self.options.out
+        out.mkdir(parents=True, exist_ok=True)
+        config = type(self.model.config).from_dict(self.model.config.to_dict())
+        copy = type(self.model)(config)
+        copy.load_state_dict(self.model.state_dict())
+        copy = copy.to(torch.bfloat16)
+        copy.generation_config = GenerationConfig(
+            bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.eos_token_id
+        )
+        copy.save_pretrained(out)
+        self.tokenizer.save_pretrained(out)
+
+    def run(self) -> dict[str, float]:
+        """Train through the remaining stages and export.
+
+        Returns
+        -------
+        dict
+            Share of wholly right answers by kind, a running mean at the end of the last stage.
+        """
+        while self.stage_index < len(self.stages):
+            stage = self.stages[self.stage_index]
+            if self.model.config.num_hidden_layers < stage.layers:
+                self.model = grow(self.model, stage.layers)
+                self.optimizer = self._new_optimizer()
+            self._run_stage(stage, last=self.stage_index == len(self.stages) - 1)
+            self.stage_index += 1
+            self.save()
+            self.export()
+        return self.accuracy
+
+    def _run_stage(self, stage: Stage, *, last: bool) -> None:
+        options = self.options
+        data = _Batches(self.tokenizer, stage, options.seed * 1_000_003 + self.tokens)
+        workers = options.workers
+        loader = DataLoader(
+            data, batch_size=None, num_workers=workers, prefetch_factor=8 if workers else None
+        )
+        loss_module: Any = _Loss(self.model)
+        if options.compile:
+            loss_module = torch.compile(loss_module, dynamic=False)
+        started, begun, step = time.monotonic(), self.tokens, 0
+        self.accuracy = {}
+        for batch in loader:
+            rate = stage.rate * min(1.0, (step + 1) / 40)
+            if last:
+                rate *= max(0.05, 1.0 - 0.95 * (self.tokens - begun) / max(1, options.final_tokens))
+            loss = self._step(loss_module, batch, rate)
+            step += 1
+            self.tokens += stage.rows * stage.length
+            speed = (self.tokens - begun) / (time.monotonic() - started)
+            if step % 20 == 0:
+                shown = " ".join(f"{name} {share:.3f}" for name, share in self.accuracy.items())
+                logger.info(
+                    "%s %d %.2fM tokens loss %.3f %s (%.0f tok/s)", stage.name, step, self.tokens / 1e6, loss, shown, speed
+                )
+            if step % 100 == 0:
+                self.save()
+            if self._finished(stage, step, begun, last=last):
+                return
+
+    def _finished(self, stage: Stage, step: int, begun: int, *, last: bool) -> bool:
+        if last:
+            return self.tokens - begun >= self.options.final_tokens
+        if self.options.steps and step >= self.options.steps:
+            return True
+        return step >= 60 and min(self.accuracy.values()) >= stage.target
+
+    def _step(self, loss_module: Any, batch: Batch, rate: float) -> float:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        arrays = (batch.ids, batch.positions, batch.targets, batch.weights)
+        inputs = [torch.from_numpy(array).to(self.device) for array in arrays]
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss, right = loss_module(*inputs)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        for name, (good, total) in _accuracy(batch, right.cpu().numpy()).items():
+            share = good / total
+            self.accuracy[name] = 0.95 * self.accuracy.get(name, share) + 0.05 * share
+        return float(loss.detach())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line entry."""
+    parser = argparse.ArgumentParser(prog="python -m cacheblend_rag.reference.train", description=__doc__)
+    parser.add_argument("--out", type=Path, default=MODEL_PATH, help="folder for weights and tokenizer")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--final-tokens", type=int, default=TrainOptions.final_tokens)
+    parser.add_argument("--steps", type=int, default=0, help="most steps a stage, the last one apart (0: no bound)")
+    parser.add_argument("--checkpoint", type=Path, help="file to go on from, kept up to date")
+    parser.add_argument("--hidden", type=int, default=Shape.hidden)
+    parser.add_argument("--mlp", type=int, default=Shape.mlp)
+    parser.add_argument("--heads", type=int, default=Shape.heads)
+    parser.add_argument("--no-compile", action="store_true")
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    options = TrainOptions(
+        args.out, args.seed, args.final_tokens, args.steps, not args.no_compile, 1, args.checkpoint
+    )
+    shape = replace(Shape(), hidden=args.hidden, mlp=args.mlp, heads=args.heads)
+    accuracy = Trainer(options, shape).run()
+    print(json.dumps(accuracy))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

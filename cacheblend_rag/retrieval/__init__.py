@@ -1,0 +1,15 @@
+"""Documents in a folder, split into chunks, embedded, and found again by L2 distance.
+
+Nothing is imported here: take names from the submodules, so that faiss and sentence-transformers
+load only where they are used.
+
+======================  =============================================================
+``documents``           read ``.txt``, ``.md`` and ``.pdf`` files of a folder
+``splitting``           split what was read into chunks
+``embedder``            a sentence-transformers model as LangChain embeddings
+``vectorstore``         a LangChain vector store over faiss
+``vectors``             checks of vectors, and the choice of diverse ones
+``saved``               its form on disk
+``index``               an index of a folder, kept up to date file by file
+======================  =============================================================
+"""

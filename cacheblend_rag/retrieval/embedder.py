@@ -1,0 +1,97 @@
+"""A sentence-transformers model as LangChain embeddings."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from langchain_core.embeddings import Embeddings
+
+from cacheblend_rag.errors import ConfigError, EmbedderError
+
+if TYPE_CHECKING:
+    from sentence_transformers import SentenceTransformer
+
+__all__ = ["SentenceTransformerEmbeddings"]
+
+
+class SentenceTransformerEmbeddings(Embeddings):
+    """Embed texts with a sentence-transformers model.
+
+    Queries and documents are embedded with the prompts the model defines for each, if any. Vectors
+    are used as the model makes them: a model that normalises does so in a layer of its own, and
+    L2 distance ranks the vectors of one that does not by their length, too.
+
+    Parameters
+    ----------
+    model : str, path or SentenceTransformer
+        A model hub id, a folder with a saved model, or a loaded model.
+    batch_size : int
+        Texts embedded at once.
+    device : str, optional
+        Where the model runs, such as ``"cpu"`` or ``"cuda"``. Left out, sentence-transformers
+        chooses; a loaded model stays where it is.
+    show_progress : bool
+        Show a progress bar while documents are embedded, if they are more than one batch.
+
+    Raises
+    ------
+    EmbedderError
+        If the model cannot be loaded.
+    ConfigError
+        If ``batch_size`` is no whole number from 1 on, or ``device`` is given with a loaded model.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | SentenceTransformer,
+        *,
+        batch_size: int = 32,
+        device: str | None = None,
+        show_progress: bool = False,
+    ) -> None:
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ConfigError("batch_size", batch_size, "use a whole number of texts, 1 or more")
+        self.batch_size = batch_size
+        self.show_progress = show_progress
+        if isinstance(model, (str, os.PathLike)):
+            self.model = _load(os.fspath(model), device)
+        elif device is not None:
+            raise ConfigError("device", device, "leave it out: a loaded model stays where it is")
+        else:
+            self.model = model
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        """Embed documents; returns one vector a text."""
+        if not texts:
+            return []
+        progress = self.show_progress and len(texts) > self.batch_size
+        vectors = self.model.encode_document(
+            texts, batch_size=self.batch_size, show_progress_bar=progress
+        )  # [texts, dimension]
+        return [vector.tolist() for vector in vectors]
+
+    def embed_query(self, text: str) -> list[float]:
+        """Embed a question; returns its vector."""
+        vector: list[float] = self.model.encode_query(text, show_progress_bar=False).tolist()
+        return vector
+
+
+def _load(name: str, device: str | None) -> SentenceTransformer:
+    path = Path(name).expanduser()
+    if not path.exists() and (path.is_absolute() or name.startswith((".", "~"))):
+        raise EmbedderError(f"the embedding model {name} does not exist; name the folder of a saved model")
+    from sentence_transformers import SentenceTransformer
+
+    try:
+        return SentenceTransformer(str(path) if path.exists() else name, device=device)
+    except Exception as error:  # hub, file and configuration errors have no common base
+        remedy = (
+            "name a folder that SentenceTransformer.save wrote"
+            if path.exists()
+            else "check the id and the network, or name the folder of a saved model"
+        )
+        raise EmbedderError(
+            f"the embedding model {name} cannot be loaded ({type(error).__name__}: {error}); {remedy}"
+        ) from error

@@ -1,0 +1,318 @@
+"""An index of a folder of documents, kept on disk and brought up to date file by file."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+
+from cacheblend_rag.errors import ConfigError, DocumentError
+from cacheblend_rag.retrieval.documents import check_on_error, find_files, parse, read_bytes
+from cacheblend_rag.retrieval.saved import IndexDamagedError, SavedIndex, has_index, read_index
+from cacheblend_rag.retrieval.splitting import SplitSettings, split
+from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
+
+__all__ = ["BuiltIndex", "FolderIndex", "IndexReport", "build_index"]
+
+_log = logging.getLogger(__name__)
+
+_KIND = "folder"
+
+# An embedding model is known by what it does: these texts are embedded and the vectors kept, so
+# that other weights, another prompt or another pooling under the same name is noticed.
+_PROBES = (
+    "Who wrote the letter that was found in the old house by the river?",
+    "In 1987 the company opened 12 shops; sales rose by 4.5% in the first year, she said.",
+    "def add(a, b): return a + b  # the quick brown fox jumps over the lazy dog",
+)
+_PROBE_TOLERANCE = 1e-3  # relative; leaves room for another device or batch size
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexReport:
+    """What bringing an index up to date did.
+
+    Parameters
+    ----------
+    files : int
+        Files in the index now.
+    unchanged, added, changed : int
+        How many of them were as before, new, and different (all that were there before, if the
+        index was rebuilt).
+    removed : int
+        Files that were in the index before and are not any more.
+    skipped : tuple of str
+        Files that could not be read and are not in the index (with ``on_error="skip"``).
+    chunks : int
+        Chunks in the index now.
+    embedded : int
+        Chunks that were embedded.
+    forgotten : int
+        Chunk texts that were in the index before and are not any more.
+    rebuilt : str
+        Why everything was indexed anew; empty if it was not.
+    """
+
+    files: int
+    unchanged: int
+    added: int
+    changed: int
+    removed: int
+    skipped: tuple[str, ...]
+    chunks: int
+    embedded: int
+    forgotten: int
+    rebuilt: str
+
+
+@dataclass(frozen=True)
+class _Scan:
+    """The folder against the index: hashes of all files, chunks of those that differ."""
+
+    hashes: dict[str, str]
+    chunks: list[Document]
+    skipped: tuple[str, ...]
+
+
+class FolderIndex:
+    """A vector store of a folder's documents, saved in another folder.
+
+    Only files whose bytes changed are read, split and embedded again. The vector store stays the
+    same object, so retrievers made from it see what `update` brings.
+
+    Parameters
+    ----------
+    folder : path
+        The documents; see `cacheblend_rag.retrieval.documents.find_files`.
+    embedder : Embeddings
+        Embeds chunks and questions.
+    index_dir : path
+        Where the index is saved. A folder of its own.
+    settings : SplitSettings, optional
+        Chunk sizes.
+    on_error : {"raise", "skip"}
+        What to do about a file that cannot be read: raise, or leave it out with a logged warning.
+    on_delete : callable, optional
+        Called with the texts of chunks that are in no file any more, before the index forgets
+        them: if the call fails, or the process ends before the index is saved, the next update
+        calls again with them.
+
+    Raises
+    ------
+    ConfigError
+        If ``on_error`` is unknown.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        embedder: Embeddings,
+        index_dir: str | os.PathLike[str],
+        settings: SplitSettings | None = None,
+        on_error: str = "raise",
+        on_delete: Callable[[Sequence[str]], None] | None = None,
+    ) -> None:
+        check_on_error(on_error)
+        self.folder = Path(folder)
+        self.index_dir = Path(index_dir)
+        self.settings = settings or SplitSettings()
+        self.on_error = on_error
+        self.on_delete = on_delete
+        self.store = FaissVectorStore(embedder)
+        self._lock = threading.Lock()
+        self._loaded = False
+        self._hashes: dict[str, str] = {}  # of the files in self.store
+        self._stale = ""  # why all of self.store must be built anew, if it must
+        self._unsaved = False  # self.store has what index_dir has not
+
+    def chunks(self) -> list[Document]:
+        """All chunks, by file and place in it."""
+        return sorted(self.store.documents(), key=lambda one: (one.metadata["source"], one.metadata["chunk"]))
+
+    def update(self) -> IndexReport:
+        """Bring the index up to date with the folder, and save it.
+
+        A damaged index is logged as a warning and built anew; which chunk texts it held is then
+        unknown, so ``on_delete`` is not called for them.
+
+        Raises
+        ------
+        DocumentError
+            If the folder cannot be read or holds no text, or (with ``on_error="raise"``) a file
+            in it cannot be read. The index is unchanged then.
+        MissingExtraError
+            If a package needed to read or split documents is not installed.
+        EmbedderError
+            If the embedding model fails.
+        ConfigError
+            If ``index_dir`` is a file or holds a vector store that is no folder index.
+        OSError
+            If the index cannot be written.
+        """
+        with self._lock:
+            return self._update()
+
+    def _update(self) -> IndexReport:
+        paths = find_files(self.folder)
+        self._load()
+        before, stale = self._hashes, self._stale
+        scan = self._scan(paths, {} if stale else before)
+        unchanged = {path for path, one in scan.hashes.items() if not stale and before.get(path) == one}
+        old = self.store.documents()
+        leaving = [one for one in old if one.metadata["source"] not in unchanged]
+        staying = [one for one in old if one.metadata["source"] in unchanged]
+        if not staying and not scan.chunks:
+            raise DocumentError(f"the files in {self.folder} hold no text; add documents with text")
+        vectors = self.store.embed([chunk.page_content for chunk in scan.chunks])
+        forgotten = self._forget(leaving, staying + scan.chunks)
+        self.store.replace([str(one.id) for one in leaving], scan.chunks, vectors)
+        self._unsaved |= bool(stale) or scan.hashes != before
+        self._hashes, self._stale = scan.hashes, ""
+        self._save()
+        return IndexReport(
+            files=len(scan.hashes),
+            unchanged=len(unchanged),
+            added=len(scan.hashes.keys() - before.keys()),
+            changed=len((before.keys() & scan.hashes.keys()) - unchanged),
+            removed=len(before.keys() - scan.hashes.keys()),
+            skipped=scan.skipped,
+            chunks=len(self.store),
+            embedded=len(scan.chunks),
+            forgotten=forgotten,
+            rebuilt=stale,
+        )
+
+    def _scan(self, paths: Sequence[str], known: Mapping[str, str]) -> _Scan:
+        hashes: dict[str, str] = {}
+        chunks: list[Document] = []
+        skipped: list[str] = []
+        for path in paths:
+            try:
+                file = read_bytes(self.folder, path)
+                if known.get(path) != file.sha256:
+                    chunks += split([parse(file)], self.settings)
+            except DocumentError as error:
+                if self.on_error == "raise":
+                    raise
+                _log.warning("skipped: %s", error)
+                skipped.append(path)
+                continue
+            hashes[path] = file.sha256
+        for chunk in chunks:
+            chunk.id = f"{chunk.metadata['source']}#{chunk.metadata['chunk']}"
+        return _Scan(hashes, chunks, tuple(skipped))
+
+    def _forget(self, leaving: Sequence[Document], present: Sequence[Document]) -> int:
+        texts = {chunk.page_content for chunk in present}
+        gone = list(dict.fromkeys(one.page_content for one in leaving if one.page_content not in texts))
+        if gone and self.on_delete is not None:
+            self.on_delete(gone)
+        return len(gone)
+
+    def _load(self) -> None:
+        """Take over what is saved, once."""
+        if self._loaded:
+            return
+        if has_index(self.index_dir):
+            try:
+                saved = read_index(self.index_dir)
+                hashes = self._hashes_of(saved)
+                self.store.restore(saved)
+            except IndexDamagedError as error:
+                _log.warning("the index is built anew: %s", error)
+                self._stale = "the saved index is damaged"
+            else:
+                self._hashes = hashes
+                self._stale = self._difference(saved.state)
+        self._loaded = True
+
+    def _hashes_of(self, saved: SavedIndex) -> dict[str, str]:
+        if saved.state.get("kind") != _KIND:
+            raise ConfigError(
+                "index_dir", str(self.index_dir), "name a folder of its own, another vector store is here"
+            )
+        hashes = saved.state.get("files")
+        if not isinstance(hashes, dict):
+            raise IndexDamagedError(f"the index in {self.index_dir} does not say which files it holds")
+        for document in saved.documents.values():
+            if document.metadata.get("source") not in hashes or "chunk" not in document.metadata:
+                raise IndexDamagedError(f"the index in {self.index_dir} holds a chunk of no known file")
+        return hashes
+
+    def _difference(self, state: Mapping[str, Any]) -> str:
+        """Why chunks and vectors made under this state are not what would be made now."""
+        if state.get("splitter") != asdict(self.settings):
+            return "the chunk sizes changed"
+        try:
+            saved = np.array(state.get("probes"), dtype=np.float64)
+        except (TypeError, ValueError):
+            saved = np.empty(0)
+        now = self._probes
+        if saved.shape != now.shape:
+            return "the embedding model changed"
+        off = np.linalg.norm(saved - now, axis=1) > _PROBE_TOLERANCE * np.linalg.norm(now, axis=1)
+        return "the embedding model changed" if off.any() else ""
+
+    def _save(self) -> None:
+        if not self._unsaved:
+            return
+        state = {
+            "kind": _KIND,
+            "files": self._hashes,
+            "splitter": asdict(self.settings),
+            "probes": self._probes.tolist(),
+        }
+        self.store.save(self.index_dir, state)
+        self._unsaved = False
+
+    @cached_property
+    def _probes(self) -> npt.NDArray[np.float64]:
+        return self.store.embed(_PROBES).astype(np.float64)  # [probes, dimension]
+
+
+@dataclass(frozen=True)
+class BuiltIndex:
+    """What `build_index` returns.
+
+    Parameters
+    ----------
+    index : FolderIndex
+        The index, up to date.
+    report : IndexReport
+        What bringing it up to date did.
+    """
+
+    index: FolderIndex
+    report: IndexReport
+
+
+def build_index(
+    folder: str | os.PathLike[str],
+    *,
+    embedder: Embeddings,
+    index_dir: str | os.PathLike[str],
+    settings: SplitSettings | None = None,
+    on_error: str = "raise",
+    on_delete: Callable[[Sequence[str]], None] | None = None,
+) -> BuiltIndex:
+    """Make a `FolderIndex` and bring it up to date; see there for parameters and errors."""
+    index = FolderIndex(
+        folder,
+        embedder=embedder,
+        index_dir=index_dir,
+        settings=settings,
+        on_error=on_error,
+        on_delete=on_delete,
+    )
+    return BuiltIndex(index, index.update())

@@ -1,0 +1,178 @@
+"""What the engine's tests look through: a naive twin of the blended pass, and stores that tell or fail."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag.models.kv import LayerKV
+from cacheblend_rag.store import KVRecord, KVStore, MemoryStore, StoredKV
+from tests import tiny
+
+
+def engine_of(model: Any = None, tokenizer: Any = None, store: Any = None, **options: Any) -> BlendEngine:
+    """An engine that blends every prompt and stores at once, unless told otherwise."""
+    options = {"min_tokens": 0, "write_back": "inline"} | options
+    model = tiny.model() if model is None else model
+    tokenizer = tiny.tokenizer() if tokenizer is None else tokenizer
+    return BlendEngine(model, tokenizer, config=BlendConfig(**options), store=store)
+
+
+class Hooked:
+    """A store that calls back when a record was opened and before a layer of it is read."""
+
+    def __init__(
+        self,
+        inner: KVStore | None = None,
+        opened: Callable[[str], None] = lambda key: None,
+        reading: Callable[[str, int], None] = lambda key, layer: None,
+    ) -> None:
+        self.inner: KVStore = inner or MemoryStore()
+        self.opened, self.reading = opened, reading
+        self.kept: dict[str, KVRecord] = {}
+        self.still_open: list[str] = []
+
+    @property
+    def size_limit(self) -> int:
+        return self.inner.size_limit
+
+    def open(self, key: str) -> StoredKV | None:
+        record = self.inner.open(key)
+        if record is None:
+            return None
+        self.opened(key)
+        self.still_open.append(key)
+        return _HookedRecord(self, key, record)
+
+    def put(self, key: str, record: KVRecord) -> None:
+        self.inner.put(key, record)
+        self.kept[key] = record
+
+    def contains(self, key: str) -> bool:
+        return self.inner.contains(key)
+
+    def delete(self, key: str) -> bool:
+        self.kept.pop(key, None)
+        return self.inner.delete(key)
+
+    def volume(self) -> int:
+        return self.inner.volume()
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def stored_ids(self) -> list[tuple[int, ...]]:
+        """Token ids of everything that was put and not deleted."""
+        return [record.info.token_ids for record in self.kept.values()]
+
+
+class _HookedRecord:
+    def __init__(self, store: Hooked, key: str, inner: StoredKV) -> None:
+        self._store, self._key, self._inner = store, key, inner
+        self.info = inner.info
+
+    def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self._store.reading(self._key, layer)
+        return self._inner.read_layer(layer)
+
+    def close(self) -> None:
+        if self._key in self._store.still_open:
+            self._store.still_open.remove(self._key)
+        self._inner.close()
+
+
+def window_of(config: Any, layer: int) -> int | None:
+    """Sliding window of a layer, read from the config as the model's authors describe it."""
+    types = getattr(config, "layer_types", None)
+    if types is not None and types[layer] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)
+
+
+def sees(row: int, column: int, window: int | None) -> bool:
+    """Whether the plain model shows a row a column."""
+    return column <= row and (window is None or column > row - window)
+
+
+def turn(vector: torch.Tensor, position: int, config: Any) -> torch.Tensor:
+    """Rotate one vector ``[head_dim]`` to a position, pair by pair (default RoPE)."""
+    dim = len(vector)
+    out = torch.empty(dim, dtype=torch.float64)
+    for pair in range(dim // 2):
+        angle = position * config.rope_parameters["rope_theta"] ** (-2 * pair / dim)
+        first, second = float(vector[pair]), float(vector[pair + dim // 2])
+        out[pair] = first * math.cos(angle) - second * math.sin(angle)
+        out[pair + dim // 2] = second * math.cos(angle) + first * math.sin(angle)
+    return out
+
+
+@torch.no_grad()
+def naive_rows(
+    model: Any, ids: Sequence[int], stored: Sequence[LayerKV], rows_by_layer: Sequence[Sequence[int]]
+) -> tuple[list[LayerKV], torch.Tensor]:
+    """The blended pass written out row by row, in float64, from its description.
+
+    Stored keys are unrotated; on each layer the given rows are computed, each attending to what
+    the plain model would show it. Returns rotated keys and values of all positions a layer, and
+    the logits of the last position.
+    """
+    model = tiny_double(model)
+    config = model.config
+    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    hidden = {row: model.model.embed_tokens.weight[ids[row]] for row in rows_by_layer[0]}
+    fused = []
+    for layer, block in enumerate(model.model.layers):
+        rows, attention, window = rows_by_layer[layer], block.self_attn, window_of(config, layer)
+        keys = stored[layer].keys[0].double().clone()
+        values = stored[layer].values[0].double().clone()
+        for position in range(len(ids)):
+            for head in range(kv_heads):
+                keys[head, position] = turn(keys[head, position], position, config)
+        queries = {}
+        for row in rows:
+            normed = block.input_layernorm(hidden[row])
+            query = attention.q_proj(normed).view(heads, dim)
+            key = attention.k_proj(normed).view(kv_heads, dim)
+            if hasattr(attention, "q_norm"):
+                query, key = attention.q_norm(query), attention.k_norm(key)
+            values[:, row] = attention.v_proj(normed).view(kv_heads, dim)
+            keys[:, row] = torch.stack([turn(one, row, config) for one in key])
+            queries[row] = torch.stack([turn(one, row, config) for one in query])
+        for row in rows:
+            columns = [column for column in range(len(ids)) if sees(row, column, window)]
+            mixed = []
+            for head in range(heads):
+                shared = head // (heads // kv_heads)
+                scores = keys[shared, columns] @ queries[row][head] / math.sqrt(dim)
+                mixed.append(scores.softmax(0) @ values[shared, columns])
+            after = hidden[row] + attention.o_proj(torch.cat(mixed))
+            hidden[row] = after + block.mlp(block.post_attention_layernorm(after))
+        fused.append(LayerKV(keys[None], values[None]))
+    return fused, model.lm_head(model.model.norm(hidden[len(ids) - 1]))
+
+
+def tiny_double(model: Any) -> Any:
+    """A copy of a model in float64."""
+    twin = type(model)(model.config).double().eval()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+def random_kv(model: Any, tokens: int, seed: int = 0) -> list[LayerKV]:
+    """Random stored KV for every layer and position."""
+    config = model.config
+    generator = torch.Generator().manual_seed(seed)
+    shape = (1, config.num_key_value_heads, tokens, config.head_dim)
+    return [
+        LayerKV(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
+        for _ in range(config.num_hidden_layers)
+    ]
+
+
+def copies(layers: Sequence[LayerKV]) -> list[LayerKV]:
+    """Copies, since the blended pass takes its buffers over."""
+    return [LayerKV(layer.keys.clone(), layer.values.clone()) for layer in layers]

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sentence_transformers import SentenceTransformer
+
+from cacheblend_rag.errors import ConfigError, EmbedderError
+from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
+
+
+def test_vectors_are_those_of_the_model(
+    embedder: SentenceTransformerEmbeddings, model: SentenceTransformer
+) -> None:
+    texts = ["the old mill", "Anna was born in Oslo", ""]
+    vectors = embedder.embed_documents(texts)
+    assert all(type(number) is float for number in vectors[0])
+    np.testing.assert_array_equal(np.array(vectors, dtype=np.float32), model.encode(texts))
+    np.testing.assert_array_equal(np.float32(embedder.embed_query(texts[0])), model.encode(texts[0]))
+    assert embedder.embed_documents([]) == []
+
+
+def test_nothing_is_normalised_behind_the_models_back(embedder: SentenceTransformerEmbeddings) -> None:
+    assert not np.isclose(np.linalg.norm(embedder.embed_query("the old mill")), 1.0)
+
+
+def test_prompts_of_the_model_are_used(model: SentenceTransformer) -> None:
+    prompted = SentenceTransformer(modules=list(model), device="cpu", prompts={"query": "who ", "document": ""})
+    embedder = SentenceTransformerEmbeddings(prompted)
+    np.testing.assert_array_equal(np.float32(embedder.embed_query("anna")), model.encode("who anna"))
+    np.testing.assert_array_equal(np.float32(embedder.embed_documents(["anna"])[0]), model.encode("anna"))
+
+
+def test_a_saved_model_is_loaded_by_its_path(
+    tmp_path: Path, embedder: SentenceTransformerEmbeddings, model: SentenceTransformer
+) -> None:
+    model.save(str(tmp_path))
+    for path in (tmp_path, str(tmp_path)):
+        loaded = SentenceTransformerEmbeddings(path, device="cpu", batch_size=1)
+        assert loaded.embed_documents(["the old mill", "river"]) == embedder.embed_documents(
+            ["the old mill", "river"]
+        )
+
+
+def test_progress_is_shown_for_more_than_one_batch(
+    model: SentenceTransformer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    embedder = SentenceTransformerEmbeddings(model, batch_size=2, show_progress=True)
+    embedder.embed_documents(["a", "b"])
+    assert capfd.readouterr().err == ""
+    embedder.embed_documents(["a", "b", "c"])
+    assert "Batches" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["./no/such/model", "/no/such/model", "~/no/such/model"])
+def test_a_path_that_does_not_exist(name: str) -> None:
+    with pytest.raises(EmbedderError, match=f"{name} does not exist; name the folder"):
+        SentenceTransformerEmbeddings(name)
+
+
+def test_a_folder_that_holds_no_model(tmp_path: Path) -> None:
+    with pytest.raises(EmbedderError, match=r"cannot be loaded .*SentenceTransformer\.save wrote") as caught:
+        SentenceTransformerEmbeddings(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert caught.value.__cause__ is not None
+
+
+def test_an_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(EmbedderError, match=r"(?s)model nobody/nothing cannot be loaded .*check the id"):
+        SentenceTransformerEmbeddings("nobody/nothing")
+
+
+def test_options_out_of_range(model: SentenceTransformer) -> None:
+    with pytest.raises(ConfigError, match="batch_size=0"):
+        SentenceTransformerEmbeddings(model, batch_size=0)
+    with pytest.raises(ConfigError, match="device='cpu' is not usable: leave it out"):
+        SentenceTransformerEmbeddings(model, device="cpu")

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.documents import Document
+
+from cacheblend_rag.errors import ConfigError, DocumentError
+from cacheblend_rag.retrieval import saved as module
+from cacheblend_rag.retrieval.saved import IndexDamagedError, SavedIndex, has_index, read_index, write_index
+
+
+def make(text: str) -> SavedIndex:
+    return SavedIndex(f"vectors of {text}".encode(), {3: Document(page_content=text, id="a")}, {"note": text})
+
+
+def test_comes_back_as_it_was_and_leaves_one_generation(tmp_path: Path) -> None:
+    for text in ("one", "two", "three"):
+        write_index(tmp_path, make(text))
+        assert read_index(tmp_path) == make(text)
+        assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_the_folder_is_made_for_its_owner_alone(tmp_path: Path) -> None:
+    write_index(tmp_path / "new", make("one"))
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+
+
+def test_nothing_saved_here(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for place in (tmp_path, tmp_path / "nowhere", tmp_path / "file"):
+        assert not has_index(place)
+        with pytest.raises(DocumentError, match="there is no saved index in") as caught:
+            read_index(place)
+        assert not isinstance(caught.value, IndexDamagedError)
+    with pytest.raises(ConfigError, match="index_dir=.*name a folder, this is a file"):
+        write_index(tmp_path / "file", make("one"))
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_a_save_cut_short_at_any_step_leaves_the_old_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    write_index(tmp_path, make("old"))
+    steps = iter(range(10))
+
+    def perhaps_fail(path: Path) -> None:
+        if next(steps) == step:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+
+    write, replace = module._write, Path.replace
+    monkeypatch.setattr(module, "_write", lambda path, data: (perhaps_fail(path), write(path, data)))
+    monkeypatch.setattr(Path, "replace", lambda path, to: (perhaps_fail(path), replace(path, to)))
+    with pytest.raises(OSError, match="No space left"):
+        write_index(tmp_path, make("new"))
+    monkeypatch.undo()
+    assert read_index(tmp_path) == make("old")
+    write_index(tmp_path, make("newer"))
+    assert read_index(tmp_path) == make("newer")
+
+
+def test_leftovers_go_once_they_are_old_and_other_files_stay(tmp_path: Path) -> None:
+    write_index(tmp_path, make("one"))
+    name = "0" * 31
+    old, young = tmp_path / f"index-{name}a.faiss", tmp_path / f"chunks-{name}b.jsonl"
+    foreign = tmp_path / "notes.faiss"
+    for path in (old, young, foreign):
+        path.write_bytes(b"x")
+    long_ago = time.time() - 86400
+    os.utime(old, (long_ago, long_ago))
+    os.utime(foreign, (long_ago, long_ago))
+    write_index(tmp_path, make("two"))
+    assert not old.exists()
+    assert young.exists()
+    assert foreign.exists()
+
+
+def test_a_reader_overtaken_by_a_save_reads_the_new_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_index(tmp_path, make("old"))
+    read, overtaken = module._read_manifest, []
+
+    def read_then_save(place: Path) -> dict[str, Any]:
+        manifest = read(place)
+        if not overtaken:
+            overtaken.append(True)
+            write_index(tmp_path, make("new"))
+        return manifest
+
+    monkeypatch.setattr(module, "_read_manifest", read_then_save)
+    assert read_index(tmp_path) == make("new")
+
+
+def test_altered_truncated_and_missing_parts_are_noticed(tmp_path: Path) -> None:
+    for pattern in ("*.faiss", "*.jsonl"):
+        for harm in ("flip", "cut", "empty", "remove"):
+            write_index(tmp_path, make("one"))
+            (path,) = tmp_path.glob(pattern)
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            if harm == "remove":
+                path.unlink()
+            else:
+                path.write_bytes({"flip": bytes(data), "cut": bytes(data)[:-1], "empty": b""}[harm])
+            assert has_index(tmp_path)
+            with pytest.raises(IndexDamagedError, match="lacks" if harm == "remove" else "checksum"):
+                read_index(tmp_path)
+
+
+def change(manifest: dict[str, Any], *keys: str, value: Any) -> bytes:
+    inner = manifest
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    return json.dumps(manifest).encode()
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("version",), 2),
+        (("state",), None),
+        (("files",), []),
+        (("files", "index"), "x"),
+        (("files", "index", "name"), "../../etc/passwd"),
+        (("files", "chunks", "name"), 5),
+        (("files", "chunks", "sha256"), 5),
+    ],
+)
+def test_damaged_manifest(tmp_path: Path, keys: tuple[str, ...], value: Any) -> None:
+    write_index(tmp_path, make("one"))
+    path = tmp_path / "manifest.json"
+    path.write_bytes(change(json.loads(path.read_bytes()), *keys, value=value))
+    with pytest.raises(IndexDamagedError):
+        read_index(tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"\xff\xfe", b"null", b"{}"])
+def test_manifest_that_is_none(tmp_path: Path, data: bytes) -> None:
+    write_index(tmp_path, make("one"))
+    (tmp_path / "manifest.json").write_bytes(data)
+    with pytest.raises(IndexDamagedError, match=r"manifest\.json is damaged"):
+        read_index(tmp_path)
+    write_index(tmp_path, make("two"))
+    assert read_index(tmp_path) == make("two")
+
+
+@pytest.mark.parametrize("line", ["5", "{}", '{"key": "x", "id": "a", "text": "t", "metadata": {}}', "no json"])
+def test_documents_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    monkeypatch.setattr(module, "_to_line", lambda key, document: line + "\n")
+    write_index(tmp_path, make("one"))
+    with pytest.raises(IndexDamagedError, match="documents saved in"):
+        read_index(tmp_path)

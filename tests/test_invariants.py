@@ -1,0 +1,294 @@
+"""What a blended pass may show each row, and which rows it may choose."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag import Prompt
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
+from cacheblend_rag.fusor.mask import row_mask
+from cacheblend_rag.fusor.selection import LayerView, SelectHKVD, SelectionRule, SelectNone, budget
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.kv import LayerKV
+from tests import tiny
+from tests.probes import copies, engine_of, naive_rows, random_kv, sees, window_of
+
+TOKENS = 40
+ROWS = (3, 4, 11, 18, 26, 39)
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "mistral, window": ("mistral", {"sliding_window": 6}),
+    "qwen2, window on some layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3, window on some layers": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+}
+
+
+class KeepThese(SelectionRule):
+    """Keeps given positions from given layers on."""
+
+    starts = True  # type: ignore[assignment]
+
+    def __init__(self, kept: dict[int, tuple[int, ...]]) -> None:
+        self.kept = kept
+
+    def checks(self, layer: int) -> bool:
+        return layer in self.kept
+
+    def keep(self, view: LayerView) -> torch.Tensor:
+        wanted = torch.isin(view.positions, torch.tensor(self.kept[view.layer]))
+        return wanted.nonzero()[:, 0]
+
+
+def model_named(name: str) -> Any:
+    family, changes = MODELS[name]
+    return tiny.model(family, **changes)
+
+
+def ids_of(seed: int = 0) -> list[int]:
+    return torch.randint(3, 400, (TOKENS,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def plan_of(ids: list[int], computed: tuple[int, ...] = ()) -> FusionPlan:
+    """Everything is reused but some rows that were never stored, and the last."""
+    cuts = [-1, *sorted({*computed, len(ids) - 1})]
+    spans = [range(a + 1, b) for a, b in zip(cuts, cuts[1:], strict=False) if b > a + 1]
+    return FusionPlan(ids, exact=[], reused=spans, unrotated=range(0, len(ids)))
+
+
+def run(model: Any, plan: FusionPlan, stored: list[LayerKV], rule: SelectionRule) -> Fusion:
+    return fuse(ModelAdapter(model), plan, copies(stored), rule)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_scattered_rows_equal_a_naive_twin(name: str, attention: str) -> None:
+    model = model_named(name)
+    model.set_attn_implementation(attention)
+    ids, stored = ids_of(), random_kv(model, TOKENS)
+    fusion = run(model, plan_of(ids, ROWS), stored, SelectNone())
+    assert [rows.tolist() for rows in fusion.computed] == [list(ROWS)] * 4
+    layers, logits = naive_rows(model, ids, stored, [ROWS] * 4)
+    for ours, theirs in zip(fusion.layers, layers, strict=True):
+        torch.testing.assert_close(ours.keys.double(), theirs.keys, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(ours.values.double(), theirs.values, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(fusion.logits.double(), logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_narrowing_rows_equal_a_naive_twin(name: str) -> None:
+    model = model_named(name)
+    ids, stored = ids_of(1), random_kv(model, TOKENS, seed=1)
+    kept = {1: (2, 9, 10, 25, 33), 3: (9, 33)}
+    fusion = run(model, plan_of(ids, (15,)), stored, KeepThese(kept))
+    narrow, narrower = sorted({*kept[1], 15, 39}), sorted({*kept[3], 15, 39})
+    rows = [list(range(TOKENS)), narrow, narrow, narrower]
+    assert [found.tolist() for found in fusion.computed] == rows
+    assert fusion.recomputed_tokens == (TOKENS - 2, 5, 5, 2)
+    layers, logits = naive_rows(model, ids, stored, rows)
+    for ours, theirs in zip(fusion.layers, layers, strict=True):
+        torch.testing.assert_close(ours.keys.double(), theirs.keys, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(ours.values.double(), theirs.values, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(fusion.logits.double(), logits, atol=1e-4, rtol=1e-4)
+
+
+def reached(config: Any, start: int, layers: int) -> list[set[int]]:
+    """Computed rows whose KV on each layer may depend on the KV and id of position ``start``."""
+    touched = {start}
+    by_layer = []
+    for layer in range(layers):
+        by_layer.append(touched & set(ROWS))
+        window = window_of(config, layer)
+        # Stored KV of other positions is fixed: only computed rows pass a change on.
+        touched = touched | {row for row in ROWS if any(sees(row, column, window) for column in touched)}
+    return by_layer
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_row_depends_on_what_it_may_see_and_on_nothing_else(name: str, attention: str) -> None:
+    model = model_named(name)
+    model.set_attn_implementation(attention)
+    ids, stored = ids_of(2), random_kv(model, TOKENS, seed=2)
+    before = run(model, plan_of(ids, ROWS), stored, SelectNone())
+    for moved in range(TOKENS):
+        other = [*ids]
+        other[moved] = 3 + (ids[moved] + 57) % 390
+        shaken = copies(stored)
+        for layer in shaken:
+            layer.keys[:, :, moved] += 5.0
+            layer.values[:, :, moved] -= 5.0
+        after = run(model, plan_of(other, ROWS), shaken, SelectNone())
+        for layer, (rows, was, now) in enumerate(
+            zip(reached(model.config, moved, 4), before.layers, after.layers, strict=True)
+        ):
+            for row in ROWS:
+                same = torch.equal(was.keys[0, :, row], now.keys[0, :, row]) and torch.equal(
+                    was.values[0, :, row], now.values[0, :, row]
+                )
+                assert same == (row not in rows), f"moved {moved}, row {row}, layer {layer}"
+
+
+def test_the_window_matters_in_the_test_above() -> None:
+    free, narrow = model_named("llama"), model_named("mistral, window")
+    assert reached(free.config, 12, 4) != reached(narrow.config, 12, 4)
+    assert all(row >= 12 for rows in reached(free.config, 12, 4) for row in rows)
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 7, 39, 40, 41, 1000])
+@pytest.mark.parametrize("rows", [ROWS, (0,), (39,), (0, 1, 2), tuple(range(TOKENS))])
+def test_mask_cell_by_cell(rows: tuple[int, ...], window: int | None) -> None:
+    mask = row_mask(torch.tensor(rows), TOKENS, window)
+    if mask is None:
+        assert len(rows) == TOKENS
+        assert window is None or window >= TOKENS
+        return
+    assert mask.shape == (1, 1, len(rows), TOKENS)
+    expected = [[sees(row, column, window) for column in range(TOKENS)] for row in rows]
+    assert mask[0, 0].tolist() == expected
+
+
+# Selection ----------------------------------------------------------------------------------
+
+PROMPT = Prompt("Read this:", [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)], "What fell in the end?")
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.01, 0.1, 0.15, 1 / 3, 0.5, 0.99, 1.0])
+@pytest.mark.parametrize("check_layers", [(1,), (1, 3), (2,), (1, 2, 3)])
+def test_hkvd_keeps_at_most_its_share(ratio: float, check_layers: tuple[int, ...]) -> None:
+    with engine_of(recompute_ratio=ratio, check_layers=check_layers) as engine:
+        engine.warm(PROMPT.chunks)
+        fused = engine.fuse(PROMPT)
+    report = fused.report
+    allowed = math.floor(ratio * report.chunk_tokens + 1e-9)
+    assert report.hits == 3
+    first = check_layers[0]
+    for layer, recomputed in enumerate(report.recomputed_tokens):
+        full = report.chunk_tokens if ratio else 0
+        assert recomputed == (full if layer < first else allowed)
+    chunk_positions = range(report.prefix_tokens, report.prefix_tokens + report.chunk_tokens)
+    for layer, rows in enumerate(fused.recomputed):
+        kept = [row for row in rows.tolist() if row in chunk_positions]
+        assert len(kept) == report.recomputed_tokens[layer]
+        assert report.computed_tokens[layer] == len(rows)
+        assert rows.tolist() == sorted(set(rows.tolist()))
+    for above, below in zip(fused.recomputed, fused.recomputed[1:], strict=False):
+        assert set(below.tolist()) <= set(above.tolist())
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral, window", "qwen3"])
+@pytest.mark.parametrize("ratio", [0.1, 0.4])
+def test_hkvd_keeps_the_rows_of_highest_value_deviation(name: str, ratio: float) -> None:
+    model = model_named(name)
+    with engine_of(model, recompute_ratio=ratio, check_layers=(1,)) as engine:
+        engine.warm(PROMPT.chunks)
+        fused = engine.fuse(PROMPT)
+        again = engine.with_config(recompute_ratio=1.0).fuse(PROMPT)
+        reused = engine.with_config(selection="none").fuse(PROMPT)
+    report, ids = fused.report, fused.input_ids
+    span = range(report.prefix_tokens, report.prefix_tokens + report.chunk_tokens)
+    plain = tiny.full_prefill(model, ids).past_key_values.layers[1].values[0]
+    del again
+    # Layer 0 was computed for every row, so new values on layer 1 are those of a full prefill;
+    # full KV reuse leaves the stored ones in place.
+    sliding = reused.cache.layers[1].values.shape[2] != len(ids)
+    if sliding:
+        stored = stored_values(model, PROMPT, 1)
+    else:
+        stored = reused.cache.layers[1].values[0][:, span.start : span.stop]
+    new = plain_values(model, ids, 1)[:, span.start : span.stop] if sliding else plain[:, span.start : span.stop]
+    deviation = [float((new[:, n] - stored[:, n]).pow(2).sum().sqrt()) for n in range(len(span))]
+    best = sorted(range(len(span)), key=lambda n: (-deviation[n], n))[: int(ratio * len(span))]
+    expected = sorted(span.start + n for n in best)
+    kept = [row for row in fused.recomputed[1].tolist() if row in span]
+    assert kept == expected
+    assert fused.deviation is not None
+    assert len(fused.deviation) == len(ids)
+    torch.testing.assert_close(
+        fused.deviation[span.start : span.stop], torch.tensor(deviation), atol=1e-4, rtol=1e-4
+    )
+    assert fused.deviation[: span.start].isnan().all()
+    assert fused.deviation[span.stop :].isnan().all()
+
+
+def plain_values(model: Any, ids: list[int], layer: int) -> torch.Tensor:
+    """Values of a full prefill on a layer, ``[kv_heads, tokens, head_dim]``, however long the window."""
+    with torch.no_grad():
+        hidden = model.model(torch.tensor([ids]), output_hidden_states=True).hidden_states[layer][0]
+        block = model.model.layers[layer]
+        values = block.self_attn.v_proj(block.input_layernorm(hidden))
+    return values.view(len(ids), -1, model.config.head_dim).transpose(0, 1)
+
+
+def stored_values(model: Any, prompt: Prompt, layer: int) -> torch.Tensor:
+    """Values of each chunk behind BOS alone, side by side."""
+    tokenizer = tiny.tokenizer()
+    parts = []
+    for chunk in prompt.chunks:
+        ids = [1, *tokenizer.encode(" # # ", add_special_tokens=False)]
+        ids += tokenizer.encode(chunk, add_special_tokens=False)
+        parts.append(plain_values(model, ids, layer)[:, 1:])
+    return torch.cat(parts, dim=1)
+
+
+def test_equal_deviations_keep_the_first_rows() -> None:
+    rule = SelectHKVD((1,), 0.5)
+    view = LayerView(1, torch.arange(10, 18), 8, lambda: torch.tensor([1.0, 2, 2, 1, 2, 2, 1, 2]))
+    assert rule.keep(view).tolist() == [1, 2, 4, 5]
+    same = LayerView(1, torch.arange(10, 18), 8, lambda: torch.ones(8))
+    assert rule.keep(same).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("ratio", "tokens", "rows"), [(0.15, 100, 15), (0.1, 30, 3), (0.29, 100, 29), (0, 9, 0),
+                                                       (1, 9, 9), (0.999, 10, 9), (0.7, 10, 7)])  # fmt: skip
+def test_budget_is_the_floor_of_the_share(ratio: float, tokens: int, rows: int) -> None:
+    assert budget(ratio, tokens) == rows
+
+
+def test_none_recomputes_nothing_and_ratio_zero_is_the_same() -> None:
+    with engine_of(selection="none") as engine:
+        engine.warm(PROMPT.chunks)
+        none = engine.fuse(PROMPT)
+        zero = engine.with_config(selection="hkvd", recompute_ratio=0.0).fuse(PROMPT)
+    assert none.report.recomputed_tokens == zero.report.recomputed_tokens == (0,) * 4
+    assert torch.equal(none.logits, zero.logits)
+    assert none.deviation is None
+    assert zero.deviation is None
+
+
+def test_selection_all_reads_nothing_and_stores_nothing() -> None:
+    with engine_of(selection="all") as engine:
+        fused = engine.fuse(PROMPT)
+        assert fused.report.hits == 0
+        assert engine.store.volume() == 0
+        engine.warm(PROMPT.chunks)
+        assert engine.fuse(PROMPT).report.computed_tokens == (len(fused.input_ids),) * 4
+
+
+@pytest.mark.parametrize("layers", [(4,), (1, 4), (1, 99)])
+def test_check_layers_beyond_the_model_are_refused(layers: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match=r"check_layers=.*layers 0 to 3"):
+        engine_of(check_layers=layers)
+    with engine_of() as engine, pytest.raises(ConfigError, match="check_layers"):
+        engine.with_config(check_layers=layers)
+
+
+def test_the_last_position_is_computed_even_if_a_rule_keeps_nothing() -> None:
+    model = tiny.model()
+    ids, stored = ids_of(3), random_kv(model, TOKENS, seed=3)
+    plan = FusionPlan(ids, exact=[], reused=[range(0, TOKENS)], unrotated=range(0, TOKENS))
+    fusion = run(model, plan, stored, KeepThese({1: ()}))
+    assert [rows.tolist() for rows in fusion.computed[1:]] == [[TOKENS - 1]] * 3
+    _, logits = naive_rows(model, ids, stored, [range(TOKENS), *[[TOKENS - 1]] * 3])
+    torch.testing.assert_close(fusion.logits.double(), logits, atol=1e-4, rtol=1e-4)
