@@ -107,9 +107,7 @@ def find_files(folder: str | os.PathLike[str]) -> tuple[str, ...]:
 
 def _walk(root: Path) -> Iterator[str]:
     def refuse(error: OSError) -> None:
-        raise DocumentError(
-            f"the folder {error.filename} cannot be listed: {error.strerror or error}"
-        ) from error
+        raise DocumentError(f"the folder {error.filename} cannot be listed: {error.strerror or error}") from error
 
     real_root = root.resolve()
     for place, folders, names in os.walk(root, onerror=refuse):
@@ -135,9 +133,7 @@ def read_bytes(folder: str | os.PathLike[str], path: str) -> FileBytes:
     try:
         data = Path(folder, path).read_bytes()
     except OSError as error:
-        raise DocumentError(
-            f"{path} cannot be read: {error.strerror or error}; fix it or move it away"
-        ) from error
+        raise DocumentError(f"{path} cannot be read: {error.strerror or error}; fix it or move it away") from error
     return FileBytes(path, hashlib.sha256(data).hexdigest(), data)
 
 

@@ -158,7 +158,7 @@ class FolderIndex:
         ConfigError
             If ``index_dir`` is a file or holds a vector store that is no folder index.
         OSError
-            If the index cannot be written.
+            If the saved index cannot be read, or the new one cannot be written.
         """
         with self._lock:
             return self._update()

@@ -33,9 +33,7 @@ __all__ = ["IndexDamagedError", "SavedIndex", "has_index", "read_index", "write_
 _MANIFEST = "manifest.json"
 _PARTS = {"index": ".faiss", "chunks": ".jsonl"}
 _VERSION = 1
-_GENERATION_FILE = re.compile(
-    r"(index-[0-9a-f]{32}\.faiss|chunks-[0-9a-f]{32}\.jsonl|manifest-[0-9a-f]{32}\.tmp)"
-)
+_GENERATION_FILE = re.compile(r"(index-[0-9a-f]{32}\.faiss|chunks-[0-9a-f]{32}\.jsonl|manifest-[0-9a-f]{32}\.tmp)")
 _ORPHAN_SECONDS = 3600.0
 
 

@@ -39,8 +39,7 @@ def as_matrix(vectors: Iterable[Sequence[float]], count: int) -> Vectors:
         raise EmbedderError(f"the embedding model did not make vectors of numbers: {error}") from error
     if matrix.ndim != 2 or len(matrix) != count or matrix.shape[1] == 0:
         raise EmbedderError(
-            f"the embedding model made an array of shape {matrix.shape} for {count} texts; "
-            "one vector a text is needed"
+            f"the embedding model made an array of shape {matrix.shape} for {count} texts; one vector a text is needed"
         )
     if not np.isfinite(matrix).all():
         raise EmbedderError("the embedding model made a vector with numbers that are not finite")

@@ -150,9 +150,7 @@ class FaissVectorStore(VectorStore):
             return np.empty((0, 0), dtype=np.float32)
         return as_matrix(self._embedding.embed_documents(list(texts)), len(texts))
 
-    def replace(
-        self, remove: Iterable[str], add: Sequence[Document] = (), vectors: Vectors | None = None
-    ) -> None:
+    def replace(self, remove: Iterable[str], add: Sequence[Document] = (), vectors: Vectors | None = None) -> None:
         """Remove and add documents in one step that no search sees halfway.
 
         Parameters
@@ -227,9 +225,7 @@ class FaissVectorStore(VectorStore):
         with self._lock:
             return [document.model_copy(deep=True) for document in self._documents.values()]
 
-    def similarity_search(
-        self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any
-    ) -> list[Document]:
+    def similarity_search(self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any) -> list[Document]:
         """Return the documents nearest to a question.
 
         Parameters
@@ -346,13 +342,9 @@ class FaissVectorStore(VectorStore):
             range(len(documents)),
             key=lambda row: (exact[row], documents[row].page_content, str(documents[row].id)),
         )
-        return [
-            _Hit(documents[row].model_copy(deep=True), float(exact[row]), vectors[row]) for row in order[:k]
-        ]
+        return [_Hit(documents[row].model_copy(deep=True), float(exact[row]), vectors[row]) for row in order[:k]]
 
-    def _nearest(
-        self, query: Vectors, k: int, allowed: list[int] | None, total: int
-    ) -> npt.NDArray[np.int64]:
+    def _nearest(self, query: Vectors, k: int, allowed: list[int] | None, total: int) -> npt.NDArray[np.int64]:
         """Keys of the ``k`` nearest vectors and of all that may be as near as the last of them."""
         parameters = None
         if allowed is not None:

@@ -10,10 +10,14 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 
-WORDS = (
-    "a the of in and who what where was born lives works plays painter river mill bridge town old new "
-    "anna ben clara david emma oslo bergen violin piano letter house company opened sold fox dog over"
-).split()
+# fmt: off
+WORDS = [
+    "a", "the", "of", "in", "and", "who", "what", "where", "was", "born", "lives", "works", "plays",
+    "painter", "river", "mill", "bridge", "town", "old", "new", "anna", "ben", "clara", "david", "emma",
+    "oslo", "bergen", "violin", "piano", "letter", "house", "company", "opened", "sold", "fox", "dog",
+    "over",
+]
+# fmt: on
 
 
 def static_model(seed: int = 0, dimension: int = 16) -> SentenceTransformer:

@@ -10,14 +10,12 @@ from cacheblend_rag.errors import ConfigError, EmbedderError
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 
 
-def test_vectors_are_those_of_the_model(
-    embedder: SentenceTransformerEmbeddings, model: SentenceTransformer
-) -> None:
+def test_vectors_are_those_of_the_model(embedder: SentenceTransformerEmbeddings, model: SentenceTransformer) -> None:
     texts = ["the old mill", "Anna was born in Oslo", ""]
     vectors = embedder.embed_documents(texts)
     assert all(type(number) is float for number in vectors[0])
     np.testing.assert_array_equal(np.array(vectors, dtype=np.float32), model.encode(texts))
-    np.testing.assert_array_equal(np.float32(embedder.embed_query(texts[0])), model.encode(texts[0]))
+    np.testing.assert_array_equal(np.array(embedder.embed_query(texts[0]), np.float32), model.encode(texts[0]))
     assert embedder.embed_documents([]) == []
 
 
@@ -28,8 +26,8 @@ def test_nothing_is_normalised_behind_the_models_back(embedder: SentenceTransfor
 def test_prompts_of_the_model_are_used(model: SentenceTransformer) -> None:
     prompted = SentenceTransformer(modules=list(model), device="cpu", prompts={"query": "who ", "document": ""})
     embedder = SentenceTransformerEmbeddings(prompted)
-    np.testing.assert_array_equal(np.float32(embedder.embed_query("anna")), model.encode("who anna"))
-    np.testing.assert_array_equal(np.float32(embedder.embed_documents(["anna"])[0]), model.encode("anna"))
+    np.testing.assert_array_equal(np.array(embedder.embed_query("anna"), np.float32), model.encode("who anna"))
+    np.testing.assert_array_equal(np.array(embedder.embed_documents(["anna"])[0], np.float32), model.encode("anna"))
 
 
 def test_a_saved_model_is_loaded_by_its_path(
@@ -38,9 +36,7 @@ def test_a_saved_model_is_loaded_by_its_path(
     model.save(str(tmp_path))
     for path in (tmp_path, str(tmp_path)):
         loaded = SentenceTransformerEmbeddings(path, device="cpu", batch_size=1)
-        assert loaded.embed_documents(["the old mill", "river"]) == embedder.embed_documents(
-            ["the old mill", "river"]
-        )
+        assert loaded.embed_documents(["the old mill", "river"]) == embedder.embed_documents(["the old mill", "river"])
 
 
 def test_progress_is_shown_for_more_than_one_batch(

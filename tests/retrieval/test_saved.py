@@ -38,7 +38,7 @@ def test_nothing_saved_here(tmp_path: Path) -> None:
         with pytest.raises(DocumentError, match="there is no saved index in") as caught:
             read_index(place)
         assert not isinstance(caught.value, IndexDamagedError)
-    with pytest.raises(ConfigError, match="index_dir=.*name a folder, this is a file"):
+    with pytest.raises(ConfigError, match=r"index_dir=.*name a folder, this is a file"):
         write_index(tmp_path / "file", make("one"))
 
 
@@ -55,8 +55,17 @@ def test_a_save_cut_short_at_any_step_leaves_the_old_index(
             raise OSError(28, "No space left on device")
 
     write, replace = module._write, Path.replace
-    monkeypatch.setattr(module, "_write", lambda path, data: (perhaps_fail(path), write(path, data)))
-    monkeypatch.setattr(Path, "replace", lambda path, to: (perhaps_fail(path), replace(path, to)))
+
+    def write_perhaps(path: Path, data: bytes) -> None:
+        perhaps_fail(path)
+        write(path, data)
+
+    def replace_perhaps(path: Path, target: Path) -> Path:
+        perhaps_fail(path)
+        return replace(path, target)
+
+    monkeypatch.setattr(module, "_write", write_perhaps)
+    monkeypatch.setattr(Path, "replace", replace_perhaps)
     with pytest.raises(OSError, match="No space left"):
         write_index(tmp_path, make("new"))
     monkeypatch.undo()
@@ -81,11 +90,10 @@ def test_leftovers_go_once_they_are_old_and_other_files_stay(tmp_path: Path) -> 
     assert foreign.exists()
 
 
-def test_a_reader_overtaken_by_a_save_reads_the_new_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_overtaken_by_a_save_reads_the_new_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_index(tmp_path, make("old"))
-    read, overtaken = module._read_manifest, []
+    read = module._read_manifest
+    overtaken: list[bool] = []
 
     def read_then_save(place: Path) -> dict[str, Any]:
         manifest = read(place)

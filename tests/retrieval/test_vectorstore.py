@@ -190,15 +190,14 @@ def _score(query: Any, vectors: Any, taken: list[int], row: int, weight: float) 
 
 def test_marginal_relevance_prefers_what_is_new() -> None:
     store = points("1 0:a", "1 0:b", "1 1:c", "-1 0:far")
-    assert [one.page_content for one in store.max_marginal_relevance_search("1 0", k=2, fetch_k=3)] == [
-        "1 0:a",
-        "1 1:c",
-    ]
-    assert [d.page_content for d in store.max_marginal_relevance_search("1 0", 2, lambda_mult=1)] == [
-        "1 0:a",
-        "1 0:b",
-    ]
-    assert store.max_marginal_relevance_search("1 0", 3, filter=lambda one: "far" in one.page_content)
+
+    def chosen(**options: Any) -> list[str]:
+        return [one.page_content for one in store.max_marginal_relevance_search("1 0", 2, **options)]
+
+    assert chosen(fetch_k=3, lambda_mult=0.3) == ["1 0:a", "1 1:c"]
+    assert chosen(fetch_k=3, lambda_mult=1) == ["1 0:a", "1 0:b"]
+    assert chosen(fetch_k=1) == ["1 0:a"]
+    assert chosen(filter=lambda one: "far" in one.page_content) == ["-1 0:far"]
     assert FaissVectorStore(Coordinates()).max_marginal_relevance_search("1 0") == []
 
 
@@ -249,11 +248,9 @@ def test_langchain_indexing_keeps_a_store_up_to_date() -> None:
     records = InMemoryRecordManager(namespace="test")
     records.create_schema()
 
-    def run(*texts: str) -> dict[str, int]:
+    def run(*texts: str) -> dict[str, Any]:
         documents = [Document(page_content=text, metadata={"source": "s"}) for text in texts]
-        return dict(
-            index(documents, records, store, cleanup="full", source_id_key="source", key_encoder="sha256")
-        )
+        return dict(**index(documents, records, store, cleanup="full", source_id_key="source", key_encoder="sha256"))
 
     assert run("1 1", "2 2")["num_added"] == 2
     assert run("1 1", "3 3") == {"num_added": 1, "num_deleted": 1, "num_skipped": 1, "num_updated": 0}
@@ -288,13 +285,13 @@ def test_threads_may_add_remove_and_search_at_once() -> None:
 @pytest.mark.parametrize("k", [0, -1, 1.5, True, None, "4"])
 def test_counts_out_of_range(k: Any) -> None:
     for store in (points("1 1"), FaissVectorStore(Coordinates())):
-        with pytest.raises(ConfigError, match="^k="):
+        with pytest.raises(ConfigError, match=r"^k="):
             store.similarity_search("1 1", k)
-        with pytest.raises(ConfigError, match="^k="):
+        with pytest.raises(ConfigError, match=r"^k="):
             store.max_marginal_relevance_search("1 1", k)
-        with pytest.raises(ConfigError, match="^fetch_k="):
+        with pytest.raises(ConfigError, match=r"^fetch_k="):
             store.max_marginal_relevance_search("1 1", fetch_k=k)
-    with pytest.raises(ConfigError, match="^lambda_mult="):
+    with pytest.raises(ConfigError, match=r"^lambda_mult="):
         points("1 1").max_marginal_relevance_search("1 1", lambda_mult=1.1)
 
 
@@ -302,12 +299,12 @@ def test_lists_of_different_length() -> None:
     with pytest.raises(ConfigError, match=r"^metadatas=.*one for each of the 2 texts"):
         points("1 1", "2 2", metadatas=[{}])
     for ids in (["a"], ["a", "b", "c"]):
-        with pytest.raises(ConfigError, match="^ids="):
+        with pytest.raises(ConfigError, match=r"^ids="):
             points("1 1", "2 2", ids=ids)
     store = FaissVectorStore(Coordinates())
-    with pytest.raises(ConfigError, match="^vectors=1"):
+    with pytest.raises(ConfigError, match=r"^vectors=1"):
         store.replace((), [], np.zeros((1, 2), dtype=np.float32))
-    with pytest.raises(ConfigError, match="^vectors=0"):
+    with pytest.raises(ConfigError, match=r"^vectors=0"):
         store.replace((), [Document(page_content="x", id="a")])
     with pytest.raises(ConfigError, match="give each document an id"):
         store.replace((), [Document(page_content="x")], np.zeros((1, 2), dtype=np.float32))
