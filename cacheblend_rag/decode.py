@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -54,18 +55,23 @@ class DecodeOptions:
     logits_processor: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stops)
-        if any(not isinstance(text, str) or not text for text in stops):
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        if not isinstance(stops, Iterable) or any(not isinstance(text, str) or not text for text in stops):
             raise ConfigError("stop", self.stop, "use texts that are not empty")
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise ConfigError("max_new_tokens", self.max_new_tokens, "use a whole number, 1 or more")
-        if self.temperature is not None and self.temperature < 0:
-            raise ConfigError("temperature", self.temperature, "use 0 for greedy decoding, or more")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ConfigError("top_p", self.top_p, "use a number above 0, up to 1")
-        if self.generation_config is not None and (self.generation_config.num_beams or 1) > 1:
-            raise ConfigError("num_beams", self.generation_config.num_beams, "beam search is not supported; use 1")
+        object.__setattr__(self, "stop", tuple(stops))
+        _check("max_new_tokens", self.max_new_tokens, int, lambda n: n >= 1, "use a whole number, 1 or more")
+        _check("temperature", self.temperature, Real, lambda t: t >= 0, "use 0 for greedy decoding, or more")
+        _check("top_p", self.top_p, Real, lambda p: 0 < p <= 1, "use a number above 0, up to 1")
+        _check("seed", self.seed, int, lambda n: True, "use a whole number")
+        for name in ("num_beams", "num_return_sequences"):
+            count = getattr(self.generation_config, name, None) or 1
+            _check(name, count, int, lambda n: n == 1, "use 1; a prompt has one answer here")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """All stop strings, those of the generation config included."""
+        given = getattr(self.generation_config, "stop_strings", None) or ()
+        return (*self.stop, *((given,) if isinstance(given, str) else given))
 
     def resolve(self, model: Any, tokenizer: Any) -> GenerationConfig:
         """The generation config transformers is given."""
@@ -84,7 +90,15 @@ class DecodeOptions:
         if config.pad_token_id is None:
             eos = config.eos_token_id
             config.pad_token_id = (eos[0] if isinstance(eos, list) else eos) or 0
+        # One answer, from the fused cache; stop strings are watched for here.
+        config.num_beams, config.num_return_sequences = 1, 1
+        config.use_cache, config.cache_implementation, config.stop_strings = True, None, None
         return config
+
+
+def _check(name: str, value: Any, kind: type, fits: Callable[[Any], bool], remedy: str) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or not fits(value)):
+        raise ConfigError(name, value, remedy)
 
 
 @dataclass(frozen=True)
@@ -201,7 +215,7 @@ class _TextAssembler(StoppingCriteria):  # type: ignore[misc]
         on_text: Callable[[str], None] | None,
         cancelled: Callable[[], bool],
     ) -> None:
-        self._tokenizer, self._stops, self._end_ids = tokenizer, tuple(options.stop), end_ids
+        self._tokenizer, self._stops, self._end_ids = tokenizer, options.stops, end_ids
         self._longest_stop = max(map(len, self._stops), default=0)
         self._on_text, self._cancelled = on_text, cancelled
         self._prompt_tokens = prompt_tokens

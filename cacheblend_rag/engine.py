@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
+import contextlib
 import dataclasses
+import logging
 import os
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypedDict, Unpack
 
@@ -17,7 +18,7 @@ from transformers import GenerationConfig
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.decode import Decoded, DecodeOptions, decode
-from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.pipeline import Blend, Pipeline, Segment
@@ -29,6 +30,10 @@ from cacheblend_rag.streaming import Cancelled, TextStream
 from cacheblend_rag.writeback import IdleGate, WriteBack
 
 __all__ = ["BlendEngine", "DecodeArguments"]
+
+_log = logging.getLogger(__name__)
+# A store's own index grows with every record.
+_INDEX_ROOM = 2**16
 
 
 class DecodeArguments(TypedDict, total=False):
@@ -85,8 +90,8 @@ class BlendEngine:
         self._pipeline = Pipeline(ModelAdapter(model), segments, self.config, self.store)
         self._gate = IdleGate()
         self._write_back = WriteBack(self._gate)
-        self._is_view = False
-        self._at_exit = _close_at_exit(self)
+        self._viewed: BlendEngine | None = None
+        weakref.finalize(self, self._write_back.stop).atexit = False
 
     @classmethod
     def from_pretrained(
@@ -133,7 +138,7 @@ class BlendEngine:
         other.config = dataclasses.replace(self.config, **changes)
         segments = SegmentTokenizer(self.tokenizer, other.config.separator)
         other._pipeline = self._pipeline.with_config(other.config, segments)
-        other._is_view = True
+        other._viewed = self
         return other
 
     @property
@@ -186,13 +191,13 @@ class BlendEngine:
     def fuse(self, prompt: Prompt | str) -> FusedKV:
         """Make the KV of a prompt and the logits of its last position, without generating."""
         parsed = self._prompt(prompt)
-        with self._open_gate():
+        with self._held():
             blend = self._pipeline.blend(parsed)
             self._keep(blend)
         return blend.fused
 
     def _answer(self, prompt: Prompt, options: DecodeOptions, sink: Cancelled | None) -> Generation:
-        with self._open_gate():
+        with self._held():
             blend = self._pipeline.blend(prompt)
             fused, fused_at = blend.fused, time.perf_counter()
             decoded = decode(
@@ -211,10 +216,13 @@ class BlendEngine:
     def _keep(self, blend: Blend) -> None:
         """Store what was missing, now or when nothing else waits."""
         for key, job in blend.write_back.items():
-            if self.config.write_back == "inline":
-                job()
-            else:
+            if self.config.write_back == "background":
                 self._write_back.submit(key, job)
+                continue
+            try:
+                job()
+            except CacheBlendError as error:
+                _log.warning("could not store %s: %s", key, error)
 
     # The store -----------------------------------------------------------------------------
 
@@ -233,17 +241,17 @@ class BlendEngine:
         progress : bool, optional
             Show a progress bar; by default if standard error is a terminal.
         """
+        self._check_open()
         started = time.perf_counter()
         segments = [self._pipeline.chunk_segment(text, prefix) for text in _texts(chunks)]
         new = {s.key: s for s in segments if not self.store.contains(s.key)}
         computed = tokens = size = 0
         hidden = None if progress is None else not progress
-        volume = self.store.volume()
         for segment in tqdm(new.values(), desc="warming", unit="chunk", disable=hidden):
             need = self._bytes(segment)
-            if volume + size + need > self.store.size_limit:
+            if self.store.volume() + need + _INDEX_ROOM > self.store.size_limit:
                 break
-            with self._open_gate():
+            with self._held():
                 self._pipeline.compute_and_store(segment)
             computed, tokens, size = computed + 1, tokens + len(segment.token_ids), size + need
         return WarmReport(
@@ -271,8 +279,10 @@ class BlendEngine:
         int
             Records that were erased.
         """
+        self._check_open()
         self.flush()
-        return sum(self.store.delete(self._pipeline.chunk_segment(text, prefix).key) for text in _texts(chunks))
+        segments = [self._pipeline.chunk_segment(text, prefix) for text in _texts(chunks)]
+        return sum(self.store.delete(segment.key) for segment in segments)
 
     def flush(self) -> None:
         """Wait until everything computed is stored."""
@@ -280,12 +290,12 @@ class BlendEngine:
 
     def close(self) -> None:
         """Store what waits, then release everything; closing twice is harmless."""
-        if self._is_view or self._write_back.closed:
+        if self._viewed is not None or self._write_back.closed:
             return
-        atexit.unregister(self._at_exit)
         self._write_back.close()
-        if self._owns_store:
-            self.store.close()
+        with self._gate:  # a request on another thread may still be under way
+            if self._owns_store:
+                self.store.close()
 
     def __enter__(self) -> BlendEngine:
         return self
@@ -322,7 +332,7 @@ class BlendEngine:
             while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
                 yield piece
         finally:
-            pieces.close()
+            await asyncio.to_thread(pieces.close)
 
     # Helpers -------------------------------------------------------------------------------
 
@@ -333,10 +343,16 @@ class BlendEngine:
             return Prompt.parse(prompt, self.config.separator)
         raise PromptError(f"prompt={prompt!r} is a {type(prompt).__name__}: give a Prompt or a text")
 
-    def _open_gate(self) -> IdleGate:
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """The model and the store, for one request at a time."""
+        with self._gate:
+            self._check_open()
+            yield
+
+    def _check_open(self) -> None:
         if self._write_back.closed:
             raise ConfigError("engine", "closed", "make a new engine; this one was closed")
-        return self._gate
 
 
 def _generation(fused: FusedKV, decoded: Decoded, fused_at: float) -> Generation:
@@ -362,15 +378,3 @@ def _texts(chunks: Iterable[str]) -> list[str]:
     if isinstance(chunks, str):
         raise PromptError(f"chunks={chunks[:40]!r} is one text: give a list of texts, even for a single chunk")
     return list(chunks)
-
-
-def _close_at_exit(engine: BlendEngine) -> Any:
-    """Flush at interpreter exit without keeping the engine alive until then."""
-    reference = weakref.ref(engine)
-
-    def close() -> None:
-        alive = reference()
-        if alive is not None:
-            alive.close()
-
-    return atexit.register(close)

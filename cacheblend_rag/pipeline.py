@@ -178,10 +178,9 @@ class Pipeline:
         started = time.perf_counter()
         found = self._look_up(split)
         seconds = dataclasses.replace(seconds, look_up=time.perf_counter() - started)
-        lost = 0
+        started, opened, lost = time.perf_counter(), tuple(found.records.values()), 0
         try:
             while True:
-                started = time.perf_counter()
                 layers = _Waited(self._load(split, found))
                 try:
                     fusion = fuse(self.adapter, self._plan(split, found), layers, self._rule)
@@ -193,7 +192,7 @@ class Pipeline:
                 finally:
                     layers.close()
         finally:
-            for record in found.records.values():
+            for record in opened:
                 record.close()
         took = time.perf_counter() - started
         seconds = dataclasses.replace(seconds, load=layers.seconds, fuse=took - layers.seconds)

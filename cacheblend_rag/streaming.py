@@ -49,39 +49,35 @@ class TextStream(Iterator[str]):
     def __init__(self, answer: Callable[[Cancelled], Generation]) -> None:
         self._answer = answer
         self._sink = Cancelled()
+        self._outcome = _Outcome()
         self._thread: threading.Thread | None = None
-        self._result: Generation | None = None
-        self._error: BaseException | None = None
         self._done = False
 
     @property
     def result(self) -> Generation | None:
         """The whole answer once the stream has ended, else None."""
-        return self._result if self._done else None
+        return self._outcome.result if self._done else None
 
     def __next__(self) -> str:
         if self._done:
             raise StopIteration
         if self._thread is None:
-            context = contextvars.copy_context()
-            self._thread = threading.Thread(target=context.run, args=(self._run,), name="blend-stream", daemon=True)
+            # The thread knows nothing of this object, so that dropping it ends the generation.
+            self._thread = threading.Thread(
+                target=contextvars.copy_context().run,
+                args=(_generate, self._answer, self._sink, self._outcome),
+                name="blend-stream",
+                daemon=True,
+            )
             self._thread.start()
         piece = self._sink.queue.get()
         if piece is not None:
             return piece
         self._done = True
         self._thread.join()
-        if self._error is not None:
-            raise self._error
+        if self._outcome.error is not None:
+            raise self._outcome.error
         raise StopIteration
-
-    def _run(self) -> None:
-        try:
-            self._result = self._answer(self._sink)
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._sink.queue.put(None)
 
     def close(self) -> None:
         """Stop generating and wait until the thread has ended."""
@@ -92,3 +88,20 @@ class TextStream(Iterator[str]):
 
     def __del__(self) -> None:
         self._sink.cancel()
+
+
+class _Outcome:
+    """How a generating thread ended."""
+
+    def __init__(self) -> None:
+        self.result: Generation | None = None
+        self.error: BaseException | None = None
+
+
+def _generate(answer: Callable[[Cancelled], Generation], sink: Cancelled, outcome: _Outcome) -> None:
+    try:
+        outcome.result = answer(sink)
+    except BaseException as error:
+        outcome.error = error
+    finally:
+        sink.queue.put(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections import deque
@@ -91,6 +92,7 @@ class WriteBack:
             self._jobs.append((name, job))
             self._names.add(name)
             if self._thread is None:
+                atexit.register(self.close)
                 self._thread = threading.Thread(target=self._work, name="kv-write-back", daemon=True)
                 self._thread.start()
             self._condition.notify_all()
@@ -101,13 +103,18 @@ class WriteBack:
             while self._names:
                 self._condition.wait()
 
-    def close(self) -> None:
-        """Finish what is queued, then stop."""
+    def stop(self) -> None:
+        """Take no more jobs; those that are queued will still be done."""
         with self._condition:
             self.closed = True
             self._condition.notify_all()
+
+    def close(self) -> None:
+        """Finish what is queued, then stop."""
+        self.stop()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+        atexit.unregister(self.close)
 
     def _work(self) -> None:
         while True:
@@ -115,7 +122,7 @@ class WriteBack:
                 while not self._jobs and not self.closed:
                     self._condition.wait()
                 if not self._jobs:
-                    return
+                    break
                 name, job = self._jobs.popleft()
             try:
                 self._gate.when_idle(job)
@@ -124,6 +131,8 @@ class WriteBack:
             except Exception:
                 _log.exception("storing %s failed", name)
             finally:
+                del job  # it holds the model
                 with self._condition:
                     self._names.discard(name)
                     self._condition.notify_all()
+        atexit.unregister(self.close)

@@ -16,6 +16,7 @@ SENTENCE = (
 WORDS = SENTENCE.split()
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ALL_ROPE_TYPES = (*ROPE_TYPES, "dynamic", "longrope")
 LONG = 256
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 # What a family needs beyond the common settings, so that all it has is in use.
@@ -34,6 +35,7 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 8,
         "final_logit_softcapping": 3.0,
     },
+    "glm": {"attention_bias": True},
     "glm4": {"attention_bias": True},
     "gpt_oss": {
         "layer_types": LAYER_TYPES,
@@ -48,15 +50,17 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
     },
     "ministral": {"layer_types": LAYER_TYPES, "sliding_window": 24},
+    "ministral3": {"sliding_window": None},
     "mistral": {"sliding_window": None},
     "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmo3": {"layer_types": LAYER_TYPES, "sliding_window": 24},
     "phi3": {"pad_token_id": 0, "original_max_position_embeddings": LONG},
     "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
     "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
     "starcoder2": {"use_bias": True},
 }
-PARTIAL_ROTARY = {"glm4": 0.5, "stablelm": 0.5}
+PARTIAL_ROTARY = {"glm": 0.5, "glm4": 0.5, "stablelm": 0.5}
 
 
 def text(words: int, seed: int = 0) -> str:
@@ -109,6 +113,8 @@ def model(family: str = "llama", rope: str = "default", seed: int = 0, **changes
         "initializer_range": 0.3,
     }
     settings |= OWN_SETTINGS.get(family, {})
+    if family == "ministral3":
+        settings["rope_parameters"] |= {"original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.5}
     if family == "gemma3_text":
         settings["rope_parameters"] = {
             "full_attention": rope_parameters(rope) | {"rope_theta": 100_000.0},
@@ -125,6 +131,11 @@ def _spread_norms(model: Any) -> Any:
             if "norm" in name or name.endswith("sinks"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
     return model
+
+
+def rope_types(family: str) -> tuple[str, ...]:
+    """The RoPE types a family's config accepts."""
+    return {"phi3": ("default", "longrope"), "ministral3": ("default", "yarn")}.get(family, ALL_ROPE_TYPES)
 
 
 def rope_parameters(rope: str, part: float = 1.0) -> dict[str, Any]:

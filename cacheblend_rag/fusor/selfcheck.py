@@ -9,8 +9,7 @@ from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.fusor.fusor import FusionPlan, fuse
 from cacheblend_rag.fusor.selection.none import SelectNone
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.kv import LayerKV, SegmentKV
-from cacheblend_rag.models.rope import rotate
+from cacheblend_rag.models.kv import LayerKV
 
 __all__ = ["check_adapter"]
 
@@ -25,7 +24,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.2}
 def check_adapter(adapter: ModelAdapter) -> None:
     """Blend a dozen tokens, half of them from stored KV, and compare with plain prefill.
 
-    Costs three forward passes over a dozen tokens.
+    Costs about three forward passes over a dozen tokens.
 
     Raises
     ------
@@ -36,13 +35,7 @@ def check_adapter(adapter: ModelAdapter) -> None:
     vocabulary = int(adapter.config.vocab_size)
     ids = [(11 + 37 * number) % vocabulary for number in range(_TOKENS)]
     try:
-        plain = adapter.prefill(ids).logits
-        stored = adapter.segment_kv((), ids)
-        errors = {
-            "the logits": _error(_blended(adapter, ids, stored), plain),
-            "the values of layer 0": _error(adapter.project_values(0, adapter.embed(ids)), stored.values[0]),
-            "the keys of layer 0": _key_error(adapter, ids, stored),
-        }
+        errors = _errors(adapter, ids)
     except (AttributeError, TypeError, RuntimeError, ValueError, IndexError, KeyError) as error:
         failed = f"failed with {type(error).__name__} ({error})"
         raise UnsupportedModelError(_message(adapter, failed)) from error
@@ -53,21 +46,44 @@ def check_adapter(adapter: ModelAdapter) -> None:
         raise UnsupportedModelError(_message(adapter, f"differs in {' and '.join(wrong)} of their size"))
 
 
-def _blended(adapter: ModelAdapter, ids: list[int], stored: SegmentKV) -> torch.Tensor:
-    """Logits of the blended pass, the first positions taken from stored KV."""
+def _errors(adapter: ModelAdapter, ids: list[int]) -> dict[str, float]:
+    """Relative error of each thing the blended pass relies on."""
+    stored = _stored(adapter, ids)
+    inputs: list[torch.Tensor] = []  # of each layer, [rows, hidden]
+
+    def note(module: torch.nn.Module, given: tuple[torch.Tensor]) -> None:
+        inputs.append(given[0][0])
+
+    hooks = [layer.register_forward_pre_hook(note) for layer in adapter.layers]
+    plan = FusionPlan(ids, exact=[range(_STORED)], reused=[], unrotated=range(_STORED))
+    try:
+        fusion = fuse(adapter, plan, stored, SelectNone())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    rows = slice(_STORED, _TOKENS)
+    rotaries = adapter.rotary(_TOKENS).at(rows)
+    keys, values = [], []
+    for number, (hidden, kv) in enumerate(zip(inputs, fusion.layers, strict=True)):
+        keys.append(_error(adapter.project_keys(number, hidden, rotaries), kv.keys[0, :, rows]))
+        values.append(_error(adapter.project_values(number, hidden), kv.values[0, :, rows]))
+    return {
+        "the logits": _error(fusion.logits, adapter.prefill(ids).logits),
+        "the keys of a layer": max(keys),
+        "the values of a layer": max(values),
+    }
+
+
+def _stored(adapter: ModelAdapter, ids: list[int]) -> list[LayerKV]:
+    """KV of which the first positions are stored, as it comes from a store."""
+    stored = adapter.segment_kv((), ids[:_STORED])
     layers = []
     for keys, values in zip(stored.keys, stored.values, strict=True):
-        kv = LayerKV(torch.zeros_like(keys)[None], torch.zeros_like(values)[None])
-        kv.keys[0, :, :_STORED], kv.values[0, :, :_STORED] = keys[:, :_STORED], values[:, :_STORED]
-        layers.append(kv)
-    plan = FusionPlan(ids, exact=[range(_STORED)], reused=[], unrotated=range(_STORED))
-    return fuse(adapter, plan, layers, SelectNone()).logits
-
-
-def _key_error(adapter: ModelAdapter, ids: list[int], stored: SegmentKV) -> float:
-    rotaries = adapter.rotary(len(ids))
-    expected = rotate(stored.keys[0], rotaries.of_keys(0))
-    return _error(adapter.project_keys(0, adapter.embed(ids), rotaries), expected)
+        shape = (1, adapter.kv_heads, _TOKENS, adapter.head_dim)
+        layer = LayerKV(keys.new_zeros(shape), values.new_zeros(shape))
+        layer.keys[0, :, :_STORED], layer.values[0, :, :_STORED] = keys, values
+        layers.append(layer)
+    return layers
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:

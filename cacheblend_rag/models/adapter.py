@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -86,14 +86,20 @@ class ModelAdapter:
             )
         self.device = next(iter(devices))
         self.dtype: torch.dtype = _part(self._decoder, "embed_tokens").weight.dtype
-        numbers = range(self.num_layers)
-        self.windows = [self._family.window(self.config, layer) for layer in numbers]
-        turns = [self._family.rotates(self.config, layer) for layer in numbers]
+        self.windows: list[int | None] = self._by_layer(self._family.window)
+        turns: list[bool] = self._by_layer(self._family.rotates)
         rotary = _part(self._decoder, "rotary_emb")
         self._positions = Positions(self.config, rotary, self._family.layout, turns)
         self.head_dim = int(_part(self._attention(0), "head_dim"))
         self.kv_heads = int(self.config.num_key_value_heads)
         self._find_names()
+
+    def _by_layer(self, read: Callable[[Any, int], Any]) -> list[Any]:
+        """What the config says of each layer."""
+        try:
+            return [read(self.config, layer) for layer in range(self.num_layers)]
+        except AttributeError as error:
+            raise _misshapen(self.config, error.name) from error
 
     def _find_names(self) -> None:
         """Ask for everything once that is wanted later, so that what is missing shows at load."""
@@ -126,6 +132,11 @@ class ModelAdapter:
         stored KV is of no use at this length.
         """
         return self._positions.regime(tokens)
+
+    @property
+    def regimes(self) -> tuple[int, ...]:
+        """All frequency regimes in which KV may be stored, 0 first."""
+        return self._positions.regimes
 
     def reusable(self, tokens: int) -> bool:
         """Whether stored KV is of use to a prompt of this length; if not, it takes a plain prefill."""
@@ -258,8 +269,8 @@ class ModelAdapter:
             use_cache=True,
             position_embeddings=(rotary.cos[None], rotary.sin[None]),
         )
-        out = out[0] if isinstance(out, tuple) else out
-        return out[0]
+        after: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return after[0]
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[vocab]`` from the output ``[hidden]`` of the last layer at one position."""
@@ -330,11 +341,15 @@ def _part(module: Any, name: str) -> Any:
     try:
         return getattr(module, name)
     except AttributeError as error:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} of transformers {transformers.__version__} has no {name!r}: either "
-            "transformers has renamed it, and a version this package was tested with is needed, or the model "
-            "is not shaped like the family it is treated as"
-        ) from error
+        raise _misshapen(module, name) from error
+
+
+def _misshapen(owner: Any, name: str | None) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(owner).__name__} of transformers {transformers.__version__} has no {name!r}: either "
+        "transformers has renamed it, and a version this package was tested with is needed, or the model "
+        "is not shaped like the family it is treated as"
+    )
 
 
 def _scaled(logits: torch.Tensor, config: Any) -> torch.Tensor:

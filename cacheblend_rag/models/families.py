@@ -23,7 +23,7 @@ def _no_window(config: Any, layer: int) -> int | None:
 
 
 def _every_layer(config: Any, layer: int) -> int | None:
-    window = config.sliding_window
+    window = getattr(config, "sliding_window", None)
     return int(window) if window else None
 
 
@@ -92,16 +92,20 @@ FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         Family("cohere2", _by_layer_type, _sliding_layers_rotate, _INTERLEAVED_PAIRS),
+        Family("gemma"),
         Family("gemma2", _by_layer_type),
         Family("gemma3_text", _by_layer_type, keys_norm="k_norm"),
+        Family("glm", layout=_INTERLEAVED),
         Family("glm4", layout=_INTERLEAVED),
         Family("gpt_oss", _by_layer_type, layout=_ONCE),
         Family("granite"),
         Family("llama"),
         Family("ministral", _by_layer_type),
+        Family("ministral3", _every_layer),
         Family("mistral", _every_layer),
         Family("mixtral", _every_layer),
         Family("olmo2", norm=None, keys_norm="k_norm", keys_norm_spans_heads=True),
+        Family("olmo3", _by_layer_type, norm=None, keys_norm="k_norm", keys_norm_spans_heads=True),
         Family("phi3", _every_layer, fused="qkv_proj"),
         Family("qwen2", _by_layer_type),
         Family("qwen3", _by_layer_type, keys_norm="k_norm"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -35,9 +36,10 @@ def fingerprint(model: Any) -> str:
     config = {key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE}
     digest = hashlib.sha256(json.dumps([_ADAPTER_VERSION, config], sort_keys=True, default=str).encode())
     with torch.no_grad():
-        for name, tensor in sorted(model.state_dict().items()):
-            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-            digest.update(_content(tensor))
+        for name, weight in sorted(model.state_dict().items()):
+            for path, tensor in _tensors(name, weight):
+                digest.update(f"{path}{tuple(tensor.shape)}{tensor.dtype}".encode())
+                digest.update(_content(tensor))
     return digest.hexdigest()
 
 
@@ -46,6 +48,16 @@ def fingerprint_in(model_fingerprint: str, regime: int) -> str:
     if not regime:
         return model_fingerprint
     return hashlib.sha256(f"{model_fingerprint} beyond {regime} tokens".encode()).hexdigest()
+
+
+def _tensors(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A weight by its name, or what a quantised weight is made of (codes, scales)."""
+    take_apart = getattr(weight, "__tensor_flatten__", None)
+    if take_apart is None:
+        yield name, weight
+        return
+    for part in take_apart()[0]:
+        yield from _tensors(f"{name}.{type(weight).__name__}.{part}", getattr(weight, part))
 
 
 def _content(tensor: torch.Tensor) -> bytes:

@@ -49,6 +49,11 @@ class Positions:
         self._dynamic = any("dynamic" in rope_type for rope_type in self._types.values())
         self._trained = int(config.max_position_embeddings)
 
+    @property
+    def regimes(self) -> tuple[int, ...]:
+        """All regimes in which KV may be stored, 0 first."""
+        return (0, *dict.fromkeys(self._long))
+
     def regime(self, tokens: int) -> int | None:
         """The frequency regime of a prompt of this many tokens.
 

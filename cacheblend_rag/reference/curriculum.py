@@ -30,7 +30,7 @@ class Stage:
     Parameters
     ----------
     name : str
-        ``copy`` (random ids), ``recall`` (bare facts) or anything else (whole passages).
+        ``copy...`` (random ids), ``recall`` (bare facts) or anything else (whole passages).
     length, rows : int
         Tokens a sequence, sequences a step.
     layers : int
@@ -44,7 +44,9 @@ class Stage:
     shuffled : float
         Share of prompts in fully random order.
     target : float
-        Share of right answers, over all kinds asked, at which the next stage begins.
+        Share of right answers, for every kind asked, at which the next stage begins.
+    pool : int
+        While copying, how many different ids there are (0: all).
     """
 
     name: str
@@ -56,6 +58,7 @@ class Stage:
     passages: tuple[int, ...] = ()
     shuffled: float = 0.0
     target: float = 0.9
+    pool: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,8 +141,8 @@ class SequenceMaker:
     def sequences(self, stage: Stage) -> Iterator[_Sequence]:
         """Yield sequences of ``stage.length + 1`` tokens without end; several come from one town."""
         while True:
-            if stage.name == "copy":
-                yield copy_sequence(self._rng, stage.length, self._vocab)
+            if stage.name.startswith("copy"):
+                yield copy_sequence(self._rng, stage.length, stage.pool or self._vocab)
                 continue
             town = build_town(self._rng.getrandbits(48), self._split, _TRAIN_SIZE)  # type: ignore[arg-type]
             questions = [item for item in ask_all(town) if item.kind in stage.kinds]
@@ -234,7 +237,7 @@ def make_batches(maker: SequenceMaker, stage: Stage, seed: int) -> Iterator[Batc
     """
     rng = np.random.default_rng(seed)
     source = maker.sequences(stage)
-    kept = stage.length // (2 if stage.name == "copy" else 3)
+    kept = stage.length // (2 if stage.name.startswith("copy") else 3)
     while True:
         rows = [next(source) for _ in range(stage.rows)]
         shape = (stage.rows, kept)

@@ -16,6 +16,7 @@ is allocated or read.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -35,28 +36,15 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 def record_bytes(info: RecordInfo) -> int:
-    """Bytes the layers of a record take on disk, without its header."""
-    return info.layers * _padded(_layer_bytes(info))
+    """Bytes the file of a record takes."""
+    return _padded(16 + _header_bytes(info)) + info.layers * _padded(_layer_bytes(info))
 
 
 def encode_record(record: KVRecord) -> bytes:
     """The file of a record."""
     info, kv = record.info, record.kv
     layers = [_tensor_bytes(key) + _tensor_bytes(value) for key, value in zip(kv.keys, kv.values, strict=True)]
-    header = json.dumps(
-        {
-            "fingerprint": info.fingerprint,
-            "context_ids": info.context_ids,
-            "token_ids": info.token_ids,
-            "layers": info.layers,
-            "kv_heads": info.kv_heads,
-            "head_dim": info.head_dim,
-            "dtype": info.dtype,
-            "rotated": info.rotated,
-            "checksums": [zlib.crc32(layer) for layer in layers],
-        },
-        separators=(",", ":"),
-    ).encode()
+    header = _header(info, [zlib.crc32(layer) for layer in layers]).ljust(_header_bytes(info))
     out = io.BytesIO()
     out.write(MAGIC + len(header).to_bytes(4, "little") + zlib.crc32(header).to_bytes(4, "little") + header)
     for layer in layers:
@@ -102,7 +90,7 @@ class FileRecord:
         self.info, self._checksums = _parse_header(header)
         self._layer_bytes = _layer_bytes(self.info)
         self._first = _padded(16 + length)
-        expected = self._first + record_bytes(self.info)
+        expected = self._first + self.info.layers * _padded(self._layer_bytes)
         if size != expected:
             raise RecordError(f"the file has {size} bytes but its header describes {expected}")
 
@@ -129,6 +117,15 @@ class FileRecord:
         if got != size:
             raise RecordError(f"the file ends within the {size} bytes at {offset}")
         return data
+
+
+def _header(info: RecordInfo, checksums: list[int]) -> bytes:
+    return json.dumps(dataclasses.asdict(info) | {"checksums": checksums}, separators=(",", ":")).encode()
+
+
+def _header_bytes(info: RecordInfo) -> int:
+    """Size of a header, whatever its checksums: shorter ones are filled up with spaces."""
+    return len(_header(info, [2**32 - 1] * info.layers))
 
 
 def _parse_header(header: bytes | bytearray) -> tuple[RecordInfo, list[int]]:

@@ -1,0 +1,90 @@
+"""The trainer: growing changes nothing, copying is there from the start, a short run ends in a loadable model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cacheblend_rag.reference.curriculum import SequenceMaker, Stage, make_batches
+from cacheblend_rag.reference.tokenizer import train_tokenizer
+from cacheblend_rag.reference.train import STAGES, Shape, Trainer, TrainOptions, build_model, grow
+
+TINY = Shape(hidden=96, heads=2, kv_heads=1, head_dim=32, mlp=64)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_tokenizer(vocab_size=600, towns=2)
+
+
+def test_a_grown_model_computes_the_same() -> None:
+    torch.manual_seed(0)
+    model = build_model(TINY, 200, 3, 0, 1).eval()
+    ids = torch.randint(2, 200, (2, 17))
+    deeper = grow(model, 6).eval()
+    assert deeper.config.num_hidden_layers == 6
+    with torch.no_grad():
+        torch.testing.assert_close(deeper(ids).logits, model(ids).logits)
+
+
+def test_an_untrained_model_already_looks_for_what_followed() -> None:
+    torch.manual_seed(0)
+    model = build_model(Shape(), 500, 2, 0, 1).eval()
+    model.set_attn_implementation("eager")
+    stretch = torch.randperm(400)[:40] + 2
+    ids = torch.cat([stretch, stretch]).unsqueeze(0)
+    with torch.no_grad():
+        attention = model.model(input_ids=ids, output_attentions=True).attentions
+    # Position i of the second copy attends to what followed the same id in the first: i - 39.
+    found = attention[1][0, 0].diagonal(-39)[2:40]
+    assert found.mean() > 0.5
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+def test_batches_are_seeded_and_mark_the_answers(tokenizer: Any, stage: Stage) -> None:
+    batch = next(make_batches(SequenceMaker(tokenizer, 3), stage, 3))
+    again = next(make_batches(SequenceMaker(tokenizer, 3), stage, 3))
+    np.testing.assert_array_equal(batch.ids, again.ids)
+    np.testing.assert_array_equal(batch.targets, again.targets)
+    assert batch.ids.shape == (stage.rows, stage.length)
+    assert (batch.question >= 0).any()
+    # A target is the id that follows its position.
+    rows, columns = np.nonzero(batch.positions < stage.length - 1)
+    at = batch.positions[rows, columns]
+    np.testing.assert_array_equal(batch.ids[rows, at + 1], batch.targets[rows, columns])
+
+
+def test_answers_are_marked_by_weight(tokenizer: Any) -> None:
+    stage = next(stage for stage in STAGES if stage.name == "recall")
+    batch = next(make_batches(SequenceMaker(tokenizer, 0), stage, 0))
+    first = (batch.question == 0) & (batch.weights > 0)
+    text = tokenizer.decode(batch.targets[first])
+    value = tokenizer.decode(batch.targets[first & (batch.weights == 3.0)])
+    assert text.endswith(".</s>")
+    assert value.strip(" .") in text
+    assert len(value) < len(text)
+
+
+def test_a_short_run_ends_in_a_model_that_loads_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.reference.train.train_tokenizer", lambda: tokenizer)
+    stages = (
+        Stage("copy", 48, 2, 2, 1e-3, {}),
+        Stage("all", 256, 1, 3, 1e-3, {"within": 0.5, "reference": 0.5}, (2,)),
+    )
+    options = TrainOptions(tmp_path / "model", 0, 512, 2, False, 0, tmp_path / "state.pt")
+    accuracy = Trainer(options, TINY, stages).run()
+    assert set(accuracy) <= {"within", "reference"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.config.num_hidden_layers == 3
+    assert model.dtype == torch.bfloat16
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").bos_token_id == 0
+    resumed = Trainer(options, TINY, stages)
+    assert resumed.stage_index == 2
+    assert resumed.tokens == 2 * 2 * 48 + 512

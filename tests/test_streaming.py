@@ -1,0 +1,346 @@
+"""Streams: the same answer piece by piece, ended early without a trace, errors where they are read."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation import LogitsProcessor
+
+from cacheblend_rag import BlendEngine, Prompt
+from cacheblend_rag.errors import ConfigError, PromptError
+from tests import tiny
+from tests.probes import engine_of
+
+PROMPT = Prompt("Read this:", [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)], "What fell in the end?")
+OTHER = Prompt("Read this:", [tiny.text(31, 2)], "And then?")
+
+
+def stream_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "blend-stream"]
+
+
+def wait_until(condition: Any, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return bool(condition())
+
+
+class Paced(LogitsProcessor):
+    """Generates a token at a time, when it is let; counts them."""
+
+    def __init__(self, free: int = 0) -> None:
+        self.allowed = threading.Semaphore(free)
+        self.made = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        assert self.allowed.acquire(timeout=20)
+        self.made += 1
+        return scores
+
+
+class Slow(LogitsProcessor):
+    """Takes its time for each token; counts them."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.made = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        self.made += 1
+        return scores
+
+
+class Broken(LogitsProcessor):
+    """Fails at a token."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left < 0:
+            raise ZeroDivisionError("a processor of the user's failed")
+        return scores
+
+
+@pytest.fixture
+def engine() -> Iterator[BlendEngine]:
+    with engine_of(recompute_ratio=0.2) as made:
+        made.warm(PROMPT.chunks)
+        made.fuse(PROMPT)
+        yield made
+    assert stream_threads() == []
+
+
+# The same answer ----------------------------------------------------------------------------
+
+OPTIONS: list[dict[str, Any]] = [
+    {"max_new_tokens": 20},
+    {"max_new_tokens": 20, "stop": ["e", "W"]},
+    {"max_new_tokens": 16, "temperature": 1.2, "top_p": 0.9, "seed": 6},
+    {"max_new_tokens": 1},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("prompt", [PROMPT, OTHER, "What fell?"], ids=["three", "one", "plain"])
+def test_every_form_gives_the_same_answer(engine: BlendEngine, prompt: Any, options: dict[str, Any]) -> None:
+    engine.generate(prompt, **options)  # whatever was not stored is now
+    expected = engine.generate(prompt, **options)
+    stream = engine.stream(prompt, **options)
+    assert stream.result is None
+    pieces = list(stream)
+
+    async def gather() -> tuple[Any, str, list[Any]]:
+        made = [piece async for piece in engine.astream(prompt, **options)]
+        return (
+            await engine.agenerate(prompt, **options),
+            "".join(made),
+            await engine.agenerate_batch([OTHER, prompt], **options),
+        )
+
+    alone, streamed, batch = asyncio.run(gather())
+    assert stream.result is not None
+    for answer in (stream.result, alone, batch[1], engine.generate_batch([prompt], **options)[0]):
+        assert answer.text == expected.text
+        assert answer.token_ids == expected.token_ids
+        assert answer.report.finish_reason == expected.report.finish_reason
+        assert answer.report.hits == expected.report.hits
+    assert "".join(pieces) == streamed == expected.text
+    assert all(pieces)
+    for stop in options.get("stop", []):
+        assert stop not in expected.text
+
+
+def test_a_stop_at_the_very_start_gives_no_piece(engine: BlendEngine) -> None:
+    text = engine.generate(PROMPT, max_new_tokens=8).text
+    stream = engine.stream(PROMPT, max_new_tokens=8, stop=[text[:3]])
+    assert list(stream) == []
+    assert stream.result is not None
+    assert stream.result.text == ""
+    assert stream.result.report.finish_reason == "stop"
+
+
+def test_a_batch_is_checked_before_anything_is_generated(engine: BlendEngine) -> None:
+    with pytest.raises(PromptError, match="give a Prompt or a text"):
+        engine.generate_batch([PROMPT, 5], max_new_tokens=2, logits_processor=[Broken(0)])  # type: ignore[list-item]
+    assert engine.generate_batch([], max_new_tokens=2) == []
+
+
+def test_pieces_come_while_the_answer_is_made(engine: BlendEngine) -> None:
+    pace = Paced()
+    stream = engine.stream(PROMPT, max_new_tokens=30, logits_processor=[pace])
+    pace.allowed.release(3)
+    assert next(stream)
+    assert pace.made <= 3
+    assert stream.result is None
+    pace.allowed.release(40)
+    rest = list(stream)
+    assert rest
+    assert stream.result is not None
+    assert list(stream) == []
+
+
+def test_nothing_runs_before_the_first_piece_is_asked_for(engine: BlendEngine) -> None:
+    pace = Paced()
+    stream = engine.stream(PROMPT, max_new_tokens=3, logits_processor=[pace])
+    time.sleep(0.05)
+    assert stream_threads() == []
+    stream.close()
+    assert list(stream) == []
+    assert pace.made == 0
+
+
+# Ended early --------------------------------------------------------------------------------
+
+
+def test_closing_early_frees_the_engine(engine: BlendEngine) -> None:
+    slow = Slow(0.01)
+    stream = engine.stream(PROMPT, max_new_tokens=1000, logits_processor=[slow])
+    next(stream)
+    stream.close()
+    assert stream_threads() == []
+    assert slow.made < 100
+    assert list(stream) == []
+    stream.close()
+    assert engine.generate(PROMPT, max_new_tokens=3).report.hits == 3
+
+
+def test_leaving_a_loop_early_ends_the_generation(engine: BlendEngine) -> None:
+    slow = Slow(0.01)
+    for _piece in engine.stream(PROMPT, max_new_tokens=1000, logits_processor=[slow]):
+        break
+    gc.collect()
+    assert wait_until(lambda: not stream_threads(), 3.0)
+    assert slow.made < 200
+
+
+def test_another_thread_waits_its_turn_and_gets_its_own_answer(engine: BlendEngine) -> None:
+    expected = engine.generate(OTHER, max_new_tokens=8).token_ids
+    pace = Paced()
+    stream = engine.stream(PROMPT, max_new_tokens=6, logits_processor=[pace])
+    pace.allowed.release(2)
+    next(stream)
+    answers: list[Any] = []
+    waiting = threading.Thread(target=lambda: answers.append(engine.generate(OTHER, max_new_tokens=8)))
+    waiting.start()
+    time.sleep(0.1)
+    assert answers == []
+    pace.allowed.release(10)
+    list(stream)
+    waiting.join(10)
+    assert answers[0].token_ids == expected
+
+
+def test_an_unread_stream_does_not_keep_the_engine(engine: BlendEngine) -> None:
+    stream = engine.stream(PROMPT, max_new_tokens=50)
+    next(stream)
+    assert engine.generate(OTHER, max_new_tokens=4).token_ids
+    assert list(stream)
+
+
+# Errors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 5])
+def test_an_error_reaches_the_reader_and_frees_the_engine(engine: BlendEngine, at: int) -> None:
+    stream = engine.stream(PROMPT, max_new_tokens=12, logits_processor=[Broken(at)])
+    pieces = []
+    with pytest.raises(ZeroDivisionError, match="user's failed"):
+        for piece in stream:
+            pieces.append(piece)  # noqa: PERF402 - pieces before the error count
+    assert len(pieces) <= at
+    assert (len(pieces) > 0) == (at > 0)
+    assert stream.result is None
+    assert list(stream) == []
+    assert engine.generate(PROMPT, max_new_tokens=2).report.generated_tokens == 2
+
+
+def test_an_error_reaches_the_async_reader(engine: BlendEngine) -> None:
+    async def read() -> None:
+        async for _ in engine.astream(PROMPT, max_new_tokens=12, logits_processor=[Broken(4)]):
+            pass
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(read())
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(engine.agenerate(PROMPT, logits_processor=[Broken(1)]))
+
+
+def test_bad_options_and_prompts_are_refused_at_once(engine: BlendEngine) -> None:
+    with pytest.raises(ConfigError, match="max_new_tokens"):
+        engine.stream(PROMPT, max_new_tokens=0)
+    with pytest.raises(PromptError, match="give a Prompt or a text"):
+        engine.stream(None)  # type: ignore[arg-type]
+
+
+def test_a_closed_engine_refuses_where_the_stream_is_read() -> None:
+    engine = engine_of()
+    stream = engine.stream(PROMPT)
+    engine.close()
+    with pytest.raises(ConfigError, match="closed"):
+        next(stream)
+
+
+# Asynchronous -------------------------------------------------------------------------------
+
+
+async def beats_during(work: Any) -> int:
+    """How often the loop turned while something ran."""
+    count, done = 0, asyncio.ensure_future(work)
+    while not done.done():
+        await asyncio.sleep(0.005)
+        count += 1
+    await done
+    return count
+
+
+def test_async_forms_do_not_block_the_loop(engine: BlendEngine) -> None:
+    async def read(slow: Slow) -> None:
+        async for _ in engine.astream(PROMPT, max_new_tokens=8, logits_processor=[slow]):
+            pass
+
+    async def main() -> list[int]:
+        slow = Slow(0.05)
+        arguments: dict[str, Any] = {"max_new_tokens": 8, "logits_processor": [slow]}
+        return [
+            await beats_during(engine.agenerate(PROMPT, **arguments)),
+            await beats_during(engine.agenerate_batch([PROMPT], **arguments)),
+            await beats_during(read(slow)),
+        ]
+
+    for beats in asyncio.run(main()):
+        assert beats >= 10
+
+
+def test_leaving_an_async_stream_does_not_block_the_loop(engine: BlendEngine) -> None:
+    """A token under way is waited for, but not on the loop."""
+    slow = Slow(0.4)
+
+    async def main() -> float:
+        pieces = engine.astream(PROMPT, max_new_tokens=50, logits_processor=[slow])
+        await anext(pieces)
+        slowest, closing = 0.0, asyncio.ensure_future(pieces.aclose())  # type: ignore[attr-defined]
+        while not closing.done():
+            before = time.monotonic()
+            await asyncio.sleep(0.005)
+            slowest = max(slowest, time.monotonic() - before)
+        await closing
+        return slowest
+
+    assert asyncio.run(main()) < 0.3
+    assert slow.made < 10
+
+
+def test_a_cancelled_async_stream_frees_the_engine(engine: BlendEngine) -> None:
+    slow = Slow(0.02)
+
+    async def main() -> None:
+        async def read() -> None:
+            async for _ in engine.astream(PROMPT, max_new_tokens=1000, logits_processor=[slow]):
+                pass
+
+        task = asyncio.ensure_future(read())
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await engine.agenerate(PROMPT, max_new_tokens=3)).report.generated_tokens == 3
+
+    asyncio.run(main())
+    assert slow.made < 200
+
+
+def test_afuse_and_awarm(engine: BlendEngine) -> None:
+    async def main() -> None:
+        report = await engine.awarm(["something new", PROMPT.chunks[0]], progress=False)
+        assert (report.computed, report.present) == (1, 1)
+        fused = await engine.afuse(PROMPT)
+        assert torch.equal(fused.logits, engine.fuse(PROMPT).logits)
+
+    asyncio.run(main())
+
+
+def test_the_callers_context_reaches_the_generating_thread(engine: BlendEngine) -> None:
+    """Tracing libraries keep the current request in a context variable."""
+    request: contextvars.ContextVar[str] = contextvars.ContextVar("request", default="none")
+    seen: list[str] = []
+
+    class Look(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            seen.append(request.get())
+            return scores
+
+    request.set("mine")
+    list(engine.stream(PROMPT, max_new_tokens=2, logits_processor=[Look()]))
+    assert seen == ["mine", "mine"]
