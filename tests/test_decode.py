@@ -180,9 +180,7 @@ class _Feed:
     def __init__(self, tokenizer: Any, ids: list[int], stops: tuple[str, ...]) -> None:
         self.pieces: list[str] = []
         options = DecodeOptions(stop=stops)
-        assembler = _TextAssembler(
-            tokenizer, options, frozenset({2}), 1, self.pieces.append, cancelled=lambda: False
-        )
+        assembler = _TextAssembler(tokenizer, options, frozenset({2}), 1, self.pieces.append, cancelled=lambda: False)
         self.taken = 0
         for count in range(1, len(ids) + 1):
             self.taken = count
@@ -245,9 +243,7 @@ def test_a_seed_makes_sampling_repeatable_and_leaves_the_global_generator_alone(
 ) -> None:
     torch.manual_seed(5)
     state = torch.random.get_rng_state()
-    answers = [
-        engine.generate(PROMPT, max_new_tokens=16, temperature=1.5, seed=seed).token_ids for seed in (3, 3, 4)
-    ]
+    answers = [engine.generate(PROMPT, max_new_tokens=16, temperature=1.5, seed=seed).token_ids for seed in (3, 3, 4)]
     assert torch.equal(torch.random.get_rng_state(), state)
     assert answers[0] == answers[1]
     assert answers[0] != answers[2]

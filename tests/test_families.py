@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +35,13 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "starcoder2": {"sliding_window": 16},
 }
 BY_LAYER_TYPE = ("cohere2", "gemma2", "gemma3_text", "gpt_oss", "ministral", "olmo3")
+# Soft caps and attention sinks, which sdpa does not have.
+EAGER_ONLY = ("gemma2", "gpt_oss")
+
+
+def kernels(families: Sequence[str]) -> list[tuple[str, str]]:
+    """Each family with each attention kernel it runs on."""
+    return [(family, name) for family in families for name in ("sdpa", "eager")[family in EAGER_ONLY :]]
 
 
 def engine_of(model: Any, **options: Any) -> BlendEngine:
@@ -66,9 +76,7 @@ def check_exact(model: Any, prompt: Prompt = THREE_CHUNKS, tokens: int = 20) -> 
         assert_equals_plain(fused, model)
         everything = engine.with_config(selection="all")
         assert_equals_plain(everything.fuse(prompt), model)
-        assert engine.generate(prompt, max_new_tokens=tokens).token_ids == plain_tokens(
-            model, fused.input_ids, tokens
-        )
+        assert engine.generate(prompt, max_new_tokens=tokens).token_ids == plain_tokens(model, fused.input_ids, tokens)
 
 
 def check_exact_behind_prefix(model: Any, prompt: Prompt = ONE_CHUNK) -> None:
@@ -85,25 +93,29 @@ def check_exact_behind_prefix(model: Any, prompt: Prompt = ONE_CHUNK) -> None:
 def test_every_family_has_a_tiny_model() -> None:
     assert set(WINDOWS) | set(BY_LAYER_TYPE) <= set(FAMILIES)
     for family in FAMILIES:
-        assert tiny.model(family).config.model_type == family
+        model = tiny.model(family)
+        assert model.config.model_type == family
+        assert model._supports_sdpa == (family not in EAGER_ONLY)
 
 
-@pytest.mark.parametrize("rope", tiny.ALL_ROPE_TYPES)
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_is_documented() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "adding-a-family.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    assert [name.strip("`") for row in rows for name in row.split(", ")] == sorted(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"), [(family, rope) for family in sorted(FAMILIES) for rope in tiny.rope_types(family)]
+)
 def test_exact_with_every_rope_type(family: str, rope: str) -> None:
-    if rope not in tiny.rope_types(family):
-        pytest.skip(f"{family} has no {rope} RoPE")
     model = tiny.model(family, rope)
     check_exact(model)
     check_exact_behind_prefix(model)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", [*sorted(WINDOWS), *BY_LAYER_TYPE])
+@pytest.mark.parametrize(("family", "attention"), kernels([*sorted(WINDOWS), *BY_LAYER_TYPE]))
 def test_windows_shorter_than_the_prompt(family: str, attention: str) -> None:
     model = tiny.model(family, **WINDOWS.get(family, {}))
-    if attention == "sdpa" and not model._supports_sdpa:
-        pytest.skip(f"{family} does not run on sdpa")
     model.set_attn_implementation(attention)
     windows = ModelAdapter(model).windows
     assert any(window is not None and window < 30 for window in windows)
@@ -145,12 +157,9 @@ def test_projections_are_those_of_the_layers(family: str) -> None:
             torch.testing.assert_close(turned, keys, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize(("family", "attention"), kernels(sorted(FAMILIES)))
 def test_attention_kernel_is_given_back(family: str, attention: str) -> None:
     model = tiny.model(family)
-    if attention == "sdpa" and not model._supports_sdpa:
-        pytest.skip(f"{family} does not run on sdpa")
     model.set_attn_implementation(attention)
     with engine_of(model, recompute_ratio=0.3) as engine:
         engine.warm(THREE_CHUNKS.chunks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -38,7 +39,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 class KeepThese(SelectionRule):
     """Keeps given positions from given layers on."""
 
-    starts = True  # type: ignore[assignment]
+    starts = True
 
     def __init__(self, kept: dict[int, tuple[int, ...]]) -> None:
         self.kept = kept
@@ -63,7 +64,7 @@ def ids_of(seed: int = 0) -> list[int]:
 def plan_of(ids: list[int], computed: tuple[int, ...] = ()) -> FusionPlan:
     """Everything is reused but some rows that were never stored, and the last."""
     cuts = [-1, *sorted({*computed, len(ids) - 1})]
-    spans = [range(a + 1, b) for a, b in zip(cuts, cuts[1:], strict=False) if b > a + 1]
+    spans = [range(a + 1, b) for a, b in pairwise(cuts) if b > a + 1]
     return FusionPlan(ids, exact=[], reused=spans, unrotated=range(0, len(ids)))
 
 
@@ -183,7 +184,7 @@ def test_hkvd_keeps_at_most_its_share(ratio: float, check_layers: tuple[int, ...
         assert len(kept) == report.recomputed_tokens[layer]
         assert report.computed_tokens[layer] == len(rows)
         assert rows.tolist() == sorted(set(rows.tolist()))
-    for above, below in zip(fused.recomputed, fused.recomputed[1:], strict=False):
+    for above, below in pairwise(fused.recomputed):
         assert set(below.tolist()) <= set(above.tolist())
 
 
@@ -206,9 +207,7 @@ def test_hkvd_keeps_the_rows_of_highest_value_deviation(name: str, ratio: float)
     assert kept == expected
     assert fused.deviation is not None
     assert len(fused.deviation) == len(ids)
-    torch.testing.assert_close(
-        fused.deviation[span.start : span.stop], torch.tensor(deviation), atol=1e-4, rtol=1e-4
-    )
+    torch.testing.assert_close(fused.deviation[span.start : span.stop], torch.tensor(deviation), atol=1e-4, rtol=1e-4)
     assert fused.deviation[: span.start].isnan().all()
     assert fused.deviation[span.stop :].isnan().all()
 

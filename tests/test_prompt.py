@@ -22,9 +22,7 @@ CHUNKS = ["the quick brown fox", "over a lazy dog", "seven grey owls"]
 
 def _template(tokenizer: Any, template: str) -> Any:
     inner = tokenizer.backend_tokenizer
-    inner.post_processor = processors.TemplateProcessing(
-        single=template, special_tokens=[("<s>", 1), ("</s>", 2)]
-    )
+    inner.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<s>", 1), ("</s>", 2)])
     return tokenizer
 
 
@@ -157,9 +155,7 @@ def test_parse_needs_a_separator() -> None:
         Prompt.parse("text", "")
 
 
-@given(
-    parts=st.lists(st.text("ab #\n", max_size=8).filter(lambda part: SEPARATOR not in part), min_size=2, max_size=6)
-)
+@given(parts=st.lists(st.text("ab #\n", max_size=8).filter(lambda part: SEPARATOR not in part), min_size=2, max_size=6))
 def test_parse_undoes_a_join(parts: list[str]) -> None:
     text = "<>".join(parts)
     prompt = Prompt.parse(text, "<>")
@@ -280,7 +276,7 @@ def test_a_segment_has_the_same_ids_in_any_prompt(
     try:
         split = segments.tokenize(Prompt(prefix, chunks, suffix))
     except PromptError:
-        assert not prefix and not chunks and not suffix
+        assert (prefix, chunks, suffix) == ("", [], "")
         return
     spans = [split.prefix, *split.chunks, split.suffix]
     assert [span.start for span in spans] == [0, *(span.stop for span in spans[:-1])]

@@ -6,7 +6,6 @@ import io
 import json
 import tempfile
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -155,10 +154,10 @@ class _Watch:
 
 
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Watch]:
+def watch(monkeypatch: pytest.MonkeyPatch) -> _Watch:
     seen = _Watch()
     monkeypatch.setattr(record_module, "bytearray", seen, raising=False)
-    yield seen
+    return seen
 
 
 HUGE = [

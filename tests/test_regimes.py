@@ -112,9 +112,7 @@ def test_dynamic_ntk_on_both_sides(family: str) -> None:
             assert (fused.report.plain, fused.report.hits) == ((True, 0) if beyond else (False, 2))
             # Compared with a model that has seen no other prompt: what it saw must not matter.
             assert_equals_plain(fused, fresh())
-            assert engine.generate(prompt, max_new_tokens=12).token_ids == plain_tokens(
-                fresh(), fused.input_ids, 12
-            )
+            assert engine.generate(prompt, max_new_tokens=12).token_ids == plain_tokens(fresh(), fused.input_ids, 12)
 
 
 def test_dynamic_ntk_within_the_trained_length_reuses_exactly() -> None:

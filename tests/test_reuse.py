@@ -295,26 +295,30 @@ import sys
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from tests.test_reuse import PROMPT
 config = BlendConfig(min_tokens=0, recompute_ratio=0.2, write_back="background")
-engine = BlendEngine.from_pretrained(sys.argv[1], config=config, store=sys.argv[2])
-out = engine.generate(PROMPT, max_new_tokens=8)
+kept = BlendEngine.from_pretrained(sys.argv[1], config=config, store=sys.argv[2])
+out = kept.generate(PROMPT, max_new_tokens=8)
 print(out.report.hits, out.report.misses)
+BlendEngine(kept.model, kept.tokenizer, config=config, store=sys.argv[3]).generate(PROMPT, max_new_tokens=2)
 """
 
 
 def test_another_process_over_the_folder_gets_hits_even_if_the_first_just_ended(tmp_path: Path) -> None:
-    """The first neither flushes nor closes: what it computed is stored when the interpreter ends."""
+    """The first neither flushes nor closes: what it computed is stored when the interpreter ends.
+
+    One of its engines is alive until then, another was dropped at once.
+    """
     from cacheblend_rag import BlendConfig, BlendEngine
 
-    saved, folder = tmp_path / "model", tmp_path / "kv"
+    saved, folder, other = tmp_path / "model", tmp_path / "kv", tmp_path / "other"
     tiny.model().save_pretrained(saved)
     tiny.tokenizer().save_pretrained(saved)
     done = subprocess.run(
-        [sys.executable, "-W", "error::ResourceWarning", "-c", WRITER, str(saved), str(folder)],
+        [sys.executable, "-W", "error::ResourceWarning", "-c", WRITER, str(saved), str(folder), str(other)],
         capture_output=True, text=True, timeout=120, cwd=Path(__file__).parent.parent, check=True,
     )  # fmt: skip
     assert done.stdout.split() == ["0", "3"]
     assert "Exception" not in done.stderr
-    assert len(record_files(folder)) == 4
+    assert len(record_files(folder)) == len(record_files(other)) == 4
     config = BlendConfig(min_tokens=0, recompute_ratio=0.2, write_back="inline")
     with BlendEngine.from_pretrained(saved, config=config, store=folder) as engine:
         shared = engine.fuse(PROMPT)
@@ -428,9 +432,7 @@ def test_a_record_damaged_while_it_is_loaded_is_dropped(
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
-def test_every_record_lost_one_after_another_gives_a_cold_run(
-    prefetch: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_every_record_lost_one_after_another_gives_a_cold_run(prefetch: bool, caplog: pytest.LogCaptureFixture) -> None:
     store = Hooked()
     with engine_of(store=store, recompute_ratio=0.2, prefetch=prefetch, write_back="off") as engine:
         cold = engine.fuse(PROMPT)
@@ -475,7 +477,12 @@ def test_an_eviction_during_the_pass_changes_nothing(tmp_path: Path) -> None:
     with engine_of(store=store, recompute_ratio=0.2, write_back="off") as engine:
         engine.warm(CHUNKS)
         warm = engine.fuse(PROMPT)
-        store.reading = lambda key, layer: store.inner.delete(key) if layer == 2 else None  # type: ignore[func-returns-value]
+
+        def evict(key: str, layer: int) -> None:
+            if layer == 2:
+                store.inner.delete(key)
+
+        store.reading = evict
         fused = engine.fuse(PROMPT)
         assert fused.report.hits == 3
         assert_same(fused, warm)

@@ -186,6 +186,14 @@ def test_the_folder_is_private(tmp_path: Path) -> None:
         os.umask(old)
 
 
+def test_a_folder_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    store = DiskStore("~/kv")
+    store.put("a", make(1))
+    assert len(files(tmp_path / "kv")) == 1
+    store.close()
+
+
 def test_a_folder_that_cannot_be_used_is_an_error_of_ours(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(StoreError, match="name a folder"):
@@ -327,9 +335,7 @@ def test_a_damaged_record_is_a_logged_miss_and_can_be_stored_again(
     store.close()
 
 
-def test_a_data_base_destroyed_while_open_is_a_logged_miss(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_data_base_destroyed_while_open_is_a_logged_miss(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = DiskStore(tmp_path)
     store.put("a", make(1))
     store.close()

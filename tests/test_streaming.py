@@ -215,10 +215,9 @@ def test_an_unread_stream_does_not_keep_the_engine(engine: BlendEngine) -> None:
 @pytest.mark.parametrize("at", [0, 5])
 def test_an_error_reaches_the_reader_and_frees_the_engine(engine: BlendEngine, at: int) -> None:
     stream = engine.stream(PROMPT, max_new_tokens=12, logits_processor=[Broken(at)])
-    pieces = []
+    pieces: list[str] = []
     with pytest.raises(ZeroDivisionError, match="user's failed"):
-        for piece in stream:
-            pieces.append(piece)  # noqa: PERF402 - pieces before the error count
+        pieces.extend(stream)
     assert len(pieces) <= at
     assert (len(pieces) > 0) == (at > 0)
     assert stream.result is None
@@ -285,7 +284,7 @@ def test_async_forms_do_not_block_the_loop(engine: BlendEngine) -> None:
 
 def test_leaving_an_async_stream_does_not_block_the_loop(engine: BlendEngine) -> None:
     """A token under way is waited for, but not on the loop."""
-    slow = Slow(0.4)
+    slow = Slow(0.8)
 
     async def main() -> float:
         pieces = engine.astream(PROMPT, max_new_tokens=50, logits_processor=[slow])
@@ -298,7 +297,7 @@ def test_leaving_an_async_stream_does_not_block_the_loop(engine: BlendEngine) ->
         await closing
         return slowest
 
-    assert asyncio.run(main()) < 0.3
+    assert asyncio.run(main()) < 0.6
     assert slow.made < 10
 
 

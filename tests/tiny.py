@@ -115,7 +115,7 @@ def model(family: str = "llama", rope: str = "default", seed: int = 0, **changes
     settings |= OWN_SETTINGS.get(family, {})
     if family == "ministral3":
         settings["rope_parameters"] |= {"original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.5}
-    if family == "gemma3_text":
+    if family in ("gemma3_text", "olmo3"):
         settings["rope_parameters"] = {
             "full_attention": rope_parameters(rope) | {"rope_theta": 100_000.0},
             "sliding_attention": rope_parameters("default"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from cacheblend_rag.models.fingerprint import fingerprint
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.models.positions import Positions
 from cacheblend_rag.models.rope import Rotaries, rotate, unrotate
+from cacheblend_rag.models.shape import ModelShape, layer_shape
 
 __all__ = ["ModelAdapter", "Prefill"]
 
@@ -81,9 +83,7 @@ class ModelAdapter:
         self.layers = list(_part(self._decoder, "layers"))
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) > 1:
-            raise UnsupportedModelError(
-                f"the model is spread over {sorted(map(str, devices))}; load it on one device"
-            )
+            raise UnsupportedModelError(f"the model is spread over {sorted(map(str, devices))}; load it on one device")
         self.device = next(iter(devices))
         self.dtype: torch.dtype = _part(self._decoder, "embed_tokens").weight.dtype
         self.windows: list[int | None] = self._by_layer(self._family.window)
@@ -120,6 +120,16 @@ class ModelAdapter:
     def attention_bytes_per_token(self) -> int:
         """Bytes of KV of one token on all layers, in the model's element type."""
         return 2 * self.num_layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        """How much arithmetic the model does for a row."""
+        family, layers = self._family, []
+        names = (family.fused, family.fused) if family.fused else (family.keys, family.values)
+        for number, layer in enumerate(self.layers):
+            projections = [_part(self._attention(number), name) for name in names]
+            layers.append(layer_shape(layer, self.config, projections, self.windows[number]))
+        return ModelShape(tuple(layers), float(self.model.lm_head.weight.shape.numel()))
 
     def fingerprint(self) -> str:
         """Identity of the model: config, weights and element type."""
@@ -271,6 +281,25 @@ class ModelAdapter:
         )
         after: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return after[0]
+
+    @contextmanager
+    def watching(self, layer: int, seen: list[torch.Tensor]) -> Iterator[None]:
+        """Within this, a layer's attention runs in its plain form and its weights are appended to ``seen``.
+
+        Weights are ``[heads, rows, tokens]``. Masks must be those of `kernel_mask` made within.
+        """
+        before = self.config._attn_implementation
+        self.config._attn_implementation = "eager"
+
+        def note(module: torch.nn.Module, given: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+            seen.append(output[1][0])
+
+        hook = self._attention(layer).register_forward_hook(note)
+        try:
+            yield
+        finally:
+            hook.remove()
+            self.config._attn_implementation = before
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[vocab]`` from the output ``[hidden]`` of the last layer at one position."""

@@ -143,6 +143,4 @@ def family_of(model: Any, like: str | None = None) -> Family:
         return family
     if reason is None:
         reason = 'no entry describes it; if its layers are shaped like Llama\'s, try like="llama"'
-    raise UnsupportedModelError(
-        f"model family {model_type!r} is not supported: {reason}; supported families: {known}"
-    )
+    raise UnsupportedModelError(f"model family {model_type!r} is not supported: {reason}; supported families: {known}")

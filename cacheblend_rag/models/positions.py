@@ -40,7 +40,7 @@ class Positions:
         kinds = _rope_kinds(config)
         single = _ONE_TABLE in kinds
         self._names = tuple(_ONE_TABLE if single else config.layer_types[n] for n in range(len(turns)))
-        self._types = {name: kinds[name].get("rope_type", "default") for name in dict.fromkeys(self._names)}
+        self._types = {name: kinds.get(name, {}).get("rope_type", "default") for name in dict.fromkeys(self._names)}
         self._long = sorted(
             int(kinds[name]["original_max_position_embeddings"])
             for name, rope_type in self._types.items()
@@ -124,5 +124,5 @@ def _rope_kinds(config: Any) -> Mapping[str, Mapping[str, Any]]:
     """RoPE parameters by table name; models with several bases list them by layer type."""
     parameters = config.rope_parameters
     if any(isinstance(value, dict) for value in parameters.values()):
-        return {name: value or {} for name, value in parameters.items()}
+        return {name: value for name, value in parameters.items() if isinstance(value, dict)}
     return {_ONE_TABLE: parameters}

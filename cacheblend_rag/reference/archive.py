@@ -180,8 +180,8 @@ def _write_dependents(draft: _Draft, left: dict[Entity, list[str]]) -> None:
         if not keys:
             continue
         prose = write_sequel(draft.rng, entity.kind, entity.role, draft.tell(entity, keys, named=False))
-        needs = (draft.entities.index(entity),)
-        draft.passages.append(Passage(len(draft.passages), prose.title, prose.text, needs))
+        profile = draft.entities.index(entity)
+        draft.passages.append(Passage(len(draft.passages), prose.title, prose.text, (profile,)))
     report_keys = [relation.key for relation in REPORT_RELATIONS]
     for event in draft.of_kind("event"):
         people = draft.rng.sample(draft.of_kind("person"), 3)

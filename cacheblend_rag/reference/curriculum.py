@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cacheblend_rag.reference.archive import Town, TownSize, build_town
+from cacheblend_rag.reference.names import Split
 from cacheblend_rag.reference.prompts import FORMATS, SEPARATORS, PromptFormat
 from cacheblend_rag.reference.questions import QUESTION_KINDS, Question, ask_all, order_passages
 
@@ -124,11 +125,11 @@ class SequenceMaker:
     ----------
     tokenizer : transformers.PreTrainedTokenizerFast
     seed : int
-    split : str
+    split : {"train", "dev", "test"}
         Whose names are used.
     """
 
-    def __init__(self, tokenizer: Any, seed: int, split: str = "train") -> None:
+    def __init__(self, tokenizer: Any, seed: int, split: Split = "train") -> None:
         self._encoder = tokenizer.backend_tokenizer
         self._bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         self._vocab = len(tokenizer)
@@ -144,7 +145,7 @@ class SequenceMaker:
             if stage.name.startswith("copy"):
                 yield copy_sequence(self._rng, stage.length, stage.pool or self._vocab)
                 continue
-            town = build_town(self._rng.getrandbits(48), self._split, _TRAIN_SIZE)  # type: ignore[arg-type]
+            town = build_town(self._rng.getrandbits(48), self._split, _TRAIN_SIZE)
             questions = [item for item in ask_all(town) if item.kind in stage.kinds]
             chunks = [list(code.ids) for code in self._encode([passage.chunk for passage in town.passages])]
             for _ in range(8):
@@ -233,7 +234,8 @@ class SequenceMaker:
 def make_batches(maker: SequenceMaker, stage: Stage, seed: int) -> Iterator[Batch]:
     """Yield batches without end.
 
-    Every answer token counts; of the context a random share does, so that a third of all positions count (half while copying).
+    Every answer token counts; of the context a random share does, so that a third of all positions count (half while
+    copying).
     """
     rng = np.random.default_rng(seed)
     source = maker.sequences(stage)

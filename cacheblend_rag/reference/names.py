@@ -17,39 +17,93 @@ from cacheblend_rag.errors import ConfigError
 Split = Literal["train", "dev", "test"]
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 
-_WOMEN = ["Mara", "Ines", "Greta", "Lena", "Signe", "Clara", "Edith", "Nora", "Alma", "Tilda", "Hanna", "Ruth", "Vera", "Iris", "Paula", "Judith", "Selma", "Agnes", "Dora", "Flora", "Helga", "Ida", "Karin", "Lydia", "Maud", "Nina", "Olga", "Petra", "Rosa", "Sofia", "Thea", "Ursula", "Wilma", "Yvonne", "Astrid", "Berta", "Celia", "Dagny", "Elsa", "Freya", "Gerda", "Hedda", "Irma", "Jana", "Kirsten", "Linnea", "Martha", "Nelly", "Ottilie", "Pia", "Ragna", "Stella", "Tora", "Ulla", "Viola", "Wanda", "Zelda", "Anneke", "Britta"]
-_MEN = ["Jonas", "Albert", "Bruno", "Carl", "David", "Emil", "Felix", "Georg", "Hugo", "Ivan", "Jakob", "Karl", "Lars", "Martin", "Nils", "Oskar", "Paul", "Quentin", "Robert", "Simon", "Theo", "Ulrich", "Victor", "Walter", "Anton", "Bernard", "Conrad", "Dirk", "Edgar", "Frank", "Gustav", "Henrik", "Isak", "Jens", "Knut", "Leo", "Magnus", "Norbert", "Otto", "Peter", "Ralf", "Stefan", "Thomas", "Urban", "Vidar", "Werner", "Axel", "Bastian", "Casper", "Didrik", "Elias", "Finn", "Gerald", "Harald", "Ingmar", "Jasper", "Kaspar", "Ludwig"]
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
 
+
+_WOMEN = _words(
+    "Mara Ines Greta Lena Signe Clara Edith Nora Alma Tilda Hanna Ruth Vera Iris Paula Judith Selma Agnes "
+    "Dora Flora Helga Ida Karin Lydia Maud Nina Olga Petra Rosa Sofia Thea Ursula Wilma Yvonne Astrid Berta "
+    "Celia Dagny Elsa Freya Gerda Hedda Irma Jana Kirsten Linnea Martha Nelly Ottilie Pia Ragna Stella Tora "
+    "Ulla Viola Wanda Zelda Anneke Britta"
+)
+_MEN = _words(
+    "Jonas Albert Bruno Carl David Emil Felix Georg Hugo Ivan Jakob Karl Lars Martin Nils Oskar Paul "
+    "Quentin Robert Simon Theo Ulrich Victor Walter Anton Bernard Conrad Dirk Edgar Frank Gustav Henrik "
+    "Isak Jens Knut Leo Magnus Norbert Otto Peter Ralf Stefan Thomas Urban Vidar Werner Axel Bastian Casper "
+    "Didrik Elias Finn Gerald Harald Ingmar Jasper Kaspar Ludwig"
+)
 _SURNAME = (
-    ["Lind", "Berg", "Holm", "Strand", "Hol", "Fal", "Kron", "Bram", "Tor", "Hag", "Mor", "Wal", "Sten", "Bjor", "Grim", "Har", "Kel", "Lor", "Mel", "Nor", "Ost", "Pel", "Quar", "Ros", "Sand", "Thal", "Ul", "Ven", "Wes", "Yar", "Zan", "Al", "Bor", "Cal", "Den", "El", "Fen", "Gar", "Hel", "Is", "Jor", "Kar", "Len", "Mar", "Nel", "Or", "Per", "Ram", "Sol", "Tam"],
-    ["qvist", "strom", "gren", "dahl", "mann", "stad", "well", "ford", "wick", "son", "sen", "feld", "hart", "land", "by", "lund", "mark", "ner", "rup", "sby", "vik", "wood", "worth", "ley", "more", "dorf", "bach", "inger", "ham", "ton", "berger", "ski", "ova", "etti", "ard"],
+    _words(
+        "Lind Berg Holm Strand Hol Fal Kron Bram Tor Hag Mor Wal Sten Bjor Grim Har Kel Lor Mel Nor Ost Pel "
+        "Quar Ros Sand Thal Ul Ven Wes Yar Zan Al Bor Cal Den El Fen Gar Hel Is Jor Kar Len Mar Nel Or Per "
+        "Ram Sol Tam"
+    ),
+    _words(
+        "qvist strom gren dahl mann stad well ford wick son sen feld hart land by lund mark ner rup sby vik "
+        "wood worth ley more dorf bach inger ham ton berger ski ova etti ard"
+    ),
 )
 _PLACE = (
-    ["Oster", "Wester", "Nord", "Sunder", "Havel", "Marsh", "Alder", "Birken", "Crow", "Dun", "Elm", "Fair", "Gold", "Hazel", "Iron", "Kings", "Lang", "Mill", "New", "Oak", "Penn", "Quill", "Raven", "Silver", "Thorn", "Under", "Vale", "White", "Yew", "Ash", "Black", "Cold", "Deep", "Even", "Fox", "Grey", "High", "Ivy", "Kirk", "Lime", "Moss"],
-    ["by", "haven", "mouth", "bridge", "field", "minster", "wold", "gate", "port", "stead", "cliff", "dale", "burgh", "shaw", "firth", "moor", "hurst", "beck", "combe", "thorpe", "holt", "mere", "ness", "brook"],
+    _words(
+        "Oster Wester Nord Sunder Havel Marsh Alder Birken Crow Dun Elm Fair Gold Hazel Iron Kings Lang "
+        "Mill New Oak Penn Quill Raven Silver Thorn Under Vale White Yew Ash Black Cold Deep Even Fox Grey "
+        "High Ivy Kirk Lime Moss"
+    ),
+    _words(
+        "by haven mouth bridge field minster wold gate port stead cliff dale burgh shaw firth moor hurst "
+        "beck combe thorpe holt mere ness brook"
+    ),
 )
 _COMPANY = (
-    ["Cor", "Vel", "Tar", "Bel", "Dra", "Fer", "Gal", "Hex", "Jun", "Kor", "Lum", "Mer", "Nov", "Pra", "Quo", "Ris", "Sar", "Tel", "Umb", "Var", "Wen", "Xan", "Zor", "Bal", "Cren", "Dol", "Eth", "Fin", "Gan", "Hul", "Jas", "Kas", "Lir", "Mon", "Nor", "Ort", "Pol", "Rad", "Sil", "Tru"],
-    ["vane", "dex", "mont", "lane", "tec", "dor", "rum", "nix", "bar", "cote", "dane", "fax", "gard", "ium", "kin", "lon", "mex", "nor", "pax", "quin", "rell", "sett", "tura", "vex", "wyn", "zell"],
+    _words(
+        "Cor Vel Tar Bel Dra Fer Gal Hex Jun Kor Lum Mer Nov Pra Quo Ris Sar Tel Umb Var Wen Xan Zor Bal "
+        "Cren Dol Eth Fin Gan Hul Jas Kas Lir Mon Nor Ort Pol Rad Sil Tru"
+    ),
+    _words(
+        "vane dex mont lane tec dor rum nix bar cote dane fax gard ium kin lon mex nor pax quin rell sett "
+        "tura vex wyn zell"
+    ),
 )
 _EVENT = (
-    ["Marrow", "Lantern", "Candle", "Harvest", "Apple", "Barley", "Copper", "Drum", "Ember", "Feather", "Garland", "Honey", "Juniper", "Kettle", "Ladder", "Maple", "Nettle", "Orchard", "Pepper", "Quince", "Ribbon", "Saffron", "Thimble", "Velvet", "Willow", "Amber", "Bramble", "Clover", "Damson", "Elder"],
-    ["tide", "mas", "fest", "wake", "night", "morn", "rush", "song", "walk", "call", "week", "turn", "round", "fire", "light", "feast"],
+    _words(
+        "Marrow Lantern Candle Harvest Apple Barley Copper Drum Ember Feather Garland Honey Juniper Kettle "
+        "Ladder Maple Nettle Orchard Pepper Quince Ribbon Saffron Thimble Velvet Willow Amber Bramble "
+        "Clover Damson Elder"
+    ),
+    _words(
+        "tide mas fest wake night morn rush song walk call week turn round fire light feast"
+    ),
 )
 _RIVER = (
-    ["Al", "Br", "Car", "Dor", "Es", "Fal", "Gren", "Hal", "In", "Jar", "Kel", "Lor", "Mor", "Nar", "Ol", "Pir", "Quen", "Ral", "Ser", "Tav", "Ur", "Vor", "Wend", "Yar", "Zil"],
-    ["ow", "en", "a", "eth", "ine", "aw", "ull", "ber", "mer", "ot", "esk", "une", "ith", "avon"],
+    _words(
+        "Al Br Car Dor Es Fal Gren Hal In Jar Kel Lor Mor Nar Ol Pir Quen Ral Ser Tav Ur Vor Wend Yar Zil"
+    ),
+    _words(
+        "ow en a eth ine aw ull ber mer ot esk une ith avon"
+    ),
 )
 _BOOK = (
-    ["Silver", "Hollow", "Quiet", "Broken", "Scarlet", "Winter", "Golden", "Hidden", "Narrow", "Patient", "Paper", "Wooden", "Distant", "Yellow", "Tender", "Crooked", "Burning", "Drowned", "Painted", "Restless", "Salted", "Velvet", "Wandering", "Borrowed"],
-    ["Orchard", "Staircase", "Harbour", "Lamp", "Garden", "Mirror", "Bridge", "Sparrow", "Window", "Letter", "Kitchen", "Valley", "Tower", "Needle", "Ferry", "Clock", "Market", "Meadow", "Anchor", "Ladder", "Piano", "Forest", "Island", "Thread"],
+    _words(
+        "Silver Hollow Quiet Broken Scarlet Winter Golden Hidden Narrow Patient Paper Wooden Distant Yellow "
+        "Tender Crooked Burning Drowned Painted Restless Salted Velvet Wandering Borrowed"
+    ),
+    _words(
+        "Orchard Staircase Harbour Lamp Garden Mirror Bridge Sparrow Window Letter Kitchen Valley Tower "
+        "Needle Ferry Clock Market Meadow Anchor Ladder Piano Forest Island Thread"
+    ),
 )
 _PRIZE = (
-    ["Amber", "Cobalt", "Crimson", "Ivory", "Jade", "Onyx", "Pearl", "Ruby", "Sable", "Topaz", "Umber", "Violet", "Walnut", "Zinc", "Coral", "Ebony", "Indigo", "Laurel", "Maroon", "Bronze"],
-    ["Medal", "Cup", "Ribbon", "Plate", "Crown", "Star", "Wreath", "Shield", "Trophy", "Seal", "Badge", "Palm", "Rose", "Key", "Laurels"],
+    _words(
+        "Amber Cobalt Crimson Ivory Jade Onyx Pearl Ruby Sable Topaz Umber Violet Walnut Zinc Coral Ebony "
+        "Indigo Laurel Maroon Bronze"
+    ),
+    _words(
+        "Medal Cup Ribbon Plate Crown Star Wreath Shield Trophy Seal Badge Palm Rose Key Laurels"
+    ),
 )
 
-_PARTS: dict[str, tuple[list[str], list[str]]] = {
+_PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "surname": _SURNAME,
     "place": _PLACE,
     "company": _COMPANY,

@@ -39,8 +39,8 @@ _ALL = {"within": 0.35, "reference": 0.35, "bridge": 0.15, "comparison": 0.15}
 STAGES: tuple[Stage, ...] = (
     Stage("copy", 192, 40, 4, 3e-3, {}, target=0.85),
     Stage("recall", 320, 24, 4, 3e-3, {"within": 1.0}, target=0.9),
-    Stage("within", 640, 12, 4, 2e-3, {"within": 1.0}, (3, 4), target=0.85),
-    Stage("reference", 768, 12, 8, 2e-3, {"within": 0.4, "reference": 0.6}, (3, 4), 0.15, target=0.85),
+    Stage("within", 640, 12, 4, 2e-3, {"within": 1.0}, (3, 4), target=0.7),
+    Stage("reference", 768, 12, 8, 2e-3, {"within": 0.4, "reference": 0.6}, (3, 4), 0.15, target=0.75),
     Stage("mixed", 1152, 8, 8, 1.5e-3, _ALL, (4, 5, 6, 6), 0.3, target=0.93),
     Stage("all", 1152, 8, 8, 1.5e-3, _ALL, (3, 4, 5, 6, 6, 6), 0.35, target=2.0),
 )
@@ -295,20 +295,20 @@ class Trainer:
         loss_module: Any = _Loss(self.model)
         if options.compile:
             loss_module = torch.compile(loss_module, dynamic=False)
-        started, begun, step = time.monotonic(), self.tokens, 0
+        started, begun = time.monotonic(), self.tokens
         self.accuracy = {}
-        for batch in loader:
-            rate = stage.rate * min(1.0, (step + 1) / 40)
+        for step, batch in enumerate(loader, start=1):
+            rate = stage.rate * min(1.0, step / 40)
             if last:
                 rate *= max(0.05, 1.0 - 0.95 * (self.tokens - begun) / max(1, options.final_tokens))
             loss = self._step(loss_module, batch, rate)
-            step += 1
             self.tokens += stage.rows * stage.length
             speed = (self.tokens - begun) / (time.monotonic() - started)
             if step % 20 == 0:
                 shown = " ".join(f"{name} {share:.3f}" for name, share in self.accuracy.items())
+                total = self.tokens / 1e6
                 logger.info(
-                    "%s %d %.2fM tokens loss %.3f %s (%.0f tok/s)", stage.name, step, self.tokens / 1e6, loss, shown, speed
+                    "%s %d %.2fM tokens loss %.3f %s (%.0f tok/s)", stage.name, step, total, loss, shown, speed
                 )
             if step % 100 == 0:
                 self.save()

@@ -57,9 +57,8 @@ class _NoPickleDisk(diskcache.Disk):  # type: ignore[misc]
             super().remove(file_path)
 
     def _is_inside(self, filename: str) -> bool:
-        folder = os.path.realpath(self._directory)
-        path = os.path.realpath(os.path.join(folder, filename))
-        return os.path.commonpath([folder, path]) == folder
+        folder = Path(self._directory).resolve()
+        return (folder / filename).resolve().is_relative_to(folder)
 
 
 class DiskStore:
@@ -79,7 +78,7 @@ class DiskStore:
     """
 
     def __init__(self, folder: str | os.PathLike[str], size_limit: int | str = 10 * 10**9) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).expanduser()
         self._size_limit = parse_bytes(size_limit)
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

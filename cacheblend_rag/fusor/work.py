@@ -1,0 +1,92 @@
+"""Floating-point work of a blended pass, as a share of a full prefill's: what rules are compared by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.models.shape import LayerShape, ModelShape
+
+__all__ = ["Projected", "RowsDone", "work_share"]
+
+
+@dataclass(frozen=True)
+class Projected:
+    """Rows a check projected, besides those the layer then computed.
+
+    Parameters
+    ----------
+    layer : int
+    keys, values : int
+        Rows whose keys, and rows whose values were projected.
+    """
+
+    layer: int
+    keys: int
+    values: int
+
+
+@dataclass(frozen=True)
+class RowsDone:
+    """All rows a pass worked on.
+
+    Parameters
+    ----------
+    computed : tuple of Tensor, each [rows] long
+        Positions computed on each layer.
+    projected : tuple of Projected
+        What the checks did.
+    scored : tuple of Tensor, each [rows] long
+        Positions a scoring pass computed, layer by layer as far as it went.
+    """
+
+    computed: tuple[torch.Tensor, ...]
+    projected: tuple[Projected, ...] = ()
+    scored: tuple[torch.Tensor, ...] = ()
+
+
+def work_share(shape: ModelShape, tokens: int, done: RowsDone, layers: int | None = None) -> float:
+    """Work of a pass as a share of a full prefill's.
+
+    Counted are the linear layers by rows, attention by row and visible key, the projections of
+    checks, the scoring pass, and the output head once. The question's rows are rows like others.
+
+    Parameters
+    ----------
+    shape : ModelShape
+        The model.
+    tokens : int
+        Positions of the prompt.
+    done : RowsDone
+        What the pass did.
+    layers : int, optional
+        Scale to a model of so many layers of this kind: checks stay on their layers, the last
+        layer stands for all that are added, and a scoring pass goes as far into the depth.
+
+    Raises
+    ------
+    ConfigError
+        If ``layers`` is less than the model has.
+    """
+    depth = len(shape.layers)
+    layers = depth if layers is None else layers
+    if layers < depth:
+        raise ConfigError("layers", layers, f"use {depth} or more, the layers of the model")
+    added = layers - depth
+    every = torch.arange(tokens)
+    full = [_rows(layer, every) for layer in shape.layers]
+    spent = [_rows(layer, rows) for layer, rows in zip(shape.layers, done.computed, strict=True)]
+    checks = sum(p.keys * shape.layers[p.layer].keys + p.values * shape.layers[p.layer].values for p in done.projected)
+    scoring = sum(_rows(layer, rows) for layer, rows in zip(shape.layers, done.scored, strict=False))
+    total = sum(spent) + added * spent[-1] + checks + scoring * layers / depth + shape.head
+    return total / (sum(full) + added * full[-1] + shape.head)
+
+
+def _rows(layer: LayerShape, rows: torch.Tensor) -> float:
+    """Multiply-adds of some rows on a layer."""
+    seen = rows.double() + 1
+    if layer.window is not None:
+        seen = seen.clamp_max(layer.window)
+    return layer.linear * len(rows) + layer.attention * float(seen.sum())

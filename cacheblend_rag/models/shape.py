@@ -1,0 +1,74 @@
+"""How much arithmetic a model does for a row: what methods are compared by, whatever the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+__all__ = ["LayerShape", "ModelShape", "layer_shape"]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Multiply-adds of one decoder layer.
+
+    Parameters
+    ----------
+    linear : float
+        Of all linear layers, for a row; of experts, those that are active.
+    keys, values : float
+        Of the projection that gives keys, and of the one that gives values, for a row.
+    attention : float
+        Of one row with one key and its value, all heads.
+    window : int or None
+        Sliding window.
+    """
+
+    linear: float
+    keys: float
+    values: float
+    attention: float
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Multiply-adds of a model.
+
+    Parameters
+    ----------
+    layers : tuple of LayerShape
+    head : float
+        Of the output head, for a row.
+    """
+
+    layers: tuple[LayerShape, ...]
+    head: float
+
+
+def layer_shape(layer: nn.Module, config: Any, projections: Sequence[nn.Module], window: int | None) -> LayerShape:
+    """Read off a decoder layer what it costs.
+
+    Parameters
+    ----------
+    layer : torch Module
+    config : transformers PretrainedConfig
+    projections : sequence of torch Module
+        What gives keys and what gives values; one and the same module where they are fused.
+    window : int or None
+    """
+    active = getattr(config, "num_experts_per_tok", None) or 1
+    linear = 0.0
+    for name, parameter in layer.named_parameters():
+        if name.endswith("bias") or parameter.ndim < 2:
+            continue
+        # Experts are stacked along the first dimension; a row passes through some of them.
+        share = active / parameter.shape[0] if parameter.ndim == 3 else 1.0
+        linear += share * parameter.shape.numel()
+    keys, values = (float(module.get_parameter("weight").shape.numel()) for module in projections)
+    heads = int(config.num_attention_heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    return LayerShape(linear, keys, values, 2.0 * heads * width, window)

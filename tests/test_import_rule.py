@@ -1,0 +1,214 @@
+"""The house rules that can be read off the source: who imports whom, and how long things get."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "cacheblend_rag"
+NAME = "cacheblend_rag"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# A module may import from layers below its own, and from its own room. The longest name that
+# fits a module decides its room.
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("cli", "server"),
+    ("evaluation",),
+    ("folder_rag",),
+    ("langchain", "llama_index", "retrieval", "reference"),
+    ("noticing", "engine"),
+    ("pipeline",),
+    ("prompt", "loading", "fusor", "decode", "streaming", "writeback"),
+    ("store", "report"),
+    ("models",),
+    ("config", "errors"),
+)
+# Rooms that see only part of what lies below them.
+FORBIDDEN = {
+    "fusor": ("store", "loading", "prompt", "pipeline", "engine"),
+    "loading": ("fusor", "prompt", "pipeline", "engine"),
+    "prompt": ("store", "loading", "fusor", "models"),
+    "streaming": ("store", "loading", "fusor", "models", "prompt"),
+    "writeback": ("store", "loading", "fusor", "models", "prompt"),
+    "report": ("store", "models"),
+}
+# The only homes of an outside package, at module level or within a function.
+HOMES = {
+    # The fusor's check at load names transformers' version, no more.
+    "transformers": ("models", "decode", "engine", "fusor.selfcheck", "reference", "retrieval", "evaluation"),
+    "diskcache": ("store.disk",),
+    "faiss": ("retrieval",),
+    "sentence_transformers": ("retrieval", "reference"),
+    "langchain_core": ("langchain", "retrieval", "folder_rag", "evaluation", "cli", "server"),
+    "langchain_classic": ("langchain", "folder_rag", "evaluation", "cli", "server"),
+    "langchain_text_splitters": ("langchain", "retrieval"),
+    "llama_index": ("llama_index",),
+    "datasets": ("evaluation", "reference"),
+}
+MAX_FUNCTION, MAX_FILE = 60, 500
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+def rank_of(module: str) -> int | None:
+    for rank, rooms in enumerate(LAYERS):
+        if room_of(module) in rooms:
+            return rank
+    return None
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines and full names of everything a file imports, wherever it stands."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are written out in full"
+            assert node.module is not None
+            yield node.lineno, node.module
+            if node.module == NAME:
+                for alias in node.names:
+                    yield node.lineno, f"{NAME}.{alias.name}"
+
+
+def breaches(module: str, imported: str) -> str | None:
+    """What is wrong with one module importing another, if anything."""
+    outside = imported.split(".")[0]
+    if outside != NAME:
+        homes = HOMES.get(outside)
+        inside = homes is None or any(module == home or module.startswith(home + ".") for home in homes)
+        return None if inside else f"{outside} is known only to {homes}"
+    target = imported.removeprefix(NAME).removeprefix(".")
+    if not module or not target or target[0].isupper() or target.startswith("__"):
+        return None  # the package's own front, whose names are imported on first use
+    own, other = rank_of(module), rank_of(target)
+    if own is None or other is None:
+        return "a room that has no layer"
+    if room_of(module) == room_of(target):
+        return None
+    if other < own or room_of(target) in FORBIDDEN.get(room_of(module), ()):
+        return f"{room_of(module)} lies beneath or apart from {room_of(target)}"
+    if own == other and {room_of(module), room_of(target)} not in ALLOWED_ACROSS:
+        return f"{room_of(module)} and {room_of(target)} lie side by side"
+    return None
+
+
+# Rooms of one layer that know each other, in one direction at a time (see the test of circles).
+ALLOWED_ACROSS: tuple[set[str], ...] = (
+    {"engine", "noticing"},
+    {"cli", "server"},
+    {"langchain", "retrieval"},
+    {"llama_index", "retrieval"},
+    {"retrieval", "reference"},
+    {"config", "errors"},
+    {"store", "report"},
+)
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_imports_run_downward(path: Path) -> None:
+    module = module_of(path)
+    wrong = [
+        f"line {line}: {imported}: {reason}"
+        for line, imported in imports_of(path)
+        if (reason := breaches(module, imported)) is not None
+    ]
+    assert wrong == []
+
+
+def test_rooms_form_no_circle() -> None:
+    seen: dict[str, set[str]] = {}
+    for path in FILES:
+        for _, imported in imports_of(path):
+            target, own = room_of(imported.removeprefix(NAME + ".")), room_of(module_of(path))
+            if imported.startswith(NAME + ".") and rank_of(target) is not None and own and target != own:
+                seen.setdefault(own, set()).add(target)
+    order: list[str] = []
+
+    def visit(room: str, above: tuple[str, ...]) -> None:
+        assert room not in above, " → ".join((*above, room))
+        if room not in order:
+            for below in sorted(seen.get(room, ())):
+                visit(below, (*above, room))
+            order.append(room)
+
+    for room in sorted(seen):
+        visit(room, ())
+    assert {"engine", "fusor", "store"} <= set(order)
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("fusor.fusor", "cacheblend_rag.store.base"),
+        ("fusor.mask", "cacheblend_rag.loading"),
+        ("config", "cacheblend_rag.engine"),
+        ("store.base", "cacheblend_rag.pipeline"),
+        ("store.memory", "diskcache"),
+        ("fusor.fusor", "transformers"),
+        ("pipeline", "transformers.cache_utils"),
+        ("engine", "faiss"),
+        ("engine", "cacheblend_rag.langchain"),
+        ("models.adapter", "cacheblend_rag.store.base"),
+        ("prompt.tokens", "cacheblend_rag.fusor"),
+        ("nowhere", "cacheblend_rag.config"),
+    ],
+)
+def test_the_rule_catches_what_it_should(module: str, imported: str) -> None:
+    assert breaches(module, imported) is not None
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_files_and_functions_stay_short(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MAX_FILE
+    long = {}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0]
+            described = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+            docstring = (first.end_lineno or 0) - first.lineno + 1 if described else 0
+            length = (node.end_lineno or 0) - node.lineno + 1 - docstring
+            if length > MAX_FUNCTION:
+                long[node.name] = length
+    assert long == {}
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_of)
+def test_every_module_says_what_it_is_and_asserts_nothing(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert ast.get_docstring(tree)
+    asserts = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+    assert asserts == [], "input is checked by errors of our own, which python -O keeps"
+
+
+def test_the_package_and_its_command_line_import_nothing_heavy() -> None:
+    heavy = ["torch", "transformers", "faiss", "sentence_transformers", "diskcache"]
+    light = [name for name in ("", ".errors", ".config", ".cli") if (PACKAGE / f"{name[1:] or '__init__'}.py").exists()]
+    script = f"import sys, {', '.join(NAME + name for name in light)}; print([m for m in {heavy} if m in sys.modules])"
+    if (PACKAGE / "cli").is_dir():
+        script = script.replace("import sys,", f"import sys, {NAME}.cli,")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_public_names_are_there_and_others_are_not() -> None:
+    import cacheblend_rag
+
+    for name in cacheblend_rag.__all__:
+        assert getattr(cacheblend_rag, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'Engine'"):
+        _ = cacheblend_rag.Engine
