@@ -8,8 +8,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from langchain_core.documents import Document
-from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, HumanMessage, SystemMessage, ToolMessage
-from langchain_core.messages.tool import InvalidToolCall, ToolCall, invalid_tool_call, tool_call
+from langchain_core.messages import (
+    AIMessage,
+    BaseMessage,
+    ChatMessage,
+    HumanMessage,
+    InvalidToolCall,
+    SystemMessage,
+    ToolCall,
+    ToolMessage,
+)
+from langchain_core.messages.tool import invalid_tool_call, tool_call
 
 from cacheblend_rag.errors import ConfigError, PromptError
 
@@ -49,9 +58,8 @@ def render(tokenizer: Any, messages: Sequence[BaseMessage], tools: Sequence[dict
             "use CacheBlendLLM, which takes plain text",
         )
     if tools and "tools" not in str(template):
-        raise ConfigError(
-            "tools", [tool["function"]["name"] for tool in tools], "use a model whose chat template takes tools"
-        )
+        names = [tool["function"]["name"] for tool in tools]
+        raise ConfigError("tools", names, "use a model whose chat template takes tools")
     turns = [_turn(message) for message in messages]
     return str(tokenizer.apply_chat_template(turns, tools=tools or None, tokenize=False, add_generation_prompt=True))
 
@@ -106,9 +114,8 @@ def _role(message: BaseMessage) -> str:
             return role
     if isinstance(message, ChatMessage):
         return message.role
-    raise PromptError(
-        f"a {type(message).__name__} has no place in a chat template; use system, human, AI or tool messages"
-    )
+    kind = type(message).__name__
+    raise PromptError(f"a {kind} has no place in a chat template; use system, human, AI or tool messages")
 
 
 def _text(message: BaseMessage) -> str:

@@ -80,7 +80,8 @@ async def test_exactly_one_streamed_chunk_carries_usage(chat: ChatCacheBlend) ->
 
 
 def test_tool_calls_are_read() -> None:
-    text = 'Let me look.\n<tool_call>\n{"name": "find", "arguments": {"what": "leaf"}}\n</tool_call><tool_call>{"name": </tool_call>'
+    good = '<tool_call>\n{"name": "find", "arguments": {"what": "leaf"}}\n</tool_call>'
+    text = f'Let me look.\n{good}<tool_call>{{"name": </tool_call>'
     message = parse_answer(text, [TOOL])
     assert message.content == "Let me look."
     assert [(call["name"], call["args"]) for call in message.tool_calls] == [("find", {"what": "leaf"})]

@@ -1,8 +1,84 @@
-"""Selection rules: which rows stay on which layer. One file a rule."""
+"""Selection rules: which rows stay on which layer. One file a rule, one row in `RULES`."""
 
+from __future__ import annotations
+
+from dataclasses import fields
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection.all import SelectAll
-from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, budget
+from cacheblend_rag.fusor.selection.base import FixedRule, LayerView, Measure, SelectionRule, StartView, budget, top
+from cacheblend_rag.fusor.selection.boundary import SelectBoundary
+from cacheblend_rag.fusor.selection.gradual import SelectGradual
 from cacheblend_rag.fusor.selection.hkvd import SelectHKVD
+from cacheblend_rag.fusor.selection.mixed import SelectMixed
 from cacheblend_rag.fusor.selection.none import SelectNone
+from cacheblend_rag.fusor.selection.query import SelectQuery
+from cacheblend_rag.fusor.selection.random import SelectRandom
+from cacheblend_rag.fusor.selection.threshold import SelectThreshold
 
-__all__ = ["LayerView", "SelectAll", "SelectHKVD", "SelectNone", "SelectionRule", "budget"]
+__all__ = [
+    "RULES",
+    "FixedRule",
+    "LayerView",
+    "Measure",
+    "SelectAll",
+    "SelectBoundary",
+    "SelectGradual",
+    "SelectHKVD",
+    "SelectMixed",
+    "SelectNone",
+    "SelectQuery",
+    "SelectRandom",
+    "SelectThreshold",
+    "SelectionRule",
+    "StartView",
+    "budget",
+    "make_rule",
+    "top",
+]
+
+RULES: dict[str, type[SelectionRule]] = {
+    "hkvd": SelectHKVD,
+    "gradual": SelectGradual,
+    "threshold": SelectThreshold,
+    "boundary": SelectBoundary,
+    "query": SelectQuery,
+    "mixed": SelectMixed,
+    "random": SelectRandom,
+    "none": SelectNone,
+    "all": SelectAll,
+}
+# Options that rules share are options of the engine; the others are given as selection_options.
+_SHARED = ("check_layers", "recompute_ratio", "recompute_ratios", "metric")
+
+
+def make_rule(config: BlendConfig) -> SelectionRule:
+    """The rule that a config names, or the one it holds.
+
+    A rule is a dataclass; its fields are its options.
+
+    Raises
+    ------
+    ConfigError
+        If there is no rule of that name, or an option is not the rule's or out of range.
+    """
+    if isinstance(config.selection, SelectionRule):
+        if config.selection_options:
+            remedy = "use it with the name of a rule; a rule object has its options already"
+            raise ConfigError("selection_options", config.selection_options, remedy)
+        return config.selection
+    kind = RULES.get(config.selection)
+    if kind is None:
+        raise ConfigError("selection", config.selection, "use one of " + ", ".join(map(repr, RULES)))
+    names = [option.name for option in fields(kind)]  # type: ignore[arg-type]
+    own = [name for name in names if name not in _SHARED]
+    for name in config.selection_options:
+        if name not in own:
+            takes = "use " + " or ".join(map(repr, own)) if own else "leave it empty"
+            raise ConfigError("selection_options", config.selection_options, f"{takes} for {config.selection!r}")
+    if config.recompute_ratios and "recompute_ratios" not in names:
+        remedy = f"leave it empty; {config.selection!r} takes one recompute_ratio"
+        raise ConfigError("recompute_ratios", config.recompute_ratios, remedy)
+    shared = {name: getattr(config, name) for name in _SHARED if name in names}
+    return kind(**shared, **config.selection_options)

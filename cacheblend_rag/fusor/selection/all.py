@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
 
-from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule
+from cacheblend_rag.fusor.selection.base import FixedRule
 
 __all__ = ["SelectAll"]
 
 
-class SelectAll(SelectionRule):
-    """Recompute every chunk token on every layer."""
+@dataclass(frozen=True)
+class SelectAll(FixedRule):
+    """Recompute every chunk token on every layer; nothing is read from a store or written to it."""
 
     @property
-    def starts(self) -> bool:
-        """See `SelectionRule.starts`."""
-        return True
-
-    def checks(self, layer: int) -> bool:
-        """See `SelectionRule.checks`."""
+    def reads_store(self) -> bool:
+        """See `SelectionRule.reads_store`."""
         return False
-
-    def keep(self, view: LayerView) -> torch.Tensor:
-        """See `SelectionRule.keep`."""
-        return torch.arange(len(view.positions), device=view.positions.device)

@@ -3,58 +3,138 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-__all__ = ["LayerView", "SelectionRule", "budget"]
+__all__ = ["FixedRule", "LayerView", "Measure", "SelectionRule", "StartView", "budget", "top"]
+
+
+class Measure(Protocol):
+    """KV deviation of a layer's candidates."""
+
+    def __call__(self, metric: str = "v", relative: bool = False) -> torch.Tensor:
+        """KV deviation of the candidates, ``[candidates]`` float32.
+
+        The L2 norm, over all heads, of the difference between stored and newly computed KV
+        (Table 1 of the paper).
+
+        Parameters
+        ----------
+        metric : {"v", "k", "kv"}
+            Compare values, keys at their final positions, or both.
+        relative : bool
+            Divide by the norm of what was newly computed.
+        """
 
 
 @dataclass(frozen=True)
-class LayerView:
-    """What a rule sees of a layer before the layer runs.
+class StartView:
+    """What a rule sees before layer 0.
 
     Parameters
     ----------
-    layer : int
-        Number of the layer.
     positions : Tensor, [candidates], long
-        Reused chunk positions that are still being recomputed, rising.
+        Reused chunk positions a rule decides on, rising.
+    offsets : Tensor, [candidates], long
+        Place of each within its chunk, from 0; the separator opens a chunk.
     reused_tokens : int
         Reused chunk tokens in all; ratios are shares of this.
-    measure : callable
-        KV deviation of the candidates on this layer, ``[candidates]`` float32: the L2 norm of
-        the difference between stored and newly computed values (Table 1 of the paper).
+    attention : Tensor or None, [candidates], float32
+        How much the question attends to each: mean over heads, over the question's rows and over
+        the rule's `SelectionRule.score_layers`, keys at their final positions and nothing
+        recomputed but what is always computed. None if the rule scores no layers.
     """
 
-    layer: int
     positions: torch.Tensor
+    offsets: torch.Tensor
     reused_tokens: int
-    measure: Callable[[], torch.Tensor]
+    attention: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LayerView(StartView):
+    """What a rule sees of a layer before the layer runs; candidates are the rows not yet dropped.
+
+    Parameters
+    ----------
+    positions, offsets, reused_tokens, attention
+        As in `StartView`.
+    layer : int
+        Number of the layer.
+    measure : Measure
+        KV deviation of the candidates on this layer.
+    """
+
+    layer: int = 0
+    measure: Measure = lambda metric="v", relative=False: torch.empty(0)
 
 
 class SelectionRule(ABC):
     """Decides which reused chunk tokens are recomputed on each layer.
 
     Rows of chunks that are not stored, and the suffix, are always computed and never shown to a
-    rule. A row that was dropped cannot return.
+    rule. A row that was dropped cannot return. A rule keeps nothing from one prompt to the next.
     """
 
     @property
-    @abstractmethod
-    def starts(self) -> bool:
-        """Whether layer 0 computes the reused chunk tokens; if not, none is ever recomputed."""
+    def reads_store(self) -> bool:
+        """Whether stored KV is of any use to this rule."""
+        return True
+
+    @property
+    def moves_keys(self) -> bool:
+        """Whether stored keys are rotated to their new positions."""
+        return True
+
+    def fit(self, layers: int) -> SelectionRule:
+        """This rule for a model of so many layers.
+
+        Raises
+        ------
+        ConfigError
+            If it does not fit.
+        """
+        return self
+
+    @property
+    def score_layers(self) -> Sequence[int]:
+        """Layers on which the question's attention is wanted; each call of a rule then shows it."""
+        return ()
+
+    def begin(self, view: StartView) -> torch.Tensor:
+        """Indices into ``view.positions`` of the rows computed on layer 0, rising, ``[kept]`` long."""
+        return torch.arange(len(view.positions), device=view.positions.device)
 
     @abstractmethod
     def checks(self, layer: int) -> bool:
-        """Whether the rule drops rows before this layer."""
+        """Whether the rule drops rows before this layer, from 1 on."""
 
     @abstractmethod
     def keep(self, view: LayerView) -> torch.Tensor:
         """Indices into ``view.positions`` of the rows that stay, rising, ``[kept]`` long."""
 
 
+class FixedRule(SelectionRule):
+    """A rule that decides once, before layer 0."""
+
+    def checks(self, layer: int) -> bool:
+        """See `SelectionRule.checks`."""
+        return False
+
+    def keep(self, view: LayerView) -> torch.Tensor:
+        """See `SelectionRule.keep`."""
+        return torch.arange(len(view.positions), device=view.positions.device)
+
+
 def budget(ratio: float, tokens: int) -> int:
     """Number of rows a ratio allows: never more than the share, and all of them at 1."""
     return int(ratio * tokens + 1e-9)
+
+
+def top(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of the highest scores, rising; of equal ones, the first."""
+    order = torch.sort(scores, descending=True, stable=True).indices
+    return order[:count].sort().values

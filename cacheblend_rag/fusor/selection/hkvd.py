@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, budget
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView, budget, top
+from cacheblend_rag.fusor.selection.options import (
+    check_fit,
+    check_layer_list,
+    check_metric,
+    check_share,
+    check_shares,
+    flat_or_falling,
+)
 
 __all__ = ["SelectHKVD"]
 
 
+@dataclass(frozen=True)
 class SelectHKVD(SelectionRule):
     """Keep the share of highest KV deviation at each check layer.
 
@@ -18,26 +29,47 @@ class SelectHKVD(SelectionRule):
     ----------
     check_layers : sequence of int
         Layers at which deviation is measured, rising, from 1 on.
-    ratio : float
+    recompute_ratio : float
         Share of the reused chunk tokens that stays.
+    recompute_ratios : sequence of float
+        A share for each check layer instead, never rising.
+    metric : {"v", "k", "kv"}
+        Compare values, keys at their final positions, or both.
     """
 
-    def __init__(self, check_layers: Sequence[int], ratio: float) -> None:
-        self._check_layers = frozenset(check_layers)
-        self._ratio = ratio
+    check_layers: Sequence[int] = (1,)
+    recompute_ratio: float = 0.15
+    recompute_ratios: Sequence[float] = ()
+    metric: str = "v"
 
-    @property
-    def starts(self) -> bool:
-        """See `SelectionRule.starts`."""
-        return self._ratio > 0
+    def __post_init__(self) -> None:
+        check_layer_list("check_layers", self.check_layers)
+        check_share("recompute_ratio", self.recompute_ratio)
+        check_shares("recompute_ratios", self.recompute_ratios)
+        flat_or_falling("recompute_ratios", self.recompute_ratios)
+        check_metric(self.metric)
+        if self.recompute_ratios and len(self.recompute_ratios) != len(self.check_layers):
+            remedy = f"use one ratio for each of the check layers {tuple(self.check_layers)}"
+            raise ConfigError("recompute_ratios", self.recompute_ratios, remedy)
+
+    def fit(self, layers: int) -> SelectionRule:
+        """See `SelectionRule.fit`."""
+        check_fit("check_layers", self.check_layers, layers)
+        return self
+
+    def begin(self, view: StartView) -> torch.Tensor:
+        """See `SelectionRule.begin`."""
+        return super().begin(view) if self._ratio(self.check_layers[0]) > 0 else view.positions.new_empty(0)
 
     def checks(self, layer: int) -> bool:
         """See `SelectionRule.checks`."""
-        return layer in self._check_layers
+        return layer in self.check_layers
 
     def keep(self, view: LayerView) -> torch.Tensor:
         """See `SelectionRule.keep`."""
-        count = min(budget(self._ratio, view.reused_tokens), len(view.positions))
-        # A stable sort, so that equal deviations always give the same rows.
-        order = torch.sort(view.measure(), descending=True, stable=True).indices
-        return order[:count].sort().values
+        return top(view.measure(self.metric), budget(self._ratio(view.layer), view.reused_tokens))
+
+    def _ratio(self, layer: int) -> float:
+        if not self.recompute_ratios:
+            return self.recompute_ratio
+        return self.recompute_ratios[list(self.check_layers).index(layer)]

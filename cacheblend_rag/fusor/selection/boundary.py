@@ -1,0 +1,39 @@
+"""Boundary: recompute the first tokens of each chunk (EPIC's LegoLink, arXiv 2410.15332)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cacheblend_rag.fusor.selection.base import FixedRule, StartView, budget
+from cacheblend_rag.fusor.selection.options import check_share
+
+__all__ = ["SelectBoundary", "first_of_chunks"]
+
+
+@dataclass(frozen=True)
+class SelectBoundary(FixedRule):
+    """Recompute the first tokens of each chunk on every layer.
+
+    A chunk that was computed on its own took its first tokens for the start of the text.
+
+    Parameters
+    ----------
+    recompute_ratio : float
+        Share of the reused chunk tokens; each chunk gets equally many, as far as it has them.
+    """
+
+    recompute_ratio: float = 0.15
+
+    def __post_init__(self) -> None:
+        check_share("recompute_ratio", self.recompute_ratio)
+
+    def begin(self, view: StartView) -> torch.Tensor:
+        """See `SelectionRule.begin`."""
+        return first_of_chunks(view.offsets, budget(self.recompute_ratio, view.reused_tokens))
+
+
+def first_of_chunks(offsets: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of the tokens nearest to the start of their chunk, rising; of equal ones, the first."""
+    return torch.sort(offsets, stable=True).indices[:count].sort().values

@@ -1,0 +1,57 @@
+"""Checks that several rules share; every message names the option, its value and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from cacheblend_rag.errors import ConfigError
+
+__all__ = ["METRICS", "check_fit", "check_layer_list", "check_metric", "check_share", "check_shares", "flat_or_falling"]
+
+METRICS = ("v", "k", "kv")
+
+
+def check_share(name: str, value: object) -> None:
+    """A number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ConfigError(name, value, "use a number from 0 to 1")
+
+
+def check_shares(name: str, values: object) -> None:
+    """A sequence of numbers from 0 to 1."""
+    if not isinstance(values, (tuple, list)):
+        raise ConfigError(name, values, "use a tuple of numbers, such as (0.2, 0.1)")
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+            raise ConfigError(name, values, "use numbers from 0 to 1")
+
+
+def flat_or_falling(name: str, ratios: Sequence[float]) -> None:
+    """Ratios that never rise."""
+    if any(after > before for before, after in pairwise(ratios)):
+        raise ConfigError(name, ratios, "use ratios that never rise; a row that was dropped cannot return")
+
+
+def check_metric(metric: object) -> None:
+    """What KV deviation compares."""
+    if metric not in METRICS:
+        raise ConfigError("metric", metric, "use one of " + ", ".join(map(repr, METRICS)))
+
+
+def check_layer_list(name: str, layers: object, lowest: int = 1) -> None:
+    """Layers in rising order, each once."""
+    if not isinstance(layers, (tuple, list)):
+        raise ConfigError(name, layers, "use a tuple of layers, such as (1,)")
+    whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
+    if not layers or not whole or any(layer < lowest for layer in layers):
+        reason = "; KV never deviates on layer 0, where it depends on the token alone" if lowest else ""
+        raise ConfigError(name, layers, f"use layers from {lowest} on{reason}")
+    if list(layers) != sorted(set(layers)):
+        raise ConfigError(name, layers, "list each layer once, in rising order")
+
+
+def check_fit(name: str, wanted: Sequence[int], layers: int) -> None:
+    """Layers the model has."""
+    if wanted and wanted[-1] >= layers:
+        raise ConfigError(name, tuple(wanted), f"this model has layers 0 to {layers - 1}")
