@@ -114,8 +114,8 @@ def _role(message: BaseMessage) -> str:
             return role
     if isinstance(message, ChatMessage):
         return message.role
-    kind = type(message).__name__
-    raise PromptError(f"a {kind} has no place in a chat template; use system, human, AI or tool messages")
+    name = type(message).__name__
+    raise PromptError(f"a {name} has no place in a chat template; use system, human, AI or tool messages")
 
 
 def _text(message: BaseMessage) -> str:
