@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["CONDITIONS", "ENV_PREFIX", "SELECTIONS", "WRITE_BACKS", "BlendConfig", "parse_bytes"]
+__all__ = ["CONDITIONS", "ENV_PREFIX", "METRICS", "WRITE_BACKS", "BlendConfig", "parse_bytes"]
 
 ENV_PREFIX = "CACHEBLEND_RAG_"
-SELECTIONS = ("hkvd", "none", "all")
 CONDITIONS = ("sink", "prefix")
+METRICS = ("v", "k", "kv")
 WRITE_BACKS = ("background", "inline", "off")
 
 _T = TypeVar("_T")
@@ -60,7 +61,11 @@ def _layers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part.strip())
 
 
-def _option(name: str, default: _T, parse: Callable[[str], object]) -> Any:
+def _ratios(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(",") if part.strip())
+
+
+def _option(name: str, default: _T, parse: Callable[[str], object], like: str = "", hashed: bool = True) -> Any:
     """A dataclass field whose default is read from ``CACHEBLEND_RAG_<NAME>`` when that is set."""
 
     def make() -> object:
@@ -70,9 +75,9 @@ def _option(name: str, default: _T, parse: Callable[[str], object]) -> Any:
         try:
             return parse(text)
         except ValueError as error:
-            raise ConfigError(ENV_PREFIX + name.upper(), text, f"use a value like {default!r}") from error
+            raise ConfigError(ENV_PREFIX + name.upper(), text, f"use a value like {like or repr(default)}") from error
 
-    return field(default_factory=make)
+    return field(default_factory=make, hash=None if hashed else False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,12 +94,21 @@ class BlendConfig:
     recompute_ratio : float
         Share of the reused chunk tokens that is recomputed on every layer from the check layer
         on, from 0 to 1 (section 4.3 of the CacheBlend paper; 0.15 there).
-    selection : {"hkvd", "none", "all"}
-        ``"hkvd"`` recomputes the tokens of highest KV deviation, ``"none"`` is full KV reuse,
-        ``"all"`` is full KV recompute.
+    selection : str or SelectionRule
+        Which tokens are recomputed: a rule, or the name of one. ``"hkvd"`` recomputes the tokens
+        of highest KV deviation, ``"none"`` is full KV reuse, ``"all"`` is full KV recompute; also
+        ``"gradual"``, ``"threshold"``, ``"boundary"``, ``"query"``, ``"mixed"``, ``"random"``.
     check_layers : tuple of int
         Layers at which KV deviation is measured; the first is 1 or higher, since the KV of
         layer 0 depends on the token alone and never deviates.
+    recompute_ratios : tuple of float
+        Shares that never rise, in place of ``recompute_ratio``: one for each check layer
+        (``"hkvd"``), or for the first check layer and those after it (``"gradual"``).
+    metric : {"v", "k", "kv"}
+        What KV deviation compares: values, keys at their final positions, or both.
+    selection_options : dict
+        Options of single rules, such as ``{"bound": 0.2}`` for ``"threshold"``; in the
+        environment, as JSON.
     min_tokens : int
         A prompt with fewer chunk tokens than this is answered by plain prefill.
     condition : {"sink", "prefix"}
@@ -110,6 +124,11 @@ class BlendConfig:
         Bytes the KV store may take, as a number or as text such as ``"20GB"``.
     salt : str
         Tenants with different salts never share a record.
+    like : str
+        Treat a model of a family that is not known as one of this family; empty for no such try.
+    check_model : bool
+        Once at load, blend a dozen tokens and compare with the model's own forward pass, so that
+        a transformers version that has moved is refused instead of answering wrongly.
 
     Raises
     ------
@@ -119,32 +138,43 @@ class BlendConfig:
 
     separator: str = _option("separator", " # # ", str)
     recompute_ratio: float = _option("recompute_ratio", 0.15, float)
-    selection: str = _option("selection", "hkvd", str)
+    selection: Any = _option("selection", "hkvd", str)  # noqa: RUF009
     check_layers: tuple[int, ...] = _option("check_layers", (1,), _layers)
+    recompute_ratios: tuple[float, ...] = _option("recompute_ratios", (), _ratios, like="'0.2,0.1'")
+    metric: str = _option("metric", "v", str)
+    selection_options: Mapping[str, Any] = _option(
+        "selection_options", {}, json.loads, like="""'{"seed": 1}'""", hashed=False
+    )
     min_tokens: int = _option("min_tokens", 256, int)
     condition: str = _option("condition", "sink", str)
     write_back: str = _option("write_back", "background", str)
     prefetch: bool = _option("prefetch", True, lambda text: _flag(text))
     size_limit: int | str = _option("size_limit", 10 * 10**9, lambda text: parse_bytes(text))
     salt: str = _option("salt", "", str)
+    like: str = _option("like", "", str)
+    check_model: bool = _option("check_model", True, lambda text: _flag(text))
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size_limit", parse_bytes(self.size_limit))
         if not isinstance(self.separator, str) or not self.separator:
             raise ConfigError("separator", self.separator, "use a text that is not empty")
-        ratio = self.recompute_ratio
-        if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
-            raise ConfigError("recompute_ratio", ratio, "use a number from 0 to 1")
-        _one_of("selection", self.selection, SELECTIONS)
+        if not _is_share(self.recompute_ratio):
+            raise ConfigError("recompute_ratio", self.recompute_ratio, "use a number from 0 to 1")
+        if not isinstance(self.selection, str) and not callable(getattr(self.selection, "keep", None)):
+            raise ConfigError("selection", self.selection, "use the name of a rule, such as 'hkvd', or a rule")
+        _one_of("metric", self.metric, METRICS)
         _one_of("condition", self.condition, CONDITIONS)
         _one_of("write_back", self.write_back, WRITE_BACKS)
         if isinstance(self.min_tokens, bool) or not isinstance(self.min_tokens, int) or self.min_tokens < 0:
             raise ConfigError("min_tokens", self.min_tokens, "use a whole number, 0 or more")
-        if not isinstance(self.prefetch, bool):
-            raise ConfigError("prefetch", self.prefetch, "use True or False")
-        if not isinstance(self.salt, str):
-            raise ConfigError("salt", self.salt, "use a text; an empty one is shared by all who set none")
+        for name in ("prefetch", "check_model"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, getattr(self, name), "use True or False")
+        for name, remedy in (("salt", "an empty one is shared by all who set none"), ("like", "a family's name")):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigError(name, getattr(self, name), f"use a text; {remedy}")
         self._check_layers()
+        self._check_rule_options()
 
     def _check_layers(self) -> None:
         layers = self.check_layers
@@ -161,6 +191,17 @@ class BlendConfig:
         if list(layers) != sorted(set(layers)):
             raise ConfigError("check_layers", layers, "list each layer once, in rising order")
 
+    def _check_rule_options(self) -> None:
+        ratios, options = self.recompute_ratios, self.selection_options
+        if not isinstance(ratios, (tuple, list)):
+            raise ConfigError("recompute_ratios", ratios, "use a tuple of ratios, such as (0.2, 0.1)")
+        object.__setattr__(self, "recompute_ratios", tuple(ratios))
+        if not all(map(_is_share, ratios)):
+            raise ConfigError("recompute_ratios", ratios, "use numbers from 0 to 1")
+        if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+            raise ConfigError("selection_options", options, 'use a dict of options, such as {"seed": 1}')
+        object.__setattr__(self, "selection_options", dict(options))
+
     @property
     def store_bytes(self) -> int:
         """``size_limit`` in bytes."""
@@ -170,6 +211,10 @@ class BlendConfig:
     def names(cls) -> tuple[str, ...]:
         """Names of all options."""
         return tuple(f.name for f in fields(cls))
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def _flag(text: str) -> bool:

@@ -19,6 +19,7 @@ from transformers import GenerationConfig
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.decode import Decoded, DecodeOptions, decode
 from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError
+from cacheblend_rag.fusor.selfcheck import check_adapter
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.pipeline import Blend, Pipeline, Segment
@@ -65,7 +66,7 @@ class BlendEngine:
     Raises
     ------
     UnsupportedModelError
-        If the model's family is not known.
+        If the model's family is not known, or its layers do not act as the family's should.
     ConfigError
         If an option does not fit the model.
 
@@ -87,7 +88,10 @@ class BlendEngine:
         self._owns_store = store is None or isinstance(store, (str, os.PathLike))
         self.store = _open_store(store, self.config)
         segments = SegmentTokenizer(tokenizer, self.config.separator)
-        self._pipeline = Pipeline(ModelAdapter(model), segments, self.config, self.store)
+        adapter = ModelAdapter(model, like=self.config.like or None)
+        if self.config.check_model:
+            check_adapter(adapter)
+        self._pipeline = Pipeline(adapter, segments, self.config, self.store)
         self._gate = IdleGate()
         self._write_back = WriteBack(self._gate)
         self._viewed: BlendEngine | None = None
@@ -281,8 +285,8 @@ class BlendEngine:
         """
         self._check_open()
         self.flush()
-        segments = [self._pipeline.chunk_segment(text, prefix) for text in _texts(chunks)]
-        return sum(self.store.delete(segment.key) for segment in segments)
+        forms = [self._pipeline.chunk_forms(text, prefix) for text in _texts(chunks)]
+        return sum(self.store.delete(segment.key) for segments in forms for segment in segments)
 
     def flush(self) -> None:
         """Wait until everything computed is stored."""

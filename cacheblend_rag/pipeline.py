@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
-from cacheblend_rag.fusor.selection import SelectAll, SelectHKVD, SelectionRule, SelectNone
+from cacheblend_rag.fusor.selection import make_rule
+from cacheblend_rag.fusor.work import work_share
 from cacheblend_rag.loading import LayerReader, Placement, load_ahead, load_plainly
 from cacheblend_rag.loading.loader import RecordLost
 from cacheblend_rag.models.adapter import ModelAdapter
@@ -95,14 +95,14 @@ class Pipeline:
     def __init__(self, adapter: ModelAdapter, tokenizer: SegmentTokenizer, config: BlendConfig, store: KVStore) -> None:
         self.adapter, self.tokenizer, self.config, self.store = adapter, tokenizer, config, store
         self.fingerprint = adapter.fingerprint()
-        self._rule = _rule(config, adapter.num_layers)
+        self._rule = make_rule(config).fit(adapter.num_layers)
 
     def with_config(self, config: BlendConfig, tokenizer: SegmentTokenizer) -> Pipeline:
         """The same model and store with other options; the model is not hashed again."""
         other = object.__new__(Pipeline)
         other.__dict__.update(self.__dict__)
         other.config, other.tokenizer = config, tokenizer
-        other._rule = _rule(config, self.adapter.num_layers)
+        other._rule = make_rule(config).fit(self.adapter.num_layers)
         return other
 
     def segment(self, kind: str, context_ids: tuple[int, ...], token_ids: tuple[int, ...], regime: int = 0) -> Segment:
@@ -118,10 +118,16 @@ class Pipeline:
 
     def chunk_segment(self, text: str, prefix: str = "") -> Segment:
         """The segment of a chunk; ``prefix`` matters only if chunks are computed behind it."""
+        first, *_ = self.chunk_forms(text, prefix)
+        regime = self.adapter.regime(len(first.context_ids) + len(first.token_ids)) or 0
+        return self.segment("chunk", first.context_ids, first.token_ids, regime)
+
+    def chunk_forms(self, text: str, prefix: str = "") -> list[Segment]:
+        """All segments under which a chunk may be stored, one a frequency regime."""
         behind_prefix = self.config.condition == "prefix" and prefix
         context = self.tokenizer.opening_ids(prefix) if behind_prefix else self.tokenizer.start_ids
         ids = self.tokenizer.chunk_ids(text)
-        return self.segment("chunk", context, ids, self.adapter.regime(len(context) + len(ids)) or 0)
+        return [self.segment("chunk", context, ids, regime) for regime in self.adapter.regimes]
 
     def compute(self, segment: Segment) -> KVRecord:
         """Compute a segment's KV behind its context."""
@@ -168,6 +174,7 @@ class Pipeline:
             recomputed_tokens=(0,) * layers,
             computed_tokens=(len(rows),) * layers,
             plain=True,
+            work=1.0,
             seconds=seconds,
         )
         fused = FusedKV(result.cache, result.logits, list(split.input_ids), (rows,) * layers, None, report)
@@ -206,7 +213,7 @@ class Pipeline:
         prefix = self.segment("prefix", (), prefix_ids, regime) if len(prefix_ids) > len(start) else None
         context = prefix_ids if self.config.condition == "prefix" else start
         chunks = tuple(self.segment("chunk", context, split.ids(span), regime) for span in split.chunks)
-        if self.config.selection == "all":
+        if not self._rule.reads_store:
             return _Found(None, chunks, {})
         records: dict[str, StoredKV] = {}
         for segment in (*([prefix] if prefix else []), *chunks):
@@ -247,7 +254,7 @@ class Pipeline:
     def _plan(self, split: TokenizedPrompt, found: _Found) -> FusionPlan:
         """Sort the stored segments into exact and reused ones."""
         exact: list[range] = []
-        reused: list[range] = []
+        reused: dict[range, int] = {}  # where each began when it was computed
         unrotated: list[Span] = []
         if found.prefix is not None and found.prefix.key in found.records:
             exact.append(_range(split.prefix))
@@ -256,9 +263,13 @@ class Pipeline:
                 continue
             unrotated.append(span)
             in_place = split.input_ids[: span.start] == segment.context_ids
-            (exact if in_place else reused).append(_range(span))
+            if in_place:
+                exact.append(_range(span))
+            else:
+                reused[_range(span)] = len(segment.context_ids)
         turn = range(unrotated[0].start, unrotated[-1].stop) if unrotated else range(0)
-        return FusionPlan(split.input_ids, exact, reused, turn)
+        question = _range(split.suffix) if len(split.suffix) else None
+        return FusionPlan(split.input_ids, exact, list(reused), turn, list(reused.values()), question)
 
     def _fused(self, split: TokenizedPrompt, found: _Found, fusion: Fusion, seconds: Seconds, lost: int) -> FusedKV:
         hits = [span for span, seg in zip(split.chunks, found.chunks, strict=True) if seg.key in found.records]
@@ -271,6 +282,7 @@ class Pipeline:
             reused_tokens=sum(map(len, hits)) + (len(split.prefix) if prefix_hit else 0),
             recomputed_tokens=fusion.recomputed_tokens,
             computed_tokens=tuple(map(len, fusion.computed)),
+            work=work_share(self.adapter.shape, len(split.input_ids), fusion.done),
             lost=lost,
             seconds=seconds,
         )
@@ -287,7 +299,7 @@ class Pipeline:
 
     def _write_back(self, split: TokenizedPrompt, found: _Found, fusion: Fusion) -> dict[str, Callable[[], None]]:
         """What computes and stores each segment that was missing."""
-        if self.config.selection == "all" or self.config.write_back == "off":
+        if not self._rule.reads_store or self.config.write_back == "off":
             return {}
         jobs: dict[str, Callable[[], None]] = {}
         prefix = found.prefix
@@ -340,13 +352,3 @@ def _first_rows(layers: tuple[LayerKV, ...], tokens: int) -> SegmentKV:
     keys = tuple(layer.keys[0, :, :tokens].cpu().clone() for layer in layers)
     values = tuple(layer.values[0, :, :tokens].cpu().clone() for layer in layers)
     return SegmentKV(keys, values, rotated=True)
-
-
-def _rule(config: BlendConfig, layers: int) -> SelectionRule:
-    if config.selection == "none":
-        return SelectNone()
-    if config.selection == "all":
-        return SelectAll()
-    if config.check_layers[-1] >= layers:
-        raise ConfigError("check_layers", config.check_layers, f"this model has layers 0 to {layers - 1}")
-    return SelectHKVD(config.check_layers, config.recompute_ratio)

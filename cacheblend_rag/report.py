@@ -53,6 +53,9 @@ class BlendReport:
         Reused chunk tokens recomputed on each layer.
     computed_tokens : tuple of int
         All rows computed on each layer: those, chunks not stored, and the suffix.
+    work : float
+        Floating-point work of all rows on all layers, scoring and checks included, as a share of
+        a full prefill's.
     plain : bool
         Whether plain prefill answered.
     lost : int
@@ -75,6 +78,7 @@ class BlendReport:
     reused_tokens: int = 0
     recomputed_tokens: tuple[int, ...] = ()
     computed_tokens: tuple[int, ...] = ()
+    work: float = 0.0
     plain: bool = False
     lost: int = 0
     seconds: Seconds = field(default_factory=Seconds)

@@ -39,8 +39,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 class KeepThese(SelectionRule):
     """Keeps given positions from given layers on."""
 
-    starts = True
-
     def __init__(self, kept: dict[int, tuple[int, ...]]) -> None:
         self.kept = kept
 
@@ -234,9 +232,11 @@ def stored_values(model: Any, prompt: Prompt, layer: int) -> torch.Tensor:
 
 def test_equal_deviations_keep_the_first_rows() -> None:
     rule = SelectHKVD((1,), 0.5)
-    view = LayerView(1, torch.arange(10, 18), 8, lambda: torch.tensor([1.0, 2, 2, 1, 2, 2, 1, 2]))
+    places = torch.arange(10, 18)
+    mixed, even = torch.tensor([1.0, 2, 2, 1, 2, 2, 1, 2]), torch.ones(8)
+    view = LayerView(places, places - 10, 8, layer=1, measure=lambda metric="v", relative=False: mixed)
     assert rule.keep(view).tolist() == [1, 2, 4, 5]
-    same = LayerView(1, torch.arange(10, 18), 8, lambda: torch.ones(8))
+    same = LayerView(places, places - 10, 8, layer=1, measure=lambda metric="v", relative=False: even)
     assert rule.keep(same).tolist() == [0, 1, 2, 3]
 
 

@@ -12,8 +12,12 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
-    "command", ["ruff check --output-format concise .", "ruff format --check .", "mypy"], ids=["lint", "format", "types"]
+    "command",
+    ["ruff check --output-format concise .", "ruff format --check .", "mypy"],
+    ids=["lint", "format", "types"],
 )
 def test_clean(command: str) -> None:
-    done = subprocess.run([sys.executable, "-m", *command.split()], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", *command.split()], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr

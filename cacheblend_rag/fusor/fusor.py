@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from cacheblend_rag.fusor.mask import row_mask
-from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule
+from cacheblend_rag.fusor.scoring import question_attention
+from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView
+from cacheblend_rag.fusor.work import Projected, RowsDone
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.models.rope import rotate
+from cacheblend_rag.models.rope import Rotaries, rotate
 
 __all__ = ["Fusion", "FusionPlan", "fuse"]
 
@@ -31,6 +33,11 @@ class FusionPlan:
         Positions of the other stored chunks; a selection rule decides on these.
     unrotated : range
         Positions from the first to the last whose stored keys still need their rotation.
+    origins : sequence of int
+        Where each of the reused chunks began when it was computed; needed only by a rule that
+        does not move keys.
+    question : range or None
+        Positions of the question, at the end; by default those behind the last stored chunk.
 
     All other positions are computed on every layer, and so is the last one, whose logits are
     wanted.
@@ -40,6 +47,8 @@ class FusionPlan:
     exact: Sequence[range]
     reused: Sequence[range]
     unrotated: range
+    origins: Sequence[int] = ()
+    question: range | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,8 @@ class Fusion:
         How many of them are reused chunk tokens.
     deviation : Tensor or None, [tokens] float32
         KV deviation at the first check layer; NaN where none was measured.
+    done : RowsDone
+        All rows that were worked on, those of checks and of a scoring pass included.
     """
 
     layers: tuple[LayerKV, ...]
@@ -65,6 +76,7 @@ class Fusion:
     computed: tuple[torch.Tensor, ...]
     recomputed_tokens: tuple[int, ...]
     deviation: torch.Tensor | None
+    done: RowsDone
 
 
 def fuse(adapter: ModelAdapter, plan: FusionPlan, layers: Iterable[LayerKV], rule: SelectionRule) -> Fusion:
@@ -82,36 +94,78 @@ def fuse(adapter: ModelAdapter, plan: FusionPlan, layers: Iterable[LayerKV], rul
         Which reused rows stay on which layer.
     """
     with adapter.blending():
-        state = _Pass(adapter, plan, rule)
-        fused = tuple(state.step(number, kv) for number, kv in enumerate(layers))
+        state = _Pass(adapter, plan, rule.fit(adapter.num_layers), iter(layers))
+        fused = tuple(state.step(number) for number in range(adapter.num_layers))
         logits = adapter.head(state.hidden[-1])
-        return Fusion(fused, logits, tuple(state.computed), tuple(state.recomputed), state.deviation)
+        done = RowsDone(tuple(state.computed), tuple(state.projected), state.scored)
+        return Fusion(fused, logits, done.computed, tuple(state.recomputed), state.deviation, done)
 
 
 class _Pass:
     """State of one blended pass: the kept rows and their hidden vectors."""
 
-    def __init__(self, adapter: ModelAdapter, plan: FusionPlan, rule: SelectionRule) -> None:
+    def __init__(self, adapter: ModelAdapter, plan: FusionPlan, rule: SelectionRule, layers: Iterator[LayerKV]) -> None:
         self._adapter, self._plan, self._rule = adapter, plan, rule
+        self._layers, self._turned = layers, list[LayerKV]()
         self._tokens = len(plan.input_ids)
         self._rotaries = adapter.rotary(self._tokens)  # of all positions, float32
-        reused = torch.zeros(self._tokens, dtype=torch.bool)
-        for span in plan.reused:
-            reused[span.start : span.stop] = True
-        wanted = ~reused | rule.starts
-        for span in plan.exact:
-            wanted[span.start : span.stop] = False
-        wanted[-1] = True
-        self._reused_tokens = int(reused.sum())
-        reused[-1] = False  # the last row is always computed, so no rule decides on it
-        self._rows = wanted.nonzero()[:, 0].to(adapter.device)  # [rows], rising
-        self._optional = reused[wanted].to(adapter.device)  # [rows], true where a rule decides
-        ids = torch.tensor(plan.input_ids)[wanted]
-        self.hidden = adapter.embed(ids.tolist())  # [rows, hidden]
         self.computed: list[torch.Tensor] = []
         self.recomputed: list[int] = []
+        self.projected: list[Projected] = []
+        self.scored: tuple[torch.Tensor, ...] = ()
         self.deviation: torch.Tensor | None = None
+        self._begin()
+        self.hidden = adapter.embed([plan.input_ids[row] for row in self._rows.tolist()])  # [rows, hidden]
         self._narrowed()
+
+    def _begin(self) -> None:
+        """Sort the positions, and ask the rule which of the reused ones layer 0 computes."""
+        plan, device = self._plan, self._adapter.device
+        reused = torch.zeros(self._tokens, dtype=torch.bool)
+        self._offsets = torch.zeros(self._tokens, dtype=torch.long)  # place within the chunk
+        for span in plan.reused:
+            reused[span.start : span.stop] = True
+            self._offsets[span.start : span.stop] = torch.arange(len(span))
+        always = ~reused
+        for span in plan.exact:
+            always[span.start : span.stop] = False
+        always[-1] = True
+        self._reused_tokens = int(reused.sum())
+        reused[-1] = False  # the last row is always computed, so no rule decides on it
+        candidates = reused.nonzero()[:, 0].to(device)
+        self._offsets = self._offsets.to(device)
+        self._attention = self._score(always.nonzero()[:, 0].to(device)) if len(candidates) else None
+        view = StartView(candidates, self._offsets[candidates], self._reused_tokens, self._attention_at(candidates))
+        chosen = torch.zeros(self._tokens, dtype=torch.bool, device=device)
+        chosen[candidates[self._rule.begin(view)]] = True
+        self._rows = (chosen | always.to(device)).nonzero()[:, 0]  # [rows], rising
+        self._optional = chosen[self._rows]  # [rows], true where a rule decides
+
+    def _score(self, always: torch.Tensor) -> torch.Tensor | None:
+        """The question's attention to all positions, if the rule wants it."""
+        if not self._rule.score_layers:
+            return None
+        first = self._plan.question.start if self._plan.question else self._behind_chunks()
+        watched = max(1, int((always >= first).sum()))
+        scores = question_attention(
+            self._adapter, self._plan.input_ids, always, watched, self._kv, self._rotaries, self._rule.score_layers
+        )
+        self.scored = scores.scored
+        return scores.attention
+
+    def _behind_chunks(self) -> int:
+        return max((span.stop for span in (*self._plan.reused, *self._plan.exact)), default=0)
+
+    def _attention_at(self, positions: torch.Tensor) -> torch.Tensor | None:
+        return None if self._attention is None else self._attention[positions]
+
+    def _kv(self, layer: int) -> LayerKV:
+        """A layer's stored KV, keys rotated; each layer is taken from the loader once, in order."""
+        while len(self._turned) <= layer:
+            kv = next(self._layers)
+            self._turn(len(self._turned), kv)
+            self._turned.append(kv)
+        return self._turned[layer]
 
     def _narrowed(self) -> None:
         """Everything that depends on which rows are kept."""
@@ -119,9 +173,9 @@ class _Pass:
         self._masks: dict[int | None, torch.Tensor | None] = {}
         self._recomputed_now = int(self._optional.sum())
 
-    def step(self, layer: int, kv: LayerKV) -> LayerKV:
+    def step(self, layer: int) -> LayerKV:
         """Fuse one layer; its buffers then hold rotated keys and values of all positions."""
-        self._turn(layer, kv)
+        kv = self._kv(layer)
         if self._rule.checks(layer) and self._recomputed_now:
             self._check(layer, kv)
         self.hidden = self._adapter.run_layer(
@@ -135,26 +189,31 @@ class _Pass:
         """Rotate stored keys to their positions, in place; computed rows among them are overwritten later."""
         rotary = self._rotaries.of_keys(layer)
         span = slice(self._plan.unrotated.start, self._plan.unrotated.stop)
-        if span.start < span.stop and rotary is not None:
+        if span.start >= span.stop or rotary is None:
+            return
+        if self._rule.moves_keys:
             kv.keys[:, :, span] = rotate(kv.keys[:, :, span], rotary.at(span))
+            return
+        places = torch.arange(self._tokens, device=kv.keys.device)
+        for chunk, origin in zip(self._plan.reused, self._plan.origins, strict=True):
+            places[chunk.start : chunk.stop] += origin - chunk.start
+        kv.keys[:, :, span] = rotate(kv.keys[:, :, span], rotary.at(places[span]))
 
     def _check(self, layer: int, kv: LayerKV) -> None:
         """Let the rule drop rows before this layer."""
         candidates = self._optional.nonzero()[:, 0]
         positions = self._rows[candidates]
-
-        def measure() -> torch.Tensor:
-            new = self._adapter.project_values(layer, self.hidden[candidates]).float()
-            stored = kv.values[0].index_select(1, positions).float()  # [kv_heads, candidates, head_dim]
-            deviation = (new - stored).square().sum(dim=(0, 2)).sqrt()
-            if self.deviation is None:
-                self.deviation = torch.full((self._tokens,), float("nan"), device=deviation.device)
-                self.deviation[positions] = deviation
-            return deviation
-
-        view = LayerView(layer, positions, self._reused_tokens, measure)
+        measure = _Measure(self._adapter, layer, self.hidden[candidates], kv, positions, self._rotaries)
+        view = LayerView(
+            positions, self._offsets[positions], self._reused_tokens, self._attention_at(positions), layer, measure
+        )
         kept = ~self._optional
         kept[candidates[self._rule.keep(view)]] = True
+        if measure.first is not None:
+            self.projected.append(Projected(layer, measure.keys, measure.values))
+            if self.deviation is None:
+                self.deviation = torch.full((self._tokens,), float("nan"), device=positions.device)
+                self.deviation[positions] = measure.first
         stay = kept.nonzero()[:, 0]
         self._rows, self._optional, self.hidden = self._rows[stay], self._optional[stay], self.hidden[stay]
         self._narrowed()
@@ -164,3 +223,46 @@ class _Pass:
             seen = row_mask(self._rows, self._tokens, window)
             self._masks[window] = self._adapter.kernel_mask(seen, len(self._rows))
         return self._masks[window]
+
+
+class _Measure:
+    """KV deviation of some rows on one layer; see `Measure`."""
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        layer: int,
+        hidden: torch.Tensor,
+        kv: LayerKV,
+        positions: torch.Tensor,
+        rotaries: Rotaries,
+    ) -> None:
+        self._adapter, self._layer, self._hidden = adapter, layer, hidden
+        self._kv, self._positions, self._rotaries = kv, positions, rotaries
+        self._known: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.first: torch.Tensor | None = None  # absolute form of what was measured first
+        self.keys = self.values = 0  # rows projected
+
+    def __call__(self, metric: str = "v", relative: bool = False) -> torch.Tensor:
+        parts = [self._squares(part) for part in metric]
+        difference = torch.stack([part[0] for part in parts]).sum(dim=0).sqrt()
+        if self.first is None:
+            self.first = difference
+        if not relative:
+            return difference
+        size = torch.stack([part[1] for part in parts]).sum(dim=0).sqrt()
+        return difference / size.clamp_min(torch.finfo(torch.float32).tiny)
+
+    def _squares(self, part: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Squared norms of the difference and of what is new, ``[candidates]`` each."""
+        if part not in self._known:
+            if part == "k":
+                new = self._adapter.project_keys(self._layer, self._hidden, self._rotaries.at(self._positions))
+                stored, self.keys = self._kv.keys, len(self._positions)
+            else:
+                new = self._adapter.project_values(self._layer, self._hidden)
+                stored, self.values = self._kv.values, len(self._positions)
+            new = new.float()  # [kv_heads, candidates, head_dim]
+            difference = new - stored[0].index_select(1, self._positions).float()
+            self._known[part] = (difference.square().sum(dim=(0, 2)), new.square().sum(dim=(0, 2)))
+        return self._known[part]

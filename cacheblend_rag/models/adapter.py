@@ -124,12 +124,12 @@ class ModelAdapter:
     @cached_property
     def shape(self) -> ModelShape:
         """How much arithmetic the model does for a row."""
-        family, layers = self._family, []
-        names = (family.fused, family.fused) if family.fused else (family.keys, family.values)
-        for number, layer in enumerate(self.layers):
-            projections = [_part(self._attention(number), name) for name in names]
-            layers.append(layer_shape(layer, self.config, projections, self.windows[number]))
-        return ModelShape(tuple(layers), float(self.model.lm_head.weight.shape.numel()))
+        fused = self._family.fused is not None
+        layers = tuple(
+            layer_shape(layer, self.config, self._kv_width, fused, window)
+            for layer, window in zip(self.layers, self.windows, strict=True)
+        )
+        return ModelShape(layers, float(self.config.vocab_size * self.config.hidden_size))
 
     def fingerprint(self) -> str:
         """Identity of the model: config, weights and element type."""

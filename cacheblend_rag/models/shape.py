@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,26 +48,30 @@ class ModelShape:
     head: float
 
 
-def layer_shape(layer: nn.Module, config: Any, projections: Sequence[nn.Module], window: int | None) -> LayerShape:
+def layer_shape(layer: nn.Module, config: Any, kv_width: int, fused: bool, window: int | None) -> LayerShape:
     """Read off a decoder layer what it costs.
 
     Parameters
     ----------
     layer : torch Module
     config : transformers PretrainedConfig
-    projections : sequence of torch Module
-        What gives keys and what gives values; one and the same module where they are fused.
+    kv_width : int
+        Dimensions of the keys of a token, all heads together.
+    fused : bool
+        Whether queries, keys and values come from one projection.
     window : int or None
     """
     active = getattr(config, "num_experts_per_tok", None) or 1
     linear = 0.0
-    for name, parameter in layer.named_parameters():
-        if name.endswith("bias") or parameter.ndim < 2:
+    # Quantised layers may keep their codes in buffers.
+    for name, weight in (*layer.named_parameters(), *layer.named_buffers()):
+        if name.endswith("bias") or weight.ndim < 2:
             continue
         # Experts are stacked along the first dimension; a row passes through some of them.
-        share = active / parameter.shape[0] if parameter.ndim == 3 else 1.0
-        linear += share * parameter.shape.numel()
-    keys, values = (float(module.get_parameter("weight").shape.numel()) for module in projections)
+        share = active / weight.shape[0] if weight.ndim == 3 else 1.0
+        linear += share * weight.shape.numel()
     heads = int(config.num_attention_heads)
     width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    return LayerShape(linear, keys, values, 2.0 * heads * width, window)
+    projected = kv_width + kv_width + heads * width if fused else kv_width
+    keys = float(projected * config.hidden_size)
+    return LayerShape(linear, keys, keys, 2.0 * heads * width, window)

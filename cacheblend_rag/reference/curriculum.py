@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cacheblend_rag.reference.archive import Town, TownSize, build_town
+from cacheblend_rag.reference.archive import Fact, Town, TownSize, build_town
 from cacheblend_rag.reference.names import Split
 from cacheblend_rag.reference.prompts import FORMATS, SEPARATORS, PromptFormat
 from cacheblend_rag.reference.questions import QUESTION_KINDS, Question, ask_all, order_passages
@@ -155,9 +155,20 @@ class SequenceMaker:
                     yield self._prompt(stage, town, questions, chunks)
 
     def _recall(self, stage: Stage, town: Town) -> _Sequence:
-        """Bare facts in place of passages, and questions about some of them."""
+        """Bare facts in place of passages, and questions about them.
+
+        Several subjects share each relation, so that guessing by relation does not pay.
+        """
         rng = self._rng
-        chosen = rng.sample([fact for fact in town.facts if fact.named], rng.randint(5, 9))
+        groups: dict[tuple[str, str], dict[str, Fact]] = {}
+        for fact in town.facts:
+            if fact.named:
+                groups.setdefault((fact.relation.key, fact.event), {})[fact.subject.name] = fact
+        crowded = [list(group.values()) for group in groups.values() if len(group) >= 3]
+        chosen: list[Fact] = []
+        for group in rng.sample(crowded, rng.randint(1, 3)):
+            chosen += rng.sample(group, min(len(group), rng.randint(3, 5)))
+        rng.shuffle(chosen)
         texts, asked = [], []
         for number, fact in enumerate(chosen):
             predicate = fact.relation.predicate.format(v=fact.value, e=fact.event)
@@ -177,17 +188,24 @@ class SequenceMaker:
         by_kind: dict[str, list[Question]] = {kind: [] for kind in stage.kinds}
         for question in questions:
             by_kind[question.kind].append(question)
+        shared: dict[int, set[str]] = {}
+        for fact in town.facts:
+            shared.setdefault(fact.passage, set()).add(fact.relation.key)
         chosen: list[int] = []
+        told: set[str] = set()  # relations in the chosen passages
         kinds, kind_weights = list(stage.kinds), list(stage.kinds.values())
         for kind in rng.choices(kinds, kind_weights, k=40):
-            extra = [index for index in rng.choice(by_kind[kind]).needs if index not in chosen]
+            # Of a few, take the one whose passages tell most of what others tell too.
+            few = rng.sample(by_kind[kind], min(5, len(by_kind[kind])))
+            needs = max(few, key=lambda one: sum(len(told & shared.get(index, set())) for index in one.needs)).needs
+            extra = [index for index in needs if index not in chosen]
             if len(chosen) + len(extra) <= count:
                 chosen += extra
+                told.update(*(shared.get(index, set()) for index in extra))
         order = order_passages(rng, town, chosen, shuffled=rng.random() < stage.shuffled)
         held = set(order)
         askable = {
-            kind: [question for question in found if held.issuperset(question.needs)]
-            for kind, found in by_kind.items()
+            kind: [question for question in found if held.issuperset(question.needs)] for kind, found in by_kind.items()
         }
         open_kinds = [kind for kind in kinds if askable[kind]]
         drawn = rng.choices(open_kinds, [stage.kinds[kind] for kind in open_kinds], k=90)
@@ -217,12 +235,8 @@ class SequenceMaker:
             sequence.context(list(suffix.ids))
             start = 1 + question.sentence.rfind(question.answers[0])
             end = start + len(question.answers[0])
-            weights = [
-                VALUE_WEIGHT if high > start and low < end else ANSWER_WEIGHT for low, high in answer.offsets
-            ]
-            sequence.answer(
-                [*answer.ids, self._eos], [*weights, ANSWER_WEIGHT], QUESTION_KINDS.index(question.kind)
-            )
+            weights = [VALUE_WEIGHT if high > start and low < end else ANSWER_WEIGHT for low, high in answer.offsets]
+            sequence.answer([*answer.ids, self._eos], [*weights, ANSWER_WEIGHT], QUESTION_KINDS.index(question.kind))
         rest = stage.length + 1 - len(sequence.ids)
         if rest > 0:
             sequence.ids += [self._eos] * rest

@@ -99,9 +99,7 @@ def held_out_cases(
             of_kind = [question for question in asked if question.kind == kind]
             for question in rng.sample(of_kind, min(left[kind], 8, len(of_kind))):
                 sample = sample_prompt(rng, town, question, passages, shuffled=shuffled)
-                cases.append(
-                    Case(kind, sample.chunks, question.question, question.sentence, question.answers[0])
-                )
+                cases.append(Case(kind, sample.chunks, question.question, question.sentence, question.answers[0]))
                 left[kind] -= 1
     return cases
 
@@ -120,9 +118,7 @@ def retrieved_cases(
     texts = [path.read_text(encoding="utf-8").strip() for path in files]
     model = SentenceTransformer(str(embedder), device="cpu")
     vectors = model.encode(texts, normalize_embeddings=True, show_progress_bar=False)
-    wanted = model.encode(
-        [item.question for item in asked], normalize_embeddings=True, show_progress_bar=False
-    )
+    wanted = model.encode([item.question for item in asked], normalize_embeddings=True, show_progress_bar=False)
     order = (-(wanted @ vectors.T)).argsort(axis=1, kind="stable")[:, :passages]
     cases = []
     for item, row in zip(asked, order, strict=True):

@@ -17,6 +17,7 @@ from cacheblend_rag.errors import ConfigError
 Split = Literal["train", "dev", "test"]
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 
+
 def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
@@ -71,17 +72,11 @@ _EVENT = (
         "Ladder Maple Nettle Orchard Pepper Quince Ribbon Saffron Thimble Velvet Willow Amber Bramble "
         "Clover Damson Elder"
     ),
-    _words(
-        "tide mas fest wake night morn rush song walk call week turn round fire light feast"
-    ),
+    _words("tide mas fest wake night morn rush song walk call week turn round fire light feast"),
 )
 _RIVER = (
-    _words(
-        "Al Br Car Dor Es Fal Gren Hal In Jar Kel Lor Mor Nar Ol Pir Quen Ral Ser Tav Ur Vor Wend Yar Zil"
-    ),
-    _words(
-        "ow en a eth ine aw ull ber mer ot esk une ith avon"
-    ),
+    _words("Al Br Car Dor Es Fal Gren Hal In Jar Kel Lor Mor Nar Ol Pir Quen Ral Ser Tav Ur Vor Wend Yar Zil"),
+    _words("ow en a eth ine aw ull ber mer ot esk une ith avon"),
 )
 _BOOK = (
     _words(
@@ -98,9 +93,7 @@ _PRIZE = (
         "Amber Cobalt Crimson Ivory Jade Onyx Pearl Ruby Sable Topaz Umber Violet Walnut Zinc Coral Ebony "
         "Indigo Laurel Maroon Bronze"
     ),
-    _words(
-        "Medal Cup Ribbon Plate Crown Star Wreath Shield Trophy Seal Badge Palm Rose Key Laurels"
-    ),
+    _words("Medal Cup Ribbon Plate Crown Star Wreath Shield Trophy Seal Badge Palm Rose Key Laurels"),
 )
 
 _PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -159,6 +152,4 @@ def draw_people(rng: random.Random, split: Split, count: int) -> list[PersonName
     men = [PersonName(first, "he") for first in _MEN]
     firsts = rng.sample(women + men, count)
     surnames = draw(rng, "surname", split, count)
-    return [
-        PersonName(f"{first.text} {last}", first.pronoun) for first, last in zip(firsts, surnames, strict=True)
-    ]
+    return [PersonName(f"{first.text} {last}", first.pronoun) for first, last in zip(firsts, surnames, strict=True)]

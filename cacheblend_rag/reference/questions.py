@@ -69,9 +69,7 @@ class _Asker:
     rng: random.Random
     found: list[Question]
 
-    def add(
-        self, kind: QuestionKind, question: str, sentence: str, value: str, needs: Sequence[int]
-    ) -> None:
+    def add(self, kind: QuestionKind, question: str, sentence: str, value: str, needs: Sequence[int]) -> None:
         question = question[0].upper() + question[1:]
         sentence = sentence[0].upper() + sentence[1:]
         name = f"{self.town.split}-{self.town.seed}-{len(self.found)}"
@@ -88,17 +86,17 @@ def _ask_facts(asker: _Asker) -> None:
             continue
         asker.add("reference", question, sentence, fact.value, (profile, fact.passage))
         role = f"the {subject.role}"
-        asker.add(
-            "within", _ask(asker.rng, fact, role), f"{role} {_predicate(fact)}.", fact.value, (fact.passage,)
-        )
+        asker.add("within", _ask(asker.rng, fact, role), f"{role} {_predicate(fact)}.", fact.value, (fact.passage,))
 
 
 def _ask_roles(asker: _Asker) -> None:
     for index, entity in enumerate(asker.town.entities):
         if entity.role:
             what = ROLES[entity.kind]
-            question = f"What is the {what} of {entity.name}?" if entity.kind == "person" else (
-                f"What kind of {entity.kind} is {entity.name}?"
+            question = (
+                f"What is the {what} of {entity.name}?"
+                if entity.kind == "person"
+                else (f"What kind of {entity.kind} is {entity.name}?")
             )
             asker.add("within", question, f"{entity.name} is the {entity.role}.", entity.role, (index,))
 

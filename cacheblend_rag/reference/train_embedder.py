@@ -29,9 +29,9 @@ class EmbedderOptions:
 
     out: Path
     seed: int = 0
-    towns: int = 400
+    towns: int = 60
     triplets_a_town: int = 120
-    epochs: int = 2
+    epochs: int = 1
     vocab_size: int = 2048
     dimension: int = 64
     rate: float = 0.1
@@ -81,9 +81,9 @@ def train(options: EmbedderOptions) -> None:
     from datasets import Dataset
     from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
     from sentence_transformers import SentenceTransformerTrainingArguments as Arguments
-    from sentence_transformers.losses import MultipleNegativesRankingLoss
-    from sentence_transformers.models import Normalize, StaticEmbedding
-    from sentence_transformers.training_args import BatchSamplers
+    from sentence_transformers.sentence_transformer.losses import MultipleNegativesRankingLoss
+    from sentence_transformers.sentence_transformer.modules import Normalize, StaticEmbedding
+    from sentence_transformers.sentence_transformer.training_args import BatchSamplers
 
     words = StaticEmbedding(train_subwords(options.vocab_size), embedding_dim=options.dimension)
     model = SentenceTransformer(modules=[words, Normalize()], device="cpu")
@@ -169,9 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry; prints recall by kind, one JSON object a line."""
     from sentence_transformers import SentenceTransformer
 
-    parser = argparse.ArgumentParser(
-        prog="python -m cacheblend_rag.reference.train_embedder", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m cacheblend_rag.reference.train_embedder", description=__doc__)
     parser.add_argument("--out", type=Path, default=EMBEDDER_PATH)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--towns", type=int, default=EmbedderOptions.towns)

@@ -14,12 +14,12 @@ from cacheblend_rag.reference.curriculum import SequenceMaker, Stage, make_batch
 from cacheblend_rag.reference.tokenizer import train_tokenizer
 from cacheblend_rag.reference.train import STAGES, Shape, Trainer, TrainOptions, build_model, grow
 
-TINY = Shape(hidden=96, heads=2, kv_heads=1, head_dim=32, mlp=64)
+TINY = Shape(hidden=128, heads=2, kv_heads=1, head_dim=32, mlp=64)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return train_tokenizer(vocab_size=600, towns=2)
+    return train_tokenizer(vocab_size=2048, towns=12)
 
 
 def test_a_grown_model_computes_the_same() -> None:
@@ -76,9 +76,9 @@ def test_a_short_run_ends_in_a_model_that_loads_and_goes_on(
     monkeypatch.setattr("cacheblend_rag.reference.train.train_tokenizer", lambda: tokenizer)
     stages = (
         Stage("copy", 48, 2, 2, 1e-3, {}),
-        Stage("all", 256, 1, 3, 1e-3, {"within": 0.5, "reference": 0.5}, (2,)),
+        Stage("all", 640, 1, 3, 1e-3, {"within": 0.5, "reference": 0.5}, (2,)),
     )
-    options = TrainOptions(tmp_path / "model", 0, 512, 2, False, 0, tmp_path / "state.pt")
+    options = TrainOptions(tmp_path / "model", 0, 1280, 2, False, 0, tmp_path / "state.pt")
     accuracy = Trainer(options, TINY, stages).run()
     assert set(accuracy) <= {"within", "reference"}
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -87,4 +87,4 @@ def test_a_short_run_ends_in_a_model_that_loads_and_goes_on(
     assert AutoTokenizer.from_pretrained(tmp_path / "model").bos_token_id == 0
     resumed = Trainer(options, TINY, stages)
     assert resumed.stage_index == 2
-    assert resumed.tokens == 2 * 2 * 48 + 512
+    assert resumed.tokens == 2 * 2 * 48 + 1280

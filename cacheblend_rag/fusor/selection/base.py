@@ -90,7 +90,7 @@ class SelectionRule(ABC):
         return True
 
     def fit(self, layers: int) -> SelectionRule:
-        """This rule for a model of so many layers.
+        """The rule for a model of so many layers.
 
         Raises
         ------

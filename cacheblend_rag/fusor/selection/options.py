@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from cacheblend_rag.config import METRICS
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["METRICS", "check_fit", "check_layer_list", "check_metric", "check_share", "check_shares", "flat_or_falling"]
-
-METRICS = ("v", "k", "kv")
+__all__ = ["check_fit", "check_layer_list", "check_metric", "check_share", "check_shares", "flat_or_falling"]
 
 
 def check_share(name: str, value: object) -> None:

@@ -1,0 +1,138 @@
+"""One prompt, its stored KV kept in memory, to be fused by many rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
+from cacheblend_rag.fusor.scoring import attention_rows
+from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
+from cacheblend_rag.fusor.work import work_share
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.kv import LayerKV, SegmentKV
+from cacheblend_rag.prompt import Prompt, SegmentTokenizer, TokenizedPrompt
+
+__all__ = ["Fused", "PreparedPrompt"]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A prompt fused by one rule.
+
+    Parameters
+    ----------
+    fusion : Fusion
+        The result.
+    work : float
+        Its work as a share of a full prefill's.
+    scaled_work : float
+        The same in a model of 24 layers; see `work_share`.
+    """
+
+    fusion: Fusion
+    work: float
+    scaled_work: float
+
+
+class PreparedPrompt:
+    """A prompt whose prefix and chunks are stored, each computed once.
+
+    Parameters
+    ----------
+    adapter : ModelAdapter
+    tokenizer : SegmentTokenizer
+    prompt : Prompt
+        With at least one chunk and a suffix.
+
+    Raises
+    ------
+    ConfigError
+        If it has no chunk or no suffix.
+    """
+
+    def __init__(self, adapter: ModelAdapter, tokenizer: SegmentTokenizer, prompt: Prompt) -> None:
+        if not prompt.chunks or not prompt.suffix:
+            raise ConfigError("prompt", prompt, "give at least one chunk, and the question as suffix")
+        self.adapter = adapter
+        self.tokens: TokenizedPrompt = tokenizer.tokenize(prompt)
+        start_ids = tokenizer.start_ids
+        self._known: dict[range, SegmentKV] = {}
+        regime = adapter.regime(len(self.tokens.input_ids)) or 0
+        chunks = [range(span.start, span.stop) for span in self.tokens.chunks]
+        for span in chunks:
+            self._known[span] = adapter.segment_kv(start_ids, self.ids(span), regime)
+        in_place = [span for span in chunks if self.tokens.input_ids[: span.start] == start_ids]
+        reused = [span for span in chunks if span not in in_place]
+        if prefix := range(self.tokens.prefix.start, self.tokens.prefix.stop):
+            self._known[prefix] = adapter.segment_kv((), self.ids(prefix), regime)
+            in_place.append(prefix)
+        self.plan = FusionPlan(
+            self.tokens.input_ids,
+            exact=in_place,
+            reused=reused,
+            unrotated=range(0, chunks[-1].stop),
+            origins=[len(start_ids)] * len(reused),
+            question=self.question,
+        )
+
+    @property
+    def question(self) -> range:
+        """Positions behind the last chunk."""
+        return range(self.tokens.suffix.start, self.tokens.suffix.stop)
+
+    @property
+    def context(self) -> range:
+        """Positions from the first chunk to the last."""
+        return range(self.tokens.chunks[0].start, self.tokens.chunks[-1].stop)
+
+    @property
+    def reused_share(self) -> float:
+        """Tokens a rule decides on, as a share of all."""
+        return sum(map(len, self.plan.reused)) / len(self.tokens.input_ids)
+
+    def ids(self, span: range) -> tuple[int, ...]:
+        """Ids of some positions."""
+        return self.tokens.input_ids[span.start : span.stop]
+
+    def fuse(self, rule: SelectionRule) -> Fused:
+        """Fuse by a rule."""
+        fusion = fuse(self.adapter, self.plan, self._buffers(self._known), rule)
+        shape, tokens = self.adapter.shape, len(self.tokens.input_ids)
+        layers = max(24, self.adapter.num_layers)
+        return Fused(fusion, work_share(shape, tokens, fusion.done), work_share(shape, tokens, fusion.done, layers))
+
+    @cached_property
+    def full(self) -> Fusion:
+        """Full prefill: every row is computed."""
+        plan = FusionPlan(self.tokens.input_ids, exact=[], reused=[], unrotated=range(0))
+        return fuse(self.adapter, plan, self._buffers({}), SelectNone())
+
+    def attention(self, layers: Sequence[LayerKV]) -> list[torch.Tensor]:
+        """Attention of the question's rows over fused KV, a layer, ``[heads, question, tokens]``."""
+        adapter, ids = self.adapter, self.tokens.input_ids
+        copies = [LayerKV(kv.keys.clone(), kv.values.clone()) for kv in layers]
+        rows = torch.arange(self.question.start, self.question.stop, device=adapter.device)
+        numbers = range(adapter.num_layers)
+        with adapter.blending():
+            rotaries = adapter.rotary(len(ids))
+            found = attention_rows(adapter, ids, rows, len(rows), copies.__getitem__, rotaries, numbers)
+        return [found[number] for number in numbers]
+
+    def _buffers(self, known: Mapping[range, SegmentKV]) -> list[LayerKV]:
+        """Fresh buffers of every layer, with what is stored in place."""
+        adapter = self.adapter
+        shape = (1, adapter.kv_heads, len(self.tokens.input_ids), adapter.head_dim)
+        layers = []
+        for number in range(adapter.num_layers):
+            keys = torch.zeros(shape, dtype=adapter.dtype, device=adapter.device)
+            values = torch.zeros_like(keys)
+            for span, kv in known.items():
+                keys[0, :, span.start : span.stop] = kv.keys[number]
+                values[0, :, span.start : span.stop] = kv.values[number]
+            layers.append(LayerKV(keys, values))
+        return layers

@@ -1,0 +1,106 @@
+"""What the question attends to before anything is recomputed: the scoring pass of some rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cacheblend_rag.fusor.mask import row_mask
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.kv import LayerKV
+from cacheblend_rag.models.rope import Rotaries
+
+__all__ = ["Scores", "attention_rows", "question_attention"]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Result of a scoring pass.
+
+    Parameters
+    ----------
+    attention : Tensor, [tokens], float32
+        Mean attention of the question to each position.
+    scored : tuple of Tensor, each [rows] long
+        Positions computed, layer by layer as far as the pass went.
+    """
+
+    attention: torch.Tensor
+    scored: tuple[torch.Tensor, ...]
+
+
+def question_attention(
+    adapter: ModelAdapter,
+    ids: Sequence[int],
+    rows: torch.Tensor,
+    watched: int,
+    layer_kv: Callable[[int], LayerKV],
+    rotaries: Rotaries,
+    score_layers: Sequence[int],
+) -> Scores:
+    """Mean attention of the last rows over some layers; parameters as in `attention_rows`."""
+    found = attention_rows(adapter, ids, rows, watched, layer_kv, rotaries, score_layers)
+    mean = torch.stack([found[layer].float().mean(dim=(0, 1)) for layer in score_layers]).mean(dim=0)
+    return Scores(mean, (rows,) * (score_layers[-1] + 1))
+
+
+def attention_rows(
+    adapter: ModelAdapter,
+    ids: Sequence[int],
+    rows: torch.Tensor,
+    watched: int,
+    layer_kv: Callable[[int], LayerKV],
+    rotaries: Rotaries,
+    layers: Sequence[int],
+) -> dict[int, torch.Tensor]:
+    """Attention of the last of some rows over given KV, on some layers.
+
+    Parameters
+    ----------
+    adapter : ModelAdapter
+        Within its `ModelAdapter.blending`.
+    ids : sequence of int
+        Ids of the prompt.
+    rows : Tensor, [rows], long
+        Positions that are computed, rising; their KV is overwritten.
+    watched : int
+        How many of them, from the end, are looked at.
+    layer_kv : callable
+        Rotated KV of all positions of a layer.
+    rotaries : Rotaries
+        Of all positions.
+    layers : sequence of int
+        Layers that are looked at, rising; nothing beyond the last is computed.
+
+    Returns
+    -------
+    dict of int to Tensor, each [heads, watched, tokens]
+    """
+    found: dict[int, torch.Tensor] = {}
+    cut = len(rows) - watched
+    hidden = adapter.embed([ids[row] for row in rows.tolist()])
+    at_rows = rotaries.at(rows).to(adapter.dtype)
+
+    def run(layer: int, part: slice) -> torch.Tensor:
+        """Some of the rows through a layer."""
+        some = rows[part]
+        mask = row_mask(some, len(ids), adapter.windows[layer])
+        return adapter.run_layer(
+            layer, hidden[part], layer_kv(layer), some, at_rows.at(part), adapter.kernel_mask(mask, len(some))
+        )
+
+    for layer in range(layers[-1] + 1):
+        if layer not in layers:
+            hidden = run(layer, slice(None))
+            continue
+        # Rows of one layer need only each other's KV, so those that are not looked at go first and
+        # are spared the plain form of attention, which holds all weights in memory.
+        before = run(layer, slice(0, cut)) if cut else hidden[:0]
+        seen: list[torch.Tensor] = []
+        with adapter.watching(layer, seen):
+            after = run(layer, slice(cut, None))
+        hidden = torch.cat((before, after))
+        found[layer] = seen[0]
+    return found

@@ -1,0 +1,415 @@
+"""Selection rules: budgets, repeatability, naive twins of what they look at, and their work."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendConfig, Prompt
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor.selection import (
+    RULES,
+    FixedRule,
+    SelectAll,
+    SelectGradual,
+    SelectHKVD,
+    SelectionRule,
+    SelectMixed,
+    SelectNone,
+    SelectQuery,
+    SelectThreshold,
+    StartView,
+    make_rule,
+)
+from cacheblend_rag.fusor.selection.boundary import first_of_chunks
+from cacheblend_rag.fusor.selection.gradual import falling
+from cacheblend_rag.fusor.work import Projected, RowsDone, work_share
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.shape import LayerShape, ModelShape
+from cacheblend_rag.report import FusedKV
+from tests import tiny
+from tests.probes import engine_of, tiny_double, turn
+
+PROMPT = Prompt("Read this:", [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)], "What fell in the end?")
+RATIOS = (0, 0.01, 0.05, 0.15, 0.5, 1)
+LAYERS = 8
+# Every rule with every option that makes it choose otherwise. Rows fixed before layer 0, or a first check.
+CASES: dict[str, dict[str, Any]] = {
+    "hkvd": {},
+    "hkvd, keys": {"metric": "k"},
+    "hkvd, both": {"metric": "kv", "check_layers": (2,)},
+    "hkvd, two checks": {"check_layers": (1, 4)},
+    "gradual": {},
+    "gradual, from layer 3": {"check_layers": (3,), "metric": "k"},
+    "threshold": {"selection_options": {"bound": 0.0}},
+    "threshold, high bound": {"selection_options": {"bound": 1e9}},
+    "boundary": {},
+    "query": {},
+    "query, chosen layers": {"selection_options": {"score_layers": [1, 2]}},
+    "mixed": {},
+    "mixed, no deviation": {"selection_options": {"shares": [0.5, 0.0, 0.5]}},
+    "mixed, deviation only": {"selection_options": {"shares": [0.0, 1.0, 0.0]}, "metric": "k"},
+    "random": {"selection_options": {"seed": 5}},
+}
+CEILING = ("threshold, high bound",)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny.model(num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def engine(model: Any) -> Any:
+    with engine_of(model) as engine:
+        engine.warm(PROMPT.chunks)
+        engine.fuse(PROMPT)  # stores the prefix
+        yield engine
+
+
+def blended(engine: Any, case: str, ratio: float) -> FusedKV:
+    changes = {"recompute_ratio": ratio, "selection": case.split(",")[0]} | CASES[case]
+    fused: FusedKV = engine.with_config(**changes).fuse(PROMPT)
+    return fused
+
+
+def optional_rows(fused: FusedKV) -> list[list[int]]:
+    """Reused rows that were recomputed, layer by layer."""
+    report = fused.report
+    span = range(report.prefix_tokens, report.prefix_tokens + report.chunk_tokens)
+    return [[row for row in rows.tolist() if row in span] for rows in fused.recomputed]
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+@pytest.mark.parametrize("case", CASES)
+def test_budget_repeatability_and_no_return(engine: Any, case: str, ratio: float) -> None:
+    fused, again = blended(engine, case, ratio), blended(engine, case, ratio)
+    rows, tokens = optional_rows(fused), fused.report.chunk_tokens
+    counts = [len(kept) for kept in rows]
+    assert counts == list(fused.report.recomputed_tokens)
+    assert rows == optional_rows(again)
+    assert torch.equal(fused.logits, again.logits)
+    for above, below in pairwise(rows):
+        assert set(below) <= set(above)
+    first = CASES[case].get("check_layers", (1,))[0]
+    full_before = counts[0] == tokens and ratio > 0
+    from_check = counts[first:] if full_before and ratio < 1 else counts
+    assert sum(from_check) <= ratio * tokens * len(from_check) + 1e-6
+    if not full_before:
+        assert counts[0] <= ratio * tokens + 1e-6
+    if not case.startswith("gradual") and case not in CEILING:
+        assert from_check[-1] == math.floor(ratio * tokens + 1e-9)
+    if ratio == 0:
+        assert counts == [0] * LAYERS
+    assert 0 < fused.report.work < 1.5
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in CEILING])
+def test_ratio_one_is_a_full_prefill(engine: Any, model: Any, case: str) -> None:
+    fused = blended(engine, case, 1)
+    assert fused.report.hits == 3
+    plain = tiny.full_prefill(model, fused.input_ids)
+    torch.testing.assert_close(fused.logits, plain.logits[0, -1], atol=1e-4, rtol=1e-4)
+
+
+def test_every_rule_has_a_case_here() -> None:
+    assert set(RULES) == {case.split(",")[0] for case in CASES} | {"none", "all"}
+
+
+# What single rules choose ---------------------------------------------------------------------
+
+
+def layer_inputs(model: Any, ids: list[int]) -> tuple[torch.Tensor, ...]:
+    with torch.no_grad():
+        return model.model(torch.tensor([ids]), output_hidden_states=True).hidden_states  # type: ignore[no-any-return]
+
+
+def projected(model: Any, hidden: torch.Tensor, layer: int, name: str) -> torch.Tensor:
+    """One projection of a layer's input, row by row, ``[rows, kv_heads, head_dim]`` in float64."""
+    block = tiny_double(model).model.layers[layer]
+    with torch.no_grad():
+        normed = block.input_layernorm(hidden.double())
+        out = getattr(block.self_attn, name)(normed)
+    return out.view(len(hidden), -1, model.config.head_dim)
+
+
+@pytest.mark.parametrize("metric", ["v", "k", "kv"])
+def test_deviation_equals_a_naive_twin(engine: Any, model: Any, metric: str) -> None:
+    fused = engine.with_config(metric=metric, recompute_ratio=0.1, check_layers=(1,)).fuse(PROMPT)
+    ids, tokens = fused.input_ids, engine.tokenize(PROMPT)
+    full = layer_inputs(model, ids)[1][0]
+    expected = torch.full((len(ids),), float("nan"), dtype=torch.float64)
+    for span in tokens.chunks:
+        alone = layer_inputs(model, [1, *ids[span.start : span.stop]])[1][0][1:]
+        for place, position in enumerate(range(span.start, span.stop)):
+            total = 0.0
+            for part in metric:
+                name = f"{part}_proj"
+                new = projected(model, full[position : position + 1], 1, name)[0]
+                old = projected(model, alone[place : place + 1], 1, name)[0]
+                if part == "k":  # both at the final position
+                    new = torch.stack([turn(head, position, model.config) for head in new])
+                    old = torch.stack([turn(head, position, model.config) for head in old])
+                total += float((new - old).square().sum())
+            expected[position] = math.sqrt(total)
+    torch.testing.assert_close(fused.deviation.double(), expected, atol=1e-4, rtol=1e-4, equal_nan=True)
+    span = range(tokens.chunks[0].start, tokens.chunks[-1].stop)
+    count = int(0.1 * len(span))
+    best = sorted(span, key=lambda row: -float(expected[row]))[:count]
+    assert optional_rows(fused)[1] == sorted(best)
+
+
+def test_boundary_takes_the_first_tokens_of_each_chunk(engine: Any) -> None:
+    chunks = engine.tokenize(PROMPT).chunks
+    fused = engine.with_config(selection="boundary", recompute_ratio=0.15).fuse(PROMPT)
+    left, wanted, place = int(0.15 * sum(map(len, chunks))), [], 0
+    while left:
+        for span in chunks:
+            if place < len(span) and left:
+                wanted.append(span.start + place)
+                left -= 1
+        place += 1
+    assert optional_rows(fused) == [sorted(wanted)] * LAYERS
+    assert first_of_chunks(torch.tensor([0, 1, 0, 1, 2, 3]), 5).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3"])
+@pytest.mark.parametrize("score_layers", [(0,), (1, 3)])
+def test_question_attention_equals_the_plain_model_over_the_same_kv(family: str, score_layers: tuple[int, ...]) -> None:
+    """The plain model, eager, fed the question behind the KV of full reuse."""
+    # The window is the cache's: too long to cut here, as a cropped cache cannot grow again.
+    model = tiny.model(family, **({"sliding_window": 512} if family == "gpt_oss" else {}))
+
+    class Watch(FixedRule):
+        seen: StartView
+        score_layers = (0,)
+
+        def begin(self, view: StartView) -> torch.Tensor:
+            self.seen = view
+            return view.positions.new_empty(0)
+
+    watch = Watch()
+    watch.score_layers = score_layers
+    with engine_of(model) as engine:
+        engine.warm(PROMPT.chunks)
+        engine.fuse(PROMPT)
+        engine.with_config(selection=watch).fuse(PROMPT)
+        tokens = engine.tokenize(PROMPT)
+        reused = engine.with_config(selection="none").fuse(Prompt("Read this:", PROMPT.chunks, ""))
+    assert list(tokens.input_ids[: tokens.suffix.start]) == reused.input_ids[: tokens.suffix.start]
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    reused.cache.crop(tokens.suffix.start - len(reused.input_ids))
+    with torch.no_grad():
+        ids = torch.tensor([tokens.ids(tokens.suffix)])
+        out = model(ids, past_key_values=reused.cache, output_attentions=True)
+    model.set_attn_implementation(before)
+    mean = torch.stack([out.attentions[layer][0].mean(dim=(0, 1)) for layer in score_layers]).mean(dim=0)
+    assert watch.seen.attention is not None
+    torch.testing.assert_close(watch.seen.attention, mean[watch.seen.positions], atol=1e-5, rtol=1e-4)
+    assert model.config._attn_implementation == before
+
+
+def test_query_takes_what_the_question_attends_to_most() -> None:
+    view = StartView(torch.arange(4, 10), torch.arange(6), 6, torch.tensor([0.1, 0.4, 0.2, 0.4, 0.0, 0.3]))
+    assert SelectQuery(0.5).begin(view).tolist() == [1, 3, 5]
+    assert SelectQuery(0.5).fit(8).score_layers == (4, 5)
+    assert SelectQuery(0.0).fit(8).score_layers == ()
+
+
+def test_mixed_takes_each_share_once(engine: Any) -> None:
+    views: list[torch.Tensor] = []
+
+    class Spy(SelectMixed):
+        def fit(self, layers: int) -> SelectionRule:
+            return Spy(self.check_layers, self.recompute_ratio, self.shares, (4,), self.metric)
+
+        def keep(self, view: Any) -> torch.Tensor:
+            kept = super().keep(view)
+            views.extend((view.offsets, view.attention, view.measure(), kept))
+            return kept
+
+    engine.with_config(selection=Spy(recompute_ratio=0.2, shares=(0.25, 0.5, 0.25))).fuse(PROMPT)
+    offsets, attention, deviation, kept = (view.tolist() for view in views)
+    rows = int(0.2 * len(offsets))
+    order = sorted(range(len(offsets)), key=lambda n: (offsets[n], n))[: rows // 4]
+    asked = sorted((n for n in range(len(offsets)) if n not in order), key=lambda n: -attention[n])[: rows // 4]
+    rest = sorted((n for n in range(len(offsets)) if n not in [*order, *asked]), key=lambda n: -deviation[n])
+    expected = [*order, *asked, *rest][:rows]
+    assert kept == sorted(expected)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5, 23, 60])
+@pytest.mark.parametrize("mean", [0.0, 0.01, 0.15, 0.5, 0.99, 1.0])
+def test_a_falling_schedule_has_its_mean(mean: float, layers: int) -> None:
+    ratios = falling(mean, layers)
+    whole = [*ratios, *[ratios[-1]] * layers][:layers]
+    assert sum(whole) == pytest.approx(mean * layers)
+    assert all(1 >= above >= below >= 0 for above, below in pairwise(whole))
+
+
+def test_schedules_are_followed(engine: Any) -> None:
+    steep = engine.with_config(selection="gradual", recompute_ratios=(0.5, 0.4, 0.3, 0.05)).fuse(PROMPT)
+    tokens = steep.report.chunk_tokens
+    expected = [1, 0.5, 0.4, 0.3, *[0.05] * (LAYERS - 4)]
+    assert steep.report.recomputed_tokens == tuple(int(share * tokens) for share in expected)
+    own = engine.with_config(check_layers=(1, 4, 6), recompute_ratios=(0.2, 0.15, 0.1)).fuse(PROMPT)
+    expected = [1, 0.2, 0.2, 0.2, 0.15, 0.15, 0.1, 0.1]
+    assert own.report.recomputed_tokens == tuple(int(share * tokens) for share in expected)
+
+
+def test_threshold_follows_its_bound(engine: Any) -> None:
+    def rows(**options: float) -> int:
+        changed = engine.with_config(selection="threshold", recompute_ratio=0.9, selection_options=options)
+        return int(changed.fuse(PROMPT).report.recomputed_tokens[-1])
+
+    tokens = sum(map(len, engine.tokenize(PROMPT).chunks))
+    assert rows(bound=1e9) == 0
+    assert rows(bound=1e9, lowest_ratio=0.1) == int(0.1 * tokens)
+    assert rows(bound=0) == int(0.9 * tokens)
+    counts = [rows(bound=bound) for bound in (0.1, 0.3, 0.5, 0.7, 0.9)]
+    assert counts == sorted(counts, reverse=True)
+    assert len(set(counts)) > 2
+
+
+def test_keys_left_where_they_were_computed(engine: Any, model: Any) -> None:
+    options = {"selection": "none", "selection_options": {"correct_positions": False}}
+    left, moved = engine.with_config(**options).fuse(PROMPT), engine.with_config(selection="none").fuse(PROMPT)
+    assert not torch.allclose(left.logits, moved.logits, atol=1e-2)
+    for span in engine.tokenize(PROMPT).chunks:
+        ids = [1, *left.input_ids[span.start : span.stop]]
+        alone = tiny.full_prefill(model, ids).past_key_values.layers
+        for layer, expected in zip(left.cache.layers, alone, strict=True):
+            found = layer.keys[:, :, span.start : span.stop]
+            torch.testing.assert_close(found, expected.keys[:, :, 1:], atol=1e-4, rtol=1e-4)
+
+
+def test_a_rule_can_be_an_object_and_chunks_not_stored_are_always_computed(model: Any) -> None:
+    with engine_of(model, selection=SelectHKVD((2,), 0.1, metric="k"), write_back="off") as engine:
+        cold = engine.fuse(PROMPT).report
+        assert cold.recomputed_tokens == (0,) * LAYERS
+        assert cold.work == pytest.approx(1.0)
+        engine.warm(PROMPT.chunks[:2])
+        report = engine.fuse(PROMPT).report
+        spans = engine.tokenize(PROMPT).chunks
+        some = len(spans[0]) + len(spans[1])
+        assert report.recomputed_tokens == (some, some, *[int(0.1 * some)] * (LAYERS - 2))
+        assert min(report.computed_tokens) >= len(spans[2])
+        everything = engine.with_config(selection=SelectAll()).fuse(PROMPT).report
+        assert (everything.hits, everything.work) == (0, pytest.approx(1.0))
+
+
+# Work -----------------------------------------------------------------------------------------
+
+
+def test_work_equals_a_hand_count() -> None:
+    shape = ModelShape((LayerShape(100, 10, 20, 2), LayerShape(100, 10, 20, 2, window=3)), head=50)
+    full = (4 * 100 + 2 * (1 + 2 + 3 + 4)) + (4 * 100 + 2 * (1 + 2 + 3 + 3)) + 50
+    every, last = torch.arange(4), torch.tensor([1, 3])
+    assert work_share(shape, 4, RowsDone((every, every))) == 1.0
+    spent = (4 * 100 + 2 * 10) + (2 * 100 + 2 * (2 + 3)) + 50 + 3 * 10 + 3 * 20 + (100 + 2 * 4)
+    done = RowsDone((every, last), (Projected(1, keys=3, values=3),), (last[1:],))
+    assert work_share(shape, 4, done) == pytest.approx(spent / full)
+    deeper = spent + 2 * (2 * 100 + 2 * (2 + 3)) + (100 + 2 * 4)
+    assert work_share(shape, 4, done, layers=4) == pytest.approx(deeper / (full + 2 * (4 * 100 + 2 * 9)))
+    with pytest.raises(ConfigError, match="layers=1"):
+        work_share(shape, 4, done, layers=1)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "mixtral", "gpt_oss"])
+def test_what_a_layer_costs(family: str) -> None:
+    layer = ModelAdapter(tiny.model(family)).shape.layers[0]
+    queries, keys, out = 32 * 32, 16 * 32, 32 * 32
+    mlp = 3 * 32 * 64
+    if family in ("mixtral", "gpt_oss"):
+        mlp = 2 * mlp + 4 * 32  # two of four experts, and the router
+    assert layer.linear == queries + 2 * keys + out + mlp
+    assert layer.keys == layer.values == (64 * 32 if family == "phi3" else keys)
+    assert layer.attention == 2 * 4 * 8
+    assert layer.window == (24 if family == "gpt_oss" else None)
+
+
+def test_work_of_the_paper_s_rule_scaled_to_24_layers() -> None:
+    """Full layers before the check count: 15% from layer 1 on is 18.5% of 24 layers."""
+    shape = ModelShape((LayerShape(1, 0, 0, 0),) * 5, head=0)
+    rows = (torch.arange(1000), *[torch.arange(150)] * 4)
+    assert work_share(shape, 1000, RowsDone(rows), layers=24) == pytest.approx(0.185, abs=1e-3)
+
+
+def test_the_report_counts_checks_and_scoring(engine: Any) -> None:
+    work = {case: blended(engine, case, 0.15).report.work for case in ("hkvd", "boundary", "query")}
+    assert work["hkvd"] > work["boundary"] + 0.05  # layer 0 was computed in full
+    assert work["query"] > work["boundary"] + 0.01
+    fused = blended(engine, "hkvd", 0.15)
+    shape, done = engine.adapter.shape, RowsDone(fused.recomputed)
+    unchecked = work_share(shape, len(fused.input_ids), done)
+    full = work_share(shape, len(fused.input_ids), RowsDone((torch.arange(len(fused.input_ids)),) * LAYERS))
+    assert full == 1.0
+    checks = fused.report.chunk_tokens * shape.layers[1].values
+    per_share = sum(shape.layers[0].linear * len(fused.input_ids) for _ in range(LAYERS))
+    assert 0.8 * checks / per_share < fused.report.work - unchecked < checks / per_share
+    assert engine.fuse(Prompt("", [], "What fell?")).report.work == 1.0
+
+
+# Options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"selection": "best"}, "selection"),
+        ({"selection": "hkvd", "recompute_ratios": (0.1, 0.2), "check_layers": (1, 2)}, "recompute_ratios"),
+        ({"selection": "hkvd", "recompute_ratios": (0.2, 0.1)}, "recompute_ratios"),
+        ({"selection": "boundary", "recompute_ratios": (0.2,)}, "recompute_ratios"),
+        ({"selection": "gradual", "recompute_ratios": (0.1, 0.2)}, "recompute_ratios"),
+        ({"selection": "gradual", "check_layers": (1, 2)}, "check_layers"),
+        ({"selection": "mixed", "check_layers": (1, 2)}, "check_layers"),
+        ({"selection": "threshold", "selection_options": {"bound": -1}}, "bound"),
+        ({"selection": "threshold", "selection_options": {"bound": True}}, "bound"),
+        ({"selection": "threshold", "selection_options": {"bound": float("nan")}}, "bound"),
+        ({"selection": "threshold", "selection_options": {"lowest_ratio": 0.5}}, "lowest_ratio"),
+        ({"selection": "threshold", "selection_options": {"limit": 1}}, "selection_options"),
+        ({"selection": "hkvd", "selection_options": {"seed": 1}}, "selection_options"),
+        ({"selection": SelectNone(), "selection_options": {"seed": 1}}, "selection_options"),
+        ({"selection": "query", "selection_options": {"score_layers": [2, 1]}}, "score_layers"),
+        ({"selection": "query", "selection_options": {"score_layers": 2}}, "score_layers"),
+        ({"selection": "mixed", "selection_options": {"shares": [0.5, 0.6, 0.1]}}, "shares"),
+        ({"selection": "mixed", "selection_options": {"shares": 1}}, "shares"),
+        ({"selection": "random", "selection_options": {"seed": -1}}, "seed"),
+        ({"selection": "none", "selection_options": {"correct_positions": "no"}}, "correct_positions"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_rule(BlendConfig(**options))
+    assert caught.value.field == field
+    assert repr(caught.value.value) in str(caught.value)
+    assert caught.value.remedy.startswith(("use ", "list ", "leave "))
+
+
+@pytest.mark.parametrize(
+    ("rule", "field"),
+    [
+        (SelectHKVD((8,)), "check_layers"),
+        (SelectThreshold((8,)), "check_layers"),
+        (SelectMixed((8,)), "check_layers"),
+        (SelectGradual((8,)), "check_layers"),
+        (SelectGradual((5,), recompute_ratios=(0.4, 0.3, 0.2, 0.1)), "recompute_ratios"),
+        (SelectQuery(score_layers=(8,)), "score_layers"),
+        (SelectMixed(score_layers=(3, 8)), "score_layers"),
+    ],
+)
+def test_rules_that_do_not_fit_the_model_are_refused(rule: SelectionRule, field: str) -> None:
+    with pytest.raises(ConfigError, match=r"layers 0 to 7") as caught:
+        rule.fit(LAYERS)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("layers", [(0,), (0, 1), (), (2, 1), 1])
+def test_layer_zero_is_refused(layers: Any) -> None:
+    with pytest.raises(ConfigError, match="check_layers"):
+        SelectHKVD(layers)
