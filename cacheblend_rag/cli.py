@@ -155,10 +155,8 @@ def _compare(rag: FolderRAG, answer: Answer) -> None:
     print("\nThe same prompt by every method (medians of 9 interleaved rounds):\n")
     print(f"  {'method':<16}{'TTFT':>9}{'faster':>9}{'rows':>7}  answer")
     for result in results:
-        share = f"{result.computed:.0%}"
-        print(
-            f"  {result.name:<16}{result.ttft * 1e3:>6.1f} ms{full / result.ttft:>8.2f}×{share:>7}  {result.text.strip()}"
-        )
+        speed = f"{result.ttft * 1e3:>6.1f} ms{full / result.ttft:>8.2f}×"
+        print(f"  {result.name:<16}{speed}{f'{result.computed:.0%}':>7}  {result.text.strip()}")
 
 
 if __name__ == "__main__":

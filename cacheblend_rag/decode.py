@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -16,6 +15,7 @@ from transformers.generation import StoppingCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cacheblend_rag.errors import ConfigError, GenerationError
+from cacheblend_rag.models.modes import evaluating
 
 __all__ = ["DecodeOptions", "Decoded", "decode"]
 
@@ -168,7 +168,7 @@ def decode(
         return type(model)._sample(_Prefilled(model, logits, cache), input_ids, **arguments)
 
     devices = [logits.device] if logits.device.type == "cuda" else []
-    with _evaluating(model), torch.random.fork_rng(devices=devices, enabled=options.seed is not None):
+    with evaluating(model), torch.random.fork_rng(devices=devices, enabled=options.seed is not None):
         if options.seed is not None:
             torch.manual_seed(options.seed)
         model.generate(
@@ -181,18 +181,6 @@ def decode(
             custom_generate=continue_from_fused,
         )
     return assembler.result()
-
-
-@contextlib.contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Without dropout; each module is then as it was, for some may be frozen while others train."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 class _Prefilled:

@@ -21,8 +21,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture()
-def docs(tmp_path: Path) -> Path:
+@pytest.fixture
+def docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CACHEBLEND_RAG_MIN_TOKENS", "0")
     folder = tmp_path / "docs"
     folder.mkdir()
     for number in range(4):

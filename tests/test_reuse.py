@@ -328,7 +328,6 @@ def test_another_process_over_the_folder_gets_hits_even_if_the_first_just_ended(
             assert_same(own.fuse(PROMPT), shared)
 
 
-@pytest.mark.xfail(strict=True, reason="save_pretrained writes config.architectures, which is in the fingerprint")
 def test_saving_a_model_does_not_cost_its_hits(tmp_path: Path) -> None:
     model = tiny.model()
     with engine_of(model, store=tmp_path / "kv") as engine:

@@ -16,6 +16,7 @@ from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.models.families import family_of
 from cacheblend_rag.models.fingerprint import fingerprint
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
+from cacheblend_rag.models.modes import evaluating
 from cacheblend_rag.models.positions import Positions
 from cacheblend_rag.models.rope import Rotaries, rotate, unrotate
 from cacheblend_rag.models.shape import ModelShape, layer_shape
@@ -116,11 +117,6 @@ class ModelAdapter:
         """Number of decoder layers."""
         return len(self.layers)
 
-    @property
-    def attention_bytes_per_token(self) -> int:
-        """Bytes of KV of one token on all layers, in the model's element type."""
-        return 2 * self.num_layers * self.kv_heads * self.head_dim * self.dtype.itemsize
-
     @cached_property
     def shape(self) -> ModelShape:
         """How much arithmetic the model does for a row."""
@@ -160,15 +156,12 @@ class ModelAdapter:
         form where SDPA lacks what the family needs (soft caps, attention sinks).
         """
         before = self.config._attn_implementation
-        training = self.model.training
         if before not in ("sdpa", "eager"):
             self.config._attn_implementation = "sdpa" if self.model._supports_sdpa else "eager"
-        self.model.eval()
         try:
-            with torch.no_grad():
+            with evaluating(self.model), torch.no_grad():
                 yield
         finally:
-            self.model.train(training)
             self.config._attn_implementation = before
 
     def embed(self, ids: Sequence[int]) -> torch.Tensor:
@@ -355,14 +348,9 @@ class ModelAdapter:
 
     @contextmanager
     def _plain(self) -> Iterator[None]:
-        training = self.model.training
-        self.model.eval()
         self._positions.settle(self.device)
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self.model.train(training)
+        with evaluating(self.model), torch.no_grad():
+            yield
 
 
 def _part(module: Any, name: str) -> Any:

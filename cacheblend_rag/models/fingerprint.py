@@ -15,14 +15,21 @@ __all__ = ["fingerprint", "fingerprint_in"]
 _ADAPTER_VERSION = 1
 _SAMPLE_BYTES = 16_384
 # Entries of a config that do not change what the model computes.
-_VOLATILE = ("_name_or_path", "name_or_path", "transformers_version", "_attn_implementation", "use_cache")
+_VOLATILE = (
+    "_name_or_path",
+    "name_or_path",
+    "transformers_version",
+    "_attn_implementation",
+    "use_cache",
+    "architectures",
+)
 
 
 def fingerprint(model: Any) -> str:
     """Hash of a model's config, element type and weights.
 
-    Each tensor goes in by name, shape, the first and last bytes, and an integer sum over all of
-    its elements, so that a fine-tune under the same name differs however few weights it moved.
+    Each tensor goes in by name, shape, its first and last bytes, and an integer sum over each of
+    its rows, so that a fine-tune under the same name differs however few weights it moved.
 
     Parameters
     ----------
@@ -61,11 +68,13 @@ def _tensors(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
 
 
 def _content(tensor: torch.Tensor) -> bytes:
-    data = tensor.detach().contiguous().flatten()
+    data = tensor.detach().contiguous()
+    rows = data.shape[0] if data.dim() > 1 and data.numel() else 1
+    data = data.flatten()
     if data.is_floating_point() or data.is_complex():
         whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
         data = data.view(whole.get(data.element_size(), torch.int64))
-    total = int(data.sum(dtype=torch.int64)) if data.numel() else 0
+    sums = data.view(rows, -1).sum(dim=1, dtype=torch.int64).cpu()  # [rows]
     edge = max(1, _SAMPLE_BYTES // data.element_size())
     ends = torch.cat((data[:edge], data[-edge:])).cpu().contiguous()
-    return total.to_bytes(8, "little", signed=True) + ends.view(torch.uint8).numpy().tobytes()
+    return sums.numpy().tobytes() + ends.view(torch.uint8).numpy().tobytes()

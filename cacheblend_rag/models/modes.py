@@ -1,0 +1,21 @@
+"""A model's training flags, put aside and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = ["evaluating"]
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Without dropout; each module is then as it was, for some may be frozen while others train."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
