@@ -26,6 +26,8 @@ from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, r
 __all__ = ["Blend", "Pipeline", "Segment"]
 
 _log = logging.getLogger(__name__)
+# Bytes of a layer below which handing it to another thread costs more than reading it.
+_WORTH_A_THREAD = 2**19
 
 
 @dataclass(frozen=True)
@@ -248,7 +250,7 @@ class Pipeline:
             dtype=adapter.dtype,
             device=adapter.device,
         )
-        ahead = self.config.prefetch and reader.placements
+        ahead = self.config.prefetch and reader.stored_layer_bytes >= _WORTH_A_THREAD
         return load_ahead(reader) if ahead else load_plainly(reader)
 
     def _plan(self, split: TokenizedPrompt, found: _Found) -> FusionPlan:

@@ -12,4 +12,4 @@ index = build_index(DOCUMENTS_PATH, embedder=embedder, index_dir="blend_data/ind
 llm = CacheBlendLLM.from_model_id(MODEL_PATH, store="blend_data/kv", max_new_tokens=64)
 llm.warm(index.chunks())  # optional: chunks that are missing are stored after their first use
 chain = RetrievalQA.from_chain_type(llm, retriever=index.store.as_retriever(search_kwargs={"k": 6}))
-print(chain.invoke({"query": "QUESTION"})["result"])
+print(chain.invoke({"query": "Which company does Lars Mardahl work for?"})["result"])

@@ -351,7 +351,8 @@ def test_the_report_counts_checks_and_scoring(engine: Any) -> None:
     assert full == 1.0
     checks = fused.report.chunk_tokens * shape.layers[1].values
     per_share = sum(shape.layers[0].linear * len(fused.input_ids) for _ in range(LAYERS))
-    assert 0.8 * checks / per_share < fused.report.work - unchecked < checks / per_share
+    # Attention and the head are in a full prefill too, and less than its linear layers.
+    assert 0.5 * checks / per_share < fused.report.work - unchecked < checks / per_share
     assert engine.fuse(Prompt("", [], "What fell?")).report.work == 1.0
 
 

@@ -140,7 +140,7 @@ def plot_attention(prepared: PreparedPrompt, layer: int, path: str | Path) -> No
     }
     figure, axes = pyplot.subplots(len(shown), 1, sharex=True, figsize=(7, 4), layout="constrained")
     for axis, (name, layers) in zip(axes, shown.items(), strict=True):
-        axis.imshow(prepared.attention(layers)[layer].float().mean(dim=0)[:, span].cpu(), aspect="auto", vmin=0)
+        axis.imshow(prepared.attention(layers)[layer].float().mean(dim=0)[:, span].cpu().numpy(), aspect="auto", vmin=0)
         axis.set(title=f"{name}, layer {layer}", ylabel="question token")
     axes[-1].set(xlabel="context token")
     _save(pyplot, figure, path)
@@ -166,7 +166,7 @@ def plot_kv_deviation(deviation: torch.Tensor, layers: Sequence[int], path: str 
     figure, axis = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
     for layer in layers:
         values = deviation[layer].sort().values
-        axis.plot(values.cpu(), torch.linspace(0, 1, len(values)), label=f"layer {layer}")
+        axis.plot(values.tolist(), torch.linspace(0, 1, len(values)).tolist(), label=f"layer {layer}")
     axis.set(xlabel="KV deviation", ylabel="share of tokens")
     axis.legend()
     _save(pyplot, figure, path)
@@ -176,7 +176,7 @@ def plot_rank_correlation(correlation: torch.Tensor, path: str | Path) -> None:
     """Rank correlation of KV deviation between neighbouring layers (Fig. 8)."""
     pyplot = _pyplot()
     figure, axis = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
-    axis.bar([f"{layer}, {layer + 1}" for layer in range(len(correlation))], correlation.nan_to_num().cpu())
+    axis.bar([f"{layer}, {layer + 1}" for layer in range(len(correlation))], correlation.nan_to_num().tolist())
     axis.set(xlabel="layers", ylabel="Spearman's rank correlation", ylim=(0, 1))
     _save(pyplot, figure, path)
 

@@ -65,6 +65,12 @@ class LayerReader:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def stored_layer_bytes(self) -> int:
+        """Bytes that one layer of all records takes in memory."""
+        tokens = sum(place.record.info.tokens for place in self.placements)
+        return 2 * tokens * self.kv_heads * self.head_dim * self.dtype.itemsize
+
     def read(self, layer: int) -> LayerKV:
         """KV of one layer; positions without a record are undefined.
 

@@ -13,15 +13,19 @@ import string
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.reference import DOCUMENTS_PATH, EMBEDDER_PATH, MODEL_PATH, QUESTIONS_PATH
 from cacheblend_rag.reference.archive import build_town
 from cacheblend_rag.reference.bundle import read_questions
 from cacheblend_rag.reference.names import Split
 from cacheblend_rag.reference.prompts import DEFAULT_SEPARATOR, STUFF, PromptFormat
 from cacheblend_rag.reference.questions import QUESTION_KINDS, ask_all, sample_prompt
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engine import BlendEngine
 
 Answer = Callable[[str, Sequence[str], str], str]
 """``answer(prefix, chunks, suffix)`` returns the generated text."""
@@ -165,6 +169,19 @@ def plain_answer(model: Any, tokenizer: Any, separator: str = DEFAULT_SEPARATOR)
     return answer
 
 
+def blended_answer(engine: BlendEngine) -> Answer:
+    """Return an answer function that blends from warm chunks and decodes greedily.
+
+    The prefix and every chunk are stored before the prompt is answered.
+    """
+
+    def answer(prefix: str, chunks: Sequence[str], suffix: str) -> str:
+        engine.warm(chunks, progress=False)
+        return engine.generate(Prompt(prefix, chunks, suffix), max_new_tokens=MAX_NEW_TOKENS).text
+
+    return answer
+
+
 def measure(answer: Answer, cases: Iterable[Case], form: PromptFormat = STUFF) -> list[KindResult]:
     """Answer every case and count, by kind.
 
@@ -203,6 +220,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--split", choices=("dev", "test"), default="test")
     parser.add_argument("--shuffled", action="store_true", help="fully random order of passages")
     parser.add_argument("--retrieve", action="store_true", help="the bundled archive, passages by the embedder")
+    parser.add_argument("--selection", help="blend by this rule instead of a full prefill: hkvd, none, …")
+    parser.add_argument("--ratio", type=float, default=0.15, help="recompute ratio of the rule")
     args = parser.parse_args(argv)
     model = AutoModelForCausalLM.from_pretrained(args.model).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -212,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = held_out_cases(
             args.per_kind, passages=args.passages, split=args.split, seed=args.seed, shuffled=args.shuffled
         )
-    results = measure(plain_answer(model, tokenizer), cases)
+    results = measure(_answer(model, tokenizer, args.selection, args.ratio), cases)
     for result in results:
         print(
             f"{result.kind:<11} {result.count:>4} exact {result.exact:.3f} [{result.low:.3f}, {result.high:.3f}] "
@@ -220,6 +239,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     print(json.dumps([asdict(result) for result in results]))
     return 0
+
+
+def _answer(model: Any, tokenizer: Any, selection: str | None, ratio: float) -> Answer:
+    if selection is None:
+        return plain_answer(model, tokenizer)
+    from cacheblend_rag.config import BlendConfig
+    from cacheblend_rag.engine import BlendEngine
+
+    config = BlendConfig(selection=selection, recompute_ratio=ratio, min_tokens=0, size_limit="1GB")
+    return blended_answer(BlendEngine(model, tokenizer, config=config))
 
 
 if __name__ == "__main__":

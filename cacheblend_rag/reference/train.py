@@ -232,7 +232,8 @@ class Trainer:
         if state["optimizer"] is not None:
             self.optimizer.load_state_dict(state["optimizer"])
         self.stage_index, self.tokens = state["stage"], state["tokens"]
-        logger.info("resumed at stage %s, %.1fM tokens", self.stages[self.stage_index].name, self.tokens / 1e6)
+        stage = self.stages[self.stage_index].name if self.stage_index < len(self.stages) else "end"
+        logger.info("resumed at stage %s, %.1fM tokens", stage, self.tokens / 1e6)
 
     def save(self) -> None:
         """Write the checkpoint, replacing the last one at once."""
