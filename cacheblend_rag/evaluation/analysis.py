@@ -99,14 +99,16 @@ def rank_correlation(scores: torch.Tensor) -> torch.Tensor:
     ranks = torch.stack([_ranks(row) for row in scores])
     ranks = ranks - ranks.mean(dim=1, keepdim=True)
     sizes = ranks.norm(dim=1)
-    return (ranks[1:] * ranks[:-1]).sum(dim=1) / (sizes[1:] * sizes[:-1])
+    correlation: torch.Tensor = (ranks[1:] * ranks[:-1]).sum(dim=1) / (sizes[1:] * sizes[:-1])
+    return correlation
 
 
 def _ranks(values: torch.Tensor) -> torch.Tensor:
     """Ranks from 0; equal values share the mean of theirs."""
     _, inverse, counts = torch.unique(values, sorted=True, return_inverse=True, return_counts=True)
     last = counts.cumsum(0).double() - 1
-    return (last - (counts.double() - 1) / 2)[inverse]
+    ranks: torch.Tensor = (last - (counts.double() - 1) / 2)[inverse]
+    return ranks
 
 
 def attention_sparsity(attention: torch.Tensor, mass: float = 0.9) -> float:

@@ -19,7 +19,17 @@ from cacheblend_rag.streaming import TextStream
 
 __all__ = ["BlendFields", "answer_info"]
 
-_SETTINGS = ("separator", "selection", "recompute_ratio", "check_layers", "min_tokens", "condition")
+_SETTINGS = (
+    "separator",
+    "selection",
+    "recompute_ratio",
+    "check_layers",
+    "recompute_ratios",
+    "metric",
+    "selection_options",
+    "min_tokens",
+    "condition",
+)
 
 
 class BlendFields(BaseModel):
