@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag import Prompt
+from cacheblend_rag import Prompt, pipeline
 from cacheblend_rag.errors import RecordError
 from cacheblend_rag.loading import LayerReader, Placement, load_ahead, load_plainly
 from cacheblend_rag.loading.loader import RecordLost
@@ -157,12 +157,25 @@ def test_records_of_a_disk_store_read_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_disk", [True, False])
-def test_prefetch_changes_no_bit_of_the_result(on_disk: bool, tmp_path: Path) -> None:
+def test_prefetch_changes_no_bit_of_the_result(on_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+
+    def noting(load: Callable[[LayerReader], Any]) -> Callable[[LayerReader], Any]:
+        return lambda reader: used.append(load.__name__) or load(reader)
+
+    monkeypatch.setattr(pipeline, "_WORTH_A_THREAD", 0)
+    for load in (load_ahead, load_plainly):
+        monkeypatch.setattr(pipeline, load.__name__, noting(load))
     with engine_of(store=tmp_path if on_disk else None, recompute_ratio=0.2) as engine:
         engine.warm(PROMPT.chunks)
         engine.fuse(PROMPT)
+        used.clear()
         ahead = engine.with_config(prefetch=True).fuse(PROMPT)
         plain = engine.with_config(prefetch=False).fuse(PROMPT)
+        assert used == ["load_ahead", "load_plainly"]
+        monkeypatch.setattr(pipeline, "_WORTH_A_THREAD", 2**40)
+        engine.with_config(prefetch=True).fuse(PROMPT)
+        assert used[2:] == ["load_plainly"]
     assert ahead.report.hits == plain.report.hits == 3
     assert ahead.report.prefix_hit
     assert torch.equal(ahead.logits, plain.logits)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag import Prompt
+from cacheblend_rag import Prompt, pipeline
 from cacheblend_rag.errors import RecordError
 from cacheblend_rag.report import FusedKV
 from cacheblend_rag.store import DiskStore
@@ -25,6 +25,11 @@ from tests.probes import Hooked, engine_of
 
 CHUNKS = [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)]
 PROMPT = Prompt("Read this:", CHUNKS, "What fell in the end?")
+
+
+@pytest.fixture(autouse=True)
+def even_small_records_are_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_WORTH_A_THREAD", 0)
 
 
 def assert_same(ours: FusedKV, theirs: FusedKV) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 import transformers
 
@@ -51,8 +53,11 @@ def _errors(adapter: ModelAdapter, ids: list[int]) -> dict[str, float]:
     stored = _stored(adapter, ids)
     inputs: list[torch.Tensor] = []  # of each layer, [rows, hidden]
 
+    me = threading.get_ident()
+
     def note(module: torch.nn.Module, given: tuple[torch.Tensor]) -> None:
-        inputs.append(given[0][0])
+        if threading.get_ident() == me:  # the user's model may be answering on another thread
+            inputs.append(given[0][0])
 
     hooks = [layer.register_forward_pre_hook(note) for layer in adapter.layers]
     plan = FusionPlan(ids, exact=[range(_STORED)], reused=[], unrotated=range(_STORED))
