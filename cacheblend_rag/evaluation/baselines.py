@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
 
-__all__ = ["METHODS", "MethodResult", "Prefilled", "answer_all", "prefill_methods"]
+__all__ = ["METHODS", "MethodResult", "Prefilled", "Timed", "answer_all", "blended", "prefill_methods", "time_rounds"]
 
 METHODS = ("full recompute", "prefix caching", "full reuse", "blended")
 
@@ -89,16 +89,40 @@ def prefill_methods(engine: BlendEngine, prompt: Prompt) -> dict[str, Callable[[
             out = engine.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return Prefilled(cache, out.logits[0, -1], (rows - len(known),) * layers)
 
-    def blend(over: BlendEngine) -> Callable[[], Prefilled]:
-        def run() -> Prefilled:
-            fused = over.fuse(prompt)
-            return Prefilled(fused.cache, fused.logits, fused.report.computed_tokens)
-
-        return run
-
     reuse = engine.with_config(selection="none", min_tokens=0)
-    methods = (full, prefix_caching, blend(reuse), blend(engine))
+    methods = (full, prefix_caching, blended(reuse, prompt), blended(engine, prompt))
     return dict(zip(METHODS, methods, strict=True))
+
+
+def blended(engine: BlendEngine, prompt: Prompt) -> Callable[[], Prefilled]:
+    """The prefill of an engine, by whichever rule its config names."""
+
+    def run() -> Prefilled:
+        fused = engine.fuse(prompt)
+        return Prefilled(fused.cache, fused.logits, fused.report.computed_tokens)
+
+    return run
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds of each method in every timed round, and what its last round gave."""
+
+    seconds: dict[str, list[float]]
+    last: dict[str, Prefilled]
+
+
+def time_rounds(methods: Mapping[str, Callable[[], Prefilled]], rounds: int) -> Timed:
+    """Time methods in turn, round after round, to the first token; a first round warms up and does not count."""
+    timed = Timed({name: [] for name in methods}, {})
+    for number in range(rounds + 1):
+        for name, method in methods.items():
+            started = time.perf_counter()
+            timed.last[name] = method()
+            int(timed.last[name].logits.argmax())  # the first token, known to the host
+            if number:
+                timed.seconds[name].append(time.perf_counter() - started)
+    return timed
 
 
 def answer_all(
@@ -118,25 +142,16 @@ def answer_all(
     """
     if rounds < 1:
         raise ConfigError("rounds", rounds, "use a whole number, 1 or more")
-    methods = prefill_methods(engine, prompt)
-    seconds: dict[str, list[float]] = {name: [] for name in methods}
-    results: dict[str, Prefilled] = {}
-    for number in range(rounds + 1):
-        for name, method in methods.items():
-            started = time.perf_counter()
-            results[name] = method()
-            int(results[name].logits.argmax())  # the first token, known to the host
-            if number:
-                seconds[name].append(time.perf_counter() - started)
+    timed = time_rounds(prefill_methods(engine, prompt), rounds)
     tokens = engine.tokenize(prompt).input_ids
     return [
         MethodResult(
             name,
-            _text(engine, tokens, results[name], options or DecodeOptions()),
-            statistics.median(seconds[name]),
-            sum(results[name].computed) / (len(results[name].computed) * len(tokens)),
+            _text(engine, tokens, result, options or DecodeOptions()),
+            statistics.median(timed.seconds[name]),
+            sum(result.computed) / (len(result.computed) * len(tokens)),
         )
-        for name in methods
+        for name, result in timed.last.items()
     ]
 
 

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.baselines import Prefilled, prefill_methods
+from cacheblend_rag.evaluation.baselines import Prefilled, blended, prefill_methods, time_rounds
 from cacheblend_rag.evaluation.shapes import random_model
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.reference import MODEL_PATH
@@ -81,7 +81,7 @@ def measure(options: TTFTOptions) -> dict[str, Any]:
             prompt = Prompt(_SYSTEM, _chunks(tokenizer, options), _QUESTION)
             warming = engine.warm(prompt.chunks)
             engine.fuse(prompt)  # stores the prefix
-            seconds = _time(_methods(engine, prompt, options), options.rounds)
+            seconds = time_rounds(_methods(engine, prompt, options), options.rounds).seconds
             report = engine.fuse(prompt).report
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     full = medians["full recompute"]
@@ -102,19 +102,8 @@ def _methods(engine: BlendEngine, prompt: Prompt, options: TTFTOptions) -> Mappi
     methods = prefill_methods(engine, prompt)
     del methods["blended"]
     for ratio in options.ratios:
-        methods[f"blended {ratio:.0%}"] = prefill_methods(engine.with_config(recompute_ratio=ratio), prompt)["blended"]
+        methods[f"blended {ratio:.0%}"] = blended(engine.with_config(recompute_ratio=ratio), prompt)
     return methods
-
-
-def _time(methods: Mapping[str, Callable[[], Prefilled]], rounds: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in methods}
-    for number in range(rounds + 1):
-        for name, method in methods.items():
-            started = time.perf_counter()
-            int(method().logits.argmax())
-            if number:
-                seconds[name].append(time.perf_counter() - started)
-    return seconds
 
 
 def _chunks(tokenizer: Any, options: TTFTOptions) -> list[str]:
