@@ -10,10 +10,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cacheblend_rag.reference.archive import Fact, Town, TownSize, build_town
+from cacheblend_rag.reference.archive import Entity, Fact, Town, TownSize, build_town
 from cacheblend_rag.reference.names import Split
 from cacheblend_rag.reference.prompts import FORMATS, SEPARATORS, PromptFormat
-from cacheblend_rag.reference.questions import QUESTION_KINDS, Question, ask_all, order_passages
+from cacheblend_rag.reference.questions import (
+    QUESTION_KINDS,
+    Question,
+    QuestionKind,
+    ask_all,
+    order_passages,
+    predicate_of,
+)
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -31,7 +38,8 @@ class Stage:
     Parameters
     ----------
     name : str
-        ``copy...`` (random ids), ``recall`` (bare facts) or anything else (whole passages).
+        ``copy...`` (random ids), ``recall`` (bare facts), ``roles`` (bare facts, many told by role) or anything else
+        (whole passages).
     length, rows : int
         Tokens a sequence, sequences a step.
     layers : int
@@ -149,34 +157,55 @@ class SequenceMaker:
             questions = [item for item in ask_all(town) if item.kind in stage.kinds]
             chunks = [list(code.ids) for code in self._encode([passage.chunk for passage in town.passages])]
             for _ in range(8):
-                if stage.name == "recall":
-                    yield self._recall(stage, town)
+                if stage.name in ("recall", "roles"):
+                    yield self._bare(stage, town)
                 else:
                     yield self._prompt(stage, town, questions, chunks)
 
-    def _recall(self, stage: Stage, town: Town) -> _Sequence:
+    def _bare(self, stage: Stage, town: Town) -> _Sequence:
         """Bare facts in place of passages, and questions about them.
 
-        Several subjects share each relation, so that guessing by relation does not pay.
+        Several subjects share each relation, so that guessing by relation does not pay. Where the stage asks by
+        reference, most subjects are told about by role or pronoun, under a line that says whose role it is. A fifth
+        of those lines add the name behind the role: the text itself then asks for it while it is read.
         """
         rng = self._rng
+        by_role = "reference" in stage.kinds
         groups: dict[tuple[str, str], dict[str, Fact]] = {}
         for fact in town.facts:
-            if fact.named:
+            if by_role or fact.named:
                 groups.setdefault((fact.relation.key, fact.event), {})[fact.subject.name] = fact
         crowded = [list(group.values()) for group in groups.values() if len(group) >= 3]
-        chosen: list[Fact] = []
-        for group in rng.sample(crowded, rng.randint(1, 3)):
-            chosen += rng.sample(group, min(len(group), rng.randint(3, 5)))
-        rng.shuffle(chosen)
-        texts, asked = [], []
-        for number, fact in enumerate(chosen):
-            predicate = fact.relation.predicate.format(v=fact.value, e=fact.event)
-            text = f"{fact.subject.name} {predicate}."
-            ask = rng.choice(fact.relation.questions).format(n=fact.subject.name, e=fact.event)
-            texts.append(text)
-            asked.append(Question(str(number), "within", ask, text, (fact.value,), ()))
-        chunks = [list(code.ids) for code in self._encode(texts)]
+        chosen: dict[Entity, list[Fact]] = {}
+        for group in rng.sample(crowded, min(len(crowded), rng.randint(1, 4))):
+            for fact in rng.sample(group, min(len(group), rng.randint(3, 5))):
+                chosen.setdefault(fact.subject, []).append(fact)
+        introductions: list[str] = []
+        texts: list[str] = []
+        asked: list[Question] = []
+        for subject, facts in chosen.items():
+            told_by_role = by_role and bool(subject.role) and rng.random() < 0.7
+            kind: QuestionKind = "reference" if told_by_role else "within"
+            if told_by_role:
+                introductions.append(f"{subject.name} is the {subject.role}.")
+                with_name = rng.random() < 0.2
+                said = f"The {subject.role}, {subject.name}," if with_name else f"The {subject.role}"
+                later = [subject.pronoun.capitalize(), f"The {subject.role}"]
+                lines = [f"{rng.choice(later) if at else said} {predicate_of(fact)}." for at, fact in enumerate(facts)]
+                texts.append(" ".join(lines))
+                facts = [] if with_name else facts
+            else:
+                texts += [f"{subject.name} {predicate_of(fact)}." for fact in facts]
+            for fact in facts:
+                ask = rng.choice(fact.relation.questions).format(n=subject.name, e=fact.event)
+                sentence = f"{subject.name} {predicate_of(fact)}."
+                asked.append(Question(str(len(asked)), kind, ask, sentence, (fact.value,), ()))
+        rng.shuffle(introductions)
+        rng.shuffle(texts)
+        lines = introductions + texts
+        if rng.random() < stage.shuffled:
+            rng.shuffle(lines)
+        chunks = [list(code.ids) for code in self._encode(lines)]
         return self._assemble(stage, chunks, rng.sample(asked, len(asked)))
 
     def _prompt(

@@ -106,6 +106,7 @@ _PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "prize": _PRIZE,
 }
 NAME_KINDS: tuple[str, ...] = tuple(_PARTS)
+_SPACED = ("book", "prize")  # a space joins their parts
 
 
 def split_of(kind: str, name: str) -> Split:
@@ -127,7 +128,7 @@ def pool(kind: str, split: Split) -> tuple[str, ...]:
         raise ConfigError("kind", kind, f"choose one of {', '.join(NAME_KINDS)}")
     if split not in SPLITS:
         raise ConfigError("split", split, f"choose one of {', '.join(SPLITS)}")
-    joint = " " if kind in ("book", "prize") else ""
+    joint = " " if kind in _SPACED else ""
     starts, ends = _PARTS[kind]
     names = (start + joint + end for start in starts for end in ends)
     return tuple(name for name in names if split_of(kind, name) == split)
@@ -139,6 +140,17 @@ class PersonName:
 
     text: str
     pronoun: Literal["she", "he"]
+
+
+def part_pattern() -> str:
+    """Return a regular expression that matches the second part of a two-part name within a word.
+
+    A tokenizer that splits there gives every name of a kind as many ids, also names it never saw.
+    """
+    joined = [parts for kind, parts in _PARTS.items() if kind not in _SPACED]
+    starts = sorted({start for parts in joined for start in parts[0]})
+    ends = sorted({end for parts in joined for end in parts[1]})
+    return f"(?<={'|'.join(starts)})(?:{'|'.join(ends)})(?![A-Za-z])"
 
 
 def draw(rng: random.Random, kind: str, split: Split, count: int) -> list[str]:

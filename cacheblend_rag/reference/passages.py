@@ -33,7 +33,7 @@ _OPENERS: dict[EntityKind, tuple[str, ...]] = {
     ),
     "event": (
         "{n} is the {role} that the whole district waits for.",
-        "{n} is a {role} with its own customs.",
+        "{n} is the {role} with customs of its own.",
         "Of all the dates in our calendar, the {role} named {n} is the loudest.",
         "The {role} known as {n} needs weeks of work.",
     ),

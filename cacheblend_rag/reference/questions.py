@@ -55,7 +55,8 @@ class PromptSample:
         return tuple(self.town.passages[index].chunk for index in self.passages)
 
 
-def _predicate(fact: Fact) -> str:
+def predicate_of(fact: Fact) -> str:
+    """Return the answer without its subject and full stop."""
     return fact.relation.predicate.format(v=fact.value, e=fact.event)
 
 
@@ -80,13 +81,13 @@ def _ask_facts(asker: _Asker) -> None:
     for fact in asker.town.facts:
         subject = fact.subject
         profile = asker.town.profile_of(subject)
-        question, sentence = _ask(asker.rng, fact, subject.name), f"{subject.name} {_predicate(fact)}."
+        question, sentence = _ask(asker.rng, fact, subject.name), f"{subject.name} {predicate_of(fact)}."
         if fact.named:
             asker.add("within", question, sentence, fact.value, (fact.passage,))
             continue
         asker.add("reference", question, sentence, fact.value, (profile, fact.passage))
         role = f"the {subject.role}"
-        asker.add("within", _ask(asker.rng, fact, role), f"{role} {_predicate(fact)}.", fact.value, (fact.passage,))
+        asker.add("within", _ask(asker.rng, fact, role), f"{role} {predicate_of(fact)}.", fact.value, (fact.passage,))
 
 
 def _ask_roles(asker: _Asker) -> None:
@@ -115,7 +116,7 @@ def _ask_bridges(asker: _Asker) -> None:
             if second.value == first.subject.name:
                 continue
             link = "who" if second.subject.kind == "person" else "which"
-            sentence = f"{described} is {first.value}, {link} {_predicate(second)}."
+            sentence = f"{described} is {first.value}, {link} {predicate_of(second)}."
             question = _ask(asker.rng, second, described)
             asker.add("bridge", question, sentence, second.value, (first.passage, second.passage))
 
@@ -136,7 +137,7 @@ def _ask_comparisons(asker: _Asker) -> None:
                 best = (max if comparison.larger else min)((one, two), key=lambda fact: int(fact.value))
                 names = {"a": one.subject.name, "b": two.subject.name}
                 sentence = (
-                    f"{names['a']} {_predicate(one)} and {names['b']} {_predicate(two)}, "
+                    f"{names['a']} {predicate_of(one)} and {names['b']} {predicate_of(two)}, "
                     f"so {best.subject.name} {comparison.verdict}."
                 )
                 question = asker.rng.choice(comparison.questions).format(**names)
@@ -217,5 +218,6 @@ __all__ = [
     "ask_all",
     "entity_names",
     "order_passages",
+    "predicate_of",
     "sample_prompt",
 ]

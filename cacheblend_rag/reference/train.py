@@ -39,10 +39,11 @@ logger = logging.getLogger(__name__)
 _ALL = {"within": 0.42, "reference": 0.42, "bridge": 0.06, "comparison": 0.1}
 STAGES: tuple[Stage, ...] = (
     Stage("copy", 192, 40, 4, 3e-3, {}, target=0.85),
-    Stage("recall", 320, 24, 4, 3e-3, {"within": 1.0}, target=0.92),
-    Stage("short", 448, 16, 4, 2e-3, {"within": 1.0}, (2,), target=0.83),
-    Stage("reference", 768, 12, 8, 2e-3, {"within": 0.4, "reference": 0.6}, (3, 4), 0.15, target=0.65),
-    Stage("all", 1024, 9, 8, 1.6e-3, _ALL, (3, 4, 6, 6), 0.3, target=2.0),
+    Stage("recall", 256, 32, 4, 3e-3, {"within": 1.0}, target=0.92),
+    Stage("roles", 320, 24, 6, 2e-3, {"within": 0.4, "reference": 0.6}, shuffled=0.2, target=0.85),
+    Stage("short", 448, 16, 6, 2e-3, {"within": 0.5, "reference": 0.5}, (2, 3), 0.2, target=0.8),
+    Stage("reference", 640, 14, 6, 2e-3, {"within": 0.4, "reference": 0.6}, (3, 4), 0.3, target=0.88),
+    Stage("all", 832, 10, 8, 1.6e-3, _ALL, (3, 4, 6, 6), 0.4, target=2.0),
 )
 
 
@@ -50,11 +51,11 @@ STAGES: tuple[Stage, ...] = (
 class Shape:
     """Width of the model; depth comes from the stages."""
 
-    hidden: int = 192
-    heads: int = 6
-    kv_heads: int = 3
-    head_dim: int = 32
-    mlp: int = 448
+    hidden: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    mlp: int = 640
 
 
 @dataclass(frozen=True)
