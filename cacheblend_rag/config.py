@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from cacheblend_rag.checks import check_choice, check_layer_list, check_share, check_shares, check_whole
 from cacheblend_rag.errors import ConfigError
 
 __all__ = ["CONDITIONS", "ENV_PREFIX", "METRICS", "WRITE_BACKS", "BlendConfig", "parse_bytes"]
@@ -158,46 +159,24 @@ class BlendConfig:
         object.__setattr__(self, "size_limit", parse_bytes(self.size_limit))
         if not isinstance(self.separator, str) or not self.separator:
             raise ConfigError("separator", self.separator, "use a text that is not empty")
-        if not _is_share(self.recompute_ratio):
-            raise ConfigError("recompute_ratio", self.recompute_ratio, "use a number from 0 to 1")
+        check_share("recompute_ratio", self.recompute_ratio)
         if not isinstance(self.selection, str) and not callable(getattr(self.selection, "keep", None)):
             raise ConfigError("selection", self.selection, "use the name of a rule, such as 'hkvd', or a rule")
-        _one_of("metric", self.metric, METRICS)
-        _one_of("condition", self.condition, CONDITIONS)
-        _one_of("write_back", self.write_back, WRITE_BACKS)
-        if isinstance(self.min_tokens, bool) or not isinstance(self.min_tokens, int) or self.min_tokens < 0:
-            raise ConfigError("min_tokens", self.min_tokens, "use a whole number, 0 or more")
+        check_choice("metric", self.metric, METRICS)
+        check_choice("condition", self.condition, CONDITIONS)
+        check_choice("write_back", self.write_back, WRITE_BACKS)
+        check_whole("min_tokens", self.min_tokens)
         for name in ("prefetch", "check_model"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "use True or False")
         for name, remedy in (("salt", "an empty one is shared by all who set none"), ("like", "a family's name")):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(name, getattr(self, name), f"use a text; {remedy}")
-        self._check_layers()
-        self._check_rule_options()
-
-    def _check_layers(self) -> None:
-        layers = self.check_layers
-        if not isinstance(layers, (tuple, list)):
-            raise ConfigError("check_layers", layers, "use a tuple of layers, such as (1,)")
-        object.__setattr__(self, "check_layers", tuple(layers))
-        whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
-        if not layers or not whole or any(layer < 1 for layer in layers):
-            raise ConfigError(
-                "check_layers",
-                layers,
-                "use layers from 1 on; KV never deviates on layer 0, where it depends on the token alone",
-            )
-        if list(layers) != sorted(set(layers)):
-            raise ConfigError("check_layers", layers, "list each layer once, in rising order")
-
-    def _check_rule_options(self) -> None:
-        ratios, options = self.recompute_ratios, self.selection_options
-        if not isinstance(ratios, (tuple, list)):
-            raise ConfigError("recompute_ratios", ratios, "use a tuple of ratios, such as (0.2, 0.1)")
-        object.__setattr__(self, "recompute_ratios", tuple(ratios))
-        if not all(map(_is_share, ratios)):
-            raise ConfigError("recompute_ratios", ratios, "use numbers from 0 to 1")
+        check_layer_list("check_layers", self.check_layers)
+        object.__setattr__(self, "check_layers", tuple(self.check_layers))
+        check_shares("recompute_ratios", self.recompute_ratios)
+        object.__setattr__(self, "recompute_ratios", tuple(self.recompute_ratios))
+        options = self.selection_options
         if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
             raise ConfigError("selection_options", options, 'use a dict of options, such as {"seed": 1}')
         object.__setattr__(self, "selection_options", dict(options))
@@ -213,10 +192,6 @@ class BlendConfig:
         return tuple(f.name for f in fields(cls))
 
 
-def _is_share(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
-
-
 def _flag(text: str) -> bool:
     lowered = text.strip().lower()
     if lowered in ("1", "true", "yes", "on"):
@@ -224,8 +199,3 @@ def _flag(text: str) -> bool:
     if lowered in ("0", "false", "no", "off"):
         return False
     raise ValueError(text)
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(name, value, "use one of " + ", ".join(map(repr, allowed)))

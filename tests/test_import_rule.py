@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("prompt", "loading", "fusor", "decode", "streaming", "writeback"),
     ("store", "report"),
     ("models",),
-    ("config", "errors"),
+    ("config", "checks", "errors"),
 )
 # Rooms that see only part of what lies below them.
 FORBIDDEN = {
@@ -114,6 +114,8 @@ ALLOWED_ACROSS: tuple[set[str], ...] = (
     {"llama_index", "retrieval"},
     {"retrieval", "reference"},
     {"config", "errors"},
+    {"config", "checks"},
+    {"checks", "errors"},
     {"store", "report"},
 )
 

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from cacheblend_rag.reference import MODEL_PATH
 from cacheblend_rag.reference.archive import build_town
+from cacheblend_rag.reference.names import pool
 from cacheblend_rag.reference.tokenizer import BOS, EOS, train_tokenizer
 
 
@@ -53,6 +54,13 @@ def test_unseen_names_stay_short(tokenizer: Any) -> None:
         return sum(len(_ids(tokenizer, chunk)) for chunk in chunks) / sum(len(chunk.split()) for chunk in chunks)
 
     assert tokens_a_word("test") < 1.1 * tokens_a_word("train")
+
+
+def test_names_are_cut_into_their_parts(tokenizer: Any) -> None:
+    for split in ("train", "test"):
+        for kind in ("surname", "place", "company", "event", "river"):
+            for name in pool(kind, split):
+                assert len(_ids(tokenizer, f" {name}")) == 2, name
 
 
 def test_training_the_tokenizer_again_gives_the_bundled_one(tokenizer: Any) -> None:

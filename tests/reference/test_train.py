@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cacheblend_rag.reference.curriculum import SequenceMaker, Stage, make_batches
+from cacheblend_rag.reference.curriculum import KIND_NAMES, SequenceMaker, Stage, make_batches
 from cacheblend_rag.reference.tokenizer import train_tokenizer
 from cacheblend_rag.reference.train import STAGES, Shape, Trainer, TrainOptions, build_model, grow
 
@@ -68,6 +71,32 @@ def test_answers_are_marked_by_weight(tokenizer: Any) -> None:
     assert text.endswith(".</s>")
     assert value.strip(" .") in text
     assert len(value) < len(text)
+
+
+def test_bare_facts_told_by_role_stand_under_a_line_that_says_whose_it_is(tokenizer: Any) -> None:
+    stage = replace(next(stage for stage in STAGES if stage.name == "roles"), shuffled=0.0)
+    sequences = SequenceMaker(tokenizer, 0).sequences(stage)
+    by_reference = 0
+    for sequence in islice(sequences, 40):
+        text = tokenizer.decode(sequence.ids)
+        for number, kind in enumerate(sequence.kinds):
+            answer = tokenizer.decode(
+                [token for token, at in zip(sequence.ids, sequence.question, strict=True) if at == number]
+            ).strip()
+            context, _ = text.split(answer, 1)
+            if KIND_NAMES[kind] == "within":
+                continue
+            by_reference += 1
+            name = next(start for start in introduced(context) if answer.startswith(start))
+            role = introduced(context)[name]
+            assert f"The {role} " in context
+            assert context.index(f"{name} is the {role}.") < context.index(f"The {role} ")
+    assert by_reference > 40
+
+
+def introduced(context: str) -> dict[str, str]:
+    """Whose role is which, as the lines of a sequence say."""
+    return dict(re.findall(r"([A-Z]\w+(?: [A-Z]\w+)?) is the (\w+)\.", context))
 
 
 def test_a_short_run_ends_in_a_model_that_loads_and_goes_on(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from cacheblend_rag.checks import check_share
 from cacheblend_rag.fusor.selection.base import FixedRule, StartView, budget
-from cacheblend_rag.fusor.selection.options import check_share
 
 __all__ = ["SelectBoundary", "first_of_chunks"]
 

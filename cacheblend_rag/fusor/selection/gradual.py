@@ -7,16 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule
-from cacheblend_rag.fusor.selection.hkvd import SelectHKVD
-from cacheblend_rag.fusor.selection.options import (
+from cacheblend_rag.checks import (
+    check_choice,
     check_layer_list,
-    check_metric,
     check_share,
     check_shares,
     flat_or_falling,
 )
+from cacheblend_rag.config import METRICS
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule
+from cacheblend_rag.fusor.selection.hkvd import SelectHKVD
 
 __all__ = ["SelectGradual"]
 
@@ -54,7 +55,7 @@ class SelectGradual(SelectionRule):
         check_share("recompute_ratio", self.recompute_ratio)
         check_shares("recompute_ratios", self.recompute_ratios)
         flat_or_falling("recompute_ratios", self.recompute_ratios)
-        check_metric(self.metric)
+        check_choice("metric", self.metric, METRICS)
 
     def fit(self, layers: int) -> SelectionRule:
         """See `SelectionRule.fit`."""

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView, budget, top
-from cacheblend_rag.fusor.selection.options import (
+from cacheblend_rag.checks import (
+    check_choice,
     check_fit,
     check_layer_list,
-    check_metric,
     check_share,
     check_shares,
     flat_or_falling,
 )
+from cacheblend_rag.config import METRICS
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView, budget, top
 
 __all__ = ["SelectHKVD"]
 
@@ -47,7 +48,7 @@ class SelectHKVD(SelectionRule):
         check_share("recompute_ratio", self.recompute_ratio)
         check_shares("recompute_ratios", self.recompute_ratios)
         flat_or_falling("recompute_ratios", self.recompute_ratios)
-        check_metric(self.metric)
+        check_choice("metric", self.metric, METRICS)
         if self.recompute_ratios and len(self.recompute_ratios) != len(self.check_layers):
             remedy = f"use one ratio for each of the check layers {tuple(self.check_layers)}"
             raise ConfigError("recompute_ratios", self.recompute_ratios, remedy)

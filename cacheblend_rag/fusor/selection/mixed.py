@@ -7,16 +7,17 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView, budget, top
-from cacheblend_rag.fusor.selection.boundary import first_of_chunks
-from cacheblend_rag.fusor.selection.options import (
+from cacheblend_rag.checks import (
+    check_choice,
     check_fit,
     check_layer_list,
-    check_metric,
     check_share,
     check_shares,
 )
+from cacheblend_rag.config import METRICS
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView, budget, top
+from cacheblend_rag.fusor.selection.boundary import first_of_chunks
 from cacheblend_rag.fusor.selection.query import third_quarter
 
 __all__ = ["SelectMixed"]
@@ -60,7 +61,7 @@ class SelectMixed(SelectionRule):
             raise ConfigError("shares", self.shares, remedy)
         if self.score_layers != ():
             check_layer_list("score_layers", self.score_layers, lowest=0)
-        check_metric(self.metric)
+        check_choice("metric", self.metric, METRICS)
 
     def fit(self, layers: int) -> SelectionRule:
         """See `SelectionRule.fit`."""

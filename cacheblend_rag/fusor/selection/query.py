@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from cacheblend_rag.checks import check_fit, check_layer_list, check_share
 from cacheblend_rag.fusor.selection.base import FixedRule, SelectionRule, StartView, budget, top
-from cacheblend_rag.fusor.selection.options import check_fit, check_layer_list, check_share
 
 __all__ = ["SelectQuery", "third_quarter"]
 

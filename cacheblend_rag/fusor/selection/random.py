@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from cacheblend_rag.checks import check_share
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection.base import FixedRule, StartView, budget
-from cacheblend_rag.fusor.selection.options import check_share
 
 __all__ = ["SelectRandom"]
 

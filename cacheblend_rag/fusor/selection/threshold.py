@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from cacheblend_rag.checks import check_choice, check_fit, check_layer_list, check_share
+from cacheblend_rag.config import METRICS
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView, budget, top
-from cacheblend_rag.fusor.selection.options import check_fit, check_layer_list, check_metric, check_share
 
 __all__ = ["SelectThreshold"]
 
@@ -42,7 +43,7 @@ class SelectThreshold(SelectionRule):
         check_layer_list("check_layers", self.check_layers)
         check_share("recompute_ratio", self.recompute_ratio)
         check_share("lowest_ratio", self.lowest_ratio)
-        check_metric(self.metric)
+        check_choice("metric", self.metric, METRICS)
         if self.lowest_ratio > self.recompute_ratio:
             remedy = f"use at most the highest share, recompute_ratio={self.recompute_ratio!r}"
             raise ConfigError("lowest_ratio", self.lowest_ratio, remedy)

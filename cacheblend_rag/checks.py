@@ -1,19 +1,48 @@
-"""Checks that several rules share; every message names the option, its value and the remedy."""
+"""Checks of option values; every message names the option, its value and the remedy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
 
-from cacheblend_rag.config import METRICS
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["check_fit", "check_layer_list", "check_metric", "check_share", "check_shares", "flat_or_falling"]
+__all__ = [
+    "check_choice",
+    "check_fit",
+    "check_layer_list",
+    "check_share",
+    "check_shares",
+    "check_whole",
+    "flat_or_falling",
+    "is_whole",
+]
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is an int, which a bool is not here."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_whole(name: str, value: object, lowest: int = 0) -> None:
+    """A whole number of at least ``lowest``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+        raise ConfigError(name, value, f"use a whole number, {lowest} or more")
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    """One of a few names."""
+    if value not in allowed:
+        raise ConfigError(name, value, "use one of " + ", ".join(map(repr, allowed)))
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def check_share(name: str, value: object) -> None:
     """A number from 0 to 1."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+    if not _is_share(value):
         raise ConfigError(name, value, "use a number from 0 to 1")
 
 
@@ -21,9 +50,8 @@ def check_shares(name: str, values: object) -> None:
     """A sequence of numbers from 0 to 1."""
     if not isinstance(values, (tuple, list)):
         raise ConfigError(name, values, "use a tuple of numbers, such as (0.2, 0.1)")
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-            raise ConfigError(name, values, "use numbers from 0 to 1")
+    if not all(map(_is_share, values)):
+        raise ConfigError(name, values, "use numbers from 0 to 1")
 
 
 def flat_or_falling(name: str, ratios: Sequence[float]) -> None:
@@ -32,18 +60,11 @@ def flat_or_falling(name: str, ratios: Sequence[float]) -> None:
         raise ConfigError(name, ratios, "use ratios that never rise; a row that was dropped cannot return")
 
 
-def check_metric(metric: object) -> None:
-    """What KV deviation compares."""
-    if metric not in METRICS:
-        raise ConfigError("metric", metric, "use one of " + ", ".join(map(repr, METRICS)))
-
-
 def check_layer_list(name: str, layers: object, lowest: int = 1) -> None:
     """Layers in rising order, each once."""
     if not isinstance(layers, (tuple, list)):
         raise ConfigError(name, layers, "use a tuple of layers, such as (1,)")
-    whole = all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
-    if not layers or not whole or any(layer < lowest for layer in layers):
+    if not layers or not all(map(is_whole, layers)) or any(layer < lowest for layer in layers):
         reason = "; KV never deviates on layer 0, where it depends on the token alone" if lowest else ""
         raise ConfigError(name, layers, f"use layers from {lowest} on{reason}")
     if list(layers) != sorted(set(layers)):
