@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,12 +18,10 @@ from langchain_core.messages import (
 )
 from langchain_core.messages.tool import invalid_tool_call, tool_call
 
-from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.conversation import Call, parse_calls, render_turns
+from cacheblend_rag.errors import PromptError
 
 __all__ = ["artifact_texts", "parse_answer", "render"]
-
-# The form that Hermes, Qwen and many other templates teach.
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 
 
 def render(tokenizer: Any, messages: Sequence[BaseMessage], tools: Sequence[dict[str, Any]] | None = None) -> str:
@@ -47,21 +43,7 @@ def render(tokenizer: Any, messages: Sequence[BaseMessage], tools: Sequence[dict
     PromptError
         If there is no message, or one holds more than text.
     """
-    if not messages:
-        raise PromptError("the conversation is empty: give at least one message")
-    template = tokenizer.chat_template
-    if not template:
-        raise ConfigError(
-            "chat_template",
-            template,
-            "use a model whose tokenizer has one, set tokenizer.chat_template, or "
-            "use CacheBlendLLM, which takes plain text",
-        )
-    if tools and "tools" not in str(template):
-        names = [tool["function"]["name"] for tool in tools]
-        raise ConfigError("tools", names, "use a model whose chat template takes tools")
-    turns = [_turn(message) for message in messages]
-    return str(tokenizer.apply_chat_template(turns, tools=tools or None, tokenize=False, add_generation_prompt=True))
+    return render_turns(tokenizer, [_turn(message) for message in messages], tools)
 
 
 def artifact_texts(messages: Iterable[BaseMessage]) -> list[str]:
@@ -79,20 +61,18 @@ def parse_answer(text: str, tools: Sequence[dict[str, Any]] | None) -> AIMessage
 
     A call that cannot be understood becomes an invalid tool call, as LangChain's parsers make it.
     """
-    if not tools or "<tool_call>" not in text:
+    if not tools:
         return AIMessage(content=text)
+    parsed = parse_calls(text)
     calls: list[ToolCall] = []
     broken: list[InvalidToolCall] = []
-    for number, found in enumerate(_CALL.findall(text)):
+    for number, call in enumerate(parsed.calls):
         name = f"call_{number}"
-        try:
-            call = json.loads(found)
-            arguments = call["arguments"] if "arguments" in call else call.get("parameters", {})
-            calls.append(tool_call(name=str(call["name"]), args=dict(arguments), id=name))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            broken.append(invalid_tool_call(name=None, args=found, id=name, error=repr(error)))
-    content = text[: text.index("<tool_call>")].strip()
-    return AIMessage(content=content, tool_calls=calls, invalid_tool_calls=broken)
+        if isinstance(call, Call):
+            calls.append(tool_call(name=call.name, args=call.arguments, id=name))
+        else:
+            broken.append(invalid_tool_call(name=None, args=call.text, id=name, error=call.error))
+    return AIMessage(content=parsed.content, tool_calls=calls, invalid_tool_calls=broken)
 
 
 def _turn(message: BaseMessage) -> dict[str, Any]:
