@@ -18,6 +18,7 @@ ENV_PREFIX = "CACHEBLEND_RAG_"
 CONDITIONS = ("sink", "prefix")
 METRICS = ("v", "k", "kv")
 WRITE_BACKS = ("background", "inline", "off")
+CODEC_NAMES = ("raw", "fp8", "int8", "int4")
 
 _T = TypeVar("_T")
 _UNITS = {
@@ -123,6 +124,10 @@ class BlendConfig:
         Read the KV of the next layer while this one is fused.
     size_limit : int or str
         Bytes the KV store may take, as a number or as text such as ``"20GB"``.
+    codec : {"raw", "fp8", "int8", "int4"}
+        How the KV of chunks is written to disk: as it is, or in fewer bits (docs/kv-record.md).
+    compress : bool
+        Compress records with zstd; needs the extra ``zstd``.
     salt : str
         Tenants with different salts never share a record.
     like : str
@@ -151,6 +156,8 @@ class BlendConfig:
     write_back: str = _option("write_back", "background", str)
     prefetch: bool = _option("prefetch", True, lambda text: _flag(text))
     size_limit: int | str = _option("size_limit", 10 * 10**9, lambda text: parse_bytes(text))
+    codec: str = _option("codec", "raw", str)
+    compress: bool = _option("compress", False, lambda text: _flag(text))
     salt: str = _option("salt", "", str)
     like: str = _option("like", "", str)
     check_model: bool = _option("check_model", True, lambda text: _flag(text))
@@ -165,8 +172,9 @@ class BlendConfig:
         check_choice("metric", self.metric, METRICS)
         check_choice("condition", self.condition, CONDITIONS)
         check_choice("write_back", self.write_back, WRITE_BACKS)
+        check_choice("codec", self.codec, CODEC_NAMES)
         check_whole("min_tokens", self.min_tokens)
-        for name in ("prefetch", "check_model"):
+        for name in ("prefetch", "compress", "check_model"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "use True or False")
         for name, remedy in (("salt", "an empty one is shared by all who set none"), ("like", "a family's name")):

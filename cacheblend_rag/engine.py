@@ -25,8 +25,7 @@ from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.pipeline import Blend, Pipeline, Segment
 from cacheblend_rag.prompt import Prompt, SegmentTokenizer, TokenizedPrompt
 from cacheblend_rag.report import FusedKV, Generation, WarmReport
-from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
-from cacheblend_rag.store.record import record_bytes
+from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.streaming import Cancelled, TextStream
 from cacheblend_rag.writeback import IdleGate, WriteBack
 
@@ -86,7 +85,7 @@ class BlendEngine:
         self.config = config or BlendConfig()
         self.model, self.tokenizer = model, tokenizer
         self._owns_store = store is None or isinstance(store, (str, os.PathLike))
-        self.store = _open_store(store, self.config)
+        self.store = open_store(store, self.config)
         segments = SegmentTokenizer(tokenizer, self.config.separator)
         adapter = ModelAdapter(model, like=self.config.like or None)
         if self.config.check_model:
@@ -273,7 +272,7 @@ class BlendEngine:
         return sum(map(self._bytes, segments.values()))
 
     def _bytes(self, segment: Segment) -> int:
-        return record_bytes(self._pipeline.record_info(segment))
+        return self.store.record_bytes(self._pipeline.record_info(segment))
 
     def forget(self, chunks: Iterable[str], *, prefix: str = "") -> int:
         """Erase the stored KV of chunks.
@@ -368,14 +367,6 @@ def _generation(fused: FusedKV, decoded: Decoded, fused_at: float) -> Generation
         finish_reason=decoded.finish_reason,
     )
     return Generation(decoded.text, decoded.token_ids, report)
-
-
-def _open_store(store: KVStore | str | os.PathLike[str] | None, config: BlendConfig) -> KVStore:
-    if store is None:
-        return MemoryStore(config.store_bytes)
-    if isinstance(store, (str, os.PathLike)):
-        return DiskStore(store, config.store_bytes)
-    return store
 
 
 def _texts(chunks: Iterable[str]) -> list[str]:

@@ -148,6 +148,7 @@ class Pipeline:
             head_dim=adapter.head_dim,
             dtype=str(adapter.dtype).removeprefix("torch."),
             rotated=segment.kind == "prefix",
+            kind=segment.kind,
         )
 
     def blend(self, prompt: Prompt) -> Blend:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.store import KVRecord, KVStore, MemoryStore, StoredKV
+from cacheblend_rag.store import KVRecord, KVStore, MemoryStore, RecordInfo, StoredKV
 from tests import tiny
 
 
@@ -61,6 +62,15 @@ class Hooked:
 
     def volume(self) -> int:
         return self.inner.volume()
+
+    def record_bytes(self, info: RecordInfo) -> int:
+        return self.inner.record_bytes(info)
+
+    def prefetch(self, key: str) -> bool:
+        return self.inner.prefetch(key)
+
+    def claim(self, key: str, wait: float = 0.0) -> AbstractContextManager[bool]:
+        return self.inner.claim(key, wait)
 
     def close(self) -> None:
         self.inner.close()

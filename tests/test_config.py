@@ -25,6 +25,8 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "write_back": ("off", "off"),
     "prefetch": ("no", False),
     "size_limit": ("2 GiB", 2 * 2**30),
+    "codec": ("int8", "int8"),
+    "compress": ("yes", True),
     "salt": ("tenant", "tenant"),
     "like": ("llama", "llama"),
     "check_model": ("0", False),
@@ -107,6 +109,9 @@ def test_unreadable_environment_value_names_variable_and_value(
         ("size_limit", float("nan")),
         ("size_limit", float("inf")),
         ("salt", None),
+        ("codec", "int5"),
+        ("codec", None),
+        ("compress", "zstd"),
     ],
 )
 def test_bad_value_names_option_value_and_remedy(name: str, value: object) -> None:

@@ -88,6 +88,34 @@ def test_layout_is_padded_to_pages_and_layers_are_contiguous() -> None:
         assert DATA[start + size : start + 2 * size] == RECORD.kv.values[layer].numpy().tobytes()
 
 
+def test_every_layer_has_its_place_and_checksum_in_the_header() -> None:
+    header = header_of(DATA)
+    assert header["codec"] == "raw"
+    assert header["fingerprint"] == RECORD.info.fingerprint
+    assert tuple(header["token_ids"]) == RECORD.info.token_ids
+    assert [entry[0] for entry in header["table"]] == [PAGE * (1 + layer) for layer in range(LAYERS)]
+    for offset, size, checksum in header["table"]:
+        assert zlib.crc32(DATA[offset : offset + size]) == checksum
+
+
+def test_layers_are_read_into_place_in_any_order() -> None:
+    file = opened(DATA)
+    keys, values = torch.zeros(HEADS, 20, DIM), torch.zeros(HEADS, 20, DIM, dtype=torch.bfloat16)
+    for layer in (2, 0, 1):
+        file.read_into(layer, keys[:, 3 : 3 + TOKENS], values[:, 10 : 10 + TOKENS])
+        assert torch.equal(keys[:, 3 : 3 + TOKENS], RECORD.kv.keys[layer])
+        assert torch.equal(values[:, 10 : 10 + TOKENS], RECORD.kv.values[layer].bfloat16())
+    assert not keys[:, :3].any()
+    assert not values[:, :10].any()
+    file.close()
+
+
+@pytest.mark.parametrize("version", [0, 2, 255])
+def test_another_version_is_refused(version: int) -> None:
+    with pytest.raises(RecordError, match="version 1"):
+        opened(DATA[:7] + bytes([version]) + DATA[8:])
+
+
 def test_a_view_with_strides_is_stored_in_order() -> None:
     whole = torch.randn(HEADS, DIM, TOKENS).transpose(1, 2)
     kv = SegmentKV((whole,), (whole,), rotated=True)
@@ -166,12 +194,23 @@ HUGE = [
     {"head_dim": 2**62},
     {"kv_heads": 10**30, "head_dim": 10**30},
     {"token_ids": list(range(2000))},
-    {"layers": 0, "checksums": []},
+    {"layers": 0, "table": []},
     {"kv_heads": 0},
     {"head_dim": -4, "kv_heads": -2},
     {"token_ids": []},
     {"layers": LAYERS + 1},
-    {"checksums": [0]},
+    {"table": [[PAGE, 320, 0]]},
+    {"table": [[0, 320, 0]] * LAYERS},
+    {"table": [[PAGE, 2**62, 0]] * LAYERS},
+    {"table": [[2**62, 320, 0]] * LAYERS},
+    {"table": [[PAGE, -1, 0]] * LAYERS},
+    {"table": [[PAGE, 320]] * LAYERS},
+    {"table": [[PAGE, 320, 0, 0]] * LAYERS},
+    {"codec": "int8"},
+    {"codec": "fp8"},
+    {"codec": "../raw"},
+    {"codec": None},
+    {"compression": "zip"},
     {"dtype": "float64"},
     {"dtype": "object"},
     {"dtype": None},
@@ -182,7 +221,10 @@ HUGE = [
     {"layers": float("nan")},
     {"layers": float("-inf")},
     {"layers": {}},
-    {"checksums": 5},
+    {"table": 5},
+    {"table": [5] * LAYERS},
+    {"table": None},
+    {"compression": "zstd", "kv_heads": 10**9},
 ]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from cacheblend_rag.errors import RecordError
 from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.store.base import StoredKV
+from cacheblend_rag.store.base import StoredKV, copy_layer
 
 __all__ = ["LayerReader", "Placement", "RecordLost", "load_ahead", "load_plainly"]
 
@@ -84,12 +84,11 @@ class LayerReader:
         values = torch.empty(shape, dtype=self.dtype, device=self.device)
         for place in self.placements:
             stop = place.start + place.record.info.tokens
+            span = slice(place.start, stop)
             try:
-                stored_keys, stored_values = place.record.read_layer(layer)
+                copy_layer(place.record, layer, keys[0, :, span], values[0, :, span])
             except (RecordError, OSError) as error:
                 raise RecordLost(place.key, str(error)) from error
-            keys[0, :, place.start : stop].copy_(stored_keys)
-            values[0, :, place.start : stop].copy_(stored_values)
         return LayerKV(keys, values)
 
 

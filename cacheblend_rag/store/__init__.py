@@ -1,7 +1,21 @@
 """LOOK UP: KV of segments, kept by content."""
 
-from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, record_key
-from cacheblend_rag.store.disk import DiskStore
+from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, StoreStats, record_key
+from cacheblend_rag.store.disk import DiskEntry, DiskStore
 from cacheblend_rag.store.memory import MemoryStore
+from cacheblend_rag.store.opening import open_store
+from cacheblend_rag.store.record import RecordFormat
 
-__all__ = ["DiskStore", "KVRecord", "KVStore", "MemoryStore", "RecordInfo", "StoredKV", "record_key"]
+__all__ = [
+    "DiskEntry",
+    "DiskStore",
+    "KVRecord",
+    "KVStore",
+    "MemoryStore",
+    "RecordFormat",
+    "RecordInfo",
+    "StoreStats",
+    "StoredKV",
+    "open_store",
+    "record_key",
+]

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from cacheblend_rag.models.kv import SegmentKV
 
-__all__ = ["KVRecord", "KVStore", "RecordInfo", "StoredKV", "record_key"]
+__all__ = [
+    "Claims",
+    "KVRecord",
+    "KVStore",
+    "ReadsInPlace",
+    "RecordInfo",
+    "StoreStats",
+    "StoredKV",
+    "copy_layer",
+    "record_key",
+]
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,8 @@ class RecordInfo:
         Name of the element type, such as ``"bfloat16"``.
     rotated : bool
         Whether the keys carry the rotation of the positions they were computed at.
+    kind : str
+        ``"chunk"`` or ``"prefix"``; one is never taken for the other.
     """
 
     fingerprint: str
@@ -42,6 +56,7 @@ class RecordInfo:
     head_dim: int
     dtype: str
     rotated: bool
+    kind: str = "chunk"
 
     @property
     def tokens(self) -> int:
@@ -65,6 +80,29 @@ class KVRecord:
         dtype = str(kv.keys[0].dtype).removeprefix("torch.")
         layers = len(kv.keys)
         return cls(RecordInfo(fingerprint, context_ids, token_ids, layers, kv_heads, head_dim, dtype, kv.rotated), kv)
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """What a store holds and what was asked of it.
+
+    Parameters
+    ----------
+    records : int
+    bytes : int
+        Of the records.
+    volume, size_limit : int
+        Bytes taken with everything that belongs to the store, and bytes it may take.
+    hits, misses, evictions : int
+    """
+
+    records: int
+    bytes: int
+    volume: int
+    size_limit: int
+    hits: int
+    misses: int
+    evictions: int
 
 
 class StoredKV(Protocol):
@@ -91,6 +129,38 @@ class StoredKV(Protocol):
     def close(self) -> None:
         """Release what is held open."""
         ...
+
+
+@runtime_checkable
+class ReadsInPlace(Protocol):
+    """A record that can read a layer into buffers it is given, without making some of its own."""
+
+    def read_into(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write one layer into place; see `copy_layer`."""
+        ...
+
+
+def copy_layer(record: StoredKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Write one layer of a record into place, converted to the element type and device found there.
+
+    Parameters
+    ----------
+    record : StoredKV
+    layer : int
+    keys, values : Tensor, each [kv_heads, tokens, head_dim]
+        What is written; may be views with strides.
+
+    Raises
+    ------
+    RecordError
+        As for `StoredKV.read_layer`.
+    """
+    if isinstance(record, ReadsInPlace):
+        record.read_into(layer, keys, values)
+        return
+    stored_keys, stored_values = record.read_layer(layer)
+    keys.copy_(stored_keys)
+    values.copy_(stored_values)
 
 
 class KVStore(Protocol):
@@ -127,9 +197,56 @@ class KVStore(Protocol):
         """Bytes taken now."""
         ...
 
+    def record_bytes(self, info: RecordInfo) -> int:
+        """Bytes a record will take, at most."""
+        ...
+
+    def prefetch(self, key: str) -> bool:
+        """Bring a record closer ahead of its use, where that can be done; whether there is one."""
+        ...
+
+    def claim(self, key: str, wait: float = 0.0) -> AbstractContextManager[bool]:
+        """Claim the making of a record, so that two who miss it do not both compute it.
+
+        Parameters
+        ----------
+        key : str
+        wait : float
+            Seconds to wait for whoever has it.
+
+        Returns
+        -------
+        context manager
+            Gives whether it is ours; without it, another is making the record.
+        """
+        ...
+
     def close(self) -> None:
         """Release the store."""
         ...
+
+
+class Claims:
+    """Claims within one process; see `KVStore.claim`."""
+
+    def __init__(self) -> None:
+        self._held: set[str] = set()
+        self._condition = threading.Condition()
+
+    @contextmanager
+    def claim(self, key: str, wait: float = 0.0) -> Iterator[bool]:
+        """See `KVStore.claim`."""
+        with self._condition:
+            mine = self._condition.wait_for(lambda: key not in self._held, timeout=wait)
+            if mine:
+                self._held.add(key)
+        try:
+            yield mine
+        finally:
+            if mine:
+                with self._condition:
+                    self._held.discard(key)
+                    self._condition.notify_all()
 
 
 def record_key(*, fingerprint: str, salt: str, kind: str, context_ids: Sequence[int], token_ids: Sequence[int]) -> str:

@@ -2,33 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import hashlib
 import io
 import logging
 import os
+import re
 import sqlite3
+import stat
+import threading
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import diskcache
+import filelock
 
 from cacheblend_rag.config import parse_bytes
 from cacheblend_rag.errors import RecordError, StoreError
-from cacheblend_rag.store.base import KVRecord, StoredKV
-from cacheblend_rag.store.record import FileRecord, encode_record
+from cacheblend_rag.store.base import KVRecord, RecordInfo, StoredKV, StoreStats
+from cacheblend_rag.store.record import FileRecord, RecordFormat, encode_record, record_bytes
+from cacheblend_rag.store.sealing import Seal
 
-__all__ = ["DiskStore"]
+__all__ = ["DiskEntry", "DiskStore"]
 
 _log = logging.getLogger(__name__)
 _FAILURES = (OSError, sqlite3.Error, diskcache.Timeout, StoreError)
+_FILENAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{2}/[0-9a-f]{28}\.val")
+_COUNTED = ("hits", "misses", "evictions")
+# Files that belong to no record are left alone this long: another process may just be writing them.
+_GRACE_SECONDS = 3600.0
+_SWEEP_SECONDS = 86_400.0
 
 
 class _NoPickleDisk(diskcache.Disk):  # type: ignore[misc]
-    """Writes and reads text keys and files only.
+    """Writes and reads text keys and files only, all of them private to the user.
 
     diskcache pickles every other value, and reading such a value runs whatever a person who can
     write the folder put there (CVE-2025-69872).
     """
+
+    def __init__(self, directory: str, **ignored: Any) -> None:
+        # diskcache passes on settings it finds in the folder's data base.
+        super().__init__(directory)
+        self._last = threading.local()
 
     def put(self, key: Any) -> tuple[Any, bool]:
         if not isinstance(key, str):
@@ -45,20 +65,75 @@ class _NoPickleDisk(diskcache.Disk):  # type: ignore[misc]
             raise StoreError("the KV store takes files only")
         return super().store(value, read, key)
 
-    def fetch(self, mode: int, filename: str | None, value: Any, read: bool) -> Any:
-        if mode != diskcache.core.MODE_BINARY or not read or filename is None:
+    def _write(self, full_path: str, iterator: Any, mode: str, encoding: str | None = None) -> int:
+        """Write a new file with mode 0600; nothing stays of one that cannot be written whole."""
+        written = 0
+        try:
+            with open(_created(Path(full_path)), "wb") as file:
+                for piece in iterator:
+                    written += file.write(piece)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(full_path)
+            raise
+        return written
+
+    def fetch(self, mode: int, filename: str | None, value: Any, read: bool) -> IO[bytes]:
+        if mode != diskcache.core.MODE_BINARY or not read or not isinstance(filename, str):
             raise StoreError("a value in the KV store that is no file is refused")
+        self._last.handle = self.open_file(filename)
+        return self._last.handle  # type: ignore[no-any-return]
+
+    def drop_last(self) -> None:
+        """Close the file that was opened last on this thread; diskcache may fail after it."""
+        handle = getattr(self._last, "handle", None)
+        if handle is not None:
+            handle.close()
+
+    def open_file(self, filename: str) -> IO[bytes]:
+        """Open a file of the folder, if it is a plain one."""
         if not self._is_inside(filename):
             raise StoreError("a value that lies outside the KV store is refused")
-        return super().fetch(mode, filename, value, read)
+        path = os.path.join(self._directory, filename)
+        # Without O_NONBLOCK, opening a pipe that someone put there would wait for ever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise StoreError("a value in the KV store that is no plain file is refused")
+        return open(descriptor, "rb")
 
-    def remove(self, file_path: str) -> None:
+    def remove(self, file_path: Any) -> None:
         if self._is_inside(file_path):
             super().remove(file_path)
 
-    def _is_inside(self, filename: str) -> bool:
+    def _is_inside(self, filename: Any) -> bool:
+        """Whether this is the name of a record's file, and none that leads out of the folder."""
+        if not isinstance(filename, str) or not _FILENAME.fullmatch(filename):
+            return False
         folder = Path(self._directory).resolve()
         return (folder / filename).resolve().is_relative_to(folder)
+
+
+@dataclass(frozen=True)
+class DiskEntry:
+    """A record of a disk store, as its index knows it.
+
+    Parameters
+    ----------
+    key : str
+    bytes : int
+        Size of its file.
+    stored_at, used_at : float
+        Seconds since 1970.
+    filename : str
+        Its file, within the folder.
+    """
+
+    key: str
+    bytes: int
+    stored_at: float
+    used_at: float
+    filename: str
 
 
 class DiskStore:
@@ -70,6 +145,12 @@ class DiskStore:
         Made with mode 0700 when it does not exist: KV can be inverted to the text it came from.
     size_limit : int or str
         Bytes the records may take.
+    form : RecordFormat, optional
+        How records are written, by default raw. If ``CACHEBLEND_RAG_ENCRYPTION_KEY`` is set they
+        are encrypted, whatever it says. Records of every codec are read.
+    on_evict : callable, optional
+        Called with the key and the open record before a record is evicted, within the transaction
+        that evicts it.
 
     Raises
     ------
@@ -77,25 +158,49 @@ class DiskStore:
         If the folder cannot be made or opened.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], size_limit: int | str = 10 * 10**9) -> None:
+    persistent = True
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        size_limit: int | str = 10 * 10**9,
+        *,
+        form: RecordFormat | None = None,
+        on_evict: Callable[[str, StoredKV], None] | None = None,
+    ) -> None:
         self.folder = Path(folder).expanduser()
+        form = form or RecordFormat()
+        self.form = form if form.seal else dataclasses.replace(form, seal=Seal.from_environment())
+        self.on_evict = on_evict
         self._size_limit = parse_bytes(size_limit)
+        self._counts = dict.fromkeys(_COUNTED, 0)
+        self._counting = threading.Lock()
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.folder.chmod(0o700)
-            self._cache = diskcache.Cache(
-                str(self.folder),
-                timeout=10,
-                disk=_NoPickleDisk,
-                size_limit=self._size_limit,
-                eviction_policy="least-recently-used",
-                cull_limit=0,  # see _evict
-                disk_min_file_size=0,
-            )
-        except _FAILURES as error:
+            self._cache = self._opened()
+            self._sweep_now_and_then()
+        except Exception as error:  # what a data base made by someone else can raise has no end
             raise StoreError(
                 f"cannot open the KV store in {str(self.folder)!r}: {error}; name a folder that can be written"
             ) from error
+
+    def _opened(self) -> Any:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.folder.chmod(0o700)
+        os.close(os.open(self.folder / "cache.db", os.O_RDWR | os.O_CREAT, 0o600))
+        for path in self.folder.glob("cache.db*"):
+            path.chmod(0o600)
+        cache = diskcache.Cache(
+            str(self.folder),
+            timeout=10,
+            disk=_NoPickleDisk,
+            size_limit=self._size_limit,
+            eviction_policy="least-recently-used",
+            cull_limit=0,  # see _evict
+            disk_min_file_size=0,
+        )
+        with cache._transact(retry=True) as (sql, _):
+            sql("CREATE TABLE IF NOT EXISTS Counts (name TEXT PRIMARY KEY, count INTEGER NOT NULL)")
+        return cache
 
     @property
     def size_limit(self) -> int:
@@ -104,22 +209,28 @@ class DiskStore:
 
     def open(self, key: str) -> StoredKV | None:
         """See `KVStore.open`."""
+        record = self._open(key)
+        self._count("hits" if record else "misses")
+        return record
+
+    def _open(self, key: str) -> FileRecord | None:
         try:
             handle = self._cache.get(key, read=True)
             if handle is not None:
-                return FileRecord(handle)
+                return FileRecord(handle, key, self.form.seal)
             if key in self._cache:
                 raise RecordError("its file is gone")
         except StoreError as error:
             _log.warning("KV record %s is not usable and counts as a miss: %s", key, error)
             self.delete(key)
         except _FAILURES as error:
+            self._cache.disk.drop_last()
             _log.warning("KV record %s cannot be read and counts as a miss: %s", key, error)
         return None
 
     def put(self, key: str, record: KVRecord) -> None:
         """See `KVStore.put`."""
-        data = encode_record(record)
+        data = encode_record(record, self.form, key)
         if len(data) > self._size_limit:
             raise StoreError(f"a record of {len(data)} bytes exceeds size_limit={self._size_limit}")
         try:
@@ -135,7 +246,25 @@ class DiskStore:
         """
         while self._cache.volume() > self._size_limit and len(self._cache):
             with self._cache._transact() as (sql, cleanup):
+                if self.on_evict is not None:
+                    self._announce(sql("SELECT key, filename FROM Cache ORDER BY access_time LIMIT 1").fetchone())
                 self._cache._cull(time.time(), sql, cleanup, limit=1)
+            self._count("evictions")
+
+    def _announce(self, row: tuple[Any, Any] | None) -> None:
+        """Show a record that is about to go to whoever wants it."""
+        if row is None or self.on_evict is None or not all(isinstance(part, str) for part in row):
+            return
+        try:
+            record = FileRecord(self._cache.disk.open_file(row[1]), row[0], self.form.seal)
+        except _FAILURES:
+            return
+        try:
+            self.on_evict(row[0], record)
+        except _FAILURES as error:
+            _log.warning("KV record %s is evicted for good: %s", row[0], error)
+        finally:
+            record.close()
 
     def contains(self, key: str) -> bool:
         """See `KVStore.contains`."""
@@ -157,8 +286,184 @@ class DiskStore:
         try:
             return int(self._cache.volume())
         except _FAILURES as error:
-            raise StoreError(f"cannot read the KV store in {str(self.folder)!r}: {error}") from error
+            raise self._unreadable(error) from error
+
+    def record_bytes(self, info: RecordInfo) -> int:
+        """See `KVStore.record_bytes`."""
+        return record_bytes(info, self.form)
+
+    def prefetch(self, key: str) -> bool:
+        """Ask the system to read a record's file ahead of its use; see `KVStore.prefetch`."""
+        try:
+            with self._reading() as sql:
+                row = sql("SELECT filename FROM Cache WHERE key = ? AND raw = 1", (key,)).fetchone()
+            if row is None:
+                return False
+            with self._cache.disk.open_file(row[0]) as handle:
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+            return True
+        except (*_FAILURES, TypeError):
+            return False
+
+    @contextlib.contextmanager
+    def claim(self, key: str, wait: float = 0.0) -> Iterator[bool]:
+        """See `KVStore.claim`; a process that dies gives up its claims."""
+        folder = self.folder / "claims"
+        path = folder / (hashlib.sha256(key.encode()).hexdigest()[:32] + ".lock")
+        lock = filelock.FileLock(path, timeout=wait, mode=0o600, thread_local=False)
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            lock.acquire()
+        except filelock.Timeout:
+            yield False
+            return
+        except (OSError, NotImplementedError):  # a folder without locks costs double work, no more
+            yield True
+            return
+        try:
+            yield True
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink()  # whoever waits sees that it is gone and makes another
+            lock.release()
+
+    # What is in it ---------------------------------------------------------------------------
+
+    def entries(self) -> Iterator[DiskEntry]:
+        """All records, most recently used first; looking does not count as use."""
+        fields = "key, size, store_time, access_time, filename"
+        with self._reading() as sql:
+            rows = sql(f"SELECT {fields} FROM Cache WHERE raw = 1 ORDER BY access_time DESC").fetchall()
+        for row in rows:
+            if isinstance(row[0], str) and isinstance(row[4], str):
+                yield DiskEntry(*row)
+
+    def read(self, entry: DiskEntry) -> FileRecord:
+        """Open the record of an entry; this does not count as use.
+
+        Raises
+        ------
+        RecordError
+            If it is damaged or gone.
+        """
+        try:
+            return FileRecord(self._cache.disk.open_file(entry.filename), entry.key, self.form.seal)
+        except OSError as error:
+            raise RecordError(f"its file cannot be opened: {error}") from error
+        except StoreError as error:
+            raise RecordError(str(error)) from error
+
+    def stats(self) -> StoreStats:
+        """Sizes and counts, over all processes and all time.
+
+        Raises
+        ------
+        StoreError
+            If the folder cannot be read.
+        """
+        self._save_counts()
+        with self._reading() as sql:
+            counts = dict(sql("SELECT name, count FROM Counts").fetchall())
+            records, size = sql("SELECT COUNT(*), COALESCE(SUM(size), 0) FROM Cache").fetchone()
+        known = {name: int(counts.get(name, 0)) for name in _COUNTED}
+        return StoreStats(records=records, bytes=size, volume=self.volume(), size_limit=self._size_limit, **known)
+
+    def clear(self) -> int:
+        """Erase every record; how many there were."""
+        try:
+            erased = int(self._cache.clear(retry=True))
+        except _FAILURES as error:
+            raise StoreError(f"cannot clear the KV store in {str(self.folder)!r}: {error}") from error
+        self.sweep()
+        return erased
+
+    def sweep(self, grace: float = _GRACE_SECONDS) -> int:
+        """Remove files that belong to no record, left by a process that was killed while it wrote.
+
+        Parameters
+        ----------
+        grace : float
+            Seconds a file is left alone after it was last written.
+
+        Returns
+        -------
+        int
+            Files removed.
+        """
+        removed, old = 0, time.time() - grace
+        found = [path for path in self.folder.glob("??/??/*.val") if _older(path, old)]
+        with self._reading() as sql:
+            known = {row[0] for row in sql("SELECT filename FROM Cache").fetchall()}
+        for path in found:
+            if str(path.relative_to(self.folder)) not in known:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                    removed += 1
+        return removed
+
+    def _sweep_now_and_then(self) -> None:
+        now = int(time.time())
+        with self._cache._transact(retry=True) as (sql, _):
+            row = sql("SELECT count FROM Counts WHERE name = 'swept'").fetchone()
+            if row is not None and abs(now - int(row[0])) < _SWEEP_SECONDS:
+                return
+            sql("INSERT OR REPLACE INTO Counts VALUES ('swept', ?)", (now,))
+        self.sweep()
 
     def close(self) -> None:
         """Close the store; its records stay."""
+        with contextlib.suppress(*_FAILURES):
+            self._save_counts()
         self._cache.close()
+
+    def _count(self, name: str) -> None:
+        with self._counting:
+            self._counts[name] += 1
+            many = sum(self._counts.values()) >= 100
+        if many:
+            with contextlib.suppress(*_FAILURES):
+                self._save_counts()
+
+    def _save_counts(self) -> None:
+        """Add what was counted here to what the folder knows."""
+        with self._counting:
+            counts, self._counts = self._counts, dict.fromkeys(_COUNTED, 0)
+        added = [(name, count) for name, count in counts.items() if count]
+        if not added:
+            return
+        statement = "INSERT INTO Counts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET count = count + excluded.count"
+        with self._cache._transact() as (sql, _):
+            for row in added:
+                sql(statement, row)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[Any]:
+        try:
+            yield self._cache._sql
+        except (sqlite3.Error, diskcache.Timeout) as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: BaseException) -> StoreError:
+        return StoreError(f"cannot read the KV store in {str(self.folder)!r}: {error}")
+
+
+def _created(path: Path) -> int:
+    """Descriptor of a new private file; another process may just be removing its empty folder."""
+    for attempts_left in reversed(range(10)):
+        try:
+            for folder in (path.parent.parent, path.parent):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileNotFoundError:
+            if not attempts_left:
+                raise
+    raise FileNotFoundError(path)
+
+
+def _older(path: Path, when: float) -> bool:
+    """Whether a file is there and was last written before a time."""
+    try:
+        return path.stat().st_mtime < when
+    except OSError:
+        return False

@@ -1,45 +1,72 @@
-"""Records in memory: the plain twin of the disk store."""
+"""Records in memory: the plain twin of the disk store, and the tier above it."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 import torch
 
 from cacheblend_rag.config import parse_bytes
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.store.base import KVRecord, RecordInfo, StoredKV
+from cacheblend_rag.models.kv import SegmentKV
+from cacheblend_rag.store.base import Claims, KVRecord, RecordInfo, StoredKV, StoreStats
+from cacheblend_rag.store.codecs import CODECS
 
-__all__ = ["MemoryStore"]
+__all__ = ["MemoryRecord", "MemoryStore"]
 
 
-class _MemoryRecord:
+class MemoryRecord:
+    """A record in memory, read like any other.
+
+    Parameters
+    ----------
+    record : KVRecord
+    """
+
     def __init__(self, record: KVRecord) -> None:
-        self._record = record
+        self.record = record
         self.info: RecordInfo = record.info
 
     def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._record.kv.keys[layer], self._record.kv.values[layer]
+        """See `StoredKV.read_layer`."""
+        return self.record.kv.keys[layer], self.record.kv.values[layer]
 
     def close(self) -> None:
-        pass
+        """Nothing is held open."""
 
 
-class MemoryStore:
+class MemoryStore(Claims):
     """A KV store in memory, least recently used records evicted first.
 
     Parameters
     ----------
     size_limit : int or str
         Bytes the records may take.
+    device : str or torch.device
+        Where records are kept: ``"cpu"``, or a GPU.
+    on_evict : callable, optional
+        Called with the key and the record when a record has been evicted to make room.
     """
 
-    def __init__(self, size_limit: int | str = 10 * 10**9) -> None:
+    persistent = False
+
+    def __init__(
+        self,
+        size_limit: int | str = 10 * 10**9,
+        *,
+        device: str | torch.device = "cpu",
+        on_evict: Callable[[str, StoredKV], None] | None = None,
+    ) -> None:
+        super().__init__()
         self._size_limit = parse_bytes(size_limit)
+        self.device = torch.device(device)
+        self.on_evict = on_evict
         self._records: OrderedDict[str, KVRecord] = OrderedDict()
         self._volume = 0
         self._lock = threading.Lock()
+        self._hits = self._misses = self._evictions = 0
 
     @property
     def size_limit(self) -> int:
@@ -51,21 +78,37 @@ class MemoryStore:
         with self._lock:
             record = self._records.get(key)
             if record is None:
+                self._misses += 1
                 return None
+            self._hits += 1
             self._records.move_to_end(key)
-            return _MemoryRecord(record)
+            return MemoryRecord(record)
 
     def put(self, key: str, record: KVRecord) -> None:
         """See `KVStore.put`."""
+        record = self._moved(record)
         size = _size(record)
         if size > self._size_limit:
             raise StoreError(f"a record of {size} bytes exceeds size_limit={self._size_limit}")
+        evicted: list[tuple[str, KVRecord]] = []
         with self._lock:
             self._drop(key)
             self._records[key] = record
             self._volume += size
             while self._volume > self._size_limit:
-                self._drop(next(iter(self._records)))
+                oldest, gone = next(iter(self._records.items()))
+                self._drop(oldest)
+                evicted.append((oldest, gone))
+            self._evictions += len(evicted)
+        if self.on_evict is not None:
+            for oldest, gone in evicted:
+                self.on_evict(oldest, MemoryRecord(gone))
+
+    def _moved(self, record: KVRecord) -> KVRecord:
+        kv = record.kv
+        keys = tuple(tensor.detach().to(self.device) for tensor in kv.keys)
+        values = tuple(tensor.detach().to(self.device) for tensor in kv.values)
+        return KVRecord(record.info, SegmentKV(keys, values, kv.rotated))
 
     def contains(self, key: str) -> bool:
         """See `KVStore.contains`."""
@@ -80,6 +123,27 @@ class MemoryStore:
     def volume(self) -> int:
         """See `KVStore.volume`."""
         return self._volume
+
+    def record_bytes(self, info: RecordInfo) -> int:
+        """See `KVStore.record_bytes`."""
+        return info.layers * CODECS["raw"].layer_bytes(info)
+
+    def prefetch(self, key: str) -> bool:
+        """See `KVStore.prefetch`."""
+        return self.contains(key)
+
+    def stats(self) -> StoreStats:
+        """Sizes and counts since it was made."""
+        with self._lock:
+            return StoreStats(
+                records=len(self._records),
+                bytes=self._volume,
+                volume=self._volume,
+                size_limit=self._size_limit,
+                hits=self._hits,
+                misses=self._misses,
+                evictions=self._evictions,
+            )
 
     def close(self) -> None:
         """See `KVStore.close`."""

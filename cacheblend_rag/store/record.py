@@ -1,14 +1,16 @@
-r"""Record format, version 1: one file a segment, readable layer by layer.
+r"""Record format, version 1: one file a segment, readable layer by layer (docs/kv-record.md).
 
 ::
 
     magic        8 bytes  b"CBRAGKV\x01" (the last byte is the version)
     header size  4 bytes  little endian
     header CRC   4 bytes  CRC-32 of the header
-    header       JSON     identity, shape, element type, checksum of each layer
+    header       JSON     identity, shape, codec; offset, size and CRC-32 of each layer
     padding               to a multiple of 4,096 bytes
     layer 0               keys then values, contiguous; padded likewise
     layer 1 …
+
+With encryption the magic is ``b"CBRAGKS\x01"`` and header and layers are sealed one by one.
 
 Nothing is pickled. Every number in the header is checked against the file's size before anything
 is allocated or read.
@@ -19,39 +21,124 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import logging
 import os
 import zlib
+from dataclasses import dataclass
 from typing import IO, Any
 
 import torch
 
-from cacheblend_rag.errors import RecordError
+from cacheblend_rag.errors import MissingExtraError, RecordError, StoreError
 from cacheblend_rag.store.base import KVRecord, RecordInfo
+from cacheblend_rag.store.codecs import CODECS, DTYPES, Codec, codec_named
+from cacheblend_rag.store.sealing import SEAL_BYTES, Seal
 
-__all__ = ["FileRecord", "encode_record", "record_bytes"]
+__all__ = ["FileRecord", "RecordFormat", "encode_record", "record_bytes"]
 
+_log = logging.getLogger(__name__)
 MAGIC = b"CBRAGKV\x01"
+_SEALED_MAGIC = b"CBRAGKS\x01"
 _PAGE = 4096
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_START = 16  # bytes before the header
+# Compressed layers that claim to be larger than this many times their bytes are refused.
+_MOST_SHRUNK = 64
+# What entries of the layer table are counted as, so that a header's size does not depend on them.
+_WIDEST = [2**48, 2**48, 2**32 - 1]
 
 
-def record_bytes(info: RecordInfo) -> int:
-    """Bytes the file of a record takes."""
-    return _padded(16 + _header_bytes(info)) + info.layers * _padded(_layer_bytes(info))
+@dataclass(frozen=True)
+class RecordFormat:
+    """How records are written.
+
+    Parameters
+    ----------
+    codec : str
+        ``"raw"``, ``"fp8"``, ``"int8"`` or ``"int4"``. Records whose keys are rotated (a prefix)
+        are reused exactly and always written raw.
+    compress : bool
+        Whether layers are compressed with zstd where that makes them smaller.
+    seal : Seal, optional
+        Encrypts header and layers.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such codec.
+    MissingExtraError
+        If ``compress`` is set and the package ``zstandard`` is not installed.
+    """
+
+    codec: str = "raw"
+    compress: bool = False
+    seal: Seal | None = None
+
+    def __post_init__(self) -> None:
+        codec_named(self.codec)
+        if self.compress:
+            _zstandard()
+
+    def codec_of(self, info: RecordInfo) -> Codec:
+        """The codec for a record."""
+        return CODECS["raw" if info.rotated else self.codec]
 
 
-def encode_record(record: KVRecord) -> bytes:
-    """The file of a record."""
-    info, kv = record.info, record.kv
-    layers = [_tensor_bytes(key) + _tensor_bytes(value) for key, value in zip(kv.keys, kv.values, strict=True)]
-    header = _header(info, [zlib.crc32(layer) for layer in layers]).ljust(_header_bytes(info))
+@dataclass(frozen=True)
+class _Layer:
+    """Where one layer lies in the file."""
+
+    offset: int
+    size: int
+    checksum: int
+
+
+def record_bytes(info: RecordInfo, form: RecordFormat | None = None) -> int:
+    """Bytes the file of a record takes; with compression, the most it takes."""
+    form = form or RecordFormat()
+    extra = SEAL_BYTES if form.seal else 0
+    layer = form.codec_of(info).layer_bytes(info) + extra
+    return _padded(_START + _header_bytes(info) + extra) + info.layers * _padded(layer)
+
+
+def encode_record(record: KVRecord, form: RecordFormat | None = None, key: str = "") -> bytes:
+    """The file of a record; a sealed one can be read under its key only."""
+    form = form or RecordFormat()
+    codec, layers = _encoded_layers(record, form.codec_of(record.info))
+    shrunk = _compressed(layers) if form.compress else None
+    layers = shrunk or layers
+    size = _header_bytes(record.info)
+    if form.seal:
+        layers = [form.seal.close(layer, _place(key, number)) for number, layer in enumerate(layers)]
+        size += SEAL_BYTES
+    table, offset = [], _padded(_START + size)
+    for layer in layers:
+        table.append(_Layer(offset, len(layer), zlib.crc32(layer)))
+        offset = _padded(offset + len(layer))
+    header = _header(record.info, codec.name, "zstd" if shrunk else "", table).ljust(_header_bytes(record.info))
+    if form.seal:
+        header = form.seal.close(header, _place(key, "header"))
     out = io.BytesIO()
-    out.write(MAGIC + len(header).to_bytes(4, "little") + zlib.crc32(header).to_bytes(4, "little") + header)
+    out.write(
+        (_SEALED_MAGIC if form.seal else MAGIC)
+        + size.to_bytes(4, "little")
+        + zlib.crc32(header).to_bytes(4, "little")
+        + header
+    )
     for layer in layers:
         out.write(b"\0" * (_padded(out.tell()) - out.tell()))
         out.write(layer)
     out.write(b"\0" * (_padded(out.tell()) - out.tell()))
     return out.getvalue()
+
+
+def _encoded_layers(record: KVRecord, codec: Codec) -> tuple[Codec, list[bytes]]:
+    """Each layer by the codec, or raw, which takes every value, if the codec cannot scale one."""
+    pairs = list(zip(record.kv.keys, record.kv.values, strict=True))
+    try:
+        return codec, [codec.encode(keys, values) for keys, values in pairs]
+    except StoreError as error:
+        _log.info("a record is stored raw: %s", error)
+        return CODECS["raw"], [CODECS["raw"].encode(keys, values) for keys, values in pairs]
 
 
 class FileRecord:
@@ -61,15 +148,20 @@ class FileRecord:
     ----------
     handle : binary file
         Open file; owned and closed by this object.
+    key : str
+        Key it is stored under.
+    seal : Seal, optional
+        What opens it if it is encrypted.
 
     Raises
     ------
     RecordError
-        If the file is not a whole record of this version.
+        If the file is not a whole record of this version, or is encrypted with another key.
     """
 
-    def __init__(self, handle: IO[bytes]) -> None:
-        self._handle = handle
+    def __init__(self, handle: IO[bytes], key: str = "", seal: Seal | None = None) -> None:
+        self._handle, self._key, self._seal = handle, key, seal
+        self._buffer = bytearray(0)  # made when a layer is first read into place
         try:
             self._read_header()
         except BaseException:
@@ -78,57 +170,96 @@ class FileRecord:
 
     def _read_header(self) -> None:
         size = os.fstat(self._handle.fileno()).st_size
-        start = self._read(0, 16)
-        if start[:8] != MAGIC:
+        start = self._read(0, bytearray(_START))
+        if start[:8] not in (MAGIC, _SEALED_MAGIC):
             raise RecordError("not a KV record of version 1")
+        if (start[:8] == _SEALED_MAGIC) != (self._seal is not None):
+            raise RecordError("it is encrypted" if self._seal is None else "it is not encrypted, as it should be")
         length = int.from_bytes(start[8:12], "little")
-        if 16 + length > size:
+        if _START + length > size:
             raise RecordError(f"the header should take {length} bytes but the file has only {size}")
-        header = self._read(16, length)
+        header = self._read(_START, bytearray(length))
         if zlib.crc32(header) != int.from_bytes(start[12:16], "little"):
             raise RecordError("the header fails its checksum")
-        self.info, self._checksums = _parse_header(header)
-        self._layer_bytes = _layer_bytes(self.info)
-        self._first = _padded(16 + length)
-        expected = self._first + self.info.layers * _padded(self._layer_bytes)
-        if size != expected:
-            raise RecordError(f"the file has {size} bytes but its header describes {expected}")
+        if self._seal:
+            header = self._seal.open(header, _place(self._key, "header"))
+        parsed = _parse_header(header)
+        _check_layout(parsed, _padded(_START + length), size, SEAL_BYTES if self._seal else 0)
+        self.info, self._codec, self._compressed = parsed.info, parsed.codec, parsed.compressed
+        self._layers = parsed.layers
 
     def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, each ``[kv_heads, tokens, head_dim]``; see `StoredKV`."""
-        info = self.info
-        data = self._read(self._first + layer * _padded(self._layer_bytes), self._layer_bytes)
-        if zlib.crc32(data) != self._checksums[layer]:
-            raise RecordError(f"layer {layer} fails its checksum")
-        both = torch.frombuffer(data, dtype=_DTYPES[info.dtype])
-        both = both.view(2, info.kv_heads, info.tokens, info.head_dim)
-        return both[0], both[1]
+        return self._decoded(layer, bytearray(self._layers[layer].size))
+
+    def read_into(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Read one layer into place by way of a buffer that all layers share; see `copy_layer`."""
+        if not self._buffer:
+            self._buffer = bytearray(max(place.size for place in self._layers))
+        size = self._layers[layer].size
+        stored_keys, stored_values = self._decoded(layer, memoryview(self._buffer)[:size])
+        keys.copy_(stored_keys)
+        values.copy_(stored_values)
+
+    def verify(self) -> None:
+        """Read every layer.
+
+        Raises
+        ------
+        RecordError
+            If one cannot be read, fails its checksum or cannot be decoded.
+        """
+        for layer in range(self.info.layers):
+            self.read_layer(layer)
 
     def close(self) -> None:
         """Close the file."""
         self._handle.close()
 
-    def _read(self, offset: int, size: int) -> bytearray:
-        data = bytearray(size)
+    def _decoded(self, layer: int, buffer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        place = self._layers[layer]
+        data = self._read(place.offset, buffer)
+        if zlib.crc32(data) != place.checksum:
+            raise RecordError(f"layer {layer} fails its checksum")
+        if self._seal:
+            data = self._seal.open(data, _place(self._key, layer))
+        if self._compressed:
+            data = _expanded(data, self._codec.layer_bytes(self.info))
+        return self._codec.decode(data, self.info)
+
+    def _read(self, offset: int, buffer: Any) -> Any:
+        """Fill a buffer from a place in the file."""
+        size = len(buffer)
         try:
-            got = os.preadv(self._handle.fileno(), [data], offset)
+            got = os.preadv(self._handle.fileno(), [buffer], offset)
         except (OSError, ValueError) as error:
             raise RecordError(f"cannot read {size} bytes at {offset}: {error}") from error
         if got != size:
             raise RecordError(f"the file ends within the {size} bytes at {offset}")
-        return data
+        return buffer
 
 
-def _header(info: RecordInfo, checksums: list[int]) -> bytes:
-    return json.dumps(dataclasses.asdict(info) | {"checksums": checksums}, separators=(",", ":")).encode()
+@dataclass(frozen=True)
+class _Header:
+    info: RecordInfo
+    codec: Codec
+    compressed: bool
+    layers: tuple[_Layer, ...]
+
+
+def _header(info: RecordInfo, codec: str, compression: str, layers: list[_Layer]) -> bytes:
+    table = [dataclasses.astuple(layer) for layer in layers]
+    fields = dataclasses.asdict(info) | {"codec": codec, "compression": compression, "table": table}
+    return json.dumps(fields, separators=(",", ":")).encode()
 
 
 def _header_bytes(info: RecordInfo) -> int:
-    """Size of a header, whatever its checksums: shorter ones are filled up with spaces."""
-    return len(_header(info, [2**32 - 1] * info.layers))
+    """Size of a header, whatever its codec and layer table: a shorter one is filled up with spaces."""
+    longest = max(CODECS, key=len)
+    return len(_header(info, longest, "zstd", [_Layer(*_WIDEST)] * info.layers))
 
 
-def _parse_header(header: bytes | bytearray) -> tuple[RecordInfo, list[int]]:
+def _parse_header(header: bytes | bytearray) -> _Header:
     try:
         fields: dict[str, Any] = json.loads(bytes(header))
         info = RecordInfo(
@@ -140,24 +271,67 @@ def _parse_header(header: bytes | bytearray) -> tuple[RecordInfo, list[int]]:
             head_dim=int(fields["head_dim"]),
             dtype=str(fields["dtype"]),
             rotated=bool(fields["rotated"]),
+            kind=str(fields["kind"]),
         )
-        checksums = list(map(int, fields["checksums"]))
+        codec, compression = str(fields["codec"]), str(fields["compression"])
+        layers = tuple(_Layer(*(int(number) for number in entry)) for entry in fields["table"])
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RecordError(f"the header cannot be understood: {error!r}") from error
-    if info.dtype not in _DTYPES or min(info.layers, info.kv_heads, info.head_dim, info.tokens) < 1:
+    if info.dtype not in DTYPES or min(info.layers, info.kv_heads, info.head_dim, info.tokens) < 1:
         raise RecordError("the header describes an impossible shape or element type")
-    if len(checksums) != info.layers:
-        raise RecordError(f"the header has {len(checksums)} checksums for {info.layers} layers")
-    return info, checksums
+    if codec not in CODECS or compression not in ("", "zstd"):
+        raise RecordError(f"the header names an unknown codec {codec!r} or compression {compression!r}")
+    if len(layers) != info.layers:
+        raise RecordError(f"the header has {len(layers)} layers in its table for {info.layers} layers")
+    return _Header(info, CODECS[codec], bool(compression), layers)
 
 
-def _layer_bytes(info: RecordInfo) -> int:
-    return 2 * info.kv_heads * info.tokens * info.head_dim * _DTYPES[info.dtype].itemsize
+def _check_layout(header: _Header, first: int, size: int, extra: int) -> None:
+    """Layers must lie one behind another, each as long as its shape says, and end where the file ends."""
+    whole = header.codec.layer_bytes(header.info)
+    offset = first
+    for number, layer in enumerate(header.layers):
+        content = layer.size - extra
+        fits = 0 < content <= whole <= content * _MOST_SHRUNK if header.compressed else content == whole
+        if layer.offset != offset or not fits:
+            raise RecordError(f"the header describes an impossible place or size of layer {number}")
+        offset = _padded(offset + layer.size)
+    if size != offset:
+        raise RecordError(f"the file has {size} bytes but its header describes {offset}")
+
+
+def _place(key: str, part: int | str) -> str:
+    """What a sealed piece is bound to."""
+    return f"{key} {part}"
 
 
 def _padded(size: int) -> int:
     return -(-size // _PAGE) * _PAGE
 
 
-def _tensor_bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ImportError as error:
+        raise MissingExtraError("zstandard", "zstd") from error
+    return zstandard
+
+
+def _compressed(layers: list[bytes]) -> list[bytes] | None:
+    """Layers compressed, or None where that gains nothing or shrinks one beyond what is read back."""
+    compressor = _zstandard().ZstdCompressor(level=1)
+    small = [compressor.compress(layer) for layer in layers]
+    fits = all(len(new) < len(old) <= len(new) * _MOST_SHRUNK for new, old in zip(small, layers, strict=True))
+    return small if fits else None
+
+
+def _expanded(data: Any, size: int) -> bytearray:
+    """A compressed layer, if it is as large as it must be."""
+    zstandard = _zstandard()
+    try:
+        # Asked first: the size a frame claims for itself is what would be allocated.
+        if zstandard.frame_content_size(data) != size:
+            raise RecordError("a compressed layer is not of the size its record says")
+        return bytearray(zstandard.ZstdDecompressor().decompress(data, max_output_size=size))
+    except zstandard.ZstdError as error:
+        raise RecordError(f"a compressed layer cannot be expanded: {error}") from error

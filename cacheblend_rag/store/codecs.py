@@ -1,0 +1,219 @@
+"""How the KV of a layer is written: as it is, or in fewer bits.
+
+Keys are stored before rotation, where each channel keeps its own range over all tokens, so they
+are scaled channel by channel; values have no such channels and are scaled token by token.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+
+from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.store.base import RecordInfo
+
+__all__ = ["CODECS", "DTYPES", "Codec", "codec_named"]
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_KEY_AXIS, _VALUE_AXIS = 1, 2  # of [kv_heads, tokens, head_dim]: what one scale spans
+
+
+class Codec(ABC):
+    """Writes and reads the KV of one layer.
+
+    Parameters
+    ----------
+    name : str
+        What a record's header calls it.
+    """
+
+    name: str
+
+    def layer_bytes(self, info: RecordInfo) -> int:
+        """Bytes one layer takes."""
+        return self._size(info, _KEY_AXIS) + self._size(info, _VALUE_AXIS)
+
+    def token_bytes(self, info: RecordInfo) -> float:
+        """Bytes a token takes on all layers."""
+        return info.layers * self.layer_bytes(info) / info.tokens
+
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> bytes:
+        """Keys, then values, each ``[kv_heads, tokens, head_dim]``, as bytes.
+
+        Raises
+        ------
+        StoreError
+            If a value is not finite or too large for the codec's scales.
+        """
+        return self._pack(keys.detach().cpu(), _KEY_AXIS) + self._pack(values.detach().cpu(), _VALUE_AXIS)
+
+    def decode(self, data: bytearray, info: RecordInfo) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, each ``[kv_heads, tokens, head_dim]`` of the record's element type.
+
+        They may be views of ``data``.
+        """
+        keys = self._unpack(data, 0, info, _KEY_AXIS)
+        return keys, self._unpack(data, self._size(info, _KEY_AXIS), info, _VALUE_AXIS)
+
+    @abstractmethod
+    def _size(self, info: RecordInfo, axis: int) -> int:
+        """Bytes of the keys or the values of one layer."""
+
+    @abstractmethod
+    def _pack(self, tensor: torch.Tensor, axis: int) -> bytes: ...
+
+    @abstractmethod
+    def _unpack(self, data: bytearray, offset: int, info: RecordInfo, axis: int) -> torch.Tensor: ...
+
+
+class RawCodec(Codec):
+    """The model's own element type, bit for bit."""
+
+    name = "raw"
+
+    def _size(self, info: RecordInfo, axis: int) -> int:
+        return _elements(info) * DTYPES[info.dtype].itemsize
+
+    def _pack(self, tensor: torch.Tensor, axis: int) -> bytes:
+        return _bytes(tensor)
+
+    def _unpack(self, data: bytearray, offset: int, info: RecordInfo, axis: int) -> torch.Tensor:
+        return _view(data, offset, DTYPES[info.dtype], _shape(info))
+
+
+class ScaledCodec(Codec):
+    """One byte an element, and a float32 scale for each channel of the keys and each token of the values.
+
+    Parameters
+    ----------
+    name : str
+    dtype : torch.dtype
+        Of the stored elements.
+    largest : float
+        What the largest magnitude under a scale becomes.
+    """
+
+    def __init__(self, name: str, dtype: torch.dtype, largest: float) -> None:
+        self.name = name
+        self._dtype, self._largest = dtype, largest
+
+    def _size(self, info: RecordInfo, axis: int) -> int:
+        return 4 * math.prod(_reduced(info, axis)) + _elements(info)
+
+    def _pack(self, tensor: torch.Tensor, axis: int) -> bytes:
+        exact = tensor.float()
+        scale = exact.abs().amax(dim=axis, keepdim=True) / self._largest
+        _require_finite(scale, self.name)
+        scale = torch.where(scale == 0, 1.0, scale)
+        small = (exact / scale).clamp_(-self._largest, self._largest)
+        if not self._dtype.is_floating_point:
+            small = small.round_()
+        return _bytes(scale) + _bytes(small.to(self._dtype))
+
+    def _unpack(self, data: bytearray, offset: int, info: RecordInfo, axis: int) -> torch.Tensor:
+        scale = _view(data, offset, torch.float32, _reduced(info, axis))
+        small = _view(data, offset + scale.nbytes, self._dtype, _shape(info))
+        return small.float().mul_(scale).to(DTYPES[info.dtype])
+
+
+class GroupedCodec(Codec):
+    """Four bits an element between the lowest and the highest of its group.
+
+    A group is 64 tokens of one channel of the keys, or 32 channels of one token of the values. Its
+    lowest value and its step are kept in float16.
+    """
+
+    name = "int4"
+    _groups: ClassVar = {_KEY_AXIS: 64, _VALUE_AXIS: 32}
+    _steps = 15
+
+    def _size(self, info: RecordInfo, axis: int) -> int:
+        return 4 * math.prod(self._per_group(info, axis)) + -(-_elements(info) // 2)
+
+    def _pack(self, tensor: torch.Tensor, axis: int) -> bytes:
+        exact = tensor.float()
+        pieces = torch.split(exact, self._groups[axis], dim=axis)
+        low = torch.cat([piece.amin(dim=axis, keepdim=True) for piece in pieces], dim=axis).half()
+        high = torch.cat([piece.amax(dim=axis, keepdim=True) for piece in pieces], dim=axis)
+        # A little more than the range, since float16 may round the step down.
+        step = ((high - low.float()).clamp_min(0) / self._steps * (1 + 2**-10)).half()
+        _require_finite(low, self.name)
+        _require_finite(step, self.name)
+        offset, width = self._spread(low, tensor.shape[axis], axis), self._spread(step, tensor.shape[axis], axis)
+        codes = ((exact - offset) / torch.where(width == 0, 1.0, width)).round_().clamp_(0, self._steps)
+        flat = codes.to(torch.uint8).flatten()
+        if len(flat) % 2:
+            flat = torch.cat((flat, flat.new_zeros(1)))
+        return _bytes(low) + _bytes(step) + _bytes(flat[::2] | (flat[1::2] << 4))
+
+    def _unpack(self, data: bytearray, offset: int, info: RecordInfo, axis: int) -> torch.Tensor:
+        low = _view(data, offset, torch.float16, self._per_group(info, axis))
+        step = _view(data, offset + low.nbytes, torch.float16, self._per_group(info, axis))
+        pairs = _view(data, offset + 2 * low.nbytes, torch.uint8, (-(-_elements(info) // 2),))
+        codes = torch.stack((pairs & 15, pairs >> 4), dim=1).flatten()[: _elements(info)].view(_shape(info))
+        length = _shape(info)[axis]
+        exact = codes.float().mul_(self._spread(step, length, axis)).add_(self._spread(low, length, axis))
+        return exact.to(DTYPES[info.dtype])
+
+    def _per_group(self, info: RecordInfo, axis: int) -> tuple[int, ...]:
+        shape = list(_shape(info))
+        shape[axis] = -(-shape[axis] // self._groups[axis])
+        return tuple(shape)
+
+    def _spread(self, per_group: torch.Tensor, length: int, axis: int) -> torch.Tensor:
+        """What belongs to a group, for each of its elements."""
+        return per_group.float().repeat_interleave(self._groups[axis], dim=axis).narrow(axis, 0, length)
+
+
+CODECS: dict[str, Codec] = {
+    codec.name: codec
+    for codec in (
+        RawCodec(),
+        ScaledCodec("fp8", torch.float8_e4m3fn, 448.0),
+        ScaledCodec("int8", torch.int8, 127.0),
+        GroupedCodec(),
+    )
+}
+
+
+def codec_named(name: str) -> Codec:
+    """A codec by its name.
+
+    Raises
+    ------
+    ConfigError
+        If there is none.
+    """
+    if name not in CODECS:
+        raise ConfigError("codec", name, "use one of " + ", ".join(map(repr, CODECS)))
+    return CODECS[name]
+
+
+def _shape(info: RecordInfo) -> tuple[int, int, int]:
+    return info.kv_heads, info.tokens, info.head_dim
+
+
+def _elements(info: RecordInfo) -> int:
+    return math.prod(_shape(info))
+
+
+def _reduced(info: RecordInfo, axis: int) -> tuple[int, ...]:
+    shape = list(_shape(info))
+    shape[axis] = 1
+    return tuple(shape)
+
+
+def _require_finite(scales: torch.Tensor, codec: str) -> None:
+    if not bool(scales.isfinite().all()):
+        raise StoreError(f"the KV holds values that the codec {codec!r} cannot scale")
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def _view(data: bytearray, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.frombuffer(data, dtype=dtype, count=math.prod(shape), offset=offset).view(shape)

@@ -1,0 +1,277 @@
+"""Codecs: what they lose, what they take, and that no record of theirs is read for another's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend_rag.errors import ConfigError, MissingExtraError, RecordError
+from cacheblend_rag.models.kv import SegmentKV
+from cacheblend_rag.store import DiskStore, KVRecord, RecordFormat
+from cacheblend_rag.store import record as record_module
+from cacheblend_rag.store.codecs import CODECS, codec_named
+from cacheblend_rag.store.record import FileRecord, encode_record, record_bytes
+
+LAYERS, HEADS, DIM = 2, 2, 64
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+LOSSY = [name for name in CODECS if name != "raw"]
+
+
+def make(dtype: torch.dtype = torch.float32, seed: int = 0, tokens: int = 70, dim: int = DIM) -> KVRecord:
+    """Keys with channels of very different range, values with tokens of very different range."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (HEADS, tokens, dim)
+    channels = torch.logspace(-3, 2, dim)
+    rows = torch.logspace(-2, 2, tokens)[:, None]
+    keys = tuple((torch.randn(shape, generator=generator) * channels + channels).to(dtype) for _ in range(LAYERS))
+    values = tuple((torch.randn(shape, generator=generator) * rows).to(dtype) for _ in range(LAYERS))
+    kv = SegmentKV(keys, values, rotated=False)
+    return KVRecord.of(kv, fingerprint="f", context_ids=(1,), token_ids=tuple(range(tokens)))
+
+
+def opened(data: bytes) -> FileRecord:
+    handle = tempfile.TemporaryFile()  # noqa: SIM115 - the record owns and closes it
+    handle.write(data)
+    handle.flush()
+    return FileRecord(handle)
+
+
+def read_back(record: KVRecord, form: RecordFormat) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    file = opened(encode_record(record, form))
+    try:
+        assert file.info == record.info
+        return [file.read_layer(layer) for layer in range(record.info.layers)]
+    finally:
+        file.close()
+
+
+def bound(name: str, exact: torch.Tensor, axis: int) -> torch.Tensor:
+    """Most an element may be off: half a step of its codec, and the rounding of its element type."""
+    wide = exact.float()
+    rounding = wide.abs() * 2 * torch.finfo(exact.dtype).eps
+    if name == "int4":
+        group = {1: 64, 2: 32}[axis]
+        pieces = wide.split(group, dim=axis)
+        reach = torch.cat([(p.amax(axis, True) - p.amin(axis, True)).expand_as(p) for p in pieces], dim=axis)
+        low = torch.cat([p.amin(axis, True).abs().expand_as(p) for p in pieces], dim=axis)
+        # The lowest value and the step are float16: a relative error of 2^-11, or 2^-24 near nothing.
+        return reach / 15 / 2 * 1.01 + low * 2**-10 + 2**-19 + rounding
+    largest = wide.abs().amax(axis, keepdim=True)
+    if name == "int8":
+        return largest / 127 / 2 * 1.001 + rounding
+    return torch.maximum(wide.abs() * 2**-4, largest / 448 * 2**-10) * 1.001 + rounding
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LOSSY)
+def test_no_element_is_off_by_more_than_half_a_step(name: str, dtype: torch.dtype) -> None:
+    record = make(dtype)
+    for layer, (keys, values) in enumerate(read_back(record, RecordFormat(name))):
+        assert keys.dtype == values.dtype == dtype
+        for got, exact, axis in ((keys, record.kv.keys[layer], 1), (values, record.kv.values[layer], 2)):
+            off = (got.float() - exact.float()).abs()
+            assert bool((off <= bound(name, exact, axis)).all())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from(LOSSY),
+    dtype=st.sampled_from(DTYPES),
+    tokens=st.integers(1, 131),
+    dim=st.sampled_from([1, 3, 8, 31, 64, 96]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape_keeps_the_bound(name: str, dtype: torch.dtype, tokens: int, dim: int, seed: int) -> None:
+    record = make(dtype, seed, tokens, dim)
+    for layer, (keys, values) in enumerate(read_back(record, RecordFormat(name))):
+        assert bool(
+            ((keys.float() - record.kv.keys[layer].float()).abs() <= bound(name, record.kv.keys[layer], 1)).all()
+        )
+        exact = record.kv.values[layer]
+        assert bool(((values.float() - exact.float()).abs() <= bound(name, exact, 2)).all())
+
+
+def test_each_codec_is_more_exact_than_the_smaller_one() -> None:
+    record = make()
+    exact = torch.stack(record.kv.keys)
+    errors, sizes = {}, {}
+    for name, codec in CODECS.items():
+        keys = torch.stack([layer[0] for layer in read_back(record, RecordFormat(name))])
+        errors[name] = float(((keys - exact) / exact.abs().amax(2, keepdim=True)).norm())
+        sizes[name] = codec.token_bytes(dataclasses.replace(record.info, dtype="bfloat16"))
+    assert errors["raw"] == 0 < errors["int8"] < errors["fp8"] < errors["int4"]
+    assert sizes["raw"] == LAYERS * 2 * HEADS * DIM * 2
+    assert sizes["int4"] < 0.36 * sizes["raw"]
+    assert sizes["int8"] == sizes["fp8"] < 0.58 * sizes["raw"]
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("name", CODECS)
+def test_the_size_is_known_before_a_record_is_made(name: str, compress: bool) -> None:
+    form = RecordFormat(name, compress)
+    for tokens in (1, 70, 300):
+        record = make(tokens=tokens)
+        written = len(encode_record(record, form))
+        assert written == record_bytes(record.info, form) or (compress and written < record_bytes(record.info, form))
+
+
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e38])
+def test_what_a_codec_cannot_scale_is_kept_raw(name: str, bad: float) -> None:
+    record = make()
+    record.kv.keys[1][0, 3, 5] = bad
+    record.kv.keys[1][0, 4, 5] = -bad
+    for layer, (keys, values) in enumerate(read_back(record, RecordFormat(name))):
+        if bad != 1e38 or name == "int4":
+            assert torch.equal(keys.nan_to_num(7.0), record.kv.keys[layer].nan_to_num(7.0))
+            assert torch.equal(values, record.kv.values[layer])
+        assert bool((keys.isfinite() == record.kv.keys[layer].isfinite()).all())
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_constant_and_zero_kv_are_exact(name: str) -> None:
+    record = make()
+    for tensors in (record.kv.keys, record.kv.values):
+        tensors[0].zero_()
+        tensors[1].fill_(2.0)
+    for layer, (keys, values) in enumerate(read_back(record, RecordFormat(name))):
+        torch.testing.assert_close(keys, record.kv.keys[layer])
+        torch.testing.assert_close(values, record.kv.values[layer])
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_a_prefix_is_never_quantised(name: str) -> None:
+    record = make()
+    prefix = KVRecord(dataclasses.replace(record.info, rotated=True, kind="prefix"), record.kv)
+    for layer, (keys, values) in enumerate(read_back(prefix, RecordFormat(name))):
+        assert torch.equal(keys, record.kv.keys[layer])
+        assert torch.equal(values, record.kv.values[layer])
+    assert record_bytes(prefix.info, RecordFormat(name)) == record_bytes(prefix.info)
+
+
+def test_unknown_codecs_are_refused_by_name() -> None:
+    for make_it in (codec_named, RecordFormat):
+        with pytest.raises(ConfigError, match=r"codec='int5' is not usable: use one of 'raw', 'fp8', 'int8', 'int4'"):
+            make_it("int5")
+
+
+# Compression --------------------------------------------------------------------------------
+
+
+def test_compression_is_exact_and_smaller_where_it_can_be() -> None:
+    record = make(torch.bfloat16)
+    for tensors in (record.kv.keys, record.kv.values):
+        for tensor in tensors:
+            tensor[:, ::2] = 1.0
+    for layer, (keys, values) in enumerate(read_back(record, RecordFormat(compress=True))):
+        assert torch.equal(keys, record.kv.keys[layer])
+        assert torch.equal(values, record.kv.values[layer])
+    assert len(encode_record(record, RecordFormat(compress=True))) < len(encode_record(record))
+
+
+def test_what_compresses_beyond_all_measure_is_written_as_it_is() -> None:
+    record = make(tokens=2000)
+    for tensors in (record.kv.keys, record.kv.values):
+        for tensor in tensors:
+            tensor.zero_()
+    assert encode_record(record, RecordFormat(compress=True)) == encode_record(record)
+
+
+def test_compression_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[zstd\]"):
+        RecordFormat(compress=True)
+
+
+def altered(layer: bytes, record: KVRecord) -> bytes:
+    """A compressed record whose first layer is something else, its checksum right."""
+    data = encode_record(record, RecordFormat(compress=True))
+    length = int.from_bytes(data[8:12], "little")
+    header = json.loads(data[16 : 16 + length])
+    layers = [data[offset : offset + size] for offset, size, _ in header["table"]]
+    layers[0] = layer
+    table, offset, body = [], header["table"][0][0], b""
+    for piece in layers:
+        table.append([offset, len(piece), zlib.crc32(piece)])
+        body += piece + b"\0" * (-len(piece) % 4096)
+        offset += len(piece) + -len(piece) % 4096
+    raw = json.dumps(header | {"table": table}).encode()
+    head = record_module.MAGIC + len(raw).to_bytes(4, "little") + zlib.crc32(raw).to_bytes(4, "little") + raw
+    return head + b"\0" * (-len(head) % 4096) + body
+
+
+def compressible() -> KVRecord:
+    record = make(torch.bfloat16)
+    for tensors in (record.kv.keys, record.kv.values):
+        for tensor in tensors:
+            tensor[:, ::2] = 1.0
+    return record
+
+
+@pytest.mark.parametrize("kind", ["noise", "bomb", "short", "unsized"])
+def test_a_crafted_compressed_layer_is_refused_before_it_is_expanded(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import zstandard
+
+    record = compressible()
+    size = CODECS["raw"].layer_bytes(record.info)
+    short, unsized = torch.randn(size // 8).numpy().tobytes(), zstandard.ZstdCompressor(write_content_size=False)
+    layers: dict[str, bytes] = {
+        "noise": b"nothing of use " * 100,
+        "bomb": zstandard.ZstdCompressor().compress(b"\0" * 50_000_000) + b"\0" * 2000,
+        "short": zstandard.ZstdCompressor().compress(short),
+        "unsized": unsized.compress(short),
+    }
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("it was expanded")
+
+    file = opened(altered(layers[kind], record))
+    monkeypatch.setattr(zstandard, "ZstdDecompressor", refuse)
+    with pytest.raises(RecordError, match="compressed layer"):
+        file.read_layer(0)
+    file.close()
+
+
+# In a store ---------------------------------------------------------------------------------
+
+
+def test_a_store_reads_records_of_every_codec(tmp_path: Path) -> None:
+    record = make(torch.bfloat16)
+    for name in CODECS:
+        store = DiskStore(tmp_path, form=RecordFormat(name))
+        store.put(name, record)
+        store.close()
+    store = DiskStore(tmp_path)
+    for name in CODECS:
+        stored = store.open(name)
+        assert stored is not None
+        expected = read_back(record, RecordFormat(name))
+        for layer in range(LAYERS):
+            for got, want in zip(stored.read_layer(layer), expected[layer], strict=True):
+                assert torch.equal(got, want)
+        stored.close()
+    sizes = {entry.key: entry.bytes for entry in store.entries()}
+    assert sizes["int4"] < sizes["int8"] == sizes["fp8"] < sizes["raw"]
+    store.close()
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_store_adds_little_to_the_kv(name: str, tmp_path: Path) -> None:
+    record = make(torch.bfloat16, tokens=512)
+    store = DiskStore(tmp_path, form=RecordFormat(name))
+    for number in range(8):
+        store.put(f"key {number}", record)
+    kv = 8 * 512 * CODECS[name].token_bytes(record.info)
+    assert kv < store.volume() <= 1.2 * kv + 2**16, "apart from the empty index"
+    store.close()
