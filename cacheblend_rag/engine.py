@@ -61,6 +61,8 @@ class BlendEngine:
         Options; by default read from the environment, else the defaults.
     store : KVStore, path or None
         Where KV is kept: a store, a folder, or memory.
+    fingerprint : str, optional
+        Identity of the model where it is known already; by default its weights are read through.
 
     Raises
     ------
@@ -81,6 +83,7 @@ class BlendEngine:
         *,
         config: BlendConfig | None = None,
         store: KVStore | str | os.PathLike[str] | None = None,
+        fingerprint: str | None = None,
     ) -> None:
         self.config = config or BlendConfig()
         self.model, self.tokenizer = model, tokenizer
@@ -90,7 +93,7 @@ class BlendEngine:
         adapter = ModelAdapter(model, like=self.config.like or None)
         if self.config.check_model:
             check_adapter(adapter)
-        self._pipeline = Pipeline(adapter, segments, self.config, self.store)
+        self._pipeline = Pipeline(adapter, segments, self.config, self.store, fingerprint)
         self._gate = IdleGate()
         self._write_back = WriteBack(self._gate)
         self._viewed: BlendEngine | None = None
@@ -128,7 +131,7 @@ class BlendEngine:
             If either cannot be loaded.
         """
         loaded = load_model(model, device=device, dtype=dtype, **model_kwargs)
-        return cls(loaded.model, loaded.tokenizer, config=config, store=store)
+        return cls(loaded.model, loaded.tokenizer, config=config, store=store, fingerprint=loaded.fingerprint())
 
     def with_config(self, **changes: Any) -> BlendEngine:
         """An engine over the same model and store with other options.

@@ -92,11 +92,20 @@ class Pipeline:
     tokenizer : SegmentTokenizer
     config : BlendConfig
     store : KVStore
+    fingerprint : str, optional
+        Identity of the model where it is known already.
     """
 
-    def __init__(self, adapter: ModelAdapter, tokenizer: SegmentTokenizer, config: BlendConfig, store: KVStore) -> None:
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        tokenizer: SegmentTokenizer,
+        config: BlendConfig,
+        store: KVStore,
+        fingerprint: str | None = None,
+    ) -> None:
         self.adapter, self.tokenizer, self.config, self.store = adapter, tokenizer, config, store
-        self.fingerprint = adapter.fingerprint()
+        self.fingerprint = fingerprint or adapter.fingerprint()
         self._rule = make_rule(config).fit(adapter.num_layers)
 
     def with_config(self, config: BlendConfig, tokenizer: SegmentTokenizer) -> Pipeline:

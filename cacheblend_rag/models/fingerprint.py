@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["fingerprint", "fingerprint_in"]
+__all__ = ["ADAPTER_VERSION", "fingerprint", "fingerprint_in"]
 
 # Raise when the same weights would no longer give the same stored KV.
-_ADAPTER_VERSION = 1
+ADAPTER_VERSION = 1
 _SAMPLE_BYTES = 16_384
 # Entries of a config that do not change what the model computes.
 _VOLATILE = (
@@ -41,7 +41,7 @@ def fingerprint(model: Any) -> str:
         64 hexadecimal digits.
     """
     config = {key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE}
-    digest = hashlib.sha256(json.dumps([_ADAPTER_VERSION, config], sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(json.dumps([ADAPTER_VERSION, config], sort_keys=True, default=str).encode())
     with torch.no_grad():
         for name, weight in sorted(model.state_dict().items()):
             for path, tensor in _tensors(name, weight):

@@ -10,6 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheblend_rag.errors import ConfigError, ModelLoadError
+from cacheblend_rag.models.fingerprint import fingerprint
+from cacheblend_rag.models.identity import files_identity, known_fingerprint, remember_fingerprint
 
 __all__ = ["LoadedModel", "load_model"]
 
@@ -18,10 +20,30 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model with its tokenizer."""
+    """A model with its tokenizer.
+
+    Parameters
+    ----------
+    model, tokenizer
+    name : str
+        What it was loaded by.
+    identity : str or None
+        Of its files, if the model is nothing but what is in them; see `files_identity`.
+    """
 
     model: Any
     tokenizer: Any
+    name: str
+    identity: str | None
+
+    def fingerprint(self) -> str:
+        """Identity of the model; its weights are read through only if its files are not known."""
+        known = known_fingerprint(self.identity)
+        if known is None:
+            known = fingerprint(self.model)
+            if self.identity is not None:
+                remember_fingerprint(self.identity, known, self.name)
+        return known
 
 
 def load_model(
@@ -40,6 +62,7 @@ def load_model(
         raise ConfigError("dtype", dtype, "use one of " + ", ".join(map(repr, _DTYPES)))
     target = _device(device)
     name = os.fspath(model)
+    before = None if model_kwargs else files_identity(name, dtype)
     try:
         loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **model_kwargs)
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -50,7 +73,9 @@ def load_model(
         ) from error
     if "device_map" not in model_kwargs:
         loaded = loaded.to(target)
-    return LoadedModel(loaded.eval(), tokenizer)
+    # What was downloaded just now, or changed meanwhile, is known from the next load on.
+    unchanged = before is not None and before == files_identity(name, dtype)
+    return LoadedModel(loaded.eval(), tokenizer, name, before if unchanged else None)
 
 
 def _device(device: str) -> torch.device:
