@@ -21,7 +21,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("evaluation",),
     ("folder_rag",),
     ("langchain", "llama_index", "retrieval", "reference"),
-    ("noticing", "engine", "conversation", "modelfields"),
+    ("modelfields",),
+    ("noticing", "engine", "conversation"),
     ("pipeline",),
     ("prompt", "loading", "fusor", "decode", "streaming", "writeback", "batching"),
     ("store", "report"),
@@ -42,7 +43,7 @@ HOMES = {
     # The fusor's check at load names transformers' version, no more.
     "transformers": ("models", "decode", "engine", "fusor.selfcheck", "reference", "retrieval", "evaluation"),
     "diskcache": ("store.disk",),
-    "faiss": ("retrieval",),
+    "faiss": ("retrieval", "llama_index.vector_store"),
     "sentence_transformers": ("retrieval", "reference"),
     "langchain": ("langchain",),
     "langchain_core": ("langchain", "retrieval", "folder_rag", "evaluation", "cli", "server"),

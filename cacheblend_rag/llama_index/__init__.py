@@ -1,0 +1,22 @@
+"""LlamaIndex: put our LLM into a query engine, chat engine or agent and change nothing else.
+
+A vector store over faiss is in ``vector_store``, a sentence-transformers embedding in
+``embedding``; both load their libraries, so they are not imported here.
+"""
+
+from cacheblend_rag.llama_index.events import CacheBlendEvent
+from cacheblend_rag.llama_index.indexing import CacheBlendPrecompute, erasing, forget_nodes, index_nodes, warm_index
+from cacheblend_rag.llama_index.llm import CacheBlendLLM
+from cacheblend_rag.llama_index.tracking import tracking, tracking_off
+
+__all__ = [
+    "CacheBlendEvent",
+    "CacheBlendLLM",
+    "CacheBlendPrecompute",
+    "erasing",
+    "forget_nodes",
+    "index_nodes",
+    "tracking",
+    "tracking_off",
+    "warm_index",
+]

@@ -1,0 +1,191 @@
+"""Where the context stands in a prompt, and what in it is a chunk.
+
+LlamaIndex fills its templates by name, so the exact context, the question and an earlier answer
+are known when a prompt is made. They travel with the prompt as a `Hint`. The text still decides:
+what a template rewrote is looked for in the whole prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llama_index.core.base.llms.types import ChatMessage, MessageRole
+
+from cacheblend_rag.llama_index.parts import find_parts
+from cacheblend_rag.llama_index.tracking import recent_nodes
+from cacheblend_rag.noticing import Match, known_chunks, notice, rebuild
+from cacheblend_rag.prompt import Prompt
+
+__all__ = ["CONTEXT_NAMES", "Hint", "MarkedMessages", "MarkedText", "see"]
+
+CONTEXT_NAMES = ("context_str", "context_msg")
+"""Variables of LlamaIndex's templates that hold retrieved text."""
+
+_FIXED = (MessageRole.SYSTEM, MessageRole.DEVELOPER)
+
+
+@dataclass(frozen=True)
+class Hint:
+    """What a template was filled with.
+
+    Parameters
+    ----------
+    contexts : tuple of str
+        Retrieved text: one, or the entries of a list.
+    listed : bool
+        Whether it is a list, which stands in the prompt as Python writes lists.
+    asked : tuple of str
+        All other values: the question, an existing answer.
+    """
+
+    contexts: tuple[str, ...] = ()
+    listed: bool = False
+    asked: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Hint:
+        """Read the values of a template's variables."""
+        context = next((values[name] for name in CONTEXT_NAMES if values.get(name)), None)
+        other = [value for name, value in values.items() if name not in CONTEXT_NAMES]
+        asked = [value for value in other if isinstance(value, str) and value.strip()]
+        if isinstance(context, (list, tuple)) and all(isinstance(one, str) for one in context):
+            return cls(tuple(context), True, tuple(asked))
+        return cls((context,) if isinstance(context, str) else (), False, tuple(asked))
+
+
+class MarkedText(str):
+    """A finished prompt that knows what it was made of."""
+
+    hint: Hint
+
+    def __new__(cls, text: str, hint: Hint) -> MarkedText:
+        """Mark a text."""
+        marked = super().__new__(cls, text)
+        marked.hint = hint
+        return marked
+
+
+class MarkedMessages(list[ChatMessage]):
+    """Finished messages that know what they were made of."""
+
+    def __init__(self, messages: Iterable[ChatMessage], hint: Hint) -> None:
+        super().__init__(messages)
+        self.hint = hint
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A piece of context in the prompt: its characters, and where each of them stands."""
+
+    text: str
+    origins: Sequence[int]  # one more than there are characters
+
+    def moved(self, match: Match) -> Match:
+        return Match(self.origins[match.start], self.origins[match.stop])
+
+
+def see(
+    text: str,
+    separator: str,
+    *,
+    hint: Hint | None = None,
+    messages: Sequence[ChatMessage] = (),
+    keep_glue: bool = False,
+) -> Prompt:
+    """The segments of a finished prompt.
+
+    Parameters
+    ----------
+    text : str
+        The finished prompt.
+    separator : str
+        The engine's separator.
+    hint : Hint, optional
+        What its template was filled with.
+    messages : sequence of ChatMessage
+        The conversation it was made of, if any.
+    keep_glue : bool
+        Keep all glue as it is written.
+
+    Returns
+    -------
+    Prompt
+        Chunks are looked for in the context alone where it is known, and never in a question.
+        Nothing of a question or an earlier answer becomes part of the prefix, which is stored.
+    """
+    places = _places(text, hint) if hint else []
+    begin = places[0].origins[0] if places else None
+    volatile = [*(hint.asked if hint else ()), *_said(text, messages, begin)]
+    questions_from = min((at for one in volatile if (at := text.find(one)) >= 0), default=None)
+    if hint is None:
+        return notice(text, known_chunks, separator, keep_glue=keep_glue, questions_from=questions_from)
+    found = [match for place in places for match in _chunks(text, place)] if places else _outside(text, hint.asked)
+    if not found:
+        # Of a template that joins documents by the separator, or no chunks at all.
+        parts = [(place.origins[0], place.origins[-1]) for place in places] or None
+        return notice(text, (), separator, keep_glue=keep_glue, parts=parts, questions_from=questions_from)
+    return rebuild(text, found, separator, keep_glue=keep_glue, questions_from=questions_from)
+
+
+def _places(text: str, hint: Hint) -> list[_Place]:
+    """Pieces of the context, as far as they stand in the prompt."""
+    if hint.listed:
+        start = text.find(str(list(hint.contexts)))
+        return [] if start < 0 else list(_listed(hint.contexts, start))
+    found = [(one, text.find(one)) for whole in hint.contexts for one in (whole, whole.strip())]
+    return next(([_Place(one, range(at, at + len(one) + 1))] for one, at in found if one and at >= 0), [])
+
+
+def _listed(contexts: Sequence[str], start: int) -> Iterator[_Place]:
+    """Entries of a list as Python writes it: line breaks and quotes are escaped."""
+    at = start + 1
+    for entry in contexts:
+        written = repr(entry)
+        origins = [at + 1]
+        for character in entry:
+            origins.append(origins[-1] + (2 if character == written[0] else len(repr(character)) - 2))
+        if entry and origins[-1] == at + len(written) - 1:
+            yield _Place(entry, origins)
+        at += len(written) + 2
+
+
+def _chunks(text: str, place: _Place) -> list[Match]:
+    """Known chunks in a piece of context, and parts of nodes that were split again."""
+    whole = known_chunks.find(place.text)
+    edges = [0, *(edge for match in whole for edge in (match.start, match.stop)), len(place.text)]
+    gaps = list(zip(edges[::2], edges[1::2], strict=True))
+    parts = list(find_parts(place.text, recent_nodes.texts(), gaps))
+    chunks = []
+    for match, origin in [*((match, "") for match in whole), *parts]:
+        moved, standing = place.moved(match), place.text[match.start : match.stop]
+        form = text[moved.start : moved.stop]
+        if origin or form not in known_chunks:
+            recent_nodes.note_form(form, origin or standing)
+        chunks.append(moved)
+    return sorted(chunks, key=lambda match: match.start)
+
+
+def _outside(text: str, asked: Sequence[str]) -> list[Match]:
+    """Known chunks anywhere but in a question."""
+    taken = [(at, at + len(one)) for one in asked for at in _occurrences(text, one)]
+    return [m for m in known_chunks.find(text) if all(m.stop <= start or stop <= m.start for start, stop in taken)]
+
+
+def _occurrences(text: str, one: str) -> Iterator[int]:
+    at = text.find(one)
+    while at >= 0:
+        yield at
+        at = text.find(one, at + len(one))
+
+
+def _said(text: str, messages: Sequence[ChatMessage], context_at: int | None) -> Iterator[str]:
+    """What was said in a conversation, but for the message that holds the context."""
+    for message in messages:
+        content = (message.content or "").strip()
+        if message.role in _FIXED or not content:
+            continue
+        at = text.find(content)
+        if context_at is None or not at <= context_at < at + len(content):
+            yield content

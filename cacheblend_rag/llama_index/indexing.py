@@ -1,0 +1,186 @@
+"""The KV of an index: computed ahead of time, while documents are ingested, and erased with them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from uuid import uuid4
+
+from llama_index.core.indices.base import BaseIndex
+from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
+from llama_index.core.vector_stores.types import BasePydanticVectorStore
+from pydantic import Field
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.llama_index.llm import CacheBlendLLM
+from cacheblend_rag.llama_index.tracking import node_texts, recent_nodes
+from cacheblend_rag.noticing import chunk_text, known_chunks
+from cacheblend_rag.report import WarmReport
+
+__all__ = ["CacheBlendPrecompute", "erasing", "forget_nodes", "index_nodes", "warm_index"]
+
+_MODES = (MetadataMode.LLM,)
+
+
+def index_nodes(index: BaseIndex[Any]) -> list[BaseNode]:
+    """All nodes of an index: from its vector store if that keeps texts, else from its docstore.
+
+    Raises
+    ------
+    ConfigError
+        If a vector store keeps the texts and cannot list them.
+    """
+    store = getattr(index, "vector_store", None)
+    if isinstance(store, BasePydanticVectorStore) and store.stores_text:
+        try:
+            return list(store.get_nodes())
+        except NotImplementedError as error:
+            remedy = "warm its nodes by llm.warm(nodes); this kind of store cannot list them"
+            raise ConfigError("index", type(store).__name__, remedy) from error
+    ids = getattr(index.index_struct, "nodes_dict", None)
+    if isinstance(ids, dict):
+        return index.docstore.get_nodes(list(ids.values()), raise_error=False)
+    return [node for node in index.docstore.docs.values() if isinstance(node, BaseNode)]
+
+
+def warm_index(
+    index: BaseIndex[Any],
+    llm: CacheBlendLLM | None = None,
+    *,
+    metadata_modes: Sequence[MetadataMode] = _MODES,
+    progress: bool | None = None,
+    say: Callable[[str], object] | None = None,
+) -> WarmReport:
+    """Compute and store the KV of all nodes of an index; says first how many bytes that takes.
+
+    Parameters
+    ----------
+    index : BaseIndex
+    llm : CacheBlendLLM, optional
+        Whose KV is computed; by default ``Settings.llm``.
+    metadata_modes : sequence of MetadataMode
+        With which metadata nodes stand in prompts. Nearly all of LlamaIndex uses
+        ``MetadataMode.LLM``; the citation query engine cites texts without (``NONE``).
+    progress : bool, optional
+        Show a progress bar; by default if standard error is a terminal.
+    say : callable, optional
+        Gets the message about bytes; by default it is printed to standard error.
+
+    Raises
+    ------
+    ConfigError
+        If there is no `CacheBlendLLM`, or the index cannot list its nodes.
+    """
+    return _model(llm).warm_aloud(_in_modes(index_nodes(index), metadata_modes), progress=progress, say=say)
+
+
+def forget_nodes(nodes: Iterable[BaseNode], llm: CacheBlendLLM | None = None) -> int:
+    """Erase all that is stored of some nodes.
+
+    Texts with and without metadata are erased, and the parts of them that were found in prompts
+    by this process; parts that an earlier process stored are not known here.
+
+    Returns
+    -------
+    int
+        Records that were erased.
+    """
+    return _forget([text for node in nodes for text in node_texts(node)], _model(llm))
+
+
+@contextmanager
+def erasing(index: BaseIndex[Any], llm: CacheBlendLLM | None = None) -> Iterator[None]:
+    """Within this, the KV of what leaves an index is erased: deleted nodes, old texts of updated ones.
+
+    ::
+
+        with erasing(index, llm):
+            index.update_ref_doc(document)
+
+    A text that another node still has keeps its KV. Works around asynchronous methods, too. If the
+    index fails on the way, what has left it by then is erased.
+    """
+    model = _model(llm)
+    before = _texts_of(index)
+    try:
+        yield
+    finally:
+        after = _texts_of(index)
+        _forget([text for text in before if text not in after], model)
+
+
+class CacheBlendPrecompute(TransformComponent):
+    """Computes and stores the KV of nodes while they are ingested; the nodes stay as they are.
+
+    Put it last in an ingestion pipeline: what changes a node's text or metadata after it changes
+    the text in prompts. The pipeline's cache does not leave it out, since only the KV store knows
+    what it still holds.
+
+    Parameters
+    ----------
+    llm : CacheBlendLLM
+        Whose KV is computed.
+    metadata_modes : sequence of MetadataMode
+        See `warm_index`.
+    progress : bool, optional
+        Show a progress bar; by default if standard error is a terminal.
+    """
+
+    llm: CacheBlendLLM = Field(exclude=True)
+    metadata_modes: Sequence[MetadataMode] = _MODES
+    progress: bool | None = None
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name of the class, as LlamaIndex shows it."""
+        return "CacheBlendPrecompute"
+
+    def to_dict(self, **kwargs: Any) -> dict[str, Any]:
+        """What a pipeline's cache knows this step by: never the same twice."""
+        return {"class_name": self.class_name(), "run": uuid4().hex}
+
+    def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
+        """Warm the nodes.
+
+        Raises
+        ------
+        ConfigError
+            In a worker process of a pipeline, which has no model.
+        """
+        if not isinstance(getattr(self, "llm", None), CacheBlendLLM):
+            raise ConfigError("num_workers", "more than one", "run the pipeline in one process: the model stays in it")
+        self.llm.warm(_in_modes(nodes, self.metadata_modes), progress=self.progress)
+        return nodes
+
+    async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
+        """Warm the nodes without blocking the event loop."""
+        return await asyncio.to_thread(self, nodes, **kwargs)
+
+
+def _model(llm: CacheBlendLLM | None) -> CacheBlendLLM:
+    from llama_index.core.settings import Settings
+
+    # Not Settings.llm, which would look for OpenAI's.
+    model = Settings._llm if llm is None else llm
+    if not isinstance(model, CacheBlendLLM):
+        raise ConfigError("llm", model, "give a CacheBlendLLM, or set Settings.llm to one")
+    return model
+
+
+def _in_modes(nodes: Iterable[BaseNode], modes: Sequence[MetadataMode]) -> list[str]:
+    texts = [chunk_text(node.get_content(metadata_mode=mode)) for node in nodes for mode in modes]
+    return [text for text in dict.fromkeys(texts) if text]
+
+
+def _texts_of(index: BaseIndex[Any]) -> dict[str, None]:
+    return dict.fromkeys(text for node in index_nodes(index) for text in node_texts(node))
+
+
+def _forget(texts: Sequence[str], model: CacheBlendLLM) -> int:
+    if not texts:
+        return 0
+    forms = [*texts, *recent_nodes.take_forms(texts)]
+    known_chunks.discard(forms)
+    return model.engine.forget(dict.fromkeys(forms))

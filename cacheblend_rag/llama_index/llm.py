@@ -1,0 +1,302 @@
+"""CacheBlendLLM: LlamaIndex's LLM over a BlendEngine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    ChatResponseGen,
+    CompletionResponse,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+    LLMMetadata,
+    ToolCallBlock,
+)
+from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW, DEFAULT_NUM_OUTPUTS
+from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
+from llama_index.core.instrumentation.span import active_span_id
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.custom import CustomLLM
+from llama_index.core.llms.function_calling import FunctionCallingLLM
+from llama_index.core.llms.llm import ToolSelection
+from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
+from llama_index.core.tools import BaseTool
+from pydantic import ValidationError
+
+from cacheblend_rag.conversation import offers_tools
+from cacheblend_rag.errors import CacheBlendError, ConfigError
+from cacheblend_rag.llama_index.answering import ModelCall, R, Said
+from cacheblend_rag.llama_index.context import CONTEXT_NAMES, Hint, MarkedMessages, MarkedText, see
+from cacheblend_rag.llama_index.events import CacheBlendEvent
+from cacheblend_rag.llama_index.messages import ByTemplate, answer_message
+from cacheblend_rag.llama_index.tracking import switch_on
+from cacheblend_rag.modelfields import ModelFields
+from cacheblend_rag.noticing import chunk_text
+from cacheblend_rag.prompt import Prompt
+
+__all__ = ["CacheBlendLLM"]
+
+_dispatcher = get_dispatcher(__name__)
+
+
+class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
+    """A local model that reuses the KV cache of retrieved nodes.
+
+    See `ModelFields` for more parameters. Constructing one switches on the tracking of
+    retrievers: the nodes in a prompt of any query engine, chat engine or agent are then
+    recognised by their texts. Each response's ``raw`` says how it was made, and a
+    `CacheBlendEvent` tells the same to tracing.
+
+    Parameters
+    ----------
+    context_window : int, optional
+        Tokens that prompt and answer may have together; by default what the model's config says.
+    is_chat_model : bool, optional
+        Whether prompts go to the model as messages; by default if its tokenizer has a chat
+        template or ``messages_to_prompt`` is given.
+    is_function_calling_model : bool, optional
+        Whether tools may be offered to it; by default if the chat template takes them.
+    messages_to_prompt : callable, optional
+        Renders messages; by default the tokenizer's chat template does.
+    completion_to_prompt : callable, optional
+        Wraps a prompt that is not formatted yet.
+    normalise_lists : bool
+        Give the model retrieved text as text where LlamaIndex would give it a Python list
+        (``simple_summarize``). This changes the prompt.
+
+    Raises
+    ------
+    ConfigError
+        If a field cannot be used.
+    """
+
+    context_window: int | None = None
+    is_chat_model: bool | None = None
+    is_function_calling_model: bool | None = None
+    normalise_lists: bool = False
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:  # pydantic wraps errors of ours
+            for one in error.errors():
+                if isinstance(own := one.get("ctx", {}).get("error"), CacheBlendError):
+                    raise own from None
+            raise
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Make the engine if there is none, and choose how messages are rendered."""
+        super().model_post_init(context)
+        given = self.messages_to_prompt is not None
+        template = bool(self.engine.tokenizer.chat_template)
+        if template and not given:
+            self.messages_to_prompt = ByTemplate(self.engine.tokenizer)
+        if self.is_chat_model is None:
+            self.is_chat_model = template or given
+        if self.is_function_calling_model is None:
+            self.is_function_calling_model = not given and offers_tools(self.engine.tokenizer)
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name of the class, as LlamaIndex shows it."""
+        return "CacheBlendLLM"
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        """What LlamaIndex plans prompts by."""
+        window = self.context_window or getattr(self.engine.model.config, "max_position_embeddings", None)
+        return LLMMetadata(
+            context_window=window or DEFAULT_CONTEXT_WINDOW,
+            num_output=self.max_new_tokens or DEFAULT_NUM_OUTPUTS,
+            is_chat_model=bool(self.is_chat_model),
+            is_function_calling_model=bool(self.is_function_calling_model),
+            model_name=self.model_name,
+        )
+
+    # Answering -------------------------------------------------------------------------------
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """Answer a prompt.
+
+        Parameters
+        ----------
+        prompt : str
+        formatted : bool
+            Whether it is as the model shall read it; else ``completion_to_prompt`` wraps it.
+        **kwargs
+            ``stop``, ``timeout``, ``max_tokens`` and the other options of `BlendEngine.generate`.
+        """
+        return self._completion(prompt, formatted, kwargs).whole()
+
+    @llm_completion_callback()
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        """`complete` without blocking the event loop."""
+        return await (await asyncio.to_thread(self._completion, prompt, formatted, kwargs)).awhole()
+
+    @llm_completion_callback()
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        """Answer a prompt piece by piece; ``text`` is all so far, ``delta`` the newest piece."""
+        return self._completion(prompt, formatted, kwargs).pieces()
+
+    @llm_completion_callback()
+    async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
+        """`stream_complete` without blocking the event loop."""
+        return (await asyncio.to_thread(self._completion, prompt, formatted, kwargs)).apieces()
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """Answer a conversation; see `complete` for options, and ``tools`` in OpenAI's form."""
+        return self._conversation(messages, kwargs).whole()
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        """`chat` without blocking the event loop."""
+        return await (await asyncio.to_thread(self._conversation, messages, kwargs)).awhole()
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        """Answer a conversation piece by piece; where tools are offered, in one piece."""
+        return self._conversation(messages, kwargs).pieces()
+
+    @llm_chat_callback()
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        """`stream_chat` without blocking the event loop."""
+        return (await asyncio.to_thread(self._conversation, messages, kwargs)).apieces()
+
+    def _completion(self, prompt: str, formatted: bool, options: dict[str, Any]) -> ModelCall[CompletionResponse]:
+        text = prompt if formatted or self.completion_to_prompt is None else self.completion_to_prompt(prompt)
+        hint = prompt.hint if isinstance(prompt, MarkedText) else None
+        seen = see(text, self.engine.config.separator, hint=hint, keep_glue=self.keep_glue)
+        info = self._teller()
+
+        def respond(said: Said) -> CompletionResponse:
+            return CompletionResponse(text=said.text, delta=said.delta, raw=info(said))
+
+        return self._call(seen, options, respond)
+
+    def _conversation(self, messages: Sequence[ChatMessage], options: dict[str, Any]) -> ModelCall[ChatResponse]:
+        tools = options.get("tools")
+        hint = messages.hint if isinstance(messages, MarkedMessages) else None
+        separator = self.engine.config.separator
+        text = self._spoken(messages, tools)
+        seen = see(text, separator, hint=hint, messages=messages, keep_glue=self.keep_glue)
+        info = self._teller()
+
+        def respond(said: Said) -> ChatResponse:
+            message = answer_message(said.text, bool(tools) and said.answer is not None)
+            return ChatResponse(message=message, delta=said.delta, raw=info(said))
+
+        return self._call(seen, options, respond, held=bool(tools))
+
+    def _call(self, seen: Prompt, options: dict[str, Any], respond: Any, held: bool = False) -> ModelCall[R]:
+        stop = options.get("stop")
+        given = {name: value for name, value in options.items() if name != "stop"}
+        arguments = self._arguments([stop] if isinstance(stop, str) else stop, given)
+        return ModelCall(self, seen, arguments, given, respond, held)
+
+    def _teller(self) -> Any:
+        """What makes ``raw`` of an answer, and tells tracing of it once."""
+        span = active_span_id.get()
+
+        def info(said: Said) -> dict[str, Any] | None:
+            if said.answer is None:
+                return None
+            report = said.answer.report
+            told = self._info(report)
+            _dispatcher.event(CacheBlendEvent.of(told, span))
+            usage = {"prompt_tokens": report.prompt_tokens, "completion_tokens": report.generated_tokens}
+            return {**told, "usage": {**usage, "total_tokens": sum(usage.values())}}
+
+        return info
+
+    # Prompts ---------------------------------------------------------------------------------
+
+    def _get_prompt(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
+        """What `predict` and its like make of a template; it is marked with the context in it."""
+        values = self._values(prompt_args)
+        return MarkedText(super()._get_prompt(prompt, **values), Hint.of({**prompt.kwargs, **values}))
+
+    def _get_messages(self, prompt: BasePromptTemplate, **prompt_args: Any) -> list[ChatMessage]:
+        values = self._values(prompt_args)
+        return MarkedMessages(super()._get_messages(prompt, **values), Hint.of({**prompt.kwargs, **values}))
+
+    def _values(self, values: dict[str, Any]) -> dict[str, Any]:
+        if not self.normalise_lists:
+            return values
+        lists = {name: value for name in CONTEXT_NAMES if isinstance(value := values.get(name), list)}
+        return {**values, **{name: "\n".join(map(str, value)) for name, value in lists.items()}}
+
+    def _spoken(self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None) -> str:
+        """A conversation as the model reads it."""
+        if isinstance(self.messages_to_prompt, ByTemplate):
+            return self.messages_to_prompt(messages, tools)
+        if tools:
+            remedy = "leave out messages_to_prompt and use a model whose chat template takes tools"
+            raise ConfigError("tools", [tool["function"]["name"] for tool in tools], remedy)
+        if self.messages_to_prompt is None:
+            raise ConfigError("messages_to_prompt", None, "give a callable")
+        return self.messages_to_prompt(messages)
+
+    # Tools -----------------------------------------------------------------------------------
+
+    def _prepare_chat_with_tools(
+        self,
+        tools: Sequence[BaseTool],
+        user_msg: str | ChatMessage | None = None,
+        chat_history: list[ChatMessage] | None = None,
+        verbose: bool = False,
+        allow_parallel_tool_calls: bool = False,
+        tool_required: bool = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Arguments of `chat` that offer tools; a local model cannot be made to call one."""
+        messages = list(chat_history or [])
+        if user_msg is not None:
+            messages.append(ChatMessage(role="user", content=user_msg) if isinstance(user_msg, str) else user_msg)
+        return {"messages": messages, "tools": [tool.metadata.to_openai_tool() for tool in tools], **kwargs}
+
+    def get_tool_calls_from_response(
+        self, response: ChatResponse, error_on_no_tool_call: bool = True, **kwargs: Any
+    ) -> list[ToolSelection]:
+        """The tool calls of a response.
+
+        Raises
+        ------
+        ValueError
+            If there is none and ``error_on_no_tool_call``.
+        """
+        calls = [
+            ToolSelection(
+                tool_id=block.tool_call_id or "",
+                tool_name=block.tool_name,
+                tool_kwargs=block.tool_kwargs if isinstance(block.tool_kwargs, dict) else {},
+            )
+            for block in response.message.blocks
+            if isinstance(block, ToolCallBlock)
+        ]
+        if not calls and error_on_no_tool_call:
+            raise ValueError(f"the model called no tool; it said: {response.message.content!r}")
+        return calls
+
+    # Documents -------------------------------------------------------------------------------
+
+    def _begin_tracking(self) -> None:
+        switch_on()
+
+    @staticmethod
+    def _texts(documents: Iterable[BaseNode | NodeWithScore | str]) -> list[str]:
+        """Texts of nodes as LlamaIndex puts them into prompts, with the metadata meant for the model."""
+        if isinstance(documents, (str, BaseNode, NodeWithScore)):
+            raise ConfigError("documents", documents, "give a list, even for a single one")
+        return [text for one in documents if (text := chunk_text(_content(one)))]
+
+
+def _content(document: BaseNode | NodeWithScore | str) -> str:
+    return document if isinstance(document, str) else document.get_content(metadata_mode=MetadataMode.LLM)

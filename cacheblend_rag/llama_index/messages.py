@@ -1,0 +1,97 @@
+"""LlamaIndex's messages as turns of a chat template, and generated text as a message."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+from llama_index.core.base.llms.types import (
+    CachePoint,
+    ChatMessage,
+    ContentBlock,
+    MessageRole,
+    TextBlock,
+    ThinkingBlock,
+    ToolCallBlock,
+)
+
+from cacheblend_rag.conversation import Call, parse_calls, render_turns
+from cacheblend_rag.errors import PromptError
+
+__all__ = ["ByTemplate", "answer_message", "turns_of"]
+
+_ROLES = {
+    MessageRole.DEVELOPER: "system",
+    MessageRole.CHATBOT: "assistant",
+    MessageRole.MODEL: "assistant",
+    MessageRole.FUNCTION: "tool",
+}
+# Thoughts and cache points say nothing to a template.
+_READ = (TextBlock, ToolCallBlock, ThinkingBlock, CachePoint)
+
+
+class ByTemplate:
+    """Renders messages by a tokenizer's chat template: a ``messages_to_prompt``.
+
+    Parameters
+    ----------
+    tokenizer : transformers tokenizer
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]] | None = None) -> str:
+        """The prompt of a conversation; tools are in OpenAI's form."""
+        return render_turns(self._tokenizer, turns_of(messages), tools)
+
+
+def turns_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them.
+
+    Raises
+    ------
+    PromptError
+        If one holds more than text and tool calls.
+    """
+    return [_turn(message) for message in messages]
+
+
+def answer_message(text: str, offered: bool) -> ChatMessage:
+    """A generated text as a message; tool calls are read if tools were offered.
+
+    What looks like a call and cannot be understood stays text.
+    """
+    parsed = parse_calls(text) if offered else None
+    if parsed is None or not parsed.calls:
+        return ChatMessage(role=MessageRole.ASSISTANT, content=text)
+    blocks: list[ContentBlock] = [TextBlock(text=parsed.content)] if parsed.content else []
+    for call in parsed.calls:
+        if isinstance(call, Call):
+            blocks.append(ToolCallBlock(tool_call_id=uuid4().hex, tool_name=call.name, tool_kwargs=call.arguments))
+        else:
+            blocks.append(TextBlock(text=call.text))
+    return ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks)
+
+
+def _turn(message: ChatMessage) -> dict[str, Any]:
+    role = _ROLES.get(message.role, message.role.value)
+    for block in message.blocks:
+        if not isinstance(block, _READ):
+            raise PromptError(f"a message holds a block of type {block.block_type!r}: this model reads text only")
+    turn: dict[str, Any] = {"role": role, "content": message.content or ""}
+    calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
+    if calls:
+        turn["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call.tool_call_id or "",
+                "function": {"name": call.tool_name, "arguments": call.tool_kwargs},
+            }
+            for call in calls
+        ]
+    if role == "tool":
+        turn |= {"tool_call_id": message.additional_kwargs.get("tool_call_id", "")}
+        turn |= {"name": message.additional_kwargs.get("name", "")}
+    return turn

@@ -1,0 +1,197 @@
+"""Learning node texts from every retriever of the process, by LlamaIndex's own instrumentation.
+
+Retrievers tell of the nodes they return; synthesizers are entered with the nodes that
+post-processors have left of them. Both are noted here, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from inspect import BoundArguments
+from typing import Any
+
+from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.instrumentation.events import BaseEvent
+from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent
+from llama_index.core.instrumentation.span import BaseSpan
+from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
+from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
+
+from cacheblend_rag.llama_index.parts import find_parts
+from cacheblend_rag.noticing import ChunkRegistry, chunk_text, known_chunks
+
+__all__ = ["RecentNodes", "node_texts", "recent_nodes", "switch_on", "tracking", "tracking_off"]
+
+# A rewritten node whose text is one part of the original for this share is found as that part.
+_MOSTLY = 0.8
+
+
+def node_texts(node: BaseNode) -> list[str]:
+    """The texts under which a node may stand in a prompt: with the metadata for the model, and without."""
+    forms = (MetadataMode.LLM, MetadataMode.NONE)
+    texts = [chunk_text(node.get_content(metadata_mode=form)) for form in forms]
+    return [text for text in dict.fromkeys(texts) if text]
+
+
+class RecentNodes:
+    """Texts of the nodes retrieved last, and the forms in which they were found in prompts.
+
+    Parameters
+    ----------
+    nodes : int
+        Most nodes kept.
+    forms : int
+        Most forms kept.
+
+    Notes
+    -----
+    Safe to use from several threads.
+    """
+
+    def __init__(self, nodes: int = 128, forms: int = 16_384) -> None:
+        self._nodes, self._forms = nodes, forms
+        self._texts: OrderedDict[str, str] = OrderedDict()  # by id of the node
+        self._origins: OrderedDict[str, str] = OrderedDict()  # a form to the text it is a form of
+        self._lock = threading.Lock()
+
+    def add(self, nodes: Iterable[BaseNode]) -> None:
+        """Nodes were retrieved."""
+        with self._lock:
+            for node in nodes:
+                for text in node_texts(node)[:1]:
+                    self._texts[node.node_id] = text
+                    self._texts.move_to_end(node.node_id)
+            while len(self._texts) > self._nodes:
+                self._texts.popitem(last=False)
+
+    def texts(self) -> list[str]:
+        """Texts of the nodes, the last retrieved first."""
+        with self._lock:
+            return list(dict.fromkeys(reversed(self._texts.values())))
+
+    def text_of(self, node_id: str) -> str | None:
+        """Text of a node as it was retrieved, if it was lately."""
+        with self._lock:
+            return self._texts.get(node_id)
+
+    def note_form(self, form: str, origin: str) -> None:
+        """A text was found in a prompt in another form: a part of it, or with other white space."""
+        with self._lock:
+            self._origins[form] = _squeeze(origin)
+            self._origins.move_to_end(form)
+            while len(self._origins) > self._forms:
+                self._origins.popitem(last=False)
+
+    def take_forms(self, texts: Iterable[str]) -> list[str]:
+        """The forms of some texts; nothing of these texts is kept here any more."""
+        wanted = {_squeeze(text) for text in texts}
+        with self._lock:
+            for node_id in [one for one, text in self._texts.items() if _squeeze(text) in wanted]:
+                del self._texts[node_id]
+            forms = [form for form, origin in self._origins.items() if origin in wanted]
+            for form in forms:
+                del self._origins[form]
+        return forms
+
+
+recent_nodes = RecentNodes()
+"""Nodes retrieved lately in this process."""
+
+_on: ContextVar[bool] = ContextVar("cacheblend_rag_llama_index_tracking", default=True)
+_lock = threading.Lock()
+_registered = False
+
+
+class _Retrieved(BaseEventHandler):
+    """Notes the nodes that retrievers return."""
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "CacheBlendRetrieved"
+
+    def handle(self, event: BaseEvent, **kwargs: Any) -> None:
+        if isinstance(event, RetrievalEndEvent) and _on.get():
+            nodes = [one.node for one in event.nodes]
+            known_chunks.add(text for node in nodes for text in node_texts(node))
+            recent_nodes.add(nodes)
+
+
+class _Synthesized(BaseSpanHandler[BaseSpan]):
+    """Notes nodes that post-processors have rewritten, as synthesizers are given them."""
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "CacheBlendSynthesized"
+
+    def span_enter(self, id_: str, bound_args: BoundArguments, *args: Any, **kwargs: Any) -> None:
+        if _on.get() and id_.partition("-")[0].endswith((".synthesize", ".asynthesize")):
+            _note_rewritten(bound_args.arguments.get("nodes", ()))
+
+    def span_exit(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def span_drop(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def new_span(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def prepare_to_exit_span(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def prepare_to_drop_span(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+def _note_rewritten(nodes: Iterable[NodeWithScore]) -> None:
+    """Know the new texts of retrieved nodes; nodes made of answers and questions are no documents."""
+    for one in nodes:
+        original = recent_nodes.text_of(one.node.node_id)
+        text = chunk_text(one.node.get_content(metadata_mode=MetadataMode.LLM))
+        if original is None or text in known_chunks or known_chunks.find(text):
+            continue
+        longest = max((part.stop - part.start for part, _ in find_parts(text, [original])), default=0)
+        if longest < _MOSTLY * len(text):
+            known_chunks.add([text])
+            recent_nodes.note_form(text, original)
+
+
+def switch_on() -> None:
+    """Listen to LlamaIndex's root dispatcher from now on; further calls do nothing."""
+    global _registered
+    with _lock:
+        if not _registered:
+            dispatcher = get_dispatcher()
+            dispatcher.add_event_handler(_Retrieved())
+            dispatcher.add_span_handler(_Synthesized())
+            _registered = True
+
+
+@contextmanager
+def tracking_off() -> Iterator[None]:
+    """Within this, retrievers are not tracked."""
+    token = _on.set(False)
+    try:
+        yield
+    finally:
+        _on.reset(token)
+
+
+@contextmanager
+def tracking() -> Iterator[ChunkRegistry]:
+    """Within this, retrievers are tracked, also inside `tracking_off`; gives the known chunks."""
+    switch_on()
+    token = _on.set(True)
+    try:
+        yield known_chunks
+    finally:
+        _on.reset(token)
+
+
+def _squeeze(text: str) -> str:
+    return " ".join(text.split())
