@@ -124,6 +124,8 @@ class BlendConfig:
         Read the KV of the next layer while this one is fused.
     size_limit : int or str
         Bytes the KV store may take, as a number or as text such as ``"20GB"``.
+    memory_limit : int or str
+        Bytes of memory that hold copies of records above a folder; 0 for none.
     codec : {"raw", "fp8", "int8", "int4"}
         How the KV of chunks is written to disk: as it is, or in fewer bits (docs/kv-record.md).
     compress : bool
@@ -156,6 +158,7 @@ class BlendConfig:
     write_back: str = _option("write_back", "background", str)
     prefetch: bool = _option("prefetch", True, lambda text: _flag(text))
     size_limit: int | str = _option("size_limit", 10 * 10**9, lambda text: parse_bytes(text))
+    memory_limit: int | str = _option("memory_limit", 0, lambda text: _bytes_or_none(text))
     codec: str = _option("codec", "raw", str)
     compress: bool = _option("compress", False, lambda text: _flag(text))
     salt: str = _option("salt", "", str)
@@ -164,6 +167,7 @@ class BlendConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size_limit", parse_bytes(self.size_limit))
+        object.__setattr__(self, "memory_limit", _bytes_or_none(self.memory_limit))
         if not isinstance(self.separator, str) or not self.separator:
             raise ConfigError("separator", self.separator, "use a text that is not empty")
         check_share("recompute_ratio", self.recompute_ratio)
@@ -194,10 +198,20 @@ class BlendConfig:
         """``size_limit`` in bytes."""
         return parse_bytes(self.size_limit)
 
+    @property
+    def memory_bytes(self) -> int:
+        """``memory_limit`` in bytes."""
+        return _bytes_or_none(self.memory_limit)
+
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """Names of all options."""
         return tuple(f.name for f in fields(cls))
+
+
+def _bytes_or_none(value: int | str) -> int:
+    """A size in bytes, or 0."""
+    return 0 if str(value) == "0" else parse_bytes(value, "memory_limit")
 
 
 def _flag(text: str) -> bool:

@@ -9,6 +9,7 @@ import logging
 import os
 import time
 import weakref
+from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, TypedDict, Unpack
@@ -20,6 +21,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.decode import Decoded, DecodeOptions, decode
 from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError
 from cacheblend_rag.fusor.selfcheck import check_adapter
+from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.pipeline import Blend, Pipeline, Segment
@@ -34,6 +36,8 @@ __all__ = ["BlendEngine", "DecodeArguments"]
 _log = logging.getLogger(__name__)
 # A store's own index grows with every record.
 _INDEX_ROOM = 2**16
+# Seconds that warming waits for another process that computes the same chunk.
+_PATIENCE = 300.0
 
 
 class DecodeArguments(TypedDict, total=False):
@@ -94,6 +98,7 @@ class BlendEngine:
         if self.config.check_model:
             check_adapter(adapter)
         self._pipeline = Pipeline(adapter, segments, self.config, self.store, fingerprint)
+        self._prefetcher = Prefetcher(self.store)
         self._gate = IdleGate()
         self._write_back = WriteBack(self._gate)
         self._viewed: BlendEngine | None = None
@@ -226,7 +231,7 @@ class BlendEngine:
                 self._write_back.submit(key, job)
                 continue
             try:
-                job()
+                job.run()
             except CacheBlendError as error:
                 _log.warning("could not store %s: %s", key, error)
 
@@ -253,21 +258,33 @@ class BlendEngine:
         new = {s.key: s for s in segments if not self.store.contains(s.key)}
         computed = tokens = size = 0
         hidden = None if progress is None else not progress
+        done, elsewhere = 0, deque[Segment]()
         for segment in tqdm(new.values(), desc="warming", unit="chunk", disable=hidden):
             need = self._bytes(segment)
             if self.store.volume() + need + _INDEX_ROOM > self.store.size_limit:
                 break
-            with self._held():
-                self._pipeline.compute_and_store(segment)
-            computed, tokens, size = computed + 1, tokens + len(segment.token_ids), size + need
+            done += 1
+            if (made := self._store_now(segment)) is None:
+                elsewhere.append(segment)
+            elif made:
+                computed, tokens, size = computed + 1, tokens + len(segment.token_ids), size + need
+        for segment in elsewhere:  # another computes these; if it gives up, they are ours after all
+            with self.store.claim(segment.key, wait=_PATIENCE):
+                pass
+            if self._store_now(segment):
+                computed, tokens, size = computed + 1, tokens + len(segment.token_ids), size + self._bytes(segment)
         return WarmReport(
             computed=computed,
-            present=len(segments) - len(new),
-            skipped=len(new) - computed,
+            present=len(segments) - len(new) + done - computed,
+            skipped=len(new) - done,
             tokens=tokens,
             bytes=size,
             seconds=time.perf_counter() - started,
         )
+
+    def _store_now(self, segment: Segment) -> bool | None:
+        with self._held():
+            return self._pipeline.compute_and_store(segment)
 
     def estimate_bytes(self, chunks: Iterable[str]) -> int:
         """Bytes the KV of chunks will take in the store; nothing is computed."""
@@ -276,6 +293,19 @@ class BlendEngine:
 
     def _bytes(self, segment: Segment) -> int:
         return self.store.record_bytes(self._pipeline.record_info(segment))
+
+    def prefetch(self, chunks: Iterable[str], *, prefix: str = "") -> None:
+        """Bring stored KV of chunks closer on a thread of its own, as soon as they are retrieved.
+
+        With tiers, records rise to the nearest; of a single folder, the system is asked to read
+        their files. What is not stored is left alone. Never waits and never fails.
+
+        Parameters
+        ----------
+        chunks, prefix
+            As for `warm`.
+        """
+        self._prefetcher.submit(self._pipeline.chunk_segment(text, prefix).key for text in _texts(chunks))
 
     def forget(self, chunks: Iterable[str], *, prefix: str = "") -> int:
         """Erase the stored KV of chunks.
@@ -298,6 +328,7 @@ class BlendEngine:
         """Store what waits, then release everything; closing twice is harmless."""
         if self._viewed is not None or self._write_back.closed:
             return
+        self._prefetcher.close()
         self._write_back.close()
         with self._gate:  # a request on another thread may still be under way
             if self._owns_store:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -22,6 +23,7 @@ from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import Prompt, SegmentTokenizer, Span, TokenizedPrompt
 from cacheblend_rag.report import BlendReport, FusedKV, Seconds
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, record_key
+from cacheblend_rag.writeback import Job
 
 __all__ = ["Blend", "Pipeline", "Segment"]
 
@@ -63,12 +65,12 @@ class Blend:
     ----------
     fused : FusedKV
         The result.
-    write_back : dict of str to callable
+    write_back : dict of str to Job
         By key of the record, what computes and stores it.
     """
 
     fused: FusedKV
-    write_back: dict[str, Callable[[], None]]
+    write_back: dict[str, Job]
 
 
 @dataclass(frozen=True)
@@ -309,25 +311,39 @@ class Pipeline:
             suffix_tokens=len(split.suffix),
         )
 
-    def _write_back(self, split: TokenizedPrompt, found: _Found, fusion: Fusion) -> dict[str, Callable[[], None]]:
+    def _write_back(self, split: TokenizedPrompt, found: _Found, fusion: Fusion) -> dict[str, Job]:
         """What computes and stores each segment that was missing."""
         if not self._rule.reads_store or self.config.write_back == "off":
             return {}
-        jobs: dict[str, Callable[[], None]] = {}
+        jobs: dict[str, Job] = {}
         prefix = found.prefix
         if prefix is not None and prefix.key not in found.records:
             # Nothing stands before the prefix, so the pass has just computed its exact KV.
             kv = _first_rows(fusion.layers, len(prefix.token_ids))
-            jobs[prefix.key] = lambda: self.store.put(prefix.key, self._record(prefix, kv))
+            held = sum(tensor.nbytes for tensor in kv.keys + kv.values)
+            jobs[prefix.key] = Job(lambda: self.store.put(prefix.key, self._record(prefix, kv)), held)
         for segment in found.chunks:
             if segment.key not in found.records:
-                jobs[segment.key] = lambda segment=segment: self.compute_and_store(segment)  # type: ignore[misc]
+                jobs[segment.key] = Job(partial(self.compute_and_store, segment))
         return jobs
 
-    def compute_and_store(self, segment: Segment) -> None:
-        """Compute a segment's KV and store it, unless it is stored already."""
-        if not self.store.contains(segment.key):
+    def compute_and_store(self, segment: Segment) -> bool | None:
+        """Compute a segment's KV and store it, unless it is stored already.
+
+        Returns
+        -------
+        bool or None
+            Whether it was computed; None if another thread or process is just computing it.
+        """
+        if self.store.contains(segment.key):
+            return False
+        with self.store.claim(segment.key) as mine:
+            if not mine:
+                return None
+            if self.store.contains(segment.key):  # whoever had the claim before has stored it
+                return False
             self.store.put(segment.key, self.compute(segment))
+            return True
 
     def _record(self, segment: Segment, kv: SegmentKV) -> KVRecord:
         return KVRecord(self.record_info(segment), kv)

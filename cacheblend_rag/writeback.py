@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from cacheblend_rag.errors import CacheBlendError
 
-__all__ = ["IdleGate", "WriteBack"]
+__all__ = ["IdleGate", "Job", "WriteBack"]
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +63,22 @@ class IdleGate:
             self.__exit__()
 
 
+@dataclass(frozen=True)
+class Job:
+    """Something to be stored.
+
+    Parameters
+    ----------
+    run : callable
+        Makes and stores it.
+    held : int
+        Bytes it keeps in memory until then.
+    """
+
+    run: Callable[[], object]
+    held: int = 0
+
+
 class WriteBack:
     """A bounded queue of background jobs, done one by one while the gate is idle.
 
@@ -70,26 +88,31 @@ class WriteBack:
         Shared with requests.
     limit : int
         Most jobs waiting; further ones are dropped and made again on the next miss.
+    held : int
+        Most bytes that waiting jobs may keep in memory.
     """
 
-    def __init__(self, gate: IdleGate, limit: int = 1024) -> None:
+    def __init__(self, gate: IdleGate, limit: int = 1024, held: int = 2**30) -> None:
         self._gate = gate
-        self._limit = limit
-        self._jobs: deque[tuple[str, Callable[[], None]]] = deque()
+        self._limit, self._most_held, self._held = limit, held, 0
+        self._jobs: deque[tuple[str, Job]] = deque()
+        self.seconds = 0.0
+        """Time spent on jobs; no request waited for it but one that came during a job."""
         self._names: set[str] = set()
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
         self.closed = False
 
-    def submit(self, name: str, job: Callable[[], None]) -> None:
+    def submit(self, name: str, job: Job) -> None:
         """Queue a job unless one of the same name waits already."""
         with self._condition:
             if self.closed or name in self._names:
                 return
-            if len(self._jobs) >= self._limit:
-                _log.warning("write-back queue is full (%d jobs); %s is left for the next miss", self._limit, name)
+            if len(self._jobs) >= self._limit or (job.held and self._held + job.held > self._most_held):
+                _log.warning("write-back queue is full (%d jobs); %s is left for the next miss", len(self._jobs), name)
                 return
             self._jobs.append((name, job))
+            self._held += job.held
             self._names.add(name)
             if self._thread is None:
                 atexit.register(self.close)
@@ -124,8 +147,9 @@ class WriteBack:
                 if not self._jobs:
                     break
                 name, job = self._jobs.popleft()
+            held = job.held
             try:
-                self._gate.when_idle(job)
+                self._gate.when_idle(lambda run=job.run: self._timed(run))  # type: ignore[misc]
             except CacheBlendError as error:
                 _log.warning("could not store %s: %s", name, error)
             except Exception:
@@ -133,6 +157,14 @@ class WriteBack:
             finally:
                 del job  # it holds the model
                 with self._condition:
+                    self._held -= held
                     self._names.discard(name)
                     self._condition.notify_all()
         atexit.unregister(self.close)
+
+    def _timed(self, run: Callable[[], object]) -> None:
+        started = time.perf_counter()
+        try:
+            run()
+        finally:
+            self.seconds += time.perf_counter() - started

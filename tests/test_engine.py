@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from cacheblend_rag.errors import (
     UnsupportedModelError,
 )
 from cacheblend_rag.store import DiskStore, MemoryStore
-from cacheblend_rag.writeback import IdleGate, WriteBack
+from cacheblend_rag.writeback import IdleGate, Job, WriteBack
 from tests import tiny
 from tests.probes import Hooked, engine_of
 
@@ -655,19 +656,35 @@ def test_a_full_queue_drops_and_says_so(caplog: pytest.LogCaptureFixture) -> Non
     gate, done = IdleGate(), []
     queue = WriteBack(gate, limit=2)
     with gate:
-        queue.submit("a", lambda: done.append("a"))
+        queue.submit("a", Job(lambda: done.append("a")))
         deadline = time.monotonic() + 5
         while queue._jobs and time.monotonic() < deadline:  # until the thread holds the first
             time.sleep(0.005)
         for name in ("b", "b", "c", "d"):
-            queue.submit(name, lambda name=name: done.append(name))  # type: ignore[misc]
+            queue.submit(name, Job(partial(done.append, name)))
     queue.flush()
     queue.close()
     assert done == ["a", "b", "c"]
     assert "queue is full" in caplog.text
-    queue.submit("e", lambda: done.append("e"))
+    queue.submit("e", Job(lambda: done.append("e")))
     queue.flush()
     assert done == ["a", "b", "c"]
+
+
+def test_waiting_jobs_keep_no_more_than_so_many_bytes(caplog: pytest.LogCaptureFixture) -> None:
+    gate, done = IdleGate(), []
+    queue = WriteBack(gate, held=100)
+    with gate:
+        for name, held in (("a", 60), ("b", 60), ("c", 0), ("d", 40), ("e", 1)):
+            queue.submit(name, Job(partial(done.append, name), held))
+    queue.flush()
+    assert done == ["a", "c", "d"]
+    assert caplog.text.count("left for the next miss") == 2
+    with gate:
+        queue.submit("b", Job(partial(done.append, "b"), 100))
+    queue.close()
+    assert done == ["a", "c", "d", "b"]
+    assert queue.seconds > 0
 
 
 def test_a_store_error_names_the_folder(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from cacheblend_rag.store.disk import DiskEntry, DiskStore
 from cacheblend_rag.store.memory import MemoryStore
 from cacheblend_rag.store.opening import open_store
 from cacheblend_rag.store.record import RecordFormat
+from cacheblend_rag.store.tiered import TieredStore
 
 __all__ = [
     "DiskEntry",
@@ -16,6 +17,7 @@ __all__ = [
     "RecordInfo",
     "StoreStats",
     "StoredKV",
+    "TieredStore",
     "open_store",
     "record_key",
 ]

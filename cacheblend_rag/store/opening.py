@@ -9,12 +9,13 @@ from cacheblend_rag.store.base import KVStore
 from cacheblend_rag.store.disk import DiskStore
 from cacheblend_rag.store.memory import MemoryStore
 from cacheblend_rag.store.record import RecordFormat
+from cacheblend_rag.store.tiered import TieredStore
 
 __all__ = ["open_store"]
 
 
 def open_store(store: KVStore | str | os.PathLike[str] | None, config: BlendConfig) -> KVStore:
-    """A store in memory, in a folder, or the one that is given.
+    """A store in memory, in a folder (with memory above it, if there should be some), or the one given.
 
     Raises
     ------
@@ -26,5 +27,6 @@ def open_store(store: KVStore | str | os.PathLike[str] | None, config: BlendConf
     if store is None:
         return MemoryStore(config.store_bytes)
     if isinstance(store, (str, os.PathLike)):
-        return DiskStore(store, config.store_bytes, form=RecordFormat(config.codec, config.compress))
+        disk = DiskStore(store, config.store_bytes, form=RecordFormat(config.codec, config.compress))
+        return TieredStore([MemoryStore(config.memory_bytes), disk]) if config.memory_bytes else disk
     return store

@@ -1,0 +1,351 @@
+"""Tiers: what is used rises, what is evicted sinks, what is forgotten is gone from all; made once by all."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag import Prompt
+from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.evaluation.faults import record_of
+from cacheblend_rag.loading import Prefetcher
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, StoredKV, TieredStore
+from tests import tiny
+from tests.probes import Hooked, engine_of
+
+CHUNKS = [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)]
+PROMPT = Prompt("Read this:", CHUNKS, "What fell in the end?")
+SIZE = 100_000
+
+
+def read(stored: StoredKV | None, number: int) -> None:
+    """Read a record whole and see that it is the one that was written."""
+    assert stored is not None
+    record = record_of(number)
+    assert stored.info == record.info
+    for layer in range(record.info.layers):
+        keys, values = stored.read_layer(layer)
+        assert torch.equal(keys, record.kv.keys[layer])
+        assert torch.equal(values, record.kv.values[layer])
+    stored.close()
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Iterator[tuple[MemoryStore, DiskStore, TieredStore]]:
+    memory, disk = MemoryStore(SIZE), DiskStore(tmp_path / "kv")
+    store = TieredStore([memory, disk])
+    yield memory, disk, store
+    store.close()
+
+
+def test_a_record_lies_in_memory_and_on_disk(tiers: tuple[MemoryStore, DiskStore, TieredStore]) -> None:
+    memory, disk, store = tiers
+    store.put("1", record_of(1))
+    assert memory.contains("1")
+    assert disk.contains("1")
+    assert store.contains("1")
+    read(store.open("1"), 1)
+    assert (memory.stats().hits, disk.stats().hits) == (1, 0)
+    assert store.volume() == disk.volume()
+    assert store.size_limit == disk.size_limit
+    assert store.record_bytes(record_of(1).info) == disk.record_bytes(record_of(1).info)
+    assert store.persistent
+
+
+def test_what_is_read_from_a_lower_tier_rises(tiers: tuple[MemoryStore, DiskStore, TieredStore]) -> None:
+    memory, disk, store = tiers
+    disk.put("1", record_of(1))
+    half = store.open("1")
+    assert half is not None
+    half.read_layer(0)
+    half.close()
+    assert not memory.contains("1"), "half a record does not rise"
+    read(store.open("1"), 1)
+    assert memory.contains("1")
+    read(store.open("1"), 1)
+    assert disk.stats().hits == 2
+    assert memory.stats().hits == 1
+
+
+def test_layers_read_in_any_order_and_twice_rise_in_theirs(tiers: tuple[MemoryStore, DiskStore, TieredStore]) -> None:
+    memory, disk, store = tiers
+    disk.put("1", record_of(1))
+    opened = store.open("1")
+    assert opened is not None
+    for layer in (2, 0, 0, 2, 1, 0):
+        opened.read_layer(layer)
+    opened.close()
+    read(memory.open("1"), 1)
+
+
+def test_a_record_larger_than_memory_goes_by_it(tiers: tuple[MemoryStore, DiskStore, TieredStore]) -> None:
+    memory, disk, store = tiers
+    memory._size_limit = 10
+    store.put("1", record_of(1))
+    assert memory.stats().records == 0
+    read(store.open("1"), 1)
+    assert memory.stats().records == 0
+    assert store.prefetch("1")
+    assert disk.contains("1")
+
+
+def test_a_full_tier_lets_the_oldest_sink(tmp_path: Path) -> None:
+    upper, lower = MemoryStore(2 * SIZE), MemoryStore(10 * SIZE)
+    store = TieredStore([upper, lower])
+    assert not store.persistent
+    for number in range(8):
+        store.put(str(number), record_of(number))
+    assert upper.stats().evictions == lower.stats().records > 0
+    for number in range(8):
+        assert upper.contains(str(number)) != lower.contains(str(number))
+    for number in range(8):
+        read(store.open(str(number)), number)
+
+
+def test_what_the_fast_disk_evicts_sinks_to_the_slow_one(tmp_path: Path) -> None:
+    fast, slow = DiskStore(tmp_path / "fast", 300_000), DiskStore(tmp_path / "slow")
+    store = TieredStore([MemoryStore(SIZE), fast, slow])
+    for number in range(12):
+        store.put(str(number), record_of(number))
+    assert slow.stats().records > 0
+    assert fast.stats().evictions == slow.stats().records
+    for number in range(12):
+        assert fast.contains(str(number)) or slow.contains(str(number))
+        read(store.open(str(number)), number)
+    assert store.size_limit == fast.size_limit + slow.size_limit
+    store.close()
+
+
+def test_forgetting_erases_from_every_tier(tiers: tuple[MemoryStore, DiskStore, TieredStore]) -> None:
+    memory, disk, store = tiers
+    store.put("1", record_of(1))
+    assert store.delete("1")
+    assert not memory.contains("1")
+    assert not disk.contains("1")
+    assert not store.delete("1")
+    disk.put("1", record_of(1))
+    opened = store.open("1")
+    assert store.delete("1")
+    read(opened, 1)  # it was open
+    assert not store.contains("1"), "what was forgotten while it was read must not rise again"
+
+
+def test_a_tier_that_fails_leaves_the_others(tiers: tuple[MemoryStore, DiskStore, TieredStore], tmp_path: Path) -> None:
+    class Failing(MemoryStore):
+        def put(self, key: str, record: Any) -> None:
+            raise StoreError("full")
+
+    store = TieredStore([Failing(), MemoryStore()])
+    store.put("1", record_of(1))
+    read(store.open("1"), 1)
+    with pytest.raises(StoreError, match="full"):
+        TieredStore([Failing(), Failing()]).put("1", record_of(1))
+    with pytest.raises(ConfigError, match="at least one"):
+        TieredStore([])
+
+
+def test_a_store_of_ones_own_is_a_tier(tmp_path: Path) -> None:
+    """The seam for stores elsewhere: anything that keeps the protocol."""
+    remote: KVStore = Hooked(DiskStore(tmp_path / "remote"))
+    store = TieredStore([MemoryStore(SIZE), remote])
+    store.put("1", record_of(1))
+    assert remote.contains("1")
+    for number in range(2, 9):
+        store.put(str(number), record_of(number))
+    read(store.open("1"), 1)
+    store.close()
+
+
+# Prefetch -----------------------------------------------------------------------------------
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert condition()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0)])
+def test_retrieved_chunks_rise_before_the_prompt_comes(order: tuple[int, ...], tmp_path: Path) -> None:
+    with engine_of(store=tmp_path) as first:
+        first.warm(CHUNKS)
+    with engine_of(store=tmp_path, memory_limit="10MB", write_back="off") as engine:
+        store = engine.store
+        assert isinstance(store, TieredStore)
+        memory = store.tiers[0]
+        assert isinstance(memory, MemoryStore)
+        engine.prefetch([*(CHUNKS[n] for n in order), "never stored"])
+        until(lambda: memory.stats().records == len(order))
+        fused = engine.fuse(Prompt("Read this:", [CHUNKS[n] for n in order], "What fell?"))
+        assert fused.report.hits == memory.stats().hits == len(order)
+    engine.prefetch(CHUNKS)  # closed: nothing happens
+
+
+def test_prefetching_never_fails_and_never_waits(caplog: pytest.LogCaptureFixture) -> None:
+    class Slow(MemoryStore):
+        asked: list[str] = []  # noqa: RUF012
+
+        def prefetch(self, key: str) -> bool:
+            self.asked.append(key)
+            gate.wait(10)
+            raise RuntimeError("broken")
+
+    gate, store = threading.Event(), Slow()
+    prefetcher = Prefetcher(store, limit=3)
+    with caplog.at_level(logging.ERROR):
+        prefetcher.submit(["a", "a", "b", "c", "d"])
+        prefetcher.submit(["b", "e"])
+        gate.set()
+        until(lambda: store.asked == ["a", "b", "c"] and not prefetcher._waiting)
+    assert caplog.text.count("cannot be brought closer") == 3
+    prefetcher.close()
+    prefetcher.submit(["f"])
+    assert store.asked == ["a", "b", "c"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kv-prefetch")]
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_memory_above_a_folder_changes_no_result(on_disk: bool, tmp_path: Path) -> None:
+    with engine_of(recompute_ratio=0.2) as plain:
+        plain.warm(CHUNKS)
+        expected = plain.fuse(PROMPT)
+    with engine_of(store=tmp_path, recompute_ratio=0.2, memory_limit="10MB") as engine:
+        engine.warm(CHUNKS)
+        for _ in range(2):
+            if on_disk and isinstance(engine.store, TieredStore):
+                for key in list(engine.store.tiers[0]._records):  # type: ignore[attr-defined]
+                    engine.store.tiers[0].delete(key)
+            fused = engine.with_config(write_back="off").fuse(PROMPT)
+            assert fused.report.hits == 3
+            assert torch.equal(fused.logits, expected.logits)
+        assert engine.forget(CHUNKS) == 3
+        assert engine.fuse(PROMPT).report.hits == 0
+
+
+# Made once ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["memory", "disk", "tiers"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
+    kinds: dict[str, Callable[[], KVStore]] = {
+        "memory": MemoryStore,
+        "disk": lambda: DiskStore(tmp_path),
+        "tiers": lambda: TieredStore([MemoryStore(), DiskStore(tmp_path)]),
+    }
+    made = kinds[request.param]()
+    yield made
+    made.close()
+
+
+def test_one_at_a_time_has_the_claim(store: KVStore) -> None:
+    with store.claim("a") as first, store.claim("b") as other:
+        assert first
+        assert other
+        with store.claim("a") as second:
+            assert not second
+    with store.claim("a") as again:
+        assert again
+    with pytest.raises(ZeroDivisionError), store.claim("a"):
+        raise ZeroDivisionError
+    with store.claim("a") as after:
+        assert after
+
+
+def test_a_claim_can_be_waited_for(store: KVStore) -> None:
+    got: list[bool] = []
+
+    def wait() -> None:
+        with store.claim("a", wait=20) as mine:
+            got.append(mine)
+
+    with store.claim("a"):
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        time.sleep(0.05)
+        assert got == []
+    waiting.join()
+    assert got == [True]
+
+
+def test_engines_that_miss_the_same_chunks_compute_them_once(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several engines over one store, warming the same chunks at the same time."""
+    computed: list[tuple[int, ...]] = []
+    compute = ModelAdapter.segment_kv
+
+    def slow(self: ModelAdapter, context: Any, ids: Any, regime: int = 0) -> Any:
+        computed.append(tuple(ids))
+        time.sleep(0.05)
+        return compute(self, context, ids, regime)
+
+    monkeypatch.setattr(ModelAdapter, "segment_kv", slow)
+    engines = [engine_of(store=store, check_model=False) for _ in range(3)]
+    reports = []
+    start = threading.Barrier(3)
+
+    def warm(engine: Any) -> None:
+        start.wait()
+        reports.append(engine.warm(CHUNKS))
+
+    threads = [threading.Thread(target=warm, args=(engine,)) for engine in engines]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(computed) == 3
+    assert sum(report.computed for report in reports) == 3
+    assert sum(report.present for report in reports) == 6
+    assert all(report.skipped == 0 for report in reports)
+    for engine in engines:
+        assert engine.fuse(PROMPT).report.hits == 3
+        engine.close()
+
+
+HOLDER = """
+import sys, time
+from cacheblend_rag.store import DiskStore
+store = DiskStore(sys.argv[1])
+with store.claim("a") as mine:
+    print(mine, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_process_that_dies_gives_up_its_claim(tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    store = DiskStore(folder)
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline().strip() == "True"
+        with store.claim("a") as mine:
+            assert not mine
+        holder.kill()
+    with store.claim("a", wait=5) as mine:
+        assert mine
+    store.close()
+
+
+def test_warming_waits_for_another_and_does_its_work_if_it_gives_up(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    with engine_of(store=store) as engine:
+        key = engine._pipeline.chunk_segment(CHUNKS[1]).key
+        reports: list[Any] = []
+        warming = threading.Thread(target=lambda: reports.append(engine.warm(CHUNKS)))
+        with store.claim(key):
+            warming.start()
+            until(lambda: store.stats().records == 2)
+            assert engine.fuse(PROMPT).report.hits >= 2, "requests are answered meanwhile"
+        warming.join()
+        assert reports[0].computed + reports[0].present == 3
+        assert engine.fuse(PROMPT).report.hits == 3
+    store.close()
