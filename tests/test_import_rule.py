@@ -44,7 +44,7 @@ HOMES = {
     "transformers": ("models", "decode", "engine", "fusor.selfcheck", "reference", "retrieval", "evaluation"),
     "diskcache": ("store.disk",),
     "faiss": ("retrieval", "llama_index.vector_store"),
-    "sentence_transformers": ("retrieval", "reference"),
+    "sentence_transformers": ("retrieval", "reference", "llama_index.embedding"),
     "langchain": ("langchain",),
     "langchain_core": ("langchain", "retrieval", "folder_rag", "evaluation", "cli", "server"),
     "langchain_classic": ("langchain", "folder_rag", "evaluation", "cli", "server"),
