@@ -8,16 +8,30 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cacheblend_rag.errors import ConfigError, PromptError
 
-__all__ = ["BrokenCall", "Call", "ParsedAnswer", "offers_tools", "parse_calls", "render_turns"]
+__all__ = [
+    "CALL_END",
+    "BrokenCall",
+    "Call",
+    "HeldBack",
+    "ParsedAnswer",
+    "check_choice",
+    "offers_tools",
+    "opening",
+    "parse_calls",
+    "render_turns",
+]
 
 # The form that Hermes, Qwen and many other templates teach.
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+_CALL_START, CALL_END = "<tool_call>", "</tool_call>"
+_CALL = re.compile(rf"{_CALL_START}\s*(.*?)\s*(?:{CALL_END}|\Z)", re.DOTALL)
+# The form of Mistral and Llama: nothing but JSON. The mark before it is a special token, mostly.
+_MARK = "[TOOL_CALLS]"
 
 
 @dataclass(frozen=True)
@@ -96,17 +110,120 @@ def render_turns(
     )
 
 
-def parse_calls(text: str) -> ParsedAnswer:
-    """Read the tool calls in a generated text."""
-    if "<tool_call>" not in text:
-        return ParsedAnswer(text)
-    return ParsedAnswer(text[: text.index("<tool_call>")].strip(), tuple(map(_call, _CALL.findall(text))))
+def check_choice(choice: Any, names: Sequence[str]) -> str | None:
+    """Which tool must be called: its name, ``"any"``, or None for none in particular.
+
+    Parameters
+    ----------
+    choice : object
+        As frameworks give it: a name, "auto", "none", "any", "required", a bool, or a dict in
+        OpenAI's form.
+    names : sequence of str
+        Tools that are offered.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such tool.
+    """
+    if isinstance(choice, dict):
+        choice = choice.get("function", {}).get("name")
+    if choice in (None, False, "auto", "none"):
+        return None
+    if choice in (True, "any", "required"):
+        return names[0] if len(names) == 1 else "any"
+    if choice not in names:
+        raise ConfigError("tool_choice", choice, f"use 'auto', 'any', or one of {list(names)}")
+    return str(choice)
+
+
+def opening(choice: str | None, tokenizer: Any) -> str:
+    """The beginning of an answer that can only go on as a call, in the form the template teaches.
+
+    Parameters
+    ----------
+    choice : str, optional
+        What `check_choice` gave.
+    tokenizer : transformers tokenizer
+    """
+    if choice is None:
+        return ""
+    template = str(tokenizer.chat_template)
+    tagged = _CALL_START in template
+    start = f'{_CALL_START}\n{{"name": "' if tagged else '{"name": "'
+    arguments = "arguments" if tagged or '"parameters"' not in template else "parameters"
+    return start if choice == "any" else f'{start}{choice}", "{arguments}": '
+
+
+def parse_calls(text: str, names: Collection[str] = ()) -> ParsedAnswer:
+    """Read the tool calls in a generated text.
+
+    Parameters
+    ----------
+    text : str
+        The answer.
+    names : collection of str
+        Tools that are offered: an answer that is nothing but JSON is a call of one of them.
+    """
+    if _CALL_START in text:
+        return ParsedAnswer(text[: text.index(_CALL_START)].rstrip(), tuple(map(_call, _CALL.findall(text))))
+    calls = _bare_calls(text, names)
+    return ParsedAnswer("" if calls else text, calls)
+
+
+def _bare_calls(text: str, names: Collection[str]) -> tuple[Call | BrokenCall, ...]:
+    body = text.strip().removeprefix(_MARK).strip()
+    if not names or not body.startswith(("{", "[")):
+        return ()
+    try:
+        found, _ = json.JSONDecoder().raw_decode(body)
+    except ValueError:
+        return ()
+    written = found if isinstance(found, list) else [found]
+    fit = all(isinstance(call, dict) and call.get("name") in names for call in written)
+    return tuple(_call(json.dumps(call)) for call in written) if fit else ()
 
 
 def _call(text: str) -> Call | BrokenCall:
     try:
-        call = json.loads(text)
+        call, _ = json.JSONDecoder().raw_decode(text)
         arguments = call["arguments"] if "arguments" in call else call.get("parameters", {})
         return Call(str(call["name"]), dict(arguments))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return BrokenCall(text, repr(error))
+
+
+class HeldBack:
+    """Hands out the pieces of an answer, but not what may be, or become, a tool call.
+
+    Parameters
+    ----------
+    holds : bool
+        Whether calls are possible; otherwise nothing is held back.
+    """
+
+    def __init__(self, holds: bool) -> None:
+        self._holds = holds
+        self._text = ""
+        self.sent = 0
+
+    def feed(self, piece: str) -> str:
+        """What may be handed out now."""
+        if not self._holds:
+            self.sent += len(piece)
+            return piece
+        self._text += piece
+        new = self._text[self.sent : self._certain()]
+        self.sent += len(new)
+        return new
+
+    def _certain(self) -> int:
+        """Length of the text that is no call, without white space that may stand before one."""
+        begun = self._text.lstrip()
+        if begun.startswith(("{", "[")) or not begun:
+            return 0
+        at = self._text.find(_CALL_START)
+        if at < 0:
+            starts = range(max(0, len(self._text) - len(_CALL_START)), len(self._text))
+            at = next((n for n in starts if _CALL_START.startswith(self._text[n:])), len(self._text))
+        return max(self.sent, len(self._text[:at].rstrip()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import logging
 import os
@@ -11,15 +12,17 @@ import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, cast
 
 from tqdm import tqdm
 from transformers import GenerationConfig
 
+from cacheblend_rag.batching import ReadOnce, by_common_chunks
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.decode import Decoded, DecodeOptions, decode
-from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError
+from cacheblend_rag.errors import CacheBlendError, ConfigError, GenerationError, PromptError
 from cacheblend_rag.fusor.selfcheck import check_adapter
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.models.adapter import ModelAdapter
@@ -157,6 +160,11 @@ class BlendEngine:
         """The model, taken apart into the steps of the blended pass."""
         return self._pipeline.adapter
 
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the model: its weights and what its KV depends on."""
+        return self._pipeline.fingerprint
+
     def tokenize(self, prompt: Prompt | str) -> TokenizedPrompt:
         """The ids of a prompt and where its segments lie."""
         return self._pipeline.tokenizer.tokenize(self._prompt(prompt))
@@ -181,8 +189,15 @@ class BlendEngine:
         """
         return self._answer(self._prompt(prompt), DecodeOptions(**options), None)
 
-    def stream(self, prompt: Prompt | str, **options: Unpack[DecodeArguments]) -> TextStream:
+    def stream(
+        self, prompt: Prompt | str, *, timeout: float | None = None, **options: Unpack[DecodeArguments]
+    ) -> TextStream:
         """Answer a prompt piece by piece.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds that the answer may take, from the first piece asked for.
 
         Returns
         -------
@@ -191,13 +206,37 @@ class BlendEngine:
             Leaving the iteration early ends the generation.
         """
         parsed, chosen = self._prompt(prompt), DecodeOptions(**options)
-        return TextStream(lambda sink: self._answer(parsed, chosen, sink))
+        return TextStream(lambda sink: self._answer(parsed, chosen, sink), timeout)
 
     def generate_batch(self, prompts: Iterable[Prompt | str], **options: Unpack[DecodeArguments]) -> list[Generation]:
-        """Answer several prompts, in order."""
+        """Answer several prompts; see `stream_batch`. Answers come in the order of the prompts."""
+        answers = {number: stream.complete() for number, stream in self.stream_batch(prompts, **options)}
+        return [answers[number] for number in range(len(answers))]
+
+    def stream_batch(
+        self, prompts: Iterable[Prompt | str], *, timeout: float | None = None, **options: Unpack[DecodeArguments]
+    ) -> Iterator[tuple[int, TextStream]]:
+        """Answer several prompts one by one, each chunk read once while prompts need it.
+
+        Returns
+        -------
+        iterator of (int, TextStream)
+            The number of a prompt and its stream, to be read before the next is taken. Prompts
+            with chunks in common come together.
+        """
         parsed = [self._prompt(prompt) for prompt in prompts]
-        chosen = DecodeOptions(**options)
-        return [self._answer(prompt, chosen, None) for prompt in parsed]
+        return self._streams(parsed, DecodeOptions(**options), timeout)
+
+    def _streams(
+        self, prompts: list[Prompt], options: DecodeOptions, timeout: float | None
+    ) -> Iterator[tuple[int, TextStream]]:
+        with ReadOnce(self.store) as shared:
+            pipeline = copy.copy(self._pipeline)
+            pipeline.store = cast(KVStore, shared)
+            for number in by_common_chunks([prompt.chunks for prompt in prompts]):
+                shared.next_prompt()
+                answer = partial(self._answer, prompts[number], options, pipeline=pipeline)
+                yield number, TextStream(answer, timeout)
 
     def fuse(self, prompt: Prompt | str) -> FusedKV:
         """Make the KV of a prompt and the logits of its last position, without generating."""
@@ -207,9 +246,13 @@ class BlendEngine:
             self._keep(blend)
         return blend.fused
 
-    def _answer(self, prompt: Prompt, options: DecodeOptions, sink: Cancelled | None) -> Generation:
+    def _answer(
+        self, prompt: Prompt, options: DecodeOptions, sink: Cancelled | None, pipeline: Pipeline | None = None
+    ) -> Generation:
         with self._held():
-            blend = self._pipeline.blend(prompt)
+            if sink is not None and sink.cancelled():
+                raise GenerationError("the answer was given up before its turn came")
+            blend = (pipeline or self._pipeline).blend(prompt)
             fused, fused_at = blend.fused, time.perf_counter()
             decoded = decode(
                 self.model,
@@ -345,14 +388,15 @@ class BlendEngine:
     # Asynchronous forms --------------------------------------------------------------------
 
     async def agenerate(self, prompt: Prompt | str, **options: Unpack[DecodeArguments]) -> Generation:
-        """`generate` without blocking the event loop."""
-        return await asyncio.to_thread(self.generate, prompt, **options)
+        """`generate` without blocking the event loop; being cancelled stops it at the next token."""
+        return await self.stream(prompt, **options).acomplete()
 
     async def agenerate_batch(
         self, prompts: Iterable[Prompt | str], **options: Unpack[DecodeArguments]
     ) -> list[Generation]:
-        """`generate_batch` without blocking the event loop."""
-        return await asyncio.to_thread(self.generate_batch, prompts, **options)
+        """`generate_batch` without blocking the event loop; being cancelled stops it."""
+        answers = {number: await stream.acomplete() for number, stream in self.stream_batch(prompts, **options)}
+        return [answers[number] for number in range(len(answers))]
 
     async def afuse(self, prompt: Prompt | str) -> FusedKV:
         """`fuse` without blocking the event loop."""
@@ -366,7 +410,7 @@ class BlendEngine:
         """`stream` without blocking the event loop."""
         pieces = self.stream(prompt, **options)
         try:
-            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+            async for piece in pieces:
                 yield piece
         finally:
             await asyncio.to_thread(pieces.close)

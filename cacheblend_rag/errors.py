@@ -12,6 +12,7 @@
     ├── DocumentError                       a document or folder cannot be read
     ├── EmbedderError                       an embedding model cannot be loaded or used
     ├── GenerationError                     generation ended before its answer was complete
+    │   └── GenerationTimeoutError (TimeoutError)   it took longer than the caller allowed
     └── MissingExtraError (ImportError)     an optional package is not installed
 """
 
@@ -23,6 +24,7 @@ __all__ = [
     "DocumentError",
     "EmbedderError",
     "GenerationError",
+    "GenerationTimeoutError",
     "MissingExtraError",
     "ModelLoadError",
     "PromptError",
@@ -86,6 +88,23 @@ class EmbedderError(CacheBlendError):
 
 class GenerationError(CacheBlendError):
     """Generation ended before its answer was complete."""
+
+
+class GenerationTimeoutError(GenerationError, TimeoutError):
+    """An answer was not complete in the time the caller allowed.
+
+    Parameters
+    ----------
+    seconds : float
+        That time.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        super().__init__(
+            f"the answer was not complete after {seconds:g} s; allow more time, ask for fewer tokens, "
+            "or use a smaller model"
+        )
 
 
 class MissingExtraError(CacheBlendError, ImportError):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import contextvars
 import queue
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 
+from cacheblend_rag.errors import GenerationError, GenerationTimeoutError
 from cacheblend_rag.report import Generation
 
 __all__ = ["Cancelled", "TextStream"]
@@ -18,10 +22,18 @@ class Cancelled:
     def __init__(self) -> None:
         self.queue: queue.Queue[str | None] = queue.Queue()
         self._event = threading.Event()
+        self._arrived: Callable[[], object] | None = None
 
-    def put(self, text: str) -> None:
-        """Hand out a piece of text."""
+    def put(self, text: str | None) -> None:
+        """Hand out a piece of text, or None at the end."""
         self.queue.put(text)
+        if self._arrived is not None:
+            with contextlib.suppress(RuntimeError):  # the reader's event loop is closed
+                self._arrived()
+
+    def call_on_arrival(self, arrived: Callable[[], object]) -> None:
+        """Call this, on the generating thread, after each piece that is put."""
+        self._arrived = arrived
 
     def cancel(self) -> None:
         """Ask the generating thread to stop."""
@@ -32,22 +44,27 @@ class Cancelled:
         return self._event.is_set()
 
 
-class TextStream(Iterator[str]):
-    """Pieces of an answer, as they are made.
+class TextStream(Iterator[str], AsyncIterator[str]):
+    """Pieces of an answer, as they are made; to be read with ``for`` or with ``async for``.
 
     Parameters
     ----------
     answer : callable
         Generates with the sink it is given, on a thread of its own that starts with the first
         piece asked for.
+    timeout : float, optional
+        Seconds from then on within which the answer must be complete. After them the reader gets
+        a `GenerationTimeoutError`, and the generation stops at its next token.
 
     Notes
     -----
     An error on the generating thread is raised where the next piece is asked for.
     """
 
-    def __init__(self, answer: Callable[[Cancelled], Generation]) -> None:
+    def __init__(self, answer: Callable[[Cancelled], Generation], timeout: float | None = None) -> None:
         self._answer = answer
+        self._timeout = timeout
+        self._deadline: float | None = None
         self._sink = Cancelled()
         self._outcome = _Outcome()
         self._thread: threading.Thread | None = None
@@ -59,35 +76,101 @@ class TextStream(Iterator[str]):
         return self._outcome.result if self._done else None
 
     def __next__(self) -> str:
+        self._begin()
         if self._done:
             raise StopIteration
-        if self._thread is None:
-            # The thread knows nothing of this object, so that dropping it ends the generation.
-            self._thread = threading.Thread(
-                target=contextvars.copy_context().run,
-                args=(_generate, self._answer, self._sink, self._outcome),
-                name="blend-stream",
-                daemon=True,
-            )
-            self._thread.start()
-        piece = self._sink.queue.get()
-        if piece is not None:
-            return piece
+        try:
+            piece = self._sink.queue.get(timeout=self._left())
+        except queue.Empty:
+            raise self._late() from None
+        if piece is None:
+            self._end()
+            raise StopIteration
+        return piece
+
+    def __aiter__(self) -> TextStream:
+        return self
+
+    async def __anext__(self) -> str:
+        loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+        self._sink.call_on_arrival(lambda: loop.call_soon_threadsafe(arrived.set))
+        self._begin()
+        while not self._done:
+            arrived.clear()  # what comes after this line sets it again
+            try:
+                piece = self._sink.queue.get_nowait()
+            except queue.Empty:
+                try:
+                    await asyncio.wait_for(arrived.wait(), self._left())
+                except TimeoutError:
+                    raise self._late() from None
+                except asyncio.CancelledError:
+                    self.cancel()
+                    raise
+                continue
+            if piece is not None:
+                return piece
+            self._end()
+        raise StopAsyncIteration
+
+    def complete(self) -> Generation:
+        """Read to the end; the whole answer."""
+        for _ in self:
+            pass
+        return self._whole()
+
+    async def acomplete(self) -> Generation:
+        """`complete` without blocking the event loop; being cancelled stops the generation."""
+        async for _ in self:
+            pass
+        return self._whole()
+
+    def cancel(self) -> None:
+        """Stop generating at the next token; nothing is waited for."""
+        self._sink.cancel()
         self._done = True
-        self._thread.join()
-        if self._outcome.error is not None:
-            raise self._outcome.error
-        raise StopIteration
 
     def close(self) -> None:
         """Stop generating and wait until the thread has ended."""
-        self._sink.cancel()
+        self.cancel()
         if self._thread is not None:
             self._thread.join()
-        self._done = True
 
     def __del__(self) -> None:
         self._sink.cancel()
+
+    def _begin(self) -> None:
+        if self._thread is not None or self._done:
+            return
+        if self._timeout is not None:
+            self._deadline = time.monotonic() + self._timeout
+        # The thread knows nothing of this object, so that dropping it ends the generation.
+        self._thread = threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(_generate, self._answer, self._sink, self._outcome),
+            name="blend-stream",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def _end(self) -> None:
+        self._done = True
+        if self._thread is not None:
+            self._thread.join()  # it put its last piece and has nothing more to do
+        if self._outcome.error is not None:
+            raise self._outcome.error
+
+    def _left(self) -> float | None:
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def _late(self) -> GenerationTimeoutError:
+        self.cancel()
+        return GenerationTimeoutError(self._timeout or 0.0)
+
+    def _whole(self) -> Generation:
+        if self.result is None:
+            raise GenerationError("the generation was stopped before its answer was complete")
+        return self.result
 
 
 class _Outcome:
@@ -104,4 +187,4 @@ def _generate(answer: Callable[[Cancelled], Generation], sink: Cancelled, outcom
     except BaseException as error:
         outcome.error = error
     finally:
-        sink.queue.put(None)
+        sink.put(None)

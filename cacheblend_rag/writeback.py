@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 
 
 class IdleGate:
-    """One holder at a time; background work waits until no request wants the model.
+    """One holder at a time, in the order of asking; background work waits until no request does.
 
     ``with gate:`` is for requests; `when_idle` is for background work, one short step at a time.
     """
@@ -28,7 +28,7 @@ class IdleGate:
         self._busy = False
         self._owner: int | None = None
         self._depth = 0
-        self._waiting = 0
+        self._line: deque[object] = deque()  # who waits, the first to ask first
 
     def __enter__(self) -> None:
         me = threading.get_ident()
@@ -36,12 +36,14 @@ class IdleGate:
             if self._owner == me:
                 self._depth += 1
                 return
-            self._waiting += 1
+            ticket = object()
+            self._line.append(ticket)
             try:
-                while self._busy:
+                while self._busy or self._line[0] is not ticket:
                     self._condition.wait()
             finally:
-                self._waiting -= 1
+                self._line.remove(ticket)
+                self._condition.notify_all()  # whoever is first now may have been waiting for this one
             self._busy, self._owner, self._depth = True, me, 1
 
     def __exit__(self, *exc: object) -> None:
@@ -54,7 +56,7 @@ class IdleGate:
     def when_idle(self, work: Callable[[], None]) -> None:
         """Run ``work`` as the holder once no request holds or awaits the gate."""
         with self._condition:
-            while self._busy or self._waiting:
+            while self._busy or self._line:
                 self._condition.wait()
             self._busy, self._owner, self._depth = True, threading.get_ident(), 1
         try:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.noticing import ChunkRegistry, notice
+from cacheblend_rag.noticing import ChunkRegistry, known_chunks, notice
 from cacheblend_rag.prompt import Prompt
 
 SEPARATOR = " # # "
@@ -55,9 +55,99 @@ def test_of_overlapping_chunks_the_longest_is_taken() -> None:
     assert prompt.chunks == (ONE, inner)
 
 
-def test_a_chunk_stripped_by_the_chain_is_found() -> None:
-    prompt = notice(f"Use: {ONE}\n\nWho?", registry(f"  {ONE}\n"), SEPARATOR)
+@pytest.mark.parametrize("known", [f"  {ONE}\n", ONE])
+@pytest.mark.parametrize("written", [ONE, f"   {ONE}\n"])
+def test_white_space_around_a_chunk_never_matters(known: str, written: str) -> None:
+    prompt = notice(f"Use: {written}\n\nWho?", registry(known), SEPARATOR)
     assert prompt.chunks == (ONE,)
+
+
+def test_white_space_within_a_chunk_may_differ_and_is_read_as_it_is_written() -> None:
+    folded = " ".join(TWO.split())
+    wide = TWO.replace(" ", "  \n ")
+    prompt = notice(f"Use: {folded}\n\n{wide}\n\nWho?", registry(TWO), SEPARATOR)
+    assert prompt == Prompt("Use: ", [folded, wide], "\n\nWho?")
+    assert notice(f"Use: {TWO}", registry(folded), SEPARATOR).chunks == (TWO,)
+
+
+def test_the_first_source_wins_over_the_next() -> None:
+    whole = f"{ONE}\n\n{TWO}"
+    prompt = notice(f"Use: {whole}\n\nWho?", [registry(ONE, TWO), registry(whole)], SEPARATOR)
+    assert prompt.chunks == (ONE, TWO)
+    assert notice(f"Use: {whole}\n\nWho?", registry(ONE, TWO, whole), SEPARATOR).chunks == (whole,)
+
+
+def test_a_later_source_fills_what_an_earlier_one_left() -> None:
+    prompt = notice(f"{ONE}\n\n{TWO}\n\nWho?", [ChunkRegistry(), registry(TWO), registry(ONE)], SEPARATOR)
+    assert prompt.chunks == (ONE, TWO)
+
+
+def test_unknown_segments_in_a_row_with_known_chunks_are_chunks() -> None:
+    text = (
+        f"Use:{SEPARATOR}a new passage{SEPARATOR}{ONE}{SEPARATOR}another{SEPARATOR}{TWO}{SEPARATOR}last{SEPARATOR}Who?"
+    )
+    prompt = notice(text, registry(ONE, TWO), SEPARATOR)
+    assert prompt == Prompt("Use:", ["a new passage", ONE, "another", TWO, "last"], "Who?")
+
+
+def test_separators_a_chain_joined_with_leave_first_and_last_chunk_to_what_is_known() -> None:
+    joined = SEPARATOR.join([ONE, "something unknown", TWO])
+    prompt = notice(f"Use this.\n\n{joined}\n\nIs{SEPARATOR}it{SEPARATOR}so?", registry(ONE, TWO), SEPARATOR)
+    question = f"\n\nIs{SEPARATOR}it{SEPARATOR}so?"
+    assert prompt == Prompt("Use this.\n\n", [ONE, "something unknown", TWO], question)
+
+
+def test_a_title_before_a_chunk_stays_and_separators_are_not_doubled() -> None:
+    text = f"Title: a\n{ONE}{SEPARATOR}Title: b\n{TWO}{SEPARATOR}\nWho?"
+    prompt = notice(text, registry(ONE, TWO), SEPARATOR)
+    assert prompt.prefix == "Title: a\n"
+    assert prompt.glue == (f"{SEPARATOR}Title: b\n",)
+    assert prompt.suffix == "\nWho?"
+
+
+def test_separators_count_only_within_parts() -> None:
+    text = f"[system] Use{SEPARATOR}a chunk{SEPARATOR}\n[user] A{SEPARATOR}B"
+    parts = [(9, text.index("\n[user]")), (text.index("A "), len(text))]
+    prompt = notice(text, ChunkRegistry(), SEPARATOR, parts=parts)
+    assert prompt == Prompt("[system] Use", ["a chunk"], f"\n[user] A{SEPARATOR}B")
+    assert notice(text, ChunkRegistry(), SEPARATOR, parts=[]) == Prompt(suffix=text)
+
+
+def test_nothing_of_a_question_becomes_prefix() -> None:
+    text = f"[system] Read. [user] Who built it? [tool] {ONE} [assistant] "
+    at = text.index("Who")
+    prompt = notice(text, registry(ONE), SEPARATOR, questions_from=at)
+    assert (prompt.prefix, prompt.lead) == ("[system] Read. [user] ", "Who built it? [tool] ")
+    assert notice(text, registry(ONE), SEPARATOR, questions_from=len(text)).lead == ""
+
+
+def test_quotes_stand_without_separator_and_keep_their_surroundings() -> None:
+    answer = "It was the miller's daughter."
+    text = f"[user] {ONE} Who? [assistant] {answer} [user] And then? [assistant] "
+    prompt = notice(text, registry(ONE), SEPARATOR, quotes=[answer, "", "short"])
+    assert prompt.chunks == (ONE, answer)
+    assert prompt.bare == {1}
+    assert prompt.glue == (" Who? [assistant] ",)
+    assert prompt.suffix == " [user] And then? [assistant] "
+    first = notice(f"[assistant] {answer}\n[user] So?", ChunkRegistry(), SEPARATOR, parts=[], quotes=[answer])
+    assert first == Prompt("[assistant] ", [answer], "\n[user] So?", bare=[0])
+
+
+def test_a_chunk_that_comes_twice_is_two_chunks() -> None:
+    assert notice(f"{ONE}\n\n{ONE}\n\nWho?", registry(ONE), SEPARATOR).chunks == (ONE, ONE)
+
+
+def test_the_registry_of_the_process_can_be_cleared() -> None:
+    known_chunks.add([ONE])
+    assert f" {ONE} " in known_chunks
+    known_chunks.clear()
+    assert len(known_chunks) == 0
+    assert known_chunks.find(ONE) == []
+
+
+def test_a_text_whose_head_is_mostly_white_space_is_known() -> None:
+    wide = "a" + " \n" * 60 + "passage with much room in it"
+    assert notice(f"Use: {wide}!", registry(wide), SEPARATOR).chunks == (wide,)
 
 
 def test_without_known_chunks_separators_decide() -> None:
@@ -91,7 +181,11 @@ def test_the_limit_is_checked() -> None:
 
 
 @given(
-    chunks=st.lists(st.text(alphabet="abc \n#", min_size=16, max_size=40), min_size=1, max_size=6),
+    chunks=st.lists(
+        st.text(alphabet="abc \n#", min_size=16, max_size=40).filter(lambda text: len(" ".join(text.split())) >= 16),
+        min_size=1,
+        max_size=6,
+    ),
     prefix=st.text(alphabet="xyz \n", max_size=30),
     suffix=st.text(alphabet="xyz \n?", max_size=30),
 )

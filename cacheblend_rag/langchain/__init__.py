@@ -1,7 +1,36 @@
 """LangChain: put our LLM into a chain and change nothing else."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from cacheblend_rag.langchain.chat import ChatCacheBlend
 from cacheblend_rag.langchain.llm import CacheBlendLLM
-from cacheblend_rag.langchain.tracking import known_chunks, tracking, tracking_off
+from cacheblend_rag.langchain.retriever import CacheBlendRetriever
+from cacheblend_rag.langchain.tracking import known_chunks, switch_off, switch_on, tracking, tracking_off
+from cacheblend_rag.langchain.warming import warm_vectorstore
 
-__all__ = ["CacheBlendLLM", "ChatCacheBlend", "known_chunks", "tracking", "tracking_off"]
+if TYPE_CHECKING:
+    from cacheblend_rag.langchain.middleware import CacheBlendMiddleware
+
+__all__ = [
+    "CacheBlendLLM",
+    "CacheBlendMiddleware",
+    "CacheBlendRetriever",
+    "ChatCacheBlend",
+    "known_chunks",
+    "switch_off",
+    "switch_on",
+    "tracking",
+    "tracking_off",
+    "warm_vectorstore",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use what needs more than langchain-core."""
+    if name == "CacheBlendMiddleware":
+        from cacheblend_rag.langchain.middleware import CacheBlendMiddleware
+
+        return CacheBlendMiddleware
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

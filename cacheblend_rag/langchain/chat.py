@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
-from langchain_core.messages.tool import tool_call_chunk
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.langchain.fields import BlendFields, answer_info
-from cacheblend_rag.langchain.messages import artifact_texts, parse_answer, render
-from cacheblend_rag.langchain.tracking import known_chunks
-from cacheblend_rag.report import BlendReport, Generation
+from cacheblend_rag.conversation import CALL_END, HeldBack, check_choice, opening
+from cacheblend_rag.engine import DecodeArguments
+from cacheblend_rag.langchain.fields import BlendFields
+from cacheblend_rag.langchain.messages import answer_texts, artifact_texts, places_of, render
+from cacheblend_rag.langchain.tools import call_chunks, parse_answer
+from cacheblend_rag.langchain.tracking import documents_of_run, known_chunks
+from cacheblend_rag.noticing import ChunkRegistry, notice
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.report import Generation
 from cacheblend_rag.streaming import TextStream
 
 __all__ = ["ChatCacheBlend"]
@@ -33,18 +36,32 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
     See `BlendFields` for its parameters. Conversations are rendered by the tokenizer's chat
     template; chunks are noticed inside messages, in documents that tools attached to their
     answers, and in earlier turns. ``usage_metadata`` counts as ``cache_read`` the tokens whose KV
-    was read, and each answer's ``response_metadata`` has its time to first token, hits and misses.
+    was read and kept, as ``cache_creation`` those whose KV goes into the store; each answer's
+    ``response_metadata`` has its time to first token, hits and misses.
+
+    Parameters
+    ----------
+    reuse_answers : bool
+        Keep the KV of the model's own earlier answers, too.
     """
+
+    reuse_answers: bool = True
 
     @property
     def _llm_type(self) -> str:
         return "cacheblend-chat"
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(stop=stop, **kwargs)
-        params.update({"ls_provider": "cacheblend", "ls_model_name": kwargs.get("model", self.model_name)})
-        params.update({"ls_temperature": self.temperature, "ls_max_tokens": self.max_new_tokens})
-        return params
+        return self._tracing_params(super()._get_ls_params(stop=stop, **kwargs), kwargs)
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return {**super()._identifying_params, "reuse_answers": self.reuse_answers}
+
+    def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
+        """Tokens of a conversation as the chat template writes it."""
+        offered = [convert_to_openai_tool(tool) for tool in tools] if tools else None
+        return len(self.get_token_ids(render(self.engine.tokenizer, messages, offered)))
 
     def bind_tools(
         self,
@@ -55,14 +72,28 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """Offer tools to a model whose chat template takes them.
 
+        Parameters
+        ----------
+        tools : sequence
+            Functions, classes, LangChain tools, or dicts in OpenAI's form.
+        tool_choice : str, optional
+            ``"auto"``: the model decides. ``"any"`` or a tool's name: it must call; its answer is
+            then begun for it with the opening of a call.
+
         Raises
         ------
         ConfigError
-            If ``tool_choice`` asks for a call: a local model cannot be made to call.
+            If ``tool_choice`` names no tool.
         """
-        if tool_choice not in (None, "auto"):
-            raise ConfigError("tool_choice", tool_choice, "use None or 'auto'; a call cannot be forced")
-        return self.bind(tools=[convert_to_openai_tool(tool) for tool in tools], **kwargs)
+        offered = [convert_to_openai_tool(tool) for tool in tools]
+        choice = check_choice(tool_choice, [tool["function"]["name"] for tool in offered])
+        if tool_choice == "none":
+            return self.bind(**kwargs)
+        return self.bind(tools=offered, **({"tool_choice": choice} if choice else {}), **kwargs)
+
+    def segments(self, messages: Sequence[BaseMessage], tools: Sequence[dict[str, Any]] | None = None) -> Prompt:
+        """The segments this model sees in a conversation."""
+        return self._request(messages, None, {"tools": tools}).prompt
 
     def _generate(
         self,
@@ -71,10 +102,9 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        tools = kwargs.get("tools")
-        text = self._render(messages, tools)
-        answer = self.engine.generate(self.notice(text), **self._arguments(stop, kwargs))
-        return ChatResult(generations=[ChatGeneration(message=self._message(answer, tools))])
+        request = self._request(messages, stop, kwargs)
+        (answer,) = self._complete([request.prompt], request.arguments, kwargs)
+        return ChatResult(generations=[ChatGeneration(message=self._message(request, answer))])
 
     async def _agenerate(
         self,
@@ -83,7 +113,9 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        return await asyncio.to_thread(self._generate, messages, stop, None, **kwargs)
+        request = await asyncio.to_thread(self._request, messages, stop, kwargs)
+        (answer,) = await self._acomplete([request.prompt], request.arguments, kwargs)
+        return ChatResult(generations=[ChatGeneration(message=self._message(request, answer))])
 
     def _stream(
         self,
@@ -92,19 +124,19 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        tools = kwargs.get("tools")
-        stream = self._open_stream(self._render(messages, tools), stop, kwargs)
+        request = self._request(messages, stop, kwargs)
+        stream = self._open(request.prompt, request.arguments, kwargs)
+        held = HeldBack(bool(request.tools))
         try:
             for piece in stream:
-                if tools:
-                    continue  # whether a text is a tool call shows at its end
-                chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
-                if run_manager is not None:
-                    run_manager.on_llm_new_token(piece, chunk=chunk)
-                yield chunk
+                if new := request.begun(held, piece):
+                    chunk = ChatGenerationChunk(message=AIMessageChunk(content=new))
+                    if run_manager is not None:
+                        run_manager.on_llm_new_token(new, chunk=chunk)
+                    yield chunk
         finally:
-            stream.close()
-        yield self._last_chunk(stream, tools)
+            stream.cancel()
+        yield self._last_chunk(request, stream, held)
 
     async def _astream(
         self,
@@ -113,56 +145,99 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        tools = kwargs.get("tools")
-        stream = self._open_stream(self._render(messages, tools), stop, kwargs)
+        request = await asyncio.to_thread(self._request, messages, stop, kwargs)
+        stream = self._open(request.prompt, request.arguments, kwargs)
+        held = HeldBack(bool(request.tools))
         try:
-            while (piece := await asyncio.to_thread(next, stream, None)) is not None:
-                if tools:
-                    continue
-                chunk = ChatGenerationChunk(message=AIMessageChunk(content=piece))
-                if run_manager is not None:
-                    await run_manager.on_llm_new_token(piece, chunk=chunk)
-                yield chunk
+            async for piece in stream:
+                if new := request.begun(held, piece):
+                    chunk = ChatGenerationChunk(message=AIMessageChunk(content=new))
+                    if run_manager is not None:
+                        await run_manager.on_llm_new_token(new, chunk=chunk)
+                    yield chunk
         finally:
-            await asyncio.to_thread(stream.close)
-        yield self._last_chunk(stream, tools)
+            stream.cancel()
+        yield self._last_chunk(request, stream, held)
 
-    def _render(self, messages: list[BaseMessage], tools: list[dict[str, Any]] | None) -> str:
-        known_chunks.add(artifact_texts(messages))
-        return render(self.engine.tokenizer, messages, tools)
+    def _request(self, messages: Sequence[BaseMessage], stop: list[str] | None, overrides: dict[str, Any]) -> _Request:
+        """What the engine is asked for a conversation."""
+        tokenizer, tools = self.engine.tokenizer, overrides.get("tools")
+        attached = artifact_texts(messages)
+        known_chunks.add(attached)
+        names = [tool["function"]["name"] for tool in tools or []]
+        begun = opening(check_choice(overrides.get("tool_choice"), names), tokenizer)
+        text = render(tokenizer, messages, tools) + begun
+        places = places_of(text, messages)
+        prompt = notice(
+            text,
+            (ChunkRegistry(texts=attached), documents_of_run(messages), known_chunks),
+            self.engine.config.separator,
+            keep_glue=self.keep_glue,
+            parts=places.parts,
+            questions_from=places.questions_from,
+            quotes=answer_texts(messages) if self.reuse_answers else (),
+        )
+        stops = [*(stop or []), CALL_END] if begun else stop
+        return _Request(prompt, self._arguments(stops, overrides), tools, begun)
 
-    def _message(self, answer: Generation, tools: list[dict[str, Any]] | None) -> AIMessage:
-        message = parse_answer(answer.text, tools)
-        message.usage_metadata = _usage(answer.report)
-        message.response_metadata = {"model_name": self.model_name, **answer_info(answer.report)}
+    def _message(self, request: _Request, answer: Generation) -> AIMessage:
+        message = parse_answer(request.opening + answer.text, request.tools)
+        message.usage_metadata = self._usage(request.prompt, answer)
+        message.response_metadata = self._info(answer.report)
         return message
 
-    def _last_chunk(self, stream: TextStream, tools: list[dict[str, Any]] | None) -> ChatGenerationChunk:
-        """What is known only at the end: usage, how it was made, and tool calls."""
+    def _last_chunk(self, request: _Request, stream: TextStream, held: HeldBack) -> ChatGenerationChunk:
+        """What is known only at the end: usage, how it was made, tool calls, text held back for them."""
         answer = stream.result
         if answer is None:
             return ChatGenerationChunk(message=AIMessageChunk(content="", chunk_position="last"))
-        whole = self._message(answer, tools)
+        whole = self._message(request, answer)
         chunk = AIMessageChunk(
-            content=whole.content if tools else "",
+            content=str(whole.content)[held.sent :],
             usage_metadata=whole.usage_metadata,
             response_metadata=whole.response_metadata,
-            tool_call_chunks=_call_chunks(whole),
+            tool_call_chunks=call_chunks(whole),
             chunk_position="last",
         )
         return ChatGenerationChunk(message=chunk)
 
+    def _usage(self, prompt: Prompt, answer: Generation) -> UsageMetadata:
+        report = answer.report
+        recomputed = report.recomputed_tokens[-1] if report.recomputed_tokens else 0
+        read_of_prefix = report.prefix_tokens if report.prefix_hit else 0
+        made = 0
+        if not report.plain and self.engine.config.write_back != "off" and self.engine.config.selection != "all":
+            of_prefix = report.prefix_tokens - read_of_prefix if prompt.prefix else 0
+            made = of_prefix + report.chunk_tokens - (report.reused_tokens - read_of_prefix)
+        return UsageMetadata(
+            input_tokens=report.prompt_tokens,
+            output_tokens=report.generated_tokens,
+            total_tokens=report.prompt_tokens + report.generated_tokens,
+            input_token_details=InputTokenDetails(cache_read=report.reused_tokens - recomputed, cache_creation=made),
+        )
 
-def _call_chunks(message: AIMessage) -> list[Any]:
-    whole = [(call["name"], json.dumps(call["args"]), call["id"]) for call in message.tool_calls]
-    broken = [(call["name"], call["args"], call["id"]) for call in message.invalid_tool_calls]
-    return [tool_call_chunk(name=n, args=a, id=i, index=at) for at, (n, a, i) in enumerate([*whole, *broken])]
 
+@dataclass(frozen=True)
+class _Request:
+    """A conversation as the engine is asked for it.
 
-def _usage(report: BlendReport) -> UsageMetadata:
-    return UsageMetadata(
-        input_tokens=report.prompt_tokens,
-        output_tokens=report.generated_tokens,
-        total_tokens=report.prompt_tokens + report.generated_tokens,
-        input_token_details=InputTokenDetails(cache_read=report.reused_tokens),
-    )
+    Parameters
+    ----------
+    prompt : Prompt
+        Its segments.
+    arguments : DecodeArguments
+        How to decode.
+    tools : list of dict or None
+        Tools that may be called.
+    opening : str
+        Text with which the answer was begun for the model.
+    """
+
+    prompt: Prompt
+    arguments: DecodeArguments
+    tools: list[dict[str, Any]] | None
+    opening: str
+
+    def begun(self, held: HeldBack, piece: str) -> str:
+        """What of a piece may be handed out; nothing of an answer that is a call from its start."""
+        return "" if self.opening else held.feed(piece)

@@ -1,157 +1,111 @@
-"""What both LangChain models share: their fields, and how a prompt is noticed and answered."""
+"""What both LangChain models share beyond the fields of all adapters."""
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable
 from typing import Any, Self
 
 from langchain_core.documents import Document
-from pydantic import BaseModel, ConfigDict, Field
+from langchain_core.language_models import LangSmithParams
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine import BlendEngine, DecodeArguments
-from cacheblend_rag.langchain.tracking import known_chunks, switch_on
-from cacheblend_rag.noticing import notice
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.langchain.tracking import begin_tracking, documents_of_run, known_chunks
+from cacheblend_rag.modelfields import ModelFields
+from cacheblend_rag.noticing import chunk_text, notice
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.report import BlendReport, WarmReport
-from cacheblend_rag.streaming import TextStream
 
-__all__ = ["BlendFields", "answer_info"]
-
-_SETTINGS = (
-    "separator",
-    "selection",
-    "recompute_ratio",
-    "check_layers",
-    "recompute_ratios",
-    "metric",
-    "selection_options",
-    "min_tokens",
-    "condition",
-)
+__all__ = ["BlendFields"]
 
 
-class BlendFields(BaseModel):
-    """Fields of a LangChain model over a `BlendEngine`.
+class BlendFields(ModelFields):
+    """Fields of a LangChain model over a `BlendEngine`; see `ModelFields`.
 
     Constructing one switches on the tracking of retrievers: a "stuff" prompt of any chain is then
     recognised by the texts of the documents in it.
-
-    Parameters
-    ----------
-    engine : BlendEngine
-        What answers; see `from_model_id` for making one.
-    model_name : str
-        Name shown in traces.
-    max_new_tokens : int
-        Most tokens of an answer; also taken as ``max_tokens``.
-    temperature : float
-        0 decodes greedily.
-    top_p : float, optional
-        Nucleus sampling.
-    seed : int, optional
-        Makes sampling repeatable.
-    stop : list of str
-        Texts that end an answer, besides those given by the call.
-    keep_glue : bool
-        Keep the white space between chunks as the chain wrote it, instead of the separator.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), populate_by_name=True)
+    def _begin_tracking(self) -> None:
+        begin_tracking()
 
-    engine: BlendEngine = Field(exclude=True, repr=False)
-    model_name: str = ""
-    max_new_tokens: int = Field(default=256, alias="max_tokens")
-    temperature: float = 0.0
-    top_p: float | None = None
-    seed: int | None = None
-    stop: list[str] = Field(default_factory=list)
-    keep_glue: bool = False
-
-    def model_post_init(self, context: Any, /) -> None:
-        """Switch on tracking, and name the model if the caller did not."""
-        super().model_post_init(context)
-        if not self.model_name:
-            self.model_name = str(getattr(self.engine.model.config, "_name_or_path", "") or "local")
-        switch_on()
+    @staticmethod
+    def _texts(documents: Iterable[Document | str]) -> list[str]:
+        if isinstance(documents, (str, Document)):
+            raise ConfigError("documents", documents, "give a list, even for a single one")
+        return [chunk_text(one if isinstance(one, str) else one.page_content) for one in documents]
 
     @classmethod
-    def from_model_id(
+    def is_lc_serializable(cls) -> bool:
+        """A model made by `from_model_id` can be loaded again; of others, only the fields are kept."""
+        return True
+
+    @classmethod
+    def from_pipeline(
         cls,
-        model_id: str | os.PathLike[str],
+        pipeline: Any,
         *,
         config: BlendConfig | None = None,
         store: str | os.PathLike[str] | None = None,
-        device: str = "auto",
-        dtype: str = "auto",
-        model_kwargs: dict[str, Any] | None = None,
         **fields: Any,
     ) -> Self:
-        """Load a model by id or path; see `BlendEngine.from_pretrained`.
+        """Take over the model, the tokenizer and the settings of a transformers pipeline.
 
         Parameters
         ----------
-        model_kwargs : dict, optional
-            Passed on to transformers' ``from_pretrained``.
-        **fields
-            Fields of this class, such as ``max_new_tokens``.
+        pipeline : transformers TextGenerationPipeline
+            Generation settings it was made with are kept; its built-in defaults (sampling at
+            temperature 0.7) are not.
+        config, store
+            As for `from_model_id`.
+
+        Raises
+        ------
+        ConfigError
+            If it is not a pipeline for text generation.
         """
-        engine = BlendEngine.from_pretrained(
-            model_id, config=config, store=store, device=device, dtype=dtype, **(model_kwargs or {})
-        )
-        return cls(engine=engine, **{"model_name": os.fspath(model_id), **fields})
-
-    @classmethod
-    def from_engine(cls, engine: BlendEngine, **fields: Any) -> Self:
-        """Wrap an engine the user has."""
-        return cls(engine=engine, **fields)
-
-    def warm(self, documents: Iterable[Document], *, progress: bool | None = None) -> WarmReport:
-        """Compute and store the KV of documents ahead of time; see `BlendEngine.warm`."""
-        texts = [document.page_content for document in documents]
-        known_chunks.add(texts)
-        return self.engine.warm(texts, progress=progress)
+        if getattr(pipeline, "task", None) != "text-generation":
+            raise ConfigError("pipeline", pipeline, 'use transformers.pipeline("text-generation", …)')
+        given = {**getattr(pipeline, "_generate_kwargs", {}), **getattr(pipeline, "_forward_params", {})}
+        own = given.pop("generation_config", None)
+        if own is not None or given:
+            settings = copy.deepcopy(own or pipeline.model.generation_config)
+            settings.update(**{name: value for name, value in given.items() if hasattr(settings, name)})
+            fields = {"generation_config": settings, **fields}
+        return cls(engine=BlendEngine(pipeline.model, pipeline.tokenizer, config=config, store=store), **fields)
 
     def notice(self, text: str) -> Prompt:
         """The segments this model sees in a finished prompt."""
-        return notice(text, known_chunks, self.engine.config.separator, keep_glue=self.keep_glue)
+        known = (documents_of_run(text), known_chunks)
+        return notice(text, known, self.engine.config.separator, keep_glue=self.keep_glue)
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """Everything an answer depends on, so that a response cache never mixes settings up."""
         names = ("model_name", "max_new_tokens", "temperature", "top_p", "seed", "keep_glue")
-        own = {name: getattr(self, name) for name in names}
-        return {**own, "stop": tuple(self.stop), **{name: getattr(self.engine.config, name) for name in _SETTINGS}}
+        own: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.generation_config is not None:
+            own["generation_config"] = self.generation_config.to_diff_dict()
+        if self.logits_processor:
+            own["logits_processor"] = [repr(one) for one in self.logits_processor]
+        return {**own, "stop": list(self.stop), "model_fingerprint": self.engine.fingerprint, **self.blend}
 
-    def _arguments(self, stop: list[str] | None, overrides: dict[str, Any]) -> DecodeArguments:
-        """Decoding options of one call."""
-        arguments = DecodeArguments(
-            max_new_tokens=overrides.get("max_tokens", self.max_new_tokens),
-            temperature=self.temperature,
-            top_p=self.top_p,
-            seed=self.seed,
-            stop=[*self.stop, *(stop or [])],
-        )
-        given = {name: overrides[name] for name in DecodeArguments.__annotations__ if name in overrides}
-        arguments.update(given)  # type: ignore[typeddict-item]
-        return arguments
+    def _tracing_params(self, params: LangSmithParams, overrides: dict[str, Any]) -> LangSmithParams:
+        """What LangSmith calls this model and a call's settings, those given with the call first."""
+        temperature = overrides.get("temperature", self.temperature)
+        most = overrides.get("max_tokens", overrides.get("max_new_tokens", self.max_new_tokens))
+        stop = [*self.stop, *(params.get("ls_stop") or [])]
+        params.update({"ls_provider": "cacheblend", "ls_model_name": overrides.get("model", self.model_name)})
+        if temperature is not None:
+            params["ls_temperature"] = temperature
+        if most is not None:
+            params["ls_max_tokens"] = most
+        if stop:
+            params["ls_stop"] = stop
+        return params
 
-    def _open_stream(self, text: str, stop: list[str] | None, overrides: dict[str, Any]) -> TextStream:
-        return self.engine.stream(self.notice(text), **self._arguments(stop, overrides))
-
-
-def answer_info(report: BlendReport) -> dict[str, Any]:
-    """What a trace shows of an answer; times in seconds."""
-    return {
-        "finish_reason": report.finish_reason,
-        "ttft": report.ttft,
-        "hits": report.hits,
-        "misses": report.misses,
-        "reused_tokens": report.reused_tokens,
-        "recomputed_tokens": list(report.recomputed_tokens),
-        "prompt_tokens": report.prompt_tokens,
-        "generated_tokens": report.generated_tokens,
-        "plain": report.plain,
-        "input_ids": list(report.input_ids),
-    }
+    def get_token_ids(self, text: str) -> list[int]:
+        """Ids of a text by this model's tokenizer, without what opens a text."""
+        return list(self.engine.tokenizer.encode(text, add_special_tokens=False))

@@ -7,10 +7,13 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import LangSmithParams
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
-from cacheblend_rag.langchain.fields import BlendFields, answer_info
+from cacheblend_rag import report
+from cacheblend_rag.langchain.fields import BlendFields
+from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.streaming import TextStream
 
 __all__ = ["CacheBlendLLM"]
@@ -20,12 +23,16 @@ class CacheBlendLLM(BlendFields, BaseLLM):
     """A local model that reuses the KV cache of retrieved chunks.
 
     See `BlendFields` for its parameters. The prompt is not echoed, ``stop`` holds in every mode,
-    and each answer's ``generation_info`` has its time to first token, hits and misses.
+    and each answer's ``generation_info`` has its time to first token, hits and misses. Prompts of
+    one ``batch`` that share chunks are answered one after the other, each chunk read once.
     """
 
     @property
     def _llm_type(self) -> str:
         return "cacheblend"
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        return self._tracing_params(super()._get_ls_params(stop=stop, **kwargs), kwargs)
 
     def _generate(
         self,
@@ -34,15 +41,7 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        noticed = [self.notice(text) for text in prompts]
-        answers = self.engine.generate_batch(noticed, **self._arguments(stop, kwargs))
-        read = sum(answer.report.prompt_tokens for answer in answers)
-        made = sum(answer.report.generated_tokens for answer in answers)
-        usage = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
-        return LLMResult(
-            generations=[[Generation(text=a.text, generation_info=answer_info(a.report))] for a in answers],
-            llm_output={"token_usage": usage, "model_name": self.model_name},
-        )
+        return self._result(self._complete(self._noticed(prompts), self._arguments(stop, kwargs), kwargs))
 
     async def _agenerate(
         self,
@@ -51,7 +50,8 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        return await asyncio.to_thread(self._generate, prompts, stop, None, **kwargs)
+        noticed = await asyncio.to_thread(self._noticed, prompts)
+        return self._result(await self._acomplete(noticed, self._arguments(stop, kwargs), kwargs))
 
     def _stream(
         self,
@@ -60,7 +60,7 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        stream = self._open_stream(prompt, stop, kwargs)
+        stream = self._open(self.notice(prompt), self._arguments(stop, kwargs), kwargs)
         try:
             for piece in stream:
                 chunk = GenerationChunk(text=piece)
@@ -68,8 +68,8 @@ class CacheBlendLLM(BlendFields, BaseLLM):
                     run_manager.on_llm_new_token(piece, chunk=chunk)
                 yield chunk
         finally:
-            stream.close()
-        yield _last_chunk(stream)
+            stream.cancel()
+        yield self._last_chunk(stream)
 
     async def _astream(
         self,
@@ -78,19 +78,31 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
-        stream = self._open_stream(prompt, stop, kwargs)
+        noticed = await asyncio.to_thread(self.notice, prompt)
+        stream = self._open(noticed, self._arguments(stop, kwargs), kwargs)
         try:
-            while (piece := await asyncio.to_thread(next, stream, None)) is not None:
+            async for piece in stream:
                 chunk = GenerationChunk(text=piece)
                 if run_manager is not None:
                     await run_manager.on_llm_new_token(piece, chunk=chunk)
                 yield chunk
         finally:
-            await asyncio.to_thread(stream.close)
-        yield _last_chunk(stream)
+            stream.cancel()
+        yield self._last_chunk(stream)
 
+    def _noticed(self, prompts: list[str]) -> list[Prompt]:
+        return [self.notice(text) for text in prompts]
 
-def _last_chunk(stream: TextStream) -> GenerationChunk:
-    """An empty piece that carries what a trace shows of the whole answer."""
-    answer = stream.result
-    return GenerationChunk(text="", generation_info=answer_info(answer.report) if answer else None)
+    def _result(self, answers: list[report.Generation]) -> LLMResult:
+        read = sum(answer.report.prompt_tokens for answer in answers)
+        made = sum(answer.report.generated_tokens for answer in answers)
+        usage = {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made}
+        return LLMResult(
+            generations=[[Generation(text=a.text, generation_info=self._info(a.report))] for a in answers],
+            llm_output={"token_usage": usage, "model_name": self.model_name},
+        )
+
+    def _last_chunk(self, stream: TextStream) -> GenerationChunk:
+        """An empty piece that carries what a trace shows of the whole answer."""
+        answer = stream.result
+        return GenerationChunk(text="", generation_info=self._info(answer.report) if answer else None)

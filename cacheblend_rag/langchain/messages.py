@@ -1,8 +1,9 @@
-"""Messages to a prompt by the tokenizer's chat template, and generated text to a message."""
+"""Messages to a prompt by the tokenizer's chat template."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from langchain_core.documents import Document
@@ -11,17 +12,14 @@ from langchain_core.messages import (
     BaseMessage,
     ChatMessage,
     HumanMessage,
-    InvalidToolCall,
     SystemMessage,
-    ToolCall,
     ToolMessage,
 )
-from langchain_core.messages.tool import invalid_tool_call, tool_call
 
-from cacheblend_rag.conversation import Call, parse_calls, render_turns
+from cacheblend_rag.conversation import render_turns
 from cacheblend_rag.errors import PromptError
 
-__all__ = ["artifact_texts", "parse_answer", "render"]
+__all__ = ["Places", "answer_texts", "artifact_texts", "places_of", "render"]
 
 
 def render(tokenizer: Any, messages: Sequence[BaseMessage], tools: Sequence[dict[str, Any]] | None = None) -> str:
@@ -46,6 +44,44 @@ def render(tokenizer: Any, messages: Sequence[BaseMessage], tools: Sequence[dict
     return render_turns(tokenizer, [_turn(message) for message in messages], tools)
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where messages stand in a rendered prompt.
+
+    Parameters
+    ----------
+    parts : tuple of (int, int)
+        First character and the one after the last of each message that was found.
+    questions_from : int
+        Character before which no message of the user's stands.
+    """
+
+    parts: tuple[tuple[int, int], ...]
+    questions_from: int
+
+
+def places_of(text: str, messages: Sequence[BaseMessage]) -> Places:
+    """Find the contents of messages in the prompt that was rendered of them.
+
+    A template may strip a content, move it or write it otherwise; one that is not found behind the
+    one before is passed over.
+    """
+    parts: list[tuple[int, int]] = []
+    questions: list[int] = []
+    behind = 0
+    for message in messages:
+        content = _text(message).strip()
+        if not content:
+            continue
+        at = text.find(content, behind)
+        if at >= 0:
+            behind = at + len(content)
+            parts.append((at, behind))
+        if not isinstance(message, SystemMessage):
+            questions.append(text.find(content))  # wherever the template has put it first
+    return Places(tuple(parts), max(0, min(questions, default=len(text))))
+
+
 def artifact_texts(messages: Iterable[BaseMessage]) -> list[str]:
     """Texts of the documents that retrieval tools attached to their answers."""
     texts = []
@@ -56,23 +92,9 @@ def artifact_texts(messages: Iterable[BaseMessage]) -> list[str]:
     return texts
 
 
-def parse_answer(text: str, tools: Sequence[dict[str, Any]] | None) -> AIMessage:
-    """A generated text as a message; tool calls are read if tools were offered.
-
-    A call that cannot be understood becomes an invalid tool call, as LangChain's parsers make it.
-    """
-    if not tools:
-        return AIMessage(content=text)
-    parsed = parse_calls(text)
-    calls: list[ToolCall] = []
-    broken: list[InvalidToolCall] = []
-    for number, call in enumerate(parsed.calls):
-        name = f"call_{number}"
-        if isinstance(call, Call):
-            calls.append(tool_call(name=call.name, args=call.arguments, id=name))
-        else:
-            broken.append(invalid_tool_call(name=None, args=call.text, id=name, error=call.error))
-    return AIMessage(content=parsed.content, tool_calls=calls, invalid_tool_calls=broken)
+def answer_texts(messages: Iterable[BaseMessage]) -> list[str]:
+    """Texts that the model itself has written in earlier turns."""
+    return [_text(message) for message in messages if isinstance(message, AIMessage)]
 
 
 def _turn(message: BaseMessage) -> dict[str, Any]:

@@ -1,36 +1,208 @@
 """Learning chunk texts from every retriever of the process.
 
 LangChain offers each run to the handlers of configure hooks. Ours sees the documents a retriever
-returns, in any chain, sync or async, and notes their texts. It changes nothing.
+returns, in any chain, sync or async, and notes their texts: in the process-wide registry, and for
+the run they belong to. It changes nothing.
+
+Which documents belong to a prompt's run is a hint only: they are looked for first. It is handed
+over by the prompt's text, because plain models are called with many prompts and one run, and
+streaming chat models with none.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
+from uuid import UUID
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
+from langchain_core.messages import BaseMessage
 from langchain_core.tracers.context import register_configure_hook
 
-from cacheblend_rag.noticing import ChunkRegistry
+from cacheblend_rag.noticing import ChunkRegistry, known_chunks
 
-__all__ = ["known_chunks", "switch_on", "tracking", "tracking_off"]
+__all__ = [
+    "RunDocuments",
+    "begin_tracking",
+    "documents_of_run",
+    "known_chunks",
+    "prompt_key",
+    "switch_off",
+    "switch_on",
+    "tracking",
+    "tracking_off",
+]
 
-known_chunks = ChunkRegistry()
-"""Chunk texts seen in this process."""
+# Runs that never end (streams left early) are forgotten after so many others.
+_RUNS, _PROMPTS = 16_384, 256
+_CHARACTERS = 16_000_000
+
+
+class RunDocuments:
+    """Which documents were retrieved in which run; bounded, the oldest runs are forgotten first.
+
+    Parameters
+    ----------
+    limit : int
+        Most characters of documents kept in all.
+    """
+
+    def __init__(self, limit: int = _CHARACTERS) -> None:
+        self._limit, self._size = limit, 0
+        self._roots: OrderedDict[UUID, UUID] = OrderedDict()
+        self._texts: OrderedDict[UUID, dict[str, None]] = OrderedDict()
+        self._prompts: OrderedDict[int, tuple[str, ...]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def begin(self, run: UUID, parent: UUID | None) -> None:
+        """A run has begun."""
+        with self._lock:
+            self._roots[run] = self._root(run, parent)
+            if len(self._roots) > _RUNS:
+                self._roots.popitem(last=False)
+
+    def end(self, run: UUID) -> None:
+        """A run has ended; with the outermost, its documents are forgotten."""
+        with self._lock:
+            self._roots.pop(run, None)
+            self._forget(run)
+
+    def add(self, run: UUID, parent: UUID | None, texts: Iterable[str]) -> None:
+        """Documents were retrieved in a run."""
+        with self._lock:
+            root = self._root(run, parent)
+            known = self._texts.get(root, {})
+            new = dict.fromkeys(text for text in texts if text not in known)
+            if parent is None or not new:
+                return  # without parent it was retrieved on its own: no model is called in this run
+            self._texts[root] = known | new
+            self._size += sum(map(len, new))
+            while self._size > self._limit:
+                self._forget(next(iter(self._texts)))
+
+    def call(self, parent: UUID | None, prompts: Iterable[int]) -> None:
+        """A model is about to be called in a run; prompts are given by `prompt_key`."""
+        with self._lock:
+            texts = tuple(self._texts.get(self._root(parent, parent), ())) if parent else ()
+            for prompt in prompts:
+                self._prompts.pop(prompt, None)
+                if texts:
+                    self._prompts[prompt] = texts
+            while len(self._prompts) > _PROMPTS:
+                self._prompts.popitem(last=False)
+
+    def of(self, prompt: int) -> tuple[str, ...]:
+        """Documents of the run in which a prompt was made."""
+        with self._lock:
+            return self._prompts.get(prompt, ())
+
+    def _root(self, run: UUID, parent: UUID | None) -> UUID:
+        return run if parent is None else self._roots.get(parent, parent)
+
+    def _forget(self, root: UUID) -> None:
+        self._size -= sum(map(len, self._texts.pop(root, ())))
+
+
+class _Done:
+    """What is left to await of work that is done."""
+
+    def __await__(self) -> Iterator[None]:
+        return iter(())
+
+
+async def _awaited() -> None:
+    """Only its code is of use; see `_AtOnce`."""
+
+
+class _AtOnce:
+    """A handler's method that works alike in sync and async runs, without a thread.
+
+    LangChain's async runs send a plain method through a thread, which costs more than the work;
+    a coroutine function they await, but sync runs start an event loop for it. To `inspect` this
+    is a coroutine function, by the attributes that functions not written in Python have, too.
+    """
+
+    def __init__(self, note: Callable[..., object]) -> None:
+        self._note = note
+        self.__name__, self.__code__ = note.__name__, _awaited.__code__
+        self.__defaults__ = self.__kwdefaults__ = None
+        self.__annotations__ = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Done:
+        self._note(*args, **kwargs)
+        return _Done()
 
 
 class _Tracker(BaseCallbackHandler):
-    """Notes the texts of retrieved documents."""
+    """Notes the texts of retrieved documents, and the runs they belong to."""
 
-    run_inline = True  # a dictionary update; a thread would cost more than the work
+    # Not run_inline: with an inline handler, asynchronous plain models announce their start to no other
+    # handler (langchain-core 1.7), so that tracers and astream_events would lose them.
 
-    def on_retriever_end(self, documents: Sequence[Document], **kwargs: Any) -> None:
-        known_chunks.add(document.page_content for document in documents)
+    def __init__(self) -> None:
+        self.runs = RunDocuments()
+        self.off = False
+        for name in dir(BaseCallbackHandler):
+            if name.startswith("on_"):
+                setattr(self, name, _AtOnce(getattr(self, name)))
+
+    @property
+    def ignore_chain(self) -> bool:
+        return self.off
+
+    ignore_agent = ignore_retriever = ignore_llm = ignore_chat_model = ignore_chain
+
+    def on_chain_start(self, *args: Any, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any) -> None:
+        self.runs.begin(run_id, parent_run_id)
+
+    def on_chain_end(self, *args: Any, run_id: UUID, **kwargs: Any) -> None:
+        self.runs.end(run_id)
+
+    def on_chain_error(self, *args: Any, run_id: UUID, **kwargs: Any) -> None:
+        self.runs.end(run_id)
+
+    def on_tool_start(self, *args: Any, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any) -> None:
+        self.runs.begin(run_id, parent_run_id)
+
+    def on_tool_end(self, *args: Any, run_id: UUID, **kwargs: Any) -> None:
+        self.runs.end(run_id)
+
+    def on_tool_error(self, *args: Any, run_id: UUID, **kwargs: Any) -> None:
+        self.runs.end(run_id)
+
+    def on_retriever_start(self, *args: Any, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any) -> None:
+        self.runs.begin(run_id, parent_run_id)
+
+    def on_retriever_error(self, *args: Any, run_id: UUID, **kwargs: Any) -> None:
+        self.runs.end(run_id)
+
+    def on_retriever_end(
+        self, documents: Sequence[Document], *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
+    ) -> None:
+        texts = [document.page_content for document in documents]
+        known_chunks.add(texts)
+        self.runs.add(run_id, parent_run_id, texts)
+        self.runs.end(run_id)
+
+    def on_llm_start(
+        self, serialized: Any, prompts: list[str], *, parent_run_id: UUID | None = None, **kwargs: Any
+    ) -> None:
+        self.runs.call(parent_run_id, map(prompt_key, prompts))
+
+    def on_chat_model_start(
+        self,
+        serialized: Any,
+        messages: list[list[BaseMessage]],
+        *,
+        parent_run_id: UUID | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.runs.call(parent_run_id, map(prompt_key, messages))
 
 
 _tracker = _Tracker()
@@ -40,7 +212,23 @@ _registered = False
 
 
 def switch_on() -> None:
-    """Offer the tracker to every run from now on; further calls do nothing."""
+    """Offer the tracker to every run from now on, whatever was switched off before."""
+    _register()
+    _tracker.off = False
+
+
+def switch_off() -> None:
+    """Track nothing any more, in the whole process, until `switch_on`; new models do not change that."""
+    _tracker.off = True
+
+
+def begin_tracking() -> None:
+    """`switch_on`, unless the user has switched tracking off; what constructing a model does."""
+    if not _tracker.off:
+        _register()
+
+
+def _register() -> None:
     global _registered
     with _lock:
         if not _registered:
@@ -60,10 +248,30 @@ def tracking_off() -> Iterator[None]:
 
 @contextmanager
 def tracking() -> Iterator[ChunkRegistry]:
-    """Within this, retrievers are tracked, also inside `tracking_off`."""
-    switch_on()
-    token = _handler.set(_tracker)
+    """Within this, retrievers are tracked, also inside `tracking_off` or after `switch_off`.
+
+    Returns
+    -------
+    context manager
+        Gives the registry of known chunks.
+    """
+    _register()
+    own = _Tracker()
+    own.runs = _tracker.runs
+    token = _handler.set(own if _tracker.off else _tracker)
     try:
         yield known_chunks
     finally:
         _handler.reset(token)
+
+
+def prompt_key(prompt: str | Sequence[BaseMessage]) -> int:
+    """By what a prompt is known between its announcement and the call of the model."""
+    if isinstance(prompt, str):
+        return hash(prompt)
+    return hash(tuple(str(message.content) for message in prompt))
+
+
+def documents_of_run(prompt: str | Sequence[BaseMessage]) -> ChunkRegistry:
+    """Documents retrieved in the run in which a prompt was made, as far as that is known."""
+    return ChunkRegistry(texts=_tracker.runs.of(prompt_key(prompt)))

@@ -105,18 +105,19 @@ class SegmentTokenizer:
         PromptError
             If the prompt has no tokens at all.
         """
-        alone = not prompt.prefix and not prompt.chunks
-        ids = list(self.opening_ids(prompt.prefix)) if not alone else []
-        prefix = Span(0, len(ids))
+        alone = not prompt.prefix and not prompt.lead and not prompt.chunks
+        ids = list(self.opening_ids(prompt.prefix or prompt.lead)) if not alone else []
+        prefix = Span(0, len(ids) if prompt.prefix else min(len(ids), len(self.start_ids)))
+        ids += self.inner_ids(prompt.lead) if prompt.prefix else ()
         spans = []
         for number, chunk in enumerate(prompt.chunks):
             if number and prompt.glue:
                 ids += self.inner_ids(prompt.glue[number - 1])
             start = len(ids)
-            ids += self.chunk_ids(chunk)
+            ids += self.inner_ids(chunk) if number in prompt.bare else self.chunk_ids(chunk)
             spans.append(Span(start, len(ids)))
         start = len(ids)
-        if prompt.chunks:
+        if prompt.chunks and len(prompt.chunks) - 1 not in prompt.bare:
             ids += self.separator_ids
         ids += self.opening_ids(prompt.suffix) if alone else self.inner_ids(prompt.suffix)
         if not ids:
