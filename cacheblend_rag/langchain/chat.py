@@ -58,6 +58,10 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
     def _identifying_params(self) -> dict[str, Any]:
         return {**super()._identifying_params, "reuse_answers": self.reuse_answers}
 
+    def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
+        # What a response cache tells models apart by; the serialised form alone lacks the weights.
+        return f"{super()._get_llm_string(stop=stop, **kwargs)}---{sorted(self._identifying_params.items())}"
+
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Tokens of a conversation as the chat template writes it."""
         offered = [convert_to_openai_tool(tool) for tool in tools] if tools else None

@@ -90,7 +90,8 @@ class BlendFields(ModelFields):
             own["generation_config"] = self.generation_config.to_diff_dict()
         if self.logits_processor:
             own["logits_processor"] = [repr(one) for one in self.logits_processor]
-        return {**own, "stop": list(self.stop), "model_fingerprint": self.engine.fingerprint, **self.blend}
+        # Not "stop": that name is the call's.
+        return {**own, "stop_texts": list(self.stop), "model_fingerprint": self.engine.fingerprint, **self.blend}
 
     def _tracing_params(self, params: LangSmithParams, overrides: dict[str, Any]) -> LangSmithParams:
         """What LangSmith calls this model and a call's settings, those given with the call first."""

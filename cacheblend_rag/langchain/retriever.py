@@ -30,7 +30,7 @@ class CacheBlendRetriever(BaseRetriever):
     Raises
     ------
     ConfigError
-        If ``k`` is below 1.
+        If ``k`` is below 1; pydantic's ``ValidationError`` if it is the constructor that gets it.
     """
 
     retriever: Any

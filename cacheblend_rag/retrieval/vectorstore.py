@@ -207,7 +207,7 @@ class FaissVectorStore(VectorStore):
         leaving = set(keys)
         staying = {one.page_content for key, one in self._documents.items() if key not in leaving}
         staying.update(one.page_content for one in added)
-        texts = list(dict.fromkeys(self._documents[key].page_content for key in keys))
+        texts = dict.fromkeys(self._documents[key].page_content for key in sorted(keys))
         gone = [text for text in texts if text not in staying]
         if gone:
             for erase in self._erasers:
