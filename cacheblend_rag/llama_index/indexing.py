@@ -10,6 +10,7 @@ from uuid import uuid4
 
 from llama_index.core.indices.base import BaseIndex
 from llama_index.core.schema import BaseNode, MetadataMode, TransformComponent
+from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 from pydantic import Field
 
@@ -41,7 +42,9 @@ def index_nodes(index: BaseIndex[Any]) -> list[BaseNode]:
             raise ConfigError("index", type(store).__name__, remedy) from error
     ids = getattr(index.index_struct, "nodes_dict", None)
     if isinstance(ids, dict):
-        return index.docstore.get_nodes(list(ids.values()), raise_error=False)
+        # LlamaIndex's own store forgets vectors, but the index goes on listing their nodes.
+        held = store.data.embedding_dict if isinstance(store, SimpleVectorStore) else ids
+        return index.docstore.get_nodes([ids[one] for one in ids if one in held], raise_error=False)
     return [node for node in index.docstore.docs.values() if isinstance(node, BaseNode)]
 
 

@@ -49,10 +49,6 @@ class FaissVectorStore(BasePydanticVectorStore):
     _next_key: int = PrivateAttr(default=0)
     _lock: Any = PrivateAttr(default_factory=threading.RLock)
 
-    def __len__(self) -> int:
-        """Number of nodes."""
-        return len(self._nodes)
-
     @classmethod
     def class_name(cls) -> str:
         """Name of the class, as LlamaIndex shows it."""
@@ -148,7 +144,9 @@ class FaissVectorStore(BasePydanticVectorStore):
         check_count("similarity_top_k", query.similarity_top_k)
         vector = as_matrix([query.query_embedding], 1)  # [1, dimension]
         with self._lock:
-            allowed = [self._keys[n.node_id] for n in self._chosen(query.node_ids, query.doc_ids, query.filters)]
+            # An index that keeps no nodes itself limits its questions to an empty list of them.
+            chosen = self._chosen(query.node_ids or None, query.doc_ids or None, query.filters)
+            allowed = [self._keys[node.node_id] for node in chosen]
             keys, distances = self._nearest(vector, allowed, query)
             nodes = [self._nodes[key].model_copy(deep=True) for key in keys]
         return VectorStoreQueryResult(

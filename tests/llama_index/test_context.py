@@ -254,9 +254,7 @@ async def test_no_question_and_no_answer_is_ever_stored(chat: bool) -> None:
         engine, is_chat_model=chat, max_new_tokens=80, logits_processor=[Script(tokenizer, force)]
     )
     index = make_index(make_nodes(seed=20))
-    engines = [
-        index.as_query_engine(llm=llm, similarity_top_k=4, response_mode=mode) for mode in ("compact", "refine")
-    ]
+    engines = [index.as_query_engine(llm=llm, similarity_top_k=4, response_mode=mode) for mode in ("compact", "refine")]
     tool = QueryEngineTool.from_defaults(engines[0], name="docs", description="All documents.")
     sub_question = SubQuestionQueryEngine.from_defaults(
         [tool],
@@ -267,7 +265,9 @@ async def test_no_question_and_no_answer_is_ever_stored(chat: bool) -> None:
     )
     for one in (*engines, sub_question):
         one.query(QUESTION)
-    chatting = index.as_chat_engine(chat_mode="context", llm=llm, memory=ChatMemoryBuffer.from_defaults(token_limit=4000))
+    chatting = index.as_chat_engine(
+        chat_mode="context", llm=llm, memory=ChatMemoryBuffer.from_defaults(token_limit=4000)
+    )
     for _ in range(3):
         chatting.chat(QUESTION)
     stored = [tokenizer.decode(ids) for ids in store.stored_ids()]

@@ -1,0 +1,41 @@
+"""Long conversations about the same documents: nothing stored is computed in full again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from llama_index.core.chat_engine import CondensePlusContextChatEngine, ContextChatEngine
+from llama_index.core.memory import ChatMemoryBuffer
+
+from tests.langchain.models import Script, tiny_parts
+from tests.llama_index.common import QUESTION, listening, make_index, make_llm, make_nodes
+from tests.llama_index.test_matrix import force, say
+
+TURNS = 10
+RATIO = 0.15
+
+
+@pytest.mark.parametrize("mode", ["sync", "async", "stream", "astream"])
+@pytest.mark.parametrize("engine", [ContextChatEngine, CondensePlusContextChatEngine])
+async def test_ten_turns_reuse_the_documents(engine: Any, mode: str) -> None:
+    llm = make_llm(
+        True,
+        {"recompute_ratio": RATIO},
+        logits_processor=[Script(tiny_parts()[1], force)],
+        max_new_tokens=20,
+    )
+    retriever = make_index(make_nodes(seed=80, words=40)).as_retriever(similarity_top_k=4)
+    chat = engine.from_defaults(retriever, llm=llm, memory=ChatMemoryBuffer.from_defaults(token_limit=6000))
+    with llm.engine, listening() as answers:
+        for turn in range(TURNS):
+            await say(chat, mode, f"{QUESTION} Turn {turn}.")
+    turns = [info for info in answers.infos if info["hits"] or info["misses"]]
+    assert [(info["hits"], info["misses"]) for info in turns] == [(0, 4)] + [(4, 0)] * (TURNS - 1)
+    for info in turns[1:]:
+        # All reused tokens pass layer 0, where deviation begins; from the check layer on, a share of them.
+        assert max(info["recomputed_tokens"][1:]) <= RATIO * info["reused_tokens"]
+        assert info["reused_tokens"] > 300
+    fed = [info["prompt_tokens"] for info in turns]
+    assert fed == sorted(fed)
+    assert fed[-1] > fed[0] + 200  # the conversation grew
