@@ -14,7 +14,7 @@ from tenacity import AttemptManager, Retrying, retry_if_exception, stop_after_at
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine, DecodeArguments
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.noticing import known_chunks
+from cacheblend_rag.noticing import known_chunks, written_forms
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import BlendReport, Generation, WarmReport
 from cacheblend_rag.streaming import TextStream
@@ -235,10 +235,10 @@ class ModelFields(BaseModel):
         return self.engine.estimate_bytes(self._texts(documents))
 
     def forget(self, documents: Iterable[Any]) -> int:
-        """Erase the stored KV of documents; how many records there were."""
+        """Erase the stored KV of documents, in every form in which prompts held them; how many records there were."""
         texts = self._texts(documents)
         known_chunks.discard(texts)
-        return self.engine.forget(texts)
+        return self.engine.forget([*texts, *written_forms(texts)])
 
     # Answering -------------------------------------------------------------------------------
 

@@ -30,12 +30,14 @@ from itertools import pairwise
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
 
-__all__ = ["ChunkRegistry", "Match", "chunk_text", "known_chunks", "notice", "rebuild"]
+__all__ = ["ChunkRegistry", "Match", "chunk_text", "known_chunks", "notice", "rebuild", "written_forms"]
 
 # Texts are indexed by their first characters; shorter texts are too common to be taken for chunks.
 _HEAD = 16
 # A stretch of a text that nearly always holds that many characters besides white space.
 _HEAD_ROOM = 64
+# Texts of which it is remembered in what other forms prompts held them.
+_FORMS_OF = 4096
 
 
 def chunk_text(text: str) -> str:
@@ -67,6 +69,7 @@ class _Squeezed:
     """A text with each stretch of white space as one space, and the way back to where it was."""
 
     def __init__(self, text: str) -> None:
+        self.original = text
         words, self._starts, self._origins = [], list[int](), list[int]()
         at = 0
         for word in re.finditer(r"\S+", text):
@@ -152,7 +155,11 @@ class ChunkRegistry:
             for known in by_head.get(text[at : at + _HEAD], ()):
                 form = self._form(known)
                 if text.startswith(form, at):
-                    found.append(Match(squeezed.origin(at), squeezed.origin(at + len(form) - 1) + 1))
+                    match = Match(squeezed.origin(at), squeezed.origin(at + len(form) - 1) + 1)
+                    written = squeezed.original[match.start : match.stop]
+                    if written != known:
+                        _note_form(form, written)
+                    found.append(match)
                     used.append(known)
         with self._lock:
             for known in used:
@@ -193,6 +200,27 @@ class ChunkRegistry:
 
 known_chunks = ChunkRegistry()
 """Chunk texts seen in this process."""
+
+
+_forms: OrderedDict[str, dict[str, None]] = OrderedDict()  # by squeezed text
+_forms_lock = threading.Lock()
+
+
+def _note_form(squeezed: str, written: str) -> None:
+    with _forms_lock:
+        _forms.setdefault(squeezed, {})[written] = None
+        _forms.move_to_end(squeezed)
+        if len(_forms) > _FORMS_OF:
+            _forms.popitem(last=False)
+
+
+def written_forms(texts: Iterable[str]) -> list[str]:
+    """How prompts of this process held chunks whose white space a chain had changed.
+
+    Each such form is a record of its own, so erasing a chunk means erasing them, too.
+    """
+    with _forms_lock:
+        return [form for text in texts for form in _forms.get(" ".join(text.split()), ()) if form != text]
 
 
 def _head(text: str) -> str:

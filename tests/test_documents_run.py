@@ -23,8 +23,14 @@ SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 SAID = {
     "llama_index_streaming.py": r"\n6 hits, 0 misses, first token after \d+ ms",
     "llama_index_chat_engine.py": r"work for\? .+\nWhere does Lars Mardahl live\? .+",
+    "streaming_chain.py": r"work for\? .+\nWhich animal .+\? .+",
+    "conversation.py": r"Velvetmas\? .+\n  ([5-9]|1\d) hits, ",  # those of earlier turns, at least
+    "agent.py": r"live\? .+\n  [1-6] hits, ",
+    "long_document.py": r"\d+ chunks, \d{4} tokens; .+\n.+ windows in .+\n.+ windows in ",
     "llama_index_ingestion.py": r"\d+ nodes, [\d,]+ bytes of KV\n(.*\n)+[\d,]+ bytes without \S+\.md",
 }
+# Arguments that make a long example short.
+SHORTENED = {"long_document.py": ["--tokens", "3000"]}
 
 
 def run(arguments: list[str], folder: Path) -> str:
@@ -71,7 +77,7 @@ def test_readme_examples(code: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_example_scripts(script: Path, tmp_path: Path) -> None:
-    output = run([sys.executable, "-W", "ignore", str(script)], tmp_path)
+    output = run([sys.executable, "-W", "ignore", str(script), *SHORTENED.get(script.name, [])], tmp_path)
     assert re.search(SAID.get(script.name, r"\S"), output), output
 
 

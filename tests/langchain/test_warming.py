@@ -79,6 +79,18 @@ def test_deleting_documents_erases_their_kv(llm: CacheBlendLLM) -> None:
     assert llm.engine.warm([TEXTS[2]], progress=False).computed == 1
 
 
+def test_forms_that_a_chain_has_made_of_a_document_are_erased_with_it(llm: CacheBlendLLM) -> None:
+    llm.warm(DOCUMENTS, progress=False)
+    folded = " ".join(TEXTS[0].split())
+    for misses in (1, 0):
+        result = llm.generate([f"Use:\n{folded}\n\n{TEXTS[1]}\n\nWhat fell?"])
+        info = result.generations[0][0].generation_info
+        assert info is not None
+        assert (info["hits"], info["misses"]) == (2 - misses, misses)
+    assert llm.forget(DOCUMENTS[:1]) == 2
+    assert llm.engine.warm([folded, TEXTS[0], TEXTS[1]], progress=False).computed == 2
+
+
 def test_a_text_that_another_document_has_too_keeps_its_kv() -> None:
     store = FaissVectorStore.from_texts([TEXTS[0], TEXTS[0], TEXTS[1]], EMBEDDING, ids=["a", "b", "c"])
     gone: list[list[str]] = []
