@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from cacheblend_rag.conversation import HeldBack
 from cacheblend_rag.engine import DecodeArguments
 from cacheblend_rag.modelfields import ModelFields
 from cacheblend_rag.prompt import Prompt
@@ -25,14 +26,21 @@ class Said:
     text : str
         All of it.
     delta : str or None
-        The newest piece; None if the answer was not streamed.
+        The newest piece; None if the answer is complete.
     answer : Generation or None
         The whole answer, once it is complete.
+    sent : int or None
+        Characters of it that were handed out in pieces before; None if it was not streamed.
     """
 
     text: str
     delta: str | None = None
     answer: Generation | None = None
+    sent: int | None = None
+
+    def rest(self, content: str) -> str | None:
+        """The newest piece of a response with this content."""
+        return self.delta if self.sent is None else content[self.sent :]
 
 
 @dataclass(frozen=True)
@@ -49,8 +57,10 @@ class ModelCall(Generic[R]):
         What else the call was given.
     respond : callable
         Makes a response of what was said.
-    held : bool
-        Whether pieces are held back until the answer is complete.
+    tools : bool
+        Whether the answer may be a tool call; what may become one is held back.
+    opening : str
+        Text with which the answer was begun for the model.
     """
 
     fields: ModelFields
@@ -58,7 +68,8 @@ class ModelCall(Generic[R]):
     arguments: DecodeArguments
     options: dict[str, Any]
     respond: Callable[[Said], R]
-    held: bool = False
+    tools: bool = False
+    opening: str = ""
 
     def whole(self) -> R:
         """The whole answer."""
@@ -70,33 +81,45 @@ class ModelCall(Generic[R]):
 
     def pieces(self) -> Generator[R, None, None]:
         """The answer piece by piece; leaving it early ends the generation."""
-        stream, text = self.fields._open(self.prompt, self.arguments, self.options), ""
+        stream, pieces = self.fields._open(self.prompt, self.arguments, self.options), _Pieces(self)
         try:
             for piece in stream:
-                text += piece
-                if not self.held:
-                    yield self.respond(Said(text, piece))
+                yield from pieces.of(piece)
         finally:
             stream.cancel()
-        yield from self._last(stream.result, text)
+        yield from pieces.last(stream.result)
 
     async def apieces(self) -> AsyncGenerator[R, None]:
         """`pieces`, without blocking the event loop."""
-        stream, text = self.fields._open(self.prompt, self.arguments, self.options), ""
+        stream, pieces = self.fields._open(self.prompt, self.arguments, self.options), _Pieces(self)
         try:
             async for piece in stream:
-                text += piece
-                if not self.held:
-                    yield self.respond(Said(text, piece))
+                for response in pieces.of(piece):
+                    yield response
         finally:
             stream.cancel()
-        for last in self._last(stream.result, text):
-            yield last
+        for response in pieces.last(stream.result):
+            yield response
 
     def _done(self, answer: Generation) -> R:
-        return self.respond(Said(answer.text, None, answer))
+        return self.respond(Said(self.opening + answer.text, None, answer))
 
-    def _last(self, answer: Generation | None, text: str) -> Generator[R, None, None]:
-        """What is known only at the end: how the answer was made, and tool calls."""
+
+class _Pieces(Generic[R]):
+    """Responses for the pieces of one stream."""
+
+    def __init__(self, call: ModelCall[R]) -> None:
+        self._call, self._text = call, ""
+        self._held = HeldBack(call.tools)
+
+    def of(self, piece: str) -> Iterator[R]:
+        """A response for what of a piece may be handed out; a call is handed out only when it is complete."""
+        new = "" if self._call.opening else self._held.feed(piece)
+        if new:
+            self._text += new
+            yield self._call.respond(Said(self._text, new))
+
+    def last(self, answer: Generation | None) -> Iterator[R]:
+        """What is known only at the end: how the answer was made, tool calls, text held back for them."""
         if answer is not None:
-            yield self.respond(Said(answer.text, text if self.held else "", answer))
+            yield self._call.respond(Said(self._call.opening + answer.text, None, answer, len(self._text)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from llama_index.core.base.llms.types import (
@@ -29,7 +29,7 @@ from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 from llama_index.core.tools import BaseTool
 from pydantic import ValidationError
 
-from cacheblend_rag.conversation import offers_tools
+from cacheblend_rag.conversation import CALL_END, check_choice, offers_tools, opening
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.llama_index.answering import ModelCall, R, Said
 from cacheblend_rag.llama_index.context import CONTEXT_NAMES, Hint, MarkedMessages, MarkedText, see
@@ -162,7 +162,7 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        """Answer a conversation piece by piece; where tools are offered, in one piece."""
+        """Answer a conversation piece by piece; tool calls come with the last piece."""
         return self._conversation(messages, kwargs).pieces()
 
     @llm_chat_callback()
@@ -177,29 +177,32 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
         info = self._teller()
 
         def respond(said: Said) -> CompletionResponse:
-            return CompletionResponse(text=said.text, delta=said.delta, raw=info(said))
+            return CompletionResponse(text=said.text, delta=said.rest(said.text), raw=info(said))
 
         return self._call(seen, options, respond)
 
     def _conversation(self, messages: Sequence[ChatMessage], options: dict[str, Any]) -> ModelCall[ChatResponse]:
         tools = options.get("tools")
+        names = [tool["function"]["name"] for tool in tools or []]
+        begun = opening(check_choice(options.get("tool_choice"), names), self.engine.tokenizer)
         hint = messages.hint if isinstance(messages, MarkedMessages) else None
-        separator = self.engine.config.separator
-        text = self._spoken(messages, tools)
+        text, separator = self._spoken(messages, tools) + begun, self.engine.config.separator
         seen = see(text, separator, hint=hint, messages=messages, keep_glue=self.keep_glue)
         info = self._teller()
 
         def respond(said: Said) -> ChatResponse:
-            message = answer_message(said.text, bool(tools) and said.answer is not None)
-            return ChatResponse(message=message, delta=said.delta, raw=info(said))
+            message = answer_message(said.text, names if said.answer is not None else ())
+            return ChatResponse(message=message, delta=said.rest(message.content or ""), raw=info(said))
 
-        return self._call(seen, options, respond, held=bool(tools))
+        return self._call(seen, options, respond, bool(tools), begun)
 
-    def _call(self, seen: Prompt, options: dict[str, Any], respond: Any, held: bool = False) -> ModelCall[R]:
-        stop = options.get("stop")
+    def _call(
+        self, seen: Prompt, options: dict[str, Any], respond: Callable[[Said], R], tools: bool = False, begun: str = ""
+    ) -> ModelCall[R]:
+        stop = options.get("stop") or []
+        stops = [*([stop] if isinstance(stop, str) else stop), *([CALL_END] if begun else [])]
         given = {name: value for name, value in options.items() if name != "stop"}
-        arguments = self._arguments([stop] if isinstance(stop, str) else stop, given)
-        return ModelCall(self, seen, arguments, given, respond, held)
+        return ModelCall(self, seen, self._arguments(stops, given), given, respond, tools, begun)
 
     def _teller(self) -> Any:
         """What makes ``raw`` of an answer, and tells tracing of it once."""
@@ -256,10 +259,12 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
         tool_required: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Arguments of `chat` that offer tools; a local model cannot be made to call one."""
+        """Arguments of `chat` that offer tools; where one is required, the answer is begun as a call."""
         messages = list(chat_history or [])
         if user_msg is not None:
             messages.append(ChatMessage(role="user", content=user_msg) if isinstance(user_msg, str) else user_msg)
+        if tool_required and kwargs.get("tool_choice") in (None, "auto"):
+            kwargs["tool_choice"] = "any"
         return {"messages": messages, "tools": [tool.metadata.to_openai_tool() for tool in tools], **kwargs}
 
     def get_tool_calls_from_response(

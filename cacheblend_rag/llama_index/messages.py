@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -58,18 +58,24 @@ def turns_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     return [_turn(message) for message in messages]
 
 
-def answer_message(text: str, offered: bool) -> ChatMessage:
-    """A generated text as a message; tool calls are read if tools were offered.
+def answer_message(text: str, tools: Collection[str] = ()) -> ChatMessage:
+    """A generated text as a message.
 
-    What looks like a call and cannot be understood stays text.
+    Parameters
+    ----------
+    text : str
+    tools : collection of str
+        Tools that were offered: calls of them are read. What looks like a call and cannot be
+        understood stays text.
     """
-    parsed = parse_calls(text) if offered else None
+    parsed = parse_calls(text, tools) if tools else None
     if parsed is None or not parsed.calls:
         return ChatMessage(role=MessageRole.ASSISTANT, content=text)
     blocks: list[ContentBlock] = [TextBlock(text=parsed.content)] if parsed.content else []
     for call in parsed.calls:
         if isinstance(call, Call):
-            blocks.append(ToolCallBlock(tool_call_id=uuid4().hex, tool_name=call.name, tool_kwargs=call.arguments))
+            # Nine letters or digits: Mistral's templates take no other names.
+            blocks.append(ToolCallBlock(tool_call_id=uuid4().hex[:9], tool_name=call.name, tool_kwargs=call.arguments))
         else:
             blocks.append(TextBlock(text=call.text))
     return ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks)

@@ -13,6 +13,7 @@ from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRol
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
+from pydantic import BaseModel
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import ConfigError, GenerationTimeoutError, PromptError
@@ -260,11 +261,36 @@ async def test_tools_are_offered_and_called() -> None:
     calls = llm.get_tool_calls_from_response(whole)
     assert [(call.tool_name, call.tool_kwargs) for call in calls] == [("find", {"what": "leaf"})]
     pieces = list(llm.stream_chat_with_tools([tool], chat_history=HELLO))
-    assert len(pieces) == 1  # whether a text is a call shows at its end
-    assert llm.get_tool_calls_from_response(pieces[0])[0].tool_name == "find"
+    assert "".join(piece.delta or "" for piece in pieces) == "Let me look."
+    assert len(pieces) > 3
+    assert llm.get_tool_calls_from_response(pieces[-1])[0].tool_name == "find"
     turn = turns_of([whole.message])[0]
     assert turn["tool_calls"][0]["function"] == {"name": "find", "arguments": {"what": "leaf"}}
     assert str(llm.predict_and_call([tool], user_msg="What fell?")) == "leaf"
+
+
+async def test_a_call_can_be_required() -> None:
+    llm, tool = with_script(lambda prompt: '{"what": "leaf"}}'), FunctionTool.from_defaults(find)
+    for options in ({"tool_required": True}, {"tool_choice": "find"}):
+        whole = await llm.achat_with_tools([tool], user_msg="What fell?", **options)
+        assert fed(llm, whole).endswith('<tool_call>\n{"name": "find", "arguments": ')
+        assert llm.get_tool_calls_from_response(whole)[0].tool_kwargs == {"what": "leaf"}
+        pieces = [one async for one in await llm.astream_chat_with_tools([tool], user_msg="What fell?", **options)]
+        assert len(pieces) == 1
+        assert llm.get_tool_calls_from_response(pieces[0])[0].tool_kwargs == {"what": "leaf"}
+    with pytest.raises(ConfigError, match="tool_choice='lose'"):
+        llm.chat_with_tools([tool], user_msg="What fell?", tool_choice="lose")
+
+
+class Fall(BaseModel):
+    """What fell."""
+
+    what: str
+
+
+def test_structured_answers_are_forced_into_their_form() -> None:
+    llm = with_script(lambda prompt: '{"what": "leaf"}}')
+    assert llm.structured_predict(Fall, PromptTemplate("What fell? {hint}"), hint="It is green.") == Fall(what="leaf")
 
 
 def test_what_is_no_call_stays_text() -> None:
@@ -274,10 +300,10 @@ def test_what_is_no_call_stays_text() -> None:
     assert plain.get_tool_calls_from_response(response, error_on_no_tool_call=False) == []
     with pytest.raises(ValueError, match="called no tool"):
         plain.get_tool_calls_from_response(response)
-    message = answer_message('<tool_call>{"name": </tool_call>', True)
+    message = answer_message('<tool_call>{"name": </tool_call>', ["find"])
     assert message.content == '{"name":'
     assert not any(isinstance(block, ToolCallBlock) for block in message.blocks)
-    assert answer_message(CALL, False).content == CALL
+    assert answer_message(CALL).content == CALL
 
 
 def test_messages_that_are_no_text_are_refused() -> None:
