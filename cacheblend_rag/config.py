@@ -7,17 +7,20 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 from cacheblend_rag.checks import check_choice, check_layer_list, check_share, check_shares, check_whole
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["CONDITIONS", "ENV_PREFIX", "METRICS", "WRITE_BACKS", "BlendConfig", "parse_bytes"]
+__all__ = ["CONDITIONS", "ENV_PREFIX", "METRICS", "WRITE_BACKS", "BlendConfig", "default_data_path", "parse_bytes"]
 
 ENV_PREFIX = "CACHEBLEND_RAG_"
 CONDITIONS = ("sink", "prefix")
 METRICS = ("v", "k", "kv")
 WRITE_BACKS = ("background", "inline", "off")
+# r* of the paper for question answering; the other is a starting value.
+LOWEST_RATIOS = {"answer": 0.15, "summary": 0.10}
 CODEC_NAMES = ("raw", "fp8", "int8", "int4")
 
 _T = TypeVar("_T")
@@ -59,6 +62,12 @@ def parse_bytes(value: int | str, field_name: str = "size_limit") -> int:
     return size
 
 
+def default_data_path() -> Path:
+    """Where the command line keeps index and KV unless it is told otherwise."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "cacheblend_rag"
+
+
 def _layers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part.strip())
 
@@ -93,9 +102,14 @@ class BlendConfig:
     ----------
     separator : str
         Text between segments. Its token ids open each chunk and are stored with it.
-    recompute_ratio : float
+    recompute_ratio : float or "auto"
         Share of the reused chunk tokens that is recomputed on every layer from the check layer
-        on, from 0 to 1 (section 4.3 of the CacheBlend paper; 0.15 there).
+        on, from 0 to 1 (section 4.3 of the CacheBlend paper; 0.15 there). ``"auto"`` lets the
+        loading controller choose it for each request, once ``cacheblend-rag profile`` has been
+        run: as much as loading hides, but never less than ``task`` needs. Until then it is that
+        least.
+    task : {"answer", "summary"}
+        What answers are for: bounds of the ratio that ``"auto"`` chooses.
     selection : str or SelectionRule
         Which tokens are recomputed: a rule, or the name of one. ``"hkvd"`` recomputes the tokens
         of highest KV deviation, ``"none"`` is full KV reuse, ``"all"`` is full KV recompute; also
@@ -145,7 +159,8 @@ class BlendConfig:
     """
 
     separator: str = _option("separator", " # # ", str)
-    recompute_ratio: float = _option("recompute_ratio", 0.15, float)
+    recompute_ratio: float | str = _option("recompute_ratio", "auto", lambda text: _ratio(text), like="0.15 or auto")
+    task: str = _option("task", "answer", str)
     selection: Any = _option("selection", "hkvd", str)  # noqa: RUF009
     check_layers: tuple[int, ...] = _option("check_layers", (1,), _layers)
     recompute_ratios: tuple[float, ...] = _option("recompute_ratios", (), _ratios, like="'0.2,0.1'")
@@ -170,7 +185,9 @@ class BlendConfig:
         object.__setattr__(self, "memory_limit", _bytes_or_none(self.memory_limit))
         if not isinstance(self.separator, str) or not self.separator:
             raise ConfigError("separator", self.separator, "use a text that is not empty")
-        check_share("recompute_ratio", self.recompute_ratio)
+        if self.recompute_ratio != "auto":
+            check_share("recompute_ratio", self.recompute_ratio)
+        check_choice("task", self.task, tuple(LOWEST_RATIOS))
         if not isinstance(self.selection, str) and not callable(getattr(self.selection, "keep", None)):
             raise ConfigError("selection", self.selection, "use the name of a rule, such as 'hkvd', or a rule")
         check_choice("metric", self.metric, METRICS)
@@ -199,6 +216,11 @@ class BlendConfig:
         return parse_bytes(self.size_limit)
 
     @property
+    def ratio(self) -> float:
+        """The recompute ratio, or the least of ``task`` if a controller is to choose it."""
+        return LOWEST_RATIOS[self.task] if isinstance(self.recompute_ratio, str) else self.recompute_ratio
+
+    @property
     def memory_bytes(self) -> int:
         """``memory_limit`` in bytes."""
         return _bytes_or_none(self.memory_limit)
@@ -207,6 +229,10 @@ class BlendConfig:
     def names(cls) -> tuple[str, ...]:
         """Names of all options."""
         return tuple(f.name for f in fields(cls))
+
+
+def _ratio(text: str) -> float | str:
+    return "auto" if text.strip().lower() == "auto" else float(text)
 
 
 def _bytes_or_none(value: int | str) -> int:

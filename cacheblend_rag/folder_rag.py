@@ -15,7 +15,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.outputs import LLMResult
 
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import BlendConfig, default_data_path
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.langchain import CacheBlendLLM, known_chunks
@@ -68,10 +68,7 @@ class FolderRAGOptions:
     @property
     def data_path(self) -> Path:
         """Folder of index and KV store."""
-        if self.data_dir is not None:
-            return Path(self.data_dir)
-        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        return Path(cache) / "cacheblend_rag"
+        return Path(self.data_dir) if self.data_dir is not None else default_data_path()
 
     @property
     def foreign_documents(self) -> bool:

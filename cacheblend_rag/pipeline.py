@@ -13,15 +13,15 @@ import torch
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
-from cacheblend_rag.fusor.selection import make_rule
 from cacheblend_rag.fusor.work import work_share
-from cacheblend_rag.loading import LayerReader, Placement, load_ahead, load_plainly
-from cacheblend_rag.loading.loader import RecordLost
+from cacheblend_rag.loading import ChunkKV, LayerReader, Placement, load_ahead, load_plainly
+from cacheblend_rag.loading.loader import ReadClock, RecordLost
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.fingerprint import fingerprint_in
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import Prompt, SegmentTokenizer, Span, TokenizedPrompt
 from cacheblend_rag.report import BlendReport, FusedKV, Seconds
+from cacheblend_rag.steering import Choice, Steering, controller_beside
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, record_key
 from cacheblend_rag.writeback import Job
 
@@ -108,14 +108,15 @@ class Pipeline:
     ) -> None:
         self.adapter, self.tokenizer, self.config, self.store = adapter, tokenizer, config, store
         self.fingerprint = fingerprint or adapter.fingerprint()
-        self._rule = make_rule(config).fit(adapter.num_layers)
+        self._steering = Steering(config, adapter.num_layers, self.fingerprint, controller_beside(store))
 
     def with_config(self, config: BlendConfig, tokenizer: SegmentTokenizer) -> Pipeline:
         """The same model and store with other options; the model is not hashed again."""
         other = object.__new__(Pipeline)
         other.__dict__.update(self.__dict__)
         other.config, other.tokenizer = config, tokenizer
-        other._rule = make_rule(config).fit(self.adapter.num_layers)
+        steering = self._steering
+        other._steering = Steering(config, self.adapter.num_layers, self.fingerprint, steering.controller)
         return other
 
     def segment(self, kind: str, context_ids: tuple[int, ...], token_ids: tuple[int, ...], regime: int = 0) -> Segment:
@@ -199,12 +200,13 @@ class Pipeline:
         started = time.perf_counter()
         found = self._look_up(split)
         seconds = dataclasses.replace(seconds, look_up=time.perf_counter() - started)
-        started, opened, lost = time.perf_counter(), tuple(found.records.values()), 0
+        started, opened, lost, clock = time.perf_counter(), tuple(found.records.values()), 0, ReadClock()
+        choice, found = self._choose(split, found)
         try:
             while True:
-                layers = _Waited(self._load(split, found))
+                layers = _Waited(self._load(split, found, clock))
                 try:
-                    fusion = fuse(self.adapter, self._plan(split, found), layers, self._rule)
+                    fusion = fuse(self.adapter, self._plan(split, found), layers, choice.rule)
                     break
                 except RecordLost as error:
                     _log.warning("%s; the prompt is blended again without it", error)
@@ -216,8 +218,24 @@ class Pipeline:
             for record in opened:
                 record.close()
         took = time.perf_counter() - started
-        seconds = dataclasses.replace(seconds, load=layers.seconds, fuse=took - layers.seconds)
-        return Blend(self._fused(split, found, fusion, seconds, lost), self._write_back(split, found, fusion))
+        seconds = dataclasses.replace(seconds, load=layers.seconds, fuse=took - layers.seconds, read=clock.seconds)
+        if not lost and not hasattr(self.store, "tiers"):  # what came from memory says nothing of the disk
+            self._steering.note(choice, clock.seconds)
+        fused = self._fused(split, found, fusion, choice)
+        report = dataclasses.replace(fused.report, lost=lost, seconds=seconds)
+        return Blend(dataclasses.replace(fused, report=report), self._write_back(split, found, fusion))
+
+    def _choose(self, split: TokenizedPrompt, found: _Found) -> tuple[Choice, _Found]:
+        """Let the loading controller, where there is one, choose the ratio and what is worth reading."""
+        keys = list(dict.fromkeys(segment.key for segment in found.chunks if segment.key in found.records))
+        infos = [found.records[key].info for key in keys]
+        chunks = [ChunkKV(info.tokens, self.store.record_bytes(info)) for info in infos]
+        tokens = len(split.input_ids)
+        reused = sum(record.info.tokens for record in found.records.values())
+        choice = self._steering.choose(chunks, tokens, max(0, tokens - reused), getattr(self.store, "medium", ""))
+        for number in choice.plan.recomputed_chunks if choice.plan else ():
+            found = found.without(keys[number])
+        return choice, found
 
     def _look_up(self, split: TokenizedPrompt) -> _Found:
         """Open what is stored of the prefix and the chunks."""
@@ -227,7 +245,7 @@ class Pipeline:
         prefix = self.segment("prefix", (), prefix_ids, regime) if len(prefix_ids) > len(start) else None
         context = prefix_ids if self.config.condition == "prefix" else start
         chunks = tuple(self.segment("chunk", context, split.ids(span), regime) for span in split.chunks)
-        if not self._rule.reads_store:
+        if not self._steering.rule.reads_store:
             return _Found(None, chunks, {})
         records: dict[str, StoredKV] = {}
         for segment in (*([prefix] if prefix else []), *chunks):
@@ -244,7 +262,7 @@ class Pipeline:
         self.store.delete(segment.key)
         return None
 
-    def _load(self, split: TokenizedPrompt, found: _Found) -> Iterator[LayerKV]:
+    def _load(self, split: TokenizedPrompt, found: _Found, clock: ReadClock) -> Iterator[LayerKV]:
         """Stored KV, layer by layer."""
         spans = zip(split.chunks, found.chunks, strict=True)
         places = [*([(split.prefix, found.prefix)] if found.prefix else []), *spans]
@@ -261,6 +279,7 @@ class Pipeline:
             head_dim=adapter.head_dim,
             dtype=adapter.dtype,
             device=adapter.device,
+            clock=clock,
         )
         ahead = self.config.prefetch and reader.stored_layer_bytes >= _WORTH_A_THREAD
         return load_ahead(reader) if ahead else load_plainly(reader)
@@ -285,7 +304,7 @@ class Pipeline:
         question = _range(split.suffix) if len(split.suffix) else None
         return FusionPlan(split.input_ids, exact, list(reused), turn, list(reused.values()), question)
 
-    def _fused(self, split: TokenizedPrompt, found: _Found, fusion: Fusion, seconds: Seconds, lost: int) -> FusedKV:
+    def _fused(self, split: TokenizedPrompt, found: _Found, fusion: Fusion, choice: Choice) -> FusedKV:
         hits = [span for span, seg in zip(split.chunks, found.chunks, strict=True) if seg.key in found.records]
         prefix_hit = found.prefix is not None and found.prefix.key in found.records
         report = dataclasses.replace(
@@ -297,8 +316,8 @@ class Pipeline:
             recomputed_tokens=fusion.recomputed_tokens,
             computed_tokens=tuple(map(len, fusion.computed)),
             work=work_share(self.adapter.shape, len(split.input_ids), fusion.done),
-            lost=lost,
-            seconds=seconds,
+            recompute_ratio=choice.ratio,
+            expected=choice.expected,
         )
         cache = self.adapter.new_cache(fusion.layers)
         return FusedKV(cache, fusion.logits, list(split.input_ids), fusion.computed, fusion.deviation, report)
@@ -313,7 +332,7 @@ class Pipeline:
 
     def _write_back(self, split: TokenizedPrompt, found: _Found, fusion: Fusion) -> dict[str, Job]:
         """What computes and stores each segment that was missing."""
-        if not self._rule.reads_store or self.config.write_back == "off":
+        if not self._steering.rule.reads_store or self.config.write_back == "off":
             return {}
         jobs: dict[str, Job] = {}
         prefix = found.prefix

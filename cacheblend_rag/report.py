@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["BlendReport", "FusedKV", "Generation", "Seconds", "WarmReport"]
+__all__ = ["BlendReport", "Expected", "FusedKV", "Generation", "Seconds", "WarmReport"]
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class Seconds:
     split, look_up, load, fuse, first_token : float
         ``load`` is the time the blended pass waited for KV; reading that ran beside it is not
         in it. ``first_token`` is the time from the logits to the first token.
+    read : float
+        All time spent reading KV, that beside the pass too; no part of the sum.
     """
 
     split: float = 0.0
@@ -26,11 +28,31 @@ class Seconds:
     load: float = 0.0
     fuse: float = 0.0
     first_token: float = 0.0
+    read: float = 0.0
 
     @property
     def ttft(self) -> float:
         """Time to first token: the sum."""
         return self.split + self.look_up + self.load + self.fuse + self.first_token
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the loading controller expected of a request, in seconds.
+
+    Parameters
+    ----------
+    read : float
+        Reading the KV; compare with `Seconds.read`.
+    fuse : float
+        The blended pass by itself; compare with `Seconds.fuse`.
+    prefill : float
+        A full prefill.
+    """
+
+    read: float
+    fuse: float
+    prefill: float
 
 
 @dataclass(frozen=True)
@@ -60,6 +82,10 @@ class BlendReport:
         Whether plain prefill answered.
     lost : int
         Records that failed while they were loaded; the pass began again without them.
+    recompute_ratio : float
+        Share of the reused chunk tokens that was to be recomputed.
+    expected : Expected or None
+        What the loading controller expected, if it steered the request.
     seconds : Seconds
         Where the time to first token went.
     generated_tokens : int
@@ -81,6 +107,8 @@ class BlendReport:
     work: float = 0.0
     plain: bool = False
     lost: int = 0
+    recompute_ratio: float = 0.0
+    expected: Expected | None = None
     seconds: Seconds = field(default_factory=Seconds)
     generated_tokens: int = 0
     finish_reason: str = ""

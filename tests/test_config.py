@@ -15,6 +15,7 @@ from cacheblend_rag.errors import CacheBlendError, ConfigError
 FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "separator": ("\n##\n", "\n##\n"),
     "recompute_ratio": ("0.25", 0.25),
+    "task": ("summary", "summary"),
     "selection": ("none", "none"),
     "check_layers": ("1, 3", (1, 3)),
     "recompute_ratios": ("0.2, 0.1", (0.2, 0.1)),
@@ -79,6 +80,9 @@ def test_unreadable_environment_value_names_variable_and_value(
         ("recompute_ratio", 1.01),
         ("recompute_ratio", float("nan")),
         ("recompute_ratio", "0.1"),
+        ("recompute_ratio", "Auto"),
+        ("task", "chat"),
+        ("task", None),
         ("recompute_ratio", True),
         ("selection", None),
         ("recompute_ratios", 0.1),

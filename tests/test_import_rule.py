@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("modelfields",),
     ("noticing", "engine", "conversation"),
     ("pipeline",),
+    ("steering",),
     ("prompt", "loading", "fusor", "decode", "streaming", "writeback", "batching"),
     ("store", "report"),
     ("models",),

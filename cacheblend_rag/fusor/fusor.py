@@ -95,7 +95,7 @@ def fuse(adapter: ModelAdapter, plan: FusionPlan, layers: Iterable[LayerKV], rul
     """
     with adapter.blending():
         state = _Pass(adapter, plan, rule.fit(adapter.num_layers), iter(layers))
-        fused = tuple(state.step(number) for number in range(adapter.num_layers))
+        fused = tuple(state.prefill_layer(number) for number in range(adapter.num_layers))
         logits = adapter.head(state.hidden[-1])
         done = RowsDone(tuple(state.computed), tuple(state.projected), state.scored)
         return Fusion(fused, logits, done.computed, tuple(state.recomputed), state.deviation, done)
@@ -173,7 +173,7 @@ class _Pass:
         self._masks: dict[int | None, torch.Tensor | None] = {}
         self._recomputed_now = int(self._optional.sum())
 
-    def step(self, layer: int) -> LayerKV:
+    def prefill_layer(self, layer: int) -> LayerKV:
         """Fuse one layer; its buffers then hold rotated keys and values of all positions."""
         kv = self._kv(layer)
         if self._rule.checks(layer) and self._recomputed_now:

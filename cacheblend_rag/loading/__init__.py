@@ -1,6 +1,23 @@
-"""LOAD: stored KV, layer by layer."""
+"""LOAD: stored KV, layer by layer, and how much of it to recompute meanwhile."""
 
+from cacheblend_rag.loading.controller import TASKS, ChunkKV, LoadingController, LoadingPlan, RatioBounds
 from cacheblend_rag.loading.loader import LayerReader, Placement, load_ahead, load_plainly
 from cacheblend_rag.loading.prefetcher import Prefetcher
+from cacheblend_rag.loading.profile import Device, MachineProfile, PrefillProfile, load_devices
 
-__all__ = ["LayerReader", "Placement", "Prefetcher", "load_ahead", "load_plainly"]
+__all__ = [
+    "TASKS",
+    "ChunkKV",
+    "Device",
+    "LayerReader",
+    "LoadingController",
+    "LoadingPlan",
+    "MachineProfile",
+    "Placement",
+    "Prefetcher",
+    "PrefillProfile",
+    "RatioBounds",
+    "load_ahead",
+    "load_devices",
+    "load_plainly",
+]

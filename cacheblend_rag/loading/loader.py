@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,7 +14,7 @@ from cacheblend_rag.errors import RecordError
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.store.base import StoredKV, copy_layer
 
-__all__ = ["LayerReader", "Placement", "RecordLost", "load_ahead", "load_plainly"]
+__all__ = ["LayerReader", "Placement", "ReadClock", "RecordLost", "load_ahead", "load_plainly", "synchronize"]
 
 
 class RecordLost(RecordError):  # noqa: N818 - an event the engine recovers from, not a fault of the caller
@@ -41,6 +42,13 @@ class Placement:
     start: int
 
 
+class ReadClock:
+    """Seconds spent reading."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
 @dataclass(frozen=True)
 class LayerReader:
     """Reads one layer of all records into buffers that span the prompt.
@@ -55,6 +63,8 @@ class LayerReader:
         Element type of the model.
     device : torch.device
         Where the buffers are made.
+    clock : ReadClock
+        Counts the time spent reading, on whichever thread.
     """
 
     placements: Sequence[Placement]
@@ -64,6 +74,7 @@ class LayerReader:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    clock: ReadClock = field(default_factory=lambda: ReadClock())
 
     @property
     def stored_layer_bytes(self) -> int:
@@ -71,14 +82,18 @@ class LayerReader:
         tokens = sum(place.record.info.tokens for place in self.placements)
         return 2 * tokens * self.kv_heads * self.head_dim * self.dtype.itemsize
 
-    def read(self, layer: int) -> LayerKV:
-        """KV of one layer; positions without a record are undefined.
+    def fetch_kv(self, layer: int) -> LayerKV:
+        """KV of one layer, read, checked and in place; positions without a record are undefined.
+
+        The first of the three interfaces of section 6 of the paper; `synchronize` is the second,
+        the fusor's ``prefill_layer`` the third.
 
         Raises
         ------
         RecordLost
             If a record cannot be read or fails its checksum.
         """
+        started = time.perf_counter()
         shape = (1, self.kv_heads, self.tokens, self.head_dim)
         keys = torch.empty(shape, dtype=self.dtype, device=self.device)
         values = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -89,13 +104,25 @@ class LayerReader:
                 copy_layer(place.record, layer, keys[0, :, span], values[0, :, span])
             except (RecordError, OSError) as error:
                 raise RecordLost(place.key, str(error)) from error
+        self.clock.seconds += time.perf_counter() - started
         return LayerKV(keys, values)
+
+
+def synchronize(layer: Future[LayerKV]) -> LayerKV:
+    """Wait until the KV of a layer is there.
+
+    Raises
+    ------
+    RecordLost
+        If a record could not be read.
+    """
+    return layer.result()
 
 
 def load_plainly(reader: LayerReader) -> Iterator[LayerKV]:
     """Read each layer when it is asked for: the plain twin of `load_ahead`."""
     for layer in range(reader.layers):
-        yield reader.read(layer)
+        yield reader.fetch_kv(layer)
 
 
 def load_ahead(reader: LayerReader, ahead: int = 2) -> Iterator[LayerKV]:
@@ -114,9 +141,9 @@ def load_ahead(reader: LayerReader, ahead: int = 2) -> Iterator[LayerKV]:
         try:
             for _ in range(reader.layers):
                 while following < reader.layers and len(waiting) < ahead:
-                    waiting.append(pool.submit(reader.read, following))
+                    waiting.append(pool.submit(reader.fetch_kv, following))
                     following += 1
-                yield waiting.popleft().result()
+                yield synchronize(waiting.popleft())
         finally:
             for future in waiting:
                 future.cancel()

@@ -18,6 +18,7 @@ import torch
 import transformers
 from transformers.utils import cached_file
 
+from cacheblend_rag.config import default_data_path
 from cacheblend_rag.models.fingerprint import ADAPTER_VERSION
 
 __all__ = ["files_identity", "known_fingerprint", "known_names", "remember_fingerprint"]
@@ -94,8 +95,7 @@ def _folder_of(model: str) -> Path | None:
 
 
 def _cache_file() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "cacheblend_rag" / "fingerprints.json"
+    return default_data_path() / "fingerprints.json"
 
 
 def _read() -> dict[str, tuple[str, str]]:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from cacheblend_rag.errors import ConfigError, ModelLoadError
 from cacheblend_rag.models.fingerprint import fingerprint
 from cacheblend_rag.models.identity import files_identity, known_fingerprint, remember_fingerprint
 
-__all__ = ["LoadedModel", "load_model"]
+__all__ = ["KVGeometry", "LoadedModel", "load_geometry", "load_model"]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -76,6 +76,51 @@ def load_model(
     # What was downloaded just now, or changed meanwhile, is known from the next load on.
     unchanged = before is not None and before == files_identity(name, dtype)
     return LoadedModel(loaded.eval(), tokenizer, name, before if unchanged else None)
+
+
+@dataclass(frozen=True)
+class KVGeometry:
+    """Shape of a model's KV, as its config says.
+
+    Parameters
+    ----------
+    layers, kv_heads, head_dim : int
+    dtype : str
+        Element type of the checkpoint.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+
+def load_geometry(model: str | os.PathLike[str], dtype: str = "auto") -> tuple[KVGeometry, Any]:
+    """Shape of a model's KV, and its tokenizer; weights are not read.
+
+    Raises
+    ------
+    ModelLoadError
+        If the config or the tokenizer cannot be loaded.
+    ConfigError
+        If the element type is not known.
+    """
+    if dtype not in _DTYPES:
+        raise ConfigError("dtype", dtype, "use one of " + ", ".join(map(repr, _DTYPES)))
+    name = os.fspath(model)
+    try:
+        config = AutoConfig.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        heads = int(config.num_attention_heads)
+        geometry = KVGeometry(
+            layers=int(config.num_hidden_layers),
+            kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+            head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+            dtype=str(config.dtype or torch.float32).removeprefix("torch.") if dtype == "auto" else dtype,
+        )
+    except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
+        raise ModelLoadError(f"config and tokenizer of model {name!r} could not be loaded: {error}") from error
+    return geometry, tokenizer
 
 
 def _device(device: str) -> torch.device:

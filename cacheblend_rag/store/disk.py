@@ -159,6 +159,7 @@ class DiskStore:
     """
 
     persistent = True
+    medium = "disk"
 
     def __init__(
         self,

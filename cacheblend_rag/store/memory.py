@@ -51,6 +51,7 @@ class MemoryStore(Claims):
     """
 
     persistent = False
+    medium = "memory"
 
     def __init__(
         self,

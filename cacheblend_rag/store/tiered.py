@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 
@@ -52,6 +53,16 @@ class TieredStore:
     def persistent(self) -> bool:
         """Whether records outlive the process."""
         return any(_persistent(tier) for tier in self.tiers)
+
+    @property
+    def medium(self) -> str:
+        """What the nearest tier that keeps records is made of; plans count on it alone, whatever lies above."""
+        return str(getattr(self._keeping[0], "medium", ""))
+
+    @property
+    def folder(self) -> Path | None:
+        """Folder of the nearest tier that has one."""
+        return next((tier.folder for tier in self.tiers if hasattr(tier, "folder")), None)
 
     @property
     def size_limit(self) -> int:

@@ -80,5 +80,6 @@ def make_rule(config: BlendConfig) -> SelectionRule:
     if config.recompute_ratios and "recompute_ratios" not in names:
         remedy = f"leave it empty; {config.selection!r} takes one recompute_ratio"
         raise ConfigError("recompute_ratios", config.recompute_ratios, remedy)
-    shared = {name: getattr(config, name) for name in _SHARED if name in names}
+    values = {name: getattr(config, name) for name in _SHARED} | {"recompute_ratio": config.ratio}
+    shared = {name: value for name, value in values.items() if name in names}
     return kind(**shared, **config.selection_options)

@@ -1,0 +1,36 @@
+"""The command line: ``cacheblend-rag ask``, ``bench``, ``cache`` and ``profile``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from cacheblend_rag import __version__
+from cacheblend_rag.cli.ask import add_ask
+from cacheblend_rag.cli.bench import add_bench
+from cacheblend_rag.cli.cache import add_cache
+from cacheblend_rag.cli.profile import add_profile
+from cacheblend_rag.errors import CacheBlendError
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the process's exit status."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        status: int = parsed.run(parsed)
+        return status
+    except CacheBlendError as error:
+        print(f"cacheblend-rag: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="cacheblend-rag", description="Fast local RAG from stored KV.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for add in (add_ask, add_cache, add_profile, add_bench):
+        add(commands)
+    return parser

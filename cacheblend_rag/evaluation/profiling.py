@@ -1,0 +1,174 @@
+"""Measuring this machine for the loading controller."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import statistics
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.loading import Device, MachineProfile, PrefillProfile
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.steering import profile_path
+
+__all__ = ["fit_prefill", "measure_folder", "measure_gpu_copy", "measure_prefill", "profile_machine"]
+
+_BLOCK = 2**20
+
+
+def measure_prefill(adapter: ModelAdapter, lengths: Sequence[int], repeats: int = 2) -> dict[int, float]:
+    """Seconds of a full prefill by number of tokens, the least of some repeats after one that warms up."""
+    limit = int(getattr(adapter.config, "max_position_embeddings", 0) or max(lengths))
+    chooser, found = random.Random(0), {}
+    for length in sorted({min(length, limit) for length in lengths}):
+        ids = [chooser.randrange(3, adapter.config.vocab_size) for _ in range(length)]
+        times = [_timed(lambda ids=ids: int(adapter.prefill(ids).logits.argmax())) for _ in range(repeats + 1)]  # type: ignore[misc]
+        found[length] = min(times[1:])
+    return found
+
+
+def fit_prefill(seconds: dict[int, float]) -> PrefillProfile:
+    """Least squares of constant, linear and quadratic part, none below 0.
+
+    Parameters
+    ----------
+    seconds : dict of int to float
+        Measured times by number of tokens; with one alone, time is taken as proportional.
+
+    Raises
+    ------
+    ConfigError
+        If nothing was measured.
+    """
+    if not seconds:
+        raise ConfigError("lengths", (), "use at least one number of tokens")
+    lengths = torch.tensor(sorted(seconds), dtype=torch.float64)
+    times = torch.tensor([seconds[int(length)] for length in lengths], dtype=torch.float64)
+    powers = {1} if len(lengths) == 1 else {0, 1, 2} if len(lengths) > 2 else {0, 1}
+    while True:
+        names = sorted(powers)
+        # Relative errors count, so that short prompts are not drowned by long ones.
+        columns = torch.stack([lengths**power for power in names], dim=1) / times[:, None]
+        parts = torch.linalg.lstsq(columns, torch.ones_like(times)).solution
+        negative = [power for power, part in zip(names, parts.tolist(), strict=True) if part < 0 and power != 1]
+        if not negative:
+            break
+        powers.remove(negative[0])
+    found = dict(zip(names, parts.tolist(), strict=True))
+    return PrefillProfile(max(0.0, found.get(0, 0.0)), max(0.0, found[1]), max(0.0, found.get(2, 0.0)))
+
+
+def measure_folder(folder: Path, size: int = 256 * 10**6, name: str = "disk") -> Device:
+    """Throughput and latency of the device a folder lies on, with its page cache dropped.
+
+    Each block is checked as a record's is, since that is part of loading.
+
+    Parameters
+    ----------
+    folder : path
+    size : int
+        Bytes of the file that is written and read.
+    name : str
+        Of the device.
+
+    Raises
+    ------
+    StoreError
+        If the folder cannot be written.
+    """
+    path = folder / "profile.probe"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600), "r+b", buffering=0) as file:
+            block = os.urandom(_BLOCK)
+            for _ in range(max(1, size // _BLOCK)):
+                file.write(block)
+            os.fsync(file.fileno())
+            return _read_through(file.fileno(), name)
+    except OSError as error:
+        raise StoreError(f"cannot measure {str(folder)!r}: {error}") from error
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _read_through(descriptor: int, name: str) -> Device:
+    size, buffer = os.fstat(descriptor).st_size, bytearray(_BLOCK)
+    small, chooser = bytearray(4096), random.Random(0)
+    _drop_cache(descriptor)
+    places = [chooser.randrange(size // 4096) * 4096 for _ in range(64)]
+    latency = statistics.median(_timed(lambda at=at: os.preadv(descriptor, [small], at)) for at in places)  # type: ignore[misc]
+    _drop_cache(descriptor)
+    started = time.perf_counter()
+    for offset in range(0, size, _BLOCK):
+        os.preadv(descriptor, [buffer], offset)
+        zlib.crc32(buffer)
+    seconds = time.perf_counter() - started
+    return Device(name, throughput=size / seconds, latency=latency)
+
+
+def _drop_cache(descriptor: int) -> None:
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure_memory(size: int = 64 * 10**6) -> Device:
+    """Throughput of copying within memory."""
+    source = torch.ones(size // 4)
+    target = torch.empty_like(source)
+    seconds = min(_timed(lambda: target.copy_(source)) for _ in range(3))
+    return Device("memory", throughput=size / seconds)
+
+
+def measure_gpu_copy(device: torch.device, size: int = 64 * 10**6) -> Device:
+    """Throughput of copying from host memory to a GPU."""
+    source = torch.ones(size // 4).pin_memory()
+
+    def copy() -> None:
+        source.to(device)
+        torch.cuda.synchronize(device)
+
+    return Device("gpu", throughput=size / min(_timed(copy) for _ in range(4)))
+
+
+def profile_machine(
+    engine: BlendEngine, *, lengths: Sequence[int] = (256, 512, 1024, 2048), size: int = 256 * 10**6
+) -> tuple[MachineProfile, Path]:
+    """Measure prefill and storage of an engine, and keep the result beside its store.
+
+    Returns
+    -------
+    MachineProfile, path
+        What is known now, and where it is kept. Engines that are made from now on use it.
+
+    Raises
+    ------
+    ConfigError
+        If the store has no folder.
+    """
+    path = profile_path(engine.store)
+    if path is None:
+        raise ConfigError("store", engine.store, "use a store with a folder; a profile is kept beside it")
+    devices = {"disk": measure_folder(path.parent, size), "memory": measure_memory()}
+    if engine.adapter.device.type == "cuda":
+        devices["gpu"] = measure_gpu_copy(engine.adapter.device)
+    prefill = fit_prefill(measure_prefill(engine.adapter, lengths))
+    found = MachineProfile({engine.fingerprint: prefill}, devices)
+    before = MachineProfile.load(path)
+    known = found if before is None else before.joined(found)
+    known.save(path)
+    return known, path
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started

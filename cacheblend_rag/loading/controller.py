@@ -1,0 +1,250 @@
+"""The loading controller: how much to recompute, and where to keep KV (section 5 of the paper).
+
+Numbers in, a plan out: nothing is measured, read or computed here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cacheblend_rag.config import LOWEST_RATIOS
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.loading.profile import Device, MachineProfile, PrefillProfile
+
+__all__ = ["TASKS", "ChunkKV", "LoadingController", "LoadingPlan", "RatioBounds"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RatioBounds:
+    """Within what a recompute ratio is chosen.
+
+    Parameters
+    ----------
+    lowest : float
+        r*, what quality needs; 0.15 in the paper.
+    highest : float
+        Beyond this, more recompute would only cost energy.
+    step : float
+        Ratios are multiples of this above the lowest, so that requests alike get one ratio.
+    """
+
+    lowest: float = 0.15
+    highest: float = 0.5
+    step: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lowest <= self.highest <= 1 or not self.step > 0:
+            raise ConfigError("bounds", self, "use 0 <= lowest <= highest <= 1 and a positive step")
+
+    def quantised(self, ratio: float) -> float:
+        """The highest allowed ratio that is not above this one, or the lowest."""
+        steps = math.floor((min(ratio, self.highest) - self.lowest) / self.step + 1e-9)
+        return round(self.lowest + max(0, steps) * self.step, 6)
+
+
+TASKS: Mapping[str, RatioBounds] = {
+    "answer": RatioBounds(LOWEST_RATIOS["answer"], 0.5),
+    "summary": RatioBounds(LOWEST_RATIOS["summary"], 0.3),
+}
+
+
+@dataclass(frozen=True)
+class ChunkKV:
+    """Stored KV of a chunk.
+
+    Parameters
+    ----------
+    tokens : int
+    bytes : int
+        That must be read.
+    """
+
+    tokens: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class LoadingPlan:
+    """What to do with the stored KV of a prompt.
+
+    Parameters
+    ----------
+    recompute_ratio : float
+    device : str
+        Where it is loaded from.
+    load_seconds, recompute_seconds, prefill_seconds : float
+        Expected: loading, the blended pass by itself, and a full prefill.
+    recomputed_chunks : tuple of int
+        Numbers of chunks that are computed faster than they are loaded; all of them if a full
+        prefill takes no longer than the blended pass.
+    """
+
+    recompute_ratio: float
+    device: str
+    load_seconds: float
+    recompute_seconds: float
+    prefill_seconds: float
+    recomputed_chunks: tuple[int, ...] = ()
+
+    @property
+    def hides_loading(self) -> bool:
+        """Whether loading takes no longer than what is computed meanwhile."""
+        return self.load_seconds <= self.recompute_seconds
+
+
+class LoadingController:
+    """Chooses recompute ratios and storage devices.
+
+    Parameters
+    ----------
+    profile : MachineProfile
+        What was measured.
+    devices : mapping of str to Device
+        Further devices to choose from; those of the profile come first.
+    """
+
+    def __init__(self, profile: MachineProfile, devices: Mapping[str, Device] | None = None) -> None:
+        self.devices: dict[str, Device] = {**(devices or {}), **profile.devices}
+        self._prefill: Mapping[str, PrefillProfile] = profile.prefill
+        self._seen: dict[str, deque[float]] = {}
+
+    def knows(self, model: str, device: str) -> bool:
+        """Whether a plan can be made for this model and device."""
+        return model in self._prefill and device in self.devices
+
+    def plan(
+        self,
+        model: str,
+        chunks: Sequence[ChunkKV],
+        tokens: int,
+        *,
+        device: str | None = None,
+        ratio: float | None = None,
+        bounds: RatioBounds | None = None,
+        fixed_share: float = 0.0,
+        reads: int = 0,
+    ) -> LoadingPlan:
+        """Plan the loading of a prompt's chunks.
+
+        With a device, the ratio at which recompute takes as long as loading, within bounds; with a
+        ratio, the cheapest device whose loading hides behind recompute, or the one that comes
+        nearest; with both, what is to be expected.
+
+        Parameters
+        ----------
+        model : str
+            Fingerprint.
+        chunks : sequence of ChunkKV
+        tokens : int
+            Of the whole prompt: L in the paper.
+        device : str, optional
+            Where the chunks are.
+        ratio : float, optional
+            Recompute ratio, if it is given.
+        bounds : RatioBounds, optional
+            By default those of ``TASKS["answer"]``.
+        fixed_share : float
+            Share of a full prefill's work that is done at any ratio (the layers before the check,
+            the question). With 0 the arithmetic is exactly the paper's:
+            ``T_recompute = r * Prefill(L)``.
+        reads : int
+            Reads per chunk, each with the device's latency.
+
+        Raises
+        ------
+        ConfigError
+            If model or device is not in the profile, or neither device nor ratio is given.
+        """
+        bounds = bounds or TASKS["answer"]
+        prefill = self._prefill_of(model).seconds(tokens)
+        if device is None:
+            if ratio is None:
+                raise ConfigError("ratio", ratio, "use a recompute ratio, or name the device")
+            device = self.cheapest_device(chunks, _recompute(ratio, fixed_share, prefill), reads=reads)
+        found = self._device_of(device)
+        slow = tuple(
+            number
+            for number, chunk in enumerate(chunks)
+            if found.seconds(chunk.bytes, reads) > prefill * chunk.tokens / max(tokens, 1)
+        )
+        loaded = [chunk for number, chunk in enumerate(chunks) if number not in slow]
+        load = found.seconds(sum(chunk.bytes for chunk in loaded), reads * len(loaded))
+        # Chunks that are computed instead add to what is done at any ratio.
+        moved = sum(chunks[number].tokens for number in slow) / max(tokens, 1) * (1 - fixed_share)
+        fixed = min(1.0, fixed_share + moved)
+        if ratio is None:
+            ratio = bounds.quantised((load / prefill - fixed) / (1 - fixed) if fixed < 1 and prefill > 0 else 0.0)
+        recompute = _recompute(ratio, fixed, prefill)
+        if not loaded or max(load, recompute) >= prefill:  # nothing is gained by loading
+            return LoadingPlan(ratio, device, 0.0, prefill, prefill, tuple(range(len(chunks))))
+        return LoadingPlan(ratio, device, load, recompute, prefill, slow)
+
+    def cheapest_device(self, chunks: Sequence[ChunkKV], recompute: float, *, reads: int = 0) -> str:
+        """The cheapest device from which loading takes no longer than recompute, else the fastest.
+
+        Parameters
+        ----------
+        chunks : sequence of ChunkKV
+        recompute : float
+            Seconds of recompute.
+        reads : int
+            Reads per chunk.
+        """
+        if not self.devices:
+            raise ConfigError("devices", {}, "use at least one device")
+        size, count = sum(chunk.bytes for chunk in chunks), reads * len(chunks)
+        times = {name: device.seconds(size, count) for name, device in self.devices.items()}
+        hidden = [name for name, seconds in times.items() if seconds <= recompute]
+        if not hidden:
+            return min(times, key=times.__getitem__)
+        return min(hidden, key=lambda name: (self.devices[name].price, times[name]))
+
+    def cost(self, device: str, size: float, months: float) -> float:
+        """Price of keeping bytes on a device for so many months."""
+        return self._device_of(device).cost(size, months)
+
+    def note(self, device: str, expected: float, actual: float) -> None:
+        """Compare a loading time with what was expected; a large drift is logged and corrected.
+
+        Large is a median of the last eight beyond twice or below half of what was expected.
+        """
+        if expected <= 0 or actual <= 0 or device not in self.devices:
+            return
+        seen = self._seen.setdefault(device, deque(maxlen=8))
+        seen.append(actual / expected)
+        drift = statistics.median(seen)
+        if len(seen) < 8 or 0.5 <= drift <= 2:
+            return
+        before = self.devices[device]
+        self.devices[device] = replace(before, throughput=before.throughput / drift, latency=before.latency * drift)
+        seen.clear()
+        _log.log(
+            logging.WARNING if drift > 1 else logging.INFO,
+            "loading from %s takes %.2g times what the profile says and is planned with %.3g MB/s from now on; "
+            "run `cacheblend-rag profile` again",
+            device,
+            drift,
+            self.devices[device].throughput / 1e6,
+        )
+
+    def _prefill_of(self, model: str) -> PrefillProfile:
+        if model not in self._prefill:
+            raise ConfigError("model", model, "run `cacheblend-rag profile` for it first")
+        return self._prefill[model]
+
+    def _device_of(self, name: str) -> Device:
+        if name not in self.devices:
+            raise ConfigError("device", name, "use one of " + ", ".join(map(repr, self.devices)))
+        return self.devices[name]
+
+
+def _recompute(ratio: float, fixed_share: float, prefill: float) -> float:
+    """Seconds of the blended pass: ``T_recompute`` in section 5, and what is done at any ratio."""
+    return (fixed_share + ratio * (1 - fixed_share)) * prefill

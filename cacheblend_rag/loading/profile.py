@@ -1,0 +1,160 @@
+"""What was measured of this machine, and which storage devices there are: numbers, no measuring."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from cacheblend_rag.errors import ConfigError, StoreError
+
+__all__ = ["Device", "MachineProfile", "PrefillProfile", "load_devices"]
+
+
+@dataclass(frozen=True)
+class PrefillProfile:
+    """Seconds of a full prefill by the number of tokens.
+
+    Parameters
+    ----------
+    constant, linear, quadratic : float
+        Seconds, seconds a token, seconds a token squared.
+    """
+
+    constant: float
+    linear: float
+    quadratic: float
+
+    def seconds(self, tokens: int) -> float:
+        """Time of a full prefill: ``Prefill(LLM, L)`` in section 5 of the paper."""
+        return self.constant + self.linear * tokens + self.quadratic * tokens * tokens
+
+
+@dataclass(frozen=True)
+class Device:
+    """A storage device.
+
+    Parameters
+    ----------
+    name : str
+    throughput : float
+        Bytes a second.
+    latency : float
+        Seconds before the first byte of each read.
+    price : float
+        Of keeping a GB (10^9 bytes) a month.
+    """
+
+    name: str
+    throughput: float
+    latency: float = 0.0
+    price: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.throughput > 0:
+            raise ConfigError(
+                "throughput", self.throughput, f"use a positive number of bytes a second for {self.name!r}"
+            )
+        if not self.latency >= 0 or not self.price >= 0:
+            raise ConfigError("latency, price", (self.latency, self.price), f"use 0 or more for {self.name!r}")
+
+    def seconds(self, size: float, reads: int = 0) -> float:
+        """Time to load so many bytes in so many reads: ``T_load`` in section 5 of the paper."""
+        return self.latency * reads + size / self.throughput
+
+    def cost(self, size: float, months: float) -> float:
+        """Price of keeping so many bytes: ``C_store`` in section 5 of the paper."""
+        return self.price * size / 1e9 * months
+
+
+@dataclass(frozen=True)
+class MachineProfile:
+    """What was measured.
+
+    Parameters
+    ----------
+    prefill : mapping of str to PrefillProfile
+        By fingerprint of the model.
+    devices : mapping of str to Device
+        By the name stores give their medium: ``"disk"``, ``"memory"``; ``"gpu"`` is the copy from
+        host to GPU.
+    """
+
+    prefill: Mapping[str, PrefillProfile] = field(default_factory=dict)
+    devices: Mapping[str, Device] = field(default_factory=dict)
+
+    def joined(self, other: MachineProfile) -> MachineProfile:
+        """Both, where both know a model or device what the other has measured later."""
+        return MachineProfile({**self.prefill, **other.prefill}, {**self.devices, **other.devices})
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, readable for the user alone.
+
+        Raises
+        ------
+        StoreError
+            If the file cannot be written.
+        """
+        content = {
+            "prefill": {name: dataclasses.asdict(found) for name, found in self.prefill.items()},
+            "devices": {name: dataclasses.asdict(found) for name, found in self.devices.items()},
+        }
+        draft = path.with_suffix(".draft")
+        try:
+            with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+                json.dump(content, file, indent=1)
+            os.replace(draft, path)
+        except OSError as error:
+            raise StoreError(f"cannot write the profile {str(path)!r}: {error}") from error
+
+    @classmethod
+    def load(cls, path: Path) -> MachineProfile | None:
+        """Read one; None if there is none.
+
+        Raises
+        ------
+        StoreError
+            If the file is not a profile.
+        """
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            return cls(
+                {name: PrefillProfile(**_numbers(found)) for name, found in content["prefill"].items()},
+                {name: Device(str(found.pop("name")), **_numbers(found)) for name, found in content["devices"].items()},
+            )
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            remedy = "remove it or run `cacheblend-rag profile` again"
+            raise StoreError(f"{str(path)!r} is not a profile: {error!r}; {remedy}") from error
+
+
+def load_devices(path: str | os.PathLike[str] | None = None) -> dict[str, Device]:
+    """Storage devices by name, from a TOML file; by default the package's own.
+
+    Raises
+    ------
+    ConfigError
+        If the file cannot be read or a device in it is not described.
+    """
+    try:
+        if path is None:
+            text = resources.files("cacheblend_rag.loading").joinpath("devices.toml").read_text(encoding="utf-8")
+        else:
+            text = Path(path).read_text(encoding="utf-8")
+        return {name: Device(name, **_numbers(found)) for name, found in tomllib.loads(text).items()}
+    except ConfigError:
+        raise
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        remedy = "use a TOML file with throughput, latency and price in a table for each device"
+        raise ConfigError("devices", os.fspath(path or ""), f"{remedy} ({error})") from error
+
+
+def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in found.items()}
