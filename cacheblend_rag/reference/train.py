@@ -40,11 +40,13 @@ _ALL = {"within": 0.42, "reference": 0.42, "bridge": 0.06, "comparison": 0.1}
 STAGES: tuple[Stage, ...] = (
     Stage("copy", 192, 40, 4, 3e-3, {}, target=0.85),
     Stage("recall", 256, 32, 4, 3e-3, {"within": 1.0}, target=0.92),
-    Stage("roles", 320, 24, 6, 2e-3, {"within": 0.4, "reference": 0.6}, shuffled=0.2, target=0.85),
-    Stage("short", 448, 16, 6, 2e-3, {"within": 0.5, "reference": 0.5}, (2, 3), 0.2, target=0.8),
-    Stage("reference", 640, 14, 6, 2e-3, {"within": 0.4, "reference": 0.6}, (3, 4), 0.3, target=0.88),
-    Stage("all", 832, 10, 8, 1.6e-3, _ALL, (3, 4, 6, 6), 0.4, target=2.0),
+    Stage("whose", 384, 20, 6, 2e-3, {"within": 1.0, "reference": 1.0}, target=0.9),
+    Stage("roles", 384, 20, 8, 2e-3, {"within": 0.4, "reference": 0.6}, shuffled=0.2, target=0.8, about=0.5),
+    Stage("reference", 640, 14, 8, 2e-3, {"within": 0.4, "reference": 0.6}, (2, 3, 4), 0.3, target=0.85, about=0.5),
+    Stage("all", 832, 10, 8, 1.8e-3, _ALL, (3, 4, 6, 6), 0.3, target=2.0, about=0.3),
 )
+PROBED_LAYERS = 5
+"""After how many layers the model is asked whom a passage is about."""
 
 
 @dataclass(frozen=True)
@@ -168,21 +170,44 @@ class _Batches(IterableDataset[Batch]):
 
 
 class _Loss(nn.Module):
-    """Weighted cross-entropy at the chosen positions, and which predictions are right."""
+    """Weighted cross-entropy at the chosen positions, and which predictions are right.
 
-    def __init__(self, model: Any) -> None:
+    Where the stage asks for it, a probe after the middle layers has to name whom a passage is about. So the model
+    learns to settle that while it reads, as larger models do, and not only when a question asks.
+    """
+
+    def __init__(self, model: Any, probe: nn.Module, about_weight: float) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.probe, self.about_weight = model, probe, about_weight
 
     def forward(
-        self, ids: torch.Tensor, positions: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state  # [rows, length, hidden]
-        at = positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
-        logits = self.model.lm_head(hidden.gather(1, at)).float()  # [rows, kept, vocab]
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        targets: torch.Tensor,
+        weights: torch.Tensor,
+        about_positions: torch.Tensor,
+        about: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        asks = self.about_weight > 0
+        out = self.model.model(input_ids=ids, use_cache=False, output_hidden_states=asks)
+        logits = self.model.lm_head(_at(out.last_hidden_state, positions)).float()  # [rows, kept, vocab]
         flat = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
         loss = (flat * weights.flatten()).sum() / weights.sum()
-        return loss, logits.argmax(-1) == targets
+        known = loss.new_zeros(())
+        if asks:
+            middle = _at(out.hidden_states[min(PROBED_LAYERS, len(out.hidden_states) - 1)], about_positions)
+            named = self.model.lm_head(self.probe(middle)).float()  # [rows, chosen, vocab]
+            loss = loss + self.about_weight * nn.functional.cross_entropy(
+                named.flatten(0, 1), about.flatten(), ignore_index=-1
+            )
+            known = (named.argmax(-1) == about).sum() / (about >= 0).sum()
+        return loss, logits.argmax(-1) == targets, known
+
+
+def _at(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rows of ``hidden`` [rows, length, hidden] at ``positions`` [rows, chosen]."""
+    return hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
 
 
 def _accuracy(batch: Batch, right: np.ndarray[Any, np.dtype[np.bool_]]) -> dict[str, tuple[int, int]]:
@@ -215,14 +240,22 @@ class Trainer:
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         model = build_model(shape, len(self.tokenizer), stages[0].layers, bos, eos)
         self.model = model.to(self.device)
+        self.probe = nn.Sequential(nn.RMSNorm(shape.hidden), nn.Linear(shape.hidden, shape.hidden)).to(self.device)
         self.stage_index, self.tokens = 0, 0
         self.accuracy: dict[str, float] = {}
+        self.known = 0.0
         self.optimizer = self._new_optimizer()
         if options.checkpoint is not None and options.checkpoint.exists():
             self._resume(options.checkpoint)
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.02, fused=True)
+        return torch.optim.AdamW(
+            [*self.model.parameters(), *self.probe.parameters()],
+            lr=3e-3,
+            betas=(0.9, 0.95),
+            weight_decay=0.02,
+            fused=True,
+        )
 
     def _resume(self, path: Path) -> None:
         state = torch.load(path, map_location=self.device, weights_only=True)
@@ -230,6 +263,7 @@ class Trainer:
             self.model = grow(self.model, state["layers"])
             self.optimizer = self._new_optimizer()
         self.model.load_state_dict(state["model"])
+        self.probe.load_state_dict(state["probe"])
         if state["optimizer"] is not None:
             self.optimizer.load_state_dict(state["optimizer"])
         self.stage_index, self.tokens = state["stage"], state["tokens"]
@@ -243,6 +277,7 @@ class Trainer:
             return
         state = {
             "model": self.model.state_dict(),
+            "probe": self.probe.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "layers": self.model.config.num_hidden_layers,
             "stage": self.stage_index,
@@ -292,7 +327,7 @@ class Trainer:
         data = _Batches(self.tokenizer, stage, options.seed * 1_000_003 + self.tokens)
         workers = options.workers
         loader = DataLoader(data, batch_size=None, num_workers=workers, prefetch_factor=8 if workers else None)
-        loss_module: Any = _Loss(self.model)
+        loss_module: Any = _Loss(self.model, self.probe, stage.about)
         if options.compile:
             loss_module = torch.compile(loss_module, dynamic=False)
         started, begun = time.monotonic(), self.tokens
@@ -307,6 +342,7 @@ class Trainer:
             if step % 20 == 0:
                 shown = " ".join(f"{name} {share:.3f}" for name, share in self.accuracy.items())
                 total = self.tokens / 1e6
+                shown += f" known {self.known:.3f}"
                 logger.info("%s %d %.2fM tokens loss %.3f %s (%.0f tok/s)", stage.name, step, total, loss, shown, speed)
             if step % 100 == 0:
                 self.save()
@@ -323,16 +359,17 @@ class Trainer:
     def _step(self, loss_module: Any, batch: Batch, rate: float) -> float:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        arrays = (batch.ids, batch.positions, batch.targets, batch.weights)
+        arrays = (batch.ids, batch.positions, batch.targets, batch.weights, batch.about_positions, batch.about)
         inputs = [torch.from_numpy(array).to(self.device) for array in arrays]
         with torch.autocast(self.device.type, torch.bfloat16):
-            loss, right = loss_module(*inputs)
+            loss, right, known = loss_module(*inputs)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        for name, (good, total) in _accuracy(batch, right.cpu().numpy()).items():
-            share = good / total
+        shares = {name: good / total for name, (good, total) in _accuracy(batch, right.cpu().numpy()).items()}
+        self.known = 0.95 * self.known + 0.05 * float(known)
+        for name, share in shares.items():
             self.accuracy[name] = 0.95 * self.accuracy.get(name, share) + 0.05 * share
         return float(loss.detach())
 
