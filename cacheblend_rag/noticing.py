@@ -30,14 +30,14 @@ from itertools import pairwise
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
 
-__all__ = ["ChunkRegistry", "Match", "chunk_text", "known_chunks", "notice", "rebuild", "written_forms"]
+__all__ = ["ChunkRegistry", "Match", "chunk_text", "known_chunks", "note_form", "notice", "rebuild", "written_forms"]
 
 # Texts are indexed by their first characters; shorter texts are too common to be taken for chunks.
 _HEAD = 16
 # A stretch of a text that nearly always holds that many characters besides white space.
 _HEAD_ROOM = 64
 # Texts of which it is remembered in what other forms prompts held them.
-_FORMS_OF = 4096
+_FORMS_OF, _FORMS_EACH = 4096, 256
 
 
 def chunk_text(text: str) -> str:
@@ -208,10 +208,19 @@ _forms_lock = threading.Lock()
 
 def _note_form(squeezed: str, written: str) -> None:
     with _forms_lock:
-        _forms.setdefault(squeezed, {})[written] = None
+        forms = _forms.setdefault(squeezed, {})
+        forms[written] = None
+        if len(forms) > _FORMS_EACH:
+            del forms[next(iter(forms))]
         _forms.move_to_end(squeezed)
         if len(_forms) > _FORMS_OF:
             _forms.popitem(last=False)
+
+
+def note_form(text: str, written: str) -> None:
+    """A prompt held a chunk in another form: a part of it, or escaped."""
+    if written != text:
+        _note_form(" ".join(text.split()), written)
 
 
 def written_forms(texts: Iterable[str]) -> list[str]:
@@ -267,7 +276,8 @@ def notice(
     known : ChunkRegistry or sequence of ChunkRegistry
         Known chunks; with several registries, those of the first win over those of the next.
     separator : str
-        The engine's separator.
+        The engine's separator. One that is white space alone never makes a chunk of what is not
+        known.
     keep_glue : bool
         Keep all glue as it is written.
     parts : sequence of (int, int), optional
@@ -288,10 +298,11 @@ def notice(
     squeezed, taken = _Squeezed(text), _Taken()
     for source in sources:
         taken.offer(source.matches(squeezed))
+    says = bool(separator.strip())  # white space stands everywhere and sets nothing apart
     if not taken.matches and parts is None:
-        return Prompt.parse(text, separator)
+        return Prompt.parse(text, separator) if says else Prompt(suffix=text)
     alone = not taken.matches
-    for start, stop in [(0, len(text))] if parts is None else parts:
+    for start, stop in ([(0, len(text))] if parts is None else parts) if says else ():
         taken.offer(list(_set_apart(text, start, stop, taken.matches, separator, alone)))
     quoted = ChunkRegistry(texts=quotes)
     if len(quoted):

@@ -15,7 +15,7 @@ from llama_index.core.base.llms.types import ChatMessage, MessageRole
 
 from cacheblend_rag.llama_index.parts import find_parts
 from cacheblend_rag.llama_index.tracking import recent_nodes
-from cacheblend_rag.noticing import Match, known_chunks, notice, rebuild
+from cacheblend_rag.noticing import Match, known_chunks, note_form, notice, rebuild
 from cacheblend_rag.prompt import Prompt
 
 __all__ = ["CONTEXT_NAMES", "Hint", "MarkedMessages", "MarkedText", "see"]
@@ -159,10 +159,8 @@ def _chunks(text: str, place: _Place) -> list[Match]:
     parts = list(find_parts(place.text, recent_nodes.texts(), gaps))
     chunks = []
     for match, origin in [*((match, "") for match in whole), *parts]:
-        moved, standing = place.moved(match), place.text[match.start : match.stop]
-        form = text[moved.start : moved.stop]
-        if origin or form not in known_chunks:
-            recent_nodes.note_form(form, origin or standing)
+        moved = place.moved(match)
+        note_form(origin or place.text[match.start : match.stop], text[moved.start : moved.stop])
         chunks.append(moved)
     return sorted(chunks, key=lambda match: match.start)
 

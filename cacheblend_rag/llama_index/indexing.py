@@ -17,7 +17,7 @@ from pydantic import Field
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.llama_index.llm import CacheBlendLLM
 from cacheblend_rag.llama_index.tracking import node_texts, recent_nodes
-from cacheblend_rag.noticing import chunk_text, known_chunks
+from cacheblend_rag.noticing import chunk_text, written_forms
 from cacheblend_rag.report import WarmReport
 
 __all__ = ["CacheBlendPrecompute", "erasing", "forget_nodes", "index_nodes", "warm_index"]
@@ -184,6 +184,5 @@ def _texts_of(index: BaseIndex[Any]) -> dict[str, None]:
 def _forget(texts: Sequence[str], model: CacheBlendLLM) -> int:
     if not texts:
         return 0
-    forms = [*texts, *recent_nodes.take_forms(texts)]
-    known_chunks.discard(forms)
-    return model.engine.forget(dict.fromkeys(forms))
+    recent_nodes.discard(texts)
+    return model.forget([*texts, *written_forms(texts)])  # and the forms of these forms

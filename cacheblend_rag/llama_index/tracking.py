@@ -23,7 +23,7 @@ from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
 from cacheblend_rag.llama_index.parts import find_parts
-from cacheblend_rag.noticing import ChunkRegistry, chunk_text, known_chunks
+from cacheblend_rag.noticing import ChunkRegistry, chunk_text, known_chunks, note_form
 
 __all__ = ["RecentNodes", "node_texts", "recent_nodes", "switch_on", "tracking", "tracking_off"]
 
@@ -39,24 +39,21 @@ def node_texts(node: BaseNode) -> list[str]:
 
 
 class RecentNodes:
-    """Texts of the nodes retrieved last, and the forms in which they were found in prompts.
+    """Texts of the nodes retrieved last.
 
     Parameters
     ----------
-    nodes : int
+    limit : int
         Most nodes kept.
-    forms : int
-        Most forms kept.
 
     Notes
     -----
     Safe to use from several threads.
     """
 
-    def __init__(self, nodes: int = 128, forms: int = 16_384) -> None:
-        self._nodes, self._forms = nodes, forms
+    def __init__(self, limit: int = 128) -> None:
+        self._limit = limit
         self._texts: OrderedDict[str, str] = OrderedDict()  # by id of the node
-        self._origins: OrderedDict[str, str] = OrderedDict()  # a form to the text it is a form of
         self._lock = threading.Lock()
 
     def add(self, nodes: Iterable[BaseNode]) -> None:
@@ -66,8 +63,15 @@ class RecentNodes:
                 for text in node_texts(node)[:1]:
                     self._texts[node.node_id] = text
                     self._texts.move_to_end(node.node_id)
-            while len(self._texts) > self._nodes:
+            while len(self._texts) > self._limit:
                 self._texts.popitem(last=False)
+
+    def discard(self, texts: Iterable[str]) -> None:
+        """Forget texts."""
+        gone = set(texts)
+        with self._lock:
+            for node_id in [one for one, text in self._texts.items() if text in gone]:
+                del self._texts[node_id]
 
     def texts(self) -> list[str]:
         """Texts of the nodes, the last retrieved first."""
@@ -78,25 +82,6 @@ class RecentNodes:
         """Text of a node as it was retrieved, if it was lately."""
         with self._lock:
             return self._texts.get(node_id)
-
-    def note_form(self, form: str, origin: str) -> None:
-        """A text was found in a prompt in another form: a part of it, or with other white space."""
-        with self._lock:
-            self._origins[form] = _squeeze(origin)
-            self._origins.move_to_end(form)
-            while len(self._origins) > self._forms:
-                self._origins.popitem(last=False)
-
-    def take_forms(self, texts: Iterable[str]) -> list[str]:
-        """The forms of some texts; nothing of these texts is kept here any more."""
-        wanted = {_squeeze(text) for text in texts}
-        with self._lock:
-            for node_id in [one for one, text in self._texts.items() if _squeeze(text) in wanted]:
-                del self._texts[node_id]
-            forms = [form for form, origin in self._origins.items() if origin in wanted]
-            for form in forms:
-                del self._origins[form]
-        return forms
 
 
 recent_nodes = RecentNodes()
@@ -158,7 +143,7 @@ def _note_rewritten(nodes: Iterable[NodeWithScore]) -> None:
         longest = max((part.stop - part.start for part, _ in find_parts(text, [original])), default=0)
         if longest < _MOSTLY * len(text):
             known_chunks.add([text])
-            recent_nodes.note_form(text, original)
+            note_form(original, text)
 
 
 def switch_on() -> None:
@@ -191,7 +176,3 @@ def tracking() -> Iterator[ChunkRegistry]:
         yield known_chunks
     finally:
         _on.reset(token)
-
-
-def _squeeze(text: str) -> str:
-    return " ".join(text.split())

@@ -17,7 +17,7 @@ from cacheblend_rag.llama_index import CacheBlendEvent, CacheBlendLLM
 from cacheblend_rag.llama_index.embedding import SentenceTransformerEmbedding
 from cacheblend_rag.llama_index.tracking import node_texts, recent_nodes
 from cacheblend_rag.llama_index.vector_store import FaissVectorStore
-from cacheblend_rag.noticing import known_chunks
+from cacheblend_rag.noticing import known_chunks, written_forms
 from tests import tiny
 from tests.langchain.models import tiny_engine
 from tests.retrieval.conftest import static_model
@@ -58,7 +58,8 @@ def make_llm(chat: bool = False, config: dict[str, Any] | None = None, **fields:
 def unknow(nodes: Sequence[BaseNode]) -> None:
     """Forget that these nodes were ever seen; what is stored stays."""
     texts = [text for node in nodes for text in node_texts(node)]
-    known_chunks.discard([*texts, *recent_nodes.take_forms(texts)])
+    known_chunks.discard([*texts, *written_forms(texts)])
+    recent_nodes.discard(texts)
 
 
 class Answers(BaseEventHandler):

@@ -25,7 +25,7 @@ from cacheblend_rag.llama_index import CacheBlendLLM, tracking, tracking_off, wa
 from cacheblend_rag.llama_index.context import Hint, see
 from cacheblend_rag.llama_index.parts import find_parts
 from cacheblend_rag.llama_index.tracking import RecentNodes, node_texts, recent_nodes
-from cacheblend_rag.noticing import known_chunks
+from cacheblend_rag.noticing import known_chunks, note_form, written_forms
 from tests import tiny
 from tests.langchain.models import Script, tiny_parts
 from tests.llama_index.common import QUESTION, listening, make_index, make_llm, make_nodes, unknow
@@ -231,14 +231,21 @@ def test_hints_are_read_from_a_templates_values() -> None:
     assert Hint.of({"query_str": " "}) == Hint()
 
 
-def test_recent_nodes_and_forms_are_bounded() -> None:
-    recent = RecentNodes(nodes=2, forms=2)
-    recent.add(make_nodes(3, seed=19))
-    assert len(recent.texts()) == 2
-    for form in ("a", "b", "c"):
-        recent.note_form(form, "the  text")
-    assert recent.take_forms(["the text"]) == ["b", "c"]
-    assert recent.take_forms(["the text"]) == []
+def test_recent_nodes_are_bounded_and_forgotten() -> None:
+    recent, made = RecentNodes(limit=2), make_nodes(3, seed=19)
+    recent.add(made)
+    assert recent.texts() == texts_of(made)[:0:-1]
+    recent.discard(texts_of(made)[1:2])
+    assert recent.texts() == texts_of(made)[2:]
+
+
+def test_forms_of_a_text_are_remembered_but_not_without_end() -> None:
+    note_form("one  river", "one  river")
+    for number in range(300):
+        note_form("one  river", f"form {number}")
+    forms = written_forms(["one river"])
+    assert len(forms) == 256
+    assert forms[-1] == "form 299"
 
 
 # Nothing of a question is stored --------------------------------------------------------------------
