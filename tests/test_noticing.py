@@ -97,6 +97,14 @@ def test_separators_a_chain_joined_with_leave_first_and_last_chunk_to_what_is_kn
     assert prompt == Prompt("Use this.\n\n", [ONE, "something unknown", TWO], question)
 
 
+@pytest.mark.parametrize("parts", [None, [(0, 40)]])
+def test_white_space_as_separator_makes_no_chunk_of_a_question(parts: list[tuple[int, int]] | None) -> None:
+    text = f"Use:\n\n{ONE}\n\nTitle: b\n\n{TWO}\n\nQuestion: who?\n\nWhy?\n\nAnswer:"
+    prompt = notice(text, registry(ONE, TWO), "\n\n", parts=parts)
+    assert prompt == Prompt("Use:", [ONE, TWO], "Question: who?\n\nWhy?\n\nAnswer:", glue=["\n\nTitle: b"])
+    assert notice(text, ChunkRegistry(), "\n\n", parts=parts) == Prompt(suffix=text)
+
+
 def test_a_title_before_a_chunk_stays_and_separators_are_not_doubled() -> None:
     text = f"Title: a\n{ONE}{SEPARATOR}Title: b\n{TWO}{SEPARATOR}\nWho?"
     prompt = notice(text, registry(ONE, TWO), SEPARATOR)

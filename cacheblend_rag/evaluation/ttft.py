@@ -30,7 +30,7 @@ from cacheblend_rag.evaluation.shapes import random_model
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.reference import MODEL_PATH
 
-__all__ = ["TTFTOptions", "measure", "show"]
+__all__ = ["TTFTOptions", "chunk_texts", "machine", "measure", "show"]
 
 _SYSTEM = "Answer the question at the end from the passages below. Say so if they do not hold the answer."
 _QUESTION = "What does the second passage say about the mill, and who rebuilt it after the fire in the valley?"
@@ -78,7 +78,7 @@ def measure(options: TTFTOptions) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config = BlendConfig(min_tokens=0, write_back="inline", recompute_ratio=options.ratios[0])
         with BlendEngine(model, tokenizer, config=config, store=folder) as engine:
-            prompt = Prompt(_SYSTEM, _chunks(tokenizer, options), _QUESTION)
+            prompt = Prompt(_SYSTEM, chunk_texts(tokenizer, options), _QUESTION)
             warming = engine.warm(prompt.chunks)
             engine.fuse(prompt)  # stores the prefix
             seconds = time_rounds(_methods(engine, prompt, options), options.rounds).seconds
@@ -87,7 +87,7 @@ def measure(options: TTFTOptions) -> dict[str, Any]:
     full = medians["full recompute"]
     return {
         "options": asdict(options),
-        "machine": _machine(),
+        "machine": machine(),
         "prompt_tokens": report.prompt_tokens,
         "hits": report.hits,
         "stored_bytes": warming.bytes,
@@ -106,7 +106,7 @@ def _methods(engine: BlendEngine, prompt: Prompt, options: TTFTOptions) -> Mappi
     return methods
 
 
-def _chunks(tokenizer: Any, options: TTFTOptions) -> list[str]:
+def chunk_texts(tokenizer: Any, options: TTFTOptions) -> list[str]:
     """Chunks of about the wanted number of tokens, separator included."""
     chooser = random.Random(0)
     words = (_SYSTEM + " " + _QUESTION).lower().split()
@@ -120,7 +120,8 @@ def _chunks(tokenizer: Any, options: TTFTOptions) -> list[str]:
     return texts
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
+    """Where and with what something was measured."""
     return {
         "processor": _processor(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
