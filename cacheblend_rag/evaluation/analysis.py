@@ -25,6 +25,7 @@ from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
 __all__ = [
     "attention_deviation",
     "attention_sparsity",
+    "import_pyplot",
     "kv_deviation",
     "plot_attention",
     "plot_attention_deviation",
@@ -134,7 +135,7 @@ def attention_sparsity(attention: torch.Tensor, mass: float = 0.9) -> float:
 
 def plot_attention(prepared: PreparedPrompt, layer: int, path: str | Path) -> None:
     """The question's attention over the context, by full prefill and by full KV reuse (Fig. 4)."""
-    pyplot = _pyplot()
+    pyplot = import_pyplot()
     span = slice(prepared.context.start, prepared.context.stop)
     shown = {
         "full prefill": prepared.full.layers,
@@ -152,7 +153,7 @@ def plot_attention_deviation(
     prepared: PreparedPrompt, rules: Mapping[str, Sequence[SelectionRule]], ratios: Sequence[float], path: str | Path
 ) -> None:
     """Attention deviation over the recompute ratio, one line a rule (Fig. 6)."""
-    pyplot = _pyplot()
+    pyplot = import_pyplot()
     figure, axis = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
     for name, at_ratios in rules.items():
         means = [float(attention_deviation(prepared, rule).mean()) for rule in at_ratios]
@@ -164,7 +165,7 @@ def plot_attention_deviation(
 
 def plot_kv_deviation(deviation: torch.Tensor, layers: Sequence[int], path: str | Path) -> None:
     """Which share of tokens deviates how much, one line a layer (Fig. 7)."""
-    pyplot = _pyplot()
+    pyplot = import_pyplot()
     figure, axis = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
     for layer in layers:
         values = deviation[layer].sort().values
@@ -176,14 +177,21 @@ def plot_kv_deviation(deviation: torch.Tensor, layers: Sequence[int], path: str 
 
 def plot_rank_correlation(correlation: torch.Tensor, path: str | Path) -> None:
     """Rank correlation of KV deviation between neighbouring layers (Fig. 8)."""
-    pyplot = _pyplot()
+    pyplot = import_pyplot()
     figure, axis = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
     axis.bar([f"{layer}, {layer + 1}" for layer in range(len(correlation))], correlation.nan_to_num().tolist())
     axis.set(xlabel="layers", ylabel="Spearman's rank correlation", ylim=(0, 1))
     _save(pyplot, figure, path)
 
 
-def _pyplot() -> Any:
+def import_pyplot() -> Any:
+    """Pyplot of matplotlib, drawing into files.
+
+    Raises
+    ------
+    MissingExtraError
+        If matplotlib is not installed.
+    """
     try:
         import matplotlib
     except ImportError as error:

@@ -1,0 +1,167 @@
+"""Whether loading hides behind recompute: TTFT over storage of many speeds (Fig. 10 and 17 of the paper).
+
+``cacheblend-rag bench loading --shape smollm2-135m --chunks 4 --chunk-tokens 512``
+
+The store is on disk and delayed to a set throughput, from a fraction to a multiple of the
+break-even, at which loading takes as long as the blended pass by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.evaluation.baselines import Prefilled, blended, time_rounds
+from cacheblend_rag.evaluation.shapes import random_model
+from cacheblend_rag.evaluation.throttled import ThrottledStore
+from cacheblend_rag.evaluation.ttft import TTFTOptions, chunk_texts, machine
+from cacheblend_rag.loading import Device, MachineProfile, PrefillProfile
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.reference import MODEL_PATH
+from cacheblend_rag.store import DiskStore, MemoryStore
+
+__all__ = ["FACTORS", "OverlapOptions", "measure", "show"]
+
+FACTORS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0, 20.0)
+_SYSTEM = "Answer the question at the end from the passages below. Say so if they do not hold the answer."
+_QUESTION = "What does the second passage say about the mill, and who rebuilt it after the fire in the valley?"
+
+
+@dataclass(frozen=True)
+class OverlapOptions:
+    """What is measured.
+
+    Parameters
+    ----------
+    shape, dtype, chunks, chunk_tokens, rounds, threads
+        See `TTFTOptions`.
+    factors : tuple of float
+        Throughputs, as multiples of the break-even.
+    """
+
+    shape: str = "smollm2-135m"
+    dtype: str = "float32"
+    chunks: int = 4
+    chunk_tokens: int = 512
+    rounds: int = 3
+    threads: int = 2
+    factors: tuple[float, ...] = FACTORS
+
+    def __post_init__(self) -> None:
+        TTFTOptions(**self.common)
+        if not self.factors or min(self.factors) <= 0:
+            raise ConfigError("factors", self.factors, "use numbers above 0")
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What `TTFTOptions` has too."""
+        return {name: value for name, value in asdict(self).items() if name != "factors"}
+
+
+def measure(options: OverlapOptions) -> dict[str, Any]:
+    """Measure TTFT over every throughput; a dictionary fit for JSON."""
+    torch.set_num_threads(options.threads)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+    model = random_model(options.shape, dtype=options.dtype)
+    prompt = Prompt(_SYSTEM, chunk_texts(tokenizer, TTFTOptions(**options.common)), _QUESTION)
+    base = {"model": model, "tokenizer": tokenizer, "prompt": prompt, "rounds": options.rounds}
+    with tempfile.TemporaryDirectory() as folder:
+        bench = _Bench(Path(folder) / "kv", **base)
+        alone = bench.alone()
+        rows = [bench.at(factor, alone) for factor in options.factors]
+    return {"options": asdict(options), "machine": machine(), "alone": alone, "rows": rows}
+
+
+class _Bench:
+    """One prompt over one folder."""
+
+    def __init__(self, folder: Path, *, model: Any, tokenizer: Any, prompt: Prompt, rounds: int) -> None:
+        self._folder, self._model, self._tokenizer = folder, model, tokenizer
+        self._prompt, self._rounds, self._fingerprint = prompt, rounds, ""
+
+    def _engine(self, store: Any, **options: Any) -> BlendEngine:
+        config = BlendConfig(min_tokens=0, write_back="off", **options)
+        known = self._fingerprint or None
+        return BlendEngine(self._model, self._tokenizer, config=config, store=store, fingerprint=known)
+
+    def alone(self) -> dict[str, float]:
+        """Seconds of a full prefill and of the blended pass by itself, and what there is to load."""
+        with self._engine(MemoryStore(), recompute_ratio=0.15) as engine:
+            self._fingerprint = engine.fingerprint
+            engine.warm(self._prompt.chunks, progress=False)
+            tokens = len(engine.tokenize(self._prompt).input_ids)
+            methods = {
+                "prefill": blended(engine.with_config(selection="all"), self._prompt),
+                "blended": blended(engine, self._prompt),
+            }
+            seconds = self._medians(methods)
+            layers, size = engine.adapter.num_layers, engine.store.volume()
+        with self._engine(DiskStore(self._folder)) as engine:
+            engine.warm(self._prompt.chunks, progress=False)
+        return {**seconds, "tokens": tokens, "layers": layers, "bytes": size}
+
+    def at(self, factor: float, alone: Mapping[str, float]) -> dict[str, float]:
+        """TTFT over a store of one throughput: read ahead, read plainly, and as the controller chooses."""
+        load = alone["blended"] / factor
+        store = ThrottledStore(DiskStore(self._folder), alone["bytes"] / load)
+        profile = MachineProfile(
+            {self._fingerprint: PrefillProfile(0.0, alone["prefill"] / alone["tokens"], 0.0)},
+            {store.medium: Device(store.medium, store.throughput)},
+        )
+        profile.save(self._folder / "profile.json")
+        with self._engine(store) as engine:
+            fixed = engine.with_config(recompute_ratio=0.15)
+            methods = {
+                "ahead": blended(fixed.with_config(prefetch=True), self._prompt),
+                "plain": blended(fixed.with_config(prefetch=False), self._prompt),
+                "auto": blended(engine, self._prompt),
+            }
+            seconds = self._medians(methods)
+            report = engine.fuse(self._prompt).report
+        store.close()
+        hidden = max(load, alone["blended"]) + load / alone["layers"]
+        return {
+            "factor": factor,
+            "throughput": store.throughput,
+            "load": load,
+            **seconds,
+            "ahead_to_ideal": seconds["ahead"] / hidden,
+            "plain_to_sum": seconds["plain"] / (load + alone["blended"]),
+            "auto_ratio": report.recompute_ratio,
+            "auto_hits": report.hits,
+            "auto_to_load": seconds["auto"] / load,
+        }
+
+    def _medians(self, methods: Mapping[str, Callable[[], Prefilled]]) -> dict[str, float]:
+        seconds = time_rounds(methods, self._rounds).seconds
+        return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def show(options: OverlapOptions) -> None:
+    """Measure and print a table; the last line is JSON."""
+    result = measure(options)
+    alone = result["alone"]
+    print(
+        f"{options.shape}, {options.dtype}, {alone['tokens']} tokens, {alone['bytes'] / 1e6:.1f} MB of KV; "
+        f"full prefill {alone['prefill']:.3f} s, blended 15% with everything in memory {alone['blended']:.3f} s\n"
+    )
+    print("| throughput | load alone | read ahead | to ideal | read plainly | to sum | auto: ratio | TTFT | to load |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for row in result["rows"]:
+        print(
+            f"| {row['factor']:g}× ({row['throughput'] / 1e6:,.0f} MB/s) | {row['load']:.3f} s | {row['ahead']:.3f} s "
+            f"| {row['ahead_to_ideal']:.2f} | {row['plain']:.3f} s | {row['plain_to_sum']:.2f} "
+            f"| {row['auto_ratio']:.2f} ({row['auto_hits']} hits) | {row['auto']:.3f} s | {row['auto_to_load']:.2f} |"
+        )
+    print(json.dumps(result))
