@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -134,19 +135,20 @@ def measure(options: MigrationOptions) -> dict[str, Any]:
     }
 
 
-def _huggingface(made: Any) -> LLM | Any:
+def _huggingface(made: Any) -> Any:
     try:
-        from langchain_huggingface import HuggingFacePipeline
+        wrapper = import_module("langchain_huggingface").HuggingFacePipeline
     except ImportError:
-        return _PipelineLLM(pipeline=made)
-    return HuggingFacePipeline(pipeline=made)
+        wrapper = _PipelineLLM
+    return wrapper(pipeline=made)
 
 
 def _chain(model: Any, documents: Sequence[Document]) -> Runnable[Any, Any]:
     def stuffed(question: str) -> dict[str, str]:
         return {"context": "\n\n".join(one.page_content for one in documents), "question": question}
 
-    return RunnableLambda(stuffed) | _PROMPT | model
+    chain: Runnable[Any, Any] = RunnableLambda(stuffed) | _PROMPT | model
+    return chain
 
 
 def _times(chains: dict[str, Runnable[Any, Any]], rounds: int, clock: _Clock) -> dict[str, dict[str, list[float]]]:
