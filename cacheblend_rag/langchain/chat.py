@@ -212,7 +212,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         made = 0
         if not report.plain and self.engine.config.write_back != "off" and self.engine.config.selection != "all":
             of_prefix = report.prefix_tokens - read_of_prefix if prompt.prefix else 0
-            made = of_prefix + report.chunk_tokens - (report.reused_tokens - read_of_prefix)
+            made = max(0, of_prefix + report.chunk_tokens - (report.reused_tokens - read_of_prefix))
         return UsageMetadata(
             input_tokens=report.prompt_tokens,
             output_tokens=report.generated_tokens,

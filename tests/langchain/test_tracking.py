@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from uuid import uuid4
 
 import pytest
@@ -76,6 +77,22 @@ def test_documents_are_not_changed() -> None:
     found = FixedRetriever(documents=documents).invoke("?")
     assert found == [before]
     assert found[0] is documents[0]
+
+
+async def test_asynchronous_runs_are_tracked_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    add = known_chunks.add
+
+    def watched(texts: Iterable[str]) -> None:
+        threads.append(threading.get_ident())
+        add(texts)
+
+    monkeypatch.setattr(known_chunks, "add", watched)
+    retriever = FixedRetriever(documents=DOCUMENTS)
+    retriever.invoke("?")
+    await retriever.ainvoke("?")
+    assert threads == [threading.get_ident()] * 2
+    assert TEXT in known_chunks
 
 
 async def test_the_documents_of_a_prompts_run_are_known_for_it() -> None:
