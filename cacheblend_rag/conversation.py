@@ -72,7 +72,10 @@ def offers_tools(tokenizer: Any) -> bool:
 
 
 def render_turns(
-    tokenizer: Any, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    tokenizer: Any,
+    turns: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> str:
     """The prompt of a conversation, with the opening of the answer at its end.
 
@@ -84,6 +87,8 @@ def render_turns(
         Messages as chat templates take them.
     tools : sequence of dict, optional
         Tools in OpenAI's form, for templates that take them.
+    options : dict, optional
+        Anything else the template takes, such as ``enable_thinking``.
 
     Raises
     ------
@@ -105,9 +110,10 @@ def render_turns(
     if tools and not offers_tools(tokenizer):
         names = [tool["function"]["name"] for tool in tools]
         raise ConfigError("tools", names, "use a model whose chat template takes tools")
-    return str(
-        tokenizer.apply_chat_template(list(turns), tools=tools or None, tokenize=False, add_generation_prompt=True)
+    written = tokenizer.apply_chat_template(
+        list(turns), tools=tools or None, tokenize=False, add_generation_prompt=True, **(options or {})
     )
+    return str(written)
 
 
 def check_choice(choice: Any, names: Sequence[str]) -> str | None:

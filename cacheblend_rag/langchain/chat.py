@@ -15,6 +15,7 @@ from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResu
 from langchain_core.runnables import Runnable
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import Field
 
 from cacheblend_rag.conversation import CALL_END, HeldBack, check_choice, opening
 from cacheblend_rag.engine import DecodeArguments
@@ -43,9 +44,13 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
     ----------
     reuse_answers : bool
         Keep the KV of the model's own earlier answers, too.
+    chat_template_kwargs : dict
+        What the chat template takes besides messages and tools, such as ``{"enable_thinking": False}``;
+        may also be given with a call.
     """
 
     reuse_answers: bool = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @property
     def _llm_type(self) -> str:
@@ -56,7 +61,8 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        return {**super()._identifying_params, "reuse_answers": self.reuse_answers}
+        own = {"reuse_answers": self.reuse_answers, "chat_template_kwargs": self.chat_template_kwargs}
+        return {**super()._identifying_params, **own}
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
         # What a response cache tells models apart by; the serialised form alone lacks the weights.
@@ -65,7 +71,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Tokens of a conversation as the chat template writes it."""
         offered = [convert_to_openai_tool(tool) for tool in tools] if tools else None
-        return len(self.get_token_ids(render(self.engine.tokenizer, messages, offered)))
+        return len(self.get_token_ids(render(self.engine.tokenizer, messages, offered, self.chat_template_kwargs)))
 
     def bind_tools(
         self,
@@ -170,7 +176,8 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         known_chunks.add(attached)
         names = [tool["function"]["name"] for tool in tools or []]
         begun = opening(check_choice(overrides.get("tool_choice"), names), tokenizer)
-        text = render(tokenizer, messages, tools) + begun
+        options = overrides.get("chat_template_kwargs", self.chat_template_kwargs)
+        text = render(tokenizer, messages, tools, options) + begun
         places = places_of(text, messages)
         prompt = notice(
             text,

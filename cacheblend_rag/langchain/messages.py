@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,12 @@ from cacheblend_rag.errors import PromptError
 __all__ = ["Places", "answer_texts", "artifact_texts", "places_of", "render"]
 
 
-def render(tokenizer: Any, messages: Sequence[BaseMessage], tools: Sequence[dict[str, Any]] | None = None) -> str:
+def render(
+    tokenizer: Any,
+    messages: Sequence[BaseMessage],
+    tools: Sequence[dict[str, Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> str:
     """The prompt of a conversation, with the opening of the answer at its end.
 
     Parameters
@@ -33,6 +38,8 @@ def render(tokenizer: Any, messages: Sequence[BaseMessage], tools: Sequence[dict
         Text only.
     tools : sequence of dict, optional
         Tools in OpenAI's form, for templates that take them.
+    options : dict, optional
+        Anything else the template takes.
 
     Raises
     ------
@@ -41,7 +48,7 @@ def render(tokenizer: Any, messages: Sequence[BaseMessage], tools: Sequence[dict
     PromptError
         If there is no message, or one holds more than text.
     """
-    return render_turns(tokenizer, [_turn(message) for message in messages], tools)
+    return render_turns(tokenizer, [_turn(message) for message in messages], tools, options)
 
 
 @dataclass(frozen=True)

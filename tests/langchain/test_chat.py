@@ -131,6 +131,16 @@ def test_places_are_found_wherever_a_template_puts_them() -> None:
     assert places_of("Be kind.", messages[:1]).questions_from == 8
 
 
+def test_the_template_gets_what_it_takes_besides(chat: ChatCacheBlend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat.engine.tokenizer, "chat_template", "{{ mood }}: {{ messages[0].content }}")
+    asked = [HumanMessage("What fell?")]
+    model = ChatCacheBlend.from_engine(chat.engine, chat_template_kwargs={"mood": "calm"})
+    assert model.segments(asked).suffix == "calm: What fell?"
+    answer = chat.invoke(asked, chat_template_kwargs={"mood": "glad"})
+    assert "glad: What fell?" in chat.engine.tokenizer.decode(answer.response_metadata["input_ids"])
+    assert model._identifying_params != chat._identifying_params
+
+
 # Streams ------------------------------------------------------------------------------------
 
 

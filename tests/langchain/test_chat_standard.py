@@ -58,7 +58,11 @@ class _Suite:
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        return {"engine": chat_engine(), "model_name": "tiny", "logits_processor": [Script(tiny_parts()[1], call, free=8)]}
+        return {
+            "engine": chat_engine(),
+            "model_name": "tiny",
+            "logits_processor": [Script(tiny_parts()[1], call, free=8)],
+        }
 
     @property
     def standard_chat_model_params(self) -> dict[str, Any]:
