@@ -134,6 +134,10 @@ class BlendConfig:
     write_back : {"background", "inline", "off"}
         When chunks that were missing are stored: after the answer when nothing else waits,
         before the call returns, or never.
+    keep_final : bool
+        Keep the KV of finished prompts and their answers, so that the next turn of a conversation,
+        or the same prompt again, continues from it. It is that of a blended pass, and so
+        approximate; questions and answers are then stored too.
     prefetch : bool
         Read the KV of the next layer while this one is fused.
     size_limit : int or str
@@ -171,6 +175,7 @@ class BlendConfig:
     min_tokens: int = _option("min_tokens", 256, int)
     condition: str = _option("condition", "sink", str)
     write_back: str = _option("write_back", "background", str)
+    keep_final: bool = _option("keep_final", False, lambda text: _flag(text))
     prefetch: bool = _option("prefetch", True, lambda text: _flag(text))
     size_limit: int | str = _option("size_limit", 10 * 10**9, lambda text: parse_bytes(text))
     memory_limit: int | str = _option("memory_limit", 0, lambda text: _bytes_or_none(text))
@@ -195,7 +200,7 @@ class BlendConfig:
         check_choice("write_back", self.write_back, WRITE_BACKS)
         check_choice("codec", self.codec, CODEC_NAMES)
         check_whole("min_tokens", self.min_tokens)
-        for name in ("prefetch", "compress", "check_model"):
+        for name in ("keep_final", "prefetch", "compress", "check_model"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "use True or False")
         for name, remedy in (("salt", "an empty one is shared by all who set none"), ("like", "a family's name")):

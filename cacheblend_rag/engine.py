@@ -23,6 +23,7 @@ from cacheblend_rag.batching import ReadOnce, by_common_chunks
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.decode import Decoded, DecodeOptions, decode
 from cacheblend_rag.errors import CacheBlendError, ConfigError, GenerationError, PromptError
+from cacheblend_rag.finals import KEY_PREFIX, holds
 from cacheblend_rag.fusor.selfcheck import check_adapter
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.models.adapter import ModelAdapter
@@ -250,9 +251,10 @@ class BlendEngine:
         self, prompt: Prompt, options: DecodeOptions, sink: Cancelled | None, pipeline: Pipeline | None = None
     ) -> Generation:
         with self._held():
-            if sink is not None and sink.cancelled():
+            cancelled = sink.cancelled if sink else lambda: False
+            if cancelled():
                 raise GenerationError("the answer was given up before its turn came")
-            blend = (pipeline or self._pipeline).blend(prompt)
+            blend = (pipeline or self._pipeline).blend(prompt, cancelled)
             fused, fused_at = blend.fused, time.perf_counter()
             decoded = decode(
                 self.model,
@@ -262,9 +264,9 @@ class BlendEngine:
                 logits=fused.logits,
                 options=options,
                 on_text=sink.put if sink else None,
-                cancelled=sink.cancelled if sink else lambda: False,
+                cancelled=cancelled,
             )
-            self._keep(blend)
+            self._keep(self._pipeline.keep_final(blend, decoded.token_ids))
         return _generation(fused, decoded, fused_at)
 
     def _keep(self, blend: Blend) -> None:
@@ -361,7 +363,12 @@ class BlendEngine:
         self._check_open()
         self.flush()
         forms = [self._pipeline.chunk_forms(text, prefix) for text in _texts(chunks)]
-        return sum(self.store.delete(segment.key) for segments in forms for segment in segments)
+        keys = {segment.key for segments in forms for segment in segments}
+        # Prompts that were kept whole have their chunks in them.
+        ids = [segments[0].token_ids for segments in forms]
+        kept = list(self.store.infos(KEY_PREFIX)) if ids else []
+        keys.update(key for key, info in kept if any(holds(info, chunk) for chunk in ids))
+        return sum(map(self.store.delete, keys))
 
     def flush(self) -> None:
         """Wait until everything computed is stored."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.errors import GenerationError
+from cacheblend_rag.finals import Continued, Finals
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
 from cacheblend_rag.fusor.work import work_share
 from cacheblend_rag.loading import ChunkKV, LayerReader, Placement, load_ahead, load_plainly
@@ -67,10 +69,13 @@ class Blend:
         The result.
     write_back : dict of str to Job
         By key of the record, what computes and stores it.
+    split : TokenizedPrompt or None
+        The prompt, if it can be kept whole.
     """
 
     fused: FusedKV
     write_back: dict[str, Job]
+    split: TokenizedPrompt | None = None
 
 
 @dataclass(frozen=True)
@@ -163,14 +168,26 @@ class Pipeline:
             kind=segment.kind,
         )
 
-    def blend(self, prompt: Prompt) -> Blend:
-        """Split, look up, load and fuse a prompt."""
+    def blend(self, prompt: Prompt, cancelled: Callable[[], bool] = lambda: False) -> Blend:
+        """Split, look up, load and fuse a prompt.
+
+        Parameters
+        ----------
+        prompt : Prompt
+        cancelled : callable
+            The blended pass ends before its next layer once this returns True.
+
+        Raises
+        ------
+        GenerationError
+            If it was cancelled.
+        """
         started = time.perf_counter()
         split = self.tokenizer.tokenize(prompt)
         seconds = Seconds(split=time.perf_counter() - started)
         if self._prefers_plain(split):
             return self._plain(split, seconds)
-        return self._blended(split, seconds)
+        return self._blended(split, seconds, cancelled)
 
     def _prefers_plain(self, split: TokenizedPrompt) -> bool:
         few = not split.chunks or split.chunk_tokens < self.config.min_tokens
@@ -195,23 +212,30 @@ class Pipeline:
         fused = FusedKV(result.cache, result.logits, list(split.input_ids), (rows,) * layers, None, report)
         return Blend(fused, {})
 
-    def _blended(self, split: TokenizedPrompt, seconds: Seconds) -> Blend:
+    def _blended(self, whole: TokenizedPrompt, seconds: Seconds, cancelled: Callable[[], bool]) -> Blend:
         """Answer by the blended pass; a record that fails on the way counts as never stored."""
         started = time.perf_counter()
-        found = self._look_up(split)
+        kept = self._finals(whole).find(whole) if self._keeps_finals else None
+        split, found = self._look_up(whole, kept)
         seconds = dataclasses.replace(seconds, look_up=time.perf_counter() - started)
-        started, opened, lost, clock = time.perf_counter(), tuple(found.records.values()), 0, ReadClock()
-        choice, found = self._choose(split, found)
+        started, opened, lost, clock = time.perf_counter(), [*found.records.values()], 0, ReadClock()
         try:
+            choice, found = self._choose(split, found)
             while True:
-                layers = _Waited(self._load(split, found, clock))
+                layers = _Waited(self._load(split, found, clock), cancelled)
                 try:
                     fusion = fuse(self.adapter, self._plan(split, found), layers, choice.rule)
                     break
                 except RecordLost as error:
                     _log.warning("%s; the prompt is blended again without it", error)
                     self.store.delete(error.key)
-                    found, lost = found.without(error.key), lost + 1
+                    lost += 1
+                    if kept is not None and error.key == kept.key:
+                        kept = None
+                        split, found = self._look_up(whole, None)
+                        opened += found.records.values()
+                    else:
+                        found = found.without(error.key)
                 finally:
                     layers.close()
         finally:
@@ -222,8 +246,44 @@ class Pipeline:
         if not lost and not hasattr(self.store, "tiers"):  # what came from memory says nothing of the disk
             self._steering.note(choice, clock.seconds)
         fused = self._fused(split, found, fusion, choice)
-        report = dataclasses.replace(fused.report, lost=lost, seconds=seconds)
-        return Blend(dataclasses.replace(fused, report=report), self._write_back(split, found, fusion))
+        report = self._whole(fused.report, whole, kept)
+        report = dataclasses.replace(report, lost=lost, seconds=seconds)
+        keep = self._keeps_finals and self.config.write_back != "off"
+        write_back = self._write_back(split, found, fusion)
+        return Blend(dataclasses.replace(fused, report=report), write_back, whole if keep else None)
+
+    def _whole(self, report: BlendReport, whole: TokenizedPrompt, kept: Continued | None) -> BlendReport:
+        """What the report of a continued prompt says of the whole one."""
+        if kept is None:
+            return report
+        counts = self._counts(whole)
+        return dataclasses.replace(
+            report,
+            prefix_tokens=counts.prefix_tokens,
+            chunk_tokens=counts.chunk_tokens,
+            suffix_tokens=counts.suffix_tokens,
+            hits=report.hits + len(whole.chunks) - len(kept.split.chunks),
+            continued_tokens=kept.tokens,
+        )
+
+    @property
+    def _keeps_finals(self) -> bool:
+        return self.config.keep_final and self._steering.rule.reads_store
+
+    def _finals(self, split: TokenizedPrompt) -> Finals:
+        regime = self.adapter.regime(len(split.input_ids)) or 0
+        like = self.record_info(self.segment("final", (), (), regime))
+        return Finals(self.store, self.config, dataclasses.replace(like, rotated=True))
+
+    def keep_final(self, blend: Blend, answer_ids: Sequence[int]) -> Blend:
+        """Add to what is worth storing the whole prompt with its answer, if that is wanted."""
+        if blend.split is None:
+            return blend
+        found = self._finals(blend.split).job(blend.split, answer_ids, blend.fused.cache)
+        if found is None:
+            return blend
+        key, job = found
+        return dataclasses.replace(blend, write_back={**blend.write_back, key: job})
 
     def _choose(self, split: TokenizedPrompt, found: _Found) -> tuple[Choice, _Found]:
         """Let the loading controller, where there is one, choose the ratio and what is worth reading."""
@@ -237,21 +297,25 @@ class Pipeline:
             found = found.without(keys[number])
         return choice, found
 
-    def _look_up(self, split: TokenizedPrompt) -> _Found:
-        """Open what is stored of the prefix and the chunks."""
+    def _look_up(self, split: TokenizedPrompt, kept: Continued | None) -> tuple[TokenizedPrompt, _Found]:
+        """Open what is stored of the prefix and the chunks, or of what stands behind a kept prompt."""
         prefix_ids = split.ids(split.prefix)
         start = self.tokenizer.start_ids
         regime = self.adapter.regime(len(split.input_ids)) or 0
         prefix = self.segment("prefix", (), prefix_ids, regime) if len(prefix_ids) > len(start) else None
         context = prefix_ids if self.config.condition == "prefix" else start
+        records: dict[str, StoredKV] = {}
+        if kept is not None:
+            split = kept.split
+            prefix = Segment("final", (), split.ids(split.prefix), kept.key, regime)
+            records[kept.key] = kept.record
         chunks = tuple(self.segment("chunk", context, split.ids(span), regime) for span in split.chunks)
         if not self._steering.rule.reads_store:
-            return _Found(None, chunks, {})
-        records: dict[str, StoredKV] = {}
+            return split, _Found(None, chunks, {})
         for segment in (*([prefix] if prefix else []), *chunks):
             if segment.key not in records and (record := self._open(segment)) is not None:
                 records[segment.key] = record
-        return _Found(prefix, chunks, records)
+        return split, _Found(prefix, chunks, records)
 
     def _open(self, segment: Segment) -> StoredKV | None:
         record = self.store.open(segment.key)
@@ -369,16 +433,18 @@ class Pipeline:
 
 
 class _Waited:
-    """An iterator that notes how long its reader waited for it."""
+    """An iterator that notes how long its reader waited for it, and ends when nobody wants the answer."""
 
-    def __init__(self, layers: Iterator[LayerKV]) -> None:
-        self._layers = layers
+    def __init__(self, layers: Iterator[LayerKV], cancelled: Callable[[], bool]) -> None:
+        self._layers, self._cancelled = layers, cancelled
         self.seconds = 0.0
 
     def __iter__(self) -> Iterator[LayerKV]:
         return self
 
     def __next__(self) -> LayerKV:
+        if self._cancelled():
+            raise GenerationError("the answer was given up while its prompt was fused")
         started = time.perf_counter()
         try:
             return next(self._layers)

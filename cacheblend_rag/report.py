@@ -71,6 +71,8 @@ class BlendReport:
         Whether the prefix was read from the store.
     reused_tokens : int
         Chunk and prefix tokens whose KV was read from the store.
+    continued_tokens : int
+        Tokens that were continued from a kept prompt; their chunks count as hits.
     recomputed_tokens : tuple of int
         Reused chunk tokens recomputed on each layer.
     computed_tokens : tuple of int
@@ -102,6 +104,7 @@ class BlendReport:
     misses: int = 0
     prefix_hit: bool = False
     reused_tokens: int = 0
+    continued_tokens: int = 0
     recomputed_tokens: tuple[int, ...] = ()
     computed_tokens: tuple[int, ...] = ()
     work: float = 0.0

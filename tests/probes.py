@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -68,6 +68,9 @@ class Hooked:
 
     def prefetch(self, key: str) -> bool:
         return self.inner.prefetch(key)
+
+    def infos(self, beginning: str) -> Iterator[tuple[str, RecordInfo]]:
+        return self.inner.infos(beginning)
 
     def claim(self, key: str, wait: float = 0.0) -> AbstractContextManager[bool]:
         return self.inner.claim(key, wait)

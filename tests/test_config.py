@@ -24,6 +24,7 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "min_tokens": ("7", 7),
     "condition": ("prefix", "prefix"),
     "write_back": ("off", "off"),
+    "keep_final": ("on", True),
     "prefetch": ("no", False),
     "size_limit": ("2 GiB", 2 * 2**30),
     "memory_limit": ("1GB", 10**9),

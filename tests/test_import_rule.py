@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("modelfields",),
     ("noticing", "engine", "conversation"),
     ("pipeline",),
-    ("steering",),
+    ("steering", "finals"),
     ("prompt", "loading", "fusor", "decode", "streaming", "writeback", "batching"),
     ("store", "report"),
     ("models",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,10 @@ class ThrottledStore:
     def prefetch(self, key: str) -> bool:
         """See `KVStore.prefetch`."""
         return self.inner.prefetch(key)
+
+    def infos(self, beginning: str) -> Iterator[tuple[str, RecordInfo]]:
+        """See `KVStore.infos`."""
+        return self.inner.infos(beginning)
 
     def claim(self, key: str, wait: float = 0.0) -> AbstractContextManager[bool]:
         """See `KVStore.claim`."""

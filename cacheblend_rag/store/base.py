@@ -45,7 +45,8 @@ class RecordInfo:
     rotated : bool
         Whether the keys carry the rotation of the positions they were computed at.
     kind : str
-        ``"chunk"`` or ``"prefix"``; one is never taken for the other.
+        ``"chunk"``, ``"prefix"``, or ``"final"`` for a whole prompt with its answer, which is
+        approximate; one is never taken for another.
     """
 
     fingerprint: str
@@ -203,6 +204,10 @@ class KVStore(Protocol):
 
     def prefetch(self, key: str) -> bool:
         """Bring a record closer ahead of its use, where that can be done; whether there is one."""
+        ...
+
+    def infos(self, beginning: str) -> Iterator[tuple[str, RecordInfo]]:
+        """Key and identity of every record whose key begins so; looking does not count as use."""
         ...
 
     def claim(self, key: str, wait: float = 0.0) -> AbstractContextManager[bool]:

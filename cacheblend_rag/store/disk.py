@@ -340,6 +340,18 @@ class DiskStore:
             if isinstance(row[0], str) and isinstance(row[4], str):
                 yield DiskEntry(*row)
 
+    def infos(self, beginning: str) -> Iterator[tuple[str, RecordInfo]]:
+        """See `KVStore.infos`."""
+        for entry in self.entries():
+            if not entry.key.startswith(beginning):
+                continue
+            try:
+                record = self.read(entry)
+            except RecordError:
+                continue
+            record.close()
+            yield entry.key, record.info
+
     def read(self, entry: DiskEntry) -> FileRecord:
         """Open the record of an entry; this does not count as use.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -132,6 +132,12 @@ class MemoryStore(Claims):
     def prefetch(self, key: str) -> bool:
         """See `KVStore.prefetch`."""
         return self.contains(key)
+
+    def infos(self, beginning: str) -> Iterator[tuple[str, RecordInfo]]:
+        """See `KVStore.infos`."""
+        with self._lock:
+            found = [(key, record.info) for key, record in self._records.items() if key.startswith(beginning)]
+        yield from found
 
     def stats(self) -> StoreStats:
         """Sizes and counts since it was made."""

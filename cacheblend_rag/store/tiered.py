@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import pairwise
@@ -134,6 +134,15 @@ class TieredStore:
                 record.close()
             return True
         return False
+
+    def infos(self, beginning: str) -> Iterator[tuple[str, RecordInfo]]:
+        """See `KVStore.infos`."""
+        seen: set[str] = set()
+        for tier in self.tiers:
+            for key, info in tier.infos(beginning):
+                if key not in seen:
+                    seen.add(key)
+                    yield key, info
 
     def claim(self, key: str, wait: float = 0.0) -> AbstractContextManager[bool]:
         """See `KVStore.claim`; asked of the tier that processes share."""
