@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
@@ -23,6 +24,8 @@ __all__ = ["CONTEXT_NAMES", "Hint", "MarkedMessages", "MarkedText", "see"]
 CONTEXT_NAMES = ("context_str", "context_msg")
 """Variables of LlamaIndex's templates that hold retrieved text."""
 
+# Variables that hold what people ask or models answer; with templates of one's own, all others may hold context.
+_ASKED_NAMES = ("query_str", "query", "question", "input", "user_msg", "message", "existing_answer", "chat_history")
 _FIXED = (MessageRole.SYSTEM, MessageRole.DEVELOPER)
 
 
@@ -32,27 +35,30 @@ class Hint:
 
     Parameters
     ----------
-    contexts : tuple of str
-        Retrieved text: one, or the entries of a list.
-    listed : bool
-        Whether it is a list, which stands in the prompt as Python writes lists.
+    contexts : tuple of (str or tuple of str)
+        Retrieved text. A tuple stands in the prompt as Python writes lists.
     asked : tuple of str
         All other values: the question, an existing answer.
     """
 
-    contexts: tuple[str, ...] = ()
-    listed: bool = False
+    contexts: tuple[str | tuple[str, ...], ...] = ()
     asked: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Hint:
         """Read the values of a template's variables."""
-        context = next((values[name] for name in CONTEXT_NAMES if values.get(name)), None)
-        other = [value for name, value in values.items() if name not in CONTEXT_NAMES]
-        asked = [value for value in other if isinstance(value, str) and value.strip()]
-        if isinstance(context, (list, tuple)) and all(isinstance(one, str) for one in context):
-            return cls(tuple(context), True, tuple(asked))
-        return cls((context,) if isinstance(context, str) else (), False, tuple(asked))
+        usual = any(values.get(name) for name in CONTEXT_NAMES)
+        contexts: list[str | tuple[str, ...]] = []
+        asked: list[str] = []
+        for name, value in values.items():
+            holds = name in CONTEXT_NAMES if usual else name not in _ASKED_NAMES
+            if isinstance(value, str) and value.strip() and not holds:
+                asked.append(value)
+            elif isinstance(value, str) and value.strip():
+                contexts.append(value)
+            elif holds and isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+                contexts.append(tuple(value))
+        return cls(tuple(contexts), tuple(asked))
 
 
 class MarkedText(str):
@@ -130,12 +136,18 @@ def see(
 
 
 def _places(text: str, hint: Hint) -> list[_Place]:
-    """Pieces of the context, as far as they stand in the prompt."""
-    if hint.listed:
-        start = text.find(str(list(hint.contexts)))
-        return [] if start < 0 else list(_listed(hint.contexts, start))
-    found = [(one, text.find(one)) for whole in hint.contexts for one in (whole, whole.strip())]
-    return next(([_Place(one, range(at, at + len(one) + 1))] for one, at in found if one and at >= 0), [])
+    """Pieces of the context, as far as they stand in the prompt; in order, not overlapping."""
+    found: list[_Place] = []
+    for context in hint.contexts:
+        if isinstance(context, tuple):
+            start = text.find(str(list(context)))
+            found += _listed(context, start) if start >= 0 else ()
+            continue
+        forms = ((form, text.find(form)) for form in (context, context.strip()))
+        found += [_Place(form, range(at, at + len(form) + 1)) for form, at in forms if at >= 0][:1]
+    found.sort(key=lambda place: place.origins[0])
+    ends = accumulate((place.origins[-1] for place in found), max, initial=0)
+    return [place for place, end in zip(found, ends, strict=False) if place.origins[0] >= end]
 
 
 def _listed(contexts: Sequence[str], start: int) -> Iterator[_Place]:

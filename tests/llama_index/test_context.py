@@ -29,6 +29,7 @@ from cacheblend_rag.noticing import known_chunks, note_form, written_forms
 from tests import tiny
 from tests.langchain.models import Script, tiny_parts
 from tests.llama_index.common import QUESTION, listening, make_index, make_llm, make_nodes, unknow
+from tests.llama_index.test_llm import Fall
 from tests.llama_index.test_matrix import FORCED, force
 from tests.probes import Hooked
 
@@ -225,10 +226,26 @@ def test_a_part_of_a_known_text_is_found_wherever_it_stands(start: int, length: 
 
 
 def test_hints_are_read_from_a_templates_values() -> None:
-    hint = Hint.of({"context_str": ["a", "b"], "query_str": "c", "num": 3, "schema": None})
-    assert hint == Hint(("a", "b"), True, ("c",))
-    assert Hint.of({"context_msg": "a"}) == Hint(("a",), False, ())
+    hint = Hint.of({"context_str": ["a", "b"], "query_str": "c", "num": 3, "schema": None, "style": "short"})
+    assert hint == Hint((("a", "b"),), ("c", "short"))
+    assert Hint.of({"context_msg": "a"}) == Hint(("a",), ())
     assert Hint.of({"query_str": " "}) == Hint()
+    assert Hint.of({"documents": "a", "notes": "b", "question": "c"}) == Hint(("a", "b"), ("c",))
+
+
+def test_context_under_another_name_is_found(llm: CacheBlendLLM, nodes: list[TextNode]) -> None:
+    first, second, third, quoted = texts_of(nodes)
+    prompt = seen(
+        llm,
+        PromptTemplate("Facts: {facts}\nMore: {more}\nFacts again: {again}\n{question}"),
+        facts=f"{first}\n\n{second}",
+        more=[third],
+        again=second,  # stands where the facts do, too, and is looked for there
+        question=quoted,
+    )
+    assert prompt.chunks[:2] == (first, second)
+    assert prompt.chunks[2] == repr(third)[1:-1].strip()
+    assert quoted in prompt.suffix
 
 
 def test_recent_nodes_are_bounded_and_forgotten() -> None:
@@ -246,6 +263,18 @@ def test_forms_of_a_text_are_remembered_but_not_without_end() -> None:
     forms = written_forms(["one river"])
     assert len(forms) == 256
     assert forms[-1] == "form 299"
+
+
+async def test_answers_in_a_form_hit() -> None:
+    script = Script(tiny_parts()[1], lambda prompt: '{"what": "leaf"}}')
+    llm, made = make_llm(True, logits_processor=[script], max_new_tokens=40), make_nodes(seed=23)
+    index = make_index(made)
+    warm_index(index, llm, progress=False, say=lambda message: None)
+    with listening() as answers:
+        engine = index.as_query_engine(llm=llm, similarity_top_k=4, output_cls=Fall)
+        response = await engine.aquery(QUESTION)
+    assert "leaf" in str(response)
+    assert answers.counts == [(4, 0)]
 
 
 # Nothing of a question is stored --------------------------------------------------------------------
