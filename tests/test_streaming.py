@@ -15,7 +15,7 @@ import torch
 from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import BlendEngine, Prompt
-from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.errors import ConfigError, GenerationError, GenerationTimeoutError, PromptError
 from tests import tiny
 from tests.probes import engine_of
 
@@ -207,6 +207,47 @@ def test_an_unread_stream_does_not_keep_the_engine(engine: BlendEngine) -> None:
     next(stream)
     assert engine.generate(OTHER, max_new_tokens=4).token_ids
     assert list(stream)
+
+
+def test_a_prompt_nobody_waits_for_is_fused_no_further(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers: list[int] = []
+    run_layer = engine.adapter.run_layer
+
+    def watched(layer: int, *arguments: Any) -> torch.Tensor:
+        layers.append(layer)
+        stream.cancel()
+        return run_layer(layer, *arguments)
+
+    monkeypatch.setattr(engine.adapter, "run_layer", watched)
+    stream = engine.stream(PROMPT, max_new_tokens=5)
+    assert list(stream) == []
+    assert wait_until(lambda: not stream_threads())
+    monkeypatch.undo()
+    assert layers == [0]
+    assert engine.generate(PROMPT, max_new_tokens=2).report.hits == 3
+
+
+async def test_a_stream_is_read_with_async_for_too(engine: BlendEngine) -> None:
+    expected = engine.generate(PROMPT, max_new_tokens=9).text
+    stream = engine.stream(PROMPT, max_new_tokens=9)
+    assert "".join([piece async for piece in stream]) == expected
+    assert stream.result is not None
+    assert [piece async for piece in stream] == []
+    given_up = engine.stream(PROMPT)
+    given_up.cancel()
+    with pytest.raises(GenerationError, match="stopped before"):
+        await given_up.acomplete()
+
+
+def test_a_late_answer_is_an_error_where_it_is_read(engine: BlendEngine) -> None:
+    slow = Slow(0.02)
+    stream = engine.stream(PROMPT, max_new_tokens=1000, logits_processor=[slow], timeout=0.2)
+    with pytest.raises(GenerationTimeoutError, match=r"0\.2 s"):
+        stream.complete()
+    with pytest.raises(TimeoutError):
+        asyncio.run(engine.stream(PROMPT, logits_processor=[Slow(0.02)], timeout=0.1).acomplete())
+    assert wait_until(lambda: not stream_threads())
+    assert slow.made < 200
 
 
 # Errors -------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "magic_function_no_args": {},
     "greeting_generator": {"answer_style": "pirate"},
     "my_adder_tool": {"a": 3, "b": 4},
+    "unicode_customer": {"customer_name": "你好啊集团"},
     "Joke": {"setup": "Why?", "punchline": "So."},
     "JokeDict": {"setup": "Why?", "punchline": "So."},
 }
@@ -43,9 +44,11 @@ def call(prompt: str) -> str | None:
     *_, begun = prompt.split("[assistant] ")
     if begun.endswith('"name": "'):
         return f'magic_function", "arguments": {json.dumps(CALLS["magic_function"])}}}'
+    if begun.endswith('"unicode_customer", "arguments": ') and "株式会社" in prompt:
+        return '{"customer_name": "こんにちは株式会社"}}'
     for name, arguments in CALLS.items():
         if begun.endswith(f'"{name}", "arguments": '):
-            return json.dumps(arguments) + "}"
+            return json.dumps(arguments, ensure_ascii=False) + "}"
     if "What is the weather" in prompt and "[tool]" not in prompt:
         return '<tool_call>{"name": "get_weather", "arguments": {"location": "SF"}}</tool_call>'
     return None
@@ -66,7 +69,7 @@ class _Suite:
 
     @property
     def standard_chat_model_params(self) -> dict[str, Any]:
-        return {"temperature": 0, "max_tokens": 64, "timeout": 60, "stop": [], "max_retries": 2}
+        return {"temperature": 0, "max_tokens": 80, "timeout": 60, "stop": [], "max_retries": 2}
 
     @property
     def supports_model_override(self) -> bool:
