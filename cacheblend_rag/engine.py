@@ -370,6 +370,11 @@ class BlendEngine:
         keys.update(key for key, info in kept if any(holds(info, chunk) for chunk in ids))
         return sum(map(self.store.delete, keys))
 
+    @property
+    def storing_seconds(self) -> float:
+        """Time spent in the background on computing and storing what was missing."""
+        return self._write_back.seconds
+
     def flush(self) -> None:
         """Wait until everything computed is stored."""
         self._write_back.flush()

@@ -455,6 +455,18 @@ def test_a_miss_asked_twice_is_computed_once(monkeypatch: pytest.MonkeyPatch) ->
 # Ends ---------------------------------------------------------------------------------------
 
 
+def test_what_storing_costs_is_told_apart() -> None:
+    with engine_of(write_back="background") as engine:
+        report = engine.generate(PROMPT, max_new_tokens=2).report
+        engine.flush()
+        stored = engine.storing_seconds
+        assert stored > 0
+        assert report.misses == len(PROMPT.chunks)
+        engine.generate(PROMPT, max_new_tokens=2)
+        engine.flush()
+        assert engine.storing_seconds == stored, "nothing was missing"
+
+
 def test_close_stores_what_waits_and_twice_is_harmless(tmp_path: Path) -> None:
     engine = engine_of(store=tmp_path, write_back="background")
     engine.generate(PROMPT, max_new_tokens=2)

@@ -1,0 +1,22 @@
+"""The table of codecs over the bundled model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cacheblend_rag.evaluation.codec_table import main
+
+
+def test_every_codec_answers_the_same_questions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--per-kind", "1", "--selection", "none"]) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    assert len(table) == 4
+    raw, fp8, int8, int4 = json.loads(last)
+    assert raw["codec"] == "raw"
+    assert raw["same"] == 1.0
+    assert raw["divergence"] == pytest.approx(0.0, abs=1e-9)
+    assert all(0 < row["divergence"] < 0.1 for row in (fp8, int8, int4))
+    assert raw["token_bytes"] > fp8["token_bytes"] == int8["token_bytes"] > int4["token_bytes"]
+    assert all(set(row["value"]) == set(raw["value"]) for row in (fp8, int8, int4))
