@@ -129,12 +129,12 @@ class _Sequence:
         self.question += [-1] * len(ids)
         self.about += about or [-1] * len(ids)
 
-    def answer(self, ids: Sequence[int], weights: Sequence[float], kind: int) -> None:
+    def answer(self, ids: Sequence[int], weights: Sequence[float], kind: int, about: int = -1) -> None:
         self.ids += ids
         self.weights += weights
         self.question += [len(self.kinds)] * len(ids)
         self.kinds.append(kind)
-        self.about += [-1] * len(ids)
+        self.about += [about] * len(ids)
 
     def pad(self, length: int, token: int) -> None:
         rest = max(0, length - len(self.ids))
@@ -412,7 +412,11 @@ class SequenceMaker:
             start = 1 + question.sentence.rfind(question.answers[0])
             end = start + len(question.answers[0])
             weights = [VALUE_WEIGHT if high > start and low < end else ANSWER_WEIGHT for low, high in answer.offsets]
-            sequence.answer([*answer.ids, self._eos], [*weights, ANSWER_WEIGHT], QUESTION_KINDS.index(question.kind))
+            # An answer that begins with a name is about its bearer, as a passage is: both get the same code for it.
+            simple = question.kind in ("within", "reference") and not question.sentence.startswith("The ")
+            about = answer.ids[0] if simple else -1
+            kind = QUESTION_KINDS.index(question.kind)
+            sequence.answer([*answer.ids, self._eos], [*weights, ANSWER_WEIGHT], kind, about)
         sequence.pad(stage.length + 1, self._eos)
         return sequence
 

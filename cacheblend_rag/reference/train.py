@@ -43,7 +43,7 @@ STAGES: tuple[Stage, ...] = (
     Stage("whose", 384, 20, 6, 2e-3, {"within": 1.0, "reference": 1.0}, target=0.9),
     Stage("roles", 384, 20, 8, 2e-3, {"within": 0.4, "reference": 0.6}, shuffled=0.2, target=0.8, about=0.5),
     Stage("reference", 640, 14, 8, 2e-3, {"within": 0.4, "reference": 0.6}, (2, 3, 4), 0.3, target=0.85, about=0.5),
-    Stage("all", 832, 10, 8, 1.8e-3, _ALL, (3, 4, 6, 6), 0.3, target=2.0, about=0.3),
+    Stage("all", 832, 10, 8, 1.6e-3, _ALL, (3, 4, 6, 6), 0.15, target=2.0, about=0.5),
 )
 PROBED_LAYERS = 5
 """After how many layers the model is asked whom a passage is about."""
@@ -65,7 +65,8 @@ class TrainOptions:
     """How to train.
 
     ``steps`` bounds the steps of every stage but the last (0: no bound); the last stage runs ``final_tokens`` while
-    the learning rate falls to a twentieth.
+    the learning rate falls to a twentieth. ``start`` names an exported model: training then begins with its weights
+    at the last stage, unless there is a checkpoint to go on from.
     """
 
     out: Path
@@ -75,6 +76,7 @@ class TrainOptions:
     compile: bool = True
     workers: int = 1
     checkpoint: Path | None = None
+    start: Path | None = None
 
 
 def build_model(shape: Shape, vocab: int, layers: int, bos: int, eos: int) -> Any:
@@ -247,6 +249,8 @@ class Trainer:
         self.optimizer = self._new_optimizer()
         if options.checkpoint is not None and options.checkpoint.exists():
             self._resume(options.checkpoint)
+        elif options.start is not None:
+            self._start_from(options.start)
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
@@ -269,6 +273,16 @@ class Trainer:
         self.stage_index, self.tokens = state["stage"], state["tokens"]
         stage = self.stages[self.stage_index].name if self.stage_index < len(self.stages) else "end"
         logger.info("resumed at stage %s, %.1fM tokens", stage, self.tokens / 1e6)
+
+    def _start_from(self, folder: Path) -> None:
+        from transformers import AutoTokenizer, LlamaForCausalLM
+
+        vocabulary = AutoTokenizer.from_pretrained(folder).get_vocab()
+        if vocabulary != self.tokenizer.get_vocab():
+            raise ConfigError("start", str(folder), "use a model with this archive's vocabulary, or none")
+        self.model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(self.device).train()
+        self.optimizer = self._new_optimizer()
+        self.stage_index = len(self.stages) - 1
 
     def save(self) -> None:
         """Write the checkpoint, replacing the last one at once."""
@@ -382,13 +396,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--final-tokens", type=int, default=TrainOptions.final_tokens)
     parser.add_argument("--steps", type=int, default=0, help="most steps a stage, the last one apart (0: no bound)")
     parser.add_argument("--checkpoint", type=Path, help="file to go on from, kept up to date")
+    parser.add_argument("--start", type=Path, help="exported model whose weights the last stage begins with")
     parser.add_argument("--hidden", type=int, default=Shape.hidden)
     parser.add_argument("--mlp", type=int, default=Shape.mlp)
     parser.add_argument("--heads", type=int, default=Shape.heads)
     parser.add_argument("--no-compile", action="store_true")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    options = TrainOptions(args.out, args.seed, args.final_tokens, args.steps, not args.no_compile, 1, args.checkpoint)
+    options = TrainOptions(
+        args.out, args.seed, args.final_tokens, args.steps, not args.no_compile, 1, args.checkpoint, args.start
+    )
     shape = replace(Shape(), hidden=args.hidden, mlp=args.mlp, heads=args.heads)
     accuracy = Trainer(options, shape).run()
     print(json.dumps(accuracy))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.reference.curriculum import KIND_NAMES, SequenceMaker, Stage, make_batches
 from cacheblend_rag.reference.tokenizer import train_tokenizer
 from cacheblend_rag.reference.train import STAGES, Shape, Trainer, TrainOptions, build_model, grow
@@ -117,3 +118,39 @@ def test_a_short_run_ends_in_a_model_that_loads_and_goes_on(
     resumed = Trainer(options, TINY, stages)
     assert resumed.stage_index == 2
     assert resumed.tokens == 2 * 2 * 48 + 1280
+    started = Trainer(replace(options, checkpoint=None, start=tmp_path / "model"), TINY, stages)
+    assert started.stage_index == 1
+    exported = model.state_dict()
+    assert all(torch.equal(weight.bfloat16(), exported[name]) for name, weight in started.model.state_dict().items())
+
+
+def test_weights_of_another_vocabulary_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any
+) -> None:
+    other = train_tokenizer(vocab_size=400, towns=1)
+    other.save_pretrained(tmp_path)
+    monkeypatch.setattr("cacheblend_rag.reference.train.train_tokenizer", lambda: tokenizer)
+    with pytest.raises(ConfigError, match="start"):
+        Trainer(TrainOptions(tmp_path / "out", compile=False, workers=0, start=tmp_path), TINY)
+
+
+def test_passages_are_marked_with_whom_they_are_about(tokenizer: Any) -> None:
+    stage = next(stage for stage in STAGES if stage.name == "reference")
+    sequence = next(SequenceMaker(tokenizer, 3).sequences(replace(stage, passages=(4,), shuffled=0.0)))
+    named = {tokenizer.decode([label]).strip() for label in sequence.about if label >= 0}
+    text = tokenizer.decode(sequence.ids)
+    assert len(named) >= 2
+    for start in named:
+        assert start in text
+    # Nobody is written about before anybody was mentioned.
+    assert sequence.about[0] == -1
+
+
+def test_the_probe_learns_and_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+    monkeypatch.setattr("cacheblend_rag.reference.train.train_tokenizer", lambda: tokenizer)
+    stages = (Stage("roles", 128, 2, 2, 1e-3, {"within": 0.5, "reference": 0.5}, about=1.0),)
+    trainer = Trainer(TrainOptions(tmp_path, 0, 512, compile=False, workers=0), TINY, stages)
+    before = [weight.clone() for weight in trainer.probe.parameters()]
+    trainer.run()
+    assert any(not torch.equal(old, new) for old, new in zip(before, trainer.probe.parameters(), strict=True))
+    assert not any("probe" in name for name in AutoModelForCausalLM.from_pretrained(tmp_path).state_dict())
