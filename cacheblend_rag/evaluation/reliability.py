@@ -14,7 +14,8 @@ import logging
 import random
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,6 +92,18 @@ def crowds(folder: Path, processes: int, seconds: float) -> Line:
     return Line(f"{processes} processes for {seconds:g} s", tried, wrong, f"{detail}, {evictions} evictions")
 
 
+@contextmanager
+def _only_errors() -> Iterator[None]:
+    """Say no more than errors for a while: every trial logs a miss."""
+    logger = logging.getLogger("cacheblend_rag")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run everything; 0 if nothing went wrong."""
     parser = argparse.ArgumentParser(description="Damage, kill and crowd a KV store; count what goes wrong.")
@@ -100,8 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=120.0)
     parsed = parser.parse_args(arguments)
-    logging.getLogger("cacheblend_rag").setLevel(logging.ERROR)  # every trial logs a miss
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _only_errors():
         base = Path(folder)
         lines = [
             flips(base / "flips", parsed.flips),

@@ -88,16 +88,20 @@ def test_bare_facts_told_by_role_stand_under_a_line_that_says_whose_it_is(tokeni
             if KIND_NAMES[kind] == "within":
                 continue
             by_reference += 1
-            name = next(start for start in introduced(context) if answer.startswith(start))
-            role = introduced(context)[name]
-            assert f"The {role} " in context
-            assert context.index(f"{name} is the {role}.") < context.index(f"The {role} ")
+            name, role = next(pair for pair in introduced(context) if answer.startswith(pair[0]))
+            told = [found.start() for found in re.finditer(rf"The {role}\b(?! is [A-Z])", context)]
+            assert told
+            first = re.search(rf"{name} is the {role}\.|The {role} is {name}\.", context)
+            assert first is not None
+            assert first.start() < told[0]
     assert by_reference > 40
 
 
-def introduced(context: str) -> dict[str, str]:
-    """Whose role is which, as the lines of a sequence say."""
-    return dict(re.findall(r"([A-Z]\w+(?: [A-Z]\w+)?) is the (\w+)\.", context))
+def introduced(context: str) -> list[tuple[str, str]]:
+    """Names with their roles, as the lines of a sequence say."""
+    named = r"([A-Z]\w+(?: [A-Z]\w+)?)"
+    pairs = re.findall(named + r" is the (\w+)\.", context)
+    return pairs + [(name, role) for role, name in re.findall(r"The (\w+) is " + named + r"\.", context)]
 
 
 def test_a_short_run_ends_in_a_model_that_loads_and_goes_on(
@@ -148,8 +152,8 @@ def test_passages_are_marked_with_whom_they_are_about(tokenizer: Any) -> None:
 
 def test_the_probe_learns_and_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
     monkeypatch.setattr("cacheblend_rag.reference.train.train_tokenizer", lambda: tokenizer)
-    stages = (Stage("roles", 128, 2, 2, 1e-3, {"within": 0.5, "reference": 0.5}, about=1.0),)
-    trainer = Trainer(TrainOptions(tmp_path, 0, 512, compile=False, workers=0), TINY, stages)
+    stages = (Stage("roles", 384, 2, 2, 1e-3, {"within": 0.5, "reference": 0.5}, about=1.0),)
+    trainer = Trainer(TrainOptions(tmp_path, 0, 768, compile=False, workers=0), TINY, stages)
     before = [weight.clone() for weight in trainer.probe.parameters()]
     trainer.run()
     assert any(not torch.equal(old, new) for old, new in zip(before, trainer.probe.parameters(), strict=True))
