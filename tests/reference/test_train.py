@@ -94,7 +94,7 @@ def test_bare_facts_told_by_role_stand_under_a_line_that_says_whose_it_is(tokeni
             first = re.search(rf"{name} is the {role}\.|The {role} is {name}\.", context)
             assert first is not None
             assert first.start() < told[0]
-    assert by_reference > 40
+    assert by_reference > 20
 
 
 def introduced(context: str) -> list[tuple[str, str]]:
