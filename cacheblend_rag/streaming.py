@@ -154,11 +154,13 @@ class TextStream(Iterator[str], AsyncIterator[str]):
         self._thread.start()
 
     def _end(self) -> None:
-        self._done = True
+        given_up, self._done = self._done, True
         if self._thread is not None:
             self._thread.join()  # it put its last piece and has nothing more to do
-        if self._outcome.error is not None:
-            raise self._outcome.error
+        error = self._outcome.error
+        # Who gave the stream up, perhaps from another thread while this one waited, asked for it to end early.
+        if error is not None and not (given_up and isinstance(error, GenerationError)):
+            raise error
 
     def _left(self) -> float | None:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
