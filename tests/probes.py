@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.store import KVRecord, KVStore, MemoryStore, RecordInfo, StoredKV
+from cacheblend_rag.store import KVRecord, KVStore, MemoryStore, StoredKV
+from cacheblend_rag.store.wrapped import WrappedStore
 from tests import tiny
 
 
@@ -23,7 +23,7 @@ def engine_of(model: Any = None, tokenizer: Any = None, store: Any = None, **opt
     return BlendEngine(model, tokenizer, config=BlendConfig(**options), store=store)
 
 
-class Hooked:
+class Hooked(WrappedStore):
     """A store that calls back when a record was opened and before a layer of it is read."""
 
     def __init__(
@@ -32,14 +32,10 @@ class Hooked:
         opened: Callable[[str], None] = lambda key: None,
         reading: Callable[[str, int], None] = lambda key, layer: None,
     ) -> None:
-        self.inner: KVStore = inner or MemoryStore()
+        super().__init__(inner or MemoryStore())
         self.opened, self.reading = opened, reading
         self.kept: dict[str, KVRecord] = {}
         self.still_open: list[str] = []
-
-    @property
-    def size_limit(self) -> int:
-        return self.inner.size_limit
 
     def open(self, key: str) -> StoredKV | None:
         record = self.inner.open(key)
@@ -53,30 +49,9 @@ class Hooked:
         self.inner.put(key, record)
         self.kept[key] = record
 
-    def contains(self, key: str) -> bool:
-        return self.inner.contains(key)
-
     def delete(self, key: str) -> bool:
         self.kept.pop(key, None)
         return self.inner.delete(key)
-
-    def volume(self) -> int:
-        return self.inner.volume()
-
-    def record_bytes(self, info: RecordInfo) -> int:
-        return self.inner.record_bytes(info)
-
-    def prefetch(self, key: str) -> bool:
-        return self.inner.prefetch(key)
-
-    def infos(self, beginning: str) -> Iterator[tuple[str, RecordInfo]]:
-        return self.inner.infos(beginning)
-
-    def claim(self, key: str, wait: float = 0.0) -> AbstractContextManager[bool]:
-        return self.inner.claim(key, wait)
-
-    def close(self) -> None:
-        self.inner.close()
 
     def stored_ids(self) -> list[tuple[int, ...]]:
         """Token ids of everything that was put and not deleted."""

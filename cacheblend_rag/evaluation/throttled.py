@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cacheblend_rag.store import KVRecord, KVStore, RecordInfo, StoredKV
+from cacheblend_rag.store import KVStore, StoredKV
 from cacheblend_rag.store.codecs import CODECS
+from cacheblend_rag.store.wrapped import WrappedStore
 
 __all__ = ["ThrottledStore"]
 
 
-class ThrottledStore:
+class ThrottledStore(WrappedStore):
     """A KV store whose reads are delayed to a set throughput; one read after another, as of one device.
 
     Parameters
@@ -32,7 +31,8 @@ class ThrottledStore:
     persistent = True
 
     def __init__(self, inner: KVStore, throughput: float) -> None:
-        self.inner, self.throughput = inner, throughput
+        super().__init__(inner)
+        self.throughput = throughput
         self.read_bytes = 0
         self._device = threading.Lock()
 
@@ -40,11 +40,6 @@ class ThrottledStore:
     def folder(self) -> Path | None:
         """Folder of the store within."""
         return getattr(self.inner, "folder", None)
-
-    @property
-    def size_limit(self) -> int:
-        """Bytes the records may take."""
-        return self.inner.size_limit
 
     def open(self, key: str) -> StoredKV | None:
         """See `KVStore.open`."""
@@ -61,42 +56,6 @@ class ThrottledStore:
             if left > 0:
                 time.sleep(left)
             return result
-
-    def put(self, key: str, record: KVRecord) -> None:
-        """See `KVStore.put`."""
-        self.inner.put(key, record)
-
-    def contains(self, key: str) -> bool:
-        """See `KVStore.contains`."""
-        return self.inner.contains(key)
-
-    def delete(self, key: str) -> bool:
-        """See `KVStore.delete`."""
-        return self.inner.delete(key)
-
-    def volume(self) -> int:
-        """See `KVStore.volume`."""
-        return self.inner.volume()
-
-    def record_bytes(self, info: RecordInfo) -> int:
-        """See `KVStore.record_bytes`."""
-        return self.inner.record_bytes(info)
-
-    def prefetch(self, key: str) -> bool:
-        """See `KVStore.prefetch`."""
-        return self.inner.prefetch(key)
-
-    def infos(self, beginning: str) -> Iterator[tuple[str, RecordInfo]]:
-        """See `KVStore.infos`."""
-        return self.inner.infos(beginning)
-
-    def claim(self, key: str, wait: float = 0.0) -> AbstractContextManager[bool]:
-        """See `KVStore.claim`."""
-        return self.inner.claim(key, wait)
-
-    def close(self) -> None:
-        """Close the store within."""
-        self.inner.close()
 
 
 class _ThrottledRecord:

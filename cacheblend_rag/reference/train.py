@@ -381,9 +381,9 @@ class Trainer:
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        shares = {name: good / total for name, (good, total) in _accuracy(batch, right.cpu().numpy()).items()}
         self.known = 0.95 * self.known + 0.05 * float(known)
-        for name, share in shares.items():
+        for name, (good, total) in _accuracy(batch, right.cpu().numpy()).items():
+            share = good / total
             self.accuracy[name] = 0.95 * self.accuracy.get(name, share) + 0.05 * share
         return float(loss.detach())
 

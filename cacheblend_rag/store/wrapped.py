@@ -1,0 +1,69 @@
+"""A store around another one, for those that change a few of its ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
+from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV
+
+
+__all__ = ["WrappedStore"]
+
+
+class WrappedStore:
+    """A KV store that does as the one within.
+
+    Parameters
+    ----------
+    inner : KVStore
+        Where the records are.
+    """
+
+    def __init__(self, inner: KVStore) -> None:
+        self.inner = inner
+
+    @property
+    def size_limit(self) -> int:
+        """Bytes the records may take."""
+        return self.inner.size_limit
+
+    def open(self, key: str) -> StoredKV | None:
+        """See `KVStore.open`."""
+        return self.inner.open(key)
+
+    def put(self, key: str, record: KVRecord) -> None:
+        """See `KVStore.put`."""
+        self.inner.put(key, record)
+
+    def contains(self, key: str) -> bool:
+        """See `KVStore.contains`."""
+        return self.inner.contains(key)
+
+    def delete(self, key: str) -> bool:
+        """See `KVStore.delete`."""
+        return self.inner.delete(key)
+
+    def volume(self) -> int:
+        """See `KVStore.volume`."""
+        return self.inner.volume()
+
+    def record_bytes(self, info: RecordInfo) -> int:
+        """See `KVStore.record_bytes`."""
+        return self.inner.record_bytes(info)
+
+    def prefetch(self, key: str) -> bool:
+        """See `KVStore.prefetch`."""
+        return self.inner.prefetch(key)
+
+    def infos(self, beginning: str) -> Iterator[tuple[str, RecordInfo]]:
+        """See `KVStore.infos`."""
+        return self.inner.infos(beginning)
+
+    def claim(self, key: str, wait: float = 0.0) -> AbstractContextManager[bool]:
+        """See `KVStore.claim`."""
+        return self.inner.claim(key, wait)
+
+    def close(self) -> None:
+        """Close the store within."""
+        self.inner.close()
