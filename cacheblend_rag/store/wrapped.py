@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV
 
-
 __all__ = ["WrappedStore"]
 
 
