@@ -456,7 +456,7 @@ def _generation(fused: FusedKV, decoded: Decoded, fused_at: float) -> Generation
         generated_tokens=len(decoded.token_ids),
         finish_reason=decoded.finish_reason,
     )
-    return Generation(decoded.text, decoded.token_ids, report)
+    return Generation(decoded.text, decoded.token_ids, report, fused.recomputed, fused.deviation)
 
 
 def _texts(chunks: Iterable[str]) -> list[str]:

@@ -203,6 +203,7 @@ class Pipeline:
         report = dataclasses.replace(
             self._counts(split),
             misses=len(split.chunks),
+            chunk_hits=(False,) * len(split.chunks),
             recomputed_tokens=(0,) * layers,
             computed_tokens=(len(rows),) * layers,
             plain=True,
@@ -256,13 +257,14 @@ class Pipeline:
         """What the report of a continued prompt says of the whole one."""
         if kept is None:
             return report
-        counts = self._counts(whole)
+        counts, continued = self._counts(whole), len(whole.chunks) - len(kept.split.chunks)
         return dataclasses.replace(
             report,
             prefix_tokens=counts.prefix_tokens,
             chunk_tokens=counts.chunk_tokens,
             suffix_tokens=counts.suffix_tokens,
-            hits=report.hits + len(whole.chunks) - len(kept.split.chunks),
+            hits=report.hits + continued,
+            chunk_hits=(True,) * continued + report.chunk_hits,
             continued_tokens=kept.tokens,
         )
 
@@ -369,12 +371,14 @@ class Pipeline:
         return FusionPlan(split.input_ids, exact, list(reused), turn, list(reused.values()), question)
 
     def _fused(self, split: TokenizedPrompt, found: _Found, fusion: Fusion, choice: Choice) -> FusedKV:
-        hits = [span for span, seg in zip(split.chunks, found.chunks, strict=True) if seg.key in found.records]
+        read = tuple(segment.key in found.records for segment in found.chunks)
+        hits = [span for span, hit in zip(split.chunks, read, strict=True) if hit]
         prefix_hit = found.prefix is not None and found.prefix.key in found.records
         report = dataclasses.replace(
             self._counts(split),
             hits=len(hits),
             misses=len(split.chunks) - len(hits),
+            chunk_hits=read,
             prefix_hit=prefix_hit,
             reused_tokens=sum(map(len, hits)) + (len(split.prefix) if prefix_hit else 0),
             recomputed_tokens=fusion.recomputed_tokens,

@@ -67,6 +67,8 @@ class BlendReport:
         Tokens of each part; glue between chunks counts as neither.
     hits, misses : int
         Chunks that were read from the store, and chunks that were not there.
+    chunk_hits : tuple of bool
+        Of each chunk, in the order of the prompt, whether it was read from the store.
     prefix_hit : bool
         Whether the prefix was read from the store.
     reused_tokens : int
@@ -102,6 +104,7 @@ class BlendReport:
     suffix_tokens: int = 0
     hits: int = 0
     misses: int = 0
+    chunk_hits: tuple[bool, ...] = ()
     prefix_hit: bool = False
     reused_tokens: int = 0
     continued_tokens: int = 0
@@ -168,11 +171,17 @@ class Generation:
         The generated ids.
     report : BlendReport
         How it was made.
+    recomputed : tuple of Tensor, each [rows] long
+        As in `FusedKV`.
+    deviation : Tensor or None, [tokens] float32
+        As in `FusedKV`.
     """
 
     text: str
     token_ids: list[int]
     report: BlendReport
+    recomputed: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)
+    deviation: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True)
