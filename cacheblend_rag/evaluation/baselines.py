@@ -16,7 +16,17 @@ from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
 
-__all__ = ["METHODS", "MethodResult", "Prefilled", "Timed", "answer_all", "blended", "prefill_methods", "time_rounds"]
+__all__ = [
+    "METHODS",
+    "MethodResult",
+    "Prefilled",
+    "Timed",
+    "answer_all",
+    "answer_text",
+    "blended",
+    "prefill_methods",
+    "time_rounds",
+]
 
 METHODS = ("full recompute", "prefix caching", "full reuse", "blended")
 
@@ -147,7 +157,7 @@ def answer_all(
     return [
         MethodResult(
             name,
-            _text(engine, tokens, result, options or DecodeOptions()),
+            answer_text(engine, tokens, result, options or DecodeOptions()),
             statistics.median(timed.seconds[name]),
             sum(result.computed) / (len(result.computed) * len(tokens)),
         )
@@ -155,7 +165,8 @@ def answer_all(
     ]
 
 
-def _text(engine: BlendEngine, ids: Sequence[int], result: Prefilled, options: DecodeOptions) -> str:
+def answer_text(engine: BlendEngine, ids: Sequence[int], result: Prefilled, options: DecodeOptions) -> str:
+    """The answer that a method's KV leads to."""
     return decode(
         engine.model,
         engine.tokenizer,

@@ -9,6 +9,7 @@ load only where they are used.
 ``embedder``            a sentence-transformers model as LangChain embeddings
 ``vectorstore``         a LangChain vector store over faiss
 ``vectors``             checks of vectors, and the choice of diverse ones
+``probes``              whether an embedding model is still the same
 ``saved``               its form on disk
 ``index``               an index of a folder, kept up to date file by file
 ======================  =============================================================

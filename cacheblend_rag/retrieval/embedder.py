@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from langchain_core.embeddings import Embeddings
 
 from cacheblend_rag.errors import ConfigError, EmbedderError
+from cacheblend_rag.retrieval.probes import Probes, probe
+from cacheblend_rag.retrieval.vectors import Vectors, as_matrix
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
-__all__ = ["SentenceTransformerEmbeddings"]
+__all__ = ["SentenceTransformerEmbeddings", "SharedEmbeddings"]
 
 
 class SentenceTransformerEmbeddings(Embeddings):
@@ -76,6 +81,44 @@ class SentenceTransformerEmbeddings(Embeddings):
         """Embed a question; returns its vector."""
         vector: list[float] = self.model.encode_query(text, show_progress_bar=False).tolist()
         return vector
+
+
+class SharedEmbeddings(Embeddings):
+    """Embeddings that several threads use: one call at a time, none of them long.
+
+    Parameters
+    ----------
+    inner : Embeddings
+        What embeds.
+    batch_size : int
+        Most texts of a call; other threads come in between two of them.
+    """
+
+    def __init__(self, inner: Embeddings, batch_size: int = 32) -> None:
+        self.inner, self._batch_size = inner, batch_size
+        self._lock = threading.Lock()
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        """See `Embeddings.embed_documents`."""
+        vectors: list[list[float]] = []
+        for start in range(0, len(texts), self._batch_size):
+            with self._lock:
+                vectors += self.inner.embed_documents(texts[start : start + self._batch_size])
+        return vectors
+
+    def embed_query(self, text: str) -> list[float]:
+        """See `Embeddings.embed_query`."""
+        with self._lock:
+            return self.inner.embed_query(text)
+
+    @cached_property
+    def probes(self) -> Probes:
+        """What tells this model from another; see `cacheblend_rag.retrieval.probes`."""
+
+        def embed(texts: Sequence[str]) -> Vectors:
+            return as_matrix(self.embed_documents(list(texts)), len(texts))
+
+        return probe(embed)
 
 
 def _load(name: str, device: str | None) -> SentenceTransformer:

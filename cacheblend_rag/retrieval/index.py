@@ -11,13 +11,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 
 from cacheblend_rag.errors import ConfigError, DocumentError
 from cacheblend_rag.retrieval.documents import check_on_error, find_files, parse, read_bytes
+from cacheblend_rag.retrieval.probes import Probes, probe, same_model
 from cacheblend_rag.retrieval.saved import IndexDamagedError, SavedIndex, has_index, read_index
 from cacheblend_rag.retrieval.splitting import SplitSettings, split
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
@@ -27,15 +26,6 @@ __all__ = ["BuiltIndex", "FolderIndex", "IndexReport", "build_index"]
 _log = logging.getLogger(__name__)
 
 _KIND = "folder"
-
-# An embedding model is known by what it does: these texts are embedded and the vectors kept, so
-# that other weights, another prompt or another pooling under the same name is noticed.
-_PROBES = (
-    "Who wrote the letter that was found in the old house by the river?",
-    "In 1987 the company opened 12 shops; sales rose by 4.5% in the first year, she said.",
-    "def add(a, b): return a + b  # the quick brown fox jumps over the lazy dog",
-)
-_PROBE_TOLERANCE = 1e-3  # relative; leaves room for another device or batch size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,15 +244,7 @@ class FolderIndex:
         """Why chunks and vectors made under this state are not what would be made now."""
         if state.get("splitter") != asdict(self.settings):
             return "the chunk sizes changed"
-        try:
-            saved = np.array(state.get("probes"), dtype=np.float64)
-        except (TypeError, ValueError):
-            saved = np.empty(0)
-        now = self._probes
-        if saved.shape != now.shape:
-            return "the embedding model changed"
-        off = np.linalg.norm(saved - now, axis=1) > _PROBE_TOLERANCE * np.linalg.norm(now, axis=1)
-        return "the embedding model changed" if off.any() else ""
+        return "" if same_model(state.get("probes"), self._probes) else "the embedding model changed"
 
     def _save(self) -> None:
         if not self._unsaved:
@@ -277,8 +259,8 @@ class FolderIndex:
         self._unsaved = False
 
     @cached_property
-    def _probes(self) -> npt.NDArray[np.float64]:
-        return self.store.embed(_PROBES).astype(np.float64)  # [probes, dimension]
+    def _probes(self) -> Probes:
+        return probe(self.store.embed)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,84 @@
+"""The FastAPI application, and how it is run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.responses import FileResponse, JSONResponse
+from fastapi.staticfiles import StaticFiles
+
+from cacheblend_rag import __version__
+from cacheblend_rag.server.guard import Guard
+from cacheblend_rag.server.problems import Problem, ProblemBody, add_handlers
+from cacheblend_rag.server.rag_api import router as rag_router
+from cacheblend_rag.server.service import Service, Session
+from cacheblend_rag.server.sessions import service_of, session_of
+from cacheblend_rag.server.settings import ServerSettings
+
+__all__ = ["PAGE_PATH", "create_app"]
+
+PAGE_PATH = Path(__file__).parent / "page"
+"""Folder of the page's files."""
+
+
+def create_app(settings: ServerSettings) -> FastAPI:
+    """The application; model and documents are loaded when it starts up.
+
+    Parameters
+    ----------
+    settings : ServerSettings
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.service = service = await asyncio.to_thread(Service, settings)
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(service.close)
+
+    app = FastAPI(
+        title="cacheblend-rag",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses={"default": {"model": ProblemBody, "description": "An error."}},
+    )
+    add_handlers(app)
+    app.include_router(rag_router)
+    _add_plain_routes(app)
+    app.mount("/static", StaticFiles(directory=PAGE_PATH, check_dir=False), name="static")
+
+    def seen(path: str, status: int) -> None:
+        service: Service | None = getattr(app.state, "service", None)
+        if service is not None:
+            service.metrics.requests.labels(path, str(status)).inc()
+
+    app.add_middleware(Guard, settings=settings, seen=seen)
+    return app
+
+
+def _add_plain_routes(app: FastAPI) -> None:
+    @app.get("/healthz", tags=["Server"])
+    async def healthz() -> dict[str, str]:
+        """Whether the server is up."""
+        return {"status": "ok"}
+
+    @app.get("/metrics", tags=["Server"], response_class=Response)
+    async def metrics(request: Request, here: Annotated[Session, Depends(session_of)]) -> Response:
+        """Counts in Prometheus' form."""
+        text = await asyncio.to_thread(service_of(request).metrics.text)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        index = PAGE_PATH / "index.html"
+        if not index.is_file():
+            return JSONResponse(Problem(404, "no_page", "the page is not installed").body(), 404)
+        return FileResponse(index, headers={"Cache-Control": "no-cache"})

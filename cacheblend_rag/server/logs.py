@@ -1,0 +1,42 @@
+"""Structured logs: one JSON object a line on standard error, without text of documents or questions."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import traceback
+
+__all__ = ["JsonFormatter", "configure_logs"]
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as JSON.
+
+    Of an exception only its kind and where it came from are written: messages of libraries may
+    quote what they were working on.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter.format`."""
+        line = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        line.update(getattr(record, "fields", {}))
+        if record.exc_info and record.exc_info[1] is not None:
+            error = record.exc_info[1]
+            line["error"] = type(error).__name__
+            line["at"] = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
+        return json.dumps(line, ensure_ascii=False)
+
+
+def configure_logs(level: int = logging.INFO) -> None:
+    """Write the process's logs in this form."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    for name in ("uvicorn", "uvicorn.error", "httpx", "sentence_transformers"):
+        logging.getLogger(name).setLevel(max(level, logging.WARNING))

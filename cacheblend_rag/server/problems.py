@@ -1,0 +1,134 @@
+"""Errors as answers: one shape for the RAG API and for OpenAI clients."""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from cacheblend_rag.errors import (
+    CacheBlendError,
+    ConfigError,
+    DocumentError,
+    GenerationTimeoutError,
+    PromptError,
+)
+
+__all__ = ["Problem", "ProblemBody", "add_handlers", "problem_of"]
+
+_log = logging.getLogger(__name__)
+
+
+class ProblemDetail(BaseModel):
+    """What went wrong; ``type`` and ``param`` are there for OpenAI clients."""
+
+    code: str
+    message: str
+    type: str
+    param: str | None = None
+    field: str | None = None
+
+
+class ProblemBody(BaseModel):
+    """The body of every answer that is an error."""
+
+    error: ProblemDetail
+
+
+class Problem(Exception):
+    """A request that is answered by an error.
+
+    Parameters
+    ----------
+    status : int
+        HTTP status.
+    code : str
+        A short name of what is wrong.
+    message : str
+        For people; never holds document text.
+    field : str, optional
+        The field of the request it is about.
+    retry_after : int, optional
+        Seconds after which another try makes sense.
+    """
+
+    def __init__(
+        self, status: int, code: str, message: str, *, field: str | None = None, retry_after: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.message, self.field, self.retry_after = status, code, message, field, retry_after
+
+    def body(self) -> dict[str, Any]:
+        """The JSON of the answer."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+        detail = {
+            "code": self.code,
+            "message": self.message,
+            "type": kinds.get(self.status, kind),
+            "param": self.field,
+            "field": self.field,
+        }
+        return {"error": detail}
+
+    def response(self) -> Response:
+        """The answer."""
+        headers = {"Retry-After": str(self.retry_after)} if self.retry_after is not None else {}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body(), self.status, headers)
+
+
+def problem_of(error: BaseException) -> Problem:
+    """What a client is told of an error; of an unexpected one, nothing but that it happened."""
+    if isinstance(error, Problem):
+        return error
+    if isinstance(error, ConfigError):
+        return Problem(400, "bad_value", f"{error.field} is not usable: {error.remedy}", field=error.field)
+    if isinstance(error, PromptError):
+        return Problem(400, "bad_prompt", str(error))
+    if isinstance(error, DocumentError):
+        return Problem(400, "bad_document", str(error))
+    if isinstance(error, GenerationTimeoutError):
+        return Problem(504, "timeout", str(error))
+    if isinstance(error, CacheBlendError):
+        return Problem(500, "failed", str(error))
+    return Problem(500, "internal", "something went wrong on the server; its log says more")
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Answer errors in the one shape."""
+
+    @app.exception_handler(Problem)
+    @app.exception_handler(CacheBlendError)
+    async def known(request: Request, error: Exception) -> Response:
+        problem = problem_of(error)
+        if problem.status >= 500:
+            _log.error("%s: %s", problem.code, type(error).__name__)
+        return problem.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        # Values are left out: they may be text of documents.
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "body")
+        return Problem(422, "invalid", f"{where or 'body'}: {first['msg']}", field=where or None).response()
+
+    @app.exception_handler(HTTPException)
+    async def plain(request: Request, error: HTTPException) -> Response:
+        if isinstance(error.detail, Problem):
+            return error.detail.response()
+        phrase = HTTPStatus(error.status_code).phrase
+        answer = Problem(error.status_code, phrase.lower().replace(" ", "_"), phrase).response()
+        answer.headers.update(error.headers or {})
+        return answer
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return problem_of(error).response()

@@ -1,0 +1,346 @@
+"""The RAG API: collections, uploads, questions with sources, and the comparison of methods."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import re
+import secrets
+import unicodedata
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, File, Request, Response, UploadFile
+
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor.selection import RULES
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.report import Generation
+from cacheblend_rag.server.asking import report_of
+from cacheblend_rag.server.comparing import compare_all
+from cacheblend_rag.server.ingestion import Incoming, Job
+from cacheblend_rag.server.library import Collection, Found
+from cacheblend_rag.server.line import Turn
+from cacheblend_rag.server.problems import Problem, problem_of
+from cacheblend_rag.server.rag_models import (
+    AskBody,
+    ChunkText,
+    CollectionInfo,
+    CompareBody,
+    DocumentInfo,
+    FoundChunk,
+    JobInfo,
+    LimitsInfo,
+    ModelInfo,
+    NewCollection,
+    SearchBody,
+    SettingsInfo,
+    State,
+    StoreInfo,
+    Suggestion,
+    WholeAnswer,
+)
+from cacheblend_rag.server.reading import suffix_of
+from cacheblend_rag.server.service import Session
+from cacheblend_rag.server.sessions import session_of
+from cacheblend_rag.server.streams import EventStream, event, unless_gone
+from cacheblend_rag.server.suggestions import suggestions_for
+from cacheblend_rag.streaming import TextStream
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/api", tags=["RAG"])
+Here = Annotated[Session, Depends(session_of)]
+_COPIED_AT_ONCE = 2**20
+
+
+@router.get("/state")
+async def state(here: Here) -> State:
+    """Model, collections and settings."""
+    service, config = here.service, here.service.engine.config
+    stats = await asyncio.to_thread(service.store_stats)
+    alone = len(service.sessions) == 1  # sizes would tell one tenant what another does
+    rule = config.selection if isinstance(config.selection, str) else type(config.selection).__name__
+    return State(
+        model=ModelInfo(name=service.model_name, layers=service.engine.adapter.num_layers, reference=service.reference),
+        embedder=service.embedder_name,
+        collections=[_collection_info(here, one) for one in here.collections()],
+        settings=SettingsInfo(ratio=config.ratio, rule=rule, rules=list(RULES)),
+        suggestions=[Suggestion(**one) for one in suggestions_for(Path(service.settings.rag.docs))],
+        store=StoreInfo(
+            bytes=stats.volume if stats and alone else None,
+            limit_bytes=service.engine.store.size_limit,
+            records=stats.records if stats and alone else None,
+        ),
+        limits=LimitsInfo(upload_bytes=service.limits.upload_bytes, question_chars=service.limits.question_chars),
+        notice=service.notice,
+    )
+
+
+def _collection_info(here: Session, collection: Collection) -> CollectionInfo:
+    return CollectionInfo(
+        id=collection.id,
+        name=collection.name,
+        documents=len(collection.documents()),
+        chunks=len(collection.store),
+        bundled=not collection.writable and here.service.bundled,
+    )
+
+
+# Collections and documents ------------------------------------------------------------------
+
+
+@router.post("/collections", status_code=201)
+async def create_collection(here: Here, body: NewCollection) -> CollectionInfo:
+    """Make an empty collection."""
+    made = await asyncio.to_thread(here.library.create, _cleaned(body.name), here.service.limits.collections)
+    return _collection_info(here, made)
+
+
+@router.delete("/collections/{id}", status_code=204)
+async def delete_collection(here: Here, request: Request, id: str) -> Response:
+    """Delete a collection, its documents and their KV."""
+    here.own(id)
+    async with await unless_gone(request, here.service.line.turn(here.tenant.name)):
+        await asyncio.to_thread(here.library.delete, id)
+    return Response(status_code=204)
+
+
+@router.get("/collections/{id}/documents")
+async def documents(here: Here, id: str) -> list[DocumentInfo]:
+    """Documents of a collection, and files on their way into it."""
+    collection = here.collection(id)
+    ready = [
+        DocumentInfo(id=one.id, name=one.name, chunks=one.chunks, bytes=one.bytes, state="ready")
+        for one in collection.documents()
+    ]
+    if not collection.writable:
+        return ready
+    return ready + [
+        DocumentInfo(
+            id=one.id,
+            name=one.name,
+            chunks=0,
+            bytes=one.bytes,
+            state="failed" if one.error else "indexing",
+            error=one.error or None,
+        )
+        for one in here.service.ingestion.under_way(here.own(id))
+    ]
+
+
+@router.post("/collections/{id}/documents", status_code=202)
+async def upload(here: Here, id: str, files: Annotated[list[UploadFile], File()]) -> JobInfo:
+    """Take files in; they are read and indexed in the background. One of a name already there replaces it."""
+    collection, limits = here.own(id), here.service.limits
+    if len(files) > limits.upload_files:
+        raise Problem(413, "too_many_files", f"upload {limits.upload_files} files at a time")
+    if len(collection.documents()) + len(files) > limits.documents:
+        raise Problem(409, "too_many_documents", f"a collection may hold {limits.documents} documents")
+    names = [_document_name(one.filename) for one in files]
+    folder = here.tenant.folder / "incoming"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    taken: list[Incoming] = []
+    try:
+        for one, name in zip(files, names, strict=True):
+            taken.append(await _taken_in(one, name, folder, limits.upload_bytes))
+        job = Job(here.tenant.name, collection, taken)
+        here.service.ingestion.submit(job, here.tenant.known, here.engine())
+    except BaseException:
+        for incoming in taken:
+            incoming.path.unlink(missing_ok=True)
+        raise
+    return JobInfo(job=job.id)
+
+
+async def _taken_in(file: UploadFile, name: str, folder: Path, most: int) -> Incoming:
+    """Copy an upload to a file whose name the server draws."""
+    path, size, digest = folder / secrets.token_hex(16), 0, hashlib.sha256()
+    try:
+        with path.open("xb") as target:
+            while piece := await file.read(_COPIED_AT_ONCE):
+                size += len(piece)
+                if size > most:
+                    raise Problem(413, "file_too_large", f"a file may have {most:,} bytes", field="files")
+                digest.update(piece)
+                target.write(piece)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return Incoming(secrets.token_hex(8), name, path, size, digest.hexdigest())
+
+
+@router.get(
+    "/jobs/{job}/events",
+    response_class=EventStream,
+    responses={200: {"content": {"text/event-stream": {}}, "description": "Events `progress`."}},
+)
+async def job_events(here: Here, job: str) -> EventStream:
+    """How far an upload is, from its beginning; ends with the stage ``done`` or ``failed``."""
+    found = here.service.ingestion.job(job, here.tenant.name)
+
+    async def told() -> AsyncIterator[str]:
+        async for one in found.events():
+            yield event("progress", one)
+
+    return EventStream(told())
+
+
+@router.delete("/collections/{id}/documents/{document}", status_code=204)
+async def delete_document(here: Here, request: Request, id: str, document: str) -> Response:
+    """Delete a document and its KV."""
+    collection = here.own(id)
+    if not here.service.ingestion.dismiss(collection, document):
+        async with await unless_gone(request, here.service.line.turn(here.tenant.name)):
+            await asyncio.to_thread(collection.remove, document)
+    return Response(status_code=204)
+
+
+@router.get("/collections/{id}/documents/{document}/chunks/{number}")
+async def chunk(here: Here, id: str, document: str, number: int) -> ChunkText:
+    """The text of one passage."""
+    found = here.collection(id).chunk(document, number)
+    title = found.text.strip().splitlines()[0] if found.text.strip() else ""
+    return ChunkText(text=found.text, document=found.document, title=title[:200])
+
+
+# Questions ----------------------------------------------------------------------------------
+
+
+@router.post("/collections/{id}/search")
+async def search(here: Here, request: Request, id: str, body: SearchBody) -> list[FoundChunk]:
+    """The passages nearest to a question."""
+    collection = here.collection(id)
+    _check_question(here, body.query, "query")
+    async with await unless_gone(request, here.service.line.turn(here.tenant.name)):
+        found = await asyncio.to_thread(collection.search, body.query, body.k)
+    return [FoundChunk(**asdict(one)) for one in found]
+
+
+@router.post(
+    "/collections/{id}/ask",
+    response_model=WholeAnswer,
+    responses={
+        200: {
+            "content": {"text/event-stream": {}},
+            "description": "Events `sources`, `token`, `report`, `error` and `done`, or one answer.",
+        }
+    },
+)
+async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
+    """Answer a question from a collection, with sources."""
+    collection = here.collection(id)
+    _check_question(here, body.question, "question")
+    engine = _engine(here, collection, body)
+    turn = await unless_gone(request, here.service.line.turn(here.tenant.name))
+    asked = _Asked(here, collection, engine, body, turn)
+    if body.stream:
+        return EventStream(asked.events(), turn)
+    async with turn:
+        return await unless_gone(request, asked.whole())
+
+
+class _Asked:
+    """One question on its way."""
+
+    def __init__(self, here: Session, collection: Collection, engine: BlendEngine, body: AskBody, turn: Turn) -> None:
+        self._here, self._collection, self._engine, self._body, self._turn = here, collection, engine, body, turn
+
+    async def _begin(self) -> tuple[list[Found], Prompt, TextStream]:
+        limits, service = self._here.service.limits, self._here.service
+        found = await asyncio.to_thread(self._collection.search, self._body.question, self._body.k)
+        prompt = service.asking.ask(self._body.question, [one.text for one in found])
+        most = min(self._body.max_tokens or service.rag.options.max_new_tokens, limits.answer_tokens)
+        await asyncio.to_thread(service.check_length, prompt, most)
+        stream = self._engine.stream(prompt, timeout=limits.answer_seconds, max_new_tokens=most, temperature=0.0)
+        return found, prompt, self._turn.holds(stream)
+
+    async def _report(self, prompt: Prompt, answer: Generation) -> dict[str, Any]:
+        self._here.service.metrics.answered(answer.report)
+        return await asyncio.to_thread(report_of, self._engine, prompt, answer)
+
+    async def events(self) -> AsyncIterator[str]:
+        """The answer as events."""
+        try:
+            found, prompt, stream = await self._begin()
+            yield event("sources", [asdict(one) for one in found])
+            async for piece in stream:
+                yield event("token", {"text": piece})
+            if stream.result is not None:
+                yield event("report", await self._report(prompt, stream.result))
+        except Exception as error:
+            problem = problem_of(error)
+            yield event("error", {"code": problem.code, "message": problem.message})
+        yield event("done", {})
+
+    async def whole(self) -> WholeAnswer:
+        """The answer at once."""
+        found, prompt, stream = await self._begin()
+        answer = await stream.acomplete()
+        report = await self._report(prompt, answer)
+        return WholeAnswer(answer=answer.text, sources=[FoundChunk(**asdict(one)) for one in found], report=report)
+
+
+@router.post(
+    "/collections/{id}/compare",
+    response_class=EventStream,
+    responses={200: {"content": {"text/event-stream": {}}, "description": "Events `row`, `error` and `done`."}},
+)
+async def compare(here: Here, request: Request, id: str, body: CompareBody) -> EventStream:
+    """Answer a question by full recompute, prefix caching, full KV reuse and blending."""
+    collection, service = here.collection(id), here.service
+    _check_question(here, body.question, "question")
+    engine = _engine(here, collection, body)
+    turn = await unless_gone(request, service.line.turn(here.tenant.name))
+
+    async def rows() -> AsyncIterator[str]:
+        try:
+            found = await asyncio.to_thread(collection.search, body.question, body.k)
+            prompt = service.asking.ask(body.question, [one.text for one in found])
+            most = service.rag.options.max_new_tokens
+            await asyncio.to_thread(service.check_length, prompt, most)
+            compared = compare_all(engine, prompt, most)
+            while (row := await asyncio.to_thread(next, compared, None)) is not None:
+                yield event("row", row)
+        except Exception as error:
+            problem = problem_of(error)
+            yield event("error", {"code": problem.code, "message": problem.message})
+        yield event("done", {})
+
+    return EventStream(rows(), turn)
+
+
+def _engine(here: Session, collection: Collection, body: CompareBody) -> BlendEngine:
+    if body.rule is not None and body.rule not in RULES:
+        raise ConfigError("rule", body.rule, "use one of " + ", ".join(RULES))
+    return here.engine_of(collection, body.ratio, body.rule)
+
+
+def _check_question(here: Session, text: str, field: str) -> None:
+    most = here.service.limits.question_chars
+    if len(text) > most:
+        raise Problem(413, "too_long", f"a question may have {most:,} characters", field=field)
+
+
+def _document_name(given: str | None) -> str:
+    """The name a document is shown by: no path, nothing that cannot be seen.
+
+    Raises
+    ------
+    Problem
+        415 if files of this kind are not read.
+    """
+    name = _cleaned(PurePosixPath((given or "").replace("\\", "/")).name)[-200:]
+    with contextlib.suppress(Exception):
+        suffix_of(name)
+        return name
+    raise Problem(415, "unknown_kind", "upload .txt, .md or .pdf files", field="files")
+
+
+def _cleaned(text: str) -> str:
+    plain = "".join(" " if unicodedata.category(one).startswith("C") else one for one in text)
+    return re.sub(r"\s+", " ", plain).strip()

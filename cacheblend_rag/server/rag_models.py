@@ -1,0 +1,160 @@
+"""What the RAG API takes and gives, as pydantic models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+__all__ = [
+    "AskBody",
+    "ChunkText",
+    "CollectionInfo",
+    "CompareBody",
+    "DocumentInfo",
+    "FoundChunk",
+    "JobInfo",
+    "NewCollection",
+    "SearchBody",
+    "State",
+    "WholeAnswer",
+]
+
+_Question = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=100_000)]
+
+
+class _Given(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class NewCollection(_Given):
+    """A collection to be made."""
+
+    name: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=200)]
+
+
+class SearchBody(_Given):
+    """What to search for."""
+
+    query: _Question
+    k: Annotated[int, Field(ge=1, le=50)] = 6
+
+
+class CompareBody(_Given):
+    """A question to be answered by every method."""
+
+    question: _Question
+    k: Annotated[int, Field(ge=1, le=50)] = 6
+    ratio: Annotated[float, Field(ge=0, le=1)] | None = None
+    rule: Annotated[str, StringConstraints(max_length=40)] | None = None
+
+
+class AskBody(CompareBody):
+    """A question; ``stream`` chooses between events and one answer."""
+
+    stream: bool = True
+    max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+
+
+class ModelInfo(BaseModel):
+    """The model that answers."""
+
+    name: str
+    layers: int
+    reference: bool
+
+
+class CollectionInfo(BaseModel):
+    """A collection as it is listed."""
+
+    id: str
+    name: str
+    documents: int
+    chunks: int
+    bundled: bool
+
+
+class SettingsInfo(BaseModel):
+    """How answers are made unless a request says otherwise."""
+
+    ratio: float
+    rule: str
+    rules: list[str]
+
+
+class Suggestion(BaseModel):
+    """A question to begin with."""
+
+    question: str
+    note: str | None = None
+
+
+class StoreInfo(BaseModel):
+    """The KV store; null where it would tell one tenant of another."""
+
+    bytes: int | None
+    limit_bytes: int
+    records: int | None
+
+
+class LimitsInfo(BaseModel):
+    """What the page should not try to pass."""
+
+    upload_bytes: int
+    question_chars: int
+
+
+class State(BaseModel):
+    """Everything the page needs to begin."""
+
+    model: ModelInfo
+    embedder: str
+    collections: list[CollectionInfo]
+    settings: SettingsInfo
+    suggestions: list[Suggestion]
+    store: StoreInfo
+    limits: LimitsInfo
+    notice: str | None
+
+
+class DocumentInfo(BaseModel):
+    """A document of a collection, or a file on its way into it."""
+
+    id: str
+    name: str
+    chunks: int
+    bytes: int
+    state: Literal["ready", "indexing", "failed"]
+    error: str | None = None
+
+
+class JobInfo(BaseModel):
+    """An upload that was taken in."""
+
+    job: str
+
+
+class ChunkText(BaseModel):
+    """A passage."""
+
+    text: str
+    document: str
+    title: str
+
+
+class FoundChunk(BaseModel):
+    """A passage that a search found; the score is its L2 distance, smaller is nearer."""
+
+    document_id: str
+    document: str
+    chunk: int
+    text: str
+    score: float
+
+
+class WholeAnswer(BaseModel):
+    """An answer that was not streamed; ``report`` is that of the event of this name."""
+
+    answer: str
+    sources: list[FoundChunk]
+    report: dict[str, object]

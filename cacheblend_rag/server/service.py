@@ -1,0 +1,221 @@
+"""What all requests share: the model and its store, tenants, the queue, ingestion, counts."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.folder_rag import FolderRAG
+from cacheblend_rag.noticing import written_forms
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.reference import DOCUMENTS_PATH, MODEL_PATH
+from cacheblend_rag.retrieval.embedder import SharedEmbeddings
+from cacheblend_rag.server.asking import QuestionPrompt
+from cacheblend_rag.server.ingestion import Ingestion
+from cacheblend_rag.server.library import BaseCollection, Collection, Library, OwnCollection
+from cacheblend_rag.server.line import Line
+from cacheblend_rag.server.metrics import Metrics
+from cacheblend_rag.server.problems import Problem
+from cacheblend_rag.server.settings import ServerSettings
+from cacheblend_rag.server.tenants import Keys, Tenant
+from cacheblend_rag.store.base import StoreStats
+
+__all__ = ["BASE_ID", "Service", "Session"]
+
+_log = logging.getLogger(__name__)
+
+BASE_ID = "archive"
+"""Id of the collection over the folder the server was started with."""
+
+# For models without a chat template; the reference model was trained on conversations of this form.
+_PLAIN_TEMPLATE = (
+    "{%- set names = {'system': 'System', 'user': 'Human', 'assistant': 'AI', 'tool': 'Tool'} -%}"
+    "{%- for message in messages -%}"
+    "{{ names.get(message.role, message.role) }}: {{ message.content }}\n"
+    "{%- endfor -%}AI:"
+)
+_NOTICE = (
+    "The bundled model is small: it knows only the kind of text its own archive is made of, and answers short "
+    "questions about it. For other documents start the server with a model and an embedder of your choice, such as "
+    "cacheblend-rag serve --model Qwen/Qwen3-1.7B --embedder sentence-transformers/all-MiniLM-L6-v2"
+)
+_ENGINES = 128
+
+
+class Service:
+    """Everything behind the routes.
+
+    Parameters
+    ----------
+    settings : ServerSettings
+
+    Raises
+    ------
+    CacheBlendError
+        If model, embedder, documents or store cannot be used.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings, self.limits = settings, settings.limits
+        self.rag = FolderRAG(settings.rag)
+        self.engine = self.rag.engine
+        self.template = getattr(self.engine.tokenizer, "chat_template", None)
+        if not self.template:
+            self.engine.tokenizer.chat_template = _PLAIN_TEMPLATE  # a tokenizer of our own
+        self.asking = QuestionPrompt.of(self.engine.tokenizer, self.template)
+        self.rag.update()
+        self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings)
+        self.base = BaseCollection(BASE_ID, self._base_name(), self.rag.index, self.embeddings)
+        self.keys = Keys(settings.api_keys)
+        self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
+        self.sessions = {name: Session(self, self._tenant(name)) for name in self.keys.names}
+        self.line = Line(1, self.limits.queue, self.limits.queue_seconds)  # the engine serves one at a time
+        self.metrics = Metrics(lambda: self.line.waiting, lambda: self.line.served, self.store_stats)
+        self.ingestion = Ingestion(self.limits, self.metrics)
+        self.ingestion.warm_base(self.engine, self.base.texts())
+
+    def _base_name(self) -> str:
+        return "Bundled archive" if self.bundled else Path(self.settings.rag.docs).name
+
+    def _tenant(self, name: str) -> Tenant:
+        salt = self.engine.config.salt if name == Keys.LOCAL and not self.settings.api_keys else None
+        return Tenant(name, self.settings.rag.data_path / "tenants" / name, salt)
+
+    @property
+    def bundled(self) -> bool:
+        """Whether the base documents are the bundled archive."""
+        return Path(self.settings.rag.docs).resolve() == DOCUMENTS_PATH
+
+    @property
+    def reference(self) -> bool:
+        """Whether the model is the bundled one."""
+        return os.fspath(self.settings.rag.model) == os.fspath(MODEL_PATH)
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return "reference" if self.reference else os.fspath(self.settings.rag.model)
+
+    @property
+    def embedder_name(self) -> str:
+        """What clients call the embedder."""
+        return "reference-embedder" if self.reference else os.fspath(self.settings.rag.embedder)
+
+    @property
+    def notice(self) -> str | None:
+        """What people should know of this model."""
+        return _NOTICE if self.reference else None
+
+    @property
+    def window(self) -> int:
+        """Most tokens of a prompt with its answer."""
+        most = getattr(self.engine.model.config, "max_position_embeddings", None)
+        return min(self.limits.prompt_tokens, most or self.limits.prompt_tokens)
+
+    def engine_for(self, salt: str, ratio: float | None, rule: str | None) -> BlendEngine:
+        """The engine with a tenant's salt and a request's choice of rule and ratio."""
+        key = (salt, ratio, rule)
+        engine = self._engines.get(key)
+        if engine is None:
+            changes: dict[str, Any] = {"salt": salt}
+            if ratio is not None:
+                changes |= {"recompute_ratio": ratio, "recompute_ratios": ()}
+            if rule is not None and rule != self.engine.config.selection:
+                changes |= {"selection": rule, "selection_options": {}, "recompute_ratios": ()}
+            engine = self._engines[key] = self.engine.with_config(**changes)
+            if len(self._engines) > _ENGINES:
+                self._engines.popitem(last=False)
+        return engine
+
+    def check_length(self, prompt: Prompt, answer_tokens: int) -> None:
+        """Refuse what the model cannot take.
+
+        Raises
+        ------
+        Problem
+            413 if the prompt's text is too long, 400 if prompt and answer do not fit the model's window.
+        """
+        texts = (prompt.prefix, prompt.lead, *prompt.chunks, *prompt.glue, prompt.suffix)
+        if sum(map(len, texts)) > self.limits.prompt_chars:
+            raise Problem(413, "prompt_too_long", f"a prompt may have {self.limits.prompt_chars:,} characters")
+        tokens = len(self.engine.tokenize(prompt).input_ids)
+        if tokens + answer_tokens > self.window:
+            message = (
+                f"{tokens} prompt tokens and {answer_tokens} of the answer exceed the {self.window} there is room for"
+            )
+            raise Problem(400, "context_length_exceeded", message)
+
+    def store_stats(self) -> StoreStats | None:
+        """What the KV store says of itself; None if it cannot."""
+        store = self.engine.store
+        while hasattr(store, "tiers"):
+            store = store.tiers[-1]
+        try:
+            stats: StoreStats = store.stats()  # type: ignore[attr-defined]
+        except (AttributeError, CacheBlendError):
+            return None
+        return stats
+
+    def close(self) -> None:
+        """Finish the document in hand, store what waits, release the model."""
+        self.ingestion.close()
+        self.rag.close()
+
+
+class Session:
+    """The server as one tenant sees it."""
+
+    def __init__(self, service: Service, tenant: Tenant) -> None:
+        self.service, self.tenant = service, tenant
+        self.library = Library(tenant.folder / "collections", service.embeddings, self._forget)
+        for collection in self.library.collections():
+            tenant.known.add(collection.texts())
+
+    def _forget(self, texts: Sequence[str]) -> None:
+        self.tenant.known.discard(texts)
+        self.engine().forget([*texts, *written_forms(texts)])
+
+    def engine(self, ratio: float | None = None, rule: str | None = None) -> BlendEngine:
+        """The engine with this tenant's salt."""
+        return self.service.engine_for(self.tenant.salt, ratio, rule)
+
+    def engine_of(self, collection: Collection, ratio: float | None, rule: str | None) -> BlendEngine:
+        """The engine for a collection: what all may read is stored once for all."""
+        salt = self.tenant.salt if collection.writable else self.service.engine.config.salt
+        return self.service.engine_for(salt, ratio, rule)
+
+    def collections(self) -> list[Collection]:
+        """All that this tenant may read."""
+        return [self.service.base, *self.library.collections()]
+
+    def collection(self, id: str) -> Collection:
+        """A collection by its id.
+
+        Raises
+        ------
+        Problem
+            404 if this tenant has none.
+        """
+        found = self.service.base if id == BASE_ID else self.library.get(id)
+        if found is None:
+            raise Problem(404, "no_collection", "there is no such collection")
+        return found
+
+    def own(self, id: str) -> OwnCollection:
+        """A collection this tenant may change.
+
+        Raises
+        ------
+        Problem
+            403 for the base collection, 404 if there is none.
+        """
+        found = self.collection(id)
+        if not isinstance(found, OwnCollection):
+            raise Problem(403, "read_only", "this collection is the folder the server was started with")
+        return found
