@@ -1,0 +1,54 @@
+// The same prompt by every method, side by side.
+
+import { compare } from "./asking.js";
+import { button, el } from "./dom.js";
+import { sooner, time } from "./format.js";
+
+const METHODS = {
+  full: ["Full recompute", "no KV is reused"],
+  prefix: ["Prefix caching", "reuses KV up to the first passage that differs"],
+  reuse: ["Full KV reuse", "reuses every passage as stored"],
+  blend: ["Blended", "reuses all, recomputes the tokens that need it"],
+};
+const ORDER = ["full", "prefix", "reuse", "blend"];
+
+function rowView(row, slowest, full) {
+  const [name, note] = METHODS[row.method] ?? [row.method, ""];
+  const yardstick = row.method === "full";
+  const mark = yardstick ? "the yardstick" : row.same_as_full ? "same answer" : "another answer";
+  const badge = el("span", { class: `badge ${yardstick ? "" : row.same_as_full ? "good" : "bad"}`, text: mark });
+  const how = yardstick || !full ? "" : ` · ${sooner(row.ttft_s, full.ttft_s)}`;
+  return el(
+    "li",
+    { data: { method: row.method } },
+    el("div", { class: "row" }, el("strong", { text: name, title: note }), badge),
+    el("div", { class: "thin", "aria-hidden": "true" }, el("span", { vars: { "--wide": `${(100 * row.ttft_s) / slowest}%` } })),
+    el("p", { class: "took", text: `First token ${time(row.ttft_s)}${how}` }),
+    el("p", { class: "said", dir: "auto", text: row.answer.trim() || "(nothing)" }),
+  );
+}
+
+/** The section's content for a turn. */
+export function compareView(turn, wanted) {
+  if (!turn) return [el("p", { class: "hint", text: "Answers each question by four methods, for time and for the answer." })];
+  const rows = turn.rows ?? [];
+  const parts = [];
+  if (rows.length) {
+    const slowest = Math.max(...rows.map((row) => row.ttft_s)) || 1;
+    const full = rows.find((row) => row.method === "full");
+    const sorted = [...rows].sort((a, b) => ORDER.indexOf(a.method) - ORDER.indexOf(b.method));
+    parts.push(el("ul", { class: "methods" }, sorted.map((row) => rowView(row, slowest, full))));
+  }
+  if (turn.comparing) {
+    parts.push(el("p", { class: "hint busy", role: "status", text: `${rows.length} of ${ORDER.length} methods have answered…` }));
+  } else if (turn.compareError) {
+    parts.push(el("p", { class: "error", role: "alert", text: turn.compareError }));
+  }
+  if (!turn.comparing && turn.status === "done") {
+    const text = rows.length ? "Run again" : "Compare this answer";
+    parts.push(button(text, () => compare(turn), { class: rows.length ? "link" : "" }));
+  } else if (!rows.length && !turn.comparing) {
+    parts.push(el("p", { class: "hint", text: wanted ? "Begins when the answer has ended." : "Off." }));
+  }
+  return parts;
+}

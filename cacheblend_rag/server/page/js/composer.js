@@ -1,0 +1,67 @@
+// Where a question is written.
+
+import { ask, isAsking, stop } from "./asking.js";
+import { $ } from "./dom.js";
+import { changed, collection, on, state } from "./store.js";
+
+const LINES = 7;
+
+function grow() {
+  const box = $("question");
+  box.style.setProperty("height", "auto");
+  const line = parseFloat(getComputedStyle(box).lineHeight);
+  box.style.setProperty("height", `${Math.min(box.scrollHeight, line * LINES)}px`);
+}
+
+function limits() {
+  const most = state.server?.limits.question_chars;
+  if (most) $("question").maxLength = most;
+}
+
+function refresh() {
+  const ready = Boolean(collection()?.documents);
+  $("send").textContent = isAsking() ? "Stop" : "Ask";
+  $("send").disabled = !isAsking() && !ready;
+  $("composer").classList.toggle("asking", isAsking());
+}
+
+function submit(event) {
+  event?.preventDefault();
+  if (isAsking()) return stop();
+  const question = $("question").value.trim();
+  if (!question || $("send").disabled) return;
+  $("question").value = "";
+  state.draft = "";
+  grow();
+  ask(question);
+}
+
+export function startComposer() {
+  const box = $("question");
+  box.value = state.draft;
+  $("composer").addEventListener("submit", submit);
+  box.addEventListener("input", () => {
+    state.draft = box.value;
+    grow();
+    changed("draft");
+  });
+  box.addEventListener("keydown", (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    if (!isAsking()) submit();
+  });
+  document.addEventListener("ask", (event) => ask(event.detail));
+  document.addEventListener("keydown", (event) => {
+    const elsewhere = !event.target.closest("input, textarea, select, dialog");
+    if (event.key !== "/" || event.ctrlKey || event.metaKey || event.altKey || !elsewhere) return;
+    event.preventDefault();
+    box.focus();
+  });
+  on("asking", refresh);
+  on("server", () => {
+    limits();
+    refresh();
+  });
+  refresh();
+  grow();
+}

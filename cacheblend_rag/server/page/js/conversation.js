@@ -1,0 +1,178 @@
+// The one column: questions, streamed answers, their sources.
+
+import { askAgain, isAsking } from "./asking.js";
+import { $, button, el } from "./dom.js";
+import { count, sooner, time } from "./format.js";
+import { openPassage } from "./passage.js";
+import { collection, on, state, turns } from "./store.js";
+
+const views = new Map(); // turn id: {root, update}
+
+function turnView(turn) {
+  const words = el("p", { class: "words", dir: "auto" });
+  const answer = el("div", { class: "answer", "aria-live": "polite", "aria-busy": "true" }, words);
+  const status = el("p", { class: "status" });
+  const sources = el("div", { class: "sources" });
+  const verdict = el("p", { class: "verdict" });
+  const foot = el("div", { class: "foot" });
+  const question = el("h2", { class: "question", text: turn.question, dir: "auto" });
+  const root = el("article", { class: "turn", data: { turn: turn.id }, "aria-label": turn.question }, question);
+  root.append(answer, status, sources, verdict, foot);
+  const update = () => {
+    const waiting = turn.status === "asking" || turn.status === "streaming";
+    const text = turn.answer.trimStart();
+    if (words.textContent !== text) words.textContent = text;
+    words.hidden = !text;
+    root.dataset.status = turn.status;
+    answer.setAttribute("aria-busy", String(waiting));
+    showStatus(status, turn);
+    showSources(sources, turn);
+    showFoot(foot, turn);
+    showVerdict(verdict, turn);
+    root.classList.toggle("shown", turn.id === state.selected);
+  };
+  update();
+  return { root, update };
+}
+
+function showStatus(node, turn) {
+  const said = {
+    asking: turn.sources.length ? `Reading ${count(turn.sources.length, "passage")}…` : "Looking for passages…",
+    stopped: "Stopped before the end.",
+    failed: turn.error,
+  }[turn.status];
+  const empty = turn.status === "done" && !turn.answer.trim() ? "The model gave an empty answer." : "";
+  const text = said ?? empty;
+  node.hidden = !text;
+  node.classList.toggle("error", turn.status === "failed");
+  if (node.firstChild?.textContent === text && node.dataset.status === turn.status) return;
+  node.dataset.status = turn.status;
+  const again = turn.status === "failed" || turn.status === "stopped";
+  node.replaceChildren(el("span", { text, role: again ? "alert" : null }));
+  if (again) node.append(button("Try again", () => askAgain(turn), { class: "link" }));
+}
+
+function showSources(node, turn) {
+  if (node.dataset.count === String(turn.sources.length)) return;
+  node.dataset.count = String(turn.sources.length);
+  if (!turn.sources.length) return node.replaceChildren();
+  const items = turn.sources.map((source, at) =>
+    el(
+      "li",
+      {},
+      el(
+        "button",
+        {
+          type: "button",
+          class: "source",
+          title: source.document,
+          "aria-label": `Source ${at + 1}: ${source.document}, open the passage`,
+          on: { click: () => openPassage(turn.collection, source, turn.answer) },
+        },
+        el("span", { class: "number", text: at + 1 }),
+        el("span", { class: "name", text: source.document }),
+      ),
+    ),
+  );
+  node.replaceChildren(el("h3", { text: "Sources" }), el("ol", {}, items));
+}
+
+function showFoot(node, turn) {
+  const { report } = turn;
+  const now = `${turn.status}/${Boolean(report)}`;
+  if (node.dataset.now === now) return;
+  node.dataset.now = now;
+  node.replaceChildren();
+  if (!report) return;
+  const chunks = report.hits + report.misses;
+  const text = `First token ${time(report.ttft_s)} · ${report.hits} of ${chunks} from the store`;
+  node.append(button(text, () => select(turn), { class: "link what", "aria-label": `What happened: ${text}` }));
+  if (turn.status !== "streaming") node.append(button("Ask again", () => askAgain(turn), { class: "link" }));
+}
+
+/** The comparison in a sentence, where the conversation is read. */
+function showVerdict(node, turn) {
+  const rows = Object.fromEntries((turn.rows ?? []).map((row) => [row.method, row]));
+  const { blend, full, reuse } = rows;
+  node.hidden = !(blend && full);
+  if (node.hidden) return;
+  const how = sooner(blend.ttft_s, full.ttft_s);
+  const same = blend.same_as_full ? "Blending answers as full recompute does" : "Blending answers unlike full recompute";
+  const parts = [el("span", { text: `${same}, ${how}.` })];
+  if (reuse && !reuse.same_as_full) {
+    parts.push(" ", el("span", { class: "wrong" }, "Full KV reuse says: ", el("q", { text: reuse.answer.trim() })));
+  }
+  node.replaceChildren(...parts);
+}
+
+function select(turn) {
+  state.selected = turn.id;
+  document.dispatchEvent(new CustomEvent("show-panel"));
+}
+
+/** Refresh which turn is marked as the one that the panel shows. */
+export function markSelected() {
+  for (const [id, view] of views) view.root.classList.toggle("shown", id === state.selected);
+}
+
+function emptyState() {
+  const here = collection();
+  const title = here?.bundled ? "Ask the archive" : "Ask your documents";
+  const lead = el("p", {
+    text: "The KV cache of each passage is computed once and reused wherever the passage lands in a prompt. Only the tokens that depend most on other passages are computed again.",
+  });
+  const box = el("div", { class: "empty" }, el("h2", { text: here ? title : "No collection yet" }), lead);
+  if (!here || here.documents === 0) {
+    box.append(el("p", { text: here ? `“${here.name}” holds no documents yet.` : "Make one and add documents to it." }));
+    box.append(button("Add documents", () => $("open-documents").click(), { class: "main" }));
+  }
+  return box;
+}
+
+function renderAll(detail) {
+  views.clear();
+  const shown = turns();
+  for (const turn of shown) views.set(turn.id, turnView(turn));
+  $("turns").replaceChildren(...(shown.length ? [...views.values()].map((view) => view.root) : [emptyState()]));
+  showSuggestions();
+  if (detail?.latest) views.get(detail.latest.id)?.root.scrollIntoView({ block: "start" });
+}
+
+/** Suggested questions: with notes while nothing was asked, then those not yet asked, in short. */
+function showSuggestions() {
+  const box = $("suggested");
+  const asked = new Set(turns().map((turn) => turn.question));
+  const all = collection()?.bundled ? (state.server?.suggestions ?? []) : [];
+  const open = all.filter((one) => !asked.has(one.question));
+  box.hidden = !open.length || isAsking();
+  if (box.hidden) return;
+  const first = asked.size === 0;
+  box.classList.toggle("first", first);
+  const items = (first ? open : open.slice(0, 2)).map(({ question, note }) => {
+    const ask = () => document.dispatchEvent(new CustomEvent("ask", { detail: question }));
+    const parts = [el("span", { text: question }), first && note ? el("small", { text: note }) : null];
+    return el("li", {}, el("button", { type: "button", class: "suggestion", on: { click: ask } }, parts));
+  });
+  box.replaceChildren(el("h3", { text: first ? "Try one of these" : "Try next" }), el("ul", {}, items));
+}
+
+function followDown(turn) {
+  // New words scroll into sight only for a reader who is at the end already.
+  const thread = $("thread");
+  const last = views.get(turn.id)?.root;
+  const gap = thread.scrollHeight - thread.scrollTop - thread.clientHeight;
+  if (last && last === $("turns").lastElementChild && gap > 0 && gap < 160) thread.scrollTop = thread.scrollHeight;
+}
+
+export function startConversation() {
+  on("conversation", renderAll);
+  on("server", showSuggestions);
+  on("asking", showSuggestions);
+  on("rows", (turn) => views.get(turn.id)?.update());
+  on("turn", (turn) => {
+    views.get(turn.id)?.update();
+    followDown(turn);
+  });
+  renderAll();
+}
+

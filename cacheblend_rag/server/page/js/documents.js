@@ -1,0 +1,149 @@
+// The dialog of collections and their files.
+
+import { ApiError } from "./api.js";
+import { $, button, confirmInPlace, el } from "./dom.js";
+import { bytes, count } from "./format.js";
+import { chooseCollection, createCollection, deleteCollection, deleteDocument, documentsOf, refreshServer } from "./server.js";
+import { changed, collection, on, state } from "./store.js";
+import { startUploads } from "./uploads.js";
+
+function report(error) {
+  $("collections-error").textContent = error.message;
+  if (!(error instanceof ApiError)) throw error;
+}
+
+function collectionView(one) {
+  const radio = el("input", { type: "radio", name: "collection", value: one.id, id: `collection-${one.id}` });
+  radio.checked = one.id === state.collection;
+  radio.addEventListener("change", () => chooseCollection(one.id));
+  const facts = `${count(one.documents, "document")}, ${count(one.chunks, "passage")}`;
+  const label = el("label", { for: radio.id }, el("span", { class: "name", text: one.name }), el("small", { text: facts }));
+  const remove = button("Delete", () => {
+    confirmInPlace(remove, `Delete “${one.name}” and its KV?`, (back) =>
+      deleteCollection(one.id)
+        .then(refreshServer)
+        .then(() => changed("conversation"))
+        .catch((error) => {
+          back();
+          report(error);
+        }),
+    );
+  }, { class: "quiet", "aria-label": `Delete collection ${one.name}` });
+  return el("div", { class: "choice" }, radio, label, one.bundled ? el("span", { class: "badge", text: "bundled" }) : remove);
+}
+
+function showCollections() {
+  const { server } = state;
+  if (!server) return;
+  $("collections").replaceChildren(...server.collections.map(collectionView));
+  const select = $("collection");
+  select.replaceChildren(...server.collections.map((one) => el("option", { value: one.id, text: one.name })));
+  select.value = state.collection ?? "";
+  select.disabled = server.collections.length < 2;
+  const here = collection();
+  $("drop-hint").textContent = here
+    ? `Text, Markdown or PDF, up to ${bytes(server.limits.upload_bytes)}, into “${here.name}”`
+    : "Create a collection first";
+  $("files").disabled = !here;
+  $("notice").textContent = server.notice ?? "";
+  $("notice").hidden = !server.notice;
+  showBanner();
+}
+
+/** What the model cannot do, said once where its answers about other text are read. */
+function showBanner() {
+  const here = collection();
+  const notice = state.server?.notice;
+  const wanted = Boolean(notice && here && !here.bundled && here.documents && !state.dismissed.includes(here.id));
+  $("banner").hidden = !wanted;
+  if (!wanted) return $("banner").replaceChildren();
+  const away = button("Understood", () => {
+    state.dismissed.push(here.id);
+    changed("dismissed");
+    showBanner();
+    $("question").focus();
+  });
+  $("banner").replaceChildren(el("p", { text: notice }), away);
+}
+
+function documentView(one, collectionId) {
+  const facts = { ready: `${count(one.chunks, "passage")} · ${bytes(one.bytes)}`, indexing: "being indexed…" };
+  const text = one.state === "failed" ? (one.error ?? "could not be read") : facts[one.state];
+  const remove = button("Delete", () => {
+    confirmInPlace(remove, "Delete with its KV?", (back) =>
+      deleteDocument(collectionId, one.id)
+        .then(refreshServer)
+        .then(() => changed("documents", collectionId))
+        .catch((error) => {
+          back();
+          report(error);
+        }),
+    );
+  }, { class: "quiet", "aria-label": `Delete ${one.name}` });
+  return el(
+    "li",
+    { class: one.state },
+    el("p", { class: "name", text: one.name, title: one.name }),
+    el("p", { class: `took${one.state === "failed" ? " error" : ""}`, text }),
+    remove,
+  );
+}
+
+let asked = 0; // only the answer to the latest request is shown
+
+async function showDocuments() {
+  const list = $("files-list");
+  const here = collection();
+  if (!here || !$("documents").open) return;
+  const mine = ++asked;
+  if (list.dataset.of !== here.id) list.replaceChildren(el("p", { class: "hint busy", text: "Loading the list…" }));
+  list.dataset.of = here.id;
+  try {
+    const found = await documentsOf(here.id);
+    if (mine !== asked) return;
+    const items = found.map((one) => documentView(one, here.id));
+    const top = list.querySelector("ul")?.scrollTop ?? 0;
+    const shown = items.length
+      ? el("ul", { class: "files", "aria-label": `Files of ${here.name}` }, items)
+      : el("p", { class: "hint", text: "No files yet." });
+    list.replaceChildren(shown);
+    shown.scrollTop = top;
+  } catch (error) {
+    if (mine !== asked) return;
+    list.replaceChildren(el("p", { class: "error", role: "alert", text: error.message }), button("Try again", showDocuments));
+  }
+}
+
+function open() {
+  if (!$("documents").open) $("documents").showModal();
+  $("collections-error").textContent = "";
+  showDocuments();
+}
+
+async function create(event) {
+  event.preventDefault();
+  const name = $("create-name").value.trim();
+  if (!name) return;
+  $("collections-error").textContent = "";
+  try {
+    const made = await createCollection(name);
+    $("create-name").value = "";
+    await refreshServer();
+    chooseCollection(made.id);
+    $("files").focus();
+  } catch (error) {
+    report(error);
+  }
+}
+
+export function startDocuments() {
+  $("open-documents").addEventListener("click", open);
+  $("create").addEventListener("submit", create);
+  $("collection").addEventListener("change", (event) => chooseCollection(event.target.value));
+  on("server", () => {
+    showCollections();
+    showDocuments();
+  });
+  on("documents", showDocuments);
+  startUploads(open);
+}

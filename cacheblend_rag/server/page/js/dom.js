@@ -1,0 +1,50 @@
+// Elements are made here alone. Text always goes in as text: nothing parses markup.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+export const $ = (id) => document.getElementById(id);
+
+function fill(node, props, children) {
+  for (const [key, value] of Object.entries(props)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (key === "text") node.textContent = value;
+    else if (key === "on") for (const [type, fn] of Object.entries(value)) node.addEventListener(type, fn);
+    else if (key === "data") Object.assign(node.dataset, value);
+    else if (key === "vars") for (const [name, set] of Object.entries(value)) node.style.setProperty(name, set);
+    else node.setAttribute(key, value === true ? "" : String(value));
+  }
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return node;
+}
+
+/** An element: `text`, `on` (listeners), `data`, `vars` (CSS properties), else attributes; then children. */
+export const el = (tag, props = {}, ...children) => fill(document.createElement(tag), props, children);
+
+/** The same in SVG. */
+export const svg = (tag, props = {}, ...children) => fill(document.createElementNS(SVG, tag), props, children);
+
+/** A button. */
+export const button = (text, click, props = {}) => el("button", { type: "button", text, on: { click }, ...props });
+
+/** Tell a screen reader something that is seen elsewhere. */
+export function say(text) {
+  $("said").textContent = text;
+}
+
+/** Ask once more before doing what cannot be undone: the button gives way to a question in its place. */
+export function confirmInPlace(trigger, question, action) {
+  const back = () => {
+    box.replaceWith(trigger);
+    trigger.focus();
+  };
+  const sure = button("Delete", () => action(back), { class: "danger" });
+  const box = el("span", { class: "sure", role: "group", "aria-label": question }, el("span", { text: question }), sure, button("Keep", back));
+  box.addEventListener("keydown", (event) => {
+    if (event.key !== "Escape") return;
+    event.preventDefault(); // the dialog around it stays open
+    event.stopPropagation();
+    back();
+  });
+  trigger.replaceWith(box);
+  sure.focus();
+}

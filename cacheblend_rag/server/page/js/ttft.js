@@ -1,0 +1,44 @@
+// The time to first token of one answer, split into its parts.
+
+import { el } from "./dom.js";
+import { share, time } from "./format.js";
+
+const PARTS = [
+  ["split_s", "split", "Split", "the prompt into tokens"],
+  ["look_up_s", "look-up", "Look up", "what is stored"],
+  ["load_s", "load", "Load", "waiting for stored KV"],
+  ["fuse_s", "fuse", "Fuse", "recompute and blend"],
+  ["first_token_s", "first", "First token", "from the logits"],
+];
+
+/** The parts of a report, in order: `[name, label, note, seconds]`. */
+export const partsOf = (report) => PARTS.map(([key, name, label, note]) => [name, label, note, report.parts[key] ?? 0]);
+
+export function ttftView(report, rows) {
+  const parts = partsOf(report);
+  const sum = parts.reduce((total, part) => total + part[3], 0) || 1;
+  const told = parts.map(([, label, , seconds]) => `${label} ${time(seconds)}`).join(", ");
+  const bar = el(
+    "div",
+    { class: "bar", role: "img", "aria-label": `Time to first token ${time(report.ttft_s)}: ${told}` },
+    parts.filter((part) => part[3] > 0).map(([name, , , seconds]) => el("span", { class: `part ${name}`, vars: { "--grow": String(seconds / sum) } })),
+  );
+  const legend = el(
+    "dl",
+    { class: "legend" },
+    parts.map(([name, label, note, seconds]) =>
+      el(
+        "div",
+        {},
+        el("dt", {}, el("span", { class: `key ${name}`, "aria-hidden": "true" }), label, " ", el("small", { text: note })),
+        el("dd", {}, time(seconds), " ", el("small", { text: share(seconds / sum) })),
+      ),
+    ),
+  );
+  const full = rows?.find((row) => row.method === "full");
+  return [
+    el("p", { class: "figure" }, el("strong", { text: time(report.ttft_s) }), full ? el("span", { text: `full recompute ${time(full.ttft_s)}` }) : null),
+    bar,
+    legend,
+  ];
+}
