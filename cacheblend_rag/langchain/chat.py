@@ -172,8 +172,6 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
     def _request(self, messages: Sequence[BaseMessage], stop: list[str] | None, overrides: dict[str, Any]) -> _Request:
         """What the engine is asked for a conversation."""
         tokenizer, tools = self.engine.tokenizer, overrides.get("tools")
-        attached = artifact_texts(messages)
-        known_chunks.add(attached)
         names = [tool["function"]["name"] for tool in tools or []]
         begun = opening(check_choice(overrides.get("tool_choice"), names), tokenizer)
         options = overrides.get("chat_template_kwargs", self.chat_template_kwargs)
@@ -181,7 +179,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         places = places_of(text, messages)
         prompt = notice(
             text,
-            (ChunkRegistry(texts=attached), documents_of_run(messages), known_chunks),
+            self._known(messages),
             self.engine.config.separator,
             keep_glue=self.keep_glue,
             parts=places.parts,
@@ -190,6 +188,12 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         )
         stops = [*(stop or []), CALL_END] if begun else stop
         return _Request(prompt, self._arguments(stops, overrides), tools, begun)
+
+    def _known(self, messages: Sequence[BaseMessage]) -> Sequence[ChunkRegistry]:
+        """Where chunks of a conversation are looked for, one after the other."""
+        attached = artifact_texts(messages)
+        known_chunks.add(attached)
+        return ChunkRegistry(texts=attached), documents_of_run(messages), known_chunks
 
     def _message(self, request: _Request, answer: Generation) -> AIMessage:
         message = parse_answer(request.opening + answer.text, request.tools)

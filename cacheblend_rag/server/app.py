@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import mimetypes
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated
 
 from fastapi import Depends, FastAPI, Request, Response
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 
 from cacheblend_rag import __version__
+from cacheblend_rag.server.docs_page import docs_page
 from cacheblend_rag.server.guard import Guard
+from cacheblend_rag.server.openai_api import router as openai_router
 from cacheblend_rag.server.problems import Problem, ProblemBody, add_handlers
 from cacheblend_rag.server.rag_api import router as rag_router
 from cacheblend_rag.server.service import Service, Session
@@ -52,13 +55,15 @@ def create_app(settings: ServerSettings) -> FastAPI:
     )
     add_handlers(app)
     app.include_router(rag_router)
+    app.include_router(openai_router)
     _add_plain_routes(app)
+    mimetypes.add_type("text/javascript", ".js")  # some systems know it by another name, which browsers refuse
     app.mount("/static", StaticFiles(directory=PAGE_PATH, check_dir=False), name="static")
 
     def seen(path: str, status: int) -> None:
         service: Service | None = getattr(app.state, "service", None)
         if service is not None:
-            service.metrics.requests.labels(path, str(status)).inc()
+            service.metrics.request(path, status)
 
     app.add_middleware(Guard, settings=settings, seen=seen)
     return app
@@ -75,6 +80,11 @@ def _add_plain_routes(app: FastAPI) -> None:
         """Counts in Prometheus' form."""
         text = await asyncio.to_thread(service_of(request).metrics.text)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        policy = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+        return HTMLResponse(docs_page(app.openapi()), headers={"Content-Security-Policy": policy})
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:

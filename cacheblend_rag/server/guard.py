@@ -5,13 +5,14 @@ from __future__ import annotations
 import ipaddress
 import logging
 import time
+import traceback
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cacheblend_rag.server.problems import Problem
+from cacheblend_rag.server.problems import Problem, problem_of
 from cacheblend_rag.server.settings import ServerSettings
 
 __all__ = ["Guard"]
@@ -20,8 +21,8 @@ _log = logging.getLogger("cacheblend_rag.server.access")
 _SAFE = ("GET", "HEAD", "OPTIONS")
 # Scripts come from the server's own files only: text of documents can never become one.
 _POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
-    "font-src 'self'; connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'none'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "font-src 'self'; connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'self'; "
     "frame-ancestors 'none'"
 )
 _HEADERS = {
@@ -71,8 +72,12 @@ class Guard:
                 await problem.response()(scope, receive, noted)
             else:
                 await self._app(scope, limited.receive, limited.send)
-        except _TooLarge:
+        except _TooLargeError:
             pass  # answered already
+        except Exception as error:
+            _report(error)
+            if not status:
+                await problem_of(error).response()(scope, receive, noted)
         finally:
             self._note(scope, status, time.perf_counter() - started)
 
@@ -92,23 +97,24 @@ class Guard:
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
         route = scope.get("route")
         path = getattr(route, "path", None) or "other"  # never what the client wrote
-        self._seen(path, status or 499)
-        tenant = scope.get("state", {}).get("tenant")
+        state = scope.get("state", {})
+        status = 499 if state.get("gone") or not status else status
+        self._seen(path, status)
         _log.info(
             "request",
             extra={
                 "fields": {
                     "method": scope["method"],
                     "path": path,
-                    "status": status or 499,
+                    "status": status,
                     "seconds": round(seconds, 4),
-                    "tenant": tenant,
+                    "tenant": state.get("tenant"),
                 }
             },
         )
 
 
-class _TooLarge(Exception):
+class _TooLargeError(Exception):
     """The body went on past its limit."""
 
 
@@ -127,7 +133,7 @@ class _Limited:
             if not self._begun:
                 await _too_large(self.most).response()({"type": "http"}, self._receive, self._send)
                 self._begun = True
-            raise _TooLarge
+            raise _TooLargeError
         return message
 
     async def send(self, message: Message) -> None:
@@ -135,6 +141,13 @@ class _Limited:
             return
         self._begun = True
         await self._send(message)
+
+
+def _report(error: Exception) -> None:
+    """Log an unexpected error by its kind and place: its message may quote a document."""
+    frames = traceback.extract_tb(error.__traceback__)[-3:]
+    places = [f"{frame.filename}:{frame.lineno}" for frame in frames]
+    _log.error("failed", extra={"fields": {"error": type(error).__name__, "at": places}})
 
 
 def _too_large(most: int) -> Problem:

@@ -47,6 +47,10 @@ class Incoming:
         Where its bytes wait; a name drawn by the server.
     bytes : int
     sha256 : str
+    error : str
+        Why it did not come in.
+    taken : bool
+        Whether it has come in.
     """
 
     id: str
@@ -55,6 +59,7 @@ class Incoming:
     bytes: int
     sha256: str
     error: str = ""
+    taken: bool = False
 
 
 class Job:
@@ -167,22 +172,30 @@ class Ingestion:
     def under_way(self, collection: OwnCollection) -> list[Incoming]:
         """Files on their way into a collection, and those that failed."""
         files = [one for job in self._jobs.values() if job.collection is collection for one in job.files]
-        return [one for one in files if one.error or not collection.holds(one.id)]
+        return [one for one in files if not one.taken]
 
     def dismiss(self, collection: OwnCollection, id: str) -> bool:
         """Take a failed or waiting file off the list; whether there was one."""
-        for job in list(self._jobs.values()):
-            for one in list(job.files):
-                if job.collection is collection and one.id == id and not collection.holds(id):
-                    job.files.remove(one)
-                    return True
+        with collection.lock:
+            for job in list(self._jobs.values()):
+                for one in list(job.files):
+                    if job.collection is collection and one.id == id and not one.taken:
+                        job.files.remove(one)
+                        return True
         return False
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Stop after the step in hand; what was not saved yet is dropped whole."""
         self._stopping.set()
         self._work.put(None)
+
+    def close(self) -> None:
+        """`stop`, and wait for it."""
+        self.stop()
         self._thread.join()
+        for job in self._jobs.values():
+            if not job.ended:
+                job.say("failed", "", 0, len(job.files), "the server is stopping")
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None and not self._stopping.is_set():
@@ -192,7 +205,7 @@ class Ingestion:
                 _log.error("background work failed: %s", type(error).__name__)
 
     def _ingest_all(self, job: Job, known: ChunkRegistry, engine: BlendEngine) -> None:
-        failed = []
+        failed, count = [], len(job.files)
         for file in list(job.files):
             try:
                 if self._stopping.is_set():
@@ -211,13 +224,12 @@ class Ingestion:
                     os.unlink(file.path)
         name = failed[0].name if failed else job.files[-1].name if job.files else ""
         problem = "; ".join(f"{one.name}: {one.error}" for one in failed)
-        count = len(job.files)
-        job.say("failed" if failed else "done", name, count - len(failed), count, problem)
+        job.say("failed" if len(failed) == count else "done", name, count - len(failed), count, problem)
 
     def _ingest(self, job: Job, file: Incoming, known: ChunkRegistry, engine: BlendEngine) -> None:
         collection = job.collection
         job.say("reading", file.name, 0, 1)
-        source = read_upload(file.path, file.name, self._limits)
+        source = read_upload(file.path, file.name, self._limits, self._stopping.is_set)
         job.say("splitting", file.name, 0, 1)
         chunks = split([source])
         if not chunks:
@@ -230,11 +242,16 @@ class Ingestion:
             if self._stopping.is_set():
                 raise Problem(503, "stopping", "the server is stopping")
         entry = DocumentEntry(file.id, file.name, file.bytes, file.sha256, len(chunks))
-        if file not in job.files:
-            return  # taken back meanwhile
-        collection.add(entry, chunks, np.concatenate(parts))
-        known.add(texts)
-        self._warm(job, entry, texts, engine)
+        with collection.lock:
+            if file not in job.files:
+                return  # taken back meanwhile
+            collection.add(entry, chunks, np.concatenate(parts))
+            file.taken = True
+            known.add(texts)
+        try:
+            self._warm(job, entry, texts, engine)
+        except CacheBlendError as error:  # the document is in; its KV is stored when it is used
+            _log.warning("a document could not be warmed: %s", type(error).__name__)
 
     def _warm(self, job: Job, entry: DocumentEntry, texts: Sequence[str], engine: BlendEngine) -> None:
         """Store the KV of a document; one that is deleted meanwhile gets none."""

@@ -14,14 +14,13 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from langchain_core.documents import Document
 
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings
 from cacheblend_rag.retrieval.index import FolderIndex
-from cacheblend_rag.retrieval.probes import probe, same_model
+from cacheblend_rag.retrieval.probes import same_model
 from cacheblend_rag.retrieval.saved import IndexDamagedError, has_index, read_index
 from cacheblend_rag.retrieval.vectors import Vectors
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore

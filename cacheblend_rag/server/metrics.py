@@ -56,6 +56,14 @@ class Metrics:
             Gauge(name + gauge, text, registry=one).set_function(count)
         one.register(_StoreCollector(name, stats))
 
+    def request(self, path: str, status: int) -> None:
+        """Count one request."""
+        self.requests.labels(path, str(status)).inc()
+        if status in (429, 503):
+            self.refused.inc()
+        if status == 499:
+            self.gone.inc()
+
     def answered(self, report: BlendReport) -> None:
         """Count one answer."""
         self.ttft.observe(report.ttft)

@@ -41,7 +41,7 @@ class ProblemBody(BaseModel):
     error: ProblemDetail
 
 
-class Problem(Exception):
+class Problem(Exception):  # noqa: N818 - it is an answer
     """A request that is answered by an error.
 
     Parameters
@@ -128,7 +128,3 @@ def add_handlers(app: FastAPI) -> None:
         answer = Problem(error.status_code, phrase.lower().replace(" ", "_"), phrase).response()
         answer.headers.update(error.headers or {})
         return answer
-
-    @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception) -> Response:
-        return problem_of(error).response()

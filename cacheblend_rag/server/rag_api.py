@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, File, Request, Response, UploadFile
 
@@ -69,7 +69,7 @@ async def state(here: Here) -> State:
         model=ModelInfo(name=service.model_name, layers=service.engine.adapter.num_layers, reference=service.reference),
         embedder=service.embedder_name,
         collections=[_collection_info(here, one) for one in here.collections()],
-        settings=SettingsInfo(ratio=config.ratio, rule=rule, rules=list(RULES)),
+        settings=SettingsInfo(ratio=_shown_ratio(config.recompute_ratio), rule=rule, rules=list(RULES)),
         suggestions=[Suggestion(**one) for one in suggestions_for(Path(service.settings.rag.docs))],
         store=StoreInfo(
             bytes=stats.volume if stats and alone else None,
@@ -81,6 +81,10 @@ async def state(here: Here) -> State:
     )
 
 
+def _shown_ratio(ratio: float | str) -> float | Literal["auto"]:
+    return "auto" if isinstance(ratio, str) else ratio
+
+
 def _collection_info(here: Session, collection: Collection) -> CollectionInfo:
     return CollectionInfo(
         id=collection.id,
@@ -88,6 +92,7 @@ def _collection_info(here: Session, collection: Collection) -> CollectionInfo:
         documents=len(collection.documents()),
         chunks=len(collection.store),
         bundled=not collection.writable and here.service.bundled,
+        writable=collection.writable,
     )
 
 
@@ -114,12 +119,13 @@ async def delete_collection(here: Here, request: Request, id: str) -> Response:
 async def documents(here: Here, id: str) -> list[DocumentInfo]:
     """Documents of a collection, and files on their way into it."""
     collection = here.collection(id)
+    # Asked for first: one that arrives in between is in both rather than in neither.
+    coming = here.service.ingestion.under_way(here.own(id)) if collection.writable else []
     ready = [
         DocumentInfo(id=one.id, name=one.name, chunks=one.chunks, bytes=one.bytes, state="ready")
         for one in collection.documents()
     ]
-    if not collection.writable:
-        return ready
+    known = {one.id for one in ready}
     return ready + [
         DocumentInfo(
             id=one.id,
@@ -129,7 +135,8 @@ async def documents(here: Here, id: str) -> list[DocumentInfo]:
             state="failed" if one.error else "indexing",
             error=one.error or None,
         )
-        for one in here.service.ingestion.under_way(here.own(id))
+        for one in coming
+        if one.id not in known
     ]
 
 
@@ -194,7 +201,7 @@ async def job_events(here: Here, job: str) -> EventStream:
 async def delete_document(here: Here, request: Request, id: str, document: str) -> Response:
     """Delete a document and its KV."""
     collection = here.own(id)
-    if not here.service.ingestion.dismiss(collection, document):
+    if not await asyncio.to_thread(here.service.ingestion.dismiss, collection, document):
         async with await unless_gone(request, here.service.line.turn(here.tenant.name)):
             await asyncio.to_thread(collection.remove, document)
     return Response(status_code=204)
@@ -239,7 +246,7 @@ async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
     turn = await unless_gone(request, here.service.line.turn(here.tenant.name))
     asked = _Asked(here, collection, engine, body, turn)
     if body.stream:
-        return EventStream(asked.events(), turn)
+        return EventStream(asked.events(), turn, here.service.longest)
     async with turn:
         return await unless_gone(request, asked.whole())
 
@@ -311,7 +318,7 @@ async def compare(here: Here, request: Request, id: str, body: CompareBody) -> E
             yield event("error", {"code": problem.code, "message": problem.message})
         yield event("done", {})
 
-    return EventStream(rows(), turn)
+    return EventStream(rows(), turn, service.longest)
 
 
 def _engine(here: Session, collection: Collection, body: CompareBody) -> BlendEngine:

@@ -72,12 +72,13 @@ class CollectionInfo(BaseModel):
     documents: int
     chunks: int
     bundled: bool
+    writable: bool
 
 
 class SettingsInfo(BaseModel):
     """How answers are made unless a request says otherwise."""
 
-    ratio: float
+    ratio: float | Literal["auto"]
     rule: str
     rules: list[str]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from cacheblend_rag.errors import DocumentError
@@ -14,6 +16,8 @@ from cacheblend_rag.server.settings import Limits
 __all__ = ["main", "read_upload", "suffix_of"]
 
 _FAILED, _TOO_LONG = 3, 4
+# -P: no module is ever picked up from the working folder.
+_FLAGS = ("-P", "-s", "-W", "ignore")
 
 
 def suffix_of(name: str) -> str:
@@ -30,7 +34,7 @@ def suffix_of(name: str) -> str:
     return suffix
 
 
-def read_upload(path: Path, name: str, limits: Limits) -> SourceFile:
+def read_upload(path: Path, name: str, limits: Limits, stopping: Callable[[], bool] = lambda: False) -> SourceFile:
     """Parse a file.
 
     Parameters
@@ -40,6 +44,8 @@ def read_upload(path: Path, name: str, limits: Limits) -> SourceFile:
     name : str
         Tells its kind; is never opened.
     limits : Limits
+    stopping : callable
+        Once this is true nobody waits for the text any more.
 
     Raises
     ------
@@ -48,27 +54,35 @@ def read_upload(path: Path, name: str, limits: Limits) -> SourceFile:
     """
     suffix = suffix_of(name)
     arguments = [str(path), suffix, str(limits.document_chars), str(limits.parse_bytes), str(limits.parse_seconds)]
-    try:
-        # -I: no module from the working folder or the user's own is ever picked up.
-        done = subprocess.run(
-            [sys.executable, "-I", "-W", "ignore", "-m", "cacheblend_rag.server.reading", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=limits.parse_seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise DocumentError("reading the file took too long") from None
-    if done.returncode == _TOO_LONG:
+    with subprocess.Popen(
+        [sys.executable, *_FLAGS, "-m", "cacheblend_rag.server.reading", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        output = _output(process, limits.parse_seconds, stopping)
+    if process.returncode == _TOO_LONG:
         raise DocumentError(f"the file holds more than {limits.document_chars:,} characters of text")
     try:
-        answer = json.loads(done.stdout)
+        answer = json.loads(output)
     except ValueError:
         raise DocumentError("the file cannot be read within the limits of memory and time") from None
-    if done.returncode:
+    if process.returncode:
         raise DocumentError(str(answer))
     return SourceFile(name, "", tuple(answer))
+
+
+def _output(process: subprocess.Popen[bytes], seconds: float, stopping: Callable[[], bool]) -> bytes:
+    ends = time.monotonic() + seconds
+    while True:
+        try:
+            output, _ = process.communicate(timeout=0.2)
+            return output
+        except subprocess.TimeoutExpired:
+            if time.monotonic() > ends or stopping():
+                process.kill()
+                process.communicate()
+                raise DocumentError("reading the file took too long") from None
 
 
 def main(arguments: list[str]) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +39,7 @@ BASE_ID = "archive"
 _PLAIN_TEMPLATE = (
     "{%- set names = {'system': 'System', 'user': 'Human', 'assistant': 'AI', 'tool': 'Tool'} -%}"
     "{%- for message in messages -%}"
-    "{{ names.get(message.role, message.role) }}: {{ message.content }}\n"
+    "{{ names.get(message.role, message.role) + ': ' + message.content + '\n' }}"
     "{%- endfor -%}AI:"
 )
 _NOTICE = (
@@ -62,7 +64,7 @@ class Service:
     """
 
     def __init__(self, settings: ServerSettings) -> None:
-        self.settings, self.limits = settings, settings.limits
+        self.settings, self.limits, self.started = settings, settings.limits, int(time.time())
         self.rag = FolderRAG(settings.rag)
         self.engine = self.rag.engine
         self.template = getattr(self.engine.tokenizer, "chat_template", None)
@@ -113,6 +115,11 @@ class Service:
         return _NOTICE if self.reference else None
 
     @property
+    def longest(self) -> float:
+        """Seconds after which a stream is cut, whether its client has read it or not."""
+        return self.limits.answer_seconds + 30.0
+
+    @property
     def window(self) -> int:
         """Most tokens of a prompt with its answer."""
         most = getattr(self.engine.model.config, "max_position_embeddings", None)
@@ -151,6 +158,13 @@ class Service:
             )
             raise Problem(400, "context_length_exceeded", message)
 
+    def embedder_tokens(self, texts: Sequence[str]) -> int:
+        """Tokens of texts as the embedder counts them; 0 if it does not tell."""
+        tokenizer = getattr(getattr(self.embeddings.inner, "model", None), "tokenizer", None)
+        if not callable(getattr(tokenizer, "encode", None)):
+            return 0
+        return sum(len(getattr(ids, "ids", ids)) for ids in map(tokenizer.encode, texts))
+
     def store_stats(self) -> StoreStats | None:
         """What the KV store says of itself; None if it cannot."""
         store = self.engine.store
@@ -161,6 +175,10 @@ class Service:
         except (AttributeError, CacheBlendError):
             return None
         return stats
+
+    def begin_stop(self) -> None:
+        """Let what runs in the background end soon."""
+        self.ingestion.stop()
 
     def close(self) -> None:
         """Finish the document in hand, store what waits, release the model."""
@@ -173,6 +191,7 @@ class Session:
 
     def __init__(self, service: Service, tenant: Tenant) -> None:
         self.service, self.tenant = service, tenant
+        shutil.rmtree(tenant.folder / "incoming", ignore_errors=True)  # uploads that were never taken in
         self.library = Library(tenant.folder / "collections", service.embeddings, self._forget)
         for collection in self.library.collections():
             tenant.known.add(collection.texts())

@@ -35,21 +35,33 @@ class EventStream(StreamingResponse):
         What `event` made.
     turn : Turn, optional
         The place; left also if the client goes before the first event.
+    longest : float, optional
+        Seconds after which the stream is cut: a client that does not read must not keep its place.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], turn: Turn | None = None) -> None:
+    def __init__(self, events: AsyncIterator[str], turn: Turn | None = None, longest: float | None = None) -> None:
         super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        self._turn = turn
+        self._turn, self._longest, self._complete = turn, longest, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; the client's leaving cancels what makes them."""
         try:
-            await super().__call__(scope, receive, send)
+            async with asyncio.timeout(self._longest):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            pass
         finally:
+            if not self._complete:
+                scope.setdefault("state", {})["gone"] = True
             if self._turn is not None:
                 await self._turn.leave()
+
+    async def stream_response(self, send: Send) -> None:
+        """See `StreamingResponse.stream_response`."""
+        await super().stream_response(send)
+        self._complete = True
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
