@@ -8,6 +8,7 @@ from itertools import pairwise
 from cacheblend_rag.errors import ConfigError
 
 __all__ = [
+    "check_above_zero",
     "check_choice",
     "check_fit",
     "check_layer_list",
@@ -34,6 +35,12 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     """One of a few names."""
     if value not in allowed:
         raise ConfigError(name, value, "use one of " + ", ".join(map(repr, allowed)))
+
+
+def check_above_zero(name: str, value: object) -> None:
+    """A number above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ConfigError(name, value, "use a number above 0")
 
 
 def _is_share(value: object) -> bool:

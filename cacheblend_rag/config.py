@@ -10,7 +10,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cacheblend_rag.checks import check_choice, check_layer_list, check_share, check_shares, check_whole
+from cacheblend_rag.checks import (
+    check_above_zero,
+    check_choice,
+    check_layer_list,
+    check_share,
+    check_shares,
+    check_whole,
+)
 from cacheblend_rag.errors import ConfigError
 
 __all__ = ["CONDITIONS", "ENV_PREFIX", "METRICS", "WRITE_BACKS", "BlendConfig", "default_data_path", "parse_bytes"]
@@ -24,6 +31,7 @@ LOWEST_RATIOS = {"answer": 0.15, "summary": 0.10}
 CODEC_NAMES = ("raw", "fp8", "int8", "int4")
 
 _T = TypeVar("_T")
+_DEFAULTS: dict[str, object] = {}  # by option; not in the field's metadata, which pydantic would read
 _UNITS = {
     "": 1,
     "k": 10**3,
@@ -88,6 +96,7 @@ def _option(name: str, default: _T, parse: Callable[[str], object], like: str = 
         except ValueError as error:
             raise ConfigError(ENV_PREFIX + name.upper(), text, f"use a value like {like or repr(default)}") from error
 
+    _DEFAULTS[name] = default
     return field(default_factory=make, hash=None if hashed else False)
 
 
@@ -107,7 +116,8 @@ class BlendConfig:
         on, from 0 to 1 (section 4.3 of the CacheBlend paper; 0.15 there). ``"auto"`` lets the
         loading controller choose it for each request, once ``cacheblend-rag profile`` has been
         run: as much as loading hides, but never less than ``task`` needs. Until then it is that
-        least.
+        least. Once ``cacheblend-rag calibrate`` has been run, ``"auto"`` is the rule, check layers
+        and schedule it found, as long as none of these options is given.
     task : {"answer", "summary"}
         What answers are for: bounds of the ratio that ``"auto"`` chooses.
     selection : str or SelectionRule
@@ -152,6 +162,11 @@ class BlendConfig:
         Tenants with different salts never share a record.
     like : str
         Treat a model of a family that is not known as one of this family; empty for no such try.
+    guard_share : float
+        Share of requests that a quality guard checks: a full prefill in the background, when nothing
+        else waits, and how far the blended answer was from it. 0 checks none.
+    guard_bound : float
+        Mean KL divergence, in nats a token, past which the guard raises the recompute ratio.
     check_model : bool
         Once at load, blend a dozen tokens and compare with the model's own forward pass, so that
         a transformers version that has moved is refused instead of answering wrongly.
@@ -183,6 +198,8 @@ class BlendConfig:
     compress: bool = _option("compress", False, lambda text: _flag(text))
     salt: str = _option("salt", "", str)
     like: str = _option("like", "", str)
+    guard_share: float = _option("guard_share", 0.0, float)
+    guard_bound: float = _option("guard_bound", 0.1, float)
     check_model: bool = _option("check_model", True, lambda text: _flag(text))
 
     def __post_init__(self) -> None:
@@ -200,6 +217,8 @@ class BlendConfig:
         check_choice("write_back", self.write_back, WRITE_BACKS)
         check_choice("codec", self.codec, CODEC_NAMES)
         check_whole("min_tokens", self.min_tokens)
+        check_share("guard_share", self.guard_share)
+        check_above_zero("guard_bound", self.guard_bound)
         for name in ("keep_final", "prefetch", "compress", "check_model"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "use True or False")
@@ -234,6 +253,11 @@ class BlendConfig:
     def names(cls) -> tuple[str, ...]:
         """Names of all options."""
         return tuple(f.name for f in fields(cls))
+
+    @classmethod
+    def default(cls, name: str) -> Any:
+        """What an option is when neither the caller nor the environment says anything."""
+        return _DEFAULTS[name]
 
 
 def _ratio(text: str) -> float | str:

@@ -25,6 +25,7 @@ from cacheblend_rag.decode import Decoded, DecodeOptions, decode
 from cacheblend_rag.errors import CacheBlendError, ConfigError, GenerationError, PromptError
 from cacheblend_rag.finals import KEY_PREFIX, holds
 from cacheblend_rag.fusor.selfcheck import check_adapter
+from cacheblend_rag.guard import QualityGuard
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.loading import load_model
@@ -105,6 +106,7 @@ class BlendEngine:
         self._prefetcher = Prefetcher(self.store)
         self._gate = IdleGate()
         self._write_back = WriteBack(self._gate)
+        self.guard = QualityGuard(self.config)
         self._viewed: BlendEngine | None = None
         weakref.finalize(self, self._write_back.stop).atexit = False
 
@@ -153,7 +155,7 @@ class BlendEngine:
         other.config = dataclasses.replace(self.config, **changes)
         segments = SegmentTokenizer(self.tokenizer, other.config.separator)
         other._pipeline = self._pipeline.with_config(other.config, segments)
-        other._viewed = self
+        other._viewed, other.guard = self, QualityGuard(other.config)
         return other
 
     @property
@@ -267,7 +269,9 @@ class BlendEngine:
                 cancelled=cancelled,
             )
             self._keep(self._pipeline.keep_final(blend, decoded.token_ids))
-        return _generation(fused, decoded, fused_at)
+        answer = _generation(fused, decoded, fused_at)
+        self.guard.watch(prompt, answer, self._pipeline, self._gate, self._write_back)
+        return answer
 
     def _keep(self, blend: Blend) -> None:
         """Store what was missing, now or when nothing else waits."""

@@ -10,6 +10,7 @@
     ├── StoreError                          the KV store cannot be opened or used
     │   └── RecordError                     one record is damaged, foreign or of another version
     ├── DocumentError                       a document or folder cannot be read
+    ├── DatasetError (ValueError)           a file of questions has lines that cannot be used
     ├── EmbedderError                       an embedding model cannot be loaded or used
     ├── GenerationError                     generation ended before its answer was complete
     │   └── GenerationTimeoutError (TimeoutError)   it took longer than the caller allowed
@@ -21,6 +22,7 @@ from __future__ import annotations
 __all__ = [
     "CacheBlendError",
     "ConfigError",
+    "DatasetError",
     "DocumentError",
     "EmbedderError",
     "GenerationError",
@@ -80,6 +82,10 @@ class RecordError(StoreError):
 
 class DocumentError(CacheBlendError):
     """A document or a folder of documents cannot be read."""
+
+
+class DatasetError(CacheBlendError, ValueError):
+    """A file of questions cannot be read, or has lines that cannot be used; the message names them."""
 
 
 class EmbedderError(CacheBlendError):

@@ -124,6 +124,10 @@ class Pipeline:
         other._steering = Steering(config, self.adapter.num_layers, self.fingerprint, steering.controller)
         return other
 
+    def raise_ratio(self, ratio: float) -> None:
+        """Let no prompt be blended with a smaller recompute ratio from now on."""
+        self._steering.least_ratio = max(ratio, self._steering.least_ratio)
+
     def segment(self, kind: str, context_ids: tuple[int, ...], token_ids: tuple[int, ...], regime: int = 0) -> Segment:
         """Describe a segment and derive its key."""
         key = record_key(
@@ -275,7 +279,7 @@ class Pipeline:
     def _finals(self, split: TokenizedPrompt) -> Finals:
         regime = self.adapter.regime(len(split.input_ids)) or 0
         like = self.record_info(self.segment("final", (), (), regime))
-        return Finals(self.store, self.config, dataclasses.replace(like, rotated=True))
+        return Finals(self.store, self._steering.config, dataclasses.replace(like, rotated=True))
 
     def keep_final(self, blend: Blend, answer_ids: Sequence[int]) -> Blend:
         """Add to what is worth storing the whole prompt with its answer, if that is wanted."""
@@ -388,7 +392,8 @@ class Pipeline:
             expected=choice.expected,
         )
         cache = self.adapter.new_cache(fusion.layers)
-        return FusedKV(cache, fusion.logits, list(split.input_ids), fusion.computed, fusion.deviation, report)
+        ids = list(split.input_ids)
+        return FusedKV(cache, fusion.logits, ids, fusion.computed, fusion.deviation, report, fusion.done)
 
     def _counts(self, split: TokenizedPrompt) -> BlendReport:
         return BlendReport(

@@ -149,6 +149,8 @@ class FusedKV:
         KV deviation at the first check layer; NaN where none was measured.
     report : BlendReport
         How it was made.
+    done : RowsDone or None
+        All rows the blended pass worked on; None after a plain prefill.
     """
 
     cache: Any
@@ -157,6 +159,7 @@ class FusedKV:
     recomputed: tuple[torch.Tensor, ...]
     deviation: torch.Tensor | None
     report: BlendReport
+    done: Any = None
 
 
 @dataclass(frozen=True)

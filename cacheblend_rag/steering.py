@@ -12,12 +12,23 @@ from typing import Any
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.fusor.selection import SelectionRule, make_rule
-from cacheblend_rag.loading import TASKS, ChunkKV, LoadingController, LoadingPlan, MachineProfile
+from cacheblend_rag.fusor.selection.raising import keep_at_least
+from cacheblend_rag.loading import (
+    TASKS,
+    BlendSettings,
+    ChunkKV,
+    LoadingController,
+    LoadingPlan,
+    MachineProfile,
+    RatioBounds,
+)
 from cacheblend_rag.report import Expected
 
 __all__ = ["Choice", "Steering", "controller_beside", "profile_path"]
 
 _log = logging.getLogger(__name__)
+# Options that say which tokens are recomputed: calibrated ones take the place of those nobody set.
+_RULE_OPTIONS = ("selection", "check_layers", "recompute_ratios", "metric", "selection_options")
 
 
 @dataclass(frozen=True)
@@ -56,20 +67,39 @@ class Steering:
     model : str
         Fingerprint of the model.
     controller : LoadingController or None
+
+    Notes
+    -----
+    With ``recompute_ratio="auto"`` and no rule options given, what was calibrated for the model holds.
     """
 
     def __init__(self, config: BlendConfig, layers: int, model: str, controller: LoadingController | None) -> None:
         self.controller = controller
-        self._config, self._layers, self._model = config, layers, model
-        self.rule = make_rule(config).fit(layers)
-        self._rules = {config.ratio: self.rule}
+        self.settings = _calibrated(config, model, controller)
+        self.config = config if self.settings is None else _applied(config, self.settings)
+        """The options, with the calibrated rule where it holds."""
+        self._layers, self._model = layers, model
+        self.rule = make_rule(self.config).fit(layers)
+        self._ratio = self.config.ratio if self.settings is None else self.settings.least_ratio
+        self._rules = {self._ratio: self.rule}
+        self.least_ratio = 0.0
+        """No rule keeps a smaller share than this; a quality guard raises it."""
 
     @property
     def free(self) -> bool:
         """Whether the ratio is the controller's to choose."""
-        config = self._config
+        config = self.config
         named = isinstance(config.selection, str) and config.selection not in ("none", "all")
+        if self.settings is not None:
+            return named
         return config.recompute_ratio == "auto" and named and not config.recompute_ratios
+
+    @property
+    def _bounds(self) -> RatioBounds:
+        bounds = TASKS[self.config.task]
+        if self.settings is None:
+            return bounds
+        return RatioBounds(self.settings.least_ratio, max(bounds.highest, self.settings.least_ratio), bounds.step)
 
     def choose(self, chunks: Sequence[ChunkKV], tokens: int, computed: int, medium: str) -> Choice:
         """Choose for a request.
@@ -87,37 +117,82 @@ class Steering:
         """
         controller = self.controller
         if controller is None or not chunks or not controller.knows(self._model, medium):
-            return Choice(self.rule, self._config.ratio)
+            return self._raised(Choice(self.rule, self._ratio))
         plan = controller.plan(
             self._model,
             chunks,
             tokens,
             device=medium,
-            ratio=None if self.free else self._config.ratio,
-            bounds=TASKS[self._config.task],
+            ratio=None if self.free else self._ratio,
+            bounds=self._bounds,
             fixed_share=self._fixed_share(tokens, computed),
             reads=self._layers,
         )
         if not self.free:  # what the user fixed is only foretold
             plan = dataclasses.replace(plan, recomputed_chunks=())
-        return Choice(self._rule_of(plan.recompute_ratio), plan.recompute_ratio, plan)
+        return self._raised(Choice(self._rule_of(plan.recompute_ratio), plan.recompute_ratio, plan))
+
+    def _raised(self, choice: Choice) -> Choice:
+        """The choice with no fewer rows than the least ratio asks for."""
+        if choice.ratio >= self.least_ratio:
+            return choice
+        rule = keep_at_least(choice.rule, self.least_ratio)
+        if rule is choice.rule:  # it has no share that could be raised
+            return choice
+        return dataclasses.replace(choice, rule=rule.fit(self._layers), ratio=self.least_ratio)
 
     def _fixed_share(self, tokens: int, computed: int) -> float:
-        """Share of a prefill that any ratio does: what is not stored, and the layers before the check."""
-        checks: Any = getattr(self.rule, "check_layers", None)
+        """Share of a prefill that any ratio does: what is not stored, and the many rows of the first layers."""
         whole = computed / tokens
-        return whole + (1 - whole) * (min(checks) / self._layers if checks else 0.0)
+        return whole + (1 - whole) * self._head_share()
+
+    def _head_share(self) -> float:
+        """What the layers up to the last check do beyond the rule's last share."""
+        checks: Any = getattr(self.rule, "check_layers", None)
+        if not checks:
+            return 0.0
+        ratios: Any = getattr(self.rule, "recompute_ratios", ())
+        if not ratios or ratios[-1] == 1:
+            return float(min(checks)) / self._layers
+        stops = (*checks[1:], self._layers)
+        rows = checks[0] + sum(r * (stop - at) for r, at, stop in zip(ratios, checks, stops, strict=True))
+        return float((rows / self._layers - ratios[-1]) / (1 - ratios[-1]))
 
     def _rule_of(self, ratio: float) -> SelectionRule:
         if ratio not in self._rules:
-            config = dataclasses.replace(self._config, recompute_ratio=ratio)
-            self._rules[ratio] = make_rule(config).fit(self._layers)
+            if self.settings is not None:
+                self._rules[ratio] = keep_at_least(self.rule, ratio).fit(self._layers)
+            else:
+                config = dataclasses.replace(self.config, recompute_ratio=ratio)
+                self._rules[ratio] = make_rule(config).fit(self._layers)
         return self._rules[ratio]
 
     def note(self, choice: Choice, read: float) -> None:
         """Tell the controller how long reading really took."""
         if self.controller is not None and choice.plan is not None:
             self.controller.note(choice.plan.device, choice.plan.load_seconds, read)
+
+
+def _calibrated(config: BlendConfig, model: str, controller: LoadingController | None) -> BlendSettings | None:
+    """What was calibrated for a model, if the choice is left to us."""
+    settings = controller.blends.get(model) if controller is not None else None
+    if settings is None or config.recompute_ratio != "auto":
+        return None
+    if any(getattr(config, name) != BlendConfig.default(name) for name in _RULE_OPTIONS):
+        return None
+    if not settings.tolerates:
+        _log.warning(
+            "calibration found that this model does not tolerate blending within %g nats: every prompt is prefilled "
+            "in full; set recompute_ratio to blend all the same",
+            settings.tolerance,
+        )
+    return settings
+
+
+def _applied(config: BlendConfig, settings: BlendSettings) -> BlendConfig:
+    """Options with the calibrated rule in place of the default one."""
+    values: dict[str, Any] = {name: getattr(settings, name) for name in _RULE_OPTIONS}
+    return dataclasses.replace(config, recompute_ratio=settings.recompute_ratio, **values)
 
 
 def profile_path(store: Any) -> Path | None:

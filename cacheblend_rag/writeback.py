@@ -53,6 +53,11 @@ class IdleGate:
                 self._busy, self._owner = False, None
                 self._condition.notify_all()
 
+    @property
+    def awaited(self) -> bool:
+        """Whether a request waits for the gate."""
+        return bool(self._line)
+
     def when_idle(self, work: Callable[[], None]) -> None:
         """Run ``work`` as the holder once no request holds or awaits the gate."""
         with self._condition:

@@ -32,6 +32,8 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "compress": ("yes", True),
     "salt": ("tenant", "tenant"),
     "like": ("llama", "llama"),
+    "guard_share": ("0.25", 0.25),
+    "guard_bound": ("0.5", 0.5),
     "check_model": ("0", False),
 }
 
@@ -104,6 +106,10 @@ def test_unreadable_environment_value_names_variable_and_value(
         ("min_tokens", 2.0),
         ("min_tokens", True),
         ("condition", "question"),
+        ("guard_share", 1.5),
+        ("guard_share", "1"),
+        ("guard_bound", 0),
+        ("guard_bound", float("nan")),
         ("write_back", "later"),
         ("prefetch", "no"),
         ("size_limit", 0),

@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("langchain", "llama_index", "retrieval", "reference"),
     ("modelfields",),
     ("noticing", "engine", "conversation"),
+    ("guard",),
     ("pipeline",),
     ("steering", "finals"),
     ("prompt", "loading", "fusor", "decode", "streaming", "writeback", "batching"),

@@ -10,8 +10,9 @@ import torch
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
+from cacheblend_rag.fusor.forcing import prefill_layerwise
 from cacheblend_rag.fusor.scoring import attention_rows
-from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
+from cacheblend_rag.fusor.selection import SelectionRule
 from cacheblend_rag.fusor.work import work_share
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
@@ -109,8 +110,11 @@ class PreparedPrompt:
     @cached_property
     def full(self) -> Fusion:
         """Full prefill: every row is computed."""
-        plan = FusionPlan(self.tokens.input_ids, exact=[], reused=[], unrotated=range(0))
-        return fuse(self.adapter, plan, self._buffers({}), SelectNone())
+        return prefill_layerwise(self.adapter, self.tokens.input_ids)
+
+    def forget_full(self) -> None:
+        """Let go of the full prefill; it is made again when it is wanted."""
+        self.__dict__.pop("full", None)
 
     def attention(self, layers: Sequence[LayerKV]) -> list[torch.Tensor]:
         """Attention of the question's rows over fused KV, a layer, ``[heads, question, tokens]``."""

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.prepared import PreparedPrompt
+from cacheblend_rag.evaluation.quality.statistics import Interval, interval
 from cacheblend_rag.evaluation.rule_grid import WORKS, Candidate, candidates
 from cacheblend_rag.fusor import Fusion
+from cacheblend_rag.fusor.forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.fusor.selection import SelectNone
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.prompt import Prompt, SegmentTokenizer
@@ -72,25 +73,21 @@ class _Answers:
     """Scores fused prompts against one gold answer."""
 
     def __init__(self, prepared: PreparedPrompt, answer_ids: Sequence[int]) -> None:
-        self._prepared, self._ids = prepared, torch.tensor(answer_ids, device=prepared.adapter.device)
+        self._prepared, self._ids = prepared, list(answer_ids)
         self._full = self._distributions(prepared.full)
         self.full_exact = self._is_exact(self._full)
 
     def score(self, fusion: Fusion) -> Scored:
         found = self._distributions(fusion)
-        divergence = (self._full.exp() * (self._full - found)).sum(dim=-1).mean()
-        return Scored(self._is_exact(found), float(divergence))
+        return Scored(self._is_exact(found), float(kl_divergence(self._full, found).mean()))
 
     def _is_exact(self, distributions: torch.Tensor) -> bool:
-        return torch.equal(distributions.argmax(dim=-1), self._ids)
+        return distributions.argmax(dim=-1).tolist() == self._ids
 
     def _distributions(self, fusion: Fusion) -> torch.Tensor:
         """Log-probabilities where the gold answer's tokens stand, ``[tokens, vocab]``."""
         adapter = self._prepared.adapter
-        with torch.no_grad():
-            out = adapter.model(self._ids[None], past_key_values=adapter.new_cache(fusion.layers), use_cache=True)
-        logits = torch.cat((fusion.logits[None], out.logits[0, :-1]))
-        return logits.float().log_softmax(dim=-1)
+        return answer_log_probs(adapter, adapter.new_cache(fusion.layers), fusion.logits, self._ids)
 
 
 def score(prepared: PreparedPrompt, fusion: Fusion, answer_ids: Sequence[int]) -> Scored:
@@ -141,32 +138,6 @@ def compare(
 
 def _prompt(case: Case) -> Prompt:
     return Prompt(STUFF.prefix, list(case.chunks), STUFF.suffix.format(q=case.question))
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean with its 95% bootstrap interval."""
-
-    mean: float
-    low: float
-    high: float
-
-
-def interval(values: Sequence[float], rounds: int = 1000, seed: int = 0) -> Interval:
-    """Mean of some values, and its 95% interval by the percentile bootstrap over prompts.
-
-    Raises
-    ------
-    ConfigError
-        If there are no values.
-    """
-    if not values:
-        raise ConfigError("values", values, "give at least one value")
-    sample = torch.tensor(values, dtype=torch.float64)
-    generator = torch.Generator().manual_seed(seed)
-    picks = torch.randint(len(values), (rounds, len(values)), generator=generator)
-    means = sample[picks].mean(dim=1).sort().values
-    return Interval(float(sample.mean()), float(means[int(0.025 * rounds)]), float(means[int(0.975 * rounds) - 1]))
 
 
 @dataclass(frozen=True)

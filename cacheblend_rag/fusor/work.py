@@ -9,7 +9,7 @@ import torch
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.shape import LayerShape, ModelShape
 
-__all__ = ["Projected", "RowsDone", "work_share"]
+__all__ = ["Projected", "RowsDone", "prefill_work", "work_share"]
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,27 @@ def work_share(shape: ModelShape, tokens: int, done: RowsDone, layers: int | Non
     if layers < depth:
         raise ConfigError("layers", layers, f"use {depth} or more, the layers of the model")
     added = layers - depth
-    every = torch.arange(tokens)
-    full = [_rows(layer, every) for layer in shape.layers]
     spent = [_rows(layer, rows) for layer, rows in zip(shape.layers, done.computed, strict=True)]
     checks = sum(p.keys * shape.layers[p.layer].keys + p.values * shape.layers[p.layer].values for p in done.projected)
     scoring = sum(_rows(layer, rows) for layer, rows in zip(shape.layers, done.scored, strict=False))
     total = sum(spent) + added * spent[-1] + checks + scoring * layers / depth + shape.head
-    return total / (sum(full) + added * full[-1] + shape.head)
+    return total / prefill_work(shape, tokens, layers)
+
+
+def prefill_work(shape: ModelShape, tokens: int, layers: int | None = None) -> float:
+    """Multiply-adds of a full prefill, the output head once.
+
+    Parameters
+    ----------
+    shape : ModelShape
+    tokens : int
+    layers : int, optional
+        Scale to a model of so many layers, as in `work_share`.
+    """
+    every = torch.arange(tokens)
+    full = [_rows(layer, every) for layer in shape.layers]
+    added = 0 if layers is None else layers - len(full)
+    return sum(full) + added * full[-1] + shape.head
 
 
 def _rows(layer: LayerShape, rows: torch.Tensor) -> float:

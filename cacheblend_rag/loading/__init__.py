@@ -3,10 +3,11 @@
 from cacheblend_rag.loading.controller import TASKS, ChunkKV, LoadingController, LoadingPlan, RatioBounds
 from cacheblend_rag.loading.loader import LayerReader, Placement, load_ahead, load_plainly
 from cacheblend_rag.loading.prefetcher import Prefetcher
-from cacheblend_rag.loading.profile import Device, MachineProfile, PrefillProfile, load_devices
+from cacheblend_rag.loading.profile import BlendSettings, Device, MachineProfile, PrefillProfile, load_devices
 
 __all__ = [
     "TASKS",
+    "BlendSettings",
     "ChunkKV",
     "Device",
     "LayerReader",

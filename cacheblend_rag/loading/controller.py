@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from cacheblend_rag.config import LOWEST_RATIOS
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.loading.profile import Device, MachineProfile, PrefillProfile
+from cacheblend_rag.loading.profile import BlendSettings, Device, MachineProfile, PrefillProfile
 
 __all__ = ["TASKS", "ChunkKV", "LoadingController", "LoadingPlan", "RatioBounds"]
 
@@ -112,6 +112,7 @@ class LoadingController:
 
     def __init__(self, profile: MachineProfile, devices: Mapping[str, Device] | None = None) -> None:
         self.devices: dict[str, Device] = {**(devices or {}), **profile.devices}
+        self.blends: Mapping[str, BlendSettings] = profile.blends
         self._prefill: Mapping[str, PrefillProfile] = profile.prefill
         self._seen: dict[str, deque[float]] = {}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from cacheblend_rag.errors import ConfigError, StoreError
 
-__all__ = ["Device", "MachineProfile", "PrefillProfile", "load_devices"]
+__all__ = ["BlendSettings", "Device", "MachineProfile", "PrefillProfile", "load_devices"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,49 @@ class Device:
 
 
 @dataclass(frozen=True)
+class BlendSettings:
+    """How prompts of a model are to be blended, as ``cacheblend-rag calibrate`` found it.
+
+    Parameters
+    ----------
+    selection : str
+        Name of the rule; ``"all"`` for a model that does not tolerate blending.
+    check_layers, recompute_ratio, recompute_ratios, metric, selection_options
+        Its options, as in `BlendConfig`.
+    tolerance : float
+        Mean KL divergence from full prefill that was allowed, in nats a token.
+    divergence, highest : float
+        What it was on prompts that had no part in the search, and the upper end of its 95% interval.
+    work : float
+        Mean work as a share of full prefill's.
+    prompts : int
+        Prompts that were searched on.
+    """
+
+    selection: str
+    check_layers: tuple[int, ...] = (1,)
+    recompute_ratio: float = 0.15
+    recompute_ratios: tuple[float, ...] = ()
+    metric: str = "v"
+    selection_options: Mapping[str, Any] = field(default_factory=dict)
+    tolerance: float = 0.0
+    divergence: float = 0.0
+    highest: float = 0.0
+    work: float = 1.0
+    prompts: int = 0
+
+    @property
+    def tolerates(self) -> bool:
+        """Whether the model tolerates blending at all."""
+        return self.selection != "all"
+
+    @property
+    def least_ratio(self) -> float:
+        """Share that stays on the last layers: what a controller may raise but not lower."""
+        return self.recompute_ratios[-1] if self.recompute_ratios else self.recompute_ratio
+
+
+@dataclass(frozen=True)
 class MachineProfile:
     """What was measured.
 
@@ -84,14 +127,19 @@ class MachineProfile:
     devices : mapping of str to Device
         By the name stores give their medium: ``"disk"``, ``"memory"``; ``"gpu"`` is the copy from
         host to GPU.
+    blends : mapping of str to BlendSettings
+        By fingerprint of the model.
     """
 
     prefill: Mapping[str, PrefillProfile] = field(default_factory=dict)
     devices: Mapping[str, Device] = field(default_factory=dict)
+    blends: Mapping[str, BlendSettings] = field(default_factory=dict)
 
     def joined(self, other: MachineProfile) -> MachineProfile:
         """Both, where both know a model or device what the other has measured later."""
-        return MachineProfile({**self.prefill, **other.prefill}, {**self.devices, **other.devices})
+        return MachineProfile(
+            {**self.prefill, **other.prefill}, {**self.devices, **other.devices}, {**self.blends, **other.blends}
+        )
 
     def save(self, path: Path) -> None:
         """Write it as JSON, readable for the user alone.
@@ -105,6 +153,8 @@ class MachineProfile:
             "prefill": {name: dataclasses.asdict(found) for name, found in self.prefill.items()},
             "devices": {name: dataclasses.asdict(found) for name, found in self.devices.items()},
         }
+        if self.blends:
+            content["blends"] = {name: dataclasses.asdict(found) for name, found in self.blends.items()}
         draft = path.with_suffix(".draft")
         try:
             with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
@@ -127,6 +177,7 @@ class MachineProfile:
             return cls(
                 {name: PrefillProfile(**_numbers(found)) for name, found in content["prefill"].items()},
                 {name: Device(str(found.pop("name")), **_numbers(found)) for name, found in content["devices"].items()},
+                {name: _settings(found) for name, found in content.get("blends", {}).items()},
             )
         except FileNotFoundError:
             return None
@@ -158,3 +209,11 @@ def load_devices(path: str | os.PathLike[str] | None = None) -> dict[str, Device
 
 def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in found.items()}
+
+
+def _settings(found: Mapping[str, Any]) -> BlendSettings:
+    """Settings as they were saved; what a later version added is left out."""
+    known = {option.name: found[option.name] for option in dataclasses.fields(BlendSettings) if option.name in found}
+    for name in ("check_layers", "recompute_ratios"):
+        known[name] = tuple(known.get(name, getattr(BlendSettings, name)))
+    return BlendSettings(**known)

@@ -1,0 +1,77 @@
+"""Means with bootstrap intervals, paired by question."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cacheblend_rag.errors import ConfigError
+
+__all__ = ["Interval", "interval", "paired"]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean with its 95% bootstrap interval."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def interval(
+    values: Sequence[float], rounds: int = 1000, seed: int = 0, groups: Sequence[Hashable] | None = None
+) -> Interval:
+    """Mean of some values, and its 95% interval by the percentile bootstrap.
+
+    Parameters
+    ----------
+    values : sequence of float
+    rounds : int
+        Samples drawn.
+    seed : int
+        The same values and seed give the same interval.
+    groups : sequence of hashable, optional
+        What each value belongs to; whole groups are drawn then, because the values of one are not
+        independent (several questions about one set of documents).
+
+    Raises
+    ------
+    ConfigError
+        If there are no values, or not a group for each.
+    """
+    if not values:
+        raise ConfigError("values", values, "give at least one value")
+    if groups is not None and len(groups) != len(values):
+        raise ConfigError("groups", len(groups), f"give one for each of the {len(values)} values")
+    sample = torch.tensor(values, dtype=torch.float64)
+    numbers: dict[Hashable, int] = {}
+    places = [numbers.setdefault(group, len(numbers)) for group in (groups or range(len(values)))]
+    at = torch.tensor(places)
+    sums = torch.zeros(len(numbers), dtype=torch.float64).index_add_(0, at, sample)
+    counts = torch.zeros(len(numbers), dtype=torch.float64).index_add_(0, at, torch.ones_like(sample))
+    generator = torch.Generator().manual_seed(seed)
+    picks = torch.randint(len(numbers), (rounds, len(numbers)), generator=generator)
+    means = (sums[picks].sum(dim=1) / counts[picks].sum(dim=1)).sort().values
+    return Interval(float(sample.mean()), float(means[int(0.025 * rounds)]), float(means[int(0.975 * rounds) - 1]))
+
+
+def paired(
+    values: Sequence[float],
+    baseline: Sequence[float],
+    rounds: int = 1000,
+    seed: int = 0,
+    groups: Sequence[Hashable] | None = None,
+) -> Interval:
+    """Mean difference of two measurements of the same questions, and its 95% interval.
+
+    Raises
+    ------
+    ConfigError
+        If they are not equally many.
+    """
+    if len(values) != len(baseline):
+        raise ConfigError("baseline", len(baseline), f"give one for each of the {len(values)} values")
+    return interval([a - b for a, b in zip(values, baseline, strict=True)], rounds, seed, groups)
