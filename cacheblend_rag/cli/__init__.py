@@ -10,6 +10,7 @@ from cacheblend_rag import __version__
 from cacheblend_rag.cli.ask import add_ask
 from cacheblend_rag.cli.bench import add_bench
 from cacheblend_rag.cli.cache import add_cache
+from cacheblend_rag.cli.evaluate import add_eval
 from cacheblend_rag.cli.profile import add_profile
 from cacheblend_rag.cli.serve import add_serve
 from cacheblend_rag.errors import CacheBlendError
@@ -32,6 +33,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cacheblend-rag", description="Fast local RAG from stored KV.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (add_ask, add_serve, add_cache, add_profile, add_bench):
+    for add in (add_ask, add_serve, add_cache, add_profile, add_bench, add_eval):
         add(commands)
     return parser

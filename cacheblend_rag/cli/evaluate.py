@@ -1,0 +1,184 @@
+"""``cacheblend-rag eval``: whether answers stay right, on one's own model and questions."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engine import BlendEngine
+    from cacheblend_rag.evaluation.quality.choosing import Ranker
+    from cacheblend_rag.evaluation.quality.runner import EvalOptions
+    from cacheblend_rag.evaluation.quality.sources import CaseSource
+    from cacheblend_rag.loading import BlendSettings
+
+__all__ = ["add_eval"]
+
+
+def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "eval", help="hold every method against full prefill, on questions with passages", description=__doc__
+    )
+    parser.add_argument("what", nargs="?", choices=("run", "figures"), default="run", help="a run, or paper figures")
+    parser.add_argument("--data", required=True, metavar="FILE", help='questions, or "reference:dev", "reference:test"')
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="keeps results; a killed run goes on there")
+    parser.add_argument("--model", metavar="PATH_OR_ID", help="a transformers model; the bundled one by default")
+    parser.add_argument("--methods", type=_names, default=("full", "prefix", "reuse", "hkvd"), metavar="A,B,…")
+    parser.add_argument("--ratios", type=_numbers, default=(0.05, 0.1, 0.15, 0.3), metavar="R,R,…")
+    parser.add_argument("--chunks", type=_whole, default=(6,), metavar="N,N,…", help="chunks in a prompt (default 6)")
+    parser.add_argument("--chunk-tokens", type=_whole, default=(0,), metavar="N,N,…", help="0: passages as they are")
+    parser.add_argument("--order", choices=("retrieved", "random"), default="retrieved")
+    _add_questions(parser)
+    _add_answers(parser)
+    figures = parser.add_argument_group("figures")
+    figures.add_argument("--only", type=_whole, metavar="N,N,…", help="2, 6, 7, 8, 12, 13, 15, 16; all by default")
+    figures.add_argument("--sweep-chunks", type=_whole, default=(3, 6, 9, 12), metavar="N,N,…")
+    figures.add_argument("--sweep-tokens", type=_whole, default=(100, 200, 300), metavar="N,N,…")
+    figures.add_argument("--prompts", type=int, default=20, help="prompts for figures 6 to 8")
+    parser.set_defaults(run=_eval)
+
+
+def _add_questions(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--format", default="auto", help="of the file; recognised by default")
+    parser.add_argument("--limit", type=int, metavar="N", help="only so many questions of a file")
+    parser.add_argument(
+        "--per-kind", type=int, default=50, metavar="N", help="questions a kind of the reference archive"
+    )
+    parser.add_argument("--retrieve", default="words", metavar="HOW", help='"words", "file", or an embedder')
+    parser.add_argument("--support", choices=("always", "retrieved"), default="always", help="passages an answer needs")
+    parser.add_argument("--workload", choices=("plain", "extended"), default="plain")
+    parser.add_argument("--set-size", type=int, default=4, metavar="N", help="questions a set of documents")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def _add_answers(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--prompt", choices=("paper", "stuff"), help="stuff for the reference archive, else paper")
+    parser.add_argument("--chat", action="store_true", help="put prompts into the model's chat template")
+    parser.add_argument("--max-new-tokens", type=int, default=0, metavar="N", help="of an answer; 0: by task")
+    parser.add_argument("--no-answers", action="store_true", help="generate nothing; measure by the gold answers alone")
+    parser.add_argument("--attention", type=int, default=20, metavar="N", help="questions for attention deviation")
+    parser.add_argument("--device", default="auto", help='"auto", "cpu", "cuda", …')
+    parser.add_argument("--dtype", default="auto", help='"auto", "float32", "bfloat16" or "float16"')
+    parser.add_argument("--kv", metavar="FOLDER", help="KV store (default: in the folder of results)")
+    parser.add_argument("--size-limit", metavar="SIZE", help='of the KV store, such as "20GB" (default 10 GB)')
+    parser.add_argument("--data-dir", metavar="FOLDER", help="where calibrated settings are (default: user's cache)")
+    parser.add_argument("--no-plots", action="store_true", help="leave the drawing out")
+
+
+def _split(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    def parse(text: str) -> tuple[Any, ...]:
+        return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
+
+    return parse
+
+
+_names, _numbers, _whole = _split(str), _split(float), _split(int)
+
+
+def _eval(parsed: argparse.Namespace) -> int:
+    from cacheblend_rag.config import BlendConfig, parse_bytes
+    from cacheblend_rag.engine import BlendEngine
+    from cacheblend_rag.evaluation.analysis import import_pyplot
+    from cacheblend_rag.evaluation.quality.sources import open_source
+    from cacheblend_rag.reference import MODEL_PATH
+
+    if not parsed.no_plots or parsed.what == "figures":
+        import_pyplot()  # better missed now than after hours
+    options, out = _options(parsed), Path(parsed.out)
+    shuffled = parsed.order == "random"
+    source = open_source(
+        parsed.data,
+        form=parsed.format,
+        limit=parsed.limit,
+        per_kind=parsed.per_kind,
+        seed=parsed.seed,
+        shuffled=shuffled,
+    )
+    given: dict[str, Any] = {} if parsed.size_limit is None else {"size_limit": parse_bytes(parsed.size_limit)}
+    config = BlendConfig(min_tokens=0, write_back="inline", recompute_ratio=0.15, guard_share=0.0, **given)
+    with BlendEngine.from_pretrained(
+        parsed.model or MODEL_PATH,
+        config=config,
+        store=Path(parsed.kv) if parsed.kv else out / "kv",
+        device=parsed.device,
+        dtype=parsed.dtype,
+    ) as engine:
+        if parsed.what == "figures":
+            return _figures(parsed, engine, source, options)
+        return _run(parsed, engine, source, options)
+
+
+def _options(parsed: argparse.Namespace) -> EvalOptions:
+    from cacheblend_rag.evaluation.quality.runner import EvalOptions
+
+    style = parsed.prompt or ("stuff" if parsed.data.startswith("reference:") else "paper")
+    same = ("methods", "ratios", "chunks", "chunk_tokens", "order", "seed", "workload", "set_size", "chat", "attention")
+    return EvalOptions(
+        **{name: getattr(parsed, name) for name in same},
+        keep_support=parsed.support == "always",
+        style=style,
+        max_new_tokens=parsed.max_new_tokens,
+        answers=not parsed.no_answers,
+    )
+
+
+def _ranker(how: str, source: CaseSource, chunks: int) -> Ranker | None:
+    from cacheblend_rag.evaluation.quality.choosing import VectorRanker, WordRanker
+
+    if how == "file":
+        return None
+    if how == "words":
+        return WordRanker(passage.chunk for case in source.cases(chunks) for passage in case.passages)
+    from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
+
+    return VectorRanker(SentenceTransformerEmbeddings(how))
+
+
+def _calibrated(parsed: argparse.Namespace, engine: BlendEngine) -> BlendSettings | None:
+    from cacheblend_rag.config import default_data_path
+    from cacheblend_rag.loading import MachineProfile
+
+    folder = Path(parsed.data_dir) if parsed.data_dir else default_data_path()
+    profile = MachineProfile.load(folder / "kv" / "profile.json")
+    return profile.blends.get(engine.fingerprint) if profile else None
+
+
+def _run(parsed: argparse.Namespace, engine: BlendEngine, source: CaseSource, options: EvalOptions) -> int:
+    from cacheblend_rag.evaluation.quality.plots import draw_run
+    from cacheblend_rag.evaluation.quality.runner import Evaluation
+    from cacheblend_rag.evaluation.quality.summary import write_summary
+
+    out, ranker = Path(parsed.out), _ranker(parsed.retrieve, source, max(options.chunks))
+    evaluation = Evaluation(engine, source, options, ranker, _calibrated(parsed, engine), retrieval=parsed.retrieve)
+    run = evaluation.run(out)
+    rows = write_summary(run, out)
+    if not parsed.no_plots:
+        draw_run(run, rows, out)
+    print((out / "table.md").read_text(encoding="utf-8"))
+    print(f"results, table and plots are in {out}", file=sys.stderr)
+    return 0
+
+
+def _figures(parsed: argparse.Namespace, engine: BlendEngine, source: CaseSource, options: EvalOptions) -> int:
+    from cacheblend_rag.evaluation.quality.figures import FIGURES, FigureMaker
+
+    maker = FigureMaker(
+        engine=engine,
+        source=source,
+        options=options,
+        folder=Path(parsed.out),
+        sweep_chunks=parsed.sweep_chunks,
+        sweep_tokens=parsed.sweep_tokens,
+        prompts=parsed.prompts,
+        ranker=_ranker(parsed.retrieve, source, max(options.chunks)),
+        retrieval=parsed.retrieve,
+        calibrated=_calibrated(parsed, engine),
+    )
+    for number in parsed.only or FIGURES:
+        for path in maker.make(number):
+            print(path)
+    return 0

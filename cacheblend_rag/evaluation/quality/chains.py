@@ -1,0 +1,109 @@
+"""MapReduce and MapRerank, as LangChain's own chains do them, over the same model with plain prefill."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.documents import Document
+from langchain_core.outputs import LLMResult
+
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import CacheBlendError, MissingExtraError
+from cacheblend_rag.langchain import CacheBlendLLM
+
+__all__ = ["ChainAnswer", "DocumentChains"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ChainAnswer:
+    """What a chain made of a question.
+
+    Parameters
+    ----------
+    text : str
+        Empty if the chain could not use what the model wrote.
+    ttft : float
+        Seconds until the answer began to be known: to the first token of the last call, or to the end of
+        all calls where the answer is chosen among them.
+    calls : tuple of (int, int)
+        Prompt and generated tokens of each call of the model.
+    failed : bool
+        Whether LangChain refused what the model wrote: MapRerank asks for a score that can be read,
+        MapReduce for parts that are not too long.
+    """
+
+    text: str
+    ttft: float
+    calls: tuple[tuple[int, int], ...]
+    failed: bool = False
+
+
+class DocumentChains:
+    """LangChain's ``map_reduce`` and ``map_rerank`` question answering over an engine's model.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+    max_new_tokens : int
+        Of each call.
+
+    Raises
+    ------
+    MissingExtraError
+        If langchain-classic is not installed.
+    """
+
+    def __init__(self, engine: BlendEngine, max_new_tokens: int) -> None:
+        try:
+            from langchain_classic.chains.question_answering import load_qa_chain
+        except ImportError as error:
+            raise MissingExtraError("langchain-classic", "langchain") from error
+        self._load = load_qa_chain
+        plain = engine.with_config(min_tokens=sys.maxsize)
+        self._llm = CacheBlendLLM.from_engine(plain, max_new_tokens=max_new_tokens, track=False)
+        self._chains: dict[str, Any] = {}
+
+    def answer(self, kind: str, question: str, chunks: Sequence[str]) -> ChainAnswer:
+        """Answer from chunks by ``"map_reduce"`` or ``"map_rerank"``."""
+        seen = _Calls()
+        given = {"input_documents": [Document(page_content=chunk) for chunk in chunks], "question": question}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they are deprecated, and still what people compare with
+            if kind not in self._chains:
+                self._chains[kind] = self._load(self._llm, chain_type=kind)
+            started = time.perf_counter()
+            try:
+                text, failed = str(self._chains[kind].invoke(given, {"callbacks": [seen]})["output_text"]), False
+            except CacheBlendError:
+                raise
+            except ValueError as error:
+                _log.info("%s gave no answer: %s", kind, error)
+                text, failed = "", True
+        ended = time.perf_counter()
+        calls = tuple((info["prompt_tokens"], info["generated_tokens"]) for info in seen.infos)
+        first = ended if failed or kind == "map_rerank" else seen.began + seen.infos[-1]["ttft"]
+        return ChainAnswer(text.strip(), first - started, calls, failed)
+
+
+class _Calls(BaseCallbackHandler):
+    """What the model said of each call, and when the last one began."""
+
+    def __init__(self) -> None:
+        self.infos: list[dict[str, Any]] = []
+        self.began = 0.0
+
+    def on_llm_start(self, serialized: dict[str, Any], prompts: list[str], **kwargs: Any) -> None:
+        self.began = time.perf_counter()
+
+    def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
+        for batch in response.generations:
+            self.infos += [dict(one.generation_info or {}) for one in batch]

@@ -1,0 +1,230 @@
+"""The figures of the paper, made again on one's own model and questions: data as JSON, drawn as SVG.
+
+Numbers are those of the CacheBlend paper (arXiv 2405.16444).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.evaluation.analysis import attention_deviation, import_pyplot, kv_deviation, rank_correlation
+from cacheblend_rag.evaluation.prepared import PreparedPrompt
+from cacheblend_rag.evaluation.quality.choosing import Ranker, choose
+from cacheblend_rag.evaluation.quality.methods import BLENDED, CHAINS, rule_of
+from cacheblend_rag.evaluation.quality.plots import (
+    draw_against,
+    draw_curves,
+    draw_least_work,
+    draw_over_chunks,
+    draw_over_ratio,
+)
+from cacheblend_rag.evaluation.quality.prompts import ChatFrame, build_prompt
+from cacheblend_rag.evaluation.quality.runner import EvalOptions, Evaluation
+from cacheblend_rag.evaluation.quality.sources import CaseSource
+from cacheblend_rag.evaluation.quality.summary import MethodRow, main_measure, write_summary
+from cacheblend_rag.fusor.selection import SelectNone
+from cacheblend_rag.loading import BlendSettings
+from cacheblend_rag.prompt import SegmentTokenizer
+
+__all__ = ["FIGURES", "FigureMaker"]
+
+FIGURES: Mapping[int, str] = {
+    2: "quality by full prefill and by full KV reuse, over the number of chunks",
+    6: "attention deviation over the recompute ratio",
+    7: "how KV deviation is spread over tokens, layer by layer",
+    8: "rank correlation of KV deviation between neighbouring layers",
+    12: "quality against time to first token, with prefix caching and full KV reuse",
+    13: "quality against time to first token, with MapReduce and MapRerank",
+    15: "time to first token over number (a) and length (b) of chunks, at no more than 0.015 loss",
+    16: "quality over the recompute ratio",
+}
+_SHARES = 51  # points of a distribution
+
+
+@dataclass(frozen=True, kw_only=True)
+class FigureMaker:
+    """Makes figures of one model and one set of questions.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+    source : CaseSource
+    options : EvalOptions
+        Its methods without those that a figure adds; its ratios; the first of its numbers of chunks
+        where a figure has only one.
+    folder : path
+        Gets ``fig6.json``, ``fig6.svg`` and so on, and the results a figure is made of.
+    sweep_chunks, sweep_tokens : tuple of int
+        Numbers and lengths of chunks that are compared.
+    prompts : int
+        Prompts for figures 6 to 8.
+    ranker, retrieval, calibrated
+        As for `Evaluation`.
+    progress : bool, optional
+        Show progress bars; by default if standard error is a terminal.
+    """
+
+    engine: BlendEngine
+    source: CaseSource
+    options: EvalOptions
+    folder: Path
+    sweep_chunks: tuple[int, ...] = (3, 6, 9, 12)
+    sweep_tokens: tuple[int, ...] = (100, 200, 300)
+    prompts: int = 20
+    ranker: Ranker | None = None
+    retrieval: str = "file"
+    calibrated: BlendSettings | None = None
+    progress: bool | None = None
+
+    def make(self, number: int) -> list[Path]:
+        """Make one figure; the files it is in.
+
+        Raises
+        ------
+        ConfigError
+            If there is no such figure here.
+        MissingExtraError
+            If matplotlib is not installed.
+        """
+        if number not in FIGURES:
+            raise ConfigError("only", number, "use some of " + ", ".join(map(str, FIGURES)))
+        import_pyplot()  # better missed now than after hours
+        self.folder.mkdir(parents=True, exist_ok=True)
+        kinds: dict[int, Callable[[], list[Path]]] = {
+            2: self._over_chunks,
+            6: self._attention,
+            7: self._spread,
+            8: self._correlation,
+            12: lambda: self._against(12, ("prefix", "reuse", *self._blended)),
+            13: lambda: self._against(13, (*self._blended, *CHAINS)),
+            15: self._least_work,
+            16: self._over_ratio,
+        }
+        return kinds[number]()
+
+    @property
+    def _blended(self) -> tuple[str, ...]:
+        names = [m for m in self.options.methods if m.split(":")[0] in (*BLENDED, "calibrated")]
+        return tuple(names) or ("hkvd",)
+
+    # Figures of whole runs ----------------------------------------------------------------------
+
+    def _run(self, name: str, **changes: Any) -> tuple[str, list[MethodRow], list[Path]]:
+        """A run with a figure's settings: its measure, its rows and the JSON they are in."""
+        options = replace(self.options, **changes)
+        evaluation = Evaluation(
+            self.engine, self.source, options, self.ranker, self.calibrated, retrieval=self.retrieval
+        )
+        run = evaluation.run(self.folder / name, progress=self.progress)
+        rows = write_summary(run, self.folder / name)
+        path = self.folder / f"{name}.json"
+        settings = {"model": run.settings["model"], **asdict(options)}
+        content = {
+            "figure": name,
+            "settings": settings,
+            "measure": main_measure(run),
+            "rows": [asdict(r) for r in rows],
+        }
+        _write(path, content)
+        return main_measure(run), rows, [path]
+
+    @property
+    def _one(self) -> tuple[int, ...]:
+        return self.options.chunks[:1]
+
+    def _over_chunks(self) -> list[Path]:
+        measure, rows, files = self._run("fig2", methods=("full", "reuse"), chunks=self.sweep_chunks, attention=0)
+        return [*files, draw_over_chunks(rows, measure, "chunks", self.folder / "fig2.svg")]
+
+    def _against(self, number: int, methods: tuple[str, ...]) -> list[Path]:
+        measure, rows, files = self._run(f"fig{number}", methods=methods, chunks=self._one, attention=0)
+        return [*files, draw_against(rows, measure, "ttft", self.folder / f"fig{number}.svg")]
+
+    def _over_ratio(self) -> list[Path]:
+        measure, rows, files = self._run("fig16", methods=("reuse", *self._blended), chunks=self._one, attention=0)
+        return [*files, draw_over_ratio(rows, measure, self.folder / "fig16.svg")]
+
+    def _least_work(self) -> list[Path]:
+        methods = ("full", *self._blended)
+        measure, rows, first = self._run("fig15a", methods=methods, chunks=self.sweep_chunks, attention=0)
+        drawn = draw_least_work(rows, measure, "chunks", self.folder / "fig15a.svg")
+        tokens = {"chunks": self._one, "chunk_tokens": self.sweep_tokens}
+        measure, rows, second = self._run("fig15b", methods=methods, attention=0, **tokens)
+        return [*first, drawn, *second, draw_least_work(rows, measure, "chunk_tokens", self.folder / "fig15b.svg")]
+
+    # Figures of single prompts ------------------------------------------------------------------
+
+    def _each(self, look: Callable[[PreparedPrompt], torch.Tensor]) -> torch.Tensor:
+        """Mean over prompts of what is seen in each."""
+        chat = ChatFrame(self.engine.tokenizer) if self.options.chat else None
+        segments = SegmentTokenizer(self.engine.tokenizer, self.engine.config.separator)
+        (count,) = self._one
+        cases = self.source.cases(count)
+        picked = cases[:: max(1, len(cases) // self.prompts)][: self.prompts]
+        found = []
+        for case in tqdm(picked, desc="prompts", disable=None if self.progress is None else not self.progress):
+            chosen = choose(
+                case,
+                count,
+                order=self.options.order,
+                ranker=self.ranker,
+                keep_support=self.options.keep_support,
+                seed=self.options.seed,
+            )
+            prompt = build_prompt(chosen, self.options.style, chat)
+            found.append(look(PreparedPrompt(self.engine.adapter, segments, prompt)).double())
+        return torch.stack(found).mean(dim=0)
+
+    def _curves(
+        self, number: int, curves: dict[str, tuple[Sequence[float], Sequence[float]]], titles: tuple[str, str]
+    ) -> list[Path]:
+        path = self.folder / f"fig{number}.json"
+        settings = {"model": self.engine.fingerprint, "prompts": self.prompts, **asdict(self.options)}
+        axes = {"x": titles[0], "y": titles[1]}
+        shown = {name: {"x": list(places), "y": list(heights)} for name, (places, heights) in curves.items()}
+        _write(path, {"figure": f"fig{number}", "settings": settings, **axes, "curves": shown})
+        return [path, draw_curves(curves, titles, self.folder / f"fig{number}.svg")]
+
+    def _attention(self) -> list[Path]:
+        ratios = sorted({0.0, *self.options.ratios, 1.0})
+        methods = tuple(dict.fromkeys(("hkvd", "random", *self._blended)))
+        methods = tuple(method for method in methods if method != "calibrated")
+
+        def look(prepared: PreparedPrompt) -> torch.Tensor:
+            rules = [[rule_of(method, ratio) for ratio in ratios] for method in methods]
+            return torch.tensor([[float(attention_deviation(prepared, rule).mean()) for rule in of] for of in rules])
+
+        found = self._each(look)
+        curves = {method: (ratios, row.tolist()) for method, row in zip(methods, found, strict=True)}
+        return self._curves(6, curves, ("recompute ratio", "attention deviation"))  # type: ignore[arg-type]
+
+    def _spread(self) -> list[Path]:
+        shares = torch.linspace(0, 1, _SHARES, dtype=torch.float64)
+        metric = self.engine.config.metric
+
+        def look(prepared: PreparedPrompt) -> torch.Tensor:
+            return torch.quantile(kv_deviation(prepared, metric, SelectNone()).double(), shares, dim=1).T
+
+        found = self._each(look)
+        layers = range(1, len(found), max(1, len(found) // 5))  # on layer 0 nothing deviates
+        curves = {f"layer {layer}": (found[layer].tolist(), shares.tolist()) for layer in layers}
+        return self._curves(7, curves, ("KV deviation", "share of tokens"))  # type: ignore[arg-type]
+
+    def _correlation(self) -> list[Path]:
+        found = self._each(lambda prepared: rank_correlation(kv_deviation(prepared, self.engine.config.metric)[1:]))
+        pairs = list(range(1, len(found) + 1))
+        curves = {"neighbouring layers": (pairs, found.tolist())}
+        return self._curves(8, curves, ("layer, with the one after it", "rank correlation"))  # type: ignore[arg-type]
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,137 @@
+"""The methods that are compared, by name: ``full``, ``prefix``, ``reuse``, every selection rule, two chains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor.selection import RULES, SelectionRule, make_rule
+from cacheblend_rag.loading import BlendSettings
+
+__all__ = ["BLENDED", "CHAINS", "METHODS", "Variant", "rule_of", "settings_rule", "variants"]
+
+CHAINS = ("map_reduce", "map_rerank")
+BLENDED = tuple(name for name in RULES if name not in ("none", "all"))
+METHODS = ("full", "prefix", "reuse", "calibrated", *BLENDED, *CHAINS)
+_PARSED: dict[str, Callable[[str], Any]] = {
+    "check_layers": lambda text: tuple(int(part) for part in text.split("+")),
+    "score_layers": lambda text: tuple(int(part) for part in text.split("+")),
+    "shares": lambda text: tuple(float(part) for part in text.split("+")),
+    "head": lambda text: tuple(float(part) for part in text.split("+")),
+    "metric": str,
+    "bound": float,
+    "lowest_ratio": float,
+    "seed": int,
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method, with its ratio where it has one.
+
+    Parameters
+    ----------
+    method : str
+        As it was asked for, options included.
+    ratio : float or None
+    rule : SelectionRule or None
+        What blends; None for ``full``, ``prefix`` and the chains.
+    """
+
+    method: str
+    ratio: float | None = None
+    rule: SelectionRule | None = None
+
+    @property
+    def label(self) -> str:
+        """What it is called in tables."""
+        return self.method if self.ratio is None else f"{self.method} {self.ratio:.4g}"
+
+
+def variants(
+    methods: Sequence[str], ratios: Sequence[float], layers: int, calibrated: BlendSettings | None = None
+) -> list[Variant]:
+    """Every method, at every ratio where it has one; ``full`` first, for all others are held against it.
+
+    Parameters
+    ----------
+    methods : sequence of str
+        Names of `METHODS`; options of a rule follow behind colons, as in
+        ``"gradual:metric=k:head=0.5+0.4+0.3"`` (shares before the ratio) or ``"hkvd:check_layers=2"``.
+    ratios : sequence of float
+    layers : int
+        Of the model.
+    calibrated : BlendSettings, optional
+        What the method ``calibrated`` uses.
+
+    Raises
+    ------
+    ConfigError
+        If a method or an option is not known or does not fit.
+    """
+    found = {"full": Variant("full")}
+    for method in dict.fromkeys(methods):
+        name = method.split(":")[0]
+        if name not in METHODS:
+            raise ConfigError("methods", name, "use some of " + ", ".join(METHODS))
+        if name != method and name not in BLENDED:
+            raise ConfigError("methods", method, f"leave the options out; {name!r} has none")
+        if name == "calibrated":
+            if calibrated is None:
+                raise ConfigError(
+                    "methods", name, "run `cacheblend-rag calibrate` for this model and data folder first"
+                )
+            found[method] = Variant(method, None, settings_rule(calibrated).fit(layers))
+        elif name == "reuse":
+            found[method] = Variant(method, None, RULES["none"]())
+        elif name not in BLENDED:
+            found[method] = Variant(method)
+        else:
+            if not ratios:
+                raise ConfigError("ratios", ratios, "use at least one")
+            for ratio in ratios:
+                variant = Variant(method, ratio, rule_of(method, ratio).fit(layers))
+                found[variant.label] = variant
+    return list(found.values())
+
+
+def rule_of(method: str, ratio: float) -> SelectionRule:
+    """The rule of a method with options, at a ratio.
+
+    Raises
+    ------
+    ConfigError
+        If an option is not known.
+    """
+    name, *given = method.split(":")
+    options: dict[str, Any] = {}
+    for part in given:
+        key, _, text = part.partition("=")
+        if key not in _PARSED:
+            raise ConfigError("methods", method, "use options among " + ", ".join(_PARSED))
+        try:
+            options[key] = _PARSED[key](text)
+        except ValueError as error:
+            raise ConfigError("methods", method, f"use {key}=VALUE with numbers joined by '+'") from error
+    head = options.pop("head", ())
+    if head:
+        options["recompute_ratios"] = (*head, ratio)
+    shared = {key: options.pop(key) for key in ("check_layers", "metric", "recompute_ratios") if key in options}
+    return make_rule(BlendConfig(selection=name, recompute_ratio=ratio, selection_options=options, **shared))
+
+
+def settings_rule(settings: BlendSettings) -> SelectionRule:
+    """The rule that was calibrated."""
+    return make_rule(
+        BlendConfig(
+            selection=settings.selection,
+            check_layers=settings.check_layers,
+            recompute_ratio=settings.recompute_ratio,
+            recompute_ratios=settings.recompute_ratios,
+            metric=settings.metric,
+            selection_options=settings.selection_options,
+        )
+    )

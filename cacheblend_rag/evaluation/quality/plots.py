@@ -1,0 +1,177 @@
+"""A run drawn in the paper's manner; needs matplotlib, which the extra ``plots`` installs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cacheblend_rag.evaluation.analysis import import_pyplot
+from cacheblend_rag.evaluation.quality.runner import EvalRun
+from cacheblend_rag.evaluation.quality.summary import LOSS, MethodRow, least_work, main_measure
+
+__all__ = [
+    "draw_against",
+    "draw_by_kind",
+    "draw_curves",
+    "draw_least_work",
+    "draw_over_chunks",
+    "draw_over_ratio",
+    "draw_run",
+]
+
+_NAMES = {"f1": "F1", "em": "exact match", "rouge_l": "Rouge-L", "forced_exact": "gold answer most likely"}
+
+
+def draw_run(run: EvalRun, rows: Sequence[MethodRow], folder: Path) -> list[Path]:
+    """Draw everything a run has data for; the files.
+
+    Raises
+    ------
+    MissingExtraError
+        If matplotlib is not installed.
+    """
+    measure = main_measure(run)
+    points = list(dict.fromkeys((row.chunks, row.chunk_tokens) for row in rows))
+    largest = [row for row in rows if (row.chunks, row.chunk_tokens) == points[-1]]
+    files = [
+        draw_against(largest, measure, "ttft", folder / "quality-ttft.svg"),
+        draw_against(largest, measure, "work", folder / "quality-work.svg"),
+    ]
+    if any(row.ratio is not None for row in largest):
+        files.append(draw_over_ratio(largest, measure, folder / "quality-ratio.svg"))
+    if any(row.kinds for row in largest):
+        files.append(draw_by_kind(largest, measure, folder / "quality-kind.svg"))
+    for name, place in (("chunks", 0), ("chunk_tokens", 1)):
+        if len({point[place] for point in points}) > 1:
+            files.append(draw_over_chunks(rows, measure, name, folder / f"quality-{name.replace('_', '-')}.svg"))
+            if any(row.blended for row in rows):
+                files.append(draw_least_work(rows, measure, name, folder / f"least-work-{name.replace('_', '-')}.svg"))
+    return files
+
+
+def draw_against(rows: Sequence[MethodRow], measure: str, cost: str, path: Path) -> Path:
+    """Quality against time to first token or work, each method a point, those with ratios a line (Fig. 12, 13)."""
+
+    def draw(axis: Any) -> None:
+        for method, of in _by_method(rows, measure).items():
+            of = sorted(of, key=lambda row: getattr(row, cost))
+            values = [row.measures[measure] for row in of]
+            errors = [[v.mean - v.low for v in values], [v.high - v.mean for v in values]]
+            costs = [getattr(row, cost) for row in of]
+            axis.errorbar(costs, [v.mean for v in values], yerr=errors, marker="o", capsize=2, label=method)
+        titles = {"ttft": "time to first token (s)", "work": "work, share of full prefill's"}
+        axis.set(xlabel=titles[cost], ylabel=_NAMES[measure], xlim=(0, None))
+        axis.legend(fontsize="small")
+
+    return _drawn(path, draw)
+
+
+def draw_over_ratio(rows: Sequence[MethodRow], measure: str, path: Path) -> Path:
+    """Quality over the recompute ratio, with full prefill and full reuse as levels (Fig. 16)."""
+
+    def draw(axis: Any) -> None:
+        for method, of in _by_method(rows, measure).items():
+            if of[0].ratio is None:
+                if method in ("full", "reuse"):
+                    style = {"full": "--", "reuse": ":"}[method]
+                    axis.axhline(of[0].measures[measure].mean, linestyle=style, color="grey", label=method)
+                continue
+            of = sorted(of, key=lambda row: row.ratio or 0)
+            axis.plot([row.ratio for row in of], [r.measures[measure].mean for r in of], marker="o", label=method)
+        axis.set(xlabel="recompute ratio", ylabel=_NAMES[measure])
+        axis.legend(fontsize="small")
+
+    return _drawn(path, draw)
+
+
+def draw_by_kind(rows: Sequence[MethodRow], measure: str, path: Path) -> Path:
+    """Quality of each method by question kind."""
+
+    def draw(axis: Any) -> None:
+        kinds = list(dict.fromkeys(kind for row in rows for kind in row.kinds))
+        shown = [row for row in rows if row.kinds and all(measure in found for found in row.kinds.values())]
+        width = 0.8 / max(1, len(shown))
+        for number, row in enumerate(shown):
+            places = [at + (number - (len(shown) - 1) / 2) * width for at in range(len(kinds))]
+            heights = [row.kinds.get(kind, {}).get(measure, 0.0) for kind in kinds]
+            axis.bar(places, heights, width, label=row.label)
+        axis.set_xticks(range(len(kinds)), kinds)
+        axis.set(ylabel=_NAMES[measure])
+        axis.legend(fontsize="x-small", ncols=2)
+
+    return _drawn(path, draw, width=7)
+
+
+def draw_over_chunks(rows: Sequence[MethodRow], measure: str, name: str, path: Path) -> Path:
+    """Quality over the number or the length of chunks, a line a method (Fig. 2)."""
+
+    def draw(axis: Any) -> None:
+        by_label: dict[str, list[MethodRow]] = {}
+        for row in rows:
+            if measure in row.measures:
+                by_label.setdefault(row.label, []).append(row)
+        for label, of in by_label.items():
+            of = sorted(of, key=lambda row: getattr(row, name))
+            axis.plot([getattr(r, name) for r in of], [r.measures[measure].mean for r in of], marker="o", label=label)
+        axis.set(xlabel=_chunk_title(name), ylabel=_NAMES[measure])
+        axis.legend(fontsize="x-small", ncols=2)
+
+    return _drawn(path, draw)
+
+
+def draw_least_work(rows: Sequence[MethodRow], measure: str, name: str, path: Path) -> Path:
+    """Time to first token of full prefill and of the least work that loses no more than 0.015 (Fig. 15a, b)."""
+
+    def draw(axis: Any) -> None:
+        best = least_work(rows, measure)
+        full = {(row.chunks, row.chunk_tokens): row for row in rows if row.method == "full"}
+        place = {"chunks": 0, "chunk_tokens": 1}[name]
+        points = sorted(full, key=lambda point: point[place])
+        axis.plot([p[place] for p in points], [full[p].ttft for p in points], marker="s", label="full prefill")
+        having = [(p, row) for p in points if (row := best.get(p)) is not None]
+        axis.plot([p[place] for p, _ in having], [r.ttft for _, r in having], marker="o", label=f"loss ≤ {LOSS}")
+        for point, row in having:
+            axis.annotate(f"{row.label}\n{row.work:.0%} work", (point[place], row.ttft), fontsize="x-small")
+        axis.set(xlabel=_chunk_title(name), ylabel="time to first token (s)", ylim=(0, None))
+        axis.legend(fontsize="small")
+
+    return _drawn(path, draw)
+
+
+def draw_curves(
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], titles: tuple[str, str], path: Path
+) -> Path:
+    """Named lines, each of places and heights."""
+
+    def draw(axis: Any) -> None:
+        for name, (places, heights) in curves.items():
+            axis.plot(list(places), list(heights), marker="o" if len(places) < 30 else None, label=name)
+        axis.set(xlabel=titles[0], ylabel=titles[1])
+        if len(curves) > 1:
+            axis.legend(fontsize="small")
+
+    return _drawn(path, draw)
+
+
+def _by_method(rows: Sequence[MethodRow], measure: str) -> dict[str, list[MethodRow]]:
+    found: dict[str, list[MethodRow]] = {}
+    for row in rows:
+        if measure in row.measures:
+            found.setdefault(row.method, []).append(row)
+    return found
+
+
+def _chunk_title(name: str) -> str:
+    return {"chunks": "chunks in the prompt", "chunk_tokens": "tokens of a chunk"}[name]
+
+
+def _drawn(path: Path, draw: Callable[[Any], None], width: float = 5) -> Path:
+    pyplot = import_pyplot()
+    # Files of the same data are the same: no date in them, and ids that do not change.
+    with pyplot.rc_context({"svg.hashsalt": "cacheblend-rag"}):
+        figure, axis = pyplot.subplots(figsize=(width, 3.5), layout="constrained")
+        draw(axis)
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    pyplot.close(figure)
+    return path

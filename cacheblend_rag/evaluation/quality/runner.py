@@ -1,0 +1,243 @@
+"""Every question by every method, each held against full prefill of the same prompt.
+
+::
+
+    options = EvalOptions(methods=("full", "reuse", "hkvd"), ratios=(0.05, 0.15), chunks=(6,))
+    run = Evaluation(engine, FileCases(load_cases("questions.jsonl")), options).run(Path("out"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from cacheblend_rag.checks import check_choice, check_share, check_whole
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.evaluation.quality.cases import EvalCase, digest
+from cacheblend_rag.evaluation.quality.choosing import ORDERS, Ranker, choose, pooled, repacked
+from cacheblend_rag.evaluation.quality.journal import Journal
+from cacheblend_rag.evaluation.quality.measures import rouge_scorer
+from cacheblend_rag.evaluation.quality.methods import Variant, variants
+from cacheblend_rag.evaluation.quality.prompts import STYLES, ChatFrame, build_prompt
+from cacheblend_rag.evaluation.quality.sources import CaseSource
+from cacheblend_rag.evaluation.quality.subject import Subject
+from cacheblend_rag.loading import BlendSettings
+
+__all__ = ["WORKLOADS", "EvalOptions", "EvalRun", "Evaluation"]
+
+WORKLOADS = ("plain", "extended")
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """What is measured.
+
+    Parameters
+    ----------
+    methods : tuple of str
+        See `variants`; ``full`` is always among them.
+    ratios : tuple of float
+        Recompute ratios of the methods that have one.
+    chunks : tuple of int
+        Chunks in a prompt; each number is measured.
+    chunk_tokens : tuple of int
+        Tokens of a chunk, each measured; 0 leaves passages as they are.
+    order : {"retrieved", "random"}
+    seed : int
+    keep_support : bool
+        Put the passages an answer needs into the prompt whether they would be retrieved or not.
+    workload : {"plain", "extended"}
+        ``"extended"``: several questions about one set of documents, in random order; a request with
+        a chunk that is not stored yet is left out of times.
+    set_size : int
+        Questions that share a set of documents where the data set does not say.
+    style : {"paper", "stuff"}
+        See `build_prompt`.
+    chat : bool
+        Put the prompt into the tokenizer's chat template.
+    max_new_tokens : int
+        Of an answer; 0 takes 32, 128 or 512 by task.
+    answers : bool
+        Whether answers are generated; without, only divergence, agreement and whether greedy decoding
+        would write the gold answer, which is much faster.
+    attention : int
+        Questions, for each number and length of chunks, whose attention deviation is measured.
+
+    Raises
+    ------
+    ConfigError
+        If a value is out of range.
+    """
+
+    methods: tuple[str, ...] = ("full", "prefix", "reuse", "hkvd")
+    ratios: tuple[float, ...] = (0.05, 0.1, 0.15, 0.3)
+    chunks: tuple[int, ...] = (6,)
+    chunk_tokens: tuple[int, ...] = (0,)
+    order: str = "retrieved"
+    seed: int = 0
+    keep_support: bool = True
+    workload: str = "plain"
+    set_size: int = 4
+    style: str = "paper"
+    chat: bool = False
+    max_new_tokens: int = 0
+    answers: bool = True
+    attention: int = 20
+
+    def __post_init__(self) -> None:
+        for ratio in self.ratios:
+            check_share("ratios", ratio)
+        for name, lowest in (("chunks", 1), ("chunk_tokens", 0)):
+            values = getattr(self, name)
+            if not values:
+                raise ConfigError(name, values, "use at least one")
+            for value in values:
+                check_whole(name, value, lowest)
+        check_choice("order", self.order, ORDERS)
+        check_choice("workload", self.workload, WORKLOADS)
+        check_choice("prompt", self.style, STYLES)
+        for name, lowest in (("set_size", 1), ("max_new_tokens", 0), ("attention", 0), ("seed", 0)):
+            check_whole(name, getattr(self, name), lowest)
+
+
+@dataclass(frozen=True)
+class EvalRun:
+    """What came out.
+
+    Parameters
+    ----------
+    settings : dict
+        What it depends on.
+    lines : list of dict
+        One for each question and each number and length of chunks: ``chunks``, ``chunk_tokens``,
+        ``case``, ``kind``, ``group``, ``task``, ``cold``, and ``results``, one for each method.
+    """
+
+    settings: dict[str, Any]
+    lines: list[dict[str, Any]]
+
+
+class Evaluation:
+    """A run over one model and one set of questions.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+        Its store keeps the KV of chunks.
+    source : CaseSource
+    options : EvalOptions
+    ranker : Ranker, optional
+        How passages are retrieved; by default the order of the file is that of retrieval.
+    calibrated : BlendSettings, optional
+        What the method ``calibrated`` uses.
+    retrieval : str
+        Name of the ranker, for the settings.
+    """
+
+    def __init__(
+        self,
+        engine: BlendEngine,
+        source: CaseSource,
+        options: EvalOptions,
+        ranker: Ranker | None = None,
+        calibrated: BlendSettings | None = None,
+        retrieval: str = "file",
+    ) -> None:
+        self._engine, self._source, self._options, self._ranker = engine, source, options, ranker
+        self._variants = variants(options.methods, options.ratios, engine.adapter.num_layers, calibrated)
+        self._chat = ChatFrame(engine.tokenizer) if options.chat else None
+        self._pools = {count: self._pool(count) for count in options.chunks}
+        if any(case.task != "qa" for pool in self._pools.values() for case in pool):
+            rouge_scorer()  # without it there is nothing to measure
+        self.settings = self._settings(retrieval, calibrated)
+
+    def _pool(self, count: int) -> list[EvalCase]:
+        cases = self._source.cases(count)
+        return pooled(cases, self._options.set_size, self._options.seed) if self._extended else cases
+
+    @property
+    def _extended(self) -> bool:
+        return self._options.workload == "extended"
+
+    def _settings(self, retrieval: str, calibrated: BlendSettings | None) -> dict[str, Any]:
+        """What the results depend on."""
+        used = calibrated if "calibrated" in self._options.methods else None
+        return {
+            "version": _VERSION,
+            "data": {str(count): digest(pool) for count, pool in self._pools.items()},
+            "questions": {str(count): len(pool) for count, pool in self._pools.items()},
+            "model": self._engine.fingerprint,
+            "dtype": str(self._engine.adapter.dtype).removeprefix("torch."),
+            "layers": self._engine.adapter.num_layers,
+            "separator": self._engine.config.separator,
+            "condition": self._engine.config.condition,
+            "codec": self._engine.config.codec,
+            "retrieval": retrieval,
+            "calibrated": asdict(used) if used else None,
+            **asdict(self._options),
+        }
+
+    def run(self, folder: Path, *, progress: bool | None = None) -> EvalRun:
+        """Measure what is not measured yet; what was is read from the folder.
+
+        Parameters
+        ----------
+        folder : path
+            Keeps results question by question: a run that was killed goes on where it was.
+        progress : bool, optional
+            Show a progress bar; by default if standard error is a terminal.
+
+        Raises
+        ------
+        ConfigError
+            If the folder holds a run with other settings.
+        """
+        subject = Subject(self._engine, self._options.max_new_tokens, self._options.answers)
+        points = [(count, length) for count in self._options.chunks for length in self._options.chunk_tokens]
+        total = sum(len(self._pools[count]) for count, _ in points)
+        with Journal(folder, self.settings) as journal:
+            done = {(line["chunks"], line["chunk_tokens"], line["case"]) for line in journal.lines}
+            hidden = None if progress is None else not progress
+            with tqdm(total=total, initial=len(done), desc="evaluating", unit="question", disable=hidden) as bar:
+                for count, length in points:
+                    for number, case in enumerate(self._pools[count]):
+                        if (count, length, case.id) in done:
+                            continue
+                        found = self._measure(subject, case, count, length, number)
+                        journal.append({"chunks": count, "chunk_tokens": length, **found})
+                        bar.update()
+            return EvalRun(self.settings, journal.lines)
+
+    def _measure(self, subject: Subject, case: EvalCase, count: int, length: int, number: int) -> dict[str, Any]:
+        options = self._options
+        if length:
+            case = repacked(case, self._engine.tokenizer, length)
+        chosen = choose(
+            case,
+            count,
+            order="random" if self._extended else options.order,
+            ranker=self._ranker,
+            keep_support=options.keep_support,
+            seed=options.seed,
+        )
+        prompt = build_prompt(chosen, options.style, self._chat)
+        about = {"case": case.id, "kind": case.kind, "group": case.group, "task": case.task}
+        limit = int(getattr(self._engine.adapter.config, "max_position_embeddings", 0) or 0)
+        tokens = len(self._engine.tokenize(prompt).input_ids)
+        if limit and tokens + subject.room(case) > limit:
+            return {**about, "skipped": f"{tokens} tokens and the answer do not fit {limit} positions", "results": []}
+        warmed = self._engine.warm(prompt.chunks, progress=False)
+        measured = subject.measure(chosen, prompt, self._turned(number), attention=number < options.attention)
+        return {**about, "tokens": tokens, "cold": bool(warmed.computed and self._extended), "results": measured}
+
+    def _turned(self, number: int) -> Iterator[Variant]:
+        """Full prefill first, then the others, another one first each time."""
+        full, *others = self._variants
+        at = number % max(1, len(others))
+        yield from (full, *others[at:], *others[:at])

@@ -1,0 +1,238 @@
+"""One prompt by every method: time, work, the answer, and how far it is from full prefill's."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from cacheblend_rag.decode import DecodeOptions, decode
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import MissingExtraError
+from cacheblend_rag.evaluation.analysis import attention_deviation
+from cacheblend_rag.evaluation.baselines import prefill_methods
+from cacheblend_rag.evaluation.prepared import PreparedPrompt
+from cacheblend_rag.evaluation.quality.cases import EvalCase
+from cacheblend_rag.evaluation.quality.chains import DocumentChains
+from cacheblend_rag.evaluation.quality.measures import best_f1, best_rouge_l, exact_match, first_line
+from cacheblend_rag.evaluation.quality.methods import CHAINS, Variant
+from cacheblend_rag.fusor.forcing import answer_log_probs, kl_divergence
+from cacheblend_rag.fusor.work import RowsDone, prefill_work, work_share
+from cacheblend_rag.prompt import Prompt, SegmentTokenizer
+
+__all__ = ["DEPTH", "Subject"]
+
+DEPTH = 24
+"""Layers of the model to which work is scaled, so that shallow models compare with usual ones."""
+_NEW_TOKENS = {"qa": 32, "examples": 128, "summary": 512}
+# Gold tokens that are looked at: distributions over a large vocabulary take room.
+_GOLD = 128
+
+
+@dataclass(frozen=True)
+class _Prefilled:
+    cache: Any
+    logits: torch.Tensor
+    rows: float
+    done: RowsDone | None
+    hits: int = 0
+    misses: int = 0
+
+
+class Subject:
+    """A model that is asked the same by every method.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+        Its store holds the chunks.
+    max_new_tokens : int
+        Of an answer; 0 takes what suits the task.
+    answers : bool
+        Whether answers are generated.
+    """
+
+    def __init__(self, engine: BlendEngine, max_new_tokens: int = 0, answers: bool = True) -> None:
+        self._engine, self._most, self._answers = engine, max_new_tokens, answers
+        self._segments = SegmentTokenizer(engine.tokenizer, engine.config.separator)
+        self._views: dict[str, BlendEngine] = {}
+
+    @cached_property
+    def _chains(self) -> DocumentChains:
+        return DocumentChains(self._engine, self._most or _NEW_TOKENS["qa"])
+
+    def room(self, case: EvalCase) -> int:
+        """Tokens an answer may take."""
+        return max(self._most or _NEW_TOKENS[case.task], len(self.gold_ids(case, "")))
+
+    def gold_ids(self, case: EvalCase, suffix: str) -> list[int]:
+        """Ids of the first gold answer behind a prompt's suffix, and the end token."""
+        space = "" if suffix[-1:].isspace() else " "
+        ids = list(self._segments.inner_ids(space + case.answers[0]))[: _GOLD - 1]
+        end = self._engine.tokenizer.eos_token_id
+        return ids if end is None else [*ids, int(end)]
+
+    def measure(
+        self, case: EvalCase, prompt: Prompt, variants: Iterable[Variant], attention: bool = False
+    ) -> list[dict[str, Any]]:
+        """Measure each method, full prefill first; results are fit for JSON.
+
+        Times are in seconds, ``work`` is a share of full prefill's (``work_24`` scaled to 24 layers),
+        ``rows`` the mean share of the prompt's rows computed a layer.
+        """
+        asked = _Asked(self, case, prompt, attention)
+        return [asked.by_chain(one) if one.method in CHAINS else asked.by_prefill(one) for one in variants]
+
+    def view(self, variant: Variant) -> BlendEngine:
+        """The engine with a variant's rule."""
+        if variant.label not in self._views:
+            self._views[variant.label] = self._engine.with_config(
+                selection=variant.rule, selection_options={}, min_tokens=0, guard_share=0.0
+            )
+        return self._views[variant.label]
+
+
+class _Asked:
+    """One prompt under measurement."""
+
+    def __init__(self, subject: Subject, case: EvalCase, prompt: Prompt, attention: bool) -> None:
+        self._subject, self._case, self._prompt = subject, case, prompt
+        self._engine = subject._engine
+        self._ids = self._engine.tokenize(prompt).input_ids
+        self._gold = subject.gold_ids(case, prompt.suffix)
+        self._warm = False
+        self._full: torch.Tensor | None = None  # full prefill's log-probabilities over the gold answer
+        self._prepared = (
+            PreparedPrompt(self._engine.adapter, subject._segments, prompt) if attention and prompt.chunks else None
+        )
+
+    def by_prefill(self, variant: Variant) -> dict[str, Any]:
+        """Measure a method that makes one prompt of all chunks."""
+        prefill = self._prefill(variant)
+        if variant.rule is not None and not self._warm:
+            prefill()  # stores the prefix, so that no method pays for it; records are then in the page cache
+            self._warm = True
+        started = time.perf_counter()
+        made = prefill()
+        int(made.logits.argmax())  # the first token, known to the host
+        seconds = time.perf_counter() - started
+        forced = answer_log_probs(self._engine.adapter, _shared(made.cache), made.logits, self._gold)
+        if self._full is None:
+            self._full = forced
+        says = forced.argmax(dim=-1)
+        return {
+            **_named(variant),
+            "ttft": seconds,
+            "rows": made.rows,
+            **self._work(made.done),
+            "hits": made.hits,
+            "misses": made.misses,
+            "kl": float(kl_divergence(self._full, forced).mean()),
+            "agreement": float((says == self._full.argmax(dim=-1)).float().mean()),
+            "forced_exact": says.tolist() == self._gold,
+            "attention_deviation": self._deviation(variant),
+            **self._answered(made),
+        }
+
+    def _prefill(self, variant: Variant) -> Callable[[], _Prefilled]:
+        engine, adapter, layers = self._engine, self._engine.adapter, self._engine.adapter.num_layers
+        if variant.method == "full":
+
+            def full() -> _Prefilled:
+                found = adapter.prefill(engine.tokenize(self._prompt).input_ids)
+                return _Prefilled(found.cache, found.logits, 1.0, None)
+
+            return full
+        if variant.method == "prefix":
+            caching = prefill_methods(engine, self._prompt)["prefix caching"]
+
+            def prefix() -> _Prefilled:
+                found = caching()
+                rows = torch.arange(len(self._ids) - found.computed[0], len(self._ids))
+                return _Prefilled(found.cache, found.logits, len(rows) / len(self._ids), RowsDone((rows,) * layers))
+
+            return prefix
+        view = self._subject.view(variant)
+
+        def blended() -> _Prefilled:
+            fused = view.fuse(self._prompt)
+            report = fused.report
+            rows = sum(report.computed_tokens) / (layers * len(self._ids))
+            return _Prefilled(fused.cache, fused.logits, rows, fused.done, report.hits, report.misses)
+
+        return blended
+
+    def _work(self, done: RowsDone | None) -> dict[str, float]:
+        if done is None:
+            return {"work": 1.0, "work_24": 1.0}
+        shape, tokens = self._engine.adapter.shape, len(self._ids)
+        deep = max(DEPTH, self._engine.adapter.num_layers)
+        on_host = RowsDone(
+            tuple(rows.cpu() for rows in done.computed), done.projected, tuple(rows.cpu() for rows in done.scored)
+        )
+        return {"work": work_share(shape, tokens, on_host), "work_24": work_share(shape, tokens, on_host, deep)}
+
+    def _deviation(self, variant: Variant) -> float | None:
+        """Mean over layers of attention deviation; known for what blends alone."""
+        if self._prepared is None or (variant.rule is None and variant.method != "full"):
+            return None
+        if variant.rule is None:
+            return 0.0
+        return float(attention_deviation(self._prepared, variant.rule).mean())
+
+    def _answered(self, made: _Prefilled) -> dict[str, Any]:
+        if not self._subject._answers:
+            return {}
+        decoded = decode(
+            self._engine.model,
+            self._engine.tokenizer,
+            input_ids=self._ids,
+            cache=made.cache,
+            logits=made.logits,
+            options=DecodeOptions(max_new_tokens=self._subject._most or _NEW_TOKENS[self._case.task]),
+        )
+        return self._scored(decoded.text)
+
+    def _scored(self, text: str) -> dict[str, Any]:
+        answer = text.strip() if self._case.task == "summary" else first_line(text)
+        golds = self._case.answers
+        try:
+            rouge = best_rouge_l(answer, golds)
+        except MissingExtraError:
+            rouge = None  # only for short answers: without it, a run over summaries does not begin
+        return {"answer": answer, "f1": best_f1(answer, golds), "em": exact_match(answer, golds), "rouge_l": rouge}
+
+    def by_chain(self, variant: Variant) -> dict[str, Any]:
+        """Measure a chain that asks of each chunk by itself; it has no prompt to compare token by token."""
+        question = self._case.question or "Summarize the news."
+        found = self._subject._chains.answer(variant.method, question, self._prompt.chunks)
+        calls = list(found.calls)
+        if variant.method == "map_reduce" and calls:
+            calls[-1] = (calls[-1][0], 0)  # what the last call writes is the answer itself
+        sizes = [read + written for read, written in calls]
+        shape, tokens = self._engine.adapter.shape, len(self._ids)
+        deep = max(DEPTH, self._engine.adapter.num_layers)
+        work = {
+            name: sum(prefill_work(shape, size, layers) for size in sizes) / prefill_work(shape, tokens, layers)
+            for name, layers in (("work", None), ("work_24", deep))
+        }
+        scored = self._scored(found.text) if self._subject._answers else {}
+        return {**_named(variant), "ttft": found.ttft, "rows": sum(sizes) / tokens, **work, **scored} | {
+            "failed": found.failed
+        }
+
+
+def _named(variant: Variant) -> dict[str, Any]:
+    return {"label": variant.label, "method": variant.method, "ratio": variant.ratio}
+
+
+def _shared(cache: Any) -> Any:
+    """A cache that can grow while the other stays as it is: extending one makes new tensors."""
+    other = copy.copy(cache)
+    other.layers = [copy.copy(layer) for layer in cache.layers]
+    return other
