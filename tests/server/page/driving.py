@@ -1,0 +1,101 @@
+"""What tests do with the page again and again."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Locator, Page, expect
+
+from cacheblend_rag.reference import DOCUMENTS_PATH
+from cacheblend_rag.reference.archive import TownSize, build_town
+from cacheblend_rag.reference.bundle import BundledQuestion, file_names, read_questions
+from cacheblend_rag.reference.questions import Question, ask_all
+
+SEED = 4711  # not the bundled town's, and names of the test split are never trained on
+
+
+PROBES = (Path(__file__).parent / "probes.js").read_text(encoding="utf-8")
+
+
+def _script(name: str) -> str:
+    return f"(given) => {{ {PROBES}\n return {name}(given); }}"
+
+
+def probe(page: Page, name: str, given: Any = None) -> Any:
+    """Call a function of probes.js within the page."""
+    return page.evaluate(_script(name), given)
+
+
+@dataclass(frozen=True)
+class File:
+    """A file to be uploaded."""
+
+    name: str
+    text: str
+
+
+def state_of(address: str) -> dict[str, Any]:
+    """What the server says of itself."""
+    with urllib.request.urlopen(f"{address}api/state", timeout=30) as response:
+        found: dict[str, Any] = json.load(response)
+    return found
+
+
+def easy_questions() -> list[BundledQuestion]:
+    """Questions that one passage of the bundled archive answers."""
+    return [question for question in read_questions() if question.kind == "within"]
+
+
+def new_town() -> tuple[list[File], list[Question]]:
+    """An archive that the model never saw: its files, and questions that one named passage answers."""
+    town = build_town(SEED, "test", TownSize(people=6, companies=2, places=2, events=2, sequels=0, company_sequels=0))
+    files = [File(name, passage.chunk) for name, passage in zip(file_names(town), town.passages, strict=True)]
+    named = [one for one in ask_all(town) if one.kind == "within" and " the " not in one.question.split("?")[0]]
+    return files, named
+
+
+def passage_text(name: str) -> str:
+    """The text of a bundled document."""
+    return (DOCUMENTS_PATH / name).read_text(encoding="utf-8").strip()
+
+
+def ask(page: Page, question: str) -> Locator:
+    """Type a question, send it, and wait until its answer has ended; its place in the conversation."""
+    page.locator("#question").fill(question)
+    page.locator("#question").press("Enter")
+    turn = page.locator(".turn").last
+    expect(turn.locator(".question")).to_have_text(question)
+    expect(turn).to_have_attribute("data-status", "done")
+    return turn
+
+
+def compare_off(page: Page) -> None:
+    """Answers only, so that a test need not wait for four methods."""
+    page.locator("#compare-switch").uncheck(force=True)
+
+
+def drop(page: Page, files: list[File]) -> None:
+    """Drag files onto the page and let go."""
+    packed = [[file.name, file.text] for file in files]
+    transfer = page.evaluate_handle(_script("transferOf"), packed)
+    page.dispatch_event("body", "dragenter", {"dataTransfer": transfer})
+    expect(page.locator("#dropping")).to_be_visible()
+    page.dispatch_event("body", "drop", {"dataTransfer": transfer})
+    expect(page.locator("#dropping")).to_be_hidden()
+
+
+def upload_to_new_collection(page: Page, name: str, files: list[File]) -> None:
+    """Make a collection, drop files into it and wait until they can be asked about."""
+    page.get_by_role("button", name="Documents").click()
+    page.get_by_label("New collection").fill(name)
+    page.get_by_role("button", name="Create", exact=True).click()
+    expect(page.get_by_role("radio", name=name)).to_be_checked()
+    drop(page, files)
+    expect(page.locator("#jobs li")).to_have_class("done")
+    expect(page.locator("#files-list li.ready")).to_have_count(len(files))
+    page.keyboard.press("Escape")
+    expect(page.locator("#documents")).to_be_hidden()
