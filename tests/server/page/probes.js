@@ -79,6 +79,7 @@ function contrastOf([one, other]) {
 /** What has the keyboard's focus, and how wide the ring around it is. */
 function focused() {
   const one = document.activeElement;
+  if (one === document.body) return { id: "", name: "", ring: 0 }; // the browser's own controls, beyond the page
   let ringed = one;
   if (one.matches(".switch input")) ringed = one.nextElementSibling;
   if (one.matches(".drop input")) ringed = one.parentElement;

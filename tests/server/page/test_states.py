@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
 from playwright.sync_api import BrowserContext, Page, Route, expect
 
 from tests.server.page.driving import ask, compare_off, easy_questions, probe
@@ -65,7 +66,7 @@ def test_an_answer_that_breaks_off_is_told_from_one_that_ended(page: Page) -> No
 
 def test_an_answer_can_be_stopped(page: Page) -> None:
     held: list[Route] = []
-    page.route(ASK, held.append)
+    page.route(ASK, lambda route: held.append(route))
     type_and_send(page, "Anything?")
     expect(page.locator(".turn .status")).to_have_text("Looking for passages…")
     expect(page.locator(".turn .answer")).to_have_attribute("aria-busy", "true")
@@ -159,8 +160,10 @@ def test_an_upload_shows_every_stage_and_its_failure(page: Page) -> None:
     expect(page.locator("#said")).to_have_text("a.md: a.md is not text.")
 
 
-def test_storage_that_holds_rubbish_or_nothing_does_no_harm(context: BrowserContext, address: str) -> None:
-    context.add_init_script("localStorage.setItem('cacheblend-rag/1', '{\"theme\": 3, \"conversations\": ')")
+@pytest.mark.parametrize("kept", ['{"theme": 3, "conversations": ', '{"theme": 3, "conversations": 4, "jobs": {}}', "null"])
+def test_storage_that_holds_rubbish_does_no_harm(context: BrowserContext, address: str, kept: str) -> None:
+    put = f"localStorage.setItem('cacheblend-rag/1', {kept!r})"
+    context.add_init_script(f"if (location.protocol === 'http:') {put}")
     page = context.new_page()
     page.goto(address)
     expect(page.get_by_role("heading", name="Ask the archive")).to_be_visible()

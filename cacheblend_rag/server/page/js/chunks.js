@@ -54,7 +54,9 @@ export function chunksView(turn) {
   const { prefix, chunks, suffix } = report.tokens;
   const reused = report.reused / (prefix + chunks + suffix || 1);
   const items = report.chunks.map((chunk, at) => chunkView(chunk, at, sources[at], known ? (by.get(at) ?? 0) : null));
+  const plain = report.plain ? el("p", { class: "hint", text: "Answered by plain prefill: nothing was worth reusing." }) : null;
   return [
+    plain,
     el("p", { class: "took", text: `${count(report.hits, "hit")}, ${count(report.misses, "miss", "misses")}; ${bytes(size)} of KV read; ${share(reused)} of the prompt's tokens came from the store.` }),
     el("ol", { class: "chunks" }, items),
     layersView(report),

@@ -35,14 +35,19 @@ function turnView(turn) {
   return { root, update };
 }
 
+/** What is to be said of an answer that has ended, if anything. */
+function remark({ answer, report }) {
+  if (!answer.trim()) return "The model gave an empty answer.";
+  return report?.finish_reason === "length" ? "Cut off: the longest answer that is allowed." : "";
+}
+
 function showStatus(node, turn) {
   const said = {
     asking: turn.sources.length ? `Reading ${count(turn.sources.length, "passage")}…` : "Looking for passages…",
     stopped: "Stopped before the end.",
     failed: turn.error,
   }[turn.status];
-  const empty = turn.status === "done" && !turn.answer.trim() ? "The model gave an empty answer." : "";
-  const text = said ?? empty;
+  const text = said ?? (turn.status === "done" ? remark(turn) : "");
   node.hidden = !text;
   node.classList.toggle("error", turn.status === "failed");
   if (node.firstChild?.textContent === text && node.dataset.status === turn.status) return;

@@ -3,7 +3,16 @@
 import { ApiError } from "./api.js";
 import { $, button, confirmInPlace, el } from "./dom.js";
 import { bytes, count } from "./format.js";
-import { chooseCollection, createCollection, deleteCollection, deleteDocument, documentsOf, refreshServer } from "./server.js";
+import {
+  chooseCollection,
+  createCollection,
+  deleteCollection,
+  deleteDocument,
+  documentsOf,
+  isWritable,
+  OWN,
+  refreshServer,
+} from "./server.js";
 import { changed, collection, on, state } from "./store.js";
 import { startUploads } from "./uploads.js";
 
@@ -29,7 +38,7 @@ function collectionView(one) {
         }),
     );
   }, { class: "quiet", "aria-label": `Delete collection ${one.name}` });
-  return el("div", { class: "choice" }, radio, label, one.bundled ? el("span", { class: "badge", text: "bundled" }) : remove);
+  return el("div", { class: "choice" }, radio, label, isWritable(one) ? remove : el("span", { class: "badge", text: one.bundled ? "bundled" : "fixed" }));
 }
 
 function showCollections() {
@@ -41,10 +50,8 @@ function showCollections() {
   select.value = state.collection ?? "";
   select.disabled = server.collections.length < 2;
   const here = collection();
-  $("drop-hint").textContent = here
-    ? `Text, Markdown or PDF, up to ${bytes(server.limits.upload_bytes)}, into “${here.name}”`
-    : "Create a collection first";
-  $("files").disabled = !here;
+  const into = here && isWritable(here) ? here.name : OWN;
+  $("drop-hint").textContent = `Text, Markdown or PDF, up to ${bytes(server.limits.upload_bytes)}, into “${into}”`;
   $("notice").textContent = server.notice ?? "";
   $("notice").hidden = !server.notice;
   showBanner();
@@ -66,14 +73,14 @@ function showBanner() {
   $("banner").replaceChildren(el("p", { text: notice }), away);
 }
 
-function documentView(one, collectionId) {
+function documentView(one, here) {
   const facts = { ready: `${count(one.chunks, "passage")} · ${bytes(one.bytes)}`, indexing: "being indexed…" };
   const text = one.state === "failed" ? (one.error ?? "could not be read") : facts[one.state];
   const remove = button("Delete", () => {
     confirmInPlace(remove, "Delete with its KV?", (back) =>
-      deleteDocument(collectionId, one.id)
+      deleteDocument(here.id, one.id)
         .then(refreshServer)
-        .then(() => changed("documents", collectionId))
+        .then(() => changed("documents", here.id))
         .catch((error) => {
           back();
           report(error);
@@ -85,7 +92,7 @@ function documentView(one, collectionId) {
     { class: one.state },
     el("p", { class: "name", text: one.name, title: one.name }),
     el("p", { class: `took${one.state === "failed" ? " error" : ""}`, text }),
-    remove,
+    isWritable(here) && remove,
   );
 }
 
@@ -101,7 +108,7 @@ async function showDocuments() {
   try {
     const found = await documentsOf(here.id);
     if (mine !== asked) return;
-    const items = found.map((one) => documentView(one, here.id));
+    const items = found.map((one) => documentView(one, here));
     const top = list.querySelector("ul")?.scrollTop ?? 0;
     const shown = items.length
       ? el("ul", { class: "files", "aria-label": `Files of ${here.name}` }, items)

@@ -1,7 +1,10 @@
 // What the server holds, asked for again whenever it may have changed.
 
 import { call } from "./api.js";
-import { changed, state } from "./store.js";
+import { changed, collection, state } from "./store.js";
+
+/** Where files go that are given while a collection is open that stays as it is. */
+export const OWN = "My documents";
 
 /** Ask for /api/state; the chosen collection stays, or becomes the first. */
 export async function refreshServer() {
@@ -19,6 +22,22 @@ export function chooseCollection(id) {
   state.selected = state.conversations.find((one) => one.id === state.conversation)?.turns.at(-1)?.id ?? null;
   changed("server");
   changed("conversation");
+}
+
+/** Whether files can be put into a collection and deleted from it. */
+export const isWritable = (one) => one.writable ?? !one.bundled;
+
+/** The collection that new files go to: the open one, or one of the user's own, made if need be. */
+export async function targetForFiles() {
+  const open = collection();
+  if (open && isWritable(open)) return open;
+  let own = state.server.collections.find((one) => one.name === OWN && isWritable(one));
+  if (!own) {
+    own = await createCollection(OWN);
+    await refreshServer();
+  }
+  chooseCollection(own.id);
+  return own;
 }
 
 export const createCollection = (name) => call("POST", "api/collections", { name });

@@ -101,14 +101,20 @@ function write(value) {
   }
 }
 
+/** Whether a kept value is of the kind that is expected; what is null at first may be of any. */
+const fits = (value, first) =>
+  first === null || (typeof value === typeof first && Array.isArray(value) === Array.isArray(first));
+
 export function restore() {
   let saved = {};
   try {
-    saved = JSON.parse(localStorage.getItem(NAME) ?? "{}");
+    saved = JSON.parse(localStorage.getItem(NAME)) ?? {};
   } catch {
     // Unreadable: as if nothing had been kept.
   }
-  for (const [name, value] of Object.entries(saved)) if (name in state && name !== "server") state[name] = value;
+  for (const [name, value] of Object.entries(saved)) {
+    if (name in state && name !== "server" && fits(value, state[name])) state[name] = value;
+  }
   for (const turn of state.conversations.flatMap((one) => one.turns)) {
     if (turn.status === "asking" || turn.status === "streaming") turn.status = "stopped";
     if (turn.comparing) turn.comparing = false;

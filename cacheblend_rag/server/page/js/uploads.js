@@ -3,7 +3,7 @@
 import { ApiError, stream, upload } from "./api.js";
 import { $, button, el, say } from "./dom.js";
 import { bytes, count, share } from "./format.js";
-import { refreshServer } from "./server.js";
+import { isWritable, OWN, refreshServer, targetForFiles } from "./server.js";
 import { changed, collection, newId, on, state } from "./store.js";
 
 const STAGES = { reading: "Reading", splitting: "Splitting", embedding: "Embedding", warming: "Computing KV of" };
@@ -36,8 +36,7 @@ function nameOf(files) {
 /** Send files to the collection that is open. */
 export async function sendFiles(list) {
   const files = [...list];
-  const target = collection();
-  if (!files.length || !target) return;
+  if (!files.length || !state.server) return;
   const id = newId();
   const label = nameOf(files);
   const limit = state.server.limits.upload_bytes;
@@ -48,6 +47,7 @@ export async function sendFiles(list) {
   }
   put(id, { label, text: "Sending…", part: 0 });
   try {
+    const target = await targetForFiles();
     const path = `api/collections/${encodeURIComponent(target.id)}/documents`;
     const { job } = await upload(path, files, (part) => put(id, { text: `Sending, ${share(part)}`, part }));
     const kept = { job, collection: target.id, label };
@@ -103,8 +103,8 @@ function startDropping(open) {
   const mark = (by) => {
     depth = Math.max(0, by === null ? 0 : depth + by);
     document.body.classList.toggle("dragging", depth > 0);
-    const target = collection();
-    $("dropping").firstElementChild.textContent = target ? `Drop to add to “${target.name}”` : "No collection is open";
+    const open = collection();
+    $("dropping").firstElementChild.textContent = `Drop to add to “${open && isWritable(open) ? open.name : OWN}”`;
   };
   addEventListener("dragenter", (event) => carriesFiles(event) && mark(1));
   addEventListener("dragleave", (event) => carriesFiles(event) && mark(-1));
