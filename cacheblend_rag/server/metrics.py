@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -55,6 +55,7 @@ class Metrics:
         ):
             Gauge(name + gauge, text, registry=one).set_function(count)
         one.register(_StoreCollector(name, stats))
+        ProcessCollector(registry=one)  # memory and time of the process
 
     def request(self, path: str, status: int) -> None:
         """Count one request."""

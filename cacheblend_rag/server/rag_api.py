@@ -14,6 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, File, Request, Response, UploadFile
+from fastapi.responses import StreamingResponse
 
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
@@ -183,7 +184,7 @@ async def _taken_in(file: UploadFile, name: str, folder: Path, most: int) -> Inc
 
 @router.get(
     "/jobs/{job}/events",
-    response_class=EventStream,
+    response_class=StreamingResponse,
     responses={200: {"content": {"text/event-stream": {}}, "description": "Events `progress`."}},
 )
 async def job_events(here: Here, job: str) -> EventStream:
@@ -294,7 +295,7 @@ class _Asked:
 
 @router.post(
     "/collections/{id}/compare",
-    response_class=EventStream,
+    response_class=StreamingResponse,
     responses={200: {"content": {"text/event-stream": {}}, "description": "Events `row`, `error` and `done`."}},
 )
 async def compare(here: Here, request: Request, id: str, body: CompareBody) -> EventStream:

@@ -160,10 +160,11 @@ class Service:
 
     def embedder_tokens(self, texts: Sequence[str]) -> int:
         """Tokens of texts as the embedder counts them; 0 if it does not tell."""
-        tokenizer = getattr(getattr(self.embeddings.inner, "model", None), "tokenizer", None)
+        tokenizer: Any = getattr(getattr(self.embeddings.inner, "model", None), "tokenizer", None)
         if not callable(getattr(tokenizer, "encode", None)):
             return 0
-        return sum(len(getattr(ids, "ids", ids)) for ids in map(tokenizer.encode, texts))
+        encoded = [tokenizer.encode(text) for text in texts]
+        return sum(len(getattr(one, "ids", one)) for one in encoded)
 
     def store_stats(self) -> StoreStats | None:
         """What the KV store says of itself; None if it cannot."""

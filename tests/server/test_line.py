@@ -1,0 +1,79 @@
+"""The queue in front of the model: bounded, fair, and left by whoever goes away."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cacheblend_rag.server.line import Line
+from cacheblend_rag.server.problems import Problem
+
+
+async def soon() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_tenants_take_turns_and_each_keeps_its_order() -> None:
+    line, served = Line(1, 10, 10.0), []
+
+    async def ask(name: str, tenant: str) -> None:
+        async with await line.turn(tenant):
+            served.append(name)
+
+    first = await line.turn("a")
+    waiting = [asyncio.create_task(ask(name, name[0])) for name in ("a1", "a2", "a3", "b1", "c1", "b2")]
+    await soon()
+    assert line.waiting == 6
+    await first.leave()
+    await asyncio.gather(*waiting)
+    assert served == ["a1", "b1", "c1", "a2", "b2", "a3"]
+    assert (line.waiting, line.served) == (0, 0)
+
+
+async def test_who_finds_the_line_full_is_told_when_to_come_again() -> None:
+    line = Line(1, 2, 10.0)
+    turn = await line.turn("a")
+    waiting = [asyncio.create_task(line.turn("a")) for _ in range(2)]
+    await soon()
+    with pytest.raises(Problem) as refused:
+        await line.turn("a")
+    assert refused.value.status == 429
+    assert refused.value.response().headers["retry-after"] == str(line.retry_after())
+    other = asyncio.create_task(line.turn("b"))  # another tenant's room is its own
+    await soon()
+    assert line.waiting == 3
+    await turn.leave()
+    for task in (waiting[0], other, waiting[1]):
+        await (await task).leave()
+    assert line.served == 0
+
+
+async def test_who_waits_too_long_or_goes_away_leaves_no_gap() -> None:
+    line = Line(1, 10, 0.05)
+    turn = await line.turn("a")
+    with pytest.raises(Problem) as late:
+        await line.turn("a")
+    assert late.value.status == 503
+    gone = asyncio.create_task(line.turn("a"))
+    stays = asyncio.create_task(line.turn("a"))
+    await soon()
+    gone.cancel()
+    await turn.leave()
+    await turn.leave()  # twice is harmless
+    await (await stays).leave()
+    assert (line.waiting, line.served) == (0, 0)
+
+
+async def test_a_place_given_to_someone_just_leaving_goes_on_to_the_next() -> None:
+    line = Line(1, 10, 10.0)
+    turn = await line.turn("a")
+    gone, stays = asyncio.create_task(line.turn("a")), asyncio.create_task(line.turn("a"))
+    await soon()
+    line.passed_on(0.1)  # the place is gone's now; it has not run since
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert (await stays) is not turn
+    assert line.waiting == 0
