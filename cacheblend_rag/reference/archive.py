@@ -47,12 +47,16 @@ class Fact:
 
 @dataclass(frozen=True)
 class Passage:
-    """A titled passage; ``needs`` are the passages that say who is meant."""
+    """A titled passage.
+
+    ``needs`` are the passages that say who is meant; ``said`` holds the words for each of the passage's facts.
+    """
 
     index: int
     title: str
     text: str
     needs: tuple[int, ...] = ()
+    said: tuple[str, ...] = ()
 
     @property
     def chunk(self) -> str:
@@ -167,7 +171,7 @@ def _write_profiles(draft: _Draft) -> dict[Entity, list[str]]:
         prose = write_profile(
             draft.rng, entity.kind, entity.name, entity.role, entity.pronoun, draft.tell(entity, told)
         )
-        draft.passages.append(Passage(len(draft.passages), prose.title, prose.text))
+        draft.passages.append(Passage(len(draft.passages), prose.title, prose.text, said=prose.said))
     return left
 
 
@@ -181,7 +185,7 @@ def _write_dependents(draft: _Draft, left: dict[Entity, list[str]]) -> None:
             continue
         prose = write_sequel(draft.rng, entity.kind, entity.role, draft.tell(entity, keys, named=False))
         profile = draft.entities.index(entity)
-        draft.passages.append(Passage(len(draft.passages), prose.title, prose.text, (profile,)))
+        draft.passages.append(Passage(len(draft.passages), prose.title, prose.text, (profile,), prose.said))
     report_keys = [relation.key for relation in REPORT_RELATIONS]
     for event in draft.of_kind("event"):
         people = draft.rng.sample(draft.of_kind("person"), 3)
@@ -189,7 +193,7 @@ def _write_dependents(draft: _Draft, left: dict[Entity, list[str]]) -> None:
         groups = [draft.tell(person, keys, event.name, named=False) for person in people]
         prose = write_report(draft.rng, event.name, groups)
         needs = tuple(draft.entities.index(person) for person in people)
-        draft.passages.append(Passage(len(draft.passages), prose.title, prose.text, needs))
+        draft.passages.append(Passage(len(draft.passages), prose.title, prose.text, needs, prose.said))
 
 
 def build_town(seed: int, split: Split = "train", size: TownSize | None = None) -> Town:

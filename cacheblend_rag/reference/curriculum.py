@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,13 +22,23 @@ from cacheblend_rag.reference.questions import (
     order_passages,
     predicate_of,
 )
+from cacheblend_rag.reference.sequences import (
+    ANSWER_WEIGHT,
+    VALUE_WEIGHT,
+    Chunk,
+    Line,
+    Look,
+    TrainingSequence,
+    copy_sequence,
+    ids_within,
+    introduction_in,
+    spans_told,
+    weigh,
+)
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
 
-VALUE_WEIGHT, ANSWER_WEIGHT, CONTEXT_WEIGHT = 3.0, 1.0, 0.1
-COPY_KIND = len(QUESTION_KINDS)
-KIND_NAMES = (*QUESTION_KINDS, "copy")
 _TRAIN_SIZE = TownSize(people=10, companies=4, places=4, events=3, sequels=8, company_sequels=3)
 
 
@@ -43,8 +53,6 @@ class Stage:
         (whole passages).
     length, rows : int
         Tokens a sequence, sequences a step.
-    layers : int
-        Depth the model must have grown to.
     rate : float
         Learning rate.
     kinds : dict
@@ -58,13 +66,12 @@ class Stage:
     pool : int
         While copying, how many different ids there are (0: all).
     about : float
-        Weight of the question whom a passage is about, put to a middle layer at every position of it.
+        Weight of the guidance how to read; see `cacheblend_rag.reference.loss`.
     """
 
     name: str
     length: int
     rows: int
-    layers: int
     rate: float
     kinds: dict[str, float]
     passages: tuple[int, ...] = ()
@@ -81,7 +88,8 @@ class Batch:
     ``ids`` [rows, length]; ``positions``, ``targets``, ``weights``, ``question`` [rows, kept]. ``question`` numbers
     the question a position answers, over the whole batch, and is -1 for context; ``kinds`` [questions].
     ``about_positions`` [rows, chosen] are positions in passages, ``about`` the first id of the name of whoever is
-    written about there, -1 where that cannot be told.
+    written about there, -1 where that cannot be told. ``owners``, ``sources`` [rows, chosen, 3] hold positions and
+    the stretch that each should look at (first, behind the last), -1 where there is none.
     """
 
     ids: Ints
@@ -92,84 +100,11 @@ class Batch:
     kinds: Ints
     about_positions: Ints
     about: Ints
+    owners: Ints
+    sources: Ints
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """A passage or bare fact: ids and, unless they are plain context, their weights and whom each is about."""
-
-    ids: list[int]
-    weights: list[float] = field(default_factory=list)
-    about: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Line:
-    """A bare fact: its text, whom it is about, and characters that weigh more than context."""
-
-    text: str
-    subject: Entity
-    marked: range = range(0)
-    weight: float = ANSWER_WEIGHT
-
-
-@dataclass
-class _Sequence:
-    """A sequence in the making: ids, the weight of each as a target, the question it answers and whom it is about."""
-
-    ids: list[int] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)
-    question: list[int] = field(default_factory=list)
-    kinds: list[int] = field(default_factory=list)
-    about: list[int] = field(default_factory=list)
-
-    def context(self, ids: Sequence[int], weights: Sequence[float] = (), about: Sequence[int] = ()) -> None:
-        self.ids += ids
-        self.weights += weights or [CONTEXT_WEIGHT] * len(ids)
-        self.question += [-1] * len(ids)
-        self.about += about or [-1] * len(ids)
-
-    def answer(self, ids: Sequence[int], weights: Sequence[float], kind: int, about: int = -1) -> None:
-        self.ids += ids
-        self.weights += weights
-        self.question += [len(self.kinds)] * len(ids)
-        self.kinds.append(kind)
-        self.about += [about] * len(ids)
-
-    def pad(self, length: int, token: int) -> None:
-        rest = max(0, length - len(self.ids))
-        self.ids += [token] * rest
-        self.weights += [0.0] * rest
-        self.question += [-1] * rest
-        self.about += [-1] * rest
-
-
-def copy_sequence(rng: random.Random, length: int, vocab: int) -> _Sequence:
-    """Random ids from a small vocabulary of the sequence's own; stretches come again at random distances.
-
-    The ids between count a little, so that the model first learns to stay within the sequence's vocabulary.
-    """
-    small = rng.sample(range(2, vocab), rng.randint(6, 40))
-    sequence = _Sequence()
-    sequence.context([0])
-    stretches: list[list[int]] = []
-    while len(sequence.ids) <= length:
-        if stretches and rng.random() < 0.6:
-            again = rng.choice(stretches)
-            sequence.context(again[:3])
-            sequence.answer(again[3:], [1.0] * (len(again) - 3), COPY_KIND)
-        else:
-            stretches.append(rng.choices(small, k=rng.randint(8, length // 4)))
-            sequence.context(stretches[-1])
-    return sequence
-
-
-def _weights(code: Any, span: range, weight: float) -> list[float]:
-    """Weigh the ids of some characters more than context."""
-    return [weight if high > span.start and low < span.stop else CONTEXT_WEIGHT for low, high in code.offsets]
-
-
-def _by_role(rng: random.Random, subject: Entity, facts: Sequence[Fact]) -> tuple[_Line, _Line, list[Question]]:
+def _by_role(rng: random.Random, subject: Entity, facts: Sequence[Fact]) -> tuple[Line, Line, list[Question]]:
     """Say whose role it is, tell the facts by role, and ask.
 
     Each step of a reference is asked for itself too: role of a name, name of a role, fact of a role. Some lines add
@@ -182,7 +117,8 @@ def _by_role(rng: random.Random, subject: Entity, facts: Sequence[Fact]) -> tupl
     later = (subject.pronoun.capitalize(), f"The {subject.role}")
     text = " ".join(f"{rng.choice(later) if at else said} {predicate_of(fact)}." for at, fact in enumerate(facts))
     start = text.index(name) if with_name else 0
-    line = _Line(text, subject, range(start, start + len(name)) if with_name else range(0))
+    told = {fact: f"{predicate_of(fact)}." for fact in facts}
+    line = Line(text, subject, range(start, start + len(name)) if with_name else range(0), told=told)
     steps = [
         Question("", "within", f"What kind of {subject.kind} is {name}?", of_name, (subject.role,), ()),
         Question("", "within", f"Who is {role}?", of_role, (name,), ()),
@@ -191,7 +127,7 @@ def _by_role(rng: random.Random, subject: Entity, facts: Sequence[Fact]) -> tupl
     asked = rng.sample(steps, 2)
     if not with_name:
         asked += [_bare_question(rng, "reference", fact, name) for fact in facts]
-    return _Line(rng.choice((of_name, of_role)), subject), line, asked
+    return Line(rng.choice((of_name, of_role)), subject), line, asked
 
 
 def subjects_of(town: Town, passage: Passage) -> dict[str, Entity]:
@@ -204,7 +140,7 @@ def _bare_question(rng: random.Random, kind: QuestionKind, fact: Fact, name: str
     """Ask for a bare fact of whoever is called ``name``."""
     ask = rng.choice(fact.relation.questions).format(n=name, e=fact.event)
     sentence = f"{name[0].upper()}{name[1:]} {predicate_of(fact)}."
-    return Question("", kind, ask[0].upper() + ask[1:], sentence, (fact.value,), ())
+    return Question("", kind, ask[0].upper() + ask[1:], sentence, (fact.value,), (), fact)
 
 
 class SequenceMaker:
@@ -229,7 +165,7 @@ class SequenceMaker:
     def _encode(self, texts: Sequence[str]) -> list[Any]:
         return list(self._encoder.encode_batch(list(texts), add_special_tokens=False))
 
-    def sequences(self, stage: Stage) -> Iterator[_Sequence]:
+    def sequences(self, stage: Stage) -> Iterator[TrainingSequence]:
         """Yield sequences of ``stage.length + 1`` tokens without end; several come from one town."""
         while True:
             if stage.name.startswith("copy"):
@@ -238,17 +174,23 @@ class SequenceMaker:
             town = build_town(self._rng.getrandbits(48), self._split, _TRAIN_SIZE)
             questions = [item for item in ask_all(town) if item.kind in stage.kinds]
             codes = self._encode([passage.chunk for passage in town.passages])
-            chunks = [
-                _Chunk(list(code.ids), about=self._about(passage.chunk, code, subjects_of(town, passage)))
-                for passage, code in zip(town.passages, codes, strict=True)
-            ]
+            chunks = [self._passage(town, *pair) for pair in zip(town.passages, codes, strict=True)]
             for _ in range(8):
                 if stage.name in ("recall", "roles"):
                     yield self._bare(stage, town)
-                elif stage.name == "whose":
-                    yield self._whose(stage, town)
                 else:
                     yield self._prompt(stage, town, questions, chunks)
+
+    def _passage(self, town: Town, passage: Passage, code: Any) -> Chunk:
+        text = passage.chunk
+        facts = (fact for fact in town.facts if fact.passage == passage.index)
+        told = spans_told(text, code, dict(zip(facts, passage.said, strict=True)))
+        about = self._about(text, code, subjects_of(town, passage))
+        if passage.index >= len(town.entities):
+            return Chunk(list(code.ids), about=about, by_role=True, told=told)
+        subject = town.entities[passage.index]
+        introduces = introduction_in(text, code, self._first_id(subject.name), subject)
+        return Chunk(list(code.ids), about=about, introduces=introduces, told=told)
 
     def _first_id(self, name: str) -> int:
         if name not in self._first_ids:
@@ -266,7 +208,7 @@ class SequenceMaker:
             about.append(last)
         return about
 
-    def _bare(self, stage: Stage, town: Town) -> _Sequence:
+    def _bare(self, stage: Stage, town: Town) -> TrainingSequence:
         """Bare facts in place of passages, and questions about them.
 
         Several subjects share each relation, so that guessing by relation does not pay. Where the stage asks by
@@ -283,8 +225,8 @@ class SequenceMaker:
         for group in rng.sample(crowded, min(len(crowded), rng.randint(2 if by_role else 1, 4))):
             for fact in rng.sample(group, min(len(group), rng.randint(3, 5))):
                 chosen.setdefault(fact.subject, []).append(fact)
-        introductions: list[_Line] = []
-        lines: list[_Line] = []
+        introductions: list[Line] = []
+        lines: list[Line] = []
         asked: list[Question] = []
         for subject, facts in chosen.items():
             if by_role and subject.role and rng.random() < 0.7:
@@ -293,7 +235,9 @@ class SequenceMaker:
                 lines.append(line)
                 asked += questions
             else:
-                lines += [_Line(f"{subject.name} {predicate_of(fact)}.", subject) for fact in facts]
+                for fact in facts:
+                    text = f"{subject.name} {predicate_of(fact)}."
+                    lines.append(Line(text, subject, told={fact: text}))
                 asked += [_bare_question(rng, "within", fact, subject.name) for fact in facts]
         rng.shuffle(introductions)
         rng.shuffle(lines)
@@ -302,53 +246,23 @@ class SequenceMaker:
             rng.shuffle(lines)
         return self._assemble(stage, self._chunks(lines), rng.sample(asked, len(asked)))
 
-    def _chunks(self, lines: Sequence[_Line]) -> list[_Chunk]:
+    def _chunks(self, lines: Sequence[Line]) -> list[Chunk]:
         """Encode bare lines; what a role says about its owner is unknown before the line that tells whose it is."""
         chunks, introduced = [], set[str]()
         for line, code in zip(lines, self._encode([line.text for line in lines]), strict=True):
-            name = line.subject.name
+            name, by_role = line.subject.name, line.text.startswith(f"The {line.subject.role}") and bool(line.told)
             if name in line.text:
                 introduced.add(name)
             called = {name: line.subject, line.subject.role or name: line.subject} if name in introduced else {}
-            weights = _weights(code, line.marked, line.weight)
-            chunks.append(_Chunk(list(code.ids), weights, self._about(line.text, code, called)))
+            weights, about = weigh(code, line.marked, line.weight), self._about(line.text, code, called)
+            introduces = None if by_role else introduction_in(line.text, code, self._first_id(name), line.subject)
+            told = spans_told(line.text, code, line.told)
+            chunks.append(Chunk(list(code.ids), weights, about, introduces, by_role, told))
         return chunks
 
-    def _whose(self, stage: Stage, town: Town) -> _Sequence:
-        """Lines that say whose role is which, lines that name both, and questions from the one to the other.
-
-        To find a name by a role means to look back from where the role stood to whoever stood before it. That is
-        rarer in text than finding what followed, and is slow to come where few positions ask for it.
-        """
-        rng = self._rng
-        told: dict[Entity, Fact] = {fact.subject: fact for fact in town.facts if fact.subject.role}
-        chosen = rng.sample(list(told), min(len(told), rng.randint(6, 10)))
-        lines: list[_Line] = []
-        later: list[_Line] = []
-        asked: list[Question] = []
-        for subject in chosen:
-            name, role, predicate = subject.name, subject.role, predicate_of(told[subject])
-            of_name, of_role = f"{name} is the {role}.", f"The {role} is {name}."
-            lines.append(_Line(of_name if rng.random() < 0.75 else of_role, subject))
-            draw = rng.random()
-            if draw < 0.6:
-                start = len(f"The {role}, ")
-                later.append(
-                    _Line(f"The {role}, {name}, {predicate}.", subject, range(start, start + len(name)), VALUE_WEIGHT)
-                )
-            elif draw < 0.7:
-                start = len(f"{name}, the ")
-                later.append(
-                    _Line(f"{name}, the {role}, {predicate}.", subject, range(start, start + len(role)), VALUE_WEIGHT)
-                )
-            asked.append(Question("", "reference", f"Who is the {role}?", of_role, (name,), ()))
-            if rng.random() < 0.4:
-                asked.append(Question("", "within", f"What kind of {subject.kind} is {name}?", of_name, (role,), ()))
-        rng.shuffle(lines)
-        rng.shuffle(later)
-        return self._assemble(stage, self._chunks(lines + later), rng.sample(asked, len(asked)))
-
-    def _prompt(self, stage: Stage, town: Town, questions: Sequence[Question], chunks: Sequence[_Chunk]) -> _Sequence:
+    def _prompt(
+        self, stage: Stage, town: Town, questions: Sequence[Question], chunks: Sequence[Chunk]
+    ) -> TrainingSequence:
         """Whole passages chosen around a few questions, and questions that can be answered from them."""
         rng = self._rng
         count = rng.choice(stage.passages)
@@ -387,7 +301,7 @@ class SequenceMaker:
             read.append(replace(chunks[index], about=about))
         return self._assemble(stage, read, asked)
 
-    def _assemble(self, stage: Stage, chunks: Sequence[_Chunk], asked: Sequence[Question]) -> _Sequence:
+    def _assemble(self, stage: Stage, chunks: Sequence[Chunk], asked: Sequence[Question]) -> TrainingSequence:
         rng = self._rng
         form: PromptFormat = rng.choice(FORMATS)
         asked = list({question.question: question for question in asked}.values())
@@ -398,11 +312,9 @@ class SequenceMaker:
         texts += [f" {question.sentence}" for question in asked]
         codes = self._encode(texts)
         prefix, separator, before = (list(code.ids) for code in codes[:3])
-        sequence = _Sequence()
+        sequence = TrainingSequence()
         sequence.context([self._bos, *prefix])
-        for chunk in chunks:
-            sequence.context([*separator, *before])
-            sequence.context(chunk.ids, chunk.weights, chunk.about)
+        told = sequence.chunks(chunks, [*separator, *before])
         sequence.context(separator)
         suffixes, answers = codes[3 : 3 + len(asked)], codes[3 + len(asked) :]
         for question, suffix, answer in zip(asked, suffixes, answers, strict=True):
@@ -416,9 +328,21 @@ class SequenceMaker:
             simple = question.kind in ("within", "reference") and not question.sentence.startswith("The ")
             about = answer.ids[0] if simple else -1
             kind = QUESTION_KINDS.index(question.kind)
+            if question.fact in told:
+                source = told[question.fact]
+                sequence.sources.append(
+                    (len(sequence.ids) - 1 + ids_within(answer, start, end).start, source.start, source.stop)
+                )
             sequence.answer([*answer.ids, self._eos], [*weights, ANSWER_WEIGHT], kind, about)
         sequence.pad(stage.length + 1, self._eos)
         return sequence
+
+
+def _keep_some(rng: np.random.Generator, kept: Ints, looks: Sequence[Look], length: int) -> None:
+    """Put a random choice of looks into ``kept`` [chosen, 3]."""
+    inside = [look for look in looks if look[0] < length]
+    for at, index in enumerate(rng.permutation(len(inside))[: len(kept)]):
+        kept[at] = inside[index]
 
 
 def make_batches(maker: SequenceMaker, stage: Stage, seed: int) -> Iterator[Batch]:
@@ -442,6 +366,8 @@ def make_batches(maker: SequenceMaker, stage: Stage, seed: int) -> Iterator[Batc
             np.array([kind for row in rows for kind in row.kinds], np.int64),
             np.zeros((stage.rows, stage.length // 5), np.int64),
             np.full((stage.rows, stage.length // 5), -1, np.int64),
+            np.full((stage.rows, stage.length // 8, 3), -1, np.int64),
+            np.full((stage.rows, stage.length // 32, 3), -1, np.int64),
         )
         first = 0
         for number, row in enumerate(rows):
@@ -462,4 +388,6 @@ def make_batches(maker: SequenceMaker, stage: Stage, seed: int) -> Iterator[Batc
             known = rng.permutation(np.flatnonzero(about >= 0))[: batch.about.shape[1]]
             batch.about_positions[number, : len(known)] = known
             batch.about[number, : len(known)] = about[known]
+            _keep_some(rng, batch.owners[number], row.owners, stage.length)
+            _keep_some(rng, batch.sources[number], row.sources, stage.length)
         yield batch

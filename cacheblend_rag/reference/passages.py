@@ -169,26 +169,27 @@ def _fit(rng: random.Random, sentences: list[str], fillers: Sequence[str]) -> st
 
 @dataclass(frozen=True)
 class Prose:
-    """A finished title and text."""
+    """A finished title and text, and the words that say each fact, in the order the facts were given."""
 
     title: str
     text: str
+    said: tuple[str, ...]
 
 
 def write_profile(
     rng: random.Random, kind: EntityKind, name: str, role: str, pronoun: str, facts: Sequence[Sayable]
 ) -> Prose:
     """Write a passage that names its subject and, for all but places, tells its role."""
-    sentences = [rng.choice(_OPENERS[kind]).format(n=name, role=role)]
-    sentences += [_say(rng, fact, may_use_pronoun=True) for fact in facts]
-    return Prose(rng.choice(_TITLES[kind]).format(n=name), _fit(rng, sentences, _FILLERS[kind]))
+    opener = rng.choice(_OPENERS[kind]).format(n=name, role=role)
+    said = tuple(_say(rng, fact, may_use_pronoun=True) for fact in facts)
+    return Prose(rng.choice(_TITLES[kind]).format(n=name), _fit(rng, [opener, *said], _FILLERS[kind]), said)
 
 
 def write_sequel(rng: random.Random, kind: EntityKind, role: str, facts: Sequence[Sayable]) -> Prose:
     """Write a passage that names its subject by role and pronoun only."""
-    sentences = [rng.choice(_ROLE_OPENERS[kind]).format(role=role)]
-    sentences += [_say(rng, fact, may_use_pronoun=True) for fact in facts]
-    return Prose(rng.choice(_NEUTRAL_TITLES), _fit(rng, sentences, _FILLERS[kind]))
+    opener = rng.choice(_ROLE_OPENERS[kind]).format(role=role)
+    said = tuple(_say(rng, fact, may_use_pronoun=True) for fact in facts)
+    return Prose(rng.choice(_NEUTRAL_TITLES), _fit(rng, [opener, *said], _FILLERS[kind]), said)
 
 
 def write_report(rng: random.Random, event: str, groups: Sequence[Sequence[Sayable]]) -> Prose:
@@ -197,7 +198,9 @@ def write_report(rng: random.Random, event: str, groups: Sequence[Sequence[Sayab
     ``groups`` holds one sequence of facts a person; a person's facts stand together and the first names the role.
     """
     sentences = [rng.choice(_REPORT_OPENERS).format(n=event)]
+    said: list[str] = []
     for group in groups:
         parts = [_say(rng, fact, may_use_pronoun=index > 0, clear=True) for index, fact in enumerate(group)]
         sentences.append(" ".join(parts))
-    return Prose(rng.choice(_REPORT_TITLES).format(n=event), _fit(rng, sentences, _FILLERS["event"]))
+        said += parts
+    return Prose(rng.choice(_REPORT_TITLES).format(n=event), _fit(rng, sentences, _FILLERS["event"]), tuple(said))

@@ -31,6 +31,8 @@ class Question:
         The gold values.
     needs : tuple of int
         The passages without which it cannot be answered, in an order in which who is meant comes first.
+    fact : Fact, optional
+        The fact that the answer's value comes from, where it is a single one.
     """
 
     id: str
@@ -39,6 +41,7 @@ class Question:
     sentence: str
     answers: tuple[str, ...]
     needs: tuple[int, ...]
+    fact: Fact | None = None
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,21 @@ class _Asker:
     rng: random.Random
     found: list[Question]
 
-    def add(self, kind: QuestionKind, question: str, sentence: str, value: str, needs: Sequence[int]) -> None:
+    def add(
+        self,
+        kind: QuestionKind,
+        question: str,
+        sentence: str,
+        source: Fact | str,
+        needs: Sequence[int],
+    ) -> None:
+        """Keep a question; ``source`` is the fact that answers it, or the bare value where no single fact does."""
+        fact = source if isinstance(source, Fact) else None
+        value = source.value if isinstance(source, Fact) else source
         question = question[0].upper() + question[1:]
         sentence = sentence[0].upper() + sentence[1:]
         name = f"{self.town.split}-{self.town.seed}-{len(self.found)}"
-        self.found.append(Question(name, kind, question, sentence, (value,), tuple(needs)))
+        self.found.append(Question(name, kind, question, sentence, (value,), tuple(needs), fact))
 
 
 def _ask_facts(asker: _Asker) -> None:
@@ -83,11 +96,11 @@ def _ask_facts(asker: _Asker) -> None:
         profile = asker.town.profile_of(subject)
         question, sentence = _ask(asker.rng, fact, subject.name), f"{subject.name} {predicate_of(fact)}."
         if fact.named:
-            asker.add("within", question, sentence, fact.value, (fact.passage,))
+            asker.add("within", question, sentence, fact, (fact.passage,))
             continue
-        asker.add("reference", question, sentence, fact.value, (profile, fact.passage))
+        asker.add("reference", question, sentence, fact, (profile, fact.passage))
         role = f"the {subject.role}"
-        asker.add("within", _ask(asker.rng, fact, role), f"{role} {predicate_of(fact)}.", fact.value, (fact.passage,))
+        asker.add("within", _ask(asker.rng, fact, role), f"{role} {predicate_of(fact)}.", fact, (fact.passage,))
 
 
 def _ask_roles(asker: _Asker) -> None:
@@ -118,7 +131,7 @@ def _ask_bridges(asker: _Asker) -> None:
             link = "who" if second.subject.kind == "person" else "which"
             sentence = f"{described} is {first.value}, {link} {predicate_of(second)}."
             question = _ask(asker.rng, second, described)
-            asker.add("bridge", question, sentence, second.value, (first.passage, second.passage))
+            asker.add("bridge", question, sentence, second, (first.passage, second.passage))
 
 
 def _ask_comparisons(asker: _Asker) -> None:

@@ -1,8 +1,7 @@
 """Train the reference model: ``python -m cacheblend_rag.reference.train --out FOLDER``.
 
-The curriculum widens by measured accuracy: copying random ids, recalling bare facts, whole passages, references
-across passages, every kind. The model starts shallow and grows by layers whose output projections are zero, so that
-growing changes nothing until training goes on. A GPU is used when there is one.
+The curriculum widens by measured accuracy: copying random ids, recalling bare facts, facts told by role, whole
+passages with references across them, every kind. A GPU is used when there is one.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -24,35 +24,28 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.reference import MODEL_PATH
-from cacheblend_rag.reference.curriculum import (
-    COPY_KIND,
-    KIND_NAMES,
-    Batch,
-    SequenceMaker,
-    Stage,
-    make_batches,
-)
+from cacheblend_rag.reference.curriculum import Batch, SequenceMaker, Stage, make_batches
+from cacheblend_rag.reference.loss import TrainingLoss
+from cacheblend_rag.reference.sequences import COPY_KIND, KIND_NAMES
 from cacheblend_rag.reference.tokenizer import train_tokenizer
 
 logger = logging.getLogger(__name__)
 
 _ALL = {"within": 0.42, "reference": 0.42, "bridge": 0.06, "comparison": 0.1}
 STAGES: tuple[Stage, ...] = (
-    Stage("copy", 192, 40, 4, 3e-3, {}, target=0.85),
-    Stage("recall", 256, 32, 4, 3e-3, {"within": 1.0}, target=0.92),
-    Stage("whose", 384, 20, 6, 2e-3, {"within": 1.0, "reference": 1.0}, target=0.9),
-    Stage("roles", 384, 20, 8, 2e-3, {"within": 0.4, "reference": 0.6}, shuffled=0.2, target=0.8, about=0.5),
-    Stage("reference", 640, 14, 8, 2e-3, {"within": 0.4, "reference": 0.6}, (2, 3, 4), 0.3, target=0.85, about=0.5),
-    Stage("all", 832, 10, 8, 1.6e-3, _ALL, (3, 4, 6, 6), 0.15, target=2.0, about=0.5),
+    Stage("copy", 192, 40, 3e-3, {}, target=0.85),
+    Stage("recall", 256, 32, 2e-3, {"within": 1.0}, target=0.87, about=0.5),
+    Stage("roles", 384, 20, 2e-3, {"within": 0.4, "reference": 0.6}, target=0.8, about=0.5),
+    Stage("reference", 640, 14, 2e-3, {"within": 0.4, "reference": 0.6}, (2, 3, 4), target=0.9, about=0.5),
+    Stage("all", 832, 10, 1.6e-3, _ALL, (3, 4, 6, 6), 0.1, target=2.0, about=0.5),
 )
-PROBED_LAYERS = 5
-"""After how many layers the model is asked whom a passage is about."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Width of the model; depth comes from the stages."""
+    """Depth and width of the model."""
 
+    layers: int = 8
     hidden: int = 256
     heads: int = 4
     kv_heads: int = 2
@@ -79,7 +72,7 @@ class TrainOptions:
     start: Path | None = None
 
 
-def build_model(shape: Shape, vocab: int, layers: int, bos: int, eos: int) -> Any:
+def build_model(shape: Shape, vocab: int, bos: int, eos: int) -> Any:
     """Return a randomly initialised ``LlamaForCausalLM``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -87,7 +80,7 @@ def build_model(shape: Shape, vocab: int, layers: int, bos: int, eos: int) -> An
         vocab_size=vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.mlp,
-        num_hidden_layers=layers,
+        num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
@@ -145,71 +138,12 @@ def start_with_copying(model: Any) -> None:
         find.o_proj.weight[names, :size] = 0.6 * copied.T
 
 
-def grow(model: Any, layers: int) -> Any:
-    """Return a deeper model that computes the same: new layers follow old ones and add nothing yet."""
-    old = model.config.num_hidden_layers
-    config = type(model.config).from_dict({**model.config.to_dict(), "num_hidden_layers": layers})
-    deeper = type(model)(config)
-    deeper.model.embed_tokens.load_state_dict(model.model.embed_tokens.state_dict())
-    deeper.model.norm.load_state_dict(model.model.norm.state_dict())
-    # Old layer i goes to the start of its share of the new depth.
-    home = {math.floor(index * layers / old): index for index in range(old)}
-    for index, layer in enumerate(deeper.model.layers):
-        if index in home:
-            layer.load_state_dict(model.model.layers[home[index]].state_dict())
-        else:
-            nn.init.zeros_(layer.self_attn.o_proj.weight)
-            nn.init.zeros_(layer.mlp.down_proj.weight)
-    return deeper.to(next(model.parameters()).device)
-
-
 class _Batches(IterableDataset[Batch]):
     def __init__(self, tokenizer: Any, stage: Stage, seed: int) -> None:
         self._tokenizer, self._stage, self._seed = tokenizer, stage, seed
 
     def __iter__(self) -> Iterator[Batch]:
         return make_batches(SequenceMaker(self._tokenizer, self._seed), self._stage, self._seed)
-
-
-class _Loss(nn.Module):
-    """Weighted cross-entropy at the chosen positions, and which predictions are right.
-
-    Where the stage asks for it, a probe after the middle layers has to name whom a passage is about. So the model
-    learns to settle that while it reads, as larger models do, and not only when a question asks.
-    """
-
-    def __init__(self, model: Any, probe: nn.Module, about_weight: float) -> None:
-        super().__init__()
-        self.model, self.probe, self.about_weight = model, probe, about_weight
-
-    def forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        targets: torch.Tensor,
-        weights: torch.Tensor,
-        about_positions: torch.Tensor,
-        about: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        asks = self.about_weight > 0
-        out = self.model.model(input_ids=ids, use_cache=False, output_hidden_states=asks)
-        logits = self.model.lm_head(_at(out.last_hidden_state, positions)).float()  # [rows, kept, vocab]
-        flat = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        loss = (flat * weights.flatten()).sum() / weights.sum()
-        known = loss.new_zeros(())
-        if asks:
-            middle = _at(out.hidden_states[min(PROBED_LAYERS, len(out.hidden_states) - 1)], about_positions)
-            named = self.model.lm_head(self.probe(middle)).float()  # [rows, chosen, vocab]
-            loss = loss + self.about_weight * nn.functional.cross_entropy(
-                named.flatten(0, 1), about.flatten(), ignore_index=-1
-            )
-            known = (named.argmax(-1) == about).sum() / (about >= 0).sum()
-        return loss, logits.argmax(-1) == targets, known
-
-
-def _at(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rows of ``hidden`` [rows, length, hidden] at ``positions`` [rows, chosen]."""
-    return hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
 
 
 def _accuracy(batch: Batch, right: np.ndarray[Any, np.dtype[np.bool_]]) -> dict[str, tuple[int, int]]:
@@ -240,12 +174,12 @@ class Trainer:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer = train_tokenizer()
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        model = build_model(shape, len(self.tokenizer), stages[0].layers, bos, eos)
+        model = build_model(shape, len(self.tokenizer), bos, eos)
         self.model = model.to(self.device)
         self.probe = nn.Sequential(nn.RMSNorm(shape.hidden), nn.Linear(shape.hidden, shape.hidden)).to(self.device)
         self.stage_index, self.tokens = 0, 0
         self.accuracy: dict[str, float] = {}
-        self.known = 0.0
+        self.guided = np.zeros(3)  # shares: who is meant, owners found, sources found
         self.optimizer = self._new_optimizer()
         if options.checkpoint is not None and options.checkpoint.exists():
             self._resume(options.checkpoint)
@@ -263,13 +197,9 @@ class Trainer:
 
     def _resume(self, path: Path) -> None:
         state = torch.load(path, map_location=self.device, weights_only=True)
-        if state["layers"] != self.model.config.num_hidden_layers:
-            self.model = grow(self.model, state["layers"])
-            self.optimizer = self._new_optimizer()
         self.model.load_state_dict(state["model"])
         self.probe.load_state_dict(state["probe"])
-        if state["optimizer"] is not None:
-            self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self.stage_index, self.tokens = state["stage"], state["tokens"]
         stage = self.stages[self.stage_index].name if self.stage_index < len(self.stages) else "end"
         logger.info("resumed at stage %s, %.1fM tokens", stage, self.tokens / 1e6)
@@ -293,7 +223,6 @@ class Trainer:
             "model": self.model.state_dict(),
             "probe": self.probe.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "layers": self.model.config.num_hidden_layers,
             "stage": self.stage_index,
             "tokens": self.tokens,
         }
@@ -327,9 +256,6 @@ class Trainer:
         """
         while self.stage_index < len(self.stages):
             stage = self.stages[self.stage_index]
-            if self.model.config.num_hidden_layers < stage.layers:
-                self.model = grow(self.model, stage.layers)
-                self.optimizer = self._new_optimizer()
             self._run_stage(stage, last=self.stage_index == len(self.stages) - 1)
             self.stage_index += 1
             self.save()
@@ -341,7 +267,7 @@ class Trainer:
         data = _Batches(self.tokenizer, stage, options.seed * 1_000_003 + self.tokens)
         workers = options.workers
         loader = DataLoader(data, batch_size=None, num_workers=workers, prefetch_factor=8 if workers else None)
-        loss_module: Any = _Loss(self.model, self.probe, stage.about)
+        loss_module: Any = TrainingLoss(self.model, self.probe, stage.about)
         if options.compile:
             loss_module = torch.compile(loss_module, dynamic=False)
         started, begun = time.monotonic(), self.tokens
@@ -356,7 +282,7 @@ class Trainer:
             if step % 20 == 0:
                 shown = " ".join(f"{name} {share:.3f}" for name, share in self.accuracy.items())
                 total = self.tokens / 1e6
-                shown += f" known {self.known:.3f}"
+                shown += " known {:.3f} owners {:.3f} sources {:.3f}".format(*self.guided)
                 logger.info("%s %d %.2fM tokens loss %.3f %s (%.0f tok/s)", stage.name, step, total, loss, shown, speed)
             if step % 100 == 0:
                 self.save()
@@ -373,15 +299,15 @@ class Trainer:
     def _step(self, loss_module: Any, batch: Batch, rate: float) -> float:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        arrays = (batch.ids, batch.positions, batch.targets, batch.weights, batch.about_positions, batch.about)
-        inputs = [torch.from_numpy(array).to(self.device) for array in arrays]
+        named = (getattr(batch, name) for name in signature(TrainingLoss.forward).parameters if name != "self")
+        inputs = [torch.from_numpy(array).to(self.device) for array in named]
         with torch.autocast(self.device.type, torch.bfloat16):
-            loss, right, known = loss_module(*inputs)
+            loss, right, guided = loss_module(*inputs)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        self.known = 0.95 * self.known + 0.05 * float(known)
+        self.guided += 0.05 * (guided.float().cpu().numpy() - self.guided)
         for name, (good, total) in _accuracy(batch, right.cpu().numpy()).items():
             share = good / total
             self.accuracy[name] = 0.95 * self.accuracy.get(name, share) + 0.05 * share

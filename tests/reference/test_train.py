@@ -1,4 +1,4 @@
-"""The trainer: growing changes nothing, copying is there from the start, a short run ends in a loadable model."""
+"""The trainer: copying is there from the start, a short run ends in a loadable model."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.reference.curriculum import KIND_NAMES, SequenceMaker, Stage, make_batches
+from cacheblend_rag.reference.curriculum import SequenceMaker, Stage, make_batches
+from cacheblend_rag.reference.loss import looking
+from cacheblend_rag.reference.sequences import KIND_NAMES
 from cacheblend_rag.reference.tokenizer import train_tokenizer
-from cacheblend_rag.reference.train import STAGES, Shape, Trainer, TrainOptions, build_model, grow
+from cacheblend_rag.reference.train import STAGES, Shape, Trainer, TrainOptions, build_model
 
-TINY = Shape(hidden=128, heads=2, kv_heads=1, head_dim=32, mlp=64)
+TINY = Shape(layers=3, hidden=128, heads=2, kv_heads=1, head_dim=32, mlp=64)
 
 
 @pytest.fixture(scope="module")
@@ -26,19 +28,9 @@ def tokenizer() -> Any:
     return train_tokenizer(vocab_size=2048, towns=12)
 
 
-def test_a_grown_model_computes_the_same() -> None:
-    torch.manual_seed(0)
-    model = build_model(TINY, 200, 3, 0, 1).eval()
-    ids = torch.randint(2, 200, (2, 17))
-    deeper = grow(model, 6).eval()
-    assert deeper.config.num_hidden_layers == 6
-    with torch.no_grad():
-        torch.testing.assert_close(deeper(ids).logits, model(ids).logits)
-
-
 def test_an_untrained_model_already_looks_for_what_followed() -> None:
     torch.manual_seed(0)
-    model = build_model(Shape(), 500, 2, 0, 1).eval()
+    model = build_model(Shape(layers=2), 500, 0, 1).eval()
     model.set_attn_implementation("eager")
     stretch = torch.randperm(400)[:40] + 2
     ids = torch.cat([stretch, stretch]).unsqueeze(0)
@@ -109,8 +101,8 @@ def test_a_short_run_ends_in_a_model_that_loads_and_goes_on(
 ) -> None:
     monkeypatch.setattr("cacheblend_rag.reference.train.train_tokenizer", lambda: tokenizer)
     stages = (
-        Stage("copy", 48, 2, 2, 1e-3, {}),
-        Stage("all", 640, 1, 3, 1e-3, {"within": 0.5, "reference": 0.5}, (2,)),
+        Stage("copy", 48, 2, 1e-3, {}),
+        Stage("all", 640, 1, 1e-3, {"within": 0.5, "reference": 0.5}, (2,)),
     )
     options = TrainOptions(tmp_path / "model", 0, 1280, 2, False, 0, tmp_path / "state.pt")
     accuracy = Trainer(options, TINY, stages).run()
@@ -152,9 +144,53 @@ def test_passages_are_marked_with_whom_they_are_about(tokenizer: Any) -> None:
 
 def test_the_probe_learns_and_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
     monkeypatch.setattr("cacheblend_rag.reference.train.train_tokenizer", lambda: tokenizer)
-    stages = (Stage("roles", 384, 2, 2, 1e-3, {"within": 0.5, "reference": 0.5}, about=1.0),)
+    stages = (Stage("roles", 384, 2, 1e-3, {"within": 0.5, "reference": 0.5}, about=1.0),)
     trainer = Trainer(TrainOptions(tmp_path, 0, 768, compile=False, workers=0), TINY, stages)
     before = [weight.clone() for weight in trainer.probe.parameters()]
     trainer.run()
     assert any(not torch.equal(old, new) for old, new in zip(before, trainer.probe.parameters(), strict=True))
     assert not any("probe" in name for name in AutoModelForCausalLM.from_pretrained(tmp_path).state_dict())
+
+
+@pytest.mark.parametrize("name", ["recall", "roles", "reference"])
+def test_values_are_looked_for_where_they_are_told(tokenizer: Any, name: str) -> None:
+    stage = next(stage for stage in STAGES if stage.name == name)
+    found = 0
+    for sequence in islice(SequenceMaker(tokenizer, 1).sequences(replace(stage, shuffled=0.0)), 20):
+        for at, start, end in sequence.sources:
+            assert start < end <= at
+            found += 1
+            # What the answer must say next is what stands at the place it should look at.
+            assert tokenizer.decode(sequence.ids[at + 1]).strip() == tokenizer.decode(sequence.ids[start]).strip()
+    assert found > 20
+
+
+@pytest.mark.parametrize("name", ["roles", "reference"])
+def test_roles_are_looked_up_where_their_owners_are_introduced(tokenizer: Any, name: str) -> None:
+    stage = next(stage for stage in STAGES if stage.name == name)
+    found = 0
+    for sequence in islice(SequenceMaker(tokenizer, 1).sequences(replace(stage, shuffled=0.0)), 20):
+        for at, start, end in sequence.owners:
+            assert start < end <= at
+            found += 1
+            # Whoever is written about here was written about there.
+            assert sequence.about[at] in sequence.about[start:end]
+    assert found > 20
+
+
+def test_a_look_is_measured_on_the_attention_that_the_model_pays() -> None:
+    torch.manual_seed(0)
+    model = build_model(replace(TINY, layers=2), 300, 0, 1).eval()
+    model.set_attn_implementation("eager")
+    ids = torch.randint(2, 300, (2, 40))
+    looks = torch.tensor([[[20, 3, 9], [39, 0, 40]], [[11, 0, 5], [-1, -1, -1]]])
+    with torch.no_grad():
+        out = model.model(input_ids=ids, output_hidden_states=True, output_attentions=True)
+        loss, found = looking(model.model, out.hidden_states, 1, looks)
+    paid = out.attentions[1][:, 0]
+    masses = torch.stack([paid[0, 20, 3:9].sum(), paid[0, 39].sum(), paid[1, 11, 0:5].sum()])
+    torch.testing.assert_close(loss, -masses.log().mean())
+    tops = [3 <= int(paid[0, 20].argmax()) < 9, True, int(paid[1, 11].argmax()) < 5]
+    assert float(found) == pytest.approx(sum(tops) / 3)
+    with torch.no_grad():
+        assert [float(each) for each in looking(model.model, out.hidden_states, 2, looks)] == [0.0, 0.0]

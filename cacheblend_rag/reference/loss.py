@@ -1,0 +1,106 @@
+"""What training minimises: predicting the next id, and reading in a way that makes answers possible.
+
+Next ids alone taught the model to find facts within a passage but not to settle, while reading, whom a passage about
+"the violinist" is about (docs/decisions/0003). So three things that larger models learn by themselves are asked for:
+a middle layer must know who is meant, one attention head must look at the passage that says whose role it is, and a
+later one, where an answer must give a value, at the place that tells it. None of this is in the exported model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+PROBED_LAYERS = 5
+"""After how many layers the model is asked whom a passage is about."""
+OWNER_LAYER, SOURCE_LAYER = 4, 6
+"""Layers whose first head looks up the owner of a role, and the source of a value."""
+
+
+class TrainingLoss(nn.Module):
+    """Weighted cross-entropy at the chosen positions, with the guidance above where ``about_weight`` is positive."""
+
+    def __init__(self, model: Any, probe: nn.Module, about_weight: float) -> None:
+        super().__init__()
+        self.model, self.probe, self.about_weight = model, probe, about_weight
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        targets: torch.Tensor,
+        weights: torch.Tensor,
+        about_positions: torch.Tensor,
+        about: torch.Tensor,
+        owners: torch.Tensor,
+        sources: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the loss, which predictions are right [rows, kept], and three shares of right guidance [3].
+
+        The shapes are those of `curriculum.Batch`.
+        """
+        guided = self.about_weight > 0
+        out = self.model.model(input_ids=ids, use_cache=False, output_hidden_states=guided)
+        logits = self.model.lm_head(_at(out.last_hidden_state, positions)).float()  # [rows, kept, vocab]
+        flat = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        loss = (flat * weights.flatten()).sum() / weights.sum()
+        right = logits.argmax(-1) == targets
+        if not guided:
+            return loss, right, loss.new_zeros(3)
+        middle = _at(out.hidden_states[min(PROBED_LAYERS, len(out.hidden_states) - 1)], about_positions)
+        named = self.model.lm_head(self.probe(middle)).float()  # [rows, chosen, vocab]
+        asked = nn.functional.cross_entropy(named.flatten(0, 1), about.flatten(), ignore_index=-1, reduction="sum")
+        known = (about >= 0).sum().clamp(min=1)
+        owner_loss, owner_found = looking(self.model.model, out.hidden_states, OWNER_LAYER, owners)
+        source_loss, source_found = looking(self.model.model, out.hidden_states, SOURCE_LAYER, sources)
+        loss = loss + self.about_weight * (asked / known + owner_loss + source_loss)
+        return loss, right, torch.stack([(named.argmax(-1) == about).sum() / known, owner_found, source_found])
+
+
+def looking(
+    decoder: Any, hidden_states: Any, layer_index: int, looks: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return how little a layer's first head looks where it should, and the share of positions where it does.
+
+    Parameters
+    ----------
+    decoder : transformers.LlamaModel
+    hidden_states : sequence of torch.Tensor
+        The input of each layer [rows, length, hidden].
+    layer_index : int
+        Zeros are returned where the model has no such layer yet.
+    looks : torch.Tensor
+        [rows, chosen, 3]: a position, and the first and last-but-one of the positions it should look at; -1: unused.
+    """
+    if layer_index >= len(decoder.layers):
+        return hidden_states[0].new_zeros(()), hidden_states[0].new_zeros(())
+    layer = decoder.layers[layer_index]
+    attention, size = layer.self_attn, layer.self_attn.head_dim
+    hidden = layer.input_layernorm(hidden_states[layer_index])
+    places = torch.arange(hidden.shape[1], device=hidden.device)
+    cos, sin = decoder.rotary_emb(hidden, places.unsqueeze(0))
+    at = looks[..., 0].clamp(min=0)  # [rows, chosen]
+    query = nn.functional.linear(_at(hidden, at), attention.q_proj.weight[:size])
+    key = nn.functional.linear(hidden, attention.k_proj.weight[:size])
+    query = query * cos[0][at] + _turned(query) * sin[0][at]
+    key = key * cos + _turned(key) * sin
+    scores = (query @ key.transpose(1, 2)).float() * size**-0.5  # [rows, chosen, length]
+    scores = scores.masked_fill(places > at.unsqueeze(-1), -1e4)
+    inside = (places >= looks[..., 1:2]) & (places < looks[..., 2:3])
+    used = looks[..., 0] >= 0
+    count = used.sum().clamp(min=1)
+    missed = scores.logsumexp(-1) - scores.masked_fill(~inside, -1e4).logsumexp(-1)
+    found = inside.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1) & used
+    return (missed * used).sum() / count, found.sum() / count
+
+
+def _turned(vectors: torch.Tensor) -> torch.Tensor:
+    first, second = vectors.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def _at(hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rows of ``hidden`` [rows, length, hidden] at ``positions`` [rows, chosen]."""
+    return hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
