@@ -17,7 +17,7 @@ def test_every_codec_answers_the_same_questions(capsys: pytest.CaptureFixture[st
     assert raw["codec"] == "raw"
     assert raw["same"] == 1.0
     assert raw["divergence"] == pytest.approx(0.0, abs=1e-9)
-    # The first token of an answer is a name the model is sure of, so rounding is all that may be seen.
-    assert all(-1e-5 < row["divergence"] < 0.1 for row in (fp8, int8, int4))
+    assert all(0 <= row["divergence"] < 0.5 for row in (fp8, int8, int4))
+    assert max(fp8["divergence"], int8["divergence"]) < int4["divergence"]
     assert raw["token_bytes"] > fp8["token_bytes"] == int8["token_bytes"] > int4["token_bytes"]
     assert all(set(row["value"]) == set(raw["value"]) for row in (fp8, int8, int4))

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.fusor.forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.reference import MODEL_PATH
 from cacheblend_rag.reference.measure import Case, blended_answer, held_out_cases, measure
@@ -45,8 +46,8 @@ class CodecResult:
     same : float
         Share of answers that are word for word those over raw records.
     divergence : float
-        Kullback-Leibler divergence of the first token's distribution from that over raw records,
-        in nats, averaged.
+        KL divergence of the next-token distribution from that over raw records, mean over the gold answers' tokens, in
+        nats.
     """
 
     codec: str
@@ -61,7 +62,8 @@ class CodecResult:
 @dataclass(frozen=True)
 class _Answers:
     texts: list[str]
-    logits: list[torch.Tensor]
+    log_probs: list[torch.Tensor]
+    """For each case, of all tokens where each token of the gold answer stands."""
 
 
 def measure_codec(
@@ -78,16 +80,18 @@ def measure_codec(
         What raw records gave; by default these are they.
     """
     found, answer = _Answers([], []), blended_answer(engine)
+    gold = iter(engine.tokenizer(f" {case.sentence}", add_special_tokens=False).input_ids for case in cases)
 
     def noting(prefix: str, chunks: Sequence[str], suffix: str) -> str:
         found.texts.append(answer(prefix, chunks, suffix))
-        found.logits.append(engine.fuse(Prompt(prefix, chunks, suffix)).logits.float().cpu())
+        fused = engine.fuse(Prompt(prefix, chunks, suffix))
+        found.log_probs.append(answer_log_probs(engine.adapter, fused.cache, fused.logits, next(gold)))
         return found.texts[-1]
 
     kinds = measure(noting, cases, STUFF)
     raw = raw or found
-    pairs = list(zip(raw.logits, found.logits, strict=True))
-    divergence = [float((a.softmax(0) * (a.log_softmax(0) - b.log_softmax(0))).sum()) for a, b in pairs]
+    pairs = zip(raw.log_probs, found.log_probs, strict=True)
+    divergence = [float(kl_divergence(exact, coded).mean()) for exact, coded in pairs]
     segment = engine._pipeline.chunk_segment(cases[0].chunks[0])
     result = CodecResult(
         codec=engine.config.codec,
@@ -126,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results.append(result)
             print(
                 f"{selection:<6} {codec:<5} {result.token_bytes:>9.0f} bytes a token  value {result.overall:.3f}  "
-                f"same answer {result.same:.3f}  divergence {result.divergence:.2e}"
+                f"same answer {result.same:.3f}  KL {result.divergence:.2e}"
             )
     print(json.dumps([asdict(result) for result in results]))
     return 0
