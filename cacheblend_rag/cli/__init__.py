@@ -1,4 +1,4 @@
-"""The command line: ``cacheblend-rag ask``, ``bench``, ``cache``, ``profile`` and ``serve``."""
+"""The command line: ``ask``, ``bench``, ``cache``, ``calibrate``, ``eval``, ``profile`` and ``serve``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from cacheblend_rag import __version__
 from cacheblend_rag.cli.ask import add_ask
 from cacheblend_rag.cli.bench import add_bench
 from cacheblend_rag.cli.cache import add_cache
+from cacheblend_rag.cli.calibrate import add_calibrate
 from cacheblend_rag.cli.evaluate import add_eval
 from cacheblend_rag.cli.profile import add_profile
 from cacheblend_rag.cli.serve import add_serve
@@ -33,6 +34,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cacheblend-rag", description="Fast local RAG from stored KV.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (add_ask, add_serve, add_cache, add_profile, add_bench, add_eval):
+    for add in (add_ask, add_serve, add_cache, add_profile, add_bench, add_calibrate, add_eval):
         add(commands)
     return parser

@@ -63,9 +63,10 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attention", type=int, default=20, metavar="N", help="questions for attention deviation")
     parser.add_argument("--device", default="auto", help='"auto", "cpu", "cuda", …')
     parser.add_argument("--dtype", default="auto", help='"auto", "float32", "bfloat16" or "float16"')
-    parser.add_argument("--kv", metavar="FOLDER", help="KV store (default: in the folder of results)")
+    parser.add_argument("--kv", metavar="FOLDER", help='KV store, or "memory" (default: in the folder of results)')
     parser.add_argument("--size-limit", metavar="SIZE", help='of the KV store, such as "20GB" (default 10 GB)')
     parser.add_argument("--data-dir", metavar="FOLDER", help="where calibrated settings are (default: user's cache)")
+    parser.add_argument("--against", metavar="LABEL", help='pair all with one more method, such as "hkvd 0.15"')
     parser.add_argument("--no-plots", action="store_true", help="leave the drawing out")
 
 
@@ -103,7 +104,7 @@ def _eval(parsed: argparse.Namespace) -> int:
     with BlendEngine.from_pretrained(
         parsed.model or MODEL_PATH,
         config=config,
-        store=Path(parsed.kv) if parsed.kv else out / "kv",
+        store=None if parsed.kv == "memory" else Path(parsed.kv or out / "kv"),
         device=parsed.device,
         dtype=parsed.dtype,
     ) as engine:
@@ -155,7 +156,7 @@ def _run(parsed: argparse.Namespace, engine: BlendEngine, source: CaseSource, op
     out, ranker = Path(parsed.out), _ranker(parsed.retrieve, source, max(options.chunks))
     evaluation = Evaluation(engine, source, options, ranker, _calibrated(parsed, engine), retrieval=parsed.retrieve)
     run = evaluation.run(out)
-    rows = write_summary(run, out)
+    rows = write_summary(run, out, parsed.against)
     if not parsed.no_plots:
         draw_run(run, rows, out)
     print((out / "table.md").read_text(encoding="utf-8"))

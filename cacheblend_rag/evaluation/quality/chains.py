@@ -55,6 +55,8 @@ class DocumentChains:
     engine : BlendEngine
     max_new_tokens : int
         Of each call.
+    **fields
+        Further fields of the `CacheBlendLLM`.
 
     Raises
     ------
@@ -62,14 +64,14 @@ class DocumentChains:
         If langchain-classic is not installed.
     """
 
-    def __init__(self, engine: BlendEngine, max_new_tokens: int) -> None:
+    def __init__(self, engine: BlendEngine, max_new_tokens: int, **fields: Any) -> None:
         try:
             from langchain_classic.chains.question_answering import load_qa_chain
         except ImportError as error:
             raise MissingExtraError("langchain-classic", "langchain") from error
         self._load = load_qa_chain
         plain = engine.with_config(min_tokens=sys.maxsize)
-        self._llm = CacheBlendLLM.from_engine(plain, max_new_tokens=max_new_tokens, track=False)
+        self._llm = CacheBlendLLM.from_engine(plain, max_new_tokens=max_new_tokens, track=False, **fields)
         self._chains: dict[str, Any] = {}
 
     def answer(self, kind: str, question: str, chunks: Sequence[str]) -> ChainAnswer:

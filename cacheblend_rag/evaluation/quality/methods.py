@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from cacheblend_rag.config import BlendConfig
@@ -119,6 +119,10 @@ def rule_of(method: str, ratio: float) -> SelectionRule:
     head = options.pop("head", ())
     if head:
         options["recompute_ratios"] = (*head, ratio)
+    own = [option.name for option in fields(RULES[name])]  # type: ignore[arg-type]
+    for key in options:
+        if key not in own:
+            raise ConfigError("methods", method, f"use options of {name!r}: {', '.join(own)}")
     shared = {key: options.pop(key) for key in ("check_layers", "metric", "recompute_ratios") if key in options}
     return make_rule(BlendConfig(selection=name, recompute_ratio=ratio, selection_options=options, **shared))
 

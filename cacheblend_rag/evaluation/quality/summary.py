@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,10 @@ _TITLES = {
 }
 
 
+# A question's line, a method's result on it, full prefill's, and that of the method compared with.
+_Measured = tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any], Mapping[str, Any] | None]
+
+
 @dataclass(frozen=True)
 class MethodRow:
     """A method at one number and length of chunks.
@@ -46,6 +50,8 @@ class MethodRow:
         Means, of those of `MEASURES` that were taken.
     differences : dict of str to Interval
         The same less full prefill's on the same questions, where more is better.
+    against : dict of str to Interval
+        The same less another method's, if one was named.
     ttft : float
         Median seconds to the first token; requests with a cold chunk are left out where they count.
     ttft_ratio : Interval
@@ -71,6 +77,7 @@ class MethodRow:
     work: float
     work_24: float
     kinds: dict[str, dict[str, float]]
+    against: dict[str, Interval] = field(default_factory=dict)
 
     @property
     def blended(self) -> bool:
@@ -85,13 +92,19 @@ def main_measure(run: EvalRun) -> str:
     return "f1" if all(line["task"] == "qa" for line in run.lines) else "rouge_l"
 
 
-def summarise(run: EvalRun) -> list[MethodRow]:
+def summarise(run: EvalRun, against: str | None = None) -> list[MethodRow]:
     """Rows by number and length of chunks, in the order of the methods.
+
+    Parameters
+    ----------
+    run : EvalRun
+    against : str, optional
+        Label of a method, such as ``"hkvd 0.15"``, that all are paired with besides full prefill.
 
     Raises
     ------
     ConfigError
-        If nothing was measured.
+        If nothing was measured, or there is no method of that label.
     """
     points: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for line in run.lines:
@@ -102,11 +115,14 @@ def summarise(run: EvalRun) -> list[MethodRow]:
         raise ConfigError("data", "all questions", f"use other ones, or fewer or shorter chunks: {skipped}")
     rows = []
     for (chunks, length), lines in sorted(points.items()):
-        by_label: dict[str, list[tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]]] = {}
+        by_label: dict[str, list[_Measured]] = {}
         for line in lines:
-            full = next(result for result in line["results"] if result["method"] == "full")
-            for result in line["results"]:
-                by_label.setdefault(result["label"], []).append((line, result, full))
+            named = {result["label"]: result for result in line["results"]}
+            if against is not None and against not in named:
+                raise ConfigError("against", against, "use one of " + ", ".join(map(repr, named)))
+            for label, result in named.items():
+                other = named.get(against) if against is not None else None
+                by_label.setdefault(label, []).append((line, result, named["full"], other))
         for label in sorted(by_label, key=_place):
             rows.append(_row(chunks, length, by_label[label]))
     return rows
@@ -121,22 +137,17 @@ def _place(label: str) -> tuple[bool, str, float, str]:
         return label != "full", label, -1.0, label
 
 
-def _row(chunks: int, length: int, found: Sequence[tuple[Mapping[str, Any], ...]]) -> MethodRow:
+def _row(chunks: int, length: int, found: Sequence[_Measured]) -> MethodRow:
     first = found[0][1]
-    groups = [line["group"] or line["case"] for line, _, _ in found]
-    measures, differences = {}, {}
+    measures = {}
     for name in MEASURES:
-        having = [(r, f, g) for (_, r, f), g in zip(found, groups, strict=True) if r.get(name) is not None]
-        if not having:
-            continue
-        values, of = [float(r[name]) for r, _, _ in having], [g for _, _, g in having]
-        measures[name] = interval(values, groups=of)
-        if name in _QUALITY:
-            differences[name] = paired(values, [float(f[name]) for _, f, _ in having], groups=of)
-    warm = [(r, f) for line, r, f in found if not line["cold"]] or [(r, f) for _, r, f in found]
+        having = [(float(r[name]), _group(line)) for line, r, _, _ in found if r.get(name) is not None]
+        if having:
+            measures[name] = interval([value for value, _ in having], groups=[group for _, group in having])
+    warm = [(r, f) for line, r, f, _ in found if not line["cold"]] or [(r, f) for _, r, f, _ in found]
     kinds: dict[str, dict[str, float]] = {}
-    for kind in dict.fromkeys(str(line["kind"]) for line, _, _ in found if line["kind"]):
-        of_kind = [result for line, result, _ in found if line["kind"] == kind]
+    for kind in dict.fromkeys(str(line["kind"]) for line, *_ in found if line["kind"]):
+        of_kind = [result for line, result, *_ in found if line["kind"] == kind]
         kinds[kind] = {"questions": float(len(of_kind))} | {
             name: _mean(r[name] for r in of_kind if r.get(name) is not None)
             for name in measures
@@ -149,16 +160,35 @@ def _row(chunks: int, length: int, found: Sequence[tuple[Mapping[str, Any], ...]
         chunks=chunks,
         chunk_tokens=length,
         questions=len(found),
-        failed=sum(bool(result.get("failed")) for _, result, _ in found),
+        failed=sum(bool(result.get("failed")) for _, result, *_ in found),
         measures=measures,
-        differences=differences,
+        differences=_differences([(line, result, full) for line, result, full, _ in found]),
         ttft=statistics.median(result["ttft"] for result, _ in warm),
         ttft_ratio=interval([full["ttft"] / result["ttft"] for result, full in warm]),
-        rows=_mean(result["rows"] for _, result, _ in found),
-        work=_mean(result["work"] for _, result, _ in found),
-        work_24=_mean(result["work_24"] for _, result, _ in found),
+        rows=_mean(result["rows"] for _, result, *_ in found),
+        work=_mean(result["work"] for _, result, *_ in found),
+        work_24=_mean(result["work_24"] for _, result, *_ in found),
         kinds=kinds,
+        against=_differences([(line, result, other) for line, result, _, other in found if other is not None]),
     )
+
+
+def _group(line: Mapping[str, Any]) -> str:
+    """Questions of one group are not independent."""
+    return str(line["group"] or line["case"])
+
+
+def _differences(
+    found: Sequence[tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]],
+) -> dict[str, Interval]:
+    """Paired differences of the second from the third, for the measures both have."""
+    differences = {}
+    for name in _QUALITY:
+        both = [(r, o, line) for line, r, o in found if r.get(name) is not None and o.get(name) is not None]
+        if both:
+            ours, theirs = ([float(result[name]) for result in side] for side in list(zip(*both, strict=True))[:2])
+            differences[name] = paired(ours, theirs, groups=[_group(line) for _, _, line in both])
+    return differences
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -180,13 +210,13 @@ def least_work(rows: Sequence[MethodRow], measure: str, loss: float = LOSS) -> d
     return found
 
 
-def markdown(run: EvalRun, rows: Sequence[MethodRow]) -> str:
+def markdown(run: EvalRun, rows: Sequence[MethodRow], against: str | None = None) -> str:
     """The tables, one for each number and length of chunks, and results by question kind."""
     measure = main_measure(run)
     parts = []
     for point, best in least_work(rows, measure).items():
         of_point = [row for row in rows if (row.chunks, row.chunk_tokens) == point]
-        parts.append(_heading(of_point[0]) + "\n\n" + _table(of_point))
+        parts.append(_heading(of_point[0]) + "\n\n" + _table(of_point, against))
         if any(row.kinds for row in of_point):
             parts.append(_kinds(of_point, measure))
         if any(row.blended for row in of_point):
@@ -207,7 +237,7 @@ def _heading(row: MethodRow) -> str:
     return f"**{row.chunks} chunks{length}, {row.questions} questions**"
 
 
-def _table(rows: Sequence[MethodRow]) -> str:
+def _table(rows: Sequence[MethodRow], against: str | None = None) -> str:
     taken = [name for name in MEASURES if any(name in row.measures for row in rows)]
     quality = [name for name in taken if name in _QUALITY and name != "agreement"]
     lead = quality[0] if quality else "agreement"
@@ -215,6 +245,10 @@ def _table(rows: Sequence[MethodRow]) -> str:
     columns += [(_TITLES[name], _shower(name)) for name in taken]
     columns += [
         (f"{_TITLES[lead]} against full", lambda row: _signed(row.differences.get(lead))),
+    ]
+    if against is not None:
+        columns.append((f"{_TITLES[lead]} against {against}", lambda row: _signed(row.against.get(lead))))
+    columns += [
         ("TTFT", lambda row: f"{row.ttft * 1e3:.1f} ms"),
         ("times faster", lambda row: f"{row.ttft_ratio.mean:.2f}"),
         ("rows", lambda row: f"{row.rows:.1%}"),
@@ -256,9 +290,9 @@ def _lines(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *body))
 
 
-def write_summary(run: EvalRun, folder: Path) -> list[MethodRow]:
+def write_summary(run: EvalRun, folder: Path, against: str | None = None) -> list[MethodRow]:
     """Write ``table.md`` and ``summary.json`` into a folder; the rows."""
-    rows, measure = summarise(run), main_measure(run)
+    rows, measure = summarise(run, against), main_measure(run)
     best = [
         {
             "chunks": chunks,
@@ -269,6 +303,6 @@ def write_summary(run: EvalRun, folder: Path) -> list[MethodRow]:
         for (chunks, length), row in least_work(rows, measure).items()
     ]
     content = {"settings": run.settings, "measure": measure, "rows": list(map(asdict, rows)), "least_work": best}
-    (folder / "table.md").write_text(markdown(run, rows), encoding="utf-8")
+    (folder / "table.md").write_text(markdown(run, rows, against), encoding="utf-8")
     (folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return rows

@@ -1,0 +1,183 @@
+"""``cacheblend-rag calibrate``: search, say what was found, and keep it where ``recompute_ratio="auto"`` reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from cacheblend_rag.checks import check_above_zero, check_whole
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.evaluation.calibration.search import Finding, Search
+from cacheblend_rag.evaluation.calibration.trials import TrialSet
+from cacheblend_rag.fusor.selection import RULES, SelectionRule
+from cacheblend_rag.loading import BlendSettings, MachineProfile
+from cacheblend_rag.prompt import Prompt, SegmentTokenizer
+from cacheblend_rag.steering import profile_path
+
+__all__ = ["CalibrationOptions", "calibrate", "keep_settings", "report", "settings_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationOptions:
+    """How a model is calibrated.
+
+    Parameters
+    ----------
+    tolerance : float
+        Mean KL divergence from full prefill that is allowed, in nats a token.
+    check_share : float
+        Share of the prompts that have no part in the search and check its result.
+    answer_tokens : int
+        Tokens of each answer of full prefill that are compared.
+    scaled : bool
+        Prefer what is cheapest in a model of 24 layers, for a model of fewer.
+    """
+
+    tolerance: float = 0.01
+    check_share: float = 0.33
+    answer_tokens: int = 16
+    scaled: bool = False
+
+    def __post_init__(self) -> None:
+        check_above_zero("tolerance", self.tolerance)
+        check_whole("answer_tokens", self.answer_tokens, 1)
+        if not 0 < self.check_share < 1:
+            raise ConfigError("check_share", self.check_share, "use a number above 0 and below 1")
+
+
+def calibrate(
+    engine: BlendEngine,
+    prompts: Sequence[Prompt],
+    options: CalibrationOptions | None = None,
+    *,
+    progress: bool | None = None,
+) -> tuple[BlendSettings, Finding]:
+    """Find the cheapest blending within a tolerance.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+        Its model, tokenizer and separator; its store is not used.
+    prompts : sequence of Prompt
+        As they will be asked; no answers are needed.
+    options : CalibrationOptions, optional
+    progress : bool, optional
+        Show a progress bar; by default if standard error is a terminal.
+
+    Returns
+    -------
+    BlendSettings, Finding
+        What to use, which is full prefill for a model that does not tolerate blending, and all that was seen.
+
+    Raises
+    ------
+    ConfigError
+        If there are fewer than six prompts.
+    """
+    options = options or CalibrationOptions()
+    if len(prompts) < 6:
+        raise ConfigError("prompts", len(prompts), "use at least 6")
+    every = max(2, round(1 / options.check_share))
+    checks = [prompt for number, prompt in enumerate(prompts) if number % every == every - 1]
+    searched = [prompt for number, prompt in enumerate(prompts) if number % every != every - 1]
+    segments = SegmentTokenizer(engine.tokenizer, engine.config.separator)
+    hidden = None if progress is None else not progress
+    with tqdm(desc="calibrating", unit=" passes", disable=hidden) as bar:
+        common: dict[str, Any] = {
+            "answer_tokens": options.answer_tokens,
+            "end_ids": _end_ids(engine),
+            "scaled": options.scaled,
+            "on_prompt": bar.update,
+        }
+        trials = TrialSet(engine.adapter, segments, searched, **common)
+        checked = TrialSet(engine.adapter, segments, checks, **common)
+        found = Search(trials, checked, engine.adapter.num_layers, options.tolerance).run()
+    return settings_of(found, options.tolerance), found
+
+
+def _end_ids(engine: BlendEngine) -> list[int]:
+    end = getattr(engine.model.generation_config, "eos_token_id", None) or engine.tokenizer.eos_token_id
+    return list(end) if isinstance(end, Iterable) else [] if end is None else [int(end)]
+
+
+def settings_of(found: Finding, tolerance: float) -> BlendSettings:
+    """What a finding says about how to blend."""
+    prompts = len(found.reuse.divergences)
+    if found.chosen is None or found.checked is None:
+        return BlendSettings("all", recompute_ratio=1.0, tolerance=tolerance, prompts=prompts)
+    rule, seen = found.chosen.rule, found.checked.divergence
+    shared = ("check_layers", "recompute_ratio", "recompute_ratios", "metric")
+    values = {option.name: getattr(rule, option.name) for option in fields(rule)}  # type: ignore[arg-type]
+    return BlendSettings(
+        selection=_name(rule),
+        **{name: _plain(values[name]) for name in shared if name in values},
+        selection_options={name: _plain(value) for name, value in values.items() if name not in shared},
+        tolerance=tolerance,
+        divergence=seen.mean,
+        highest=seen.high,
+        work=found.checked.work,
+        prompts=prompts,
+    )
+
+
+def _name(rule: SelectionRule) -> str:
+    return next(name for name, kind in RULES.items() if type(rule) is kind)
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, (list, tuple)) else value
+
+
+def keep_settings(engine: BlendEngine, settings: BlendSettings) -> Path:
+    """Write settings into the profile beside the engine's store; its path.
+
+    Engines that are made from now on and leave the choice to ``recompute_ratio="auto"`` use them.
+
+    Raises
+    ------
+    ConfigError
+        If the store has no folder.
+    StoreError
+        If the profile cannot be written.
+    """
+    path = profile_path(engine.store)
+    if path is None:
+        raise ConfigError("store", engine.store, "use a store with a folder; a profile is kept beside it")
+    found = MachineProfile(blends={engine.fingerprint: settings})
+    before = MachineProfile.load(path)
+    (found if before is None else before.joined(found)).save(path)
+    return path
+
+
+def report(settings: BlendSettings, found: Finding) -> str:
+    """What was found, in words and a table."""
+    lines = ["layer  metric  divergence with 5% after it  least share within the tolerance"]
+    for layer in found.layers:
+        least = "none" if layer.least_ratio is None else f"{layer.least_ratio:.1%}"
+        lines.append(f"{layer.layer:>5}  {layer.metric:<6}  {layer.divergence:>27.4f}  {least:>32}")
+    where = f"layer {found.decisive_layer}" if found.decisive_layer else "no layer"
+    lines += [
+        "",
+        f"deviation points at the tokens that matter from {where} on",
+        f"full KV reuse is {found.reuse.divergence.mean:.4f} nats a token from full prefill",
+    ]
+    if not settings.tolerates:
+        lines.append(
+            "this model does not tolerate blending: nothing that saves work stays within "
+            f"{settings.tolerance:g} nats a token of full prefill; auto will prefill every prompt in full"
+        )
+        return "\n".join(lines)
+    checks = ", ".join(map(str, settings.check_layers))
+    shares = ", ".join(f"{share:.1%}" for share in settings.recompute_ratios or (settings.recompute_ratio,))
+    at = f", metric {settings.metric}, checks at layer {checks}" if settings.selection in ("hkvd", "mixed") else ""
+    lines.append(
+        f"chosen: {settings.selection}{at}, share {shares}: {settings.work:.1%} of full prefill's work, divergence "
+        f"{settings.divergence:.4f} (up to {settings.highest:.4f}) where {settings.tolerance:g} is allowed, on "
+        "prompts that had no part in the search"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,243 @@
+"""The search: from which layer deviation points at the right tokens, and the cheapest schedule that reaches it.
+
+1. For each check layer and metric, all rows before it and a share after it: the least share within the
+   tolerance. The first layer that needs hardly more than any later one is the decisive layer.
+2. For the most promising, fewer rows on the layers before: first a falling share for all at once, then
+   layer by layer.
+3. Rules without a check, at their least share.
+4. From the least work upward, whatever also keeps the tolerance on prompts that had no part in this.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from cacheblend_rag.evaluation.calibration.trials import TrialSet, Tried
+from cacheblend_rag.evaluation.quality.statistics import interval
+from cacheblend_rag.fusor.selection import (
+    SelectBoundary,
+    SelectGradual,
+    SelectHKVD,
+    SelectionRule,
+    SelectMixed,
+    SelectNone,
+    SelectQuery,
+)
+
+__all__ = ["RATIOS", "Finding", "LayerFinding", "Search"]
+
+_log = logging.getLogger(__name__)
+RATIOS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7)
+"""Shares that are tried."""
+_HEADS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2)
+_PROBE = 0.05  # share at which layers are compared
+_POINTLESS = 0.8  # of what full reuse loses: what is no better points at nothing
+_REFINED = 3  # check layers and metrics whose schedule is searched
+# A rule that does more work than this is not worth its trouble.
+MOST_WORK = 0.9
+
+
+@dataclass(frozen=True)
+class LayerFinding:
+    """What deviation on a layer is worth.
+
+    Parameters
+    ----------
+    layer : int
+    metric : str
+    divergence : float
+        Mean KL divergence with all rows before the layer and 5% from it on.
+    least_ratio : float or None
+        Least share from it on that stays within the tolerance; None if none of those tried does.
+    """
+
+    layer: int
+    metric: str
+    divergence: float
+    least_ratio: float | None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a search found.
+
+    Parameters
+    ----------
+    chosen : Tried or None
+        The cheapest rule within the tolerance, on the prompts of the search; None if none is.
+    checked : Tried or None
+        The same on prompts that had no part in the search.
+    reuse : Tried
+        Full KV reuse: what is lost without any recompute.
+    layers : tuple of LayerFinding
+    decisive_layer : int or None
+        The first layer that points at the right tokens hardly worse than the best one; None if 5% of
+        the rows help nowhere.
+    tried : tuple of Tried
+        All rules within the tolerance on the prompts of the search, least work first.
+    """
+
+    chosen: Tried | None
+    checked: Tried | None
+    reuse: Tried
+    layers: tuple[LayerFinding, ...]
+    decisive_layer: int | None
+    tried: tuple[Tried, ...]
+
+
+class Search:
+    """A search over rules for one model.
+
+    Parameters
+    ----------
+    trials : TrialSet
+        Prompts that rules are searched on.
+    checks : TrialSet
+        Prompts that the result is checked on.
+    layers : int
+        Of the model.
+    tolerance : float
+        Mean KL divergence from full prefill that is allowed, in nats a token. On the prompts of the
+        search the upper end of the 95% interval must keep it.
+    """
+
+    def __init__(self, trials: TrialSet, checks: TrialSet, layers: int, tolerance: float) -> None:
+        self._trials, self._checks = trials, checks
+        self._layers, self._tolerance = layers, tolerance
+        self._good: dict[str, Tried] = {}
+
+    def run(self) -> Finding:
+        """Search, choose and check."""
+        reuse = self._trials.try_rule(SelectNone())
+        # As a rule whose share can be raised later, and that recomputes nothing now.
+        self._passes(SelectHKVD((1,), 0.0))
+        layers = self._measure_layers()
+        for found in self._promising(layers):
+            self._schedule(found.layer, found.metric, found.least_ratio or RATIOS[-1])
+        decisive = _decisive(layers, self._tolerance, reuse.divergence.mean)
+        for make in self._others(decisive or 1, layers):
+            self._least(make)
+        tried = sorted(self._good.values(), key=lambda one: one.work)
+        chosen, checked = self._checked(tried)
+        return Finding(chosen, checked, reuse, tuple(layers), decisive, tuple(tried))
+
+    def _passes(self, rule: SelectionRule) -> bool:
+        """Whether a rule keeps the tolerance on the prompts of the search."""
+        tried = self._trials.try_rule(rule.fit(self._layers), self._tolerance)
+        good = tried.whole and tried.divergence.high <= self._tolerance
+        if good and tried.work <= MOST_WORK:
+            self._good[repr(tried.rule)] = tried
+        return good
+
+    def _least(self, make: Callable[[float], SelectionRule], ratios: Sequence[float] = RATIOS) -> float | None:
+        """The least of some rising shares that keeps the tolerance, by halving; None if the highest does not."""
+        if not ratios or not self._passes(make(ratios[-1])):
+            return None
+        low, high = -1, len(ratios) - 1  # the first fails or is not there, the second passes
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self._passes(make(ratios[middle])):
+                high = middle
+            else:
+                low = middle
+        return ratios[high]
+
+    # Layers -------------------------------------------------------------------------------------
+
+    def _measure_layers(self) -> list[LayerFinding]:
+        """What deviation on each layer is worth, as deep as a check there can pay."""
+        found: list[LayerFinding] = []
+        for layer in range(1, self._layers):
+            if found and self._too_deep(layer):
+                break
+            for metric in ("v", "k", "kv") if layer == 1 else ("v", "k"):
+                probe = self._trials.try_rule(SelectHKVD((layer,), _PROBE, metric=metric).fit(self._layers))
+                least = self._least(lambda ratio, at=layer, by=metric: SelectHKVD((at,), ratio, metric=by))  # type: ignore[misc]
+                found.append(LayerFinding(layer, metric, probe.divergence.mean, least))
+        return found
+
+    def _too_deep(self, layer: int) -> bool:
+        """Whether a check at a layer costs more than what is known, however few rows its head keeps."""
+        least = min((tried.work for tried in self._good.values()), default=MOST_WORK)
+        # The first layer is computed in full, the others up to the check with a fifth of the rows at least.
+        return (1 + 0.2 * (layer - 1)) / self._layers > least
+
+    def _promising(self, layers: Sequence[LayerFinding]) -> list[LayerFinding]:
+        having = [found for found in layers if found.least_ratio is not None]
+
+        def hoped(found: LayerFinding) -> float:
+            """Work with half of the rows before the check."""
+            after = self._layers - found.layer
+            return 1 + 0.5 * (found.layer - 1) + (found.least_ratio or 0) * after
+
+        by_layer: dict[int, LayerFinding] = {}
+        for found in sorted(having, key=lambda one: (hoped(one), one.divergence)):
+            by_layer.setdefault(found.layer, found)  # its better metric
+        return list(by_layer.values())[:_REFINED]
+
+    # Schedules ----------------------------------------------------------------------------------
+
+    def _schedule(self, layer: int, metric: str, ratio: float) -> None:
+        """The cheapest falling shares before a check layer, at its least share and at the next one up."""
+        if layer < 2:
+            return
+        higher = [share for share in RATIOS if share >= ratio][:2]
+        for share in higher:
+            heads = [head for head in _HEADS if head >= share]
+
+            def funnel(power: float, last: float = share) -> tuple[float, ...]:
+                return (*(max(last, power ** (at / (layer - 1))) for at in range(1, layer)), last)
+
+            power = self._least(lambda power: _scheduled(funnel(power), metric), sorted(heads))
+            if power is not None:
+                self._refine(funnel(power), metric)
+
+    def _refine(self, shares: tuple[float, ...], metric: str) -> None:
+        """Lower one share after another, the last of them first, as long as the tolerance is kept."""
+        for at in reversed(range(len(shares) - 1)):
+            lower = [share for share in (*RATIOS, *_HEADS) if shares[at + 1] <= share < shares[at]]
+
+            def with_share(share: float, place: int = at, known: tuple[float, ...] = shares) -> SelectionRule:
+                return _scheduled((*known[:place], share, *known[place + 1 :]), metric)
+
+            best = self._least(with_share, [*sorted(set(lower)), shares[at]])
+            if best is not None:
+                shares = (*shares[:at], best, *shares[at + 1 :])
+
+    # Other rules --------------------------------------------------------------------------------
+
+    def _others(self, decisive: int, layers: Sequence[LayerFinding]) -> Iterator[Callable[[float], SelectionRule]]:
+        yield SelectBoundary
+        yield SelectQuery
+        yield lambda ratio: SelectMixed((1,), ratio, (0.5, 0.0, 0.5))
+        best = min((found for found in layers if found.layer == decisive), key=lambda found: found.divergence)
+        for shares in ((0.2, 0.8, 0.0), (0.2, 0.6, 0.2)):
+            yield lambda ratio, of=shares: SelectMixed((decisive,), ratio, of, metric=best.metric)  # type: ignore[misc]
+
+    # The choice ---------------------------------------------------------------------------------
+
+    def _checked(self, tried: Sequence[Tried]) -> tuple[Tried | None, Tried | None]:
+        """The cheapest that keeps the tolerance on prompts it was not searched on, and surely on both."""
+        for one in tried:
+            checked = self._checks.try_rule(one.rule, self._tolerance)
+            _log.info("%s: work %.1f%%, divergence %.4g", one.rule, 100 * one.work, checked.divergence.mean)
+            both = interval((*one.divergences, *checked.divergences))
+            if checked.whole and max(checked.divergence.mean, both.high) <= self._tolerance:
+                return one, checked
+        return None, None
+
+
+def _scheduled(shares: Sequence[float], metric: str) -> SelectionRule:
+    """Falling shares, the first from layer 1 on."""
+    return SelectGradual((1,), max(shares), tuple(shares), metric)
+
+
+def _decisive(layers: Sequence[LayerFinding], tolerance: float, reuse: float) -> int | None:
+    """The first layer that does hardly worse than the best of all."""
+    best = min(found.divergence for found in layers)
+    if best > max(tolerance, _POINTLESS * reuse):
+        return None
+    near = max(tolerance, 1.5 * best)
+    return next(found.layer for found in layers if found.divergence <= near)

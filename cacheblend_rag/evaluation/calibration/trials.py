@@ -1,0 +1,135 @@
+"""Prompts with what full prefill would answer, on which rules are tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cacheblend_rag.evaluation.prepared import PreparedPrompt
+from cacheblend_rag.evaluation.quality.statistics import Interval, interval
+from cacheblend_rag.fusor import Fusion
+from cacheblend_rag.fusor.forcing import answer_log_probs, kl_divergence
+from cacheblend_rag.fusor.selection import SelectionRule
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.modes import evaluating
+from cacheblend_rag.prompt import Prompt, SegmentTokenizer
+
+__all__ = ["TrialSet", "Tried"]
+
+_BATCH = 8
+# A rule whose mean is this many times over the tolerance after a batch is given up.
+_HOPELESS = 3.0
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A rule on some prompts.
+
+    Parameters
+    ----------
+    rule : SelectionRule
+    divergences : tuple of float
+        KL divergence from full prefill for each prompt, mean over the tokens that full prefill generates.
+    work : float
+        Mean work as a share of full prefill's.
+    whole : bool
+        Whether all prompts were tried, or it was given up before.
+    """
+
+    rule: SelectionRule
+    divergences: tuple[float, ...]
+    work: float
+    whole: bool
+
+    @property
+    def divergence(self) -> Interval:
+        """Mean with its 95% interval over prompts."""
+        return interval(self.divergences)
+
+
+class TrialSet:
+    """Prompts, each with the tokens that full prefill generates for it.
+
+    Parameters
+    ----------
+    adapter : ModelAdapter
+    tokenizer : SegmentTokenizer
+    prompts : sequence of Prompt
+    answer_tokens : int
+        Most tokens generated.
+    end_ids : sequence of int
+        Tokens that end an answer.
+    scaled : bool
+        Count work as in a model of 24 layers, see `work_share`.
+    on_prompt : callable
+        Called after each prompt that was prepared or tried.
+    """
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        tokenizer: SegmentTokenizer,
+        prompts: Sequence[Prompt],
+        *,
+        answer_tokens: int = 16,
+        end_ids: Sequence[int] = (),
+        scaled: bool = False,
+        on_prompt: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._adapter, self._scaled, self._on_prompt = adapter, scaled, on_prompt
+        self._known: dict[str, Tried] = {}
+        self._prepared: list[PreparedPrompt] = []
+        self._answers: list[tuple[list[int], torch.Tensor]] = []
+        for prompt in prompts:
+            prepared = PreparedPrompt(adapter, tokenizer, prompt)
+            self._answers.append(_generate(adapter, prepared.full, answer_tokens, frozenset(end_ids)))
+            prepared.forget_full()
+            self._prepared.append(prepared)
+            on_prompt()
+
+    def __len__(self) -> int:
+        return len(self._prepared)
+
+    def try_rule(self, rule: SelectionRule, tolerance: float = float("inf")) -> Tried:
+        """Fuse every prompt by a rule; one that is far beyond a tolerance is given up early."""
+        key = repr(rule)
+        known = self._known.get(key)
+        if known is not None and (known.whole or _hopeless(known.divergences, tolerance)):
+            return known
+        divergences: list[float] = []
+        works: list[float] = []
+        for number, (prepared, (ids, full)) in enumerate(zip(self._prepared, self._answers, strict=True)):
+            if number and number % _BATCH == 0 and _hopeless(divergences, tolerance):
+                break
+            fused = prepared.fuse(rule)
+            cache = self._adapter.new_cache(fused.fusion.layers)
+            found = answer_log_probs(self._adapter, cache, fused.fusion.logits, ids)
+            divergences.append(float(kl_divergence(full, found).mean()))
+            works.append(fused.scaled_work if self._scaled else fused.work)
+            self._on_prompt()
+        tried = Tried(rule, tuple(divergences), sum(works) / len(works), len(works) == len(self._prepared))
+        self._known[key] = tried
+        return tried
+
+
+def _hopeless(divergences: Sequence[float], tolerance: float) -> bool:
+    return sum(divergences) / len(divergences) > _HOPELESS * tolerance
+
+
+def _generate(
+    adapter: ModelAdapter, fusion: Fusion, count: int, end_ids: frozenset[int]
+) -> tuple[list[int], torch.Tensor]:
+    """Ids that greedy decoding writes, the end token included, and the distributions they were taken from."""
+    cache, logits = adapter.new_cache(fusion.layers), fusion.logits
+    ids: list[int] = []
+    rows: list[torch.Tensor] = []
+    with evaluating(adapter.model), torch.no_grad():
+        while True:
+            rows.append(logits.float().log_softmax(dim=-1))
+            ids.append(int(rows[-1].argmax()))
+            if len(ids) == count or ids[-1] in end_ids:
+                return ids, torch.stack(rows)
+            given = torch.tensor([[ids[-1]]], device=adapter.device)
+            logits = adapter.model(given, past_key_values=cache, use_cache=True).logits[0, -1]

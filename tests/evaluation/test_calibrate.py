@@ -1,0 +1,268 @@
+"""Calibration: within its tolerance, different for different models, and read by ``recompute_ratio="auto"``."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.documents import Document
+
+from cacheblend_rag import BlendConfig, Prompt
+from cacheblend_rag.cli import main
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.evaluation.calibration.calibrate import CalibrationOptions, calibrate, keep_settings, report
+from cacheblend_rag.evaluation.calibration.prompts import case_prompts, chunk_prompts, question_prompts
+from cacheblend_rag.evaluation.calibration.search import Finding
+from cacheblend_rag.evaluation.calibration.trials import TrialSet
+from cacheblend_rag.evaluation.quality.methods import settings_rule, variants
+from cacheblend_rag.fusor.selection import SelectHKVD, SelectNone
+from cacheblend_rag.loading import (
+    BlendSettings,
+    ChunkKV,
+    Device,
+    LoadingController,
+    MachineProfile,
+    PrefillProfile,
+)
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.prompt import SegmentTokenizer
+from cacheblend_rag.steering import Steering
+from tests import tiny
+from tests.probes import engine_of
+
+TOLERANCE = 0.05
+
+
+def prompts(first: int, count: int) -> list[Prompt]:
+    return [
+        Prompt("Read this:", [tiny.text(20, 10 * n + k) for k in range(4)], f"What fell {tiny.text(3, n)}?")
+        for n in range(first, first + count)
+    ]
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    # The wider the weights, the sharper attention, and the more it matters what a chunk cannot see.
+    "calm": {"seed": 1, "initializer_range": 0.05, "num_hidden_layers": 6},
+    "middling": {"seed": 2, "initializer_range": 0.12, "num_hidden_layers": 6},
+    "wild": {"seed": 0, "initializer_range": 0.5, "num_hidden_layers": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    return {name: tiny.model(**made) for name, made in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def found(models: dict[str, Any]) -> dict[str, tuple[BlendSettings, Finding]]:
+    """Each model calibrated."""
+    results = {}
+    for name, model in models.items():
+        with engine_of(model) as engine:
+            options = CalibrationOptions(tolerance=TOLERANCE, answer_tokens=8)
+            results[name] = calibrate(engine, prompts(0, 12), options, progress=False)
+    return results
+
+
+def test_different_models_get_different_settings(found: dict[str, tuple[BlendSettings, Finding]]) -> None:
+    calm, middling, wild = (found[name][0] for name in MODELS)
+    assert calm.tolerates
+    assert middling.tolerates
+    assert calm.least_ratio == 0, "full reuse is within the tolerance"
+    assert calm.work < middling.work < 0.9
+    assert settings_rule(calm) != settings_rule(middling)
+    assert not wild.tolerates
+    assert wild.selection == "all"
+
+
+def test_the_tolerance_holds_on_prompts_nobody_has_seen(
+    models: dict[str, Any], found: dict[str, tuple[BlendSettings, Finding]]
+) -> None:
+    for name in ("calm", "middling"):
+        settings, _ = found[name]
+        assert settings.divergence <= settings.tolerance == TOLERANCE
+        segments = SegmentTokenizer(tiny.tokenizer(), " # # ")
+        fresh = TrialSet(ModelAdapter(models[name]), segments, prompts(100, 16), answer_tokens=8, end_ids=[2])
+        tried = fresh.try_rule(settings_rule(settings).fit(6))
+        assert tried.divergence.mean <= TOLERANCE
+        assert tried.work == pytest.approx(settings.work, abs=0.05)
+
+
+def test_no_cheaper_rule_was_passed_over(found: dict[str, tuple[BlendSettings, Finding]]) -> None:
+    _, finding = found["middling"]
+    assert finding.chosen is not None
+    assert [tried.work for tried in finding.tried] == sorted(tried.work for tried in finding.tried)
+    assert finding.tried.index(finding.chosen) < len(finding.tried) / 2
+    assert finding.reuse.divergence.mean > TOLERANCE
+    for layer in finding.layers:
+        assert layer.least_ratio is None or 0 < layer.least_ratio <= 0.7
+    by_layer = {layer.layer: layer.divergence for layer in finding.layers}
+    assert finding.decisive_layer is not None
+    assert by_layer[max(by_layer)] < by_layer[1], "the later the check, the better it points"
+
+
+def test_what_is_said(found: dict[str, tuple[BlendSettings, Finding]]) -> None:
+    assert "chosen: hkvd" in report(*found["calm"])
+    assert "of full prefill's work" in report(*found["middling"])
+    assert "does not tolerate blending" in report(*found["wild"])
+    assert "full KV reuse is" in report(*found["wild"])
+
+
+def test_answers_are_those_of_full_prefill(models: dict[str, Any]) -> None:
+    model, (prompt,) = models["middling"], prompts(5, 1)
+    trials = TrialSet(ModelAdapter(model), SegmentTokenizer(tiny.tokenizer(), " # # "), [prompt], answer_tokens=5)
+    with engine_of(model, selection="all") as engine:
+        answer = engine.generate(prompt, max_new_tokens=5)
+    (ids, log_probs), *_ = trials._answers
+    assert ids == answer.token_ids
+    assert log_probs.argmax(dim=-1).tolist() == ids
+    assert trials.try_rule(SelectHKVD((1,), 1.0)).divergence.mean == pytest.approx(0, abs=1e-4)
+    assert trials.try_rule(SelectNone()).divergence.mean > 0
+
+
+def test_options_are_checked(models: dict[str, Any]) -> None:
+    with engine_of(models["calm"]) as engine, pytest.raises(ConfigError, match="prompts"):
+        calibrate(engine, prompts(0, 3))
+    for changes in ({"tolerance": 0}, {"check_share": 1.0}, {"answer_tokens": 0}):
+        with pytest.raises(ConfigError):
+            CalibrationOptions(**changes)  # type: ignore[arg-type]
+
+
+# Prompts ------------------------------------------------------------------------------------
+
+
+def test_prompts_of_ones_own_chunks() -> None:
+    chunks = [
+        Document(page_content=f"In town {n} the mill of Ebba Lund{n} burned.", metadata={"source": f"{n // 2}.md"})
+        for n in range(8)
+    ]
+    made = chunk_prompts(chunks, 20, 4, seed=3)
+    assert made == chunk_prompts(chunks, 20, 4, seed=3) != chunk_prompts(chunks, 20, 4, seed=4)
+    assert len(made) == 20
+    for prompt in made:
+        assert len(set(prompt.chunks)) == 4
+        assert "Lund" in prompt.suffix
+    neighbours = [f"Lund{n}" for n in range(8)]
+    first = made[0]
+    here = [n for n, name in enumerate(neighbours) if any(f"{name} " in chunk for chunk in first.chunks)]
+    assert any(n ^ 1 in here for n in here), "chunks of one file stand together"
+    asked = question_prompts(chunks, ["Which mill of Ebba Lund5 burned?", " "], 2)
+    assert len(asked) == 1
+    assert "Lund5" in asked[0].chunks[0]
+    with pytest.raises(ConfigError, match="docs"):
+        chunk_prompts(chunks[:1], 4)
+    with pytest.raises(ConfigError, match="questions"):
+        question_prompts(chunks, [""])
+
+
+def test_prompts_of_a_file_of_questions(questions: Path) -> None:
+    made = case_prompts(str(questions), 5, 3, seed=1)
+    assert len(made) == 5
+    assert all(len(prompt.chunks) == 3 for prompt in made)
+    assert made == case_prompts(str(questions), 5, 3, seed=1)
+
+
+# The profile, and who reads it ---------------------------------------------------------------
+
+SETTINGS = BlendSettings(
+    "gradual", (1,), 0.05, (0.5, 0.4, 0.05), "k", tolerance=0.01, divergence=0.004, highest=0.008, work=0.1, prompts=24
+)
+
+
+def test_settings_are_kept_in_the_profile_and_old_profiles_still_read(tmp_path: Path) -> None:
+    old = {"prefill": {"m": {"constant": 0, "linear": 1, "quadratic": 0}}, "devices": {}}
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(old), encoding="utf-8")
+    before = MachineProfile.load(path)
+    assert before is not None
+    assert before.blends == {}
+    joined = before.joined(MachineProfile(blends={"m": SETTINGS}))
+    joined.save(path)
+    assert MachineProfile.load(path) == joined
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert content["prefill"] == old["prefill"]
+    content["blends"]["m"]["of_a_later_version"] = 1
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert MachineProfile.load(path) == joined
+
+
+def steering(settings: BlendSettings, prefill: bool = False, **options: Any) -> Steering:
+    measured = {"m": PrefillProfile(1.0, 0.0, 0.0)} if prefill else {}
+    profile = MachineProfile(measured, {"disk": Device("disk", 1e6)}, {"m": settings})
+    return Steering(BlendConfig(**options), 24, "m", LoadingController(profile))
+
+
+def test_auto_is_what_was_calibrated_unless_a_rule_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = steering(SETTINGS).choose([ChunkKV(100, 1000)], 120, 20, "disk")
+    assert chosen.rule == SelectHKVD((1, 2, 3), 0.5, (0.5, 0.4, 0.05), "k")
+    assert chosen.ratio == 0.05
+    for options in ({"recompute_ratio": 0.3}, {"metric": "k"}, {"selection": "boundary"}, {"check_layers": (2,)}):
+        assert steering(SETTINGS, **options).settings is None
+    monkeypatch.setenv("CACHEBLEND_RAG_SELECTION", "query")
+    assert steering(SETTINGS).settings is None
+
+
+def test_slow_loading_raises_what_was_calibrated_and_never_lowers_it() -> None:
+    fast = steering(SETTINGS, prefill=True).choose([ChunkKV(100, 1000)], 120, 20, "disk")
+    assert fast.ratio == 0.05
+    slow = steering(SETTINGS, prefill=True).choose([ChunkKV(900, 500_000)], 1000, 100, "disk")
+    assert slow.plan is not None
+    assert 0.3 < slow.ratio <= 0.5
+    assert slow.rule.recompute_ratios == (0.5, max(0.4, slow.ratio), slow.ratio)  # type: ignore[attr-defined]
+    # What the first layers do beyond the last share counts as done at any ratio: of 24 layers
+    # 1 + 0.5 + 0.4 + 21 * 0.05 are computed.
+    head = steering(SETTINGS)._head_share()
+    assert head + 0.05 * (1 - head) == pytest.approx((1 + 0.5 + 0.4 + 21 * 0.05) / 24)
+    flat = replace(SETTINGS, selection="hkvd", check_layers=(2,), recompute_ratios=())
+    assert steering(flat)._head_share() == pytest.approx(2 / 24)
+
+
+def test_a_model_that_does_not_tolerate_blending_is_prefilled_in_full(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = steering(BlendSettings("all", recompute_ratio=1.0, tolerance=0.01))
+    assert "does not tolerate blending within 0.01 nats" in caplog.text
+    assert not found.rule.reads_store
+    assert not found.free
+
+
+def test_the_next_engine_uses_what_was_kept(models: dict[str, Any], tmp_path: Path) -> None:
+    (prompt,) = prompts(7, 1)
+    settings = replace(SETTINGS, recompute_ratios=(0.5, 0.1))
+    with engine_of(models["calm"], store=str(tmp_path)) as engine:
+        engine.warm(prompt.chunks, progress=False)
+        assert keep_settings(engine, settings) == tmp_path / "profile.json"
+        assert engine.fuse(prompt).report.recompute_ratio == 0.15
+    with engine_of(models["calm"], store=str(tmp_path)) as engine:
+        report = engine.fuse(prompt).report
+        reused = report.chunk_tokens
+        assert report.recompute_ratio == 0.1
+        assert report.recomputed_tokens == (reused, reused // 2, *[reused // 10] * 4)
+        (found,) = [one for one in variants(["calibrated"], (), 6, settings) if one.method == "calibrated"]
+        assert found.rule == SelectHKVD((1, 2), 0.5, (0.5, 0.1), "k")
+    with engine_of(models["calm"]) as engine, pytest.raises(ConfigError, match="store"):
+        keep_settings(engine, settings)
+
+
+def test_the_command(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for number in range(8):
+        (docs / f"{number}.md").write_text(f"Town {number}\n\n{tiny.text(30, number)}", encoding="utf-8")
+    given = ["calibrate", "--model", str(model_folder), "--docs", str(docs), "--data-dir", str(tmp_path / "data")]
+    small = ["--prompts", "6", "--chunks", "3", "--answer-tokens", "3", "--device", "cpu"]
+    assert main([*given, *small, "--tolerance", "5"]) == 0
+    said = capsys.readouterr().out
+    assert "chosen: hkvd" in said
+    path = tmp_path / "data" / "kv" / "profile.json"
+    assert f"kept in {path}" in said
+    (kept,) = json.loads(path.read_text(encoding="utf-8"))["blends"].values()
+    assert kept["tolerance"] == 5
+    (tmp_path / "asked.txt").write_text("What fell?\n" * 6, encoding="utf-8")
+    assert main([*given, *small, "--tolerance", "1e-9", "--questions", str(tmp_path / "asked.txt")]) == 0
+    assert "does not tolerate blending" in capsys.readouterr().out
+    assert main([*given, "--data", "reference:dev"]) == 2
+    assert "without --docs" in capsys.readouterr().err

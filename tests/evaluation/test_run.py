@@ -1,0 +1,352 @@
+"""Whole runs: killed and gone on with, refused in a folder of another, and what they say in the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.documents import Document
+from transformers import AutoTokenizer
+
+from cacheblend_rag.cli import main
+from cacheblend_rag.errors import ConfigError, MissingExtraError
+from cacheblend_rag.evaluation.quality.chains import DocumentChains
+from cacheblend_rag.evaluation.quality.choosing import choose
+from cacheblend_rag.evaluation.quality.datasets import load_cases
+from cacheblend_rag.evaluation.quality.journal import Journal
+from cacheblend_rag.evaluation.quality.methods import METHODS, rule_of, variants
+from cacheblend_rag.evaluation.quality.plots import draw_run
+from cacheblend_rag.evaluation.quality.prompts import build_prompt
+from cacheblend_rag.evaluation.quality.runner import EvalOptions, EvalRun, Evaluation
+from cacheblend_rag.evaluation.quality.sources import FileCases
+from cacheblend_rag.evaluation.quality.statistics import Interval
+from cacheblend_rag.evaluation.quality.summary import MethodRow, least_work, summarise, write_summary
+from cacheblend_rag.fusor.selection import SelectGradual, SelectHKVD, SelectQuery
+from cacheblend_rag.langchain import CacheBlendLLM
+from cacheblend_rag.reference import MODEL_PATH
+from tests import tiny
+from tests.evaluation.conftest import write_questions
+from tests.langchain.models import Script
+from tests.probes import engine_of
+
+ROOT = Path(__file__).parent.parent.parent
+METHODS_RUN = "full,prefix,reuse,hkvd,boundary,query,mixed,gradual"
+
+
+def arguments(model: Path, questions: Path, out: Path, *more: str) -> list[str]:
+    common = ["--ratios", "0.3", "--chunks", "3", "--order", "random", "--max-new-tokens", "4", "--no-plots"]
+    where = ["--data", str(questions), "--model", str(model), "--out", str(out), "--device", "cpu"]
+    return ["eval", *where, "--methods", METHODS_RUN, *common, "--attention", "2", *more]
+
+
+def lines_of(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    for line in lines:
+        for result in line.get("results", ()):
+            assert result.pop("ttft") > 0
+    return lines
+
+
+@pytest.fixture(scope="module")
+def killed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which a run was killed when it had finished a question or more."""
+    folder = tmp_path_factory.mktemp("killed")
+    questions = write_questions(folder / "questions.jsonl", 12)
+    out = folder / "out"
+    command = [sys.executable, "-m", "cacheblend_rag.cli", *arguments(model_folder, questions, out)]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    results = out / "results.jsonl"
+    deadline = time.monotonic() + 120
+    while not results.exists() or results.read_bytes().count(b"\n") < 3:
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    return folder
+
+
+def test_a_killed_run_goes_on_where_it_was(
+    killed: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, questions = killed / "out", killed / "questions.jsonl"
+    before = lines_of(out)
+    assert 3 <= len(before) < 13
+    with (out / "results.jsonl").open("ab") as file:
+        file.write(b'{"chunks": 3, "case": "q2')  # a line that was cut off
+    assert main(arguments(model_folder, questions, out)) == 0
+    after = lines_of(out)
+    assert after[: len(before)] == before, "what was finished stays as it is"
+    assert [line["case"] for line in after[1:]] == [f"q{number}" for number in range(12)]
+    assert "| hkvd 0.3 |" in capsys.readouterr().out
+    # The same as a run that nobody killed, but for times.
+    assert main(arguments(model_folder, questions, killed / "again")) == 0
+    assert without_times(lines_of(killed / "again")) == without_times(after)
+
+
+def test_other_settings_are_refused_in_the_same_folder(
+    killed: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, questions = killed / "out", killed / "questions.jsonl"
+    size = (out / "results.jsonl").stat().st_size
+    assert main(arguments(model_folder, questions, out, "--seed", "7", "--limit", "5")) == 2
+    said = capsys.readouterr().err
+    assert "use another folder" in said
+    assert "seed was 0, not 7" in said
+    assert "data was" in said
+    assert (out / "results.jsonl").stat().st_size == size
+
+
+def test_malformed_lines_reach_the_user(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_questions(tmp_path / "questions.jsonl", 2)
+    path.write_text(path.read_text() + "{broken\n", encoding="utf-8")
+    assert main(arguments(model_folder, path, tmp_path / "out")) == 2
+    assert "line 3: not JSON" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "results.jsonl").exists()
+
+
+def test_a_journal_keeps_others_out_and_tells_what_is_damaged(tmp_path: Path) -> None:
+    with Journal(tmp_path, {"seed": 1}) as journal:
+        journal.append({"case": "a", "value": (1, 2)})
+        with pytest.raises(ConfigError, match="a run is writing"), Journal(tmp_path, {"seed": 1}):
+            pass
+        assert journal.lines == [{"case": "a", "value": [1, 2]}]
+    with Journal(tmp_path, {"seed": 1}) as journal:
+        assert [line["case"] for line in journal.lines] == ["a"]
+    with pytest.raises(ConfigError, match="seed was 1, not 2"), Journal(tmp_path, {"seed": 2}):
+        pass
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(b"nonsense\n" + path.read_bytes())
+    with pytest.raises(ConfigError, match="line 1 is damaged"), Journal(tmp_path, {"seed": 1}):
+        pass
+    path.write_bytes(b'{"settings": {"se')  # killed before the first line was whole
+    with Journal(tmp_path, {"seed": 2}) as journal:
+        assert journal.lines == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="can be written"):
+        Journal(tmp_path / "file", {})
+
+
+# What is measured ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> EvalRun:
+    """A run over two numbers and two lengths of chunks."""
+    folder = tmp_path_factory.mktemp("run")
+    cases = load_cases(write_questions(folder / "questions.jsonl", 6))
+    methods = ("prefix", "reuse", "hkvd", "hkvd:check_layers=2:metric=k", "query")
+    options = EvalOptions(
+        methods=methods, ratios=(0.2, 1.0), chunks=(2, 4), chunk_tokens=(0, 60), max_new_tokens=4, attention=1
+    )
+    with engine_of(tiny.model(num_hidden_layers=3)) as engine:
+        return Evaluation(engine, FileCases(cases), options).run(folder / "out", progress=False)
+
+
+def test_what_a_run_measures(run: EvalRun) -> None:
+    assert len(run.lines) == 6 * 4
+    for line in run.lines:
+        results = {result["label"]: result for result in line["results"]}
+        assert next(iter(results)) == "full"
+        assert len(results) == 9
+        full, prefix, reuse, some, everything = (
+            results[name] for name in ("full", "prefix", "reuse", "hkvd 0.2", "hkvd 1")
+        )
+        assert full["kl"] == 0
+        assert full["work"] == full["rows"] == full["agreement"] == 1
+        assert prefix["kl"] == pytest.approx(0, abs=1e-5)
+        assert prefix["answer"] == full["answer"] == everything["answer"]
+        assert everything["kl"] == pytest.approx(0, abs=1e-4)
+        assert reuse["work"] < some["work"] < everything["work"]
+        assert reuse["work"] < prefix["work"] < 1
+        assert results["query 0.2"]["work"] > some["work"] - 0.2
+        assert {result["misses"] for result in results.values()} == {0}
+    assert sum(any(r["attention_deviation"] is not None for r in line["results"]) for line in run.lines) == 4
+    watched = next(line for line in run.lines if line["results"][0]["attention_deviation"] is not None)
+    deviations = {result["label"]: result["attention_deviation"] for result in watched["results"]}
+    assert deviations["full"] == 0
+    assert deviations["prefix"] is None
+    assert deviations["reuse"] > deviations["hkvd 0.2"] > deviations["hkvd 1"] >= 0
+
+
+def test_the_order_of_methods_turns_so_that_none_is_always_warm(run: EvalRun) -> None:
+    seconds = [line["results"][1]["label"] for line in run.lines[:6]]
+    assert len(set(seconds)) == 6
+
+
+def test_rows_and_table(run: EvalRun, tmp_path: Path) -> None:
+    rows = write_summary(run, tmp_path)
+    assert len(rows) == 9 * 4
+    assert rows[0].label == "full"
+    by_hand = [r["kl"] for line in run.lines for r in line["results"] if r["label"] == "reuse" and line["chunks"] == 2]
+    found = [row for row in rows if row.label == "reuse" and row.chunks == 2]
+    assert sum(row.measures["kl"].mean for row in found) / 2 == pytest.approx(sum(by_hand) / 12)
+    assert {kind: values["questions"] for kind, values in rows[0].kinds.items()} == {"a": 3, "b": 3}
+    table = (tmp_path / "table.md").read_text(encoding="utf-8")
+    assert table.count("questions**") == 4
+    assert "| hkvd:check_layers=2:metric=k 0.2 |" in table
+    content = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
+    assert content["measure"] == "f1"
+    assert len(content["rows"]) == 36
+    assert [entry["chunks"] for entry in content["least_work"]] == [2, 2, 4, 4]
+    again = write_summary(run, tmp_path, "hkvd 0.2")
+    assert "F1 against hkvd 0.2" in (tmp_path / "table.md").read_text(encoding="utf-8")
+    (itself,) = [row for row in again if row.label == "hkvd 0.2" and (row.chunks, row.chunk_tokens) == (2, 0)]
+    (other,) = [row for row in again if row.label == "reuse" and (row.chunks, row.chunk_tokens) == (2, 0)]
+    assert itself.against["agreement"] == Interval(0, 0, 0)
+    expected = other.measures["agreement"].mean - itself.measures["agreement"].mean
+    assert other.against["agreement"].mean == pytest.approx(expected)
+    with pytest.raises(ConfigError, match="against"):
+        summarise(run, "hkvd 0.7")
+    files = draw_run(run, rows, tmp_path)
+    assert {path.name for path in files} >= {"quality-ttft.svg", "quality-ratio.svg", "least-work-chunk-tokens.svg"}
+    assert all("</svg>" in path.read_text(encoding="utf-8") for path in files)
+    first = {path: path.read_bytes() for path in files}
+    draw_run(run, rows, tmp_path)
+    assert {path: path.read_bytes() for path in files} == first
+
+
+def row(label: str, lost: float, work: float, chunks: int = 3) -> MethodRow:
+    method = label.split()[0]
+    difference = {"f1": Interval(-lost, -lost - 0.1, -lost + 0.1)}
+    none = Interval(0, 0, 0)
+    return MethodRow(label, method, 0.1, chunks, 0, 9, 0, {"f1": none}, difference, 1, none, work, work, work, {})
+
+
+def test_the_least_work_that_loses_no_more_than_0_015() -> None:
+    rows = [row("reuse", 0, 0.01), row("hkvd 0.1", 0.02, 0.1), row("hkvd 0.2", 0.015, 0.2), row("query 0.3", 0, 0.3)]
+    found = least_work([*rows, row("hkvd 0.1", 0.5, 0.1, chunks=6)], "f1")
+    assert found[3, 0] is rows[2]
+    assert found[6, 0] is None
+
+
+def test_an_extended_workload_leaves_cold_requests_out_of_times(questions: Path, tmp_path: Path) -> None:
+    options = EvalOptions(methods=("reuse",), workload="extended", chunks=(4,), answers=False, attention=0)
+    with engine_of(tiny.model(num_hidden_layers=2)) as engine:
+        run = Evaluation(engine, FileCases(load_cases(questions)), options).run(tmp_path / "out", progress=False)
+    assert {line["group"] for line in run.lines} == {"set 1", "set 2"}
+    cold = [line["cold"] for line in run.lines]
+    assert any(cold)
+    for line in run.lines:  # make what was cold slow
+        line["cold"] = line["case"] in ("q0", "q1")
+        for result in line["results"]:
+            result["ttft"] = 100.0 if line["cold"] else 1.0
+    assert [row.ttft for row in summarise(run)] == [1.0, 1.0]
+    assert "f1" not in summarise(run)[0].measures
+
+
+def test_prompts_that_do_not_fit_are_counted_not_cut(questions: Path, tmp_path: Path) -> None:
+    options = EvalOptions(methods=("reuse",), chunks=(2, 8), answers=False, attention=0)
+    cases = load_cases(questions)
+    with engine_of(tiny.model(num_hidden_layers=2)) as engine:
+        longest = max(len(engine.tokenize(build_prompt(choose(case, 2))).input_ids) for case in cases)
+    limit = longest + 150  # an answer fits as well, six more passages do not
+    with engine_of(tiny.model(num_hidden_layers=2, max_position_embeddings=limit)) as engine:
+        run = Evaluation(engine, FileCases(load_cases(questions)), options).run(tmp_path / "out", progress=False)
+        rows = write_summary(run, tmp_path)
+    assert {row.chunks for row in rows} == {2}
+    assert "8 prompts were left out" in (tmp_path / "table.md").read_text(encoding="utf-8")
+    only = EvalRun(run.settings, [line for line in run.lines if line["chunks"] == 8])
+    with pytest.raises(ConfigError, match=r"do not fit \d+ positions"):
+        summarise(only)
+
+
+# Methods ------------------------------------------------------------------------------------
+
+
+def test_methods_by_name() -> None:
+    found = variants(["reuse", "gradual:metric=k:head=0.5+0.3", "query", "hkvd", "hkvd"], (0.05, 0.1), 6)
+    assert [variant.label for variant in found[:4]] == [
+        "full", "reuse", "gradual:metric=k:head=0.5+0.3 0.05", "gradual:metric=k:head=0.5+0.3 0.1",
+    ]  # fmt: skip
+    assert found[2].rule == SelectHKVD((1, 2, 3), 0.5, (0.5, 0.3, 0.05), "k")
+    assert found[4].rule == SelectQuery(0.05).fit(6)
+    assert len(found) == 8
+    assert rule_of("gradual", 0.2) == SelectGradual((1,), 0.2)
+    assert {"full", "prefix", "reuse", "hkvd", "gradual", "boundary", "query", "mixed", "map_reduce"} < set(METHODS)
+
+
+@pytest.mark.parametrize(
+    "method", ["best", "hkvd:layer=2", "hkvd:check_layers=two", "full:metric=k", "calibrated", "boundary:metric=k"]
+)
+def test_methods_that_are_not_there(method: str) -> None:
+    with pytest.raises(ConfigError):
+        variants([method], (0.1,), 6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"ratios": (2,)}, {"chunks": ()}, {"chunks": (0,)}, {"order": "best"}, {"workload": "x"}, {"style": "x"}],
+)
+def test_options_out_of_range(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        EvalOptions(**changes)
+
+
+def test_plots_without_matplotlib_are_refused_before_anything_runs(
+    questions: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    given = [part for part in arguments(model_folder, questions, tmp_path / "out") if part != "--no-plots"]
+    assert main(given) == 2
+    assert not (tmp_path / "out").exists()
+    from cacheblend_rag.evaluation.analysis import import_pyplot
+
+    with pytest.raises(MissingExtraError):
+        import_pyplot()
+
+
+# MapReduce and MapRerank --------------------------------------------------------------------
+
+CHUNKS = ["The owl slept.", "The fox ran to the river.", "Leaves fell."]
+
+
+def said(prompt: str) -> str:
+    """What a larger model would write."""
+    if "score" in prompt:
+        asked = prompt.rpartition("Begin!")[2]
+        return " to the river\nScore: 90" if "fox" in asked else " unknown\nScore: 0"
+    if "relevant" in prompt:
+        return " ran to the river" if "fox" in prompt else " nothing"
+    return " the river"
+
+
+@pytest.mark.parametrize("kind", ["map_reduce", "map_rerank"])
+def test_chains_answer_as_langchain_s_own_do(kind: str) -> None:
+    from langchain_classic.chains.question_answering import load_qa_chain
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)  # one that reads LangChain's long prompts in few tokens
+    model = tiny.model(num_hidden_layers=2, vocab_size=len(tokenizer), max_position_embeddings=8192)
+
+    with engine_of(model, tokenizer) as engine:
+        processor = [Script(tokenizer, said)]
+        chains = DocumentChains(engine, 24, logits_processor=processor)
+        found = chains.answer(kind, "Where did the fox run?", CHUNKS)
+        llm = CacheBlendLLM.from_engine(engine, max_new_tokens=24, logits_processor=processor, track=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            chain = load_qa_chain(llm, chain_type=kind)
+            given = {"input_documents": [Document(page_content=text) for text in CHUNKS]}
+            expected = chain.invoke({**given, "question": "Where did the fox run?"})["output_text"]
+        assert found.text == expected.strip()
+        assert found.text.startswith("the river" if kind == "map_reduce" else "to the river")
+        assert len(found.calls) == (4 if kind == "map_reduce" else 3)
+        assert all(read > 20 and written > 1 for read, written in found.calls)
+        assert not found.failed
+        assert found.ttft > 0
+        unreadable = DocumentChains(engine, 3).answer("map_rerank", "Where did the fox run?", CHUNKS)
+        assert unreadable.failed
+        assert unreadable.text == ""
+        assert len(unreadable.calls) == 3
