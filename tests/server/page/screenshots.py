@@ -28,24 +28,20 @@ def _ask_all(page: Page, questions: list[str]) -> None:
 def take(browser: Browser, address: str, folder: Path) -> None:
     """Save every picture."""
     suggested = [one["question"] for one in state_of(address)["suggestions"]]
-    for scheme in ("light", "dark"):
+    for scheme in ("dark", "light"):
         page = _opened(browser, address, color_scheme=scheme, **WIDE)
-        if scheme == "light":
-            page.screenshot(path=folder / "page-first.png")
         _ask_all(page, suggested[:1] + suggested[-1:])
         page.screenshot(path=folder / f"page-{scheme}.png")
-        page.locator("#chunks").evaluate("(one) => one.scrollIntoView()")
-        page.locator("#panel").screenshot(path=folder / f"page-panel-{scheme}.png")
-        page.locator("#prompt").evaluate("(one) => one.scrollIntoView()")
-        page.locator("#panel").screenshot(path=folder / f"page-prompt-{scheme}.png")
-        page.locator("#open-documents").click()
-        expect(page.locator("#files-list li").first).to_be_visible()
-        page.screenshot(path=folder / f"page-documents-{scheme}.png")
+    page.set_viewport_size({"width": 1280, "height": 1240})
+    page.locator("#chunks").evaluate("(one) => one.scrollIntoView()")
+    page.locator("#panel").screenshot(path=folder / "page-panel.png")
+    page = _opened(browser, address, color_scheme="light", **WIDE)
+    page.locator("#open-documents").click()
+    expect(page.locator("#files-list li").first).to_be_visible()
+    page.screenshot(path=folder / "page-documents.png")
     page = _opened(browser, address, color_scheme="light", **PHONE)
     _ask_all(page, suggested[:1])
     page.screenshot(path=folder / "page-phone.png")
-    page.locator(".what").click()
-    page.screenshot(path=folder / "page-phone-panel.png")
 
 
 def main(address: str = "http://127.0.0.1:8000/", folder: str = str(ROOT / "docs" / "images")) -> None:

@@ -160,7 +160,9 @@ def test_an_upload_shows_every_stage_and_its_failure(page: Page) -> None:
     expect(page.locator("#said")).to_have_text("a.md: a.md is not text.")
 
 
-@pytest.mark.parametrize("kept", ['{"theme": 3, "conversations": ', '{"theme": 3, "conversations": 4, "jobs": {}}', "null"])
+@pytest.mark.parametrize(
+    "kept", ['{"theme": 3, "conversations": ', '{"theme": 3, "conversations": 4, "jobs": {}}', "null"]
+)
 def test_storage_that_holds_rubbish_does_no_harm(context: BrowserContext, address: str, kept: str) -> None:
     put = f"localStorage.setItem('cacheblend-rag/1', {kept!r})"
     context.add_init_script(f"if (location.protocol === 'http:') {put}")

@@ -46,9 +46,12 @@ export function compareView(turn, wanted) {
   }
   if (!turn.comparing && turn.status === "done") {
     const text = rows.length ? "Run again" : "Compare this answer";
+    if (rows.length) parts.push(el("p", { class: "hint", text: "Each method was run once more for this; times differ from run to run." }));
     parts.push(button(text, () => compare(turn), { class: rows.length ? "link" : "" }));
   } else if (!rows.length && !turn.comparing) {
-    parts.push(el("p", { class: "hint", text: wanted ? "Begins when the answer has ended." : "Off." }));
+    const waiting = turn.status === "asking" || turn.status === "streaming";
+    const text = waiting ? (wanted ? "Begins when the answer has ended." : "Off.") : "Nothing to compare: the answer did not end.";
+    parts.push(el("p", { class: "hint", text }));
   }
   return parts;
 }

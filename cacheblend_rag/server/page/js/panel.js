@@ -27,7 +27,7 @@ function showReport(force = false) {
   if (!force && !report && drawn === waitingFor) return;
   drawn = report ?? waitingFor;
   if (report) {
-    put("ttft", ttftView(report, turn.rows));
+    put("ttft", ttftView(report));
     put("chunks", chunksView(turn));
     put("prompt", promptView(turn));
     return;
@@ -42,12 +42,6 @@ function showReport(force = false) {
 function showCompare() {
   $("compare-switch").checked = comparing();
   put("compare", compareView(selectedTurn(), comparing()));
-}
-
-function showRows(turn) {
-  if (turn.id !== state.selected) return;
-  showCompare();
-  if (turn.report) put("ttft", ttftView(turn.report, turn.rows));
 }
 
 /** On a narrow screen, conversation and panel are two views. */
@@ -65,7 +59,7 @@ export function startPanel() {
   on("selected", all);
   on("server", showCompare);
   on("turn", (turn) => turn.id === state.selected && all());
-  on("rows", showRows);
+  on("rows", (turn) => turn.id === state.selected && showCompare());
   on("comparing", showCompare);
   on("points", () => put("session", chartView(state.points)));
   $("compare-switch").addEventListener("change", (event) => setComparing(event.target.checked));

@@ -14,7 +14,7 @@ const PARTS = [
 /** The parts of a report, in order: `[name, label, note, seconds]`. */
 export const partsOf = (report) => PARTS.map(([key, name, label, note]) => [name, label, note, report.parts[key] ?? 0]);
 
-export function ttftView(report, rows) {
+export function ttftView(report) {
   const parts = partsOf(report);
   const sum = parts.reduce((total, part) => total + part[3], 0) || 1;
   const told = parts.map(([, label, , seconds]) => `${label} ${time(seconds)}`).join(", ");
@@ -35,9 +35,8 @@ export function ttftView(report, rows) {
       ),
     ),
   );
-  const full = rows?.find((row) => row.method === "full");
   return [
-    el("p", { class: "figure" }, el("strong", { text: time(report.ttft_s) }), full ? el("span", { text: `full recompute ${time(full.ttft_s)}` }) : null),
+    el("p", { class: "figure" }, el("strong", { text: time(report.ttft_s) })),
     bar,
     legend,
   ];
