@@ -53,6 +53,10 @@ HOMES = {
     "langchain_text_splitters": ("langchain", "retrieval"),
     "llama_index": ("llama_index",),
     "datasets": ("evaluation", "reference"),
+    "fastapi": ("server",),
+    "starlette": ("server",),
+    "uvicorn": ("server",),
+    "prometheus_client": ("server",),
 }
 MAX_FUNCTION, MAX_FILE = 60, 500
 

@@ -29,21 +29,24 @@ PAGE_PATH = Path(__file__).parent / "page"
 """Folder of the page's files."""
 
 
-def create_app(settings: ServerSettings) -> FastAPI:
-    """The application; model and documents are loaded when it starts up.
+def create_app(settings: ServerSettings, service: Service | None = None) -> FastAPI:
+    """The application.
 
     Parameters
     ----------
     settings : ServerSettings
+    service : Service, optional
+        What its requests share; by default it is made when the application starts up.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.service = service = await asyncio.to_thread(Service, settings)
+        made = service if service is not None else await asyncio.to_thread(Service, settings)
+        app.state.service = made
         try:
             yield
         finally:
-            await asyncio.to_thread(service.close)
+            await asyncio.to_thread(made.close)
 
     app = FastAPI(
         title="cacheblend-rag",

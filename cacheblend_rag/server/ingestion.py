@@ -33,6 +33,8 @@ _log = logging.getLogger(__name__)
 # Jobs that can still be asked about after their end.
 _REMEMBERED = 500
 _BATCH = 32
+# Events of one stage of one file, about; all are kept for who comes later.
+_TOLD = 100
 
 
 @dataclass
@@ -236,8 +238,10 @@ class Ingestion:
             raise Problem(400, "no_text", "the file holds no text")
         texts = [chunk.page_content for chunk in chunks]
         parts = []
+        step = max(1, len(texts) // _BATCH // _TOLD) * _BATCH
         for start in range(0, len(texts), _BATCH):
-            job.say("embedding", file.name, start, len(texts))
+            if start % step == 0:
+                job.say("embedding", file.name, start, len(texts))
             parts.append(collection.store.embed(texts[start : start + _BATCH]))
             if self._stopping.is_set():
                 raise Problem(503, "stopping", "the server is stopping")
@@ -255,8 +259,10 @@ class Ingestion:
 
     def _warm(self, job: Job, entry: DocumentEntry, texts: Sequence[str], engine: BlendEngine) -> None:
         """Store the KV of a document; one that is deleted meanwhile gets none."""
+        step = max(1, len(texts) // _TOLD)
         for number, text in enumerate(texts):
-            job.say("warming", entry.name, number, len(texts))
+            if number % step == 0:
+                job.say("warming", entry.name, number, len(texts))
             with job.collection.lock:
                 if self._stopping.is_set() or not job.collection.holds(entry.id):
                     return

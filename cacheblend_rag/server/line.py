@@ -6,7 +6,9 @@ import asyncio
 import math
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any, TypeVar
 
 import anyio
 
@@ -15,6 +17,7 @@ from cacheblend_rag.streaming import TextStream
 
 __all__ = ["Line", "Turn"]
 
+_T = TypeVar("_T")
 # Weight of the newest request in the mean time of one.
 _NEWEST = 0.2
 
@@ -25,6 +28,7 @@ class Turn:
     def __init__(self, line: Line) -> None:
         self._line = line
         self._streams: list[TextStream] = []
+        self._threads: list[asyncio.Future[Any]] = []
         self._began = time.monotonic()
         self._left = False
 
@@ -33,6 +37,12 @@ class Turn:
         self._streams.append(stream)
         return stream
 
+    async def in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        """Run something in a thread; the place is not given on before it has ended."""
+        running = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+        self._threads.append(running)
+        return await asyncio.shield(running)
+
     async def leave(self) -> None:
         """Give the place on; doing so twice is harmless."""
         if self._left:
@@ -40,6 +50,7 @@ class Turn:
         self._left = True
         with anyio.CancelScope(shield=True):
             try:
+                await asyncio.gather(*self._threads, return_exceptions=True)
                 for stream in self._streams:
                     await asyncio.to_thread(stream.close)
             finally:

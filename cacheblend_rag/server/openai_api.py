@@ -60,8 +60,8 @@ async def embeddings(here: Here, request: Request, body: EmbeddingBody) -> dict[
     texts = [body.input] if isinstance(body.input, str) else body.input
     if sum(map(len, texts)) > service.limits.prompt_chars:
         raise Problem(413, "too_long", f"all texts may have {service.limits.prompt_chars:,} characters", field="input")
-    async with await unless_gone(request, service.line.turn(here.tenant.name)):
-        vectors = await asyncio.to_thread(service.embeddings.embed_documents, texts)
+    async with await unless_gone(request, service.line.turn(here.tenant.name)) as turn:
+        vectors = await turn.in_thread(service.embeddings.embed_documents, texts)
     tokens = await asyncio.to_thread(service.embedder_tokens, texts)
     data = [
         {"object": "embedding", "index": number, "embedding": _encoded(vector, body.encoding_format)}

@@ -111,8 +111,8 @@ async def create_collection(here: Here, body: NewCollection) -> CollectionInfo:
 async def delete_collection(here: Here, request: Request, id: str) -> Response:
     """Delete a collection, its documents and their KV."""
     here.own(id)
-    async with await unless_gone(request, here.service.line.turn(here.tenant.name)):
-        await asyncio.to_thread(here.library.delete, id)
+    async with await unless_gone(request, here.service.line.turn(here.tenant.name)) as turn:
+        await turn.in_thread(here.library.delete, id)
     return Response(status_code=204)
 
 
@@ -203,8 +203,8 @@ async def delete_document(here: Here, request: Request, id: str, document: str) 
     """Delete a document and its KV."""
     collection = here.own(id)
     if not await asyncio.to_thread(here.service.ingestion.dismiss, collection, document):
-        async with await unless_gone(request, here.service.line.turn(here.tenant.name)):
-            await asyncio.to_thread(collection.remove, document)
+        async with await unless_gone(request, here.service.line.turn(here.tenant.name)) as turn:
+            await turn.in_thread(collection.remove, document)
     return Response(status_code=204)
 
 
@@ -224,8 +224,8 @@ async def search(here: Here, request: Request, id: str, body: SearchBody) -> lis
     """The passages nearest to a question."""
     collection = here.collection(id)
     _check_question(here, body.query, "query")
-    async with await unless_gone(request, here.service.line.turn(here.tenant.name)):
-        found = await asyncio.to_thread(collection.search, body.query, body.k)
+    async with await unless_gone(request, here.service.line.turn(here.tenant.name)) as turn:
+        found = await turn.in_thread(collection.search, body.query, body.k)
     return [FoundChunk(**asdict(one)) for one in found]
 
 
@@ -260,7 +260,7 @@ class _Asked:
 
     async def _begin(self) -> tuple[list[Found], Prompt, TextStream]:
         limits, service = self._here.service.limits, self._here.service
-        found = await asyncio.to_thread(self._collection.search, self._body.question, self._body.k)
+        found = await self._turn.in_thread(self._collection.search, self._body.question, self._body.k)
         prompt = service.asking.ask(self._body.question, [one.text for one in found])
         most = min(self._body.max_tokens or service.rag.options.max_new_tokens, limits.answer_tokens)
         await asyncio.to_thread(service.check_length, prompt, most)
@@ -269,6 +269,7 @@ class _Asked:
 
     async def _report(self, prompt: Prompt, answer: Generation) -> dict[str, Any]:
         self._here.service.metrics.answered(answer.report)
+        await self._turn.leave()  # the model is not needed for what follows
         return await asyncio.to_thread(report_of, self._engine, prompt, answer)
 
     async def events(self) -> AsyncIterator[str]:
@@ -307,12 +308,12 @@ async def compare(here: Here, request: Request, id: str, body: CompareBody) -> E
 
     async def rows() -> AsyncIterator[str]:
         try:
-            found = await asyncio.to_thread(collection.search, body.question, body.k)
+            found = await turn.in_thread(collection.search, body.question, body.k)
             prompt = service.asking.ask(body.question, [one.text for one in found])
             most = service.rag.options.max_new_tokens
             await asyncio.to_thread(service.check_length, prompt, most)
             compared = compare_all(engine, prompt, most)
-            while (row := await asyncio.to_thread(next, compared, None)) is not None:
+            while (row := await turn.in_thread(next, compared, None)) is not None:
                 yield event("row", row)
         except Exception as error:
             problem = problem_of(error)

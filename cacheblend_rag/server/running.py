@@ -39,10 +39,18 @@ class _Announcing(uvicorn.Server):
 
 
 def serve(settings: ServerSettings) -> int:
-    """Serve until interrupted; the process's exit status."""
+    """Serve until interrupted; the process's exit status.
+
+    Raises
+    ------
+    CacheBlendError
+        If model, embedder, documents or store cannot be used.
+    """
     configure_logs()
+    # Before anything listens, so that what cannot be loaded ends the command with its reason.
+    service = Service(settings)
     config = uvicorn.Config(
-        create_app(settings),
+        create_app(settings, service),
         host=settings.host,
         port=settings.port,
         log_config=None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -76,6 +77,7 @@ class Service:
         self.base = BaseCollection(BASE_ID, self._base_name(), self.rag.index, self.embeddings)
         self.keys = Keys(settings.api_keys)
         self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
+        self._making = threading.Lock()
         self.sessions = {name: Session(self, self._tenant(name)) for name in self.keys.names}
         self.line = Line(1, self.limits.queue, self.limits.queue_seconds)  # the engine serves one at a time
         self.metrics = Metrics(lambda: self.line.waiting, lambda: self.line.served, self.store_stats)
@@ -127,18 +129,18 @@ class Service:
 
     def engine_for(self, salt: str, ratio: float | None, rule: str | None) -> BlendEngine:
         """The engine with a tenant's salt and a request's choice of rule and ratio."""
-        key = (salt, ratio, rule)
-        engine = self._engines.get(key)
-        if engine is None:
-            changes: dict[str, Any] = {"salt": salt}
-            if ratio is not None:
-                changes |= {"recompute_ratio": ratio, "recompute_ratios": ()}
-            if rule is not None and rule != self.engine.config.selection:
-                changes |= {"selection": rule, "selection_options": {}, "recompute_ratios": ()}
-            engine = self._engines[key] = self.engine.with_config(**changes)
-            if len(self._engines) > _ENGINES:
-                self._engines.popitem(last=False)
-        return engine
+        changes: dict[str, Any] = {"salt": salt}
+        if ratio is not None:
+            changes |= {"recompute_ratio": ratio, "recompute_ratios": ()}
+        if rule is not None and rule != self.engine.config.selection:
+            changes |= {"selection": rule, "selection_options": {}, "recompute_ratios": ()}
+        with self._making:
+            key = (salt, ratio, rule)
+            if key not in self._engines:
+                self._engines[key] = self.engine.with_config(**changes)
+                if len(self._engines) > _ENGINES:
+                    self._engines.popitem(last=False)
+            return self._engines[key]
 
     def check_length(self, prompt: Prompt, answer_tokens: int) -> None:
         """Refuse what the model cannot take.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import unittest
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ import hypothesis
 import pytest
 import schemathesis
 from schemathesis.checks import not_a_server_error
+from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -20,6 +24,7 @@ from cacheblend_rag.server.settings import Limits
 from tests.server.common import Running, client_of, running, settings_for
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
+TRIES = {GenerationMode.POSITIVE: 12, GenerationMode.NEGATIVE: 6}
 
 
 @pytest.fixture(scope="module")
@@ -30,31 +35,44 @@ def tried(model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         yield made
 
 
-@pytest.fixture(scope="module")
-def api(tried: Running) -> Any:
-    """Its OpenAPI document."""
-    return schemathesis.openapi.from_url(f"{tried.url}/openapi.json")
+@pytest.mark.parametrize("mode", TRIES)
+def test_no_request_makes_the_server_fail(mode: GenerationMode, tried: Running) -> None:
+    api = schemathesis.openapi.from_url(f"{tried.url}/openapi.json")
+    operations = [found.ok() for found in api.get_all_operations()]
+    assert len(operations) >= 17
+    for operation in operations:
+        with contextlib.suppress(unittest.SkipTest, hypothesis.errors.Unsatisfiable):  # nothing to get wrong
+            try_out(operation, mode, tried.service)
+    with client_of(tried) as client:
+        counts = re.findall(r'requests_total\{path="([^"]+)",status="(\d+)"\} (\S+)', client.get("/metrics").text)
+    assert sum(float(count) for *_, count in counts) > 100
+    if mode is GenerationMode.POSITIVE:
+        fine = {path for path, status, _ in counts if status in ("200", "201", "202")}
+        assert {"/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/api/collections/{id}/ask"} <= fine
 
 
-schema = schemathesis.pytest.from_fixture("api")
+def try_out(operation: Any, mode: GenerationMode, service: Any) -> None:
+    """Send a dozen requests of one kind."""
 
+    @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+    @hypothesis.settings(
+        max_examples=TRIES[mode],
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    def attempt(case: Any) -> None:
+        # Names that exist, so that most requests reach the model and not only the checks before it.
+        if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
+            embeds = operation.path.endswith("embeddings")
+            case.body["model"] = service.embedder_name if embeds else service.model_name
+        if "id" in (case.path_parameters or {}) and case.method.upper() != "DELETE":
+            case.path_parameters["id"] = "archive"
+        case.call_and_validate(checks=CHECKS)
 
-@schema.parametrize()
-@hypothesis.settings(
-    max_examples=12,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(hypothesis.HealthCheck),
-)
-def test_no_request_makes_the_server_fail(case: schemathesis.Case, tried: Running) -> None:
-    if "model" in (case.body if isinstance(case.body, dict) else {}) and isinstance(case.body["model"], str):
-        embeds = case.path.endswith("embeddings")
-        service = tried.service
-        case.body["model"] = service.embedder_name if embeds else service.model_name
-    if "id" in (case.path_parameters or {}) and case.method == "POST":
-        case.path_parameters["id"] = "archive"
-    case.call_and_validate(checks=CHECKS)
+    attempt()
 
 
 def test_the_document_names_every_endpoint(tried: Running) -> None:
