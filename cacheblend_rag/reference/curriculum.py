@@ -88,8 +88,8 @@ class Batch:
     ``ids`` [rows, length]; ``positions``, ``targets``, ``weights``, ``question`` [rows, kept]. ``question`` numbers
     the question a position answers, over the whole batch, and is -1 for context; ``kinds`` [questions].
     ``about_positions`` [rows, chosen] are positions in passages, ``about`` the first id of the name of whoever is
-    written about there, -1 where that cannot be told. ``owners``, ``sources`` [rows, chosen, 3] hold positions and
-    the stretch that each should look at (first, behind the last), -1 where there is none.
+    written about there, -1 where that cannot be told. ``owners``, ``sources`` and ``rests`` [rows,
+    chosen, 3] hold positions and the stretch that each should look at (first, behind the last), -1 where there is none.
     """
 
     ids: Ints
@@ -102,6 +102,7 @@ class Batch:
     about: Ints
     owners: Ints
     sources: Ints
+    rests: Ints
 
 
 def _by_role(rng: random.Random, subject: Entity, facts: Sequence[Fact]) -> tuple[Line, Line, list[Question]]:
@@ -328,12 +329,11 @@ class SequenceMaker:
             simple = question.kind in ("within", "reference") and not question.sentence.startswith("The ")
             about = answer.ids[0] if simple else -1
             kind = QUESTION_KINDS.index(question.kind)
-            if question.fact in told:
-                source = told[question.fact]
-                sequence.sources.append(
-                    (len(sequence.ids) - 1 + ids_within(answer, start, end).start, source.start, source.stop)
-                )
+            first = len(sequence.ids)
             sequence.answer([*answer.ids, self._eos], [*weights, ANSWER_WEIGHT], kind, about)
+            if question.fact in told:
+                value = ids_within(answer, start, end)
+                sequence.look_for_value(range(first + value.start, first + value.stop), told[question.fact])
         sequence.pad(stage.length + 1, self._eos)
         return sequence
 
@@ -368,6 +368,7 @@ def make_batches(maker: SequenceMaker, stage: Stage, seed: int) -> Iterator[Batc
             np.full((stage.rows, stage.length // 5), -1, np.int64),
             np.full((stage.rows, stage.length // 8, 3), -1, np.int64),
             np.full((stage.rows, stage.length // 32, 3), -1, np.int64),
+            np.full((stage.rows, stage.length // 16, 3), -1, np.int64),
         )
         first = 0
         for number, row in enumerate(rows):
@@ -390,4 +391,5 @@ def make_batches(maker: SequenceMaker, stage: Stage, seed: int) -> Iterator[Batc
             batch.about[number, : len(known)] = about[known]
             _keep_some(rng, batch.owners[number], row.owners, stage.length)
             _keep_some(rng, batch.sources[number], row.sources, stage.length)
+            _keep_some(rng, batch.rests[number], row.rests, stage.length)
         yield batch

@@ -16,7 +16,8 @@ from torch import nn
 PROBED_LAYERS = 5
 """After how many layers the model is asked whom a passage is about."""
 OWNER_LAYER, SOURCE_LAYER = 4, 6
-"""Layers whose first head looks up the owner of a role, and the source of a value."""
+"""Layers whose first head looks up the owner of a role, and the source of a value. Of the second, the third head (the
+first with other keys) looks for the rest of a value."""
 
 
 class TrainingLoss(nn.Module):
@@ -36,8 +37,9 @@ class TrainingLoss(nn.Module):
         about: torch.Tensor,
         owners: torch.Tensor,
         sources: torch.Tensor,
+        rests: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the loss, which predictions are right [rows, kept], and three shares of right guidance [3].
+        """Return the loss, which predictions are right [rows, kept], and the shares of right guidance [4].
 
         The shapes are those of `curriculum.Batch`.
         """
@@ -48,21 +50,23 @@ class TrainingLoss(nn.Module):
         loss = (flat * weights.flatten()).sum() / weights.sum()
         right = logits.argmax(-1) == targets
         if not guided:
-            return loss, right, loss.new_zeros(3)
+            return loss, right, loss.new_zeros(4)
         middle = _at(out.hidden_states[min(PROBED_LAYERS, len(out.hidden_states) - 1)], about_positions)
         named = self.model.lm_head(self.probe(middle)).float()  # [rows, chosen, vocab]
         asked = nn.functional.cross_entropy(named.flatten(0, 1), about.flatten(), ignore_index=-1, reduction="sum")
         known = (about >= 0).sum().clamp(min=1)
         owner_loss, owner_found = looking(self.model.model, out.hidden_states, OWNER_LAYER, owners)
         source_loss, source_found = looking(self.model.model, out.hidden_states, SOURCE_LAYER, sources)
-        loss = loss + self.about_weight * (asked / known + owner_loss + source_loss)
-        return loss, right, torch.stack([(named.argmax(-1) == about).sum() / known, owner_found, source_found])
+        rest_loss, rest_found = looking(self.model.model, out.hidden_states, SOURCE_LAYER, rests, group=1)
+        loss = loss + self.about_weight * (asked / known + owner_loss + source_loss + rest_loss)
+        found = (named.argmax(-1) == about).sum() / known, owner_found, source_found, rest_found
+        return loss, right, torch.stack(found)
 
 
 def looking(
-    decoder: Any, hidden_states: Any, layer_index: int, looks: torch.Tensor
+    decoder: Any, hidden_states: Any, layer_index: int, looks: torch.Tensor, group: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how little a layer's first head looks where it should, and the share of positions where it does.
+    """Return how little a head looks where it should, and the share of positions where it does.
 
     Parameters
     ----------
@@ -73,17 +77,20 @@ def looking(
         Zeros are returned where the model has no such layer yet.
     looks : torch.Tensor
         [rows, chosen, 3]: a position, and the first and last-but-one of the positions it should look at; -1: unused.
+    group : int
+        The head is the first of those that share this key head.
     """
     if layer_index >= len(decoder.layers):
         return hidden_states[0].new_zeros(()), hidden_states[0].new_zeros(())
     layer = decoder.layers[layer_index]
     attention, size = layer.self_attn, layer.self_attn.head_dim
+    head = group * attention.num_key_value_groups
     hidden = layer.input_layernorm(hidden_states[layer_index])
     places = torch.arange(hidden.shape[1], device=hidden.device)
     cos, sin = decoder.rotary_emb(hidden, places.unsqueeze(0))
     at = looks[..., 0].clamp(min=0)  # [rows, chosen]
-    query = nn.functional.linear(_at(hidden, at), attention.q_proj.weight[:size])
-    key = nn.functional.linear(hidden, attention.k_proj.weight[:size])
+    query = nn.functional.linear(_at(hidden, at), attention.q_proj.weight[head * size : (head + 1) * size])
+    key = nn.functional.linear(hidden, attention.k_proj.weight[group * size : (group + 1) * size])
     query = query * cos[0][at] + _turned(query) * sin[0][at]
     key = key * cos + _turned(key) * sin
     scores = (query @ key.transpose(1, 2)).float() * size**-0.5  # [rows, chosen, length]

@@ -73,7 +73,8 @@ class TrainingSequence:
 
     ``ids``; for each id its weight as a target, the question it answers (-1: none) and whom it is about (-1: nobody
     yet). ``owners`` are positions that read a role, and where its owner was introduced; ``sources`` are positions
-    that must say a value, and where it is told.
+    that must begin to say a value, and where it is told; ``rests`` positions within a value, and where its next id
+    stands.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -83,6 +84,7 @@ class TrainingSequence:
     about: list[int] = field(default_factory=list)
     owners: list[Look] = field(default_factory=list)
     sources: list[Look] = field(default_factory=list)
+    rests: list[Look] = field(default_factory=list)
 
     def context(self, ids: Sequence[int], weights: Sequence[float] = (), about: Sequence[int] = ()) -> None:
         """Add ids that answer nothing."""
@@ -115,6 +117,13 @@ class TrainingSequence:
         self.question += [len(self.kinds)] * len(ids)
         self.kinds.append(kind)
         self.about += [about] * len(ids)
+
+    def look_for_value(self, value: range, source: range) -> None:
+        """Note where an answer, its value at these positions, should look for it."""
+        self.sources.append((value.start - 1, source.start, source.stop))
+        for at, told in zip(value[1:], source[1:], strict=False):
+            if self.ids[at] == self.ids[told]:
+                self.rests.append((at - 1, told, told + 1))
 
     def pad(self, length: int, token: int) -> None:
         """Fill up with ``token``, which counts nothing."""

@@ -179,7 +179,7 @@ class Trainer:
         self.probe = nn.Sequential(nn.RMSNorm(shape.hidden), nn.Linear(shape.hidden, shape.hidden)).to(self.device)
         self.stage_index, self.tokens = 0, 0
         self.accuracy: dict[str, float] = {}
-        self.guided = np.zeros(3)  # shares: who is meant, owners found, sources found
+        self.guided = np.zeros(4)  # shares: who is meant, owners, sources and rests of values found
         self.optimizer = self._new_optimizer()
         if options.checkpoint is not None and options.checkpoint.exists():
             self._resume(options.checkpoint)
@@ -282,7 +282,7 @@ class Trainer:
             if step % 20 == 0:
                 shown = " ".join(f"{name} {share:.3f}" for name, share in self.accuracy.items())
                 total = self.tokens / 1e6
-                shown += " known {:.3f} owners {:.3f} sources {:.3f}".format(*self.guided)
+                shown += " known {:.3f} owners {:.3f} sources {:.3f} rests {:.3f}".format(*self.guided)
                 logger.info("%s %d %.2fM tokens loss %.3f %s (%.0f tok/s)", stage.name, step, total, loss, shown, speed)
             if step % 100 == 0:
                 self.save()

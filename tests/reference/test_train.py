@@ -162,6 +162,9 @@ def test_values_are_looked_for_where_they_are_told(tokenizer: Any, name: str) ->
             found += 1
             # What the answer must say next is what stands at the place it should look at.
             assert tokenizer.decode(sequence.ids[at + 1]).strip() == tokenizer.decode(sequence.ids[start]).strip()
+        for at, start, end in sequence.rests:
+            assert end == start + 1
+            assert sequence.ids[at + 1] == sequence.ids[start]
     assert found > 20
 
 
@@ -180,14 +183,14 @@ def test_roles_are_looked_up_where_their_owners_are_introduced(tokenizer: Any, n
 
 def test_a_look_is_measured_on_the_attention_that_the_model_pays() -> None:
     torch.manual_seed(0)
-    model = build_model(replace(TINY, layers=2), 300, 0, 1).eval()
+    model = build_model(Shape(layers=2), 300, 0, 1).eval()
     model.set_attn_implementation("eager")
     ids = torch.randint(2, 300, (2, 40))
     looks = torch.tensor([[[20, 3, 9], [39, 0, 40]], [[11, 0, 5], [-1, -1, -1]]])
     with torch.no_grad():
         out = model.model(input_ids=ids, output_hidden_states=True, output_attentions=True)
-        loss, found = looking(model.model, out.hidden_states, 1, looks)
-    paid = out.attentions[1][:, 0]
+        loss, found = looking(model.model, out.hidden_states, 1, looks, group=1)
+    paid = out.attentions[1][:, 2]  # four heads, two to a group
     masses = torch.stack([paid[0, 20, 3:9].sum(), paid[0, 39].sum(), paid[1, 11, 0:5].sum()])
     torch.testing.assert_close(loss, -masses.log().mean())
     tops = [3 <= int(paid[0, 20].argmax()) < 9, True, int(paid[1, 11].argmax()) < 5]
