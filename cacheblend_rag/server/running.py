@@ -46,9 +46,9 @@ def serve(settings: ServerSettings) -> int:
     CacheBlendError
         If model, embedder, documents or store cannot be used.
     """
-    configure_logs()
     # Before anything listens, so that what cannot be loaded ends the command with its reason.
     service = Service(settings)
+    configure_logs()
     config = uvicorn.Config(
         create_app(settings, service),
         host=settings.host,
@@ -56,6 +56,7 @@ def serve(settings: ServerSettings) -> int:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,
         timeout_graceful_shutdown=_GRACE,
         limit_concurrency=_CONNECTIONS,
         timeout_keep_alive=15,
