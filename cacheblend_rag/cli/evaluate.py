@@ -100,7 +100,8 @@ def _eval(parsed: argparse.Namespace) -> int:
         shuffled=shuffled,
     )
     given: dict[str, Any] = {} if parsed.size_limit is None else {"size_limit": parse_bytes(parsed.size_limit)}
-    config = BlendConfig(min_tokens=0, write_back="inline", recompute_ratio=0.15, guard_share=0.0, **given)
+    fixed: dict[str, Any] = {"min_tokens": 0, "write_back": "inline", "guard_share": 0.0, "keep_final": False}
+    config = BlendConfig(recompute_ratio=0.15, **fixed, **given)
     with BlendEngine.from_pretrained(
         parsed.model or MODEL_PATH,
         config=config,

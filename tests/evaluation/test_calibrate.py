@@ -110,6 +110,9 @@ def test_what_is_said(found: dict[str, tuple[BlendSettings, Finding]]) -> None:
     assert "of full prefill's work" in report(*found["middling"])
     assert "does not tolerate blending" in report(*found["wild"])
     assert "full KV reuse is" in report(*found["wild"])
+    assert found["calm"][1].layers == (), "where full reuse will do, nothing is searched"
+    assert "layer  metric" not in report(*found["calm"])
+    assert "from layer" in report(*found["middling"])
 
 
 def test_answers_are_those_of_full_prefill(models: dict[str, Any]) -> None:

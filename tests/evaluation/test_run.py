@@ -197,6 +197,9 @@ def test_rows_and_table(run: EvalRun, tmp_path: Path) -> None:
     table = (tmp_path / "table.md").read_text(encoding="utf-8")
     assert table.count("questions**") == 4
     assert "| hkvd:check_layers=2:metric=k 0.2 |" in table
+    nothing_right = sum(row.measures["f1"].mean == 0 for row in rows if row.label == "full")
+    assert table.count("answers none of these questions") == nothing_right
+    assert table.count("Least work that loses no more than 0.015 F1") == 4 - nothing_right
     content = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
     assert content["measure"] == "f1"
     assert len(content["rows"]) == 36

@@ -156,16 +156,16 @@ def keep_settings(engine: BlendEngine, settings: BlendSettings) -> Path:
 
 def report(settings: BlendSettings, found: Finding) -> str:
     """What was found, in words and a table."""
-    lines = ["layer  metric  divergence with 5% after it  least share within the tolerance"]
+    lines = [f"full KV reuse is {found.reuse.divergence.mean:.4f} nats a token from full prefill"]
+    if found.layers:
+        lines += ["", "layer  metric  divergence with 5% after it  least share within the tolerance"]
     for layer in found.layers:
         least = "none" if layer.least_ratio is None else f"{layer.least_ratio:.1%}"
         lines.append(f"{layer.layer:>5}  {layer.metric:<6}  {layer.divergence:>27.4f}  {least:>32}")
-    where = f"layer {found.decisive_layer}" if found.decisive_layer else "no layer"
-    lines += [
-        "",
-        f"deviation points at the tokens that matter from {where} on",
-        f"full KV reuse is {found.reuse.divergence.mean:.4f} nats a token from full prefill",
-    ]
+    if found.decisive_layer:
+        lines += ["", f"deviation points at the tokens that matter from layer {found.decisive_layer} on"]
+    elif found.layers:
+        lines += ["", "deviation points at the tokens that matter on no layer"]
     if not settings.tolerates:
         lines.append(
             "this model does not tolerate blending: nothing that saves work stays within "

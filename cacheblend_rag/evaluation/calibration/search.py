@@ -72,6 +72,7 @@ class Finding:
     reuse : Tried
         Full KV reuse: what is lost without any recompute.
     layers : tuple of LayerFinding
+        Empty if full reuse keeps the tolerance, so that nothing had to be found.
     decisive_layer : int or None
         The first layer that points at the right tokens hardly worse than the best one; None if 5% of
         the rows help nowhere.
@@ -112,7 +113,10 @@ class Search:
         """Search, choose and check."""
         reuse = self._trials.try_rule(SelectNone())
         # As a rule whose share can be raised later, and that recomputes nothing now.
-        self._passes(SelectHKVD((1,), 0.0))
+        if self._passes(SelectHKVD((1,), 0.0)):
+            chosen, checked = self._checked([*self._good.values()])
+            if chosen is not None:  # nothing is cheaper
+                return Finding(chosen, checked, reuse, (), None, (chosen,))
         layers = self._measure_layers()
         for found in self._promising(layers):
             self._schedule(found.layer, found.metric, found.least_ratio or RATIOS[-1])
@@ -162,14 +166,14 @@ class Search:
         """Whether a check at a layer costs more than what is known, however few rows its head keeps."""
         least = min((tried.work for tried in self._good.values()), default=MOST_WORK)
         # The first layer is computed in full, the others up to the check with a fifth of the rows at least.
-        return (1 + 0.2 * (layer - 1)) / self._layers > least
+        return (1 + 0.2 * (layer - 1)) / self._trials.depth > least
 
     def _promising(self, layers: Sequence[LayerFinding]) -> list[LayerFinding]:
         having = [found for found in layers if found.least_ratio is not None]
 
         def hoped(found: LayerFinding) -> float:
             """Work with half of the rows before the check."""
-            after = self._layers - found.layer
+            after = self._trials.depth - found.layer
             return 1 + 0.5 * (found.layer - 1) + (found.least_ratio or 0) * after
 
         by_layer: dict[int, LayerFinding] = {}

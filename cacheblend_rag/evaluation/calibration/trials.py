@@ -89,6 +89,11 @@ class TrialSet:
             self._prepared.append(prepared)
             on_prompt()
 
+    @property
+    def depth(self) -> int:
+        """Layers by which work is counted."""
+        return max(24, self._adapter.num_layers) if self._scaled else self._adapter.num_layers
+
     def __len__(self) -> int:
         return len(self._prepared)
 

@@ -31,6 +31,7 @@ from cacheblend_rag.evaluation.quality.prompts import ChatFrame, build_prompt
 from cacheblend_rag.evaluation.quality.runner import EvalOptions, Evaluation
 from cacheblend_rag.evaluation.quality.sources import CaseSource
 from cacheblend_rag.evaluation.quality.summary import MethodRow, main_measure, write_summary
+from cacheblend_rag.evaluation.ttft import machine
 from cacheblend_rag.fusor.selection import SelectNone
 from cacheblend_rag.loading import BlendSettings
 from cacheblend_rag.prompt import SegmentTokenizer
@@ -127,10 +128,10 @@ class FigureMaker:
         run = evaluation.run(self.folder / name, progress=self.progress)
         rows = write_summary(run, self.folder / name)
         path = self.folder / f"{name}.json"
-        settings = {"model": run.settings["model"], **asdict(options)}
         content = {
             "figure": name,
-            "settings": settings,
+            "settings": run.settings,
+            "machine": machine(),
             "measure": main_measure(run),
             "rows": [asdict(r) for r in rows],
         }

@@ -62,7 +62,6 @@ def draw_against(rows: Sequence[MethodRow], measure: str, cost: str, path: Path)
             axis.errorbar(costs, [v.mean for v in values], yerr=errors, marker="o", capsize=2, label=method)
         titles = {"ttft": "time to first token (s)", "work": "work, share of full prefill's"}
         axis.set(xlabel=titles[cost], ylabel=_NAMES[measure], xlim=(0, None))
-        axis.legend(fontsize="small")
 
     return _drawn(path, draw)
 
@@ -80,7 +79,6 @@ def draw_over_ratio(rows: Sequence[MethodRow], measure: str, path: Path) -> Path
             of = sorted(of, key=lambda row: row.ratio or 0)
             axis.plot([row.ratio for row in of], [r.measures[measure].mean for r in of], marker="o", label=method)
         axis.set(xlabel="recompute ratio", ylabel=_NAMES[measure])
-        axis.legend(fontsize="small")
 
     return _drawn(path, draw)
 
@@ -98,7 +96,6 @@ def draw_by_kind(rows: Sequence[MethodRow], measure: str, path: Path) -> Path:
             axis.bar(places, heights, width, label=row.label)
         axis.set_xticks(range(len(kinds)), kinds)
         axis.set(ylabel=_NAMES[measure])
-        axis.legend(fontsize="x-small", ncols=2)
 
     return _drawn(path, draw, width=7)
 
@@ -114,8 +111,8 @@ def draw_over_chunks(rows: Sequence[MethodRow], measure: str, name: str, path: P
         for label, of in by_label.items():
             of = sorted(of, key=lambda row: getattr(row, name))
             axis.plot([getattr(r, name) for r in of], [r.measures[measure].mean for r in of], marker="o", label=label)
+        axis.set_xticks(sorted({getattr(row, name) for row in rows}))
         axis.set(xlabel=_chunk_title(name), ylabel=_NAMES[measure])
-        axis.legend(fontsize="x-small", ncols=2)
 
     return _drawn(path, draw)
 
@@ -132,9 +129,12 @@ def draw_least_work(rows: Sequence[MethodRow], measure: str, name: str, path: Pa
         having = [(p, row) for p in points if (row := best.get(p)) is not None]
         axis.plot([p[place] for p, _ in having], [r.ttft for _, r in having], marker="o", label=f"loss ≤ {LOSS}")
         for point, row in having:
-            axis.annotate(f"{row.label}\n{row.work:.0%} work", (point[place], row.ttft), fontsize="x-small")
+            text = f"{row.label}\n{row.work:.0%} work"
+            where = {"textcoords": "offset points", "xytext": (0, -8), "ha": "center", "va": "top"}
+            axis.annotate(text, (point[place], row.ttft), fontsize="x-small", **where)
+        axis.set_xticks([point[place] for point in points])
+        axis.margins(x=0.15)
         axis.set(xlabel=_chunk_title(name), ylabel="time to first token (s)", ylim=(0, None))
-        axis.legend(fontsize="small")
 
     return _drawn(path, draw)
 
@@ -148,8 +148,6 @@ def draw_curves(
         for name, (places, heights) in curves.items():
             axis.plot(list(places), list(heights), marker="o" if len(places) < 30 else None, label=name)
         axis.set(xlabel=titles[0], ylabel=titles[1])
-        if len(curves) > 1:
-            axis.legend(fontsize="small")
 
     return _drawn(path, draw)
 
@@ -171,7 +169,19 @@ def _drawn(path: Path, draw: Callable[[Any], None], width: float = 5) -> Path:
     # Files of the same data are the same: no date in them, and ids that do not change.
     with pyplot.rc_context({"svg.hashsalt": "cacheblend-rag"}):
         figure, axis = pyplot.subplots(figsize=(width, 3.5), layout="constrained")
+        axis.set_prop_cycle(color=pyplot.get_cmap("tab10" if width == 5 else "tab20").colors)
         draw(axis)
+        _explain(figure, axis, width)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
     return path
+
+
+def _explain(figure: Any, axis: Any, width: float) -> None:
+    """A legend where there is more than one name: within the plot, or beside it if it is long."""
+    handles, names = axis.get_legend_handles_labels()
+    if 1 < len(names) <= 6:
+        axis.legend(fontsize="small")
+    elif names[1:]:
+        figure.set_size_inches(width + 2.5, 3.5)
+        figure.legend(handles, names, loc="outside right upper", fontsize="x-small")

@@ -12,6 +12,7 @@ from typing import Any
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.quality.runner import EvalRun
 from cacheblend_rag.evaluation.quality.statistics import Interval, interval, paired
+from cacheblend_rag.evaluation.ttft import machine
 
 __all__ = ["LOSS", "MEASURES", "MethodRow", "least_work", "main_measure", "markdown", "summarise", "write_summary"]
 
@@ -219,7 +220,10 @@ def markdown(run: EvalRun, rows: Sequence[MethodRow], against: str | None = None
         parts.append(_heading(of_point[0]) + "\n\n" + _table(of_point, against))
         if any(row.kinds for row in of_point):
             parts.append(_kinds(of_point, measure))
-        if any(row.blended for row in of_point):
+        full = next(row for row in of_point if row.method == "full")
+        if full.measures[measure].mean == 0:
+            parts.append("Full prefill answers none of these questions, so they cannot show what is lost.")
+        elif any(row.blended for row in of_point):
             least = f"{best.label}, {best.work:.1%} of full prefill's work" if best else "none of those tried"
             parts.append(f"Least work that loses no more than {LOSS} {_TITLES[measure]}: {least}.")
     skipped = sum("skipped" in line for line in run.lines)
@@ -302,7 +306,13 @@ def write_summary(run: EvalRun, folder: Path, against: str | None = None) -> lis
         }
         for (chunks, length), row in least_work(rows, measure).items()
     ]
-    content = {"settings": run.settings, "measure": measure, "rows": list(map(asdict, rows)), "least_work": best}
+    content = {
+        "settings": run.settings,
+        "machine": machine(),
+        "measure": measure,
+        "rows": list(map(asdict, rows)),
+        "least_work": best,
+    }
     (folder / "table.md").write_text(markdown(run, rows, against), encoding="utf-8")
     (folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return rows
