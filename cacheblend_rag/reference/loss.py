@@ -1,9 +1,9 @@
 """What training minimises: predicting the next id, and reading in a way that makes answers possible.
 
 Next ids alone taught the model to find facts within a passage but not to settle, while reading, whom a passage about
-"the violinist" is about (docs/decisions/0003). So three things that larger models learn by themselves are asked for:
-a middle layer must know who is meant, one attention head must look at the passage that says whose role it is, and a
-later one, where an answer must give a value, at the place that tells it. None of this is in the exported model.
+"the violinist" is about (docs/decisions/0003). So three more things are asked for: a middle layer must know who is
+meant, one attention head must look at the passage that says whose role it is, and later ones, where an answer gives a
+value, at the place that tells it. None of this is in the exported model.
 """
 
 from __future__ import annotations
