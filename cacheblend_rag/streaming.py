@@ -114,7 +114,15 @@ class TextStream(Iterator[str], AsyncIterator[str]):
         raise StopAsyncIteration
 
     def complete(self) -> Generation:
-        """Read to the end; the whole answer."""
+        """Read to the end; the whole answer.
+
+        Without a timeout, and if nothing was read yet, it is generated on the thread that asks.
+        """
+        if self._thread is None and self._timeout is None and not self._done:
+            # A thread of its own would bring a second pool of OpenMP threads. libgomp puts the threads of
+            # all pools to sleep between any two operations once there are more of them than cores.
+            _generate(self._answer, self._sink, self._outcome)
+            self._end()
         for _ in self:
             pass
         return self._whole()

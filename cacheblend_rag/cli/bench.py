@@ -21,6 +21,10 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     _add_shared(loading, shape="smollm2-135m", rounds=3)
     loading.add_argument("--factor", type=float, action="append", help="of the break-even; may be given several times")
     loading.set_defaults(run=_bench_loading)
+    decode = kinds.add_parser("decode", help="seconds a token after a blend, beside plain transformers")
+    _add_shared(decode, shape="qwen2.5-0.5b", rounds=5)
+    decode.add_argument("--new-tokens", type=int, default=32)
+    decode.set_defaults(run=_bench_decode)
 
 
 def _add_shared(parser: argparse.ArgumentParser, *, shape: str, rounds: int) -> None:
@@ -44,6 +48,13 @@ def _bench_ttft(parsed: argparse.Namespace) -> int:
     if parsed.ratio:
         chosen["ratios"] = tuple(parsed.ratio)
     show(TTFTOptions(**chosen))
+    return 0
+
+
+def _bench_decode(parsed: argparse.Namespace) -> int:
+    from cacheblend_rag.evaluation.decoding import DecodingOptions, show
+
+    show(DecodingOptions(**_shared(parsed), new_tokens=parsed.new_tokens))
     return 0
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "answer_all",
     "answer_text",
     "blended",
+    "prefill_behind",
     "prefill_methods",
     "time_rounds",
 ]
@@ -92,16 +93,22 @@ def prefill_methods(engine: BlendEngine, prompt: Prompt) -> dict[str, Callable[[
 
     def prefix_caching() -> Prefilled:
         ids = engine.tokenize(prompt).input_ids[len(known) :]
-        cache = copy.copy(ready)  # extending a cache makes new tensors, so its layers can be shared
+        cache = copy.copy(ready)  # layers that share rows do not share what is added
         cache.layers = [copy.copy(layer) for layer in ready.layers]
-        with torch.no_grad():
-            inputs = torch.tensor([ids], device=adapter.device)
-            out = engine.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return Prefilled(cache, out.logits[0, -1], (rows - len(known),) * layers)
+        return Prefilled(cache, prefill_behind(engine, cache, ids), (rows - len(known),) * layers)
 
     reuse = engine.with_config(selection="none", min_tokens=0)
     methods = (full, prefix_caching, blended(reuse, prompt), blended(engine, prompt))
     return dict(zip(METHODS, methods, strict=True))
+
+
+def prefill_behind(engine: BlendEngine, cache: Any, ids: Sequence[int]) -> torch.Tensor:
+    """The model's own forward pass over the ids behind a cache, which grows; logits ``[vocab]`` of the last."""
+    with torch.no_grad():
+        inputs = torch.tensor([list(ids)], device=engine.adapter.device)
+        out = engine.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    logits: torch.Tensor = out.logits[0, -1]
+    return logits
 
 
 def blended(engine: BlendEngine, prompt: Prompt) -> Callable[[], Prefilled]:

@@ -30,8 +30,8 @@ from transformers import AutoTokenizer, pipeline
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.evaluation.shapes import SHAPES, random_model
-from cacheblend_rag.evaluation.ttft import TTFTOptions, chunk_texts, machine
+from cacheblend_rag.evaluation.shapes import SHAPES, BenchOptions, random_model
+from cacheblend_rag.evaluation.ttft import chunk_texts, machine
 from cacheblend_rag.langchain import CacheBlendLLM
 from cacheblend_rag.reference import MODEL_PATH
 
@@ -45,30 +45,17 @@ _QUESTION = "What does the second passage say about the mill, and who rebuilt it
 
 
 @dataclass(frozen=True)
-class MigrationOptions:
-    """What is measured.
+class MigrationOptions(BenchOptions):
+    """What is measured; the chunks are retrieved documents.
 
     Parameters
     ----------
-    shape, dtype : str
-        Model shape and element type; see `random_model`.
-    chunks, chunk_tokens : int
-        Retrieved documents, and tokens of each.
     new_tokens : int
         Tokens of the answer.
-    rounds : int
-        Timed rounds after one that warms up.
-    threads : int
-        Threads torch may use.
     """
 
-    shape: str = "qwen2.5-0.5b"
-    dtype: str = "float32"
-    chunks: int = 4
-    chunk_tokens: int = 512
-    new_tokens: int = 16
     rounds: int = 3
-    threads: int = 2
+    new_tokens: int = 16
 
 
 class _PipelineLLM(LLM):
@@ -116,8 +103,7 @@ def measure(options: MigrationOptions) -> dict[str, Any]:
     }
     settings["logits_processor"] = LogitsProcessorList([clock])
     made = pipeline("text-generation", model, tokenizer=tokenizer, **settings)
-    wanted = TTFTOptions(chunks=options.chunks, chunk_tokens=options.chunk_tokens)
-    documents = [Document(page_content=text) for text in chunk_texts(tokenizer, wanted)]
+    documents = [Document(page_content=text) for text in chunk_texts(tokenizer, options)]
     with tempfile.TemporaryDirectory() as folder:
         config = BlendConfig(min_tokens=0, write_back="inline")
         ours = CacheBlendLLM.from_pipeline(made, config=config, store=folder, logits_processor=[clock])

@@ -23,9 +23,9 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.baselines import Prefilled, blended, time_rounds
-from cacheblend_rag.evaluation.shapes import random_model
+from cacheblend_rag.evaluation.shapes import BenchOptions, random_model
 from cacheblend_rag.evaluation.throttled import ThrottledStore
-from cacheblend_rag.evaluation.ttft import TTFTOptions, chunk_texts, machine
+from cacheblend_rag.evaluation.ttft import bench_prompt, machine
 from cacheblend_rag.loading import Device, MachineProfile, PrefillProfile
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.reference import MODEL_PATH
@@ -34,39 +34,26 @@ from cacheblend_rag.store import DiskStore, MemoryStore
 __all__ = ["FACTORS", "OverlapOptions", "measure", "show"]
 
 FACTORS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0, 20.0)
-_SYSTEM = "Answer the question at the end from the passages below. Say so if they do not hold the answer."
-_QUESTION = "What does the second passage say about the mill, and who rebuilt it after the fire in the valley?"
 
 
 @dataclass(frozen=True)
-class OverlapOptions:
+class OverlapOptions(BenchOptions):
     """What is measured.
 
     Parameters
     ----------
-    shape, dtype, chunks, chunk_tokens, rounds, threads
-        See `TTFTOptions`.
     factors : tuple of float
         Throughputs, as multiples of the break-even.
     """
 
     shape: str = "smollm2-135m"
-    dtype: str = "float32"
-    chunks: int = 4
-    chunk_tokens: int = 512
     rounds: int = 3
-    threads: int = 2
     factors: tuple[float, ...] = FACTORS
 
     def __post_init__(self) -> None:
-        TTFTOptions(**self.common)
+        super().__post_init__()
         if not self.factors or min(self.factors) <= 0:
             raise ConfigError("factors", self.factors, "use numbers above 0")
-
-    @property
-    def common(self) -> dict[str, Any]:
-        """What `TTFTOptions` has too."""
-        return {name: value for name, value in asdict(self).items() if name != "factors"}
 
 
 def measure(options: OverlapOptions) -> dict[str, Any]:
@@ -74,7 +61,7 @@ def measure(options: OverlapOptions) -> dict[str, Any]:
     torch.set_num_threads(options.threads)
     tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
     model = random_model(options.shape, dtype=options.dtype)
-    prompt = Prompt(_SYSTEM, chunk_texts(tokenizer, TTFTOptions(**options.common)), _QUESTION)
+    prompt = bench_prompt(tokenizer, options)
     base = {"model": model, "tokenizer": tokenizer, "prompt": prompt, "rounds": options.rounds}
     with tempfile.TemporaryDirectory() as folder:
         bench = _Bench(Path(folder) / "kv", **base)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["SHAPES", "random_model"]
+__all__ = ["SHAPES", "BenchOptions", "random_model"]
 
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
@@ -36,6 +37,42 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What all benchmarks over one prompt share.
+
+    Parameters
+    ----------
+    shape : str
+        Model shape, a key of `SHAPES`.
+    dtype : str
+        Element type.
+    chunks, chunk_tokens : int
+        Chunks in the prompt, and tokens of each.
+    rounds : int
+        Timed rounds after one that warms up.
+    threads : int
+        Threads torch may use.
+
+    Raises
+    ------
+    ConfigError
+        If a number is below 1.
+    """
+
+    shape: str = "qwen2.5-0.5b"
+    dtype: str = "float32"
+    chunks: int = 4
+    chunk_tokens: int = 512
+    rounds: int = 5
+    threads: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("chunks", "chunk_tokens", "rounds", "threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, getattr(self, name), "use a whole number, 1 or more")
 
 
 def random_model(shape: str, *, dtype: str = "float32", seed: int = 0) -> Any:

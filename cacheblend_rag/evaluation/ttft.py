@@ -24,50 +24,28 @@ from transformers import AutoTokenizer
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.baselines import Prefilled, blended, prefill_methods, time_rounds
-from cacheblend_rag.evaluation.shapes import random_model
+from cacheblend_rag.evaluation.shapes import BenchOptions, random_model
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.reference import MODEL_PATH
 
-__all__ = ["TTFTOptions", "chunk_texts", "machine", "measure", "show"]
+__all__ = ["TTFTOptions", "bench_prompt", "chunk_texts", "machine", "measure", "show"]
 
 _SYSTEM = "Answer the question at the end from the passages below. Say so if they do not hold the answer."
 _QUESTION = "What does the second passage say about the mill, and who rebuilt it after the fire in the valley?"
 
 
 @dataclass(frozen=True)
-class TTFTOptions:
+class TTFTOptions(BenchOptions):
     """What is measured.
 
     Parameters
     ----------
-    shape : str
-        Model shape, a key of `SHAPES`.
-    dtype : str
-        Element type.
-    chunks, chunk_tokens : int
-        Chunks in the prompt, and tokens of each.
     ratios : tuple of float
         Recompute ratios of the blended method.
-    rounds : int
-        Timed rounds after one that warms up.
-    threads : int
-        Threads torch may use.
     """
 
-    shape: str = "qwen2.5-0.5b"
-    dtype: str = "float32"
-    chunks: int = 4
-    chunk_tokens: int = 512
     ratios: tuple[float, ...] = (0.15, 0.05)
-    rounds: int = 5
-    threads: int = 2
-
-    def __post_init__(self) -> None:
-        for name in ("chunks", "chunk_tokens", "rounds", "threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(name, getattr(self, name), "use a whole number, 1 or more")
 
 
 def measure(options: TTFTOptions) -> dict[str, Any]:
@@ -78,7 +56,7 @@ def measure(options: TTFTOptions) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config = BlendConfig(min_tokens=0, write_back="inline", recompute_ratio=options.ratios[0])
         with BlendEngine(model, tokenizer, config=config, store=folder) as engine:
-            prompt = Prompt(_SYSTEM, chunk_texts(tokenizer, options), _QUESTION)
+            prompt = bench_prompt(tokenizer, options)
             warming = engine.warm(prompt.chunks)
             engine.fuse(prompt)  # stores the prefix
             seconds = time_rounds(_methods(engine, prompt, options), options.rounds).seconds
@@ -106,7 +84,12 @@ def _methods(engine: BlendEngine, prompt: Prompt, options: TTFTOptions) -> Mappi
     return methods
 
 
-def chunk_texts(tokenizer: Any, options: TTFTOptions) -> list[str]:
+def bench_prompt(tokenizer: Any, options: BenchOptions) -> Prompt:
+    """The prompt of a benchmark: a short prefix, chunks, and a question of about 30 tokens."""
+    return Prompt(_SYSTEM, chunk_texts(tokenizer, options), _QUESTION)
+
+
+def chunk_texts(tokenizer: Any, options: BenchOptions) -> list[str]:
     """Chunks of about the wanted number of tokens, separator included."""
     chooser = random.Random(0)
     words = (_SYSTEM + " " + _QUESTION).lower().split()

@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.models.families import family_of
 from cacheblend_rag.models.fingerprint import fingerprint
+from cacheblend_rag.models.growing import let_grow
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.models.modes import evaluating
 from cacheblend_rag.models.positions import Positions
@@ -300,8 +301,8 @@ class ModelAdapter:
         return _scaled(logits, self.config)
 
     def new_cache(self, layers: Sequence[LayerKV]) -> Any:
-        """A transformers cache that holds these layers, ready for generation."""
-        cache = DynamicCache(config=self.config)
+        """A transformers cache that holds these layers, ready for generation; it takes the layers over."""
+        cache = let_grow(DynamicCache(config=self.config))
         for number, kv in enumerate(layers):
             layer = cache.layers[number]
             if layer.is_sliding:
@@ -314,7 +315,7 @@ class ModelAdapter:
     def prefill(self, ids: Sequence[int]) -> Prefill:
         """The model's own forward pass over all ids: plain prefill."""
         with self._plain():
-            cache = DynamicCache(config=self.config)
+            cache = let_grow(DynamicCache(config=self.config))
             inputs = torch.tensor([list(ids)], device=self.device)
             out = self.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
             return Prefill(cache, out.logits[0, -1])

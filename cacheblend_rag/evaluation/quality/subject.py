@@ -232,7 +232,7 @@ def _named(variant: Variant) -> dict[str, Any]:
 
 
 def _shared(cache: Any) -> Any:
-    """A cache that can grow while the other stays as it is: extending one makes new tensors."""
+    """A cache that can grow while the other stays as it is; what is added to one is not in the other."""
     other = copy.copy(cache)
     other.layers = [copy.copy(layer) for layer in cache.layers]
     return other

@@ -1,0 +1,38 @@
+"""The benchmark of decoding: what it times, not how fast this machine is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cacheblend_rag.cli import main
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.evaluation import shapes
+from cacheblend_rag.evaluation.decoding import PLAIN, DecodingOptions
+
+
+@pytest.fixture
+def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = shapes.SHAPES["smollm2-135m"] | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    monkeypatch.setitem(shapes.SHAPES, "tiny", shape | {"num_attention_heads": 4, "num_key_value_heads": 2})
+
+
+def test_every_way_is_timed_for_as_many_tokens(tiny_shape: None, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["bench", "decode", "--shape", "tiny", "--chunks", "2", "--chunk-tokens", "40", "--rounds", "2"]
+    assert main([*arguments, "--new-tokens", "4", "--threads", "1"]) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    result = json.loads(last)
+    ways = [PLAIN, "blended", "transformers on a thread", "blended, streamed"]
+    assert list(result["seconds_a_token"]) == ways
+    assert len(table) == 2 + len(ways)
+    assert result["hits"] == 2
+    assert result["to_transformers"][PLAIN] == 1.0
+    for name, (low, high) in result["spread"].items():
+        assert 0 < low <= result["seconds_a_token"][name] <= high
+
+
+@pytest.mark.parametrize("changes", [{"new_tokens": 1}, {"rounds": 0}])
+def test_options_that_time_nothing_are_refused(changes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        DecodingOptions(**changes)  # type: ignore[arg-type]
