@@ -21,7 +21,7 @@ from itertools import accumulate
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.analysis import import_pyplot
 
-__all__ = ["HitRates", "TraceOptions", "main", "simulate"]
+__all__ = ["HitRates", "TraceOptions", "draw_prompt", "main", "simulate", "zipf"]
 
 
 @dataclass(frozen=True)
@@ -94,17 +94,25 @@ def simulate(options: TraceOptions) -> HitRates:
 def _day(options: TraceOptions) -> Iterator[list[tuple[int, ...]]]:
     """Prompts by hour, each a tuple of different chunks."""
     chooser = random.Random(options.seed)
-    weights = list(accumulate(1 / rank**options.exponent for rank in range(1, options.chunks + 1)))
+    weights = zipf(options.chunks, options.exponent)
     popular = list(range(options.chunks))  # chunk of each rank
     for hour in range(24):
         count = options.requests * (hour + 1) // 24 - options.requests * hour // 24
-        yield [_prompt(chooser, popular, weights, options.top_k) for _ in range(count)]
+        yield [draw_prompt(chooser, popular, weights, options.top_k) for _ in range(count)]
         for _ in range(options.drift):
             one, other = chooser.randrange(options.chunks), chooser.randrange(min(options.chunks, 200))
             popular[one], popular[other] = popular[other], popular[one]
 
 
-def _prompt(chooser: random.Random, popular: Sequence[int], weights: Sequence[float], top_k: int) -> tuple[int, ...]:
+def zipf(chunks: int, exponent: float) -> list[float]:
+    """Cumulative weights of the ranks by a Zipf law."""
+    return list(accumulate(1 / rank**exponent for rank in range(1, chunks + 1)))
+
+
+def draw_prompt(
+    chooser: random.Random, popular: Sequence[int], weights: Sequence[float], top_k: int
+) -> tuple[int, ...]:
+    """Different chunks, in the order drawn, from those listed by rank and the ranks' cumulative weights."""
     found: dict[int, None] = {}
     while len(found) < top_k:
         (rank,) = chooser.choices(range(len(popular)), cum_weights=weights)

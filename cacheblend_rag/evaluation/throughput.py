@@ -1,0 +1,316 @@
+"""Time to first token against the rate of requests (Fig. 14 of the paper).
+
+``cacheblend-rag bench throughput --shape smollm2-135m --requests 100 --plot throughput.svg``
+
+Prompts hold several chunks of a set, asked for by a Zipf law. Each is answered by every method in
+turn, and measured: how long to its first token, and how long the model was busy, storing included.
+Every method begins with nothing stored. Arrivals are Poisson. The queue in front of one server, which
+answers one request after another in their order, is then computed from these times for each rate: it
+is the same for all methods, and no machine has to be waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.decode import DecodeOptions, decode
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.evaluation.analysis import import_pyplot
+from cacheblend_rag.evaluation.baselines import Prefilled, prefill_behind
+from cacheblend_rag.evaluation.decoding import greedy
+from cacheblend_rag.evaluation.hit_rates import draw_prompt, zipf
+from cacheblend_rag.evaluation.shapes import BenchOptions, random_model
+from cacheblend_rag.evaluation.ttft import bench_prompt, chunk_texts, machine
+from cacheblend_rag.models.kv import LayerKV
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.reference import MODEL_PATH
+from cacheblend_rag.store import MemoryStore
+
+__all__ = ["LOADS", "Served", "ThroughputOptions", "measure", "show", "waited"]
+
+LOADS = (0.25, 0.5, 0.75, 0.9, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Room in the store for the prefix.
+_PREFIX_ROOM = 2**20
+
+
+@dataclass(frozen=True)
+class ThroughputOptions(BenchOptions):
+    """What is measured; ``rounds`` is the number of arrival sequences drawn for each rate.
+
+    Parameters
+    ----------
+    documents : int
+        Chunks in the whole set.
+    capacity : int
+        Chunks that fit the store, and as many bytes the prefix cache; 0 for all.
+    requests : int
+        Requests measured.
+    new_tokens : int
+        Tokens of an answer.
+    exponent : float
+        Of the Zipf law.
+    loads : tuple of float
+        Rates, as multiples of the one that keeps full recompute busy all the time.
+    """
+
+    shape: str = "smollm2-135m"
+    chunks: int = 3
+    chunk_tokens: int = 256
+    rounds: int = 20
+    documents: int = 16
+    capacity: int = 0
+    requests: int = 20
+    new_tokens: int = 4
+    exponent: float = 1.0
+    loads: tuple[float, ...] = LOADS
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.documents < self.chunks:
+            raise ConfigError("documents", self.documents, "use at least as many as a prompt has chunks")
+        if self.capacity < 0:
+            raise ConfigError("capacity", self.capacity, "use a number of chunks, or 0 for all")
+        if self.requests < 2:
+            raise ConfigError("requests", self.requests, "use a whole number, 2 or more")
+        if not self.loads or min(self.loads) <= 0:
+            raise ConfigError("loads", self.loads, "use numbers above 0")
+
+
+@dataclass(frozen=True)
+class Served:
+    """What one request took.
+
+    Parameters
+    ----------
+    first : float
+        Seconds from its start to its first token.
+    busy : float
+        Seconds until the next could start.
+    reused : float
+        Share of its tokens whose KV was there.
+    """
+
+    first: float
+    busy: float
+    reused: float
+
+
+def measure(options: ThroughputOptions) -> dict[str, Any]:
+    """Measure every method over the rates; a dictionary fit for JSON."""
+    torch.set_num_threads(options.threads)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+    model = random_model(options.shape, dtype=options.dtype)
+    texts = chunk_texts(tokenizer, BenchOptions(chunks=options.documents, chunk_tokens=options.chunk_tokens))
+    with ExitStack() as stack:
+        engine = stack.enter_context(_engine(model, tokenizer, options, texts))
+        methods = _methods(engine, options)
+        prompts = list(_prompts(bench_prompt(tokenizer, options), texts, options))
+        engine.with_config(write_back="off").fuse(prompts[0])  # warms up and stores nothing
+        served = _serve(methods, prompts)
+    busy = {name: statistics.mean(one.busy for one in of) for name, of in served.items()}
+    return {
+        "options": asdict(options),
+        "machine": machine(),
+        "served": {
+            name: {
+                "first": statistics.median(one.first for one in of),
+                "busy": busy[name],
+                "reused": statistics.mean(one.reused for one in of),
+            }
+            for name, of in served.items()
+        },
+        "rows": [_at(load / busy["full recompute"], served, options.rounds) for load in options.loads],
+    }
+
+
+def _engine(model: Any, tokenizer: Any, options: ThroughputOptions, texts: Sequence[str]) -> BlendEngine:
+    config = BlendConfig(min_tokens=0, write_back="inline", recompute_ratio=0.15)
+    engine = BlendEngine(model, tokenizer, config=config, store=MemoryStore())
+    if not options.capacity:
+        return engine
+    with engine:
+        size = options.capacity * engine.estimate_bytes(texts) // len(texts) + _PREFIX_ROOM
+        return BlendEngine(model, tokenizer, config=config, store=MemoryStore(size), fingerprint=engine.fingerprint)
+
+
+def _prompts(like: Prompt, texts: Sequence[str], options: ThroughputOptions) -> list[Prompt]:
+    """One prompt a request; no two questions are the same."""
+    chooser, weights = random.Random(0), zipf(len(texts), options.exponent)
+    drawn = (draw_prompt(chooser, range(len(texts)), weights, options.chunks) for _ in range(options.requests))
+    return [
+        Prompt(like.prefix, [texts[chunk] for chunk in chunks], f"{number}. {like.suffix}")
+        for number, chunks in enumerate(drawn)
+    ]
+
+
+def _methods(engine: BlendEngine, options: ThroughputOptions) -> Mapping[str, Callable[[Prompt], tuple[float, float]]]:
+    """Each answers a prompt and gives the moment of its first token, and the share of tokens reused."""
+    config = greedy(engine.tokenizer, options.new_tokens)
+    size = engine.store.size_limit if options.capacity else None
+    prefixes = _PrefixCache(engine, size)
+
+    def answered(ids: Sequence[int], found: Prefilled) -> float:
+        return decode(
+            engine.model,
+            engine.tokenizer,
+            input_ids=ids,
+            cache=found.cache,
+            logits=found.logits,
+            options=DecodeOptions(generation_config=config),
+        ).first_token_at
+
+    def full(prompt: Prompt) -> tuple[float, float]:
+        ids = engine.tokenize(prompt).input_ids
+        result = engine.adapter.prefill(ids)
+        return answered(ids, Prefilled(result.cache, result.logits, ())), 0.0
+
+    def prefix_caching(prompt: Prompt) -> tuple[float, float]:
+        ids = engine.tokenize(prompt).input_ids
+        found, known = prefixes.prefill(ids)
+        at = answered(ids, found)
+        prefixes.keep(ids, found.cache, known)
+        return at, known / len(ids)
+
+    def blended(prompt: Prompt) -> tuple[float, float]:
+        started = time.perf_counter()
+        report = engine.generate(prompt, generation_config=config).report
+        return started + report.ttft, report.reused_tokens / report.prompt_tokens
+
+    return {"full recompute": full, "prefix caching": prefix_caching, "blended": blended}
+
+
+class _PrefixCache:
+    """KV of prompts in memory; a prompt goes on from the one it has most in common with at its beginning.
+
+    Idealised, in its favour: nothing is loaded, tokens are compared one by one and not in blocks, and
+    what prompts have in common counts once.
+    """
+
+    def __init__(self, engine: BlendEngine, limit: int | None) -> None:
+        self._engine, self._limit, self._held = engine, limit, 0
+        self._kept: OrderedDict[tuple[int, ...], tuple[torch.Tensor, list[LayerKV], int]] = OrderedDict()
+
+    def prefill(self, ids: Sequence[int]) -> tuple[Prefilled, int]:
+        """KV and last logits of a prompt, and how many of its tokens were there."""
+        wanted, known = torch.tensor(ids), 0
+        best: tuple[int, ...] | None = None
+        for key, (kept, _, _) in self._kept.items():
+            length = min(len(kept), len(ids) - 1)
+            common = int((kept[:length] == wanted[:length]).cumprod(0).sum())
+            if common > known:
+                known, best = common, key
+        adapter, rows = self._engine.adapter, len(ids) - known
+        computed = (rows,) * adapter.num_layers
+        if best is None:
+            result = adapter.prefill(ids)
+            return Prefilled(result.cache, result.logits, computed), 0
+        self._kept.move_to_end(best)
+        layers = self._kept[best][1]
+        cache = adapter.new_cache([LayerKV(kv.keys[:, :, :known], kv.values[:, :, :known]) for kv in layers])
+        return Prefilled(cache, prefill_behind(self._engine, cache, ids[known:]), computed), known
+
+    def keep(self, ids: Sequence[int], cache: Any, known: int) -> None:
+        """Keep a prompt's KV, the least recently used dropped first."""
+        layers = [LayerKV(one.keys[:, :, : len(ids)], one.values[:, :, : len(ids)]) for one in cache.layers]
+        size = sum(kv.keys.nbytes + kv.values.nbytes for kv in layers) * (len(ids) - known) // len(ids)
+        self._kept[tuple(ids)] = (torch.tensor(ids), layers, size)
+        self._held += size
+        while self._limit is not None and self._held > self._limit and self._kept:
+            self._held -= self._kept.popitem(last=False)[1][2]
+
+
+def _serve(
+    methods: Mapping[str, Callable[[Prompt], tuple[float, float]]], prompts: Sequence[Prompt]
+) -> dict[str, list[Served]]:
+    served: dict[str, list[Served]] = {name: [] for name in methods}
+    for prompt in prompts:
+        for name, method in methods.items():
+            started = time.perf_counter()
+            first, reused = method(prompt)
+            served[name].append(Served(first - started, time.perf_counter() - started, reused))
+    return served
+
+
+def waited(served: Sequence[Served], gaps: Sequence[float]) -> list[float]:
+    """Time to first token of each request, waiting included, where one follows another after a gap.
+
+    Parameters
+    ----------
+    served : sequence of Served
+        What the requests take, in their order.
+    gaps : sequence of float
+        Seconds between each request's arrival and the one before.
+    """
+    found: list[float] = []
+    arrival = free = 0.0
+    for one, gap in zip(served, gaps, strict=True):
+        arrival += gap
+        start = max(arrival, free)
+        found.append(start - arrival + one.first)
+        free = start + one.busy
+    return found
+
+
+def _at(rate: float, served: Mapping[str, Sequence[Served]], draws: int) -> dict[str, Any]:
+    """Median and 99th percentile of every method at one rate, over the same arrivals."""
+    times: dict[str, list[float]] = {name: [] for name in served}
+    for draw in range(draws):
+        for name, of in served.items():
+            chooser = random.Random(draw)
+            times[name] += waited(of, [chooser.expovariate(1.0) / rate for _ in of])
+    return {
+        "rate": rate,
+        "median": {name: statistics.median(of) for name, of in times.items()},
+        "p99": {name: statistics.quantiles(of, n=100, method="inclusive")[98] for name, of in times.items()},
+    }
+
+
+def _plot(result: Mapping[str, Any], path: Path) -> None:
+    pyplot = import_pyplot()
+    rows = result["rows"]
+    figure, axes = pyplot.subplots(figsize=(6, 3.8), layout="constrained")
+    for number, name in enumerate(result["served"]):
+        rates = [row["rate"] for row in rows]
+        for what, line in (("median", "-"), ("p99", ":")):
+            axes.plot(rates, [row[what][name] for row in rows], line, color=f"C{number}", label=f"{name}, {what}")
+    axes.set(xlabel="requests a second", ylabel="time to first token (s)", yscale="log")
+    axes.legend(fontsize="small")
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+def show(options: ThroughputOptions, plot: str | None = None) -> None:
+    """Measure and print a table, drawn into a file if one is named; the last line is JSON."""
+    result = measure(options)
+    print(
+        f"{options.shape}, {options.dtype}, {options.requests} requests of {options.chunks} × {options.chunk_tokens} "
+        f"tokens out of {options.documents} chunks, {options.new_tokens} new tokens each, nothing stored before"
+    )
+    for name, of in result["served"].items():
+        print(
+            f"{name}: first token after {of['first']:.3f} s (median), "
+            f"busy {of['busy']:.3f} s, {of['reused']:.0%} reused"
+        )
+    names = list(result["served"])
+    print("\n| requests a second | " + " | ".join(f"{name}: median, p99" for name in names) + " |")
+    print("|---" * (len(names) + 1) + "|")
+    for row in result["rows"]:
+        times = " | ".join(f"{row['median'][name]:.2f} s, {row['p99'][name]:.2f} s" for name in names)
+        print(f"| {row['rate']:.2f} | {times} |")
+    if plot:
+        _plot(result, Path(plot))
+    print(json.dumps(result))
