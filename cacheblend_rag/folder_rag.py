@@ -6,7 +6,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,10 +20,11 @@ from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.langchain import CacheBlendLLM, known_chunks
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.reference import DOCUMENTS_PATH, EMBEDDER_PATH, MODEL_PATH
+from cacheblend_rag.reference import BLENDING, DOCUMENTS_PATH, EMBEDDER_PATH, MODEL_PATH
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.retrieval.index import FolderIndex, IndexReport
+from cacheblend_rag.steering import names_rule
 
 __all__ = ["Answer", "FolderRAG", "FolderRAGOptions"]
 
@@ -73,8 +74,18 @@ class FolderRAGOptions:
     @property
     def foreign_documents(self) -> bool:
         """Whether the reference model is asked about text it was not made for."""
-        reference = os.fspath(self.model) == os.fspath(MODEL_PATH)
-        return reference and Path(self.docs).resolve() != DOCUMENTS_PATH
+        return self._reference and Path(self.docs).resolve() != DOCUMENTS_PATH
+
+    @property
+    def blending(self) -> BlendConfig:
+        """Options of the engine: unless a rule was chosen, the reference model is blended by the one that suits it."""
+        if not self._reference or names_rule(self.config):
+            return self.config
+        return replace(self.config, **BLENDING)
+
+    @property
+    def _reference(self) -> bool:
+        return os.fspath(self.model) == os.fspath(MODEL_PATH)
 
 
 @dataclass(frozen=True)
@@ -117,7 +128,7 @@ class FolderRAG:
         folder = options.data_path
         self.engine = BlendEngine.from_pretrained(
             options.model,
-            config=options.config,
+            config=options.blending,
             store=folder / "kv",
             device=options.device,
             dtype=options.dtype,

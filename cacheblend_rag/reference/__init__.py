@@ -12,9 +12,12 @@ DOCUMENTS_PATH : Path
     The bundled archive folder, one passage a file, written from the test split.
 QUESTIONS_PATH : Path
     Questions about the bundled archive, one JSON object a line.
+BLENDING : dict
+    Options of `BlendConfig` that were measured to keep this model's answers (docs/selection.md).
 """
 
 from pathlib import Path
+from typing import Any
 
 _HERE = Path(__file__).resolve().parent
 
@@ -22,5 +25,6 @@ MODEL_PATH = _HERE / "model"
 EMBEDDER_PATH = _HERE / "embedder"
 DOCUMENTS_PATH = _HERE / "documents"
 QUESTIONS_PATH = _HERE / "questions.jsonl"
+BLENDING: dict[str, Any] = {"selection": "query", "selection_options": {"score_layers": (6,)}}
 
-__all__ = ["DOCUMENTS_PATH", "EMBEDDER_PATH", "MODEL_PATH", "QUESTIONS_PATH"]
+__all__ = ["BLENDING", "DOCUMENTS_PATH", "EMBEDDER_PATH", "MODEL_PATH", "QUESTIONS_PATH"]

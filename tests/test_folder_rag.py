@@ -1,0 +1,33 @@
+"""The reference model is blended by the rule that suits it, unless another was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.folder_rag import FolderRAG, FolderRAGOptions
+from cacheblend_rag.reference import BLENDING
+from cacheblend_rag.reference.bundle import read_questions
+
+
+def test_the_reference_model_has_a_rule_of_its_own() -> None:
+    left = FolderRAGOptions(config=BlendConfig(recompute_ratio=0.2)).blending
+    assert left == BlendConfig(recompute_ratio=0.2, **BLENDING)
+    chosen = BlendConfig(check_layers=(2,))
+    assert FolderRAGOptions(config=chosen).blending == chosen
+    other = BlendConfig()
+    assert FolderRAGOptions(model="another", config=other).blending == other
+
+
+def test_it_answers_what_full_reuse_gets_wrong(tmp_path: Path) -> None:
+    asked = [one for one in read_questions() if one.kind == "reference"]
+    right: dict[str, int] = {"blended": 0, "reuse": 0}
+    with FolderRAG(FolderRAGOptions(data_dir=tmp_path, config=BlendConfig(min_tokens=0))) as rag:
+        rag.update()
+        reuse = rag.engine.with_config(selection="none", selection_options={})
+        for one in asked[:24]:
+            answer = rag.ask(one.question)
+            texts = {"blended": answer.text, "reuse": reuse.generate(answer.prompt, max_new_tokens=48).text}
+            for method, text in texts.items():
+                right[method] += any(value in text for value in one.answers)
+    assert right["blended"] > right["reuse"]
