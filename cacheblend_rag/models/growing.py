@@ -49,6 +49,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     and again.
     """
 
+    keys: torch.Tensor
+    values: torch.Tensor
     _room: _Room | None = None
 
     def update(
