@@ -119,8 +119,7 @@ class TextStream(Iterator[str], AsyncIterator[str]):
         Without a timeout, and if nothing was read yet, it is generated on the thread that asks.
         """
         if self._thread is None and self._timeout is None and not self._done:
-            # A thread of its own would bring a second pool of OpenMP threads. libgomp puts the threads of
-            # all pools to sleep between any two operations once there are more of them than cores.
+            # A thread of its own would bring a second pool of OpenMP threads, more than there are cores.
             _generate(self._answer, self._sink, self._outcome)
             self._end()
         for _ in self:
