@@ -10,16 +10,15 @@ from cacheblend_rag.reference.bundle import BundledQuestion, read_questions
 __all__ = ["SUGGESTED", "suggestions_for"]
 
 _TELLING = "The answer needs two passages. Compare: full KV reuse gets this wrong."
-_ACROSS = "The answer needs two passages. Compare: full KV reuse can get this wrong."
 # Questions of the bundled archive by their wording, each with a note or none. Those that are not in the
-# archive's question file any more are left out, and kinds below fill up.
+# archive's question file any more are left out, and the kinds below, which the model answers best, fill up.
 SUGGESTED: tuple[tuple[str, str | None], ...] = (
     ("Which street does Selma Bramdorf live on?", _TELLING),
     ("Which company does Lars Mardahl work for?", None),
     ("What did Felix Zanford speak about at Damsonweek?", _TELLING),
 )
 # Kinds that fill up what is missing of the number offered, with their notes.
-_FILLING = (("within", None), ("reference", _ACROSS), ("bridge", _ACROSS))
+_FILLING: tuple[tuple[str, str | None], ...] = (("within", None),)
 _OFFERED = 5
 
 
