@@ -149,7 +149,20 @@ class BlendEngine:
 
         It shares everything with this one, so requests of both still wait for one another, and
         it ends when this one is closed; closing it does nothing.
+
+        Parameters
+        ----------
+        **changes
+            Options of `BlendConfig`. Another ``selection`` begins without ``selection_options`` and
+            ``recompute_ratios`` unless they are given with it: those of this engine are for its own rule.
+
+        Raises
+        ------
+        ConfigError
+            If an option is out of range or does not fit the rule or the model.
         """
+        if changes.get("selection", self.config.selection) != self.config.selection:
+            changes = {"selection_options": {}, "recompute_ratios": (), **changes}
         other = object.__new__(BlendEngine)
         other.__dict__.update(self.__dict__)
         other.config = dataclasses.replace(self.config, **changes)

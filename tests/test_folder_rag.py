@@ -24,7 +24,7 @@ def test_it_answers_what_full_reuse_gets_wrong(tmp_path: Path) -> None:
     right: dict[str, int] = {"blended": 0, "reuse": 0}
     with FolderRAG(FolderRAGOptions(data_dir=tmp_path, config=BlendConfig(min_tokens=0))) as rag:
         rag.update()
-        reuse = rag.engine.with_config(selection="none", selection_options={})
+        reuse = rag.engine.with_config(selection="none")
         for one in asked[:24]:
             answer = rag.ask(one.question)
             texts = {"blended": answer.text, "reuse": reuse.generate(answer.prompt, max_new_tokens=48).text}

@@ -359,6 +359,23 @@ def test_the_report_counts_checks_and_scoring(engine: Any) -> None:
 # Options --------------------------------------------------------------------------------------
 
 
+def test_another_rule_does_not_inherit_the_options_of_the_one_before(model: Any) -> None:
+    options = {"selection_options": {"bound": 0.3}, "check_layers": (2,), "metric": "k"}
+    with engine_of(model, selection="threshold", **options) as first:
+        for rule in ("hkvd", "none", SelectNone()):
+            config = first.with_config(selection=rule).config
+            assert (config.selection, config.selection_options) == (rule, {})
+            assert (config.check_layers, config.metric) == ((2,), "k"), "what rules share is kept"
+        for kept in ({"recompute_ratio": 0.3}, {"selection": "threshold"}):
+            assert first.with_config(**kept).config.selection_options == {"bound": 0.3}
+        given = first.with_config(selection="mixed", selection_options={"shares": [0.5, 0.0, 0.5]})
+        assert given.config.selection_options == {"shares": [0.5, 0.0, 0.5]}
+    with engine_of(model, selection="gradual", recompute_ratios=(0.4, 0.2)) as second:
+        assert second.with_config(selection="boundary").config.recompute_ratios == ()
+        assert second.with_config(selection="hkvd", recompute_ratios=(0.1,)).config.recompute_ratios == (0.1,)
+        assert second.with_config(recompute_ratio=0.3).config.recompute_ratios == (0.4, 0.2)
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [

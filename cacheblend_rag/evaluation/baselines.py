@@ -97,7 +97,7 @@ def prefill_methods(engine: BlendEngine, prompt: Prompt) -> dict[str, Callable[[
         cache.layers = [copy.copy(layer) for layer in ready.layers]
         return Prefilled(cache, prefill_behind(engine, cache, ids), (rows - len(known),) * layers)
 
-    reuse = engine.with_config(selection="none", selection_options={}, min_tokens=0)
+    reuse = engine.with_config(selection="none", min_tokens=0)
     methods = (full, prefix_caching, blended(reuse, prompt), blended(engine, prompt))
     return dict(zip(METHODS, methods, strict=True))
 

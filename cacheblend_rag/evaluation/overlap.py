@@ -89,7 +89,7 @@ class _Bench:
             engine.warm(self._prompt.chunks, progress=False)
             tokens = len(engine.tokenize(self._prompt).input_ids)
             methods = {
-                "prefill": blended(engine.with_config(selection="all", selection_options={}), self._prompt),
+                "prefill": blended(engine.with_config(selection="all"), self._prompt),
                 "blended": blended(engine, self._prompt),
             }
             seconds = self._medians(methods)

@@ -132,8 +132,8 @@ class Service:
         changes: dict[str, Any] = {"salt": salt}
         if ratio is not None:
             changes |= {"recompute_ratio": ratio, "recompute_ratios": ()}
-        if rule is not None and rule != self.engine.config.selection:
-            changes |= {"selection": rule, "selection_options": {}, "recompute_ratios": ()}
+        if rule is not None:
+            changes["selection"] = rule
         with self._making:
             key = (salt, ratio, rule)
             if key not in self._engines:

@@ -91,9 +91,7 @@ class Subject:
     def view(self, variant: Variant) -> BlendEngine:
         """The engine with a variant's rule."""
         if variant.label not in self._views:
-            self._views[variant.label] = self._engine.with_config(
-                selection=variant.rule, selection_options={}, min_tokens=0, guard_share=0.0
-            )
+            self._views[variant.label] = self._engine.with_config(selection=variant.rule, min_tokens=0, guard_share=0.0)
         return self._views[variant.label]
 
 
