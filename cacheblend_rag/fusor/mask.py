@@ -25,12 +25,12 @@ def row_mask(rows: torch.Tensor, tokens: int, window: int | None) -> torch.Tenso
     Returns
     -------
     Tensor, [1, 1, rows, tokens], bool, or None
-        True where a row sees a position; None if the rows are all positions and no window
+        True where a row sees a position; None if the rows are the last positions and no window
         applies, for which kernels have a causal form of their own.
     """
     if window is not None and window >= tokens:
         window = None
-    if len(rows) == tokens and window is None:
+    if window is None and int(rows[0]) == tokens - len(rows):
         return None
     columns = torch.arange(tokens, device=rows.device)
     mask = columns[None] <= rows[:, None]

@@ -82,14 +82,15 @@ def attention_rows(
     cut = len(rows) - watched
     hidden = adapter.embed([ids[row] for row in rows.tolist()])
     at_rows = rotaries.at(rows).to(adapter.dtype)
+    masks: dict[tuple[int | None, int | None], torch.Tensor | None] = {}
 
     def run(layer: int, part: slice) -> torch.Tensor:
         """Some of the rows through a layer."""
-        some = rows[part]
-        mask = row_mask(some, len(ids), adapter.windows[layer])
-        return adapter.run_layer(
-            layer, hidden[part], layer_kv(layer), some, at_rows.at(part), adapter.kernel_mask(mask, len(some))
-        )
+        some, window = rows[part], adapter.windows[layer]
+        like = part.start, window  # parts that begin alike run in the same form of attention
+        if like not in masks:
+            masks[like] = adapter.kernel_mask(row_mask(some, len(ids), window), len(some), len(ids))
+        return adapter.run_layer(layer, hidden[part], layer_kv(layer), some, at_rows.at(part), masks[like])
 
     for layer in range(layers[-1] + 1):
         if layer not in layers:

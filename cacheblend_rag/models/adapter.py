@@ -13,6 +13,7 @@ import transformers
 from transformers import DynamicCache
 
 from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.models.attention import ROW_ATTENTION, additive, fits_causal_kernel, use_row_attention
 from cacheblend_rag.models.families import family_of
 from cacheblend_rag.models.fingerprint import fingerprint
 from cacheblend_rag.models.growing import let_grow
@@ -151,14 +152,14 @@ class ModelAdapter:
 
     @contextmanager
     def blending(self) -> Iterator[None]:
-        """Within this, decoder layers accept a mask row for each kept row.
+        """Within this, decoder layers attend from some rows to all positions.
 
-        Kernels that take no mask of that kind are replaced by SDPA meanwhile, or by the plain
-        form where SDPA lacks what the family needs (soft caps, attention sinks).
+        Meanwhile `row_attention` stands for whatever the model uses, or the plain form where the
+        model uses that, or where SDPA lacks what the family needs (soft caps, attention sinks).
         """
         before = self.config._attn_implementation
-        if before not in ("sdpa", "eager"):
-            self.config._attn_implementation = "sdpa" if self.model._supports_sdpa else "eager"
+        if before != "eager":
+            self.config._attn_implementation = use_row_attention() if self.model._supports_sdpa else "eager"
         try:
             with evaluating(self.model), torch.no_grad():
                 yield
@@ -218,23 +219,27 @@ class ModelAdapter:
         projected: torch.Tensor = getattr(attention, family.fused or name)(hidden)
         return projected[:, part] if family.fused else projected
 
-    def kernel_mask(self, mask: torch.Tensor | None, rows: int) -> torch.Tensor | None:
-        """A mask in the form the attention kernel takes; the same for all layers with its window.
+    def kernel_mask(self, mask: torch.Tensor | None, rows: int, tokens: int) -> torch.Tensor | None:
+        """A mask in the form the attention in use takes; the same for all layers with its window.
 
         Parameters
         ----------
         mask : Tensor or None, [1, 1, rows, tokens], bool
-            True where a row sees a position; None if the rows are all positions and no window
-            applies.
-        rows : int
-            Number of rows.
+            True where a row sees a position; None if the rows are the last positions and each
+            sees all before it.
+        rows, tokens : int
+            Number of rows and of positions.
+
+        Returns
+        -------
+        Tensor or None, [1, 1, rows, tokens], in the model's element type
         """
-        if self.config._attn_implementation == "sdpa":
-            return mask
+        fused = self.config._attn_implementation == ROW_ATTENTION
         if mask is None:
-            mask = torch.ones(1, 1, rows, rows, dtype=torch.bool, device=self.device).tril()
-        added = torch.zeros(mask.shape, dtype=self.dtype, device=self.device)
-        return added.masked_fill_(~mask, torch.finfo(self.dtype).min)
+            if fused and fits_causal_kernel(rows, tokens, self.device):
+                return None
+            mask = torch.ones(1, 1, rows, tokens, dtype=torch.bool, device=self.device).tril(tokens - rows)
+        return additive(mask, self.dtype, float("-inf") if fused else torch.finfo(self.dtype).min)
 
     def run_layer(
         self,

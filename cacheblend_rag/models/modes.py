@@ -13,7 +13,8 @@ __all__ = ["evaluating"]
 def evaluating(model: Any) -> Iterator[None]:
     """Without dropout; each module is then as it was, for some may be frozen while others train."""
     training = [module for module in model.modules() if module.training]
-    model.eval()
+    if training:
+        model.eval()
     try:
         yield
     finally:

@@ -1,0 +1,90 @@
+"""Attention of some rows over all positions, by PyTorch's fused kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import repeat_kv
+
+__all__ = ["ROW_ATTENTION", "additive", "fits_causal_kernel", "row_attention", "use_row_attention"]
+
+ROW_ATTENTION = "cacheblend_rag_rows"
+"""Name under which transformers' attention modules find `row_attention`."""
+
+
+def use_row_attention() -> str:
+    """Make `row_attention` known to transformers; its name."""
+    AttentionInterface.register(ROW_ATTENTION, row_attention)
+    return ROW_ATTENTION
+
+
+def row_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **ignored: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers' ``sdpa`` computes, for rows that need not be all positions.
+
+    Parameters
+    ----------
+    query : Tensor, [batch, heads, rows, head_dim]
+    key, value : Tensor, [batch, kv_heads, tokens, head_dim]
+    attention_mask : Tensor or None, [1, 1, rows, tokens]
+        Added to the scores. Without one the rows are the last positions, and each sees itself and
+        all before it.
+
+    Returns
+    -------
+    Tensor, [batch, rows, heads, head_dim], and None
+
+    Notes
+    -----
+    transformers copies each key and value for all query heads of its group whenever there is a
+    mask. Kernels on a CPU need no such copies; on other devices they would leave the fused path.
+    """
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and key.device.type != "cpu":
+        copies = query.shape[1] // key.shape[1]
+        key, value, grouped = repeat_kv(key, copies), repeat_kv(value, copies), False
+    if attention_mask is None:
+        out = _behind(query, key, value, scaling, grouped)
+    else:
+        out = scaled_dot_product_attention(query, key, value, attention_mask, scale=scaling, enable_gqa=grouped)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _behind(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, grouped: bool
+) -> torch.Tensor:
+    """Causal attention of rows that are the last positions."""
+    before = key.shape[2] - query.shape[2]
+    if before and query.device.type == "cuda":
+        bias: Any = causal_lower_right(query.shape[2], key.shape[2])
+        return scaled_dot_product_attention(query, key, value, bias, scale=scaling, enable_gqa=grouped)
+    # Kernels align the causal triangle with the first row, so rows of zeros stand for what is before.
+    # They cost less than a dense mask, of which half is never seen.
+    padded = pad(query, (0, 0, before, 0)) if before else query
+    out = scaled_dot_product_attention(padded, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+    return out[:, :, before:]
+
+
+def fits_causal_kernel(rows: int, tokens: int, device: torch.device) -> bool:
+    """Whether attention of the last rows over all positions costs less without a mask."""
+    return device.type == "cuda" or 2 * rows >= tokens
+
+
+def additive(mask: torch.Tensor, dtype: torch.dtype, hidden: float) -> torch.Tensor:
+    """A mask as kernels add it: 0 where a row sees a position, ``hidden`` elsewhere.
+
+    Made once for all layers: from a boolean mask a kernel makes it again on every layer.
+    """
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, hidden)
