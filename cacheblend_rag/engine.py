@@ -166,7 +166,7 @@ class BlendEngine:
         other = object.__new__(BlendEngine)
         other.__dict__.update(self.__dict__)
         other.config = dataclasses.replace(self.config, **changes)
-        segments = SegmentTokenizer(self.tokenizer, other.config.separator)
+        segments = self._pipeline.tokenizer.with_separator(other.config.separator)
         other._pipeline = self._pipeline.with_config(other.config, segments)
         other._viewed, other.guard = self, QualityGuard(other.config)
         return other
@@ -385,6 +385,7 @@ class BlendEngine:
         ids = [segments[0].token_ids for segments in forms]
         kept = list(self.store.infos(KEY_PREFIX)) if ids else []
         keys.update(key for key, info in kept if any(holds(info, chunk) for chunk in ids))
+        self._pipeline.tokenizer.forget()
         return sum(map(self.store.delete, keys))
 
     @property

@@ -293,6 +293,8 @@ class Pipeline:
 
     def _choose(self, split: TokenizedPrompt, found: _Found) -> tuple[Choice, _Found]:
         """Let the loading controller, where there is one, choose the ratio and what is worth reading."""
+        if self._steering.controller is None:
+            return self._steering.choose((), len(split.input_ids), 0, ""), found
         keys = list(dict.fromkeys(segment.key for segment in found.chunks if segment.key in found.records))
         infos = [found.records[key].info for key in keys]
         chunks = [ChunkKV(info.tokens, self.store.record_bytes(info)) for info in infos]

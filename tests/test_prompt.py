@@ -300,3 +300,29 @@ def test_a_separator_inside_a_segment_changes_only_its_own_ids() -> None:
     assert chunk.ids(chunk.suffix) == plain.ids(plain.suffix)
     assert question.input_ids[: question.suffix.start] == plain.input_ids[: plain.suffix.start]
     assert question.ids(question.suffix)[: len(plain.ids(plain.suffix))] == plain.ids(plain.suffix)
+
+
+def test_chunks_are_tokenised_once_and_questions_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    real = SegmentTokenizer._encode
+
+    def noting(self: SegmentTokenizer, text: str) -> tuple[int, ...]:
+        seen.append(text)
+        return real(self, text)
+
+    monkeypatch.setattr(SegmentTokenizer, "_encode", noting)
+    segments = SegmentTokenizer(tiny.tokenizer(), SEPARATOR)
+    prompt = Prompt("Read:", ["the quick fox", "a slow snail"], "Which is quick?")
+    first = segments.tokenize(prompt)
+    seen.clear()
+    other = segments.with_separator("\n--\n")
+    seen.clear()
+    assert segments.tokenize(prompt) == first
+    assert other.chunk_ids("the quick fox")[len(other.separator_ids) :] == first.ids(first.chunks[0])[
+        len(segments.separator_ids) :
+    ]
+    assert not any("fox" in text or "snail" in text for text in seen)
+    assert any("Which is quick?" in text for text in seen)
+    segments.forget()
+    assert segments.tokenize(prompt) == first
+    assert any("fox" in text for text in seen)

@@ -13,7 +13,7 @@ from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartV
 from cacheblend_rag.fusor.work import Projected, RowsDone
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.models.rope import Rotaries, rotate
+from cacheblend_rag.models.rope import Rotaries, rotate_in_place
 
 __all__ = ["Fusion", "FusionPlan", "fuse"]
 
@@ -97,7 +97,7 @@ def fuse(adapter: ModelAdapter, plan: FusionPlan, layers: Iterable[LayerKV], rul
         state = _Pass(adapter, plan, rule.fit(adapter.num_layers), iter(layers))
         fused = tuple(state.prefill_layer(number) for number in range(adapter.num_layers))
         logits = adapter.head(state.hidden[-1])
-        done = RowsDone(tuple(state.computed), tuple(state.projected), state.scored)
+        done = RowsDone(tuple(state.computed), tuple(state.projected), state.scored, ended=1)
         return Fusion(fused, logits, done.computed, tuple(state.recomputed), state.deviation, done)
 
 
@@ -178,12 +178,22 @@ class _Pass:
         kv = self._kv(layer)
         if self._rule.checks(layer) and self._recomputed_now:
             self._check(layer, kv)
+        self.computed.append(self._rows)
+        self.recomputed.append(self._recomputed_now)
+        if layer == self._adapter.num_layers - 1:
+            self._end(layer, kv)
         self.hidden = self._adapter.run_layer(
             layer, self.hidden, kv, self._rows, self._kept_rotaries, self._mask(self._adapter.windows[layer])
         )
-        self.computed.append(self._rows)
-        self.recomputed.append(self._recomputed_now)
         return kv
+
+    def _end(self, layer: int, kv: LayerKV) -> None:
+        """Of the last layer, all rows but the last give keys and values only: nothing comes after them."""
+        rows, rotaries = self._rows[:-1], self._rotaries.at(self._rows[:-1])
+        if len(rows):
+            self._adapter.write_kv(layer, self.hidden[:-1], kv, rows, rotaries)
+        self._rows, self._optional, self.hidden = self._rows[-1:], self._optional[-1:], self.hidden[-1:]
+        self._narrowed()
 
     def _turn(self, layer: int, kv: LayerKV) -> None:
         """Rotate stored keys to their positions, in place; computed rows among them are overwritten later."""
@@ -192,12 +202,12 @@ class _Pass:
         if span.start >= span.stop or rotary is None:
             return
         if self._rule.moves_keys:
-            kv.keys[:, :, span] = rotate(kv.keys[:, :, span], rotary.at(span))
+            rotate_in_place(kv.keys[:, :, span], rotary.at(span))
             return
         places = torch.arange(self._tokens, device=kv.keys.device)
         for chunk, origin in zip(self._plan.reused, self._plan.origins, strict=True):
             places[chunk.start : chunk.stop] += origin - chunk.start
-        kv.keys[:, :, span] = rotate(kv.keys[:, :, span], rotary.at(places[span]))
+        rotate_in_place(kv.keys[:, :, span], rotary.at(places[span]))
 
     def _check(self, layer: int, kv: LayerKV) -> None:
         """Let the rule drop rows before this layer."""

@@ -66,11 +66,11 @@ def _errors(adapter: ModelAdapter, ids: list[int]) -> dict[str, float]:
     finally:
         for hook in hooks:
             hook.remove()
-    rows = slice(_STORED, _TOKENS)
-    rotaries = adapter.rotary(_TOKENS).at(rows)
+    rotaries = adapter.rotary(_TOKENS)
     keys, values = [], []
     for number, (hidden, kv) in enumerate(zip(inputs, fusion.layers, strict=True)):
-        keys.append(_error(adapter.project_keys(number, hidden, rotaries), kv.keys[0, :, rows]))
+        rows = slice(_TOKENS - len(hidden), _TOKENS)  # the last layer is run on the last one only
+        keys.append(_error(adapter.project_keys(number, hidden, rotaries.at(rows)), kv.keys[0, :, rows]))
         values.append(_error(adapter.project_values(number, hidden), kv.values[0, :, rows]))
     return {
         "the logits": _error(fusion.logits, adapter.prefill(ids).logits),

@@ -40,11 +40,15 @@ class RowsDone:
         What the checks did.
     scored : tuple of Tensor, each [rows] long
         Positions a scoring pass computed, layer by layer as far as it went.
+    ended : int or None
+        How many rows of the last layer were computed to its end, from the last one on; of the
+        others only keys and values were. None for all.
     """
 
     computed: tuple[torch.Tensor, ...]
     projected: tuple[Projected, ...] = ()
     scored: tuple[torch.Tensor, ...] = ()
+    ended: int | None = None
 
 
 def work_share(shape: ModelShape, tokens: int, done: RowsDone, layers: int | None = None) -> float:
@@ -78,7 +82,8 @@ def work_share(shape: ModelShape, tokens: int, done: RowsDone, layers: int | Non
     spent = [_rows(layer, rows) for layer, rows in zip(shape.layers, done.computed, strict=True)]
     checks = sum(p.keys * shape.layers[p.layer].keys + p.values * shape.layers[p.layer].values for p in done.projected)
     scoring = sum(_rows(layer, rows) for layer, rows in zip(shape.layers, done.scored, strict=False))
-    total = sum(spent) + added * spent[-1] + checks + scoring * layers / depth + shape.head
+    total = sum(spent) - _spared(shape.layers[-1], done) + added * spent[-1] + checks
+    total += scoring * layers / depth + shape.head
     return total / prefill_work(shape, tokens, layers)
 
 
@@ -96,6 +101,13 @@ def prefill_work(shape: ModelShape, tokens: int, layers: int | None = None) -> f
     full = [_rows(layer, every) for layer in shape.layers]
     added = 0 if layers is None else layers - len(full)
     return sum(full) + added * full[-1] + shape.head
+
+
+def _spared(last: LayerShape, done: RowsDone) -> float:
+    """What the rows of the last layer did not do."""
+    rows = done.computed[-1]
+    stopped = rows[: 0 if done.ended is None else len(rows) - done.ended]
+    return _rows(last, stopped) - len(stopped) * (last.keys + last.values)
 
 
 def _rows(layer: LayerShape, rows: torch.Tensor) -> float:

@@ -188,8 +188,7 @@ class ModelAdapter:
         hidden : Tensor, [rows, hidden]
             Input of the layer.
         """
-        values = self._project(layer, hidden, self._family.values, slice(-self._kv_width, None))
-        return values.view(len(hidden), self.kv_heads, self.head_dim).transpose(0, 1)
+        return self._values(self._project(layer, self._normed(layer, hidden), self._family.values))
 
     def project_keys(self, layer: int, hidden: torch.Tensor, rotaries: Rotaries) -> torch.Tensor:
         """Keys of the rows on a layer, rotated to their positions, ``[kv_heads, rows, head_dim]``.
@@ -201,23 +200,46 @@ class ModelAdapter:
         rotaries : Rotaries
             Of the rows.
         """
-        keys = self._project(layer, hidden, self._family.keys, slice(-2 * self._kv_width, -self._kv_width))
+        projected = self._project(layer, self._normed(layer, hidden), self._family.keys)
+        return self._keys(layer, projected, rotaries)
+
+    def write_kv(self, layer: int, hidden: torch.Tensor, kv: LayerKV, rows: torch.Tensor, rotaries: Rotaries) -> None:
+        """Compute keys and values of rows on a layer, and no more of it; parameters as in `run_layer`.
+
+        Parameters
+        ----------
+        rotaries : Rotaries
+            Of the rows, in float32.
+        """
+        normed, family = self._normed(layer, hidden), self._family
+        keys = self._project(layer, normed, family.keys)
+        values = keys if family.fused else self._project(layer, normed, family.values)
+        _ScatterCache(kv, rows).update(self._keys(layer, keys, rotaries)[None], self._values(values)[None])
+
+    def _normed(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """What a layer projects: its input, behind a norm where the family has one there."""
+        norm = self._family.norm
+        return hidden if norm is None else getattr(self.layers[layer], norm)(hidden)
+
+    def _project(self, layer: int, normed: torch.Tensor, name: str) -> torch.Tensor:
+        """One projection, ``[rows, width]``; queries, keys and values in one where the family has them so."""
+        projected: torch.Tensor = getattr(self._attention(layer), self._family.fused or name)(normed)
+        return projected
+
+    def _values(self, projected: torch.Tensor) -> torch.Tensor:
+        part = projected[:, -self._kv_width :] if self._family.fused else projected
+        return part.view(len(part), self.kv_heads, self.head_dim).transpose(0, 1)
+
+    def _keys(self, layer: int, projected: torch.Tensor, rotaries: Rotaries) -> torch.Tensor:
         name, spans_heads = self._family.keys_norm, self._family.keys_norm_spans_heads
+        keys = projected[:, -2 * self._kv_width : -self._kv_width] if self._family.fused else projected
         norm = getattr(self._attention(layer), name, None) if name else None
         if norm is not None and spans_heads:
             keys = norm(keys)
-        keys = keys.view(len(hidden), self.kv_heads, self.head_dim).transpose(0, 1)
+        keys = keys.view(len(keys), self.kv_heads, self.head_dim).transpose(0, 1)
         if norm is not None and not spans_heads:
             keys = norm(keys[None])[0]
         return rotate(keys, rotaries.of_keys(layer))
-
-    def _project(self, layer: int, hidden: torch.Tensor, name: str, part: slice) -> torch.Tensor:
-        """One projection of a layer's input, ``[rows, kv_heads * head_dim]``."""
-        family, attention = self._family, self._attention(layer)
-        if family.norm is not None:
-            hidden = getattr(self.layers[layer], family.norm)(hidden)
-        projected: torch.Tensor = getattr(attention, family.fused or name)(hidden)
-        return projected[:, part] if family.fused else projected
 
     def kernel_mask(self, mask: torch.Tensor | None, rows: int, tokens: int) -> torch.Tensor | None:
         """A mask in the form the attention in use takes; the same for all layers with its window.

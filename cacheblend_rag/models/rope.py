@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Layout", "Rotaries", "Rotary", "rotate", "unrotate"]
+__all__ = ["Layout", "Rotaries", "Rotary", "rotate", "rotate_in_place", "unrotate"]
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,14 @@ def rotate(keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
     """
     if rotary is None:
         return keys
-    cos, sin = rotary.frequencies()
-    return _turn(keys, cos, sin, rotary.layout.interleaved)
+    turned = keys.clone()
+    rotate_in_place(turned, rotary)
+    return turned
+
+
+def rotate_in_place(keys: torch.Tensor, rotary: Rotary) -> None:
+    """`rotate` within the memory of the keys."""
+    _turn(keys, *rotary.frequencies(), rotary.layout.interleaved)
 
 
 def unrotate(keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
@@ -121,21 +127,19 @@ def unrotate(keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         return keys
     cos, sin = rotary.frequencies()
     scale = cos.square() + sin.square()
-    return _turn(keys, cos / scale, -sin / scale, rotary.layout.interleaved)
+    turned = keys.clone()
+    _turn(turned, cos / scale, -sin / scale, rotary.layout.interleaved)
+    return turned
 
 
-def _turn(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def _turn(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None:
+    """Turn pairs of dimensions in place; what lies behind them is left alone (a partial rotation)."""
     pairs = cos.shape[-1]
-    turned = keys[..., : 2 * pairs].float()
     if interleaved:
-        first, second = turned[..., ::2], turned[..., 1::2]
+        first, second = keys[..., : 2 * pairs : 2], keys[..., 1 : 2 * pairs : 2]
     else:
-        first, second = turned[..., :pairs], turned[..., pairs:]
-    new_first, new_second = first * cos - second * sin, second * cos + first * sin
-    if interleaved:
-        turned = torch.stack((new_first, new_second), dim=-1).flatten(-2)
-    else:
-        turned = torch.cat((new_first, new_second), dim=-1)
-    rest = keys[..., 2 * pairs :]  # dimensions a partial rotation leaves alone
-    turned = turned.to(keys.dtype)
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+        first, second = keys[..., :pairs], keys[..., pairs : 2 * pairs]
+    x, y = first.float(), second.float()
+    new_first, new_second = x * cos - y * sin, y * cos + x * sin
+    first.copy_(new_first)
+    second.copy_(new_second)

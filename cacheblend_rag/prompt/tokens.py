@@ -6,7 +6,9 @@ implementations do, shifts ids at the seams.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from cacheblend_rag.errors import PromptError
@@ -15,6 +17,8 @@ from cacheblend_rag.prompt.prompt import Prompt
 __all__ = ["SegmentTokenizer", "Span", "TokenizedPrompt"]
 
 _ANCHORS = ("\n", ".", "|", "0")
+# Chunks whose ids are remembered: they come back again and again, and a tokenizer takes milliseconds for each.
+_REMEMBERED = 1024
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,18 @@ class SegmentTokenizer:
         self._tokenizer = tokenizer
         self.start_ids = _start_ids(tokenizer)
         self._anchors = _anchors(tokenizer)
+        self._chunk_texts = lru_cache(_REMEMBERED)(self.inner_ids)
         self.separator_ids = self.inner_ids(separator)
+
+    def with_separator(self, separator: str) -> SegmentTokenizer:
+        """The same with another separator; what is remembered is shared."""
+        other = copy.copy(self)
+        other.separator_ids = self.inner_ids(separator)
+        return other
+
+    def forget(self) -> None:
+        """Forget the chunks that are remembered."""
+        self._chunk_texts.cache_clear()
 
     def opening_ids(self, text: str) -> tuple[int, ...]:
         """Ids of a text that stands first: the start ids once, then the text."""
@@ -95,7 +110,7 @@ class SegmentTokenizer:
 
     def chunk_ids(self, text: str) -> tuple[int, ...]:
         """Ids of a chunk as it is stored: the separator, then the text."""
-        return self.separator_ids + self.inner_ids(text)
+        return self.separator_ids + self._chunk_texts(text)
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
         """Tokenise a prompt.
@@ -114,7 +129,7 @@ class SegmentTokenizer:
             if number and prompt.glue:
                 ids += self.inner_ids(prompt.glue[number - 1])
             start = len(ids)
-            ids += self.inner_ids(chunk) if number in prompt.bare else self.chunk_ids(chunk)
+            ids += self._chunk_texts(chunk) if number in prompt.bare else self.chunk_ids(chunk)
             spans.append(Span(start, len(ids)))
         start = len(ids)
         if prompt.chunks and len(prompt.chunks) - 1 not in prompt.bare:
