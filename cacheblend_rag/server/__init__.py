@@ -15,7 +15,7 @@ Nothing is imported here, so that the command line stays light.
 ``chatting``                conversations through the LangChain chat model
 ``line``                    the bounded, fair queue in front of the model
 ``streams``                 server-sent events, and clients that go away
-``guard``                   sizes, hosts, origins and headers, before anything else runs
+``gatekeeping``             sizes, hosts, origins and headers, before anything else runs
 ``problems``                errors as answers
 ``metrics``, ``logs``       what is counted and what is written down
 ``suggestions``             questions the page offers for the bundled archive

@@ -15,7 +15,7 @@ from fastapi.staticfiles import StaticFiles
 
 from cacheblend_rag import __version__
 from cacheblend_rag.server.docs_page import docs_page
-from cacheblend_rag.server.guard import Guard
+from cacheblend_rag.server.gatekeeping import Gatekeeper
 from cacheblend_rag.server.openai_api import router as openai_router
 from cacheblend_rag.server.problems import Problem, ProblemBody, add_handlers
 from cacheblend_rag.server.rag_api import router as rag_router
@@ -68,7 +68,7 @@ def create_app(settings: ServerSettings, service: Service | None = None) -> Fast
         if service is not None:
             service.metrics.request(path, status)
 
-    app.add_middleware(Guard, settings=settings, seen=seen)
+    app.add_middleware(Gatekeeper, settings=settings, seen=seen)
     return app
 
 

@@ -14,7 +14,7 @@ from cacheblend_rag.prompt import Prompt, TokenizedPrompt
 from cacheblend_rag.reference.prompts import STUFF
 from cacheblend_rag.report import Generation
 
-__all__ = ["QuestionPrompt", "report_of"]
+__all__ = ["QuestionPrompt", "report_of", "rule_name"]
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,15 @@ def report_of(engine: BlendEngine, prompt: Prompt, answer: Generation) -> dict[s
         "reused": report.reused_tokens,
         "recomputed": list(report.recomputed_tokens),
         "ratio": report.recompute_ratio,
-        "rule": _rule_name(engine),
+        "rule": rule_name(engine),
         "plain": report.plain,
         "finish_reason": report.finish_reason,
         "prompt": _tokens(engine, split, answer),
     }
 
 
-def _rule_name(engine: BlendEngine) -> str:
+def rule_name(engine: BlendEngine) -> str:
+    """What an engine's selection rule is called."""
     rule = engine.config.selection
     return rule if isinstance(rule, str) else type(rule).__name__
 

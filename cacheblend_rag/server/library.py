@@ -70,11 +70,11 @@ class Found:
 class Collection:
     """What both kinds of collections can do: be listed and searched."""
 
+    writable = False
+
     def __init__(self, id: str, name: str, store: FaissVectorStore, embeddings: SharedEmbeddings) -> None:
         self.id, self.name, self.store = id, name, store
         self._embeddings = embeddings
-
-    writable = False
 
     def documents(self) -> list[DocumentEntry]:
         """All documents, by name."""
@@ -311,7 +311,7 @@ class Library:
     def _open(self, place: Path) -> None:
         try:
             self._collections[place.name] = OwnCollection(place, "", self._embeddings, self._forget_alone)
-        except (IndexDamagedError, CacheBlendError) as error:
+        except CacheBlendError as error:
             aside = place.with_name(f".damaged-{place.name}-{secrets.token_hex(4)}")
             place.rename(aside)
             _log.error("a collection cannot be used and was put aside as %s: %s", aside.name, error)

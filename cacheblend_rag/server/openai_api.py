@@ -13,8 +13,6 @@ import numpy as np
 from fastapi import APIRouter, Depends, Request
 
 from cacheblend_rag.engine import DecodeArguments
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fusor.selection import RULES
 from cacheblend_rag.langchain.tools import call_chunks
 from cacheblend_rag.noticing import notice
 from cacheblend_rag.prompt import Prompt
@@ -22,7 +20,7 @@ from cacheblend_rag.report import BlendReport, Generation
 from cacheblend_rag.server.chatting import Conversation, ServedChat
 from cacheblend_rag.server.line import Turn
 from cacheblend_rag.server.openai_models import ChatBody, CompletionBody, EmbeddingBody, Sampling, document_texts
-from cacheblend_rag.server.problems import Problem, problem_of
+from cacheblend_rag.server.problems import Problem, noted_problem
 from cacheblend_rag.server.service import Session
 from cacheblend_rag.server.sessions import session_of
 from cacheblend_rag.server.streams import EventStream, event, unless_gone
@@ -104,17 +102,10 @@ class _Work:
     def __init__(self, here: Session, body: Sampling) -> None:
         self.here, self.body = here, body
         _check_model(body.model, [here.service.model_name])
-        if body.selection is not None and body.selection not in RULES:
-            raise ConfigError("selection", body.selection, "use one of " + ", ".join(RULES))
         self.engine = here.engine(body.recompute_ratio, body.selection)
         self.documents = document_texts(body)
         self.id, self.created = f"{self.mark}-{secrets.token_hex(12)}", int(time.time())
         self._reports: list[BlendReport] = []
-
-    def most_tokens(self, asked: int | None) -> int:
-        """Most tokens of the answer."""
-        service = self.here.service
-        return min(asked or service.rag.options.max_new_tokens, service.limits.answer_tokens)
 
     def arguments(self, most: int) -> DecodeArguments:
         """How to decode."""
@@ -153,7 +144,7 @@ class _Work:
             if self.body.stream_options is not None and self.body.stream_options.include_usage:
                 yield event(None, {**self.frame([], chunk=True), **self.closing()})
         except Exception as error:
-            yield event(None, problem_of(error).body())
+            yield event(None, noted_problem(error).body())
         yield _DONE
 
 
@@ -166,7 +157,7 @@ class _Completion(_Work):
     def __init__(self, here: Session, body: CompletionBody) -> None:
         super().__init__(here, body)
         self._texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        self._most = self.most_tokens(body.max_tokens)
+        self._most = here.service.answer_tokens(body.max_tokens)
 
     def prompts(self) -> list[Prompt]:
         """A prompt for each text."""
@@ -218,7 +209,7 @@ class _Chat(_Work):
 
     def begin(self) -> Conversation:
         """Make the prompt."""
-        most = self.most_tokens(self._body.max_completion_tokens or self._body.max_tokens)
+        most = self.here.service.answer_tokens(self._body.max_completion_tokens or self._body.max_tokens)
         arguments = self.arguments(most)
         model = ServedChat.from_engine(
             self.engine,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from http import HTTPStatus
 from typing import Any
 
@@ -20,7 +21,7 @@ from cacheblend_rag.errors import (
     PromptError,
 )
 
-__all__ = ["Problem", "ProblemBody", "add_handlers", "problem_of"]
+__all__ = ["Problem", "ProblemBody", "add_handlers", "noted_problem", "problem_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -102,16 +103,23 @@ def problem_of(error: BaseException) -> Problem:
     return Problem(500, "internal", "something went wrong on the server; its log says more")
 
 
+def noted_problem(error: BaseException) -> Problem:
+    """`problem_of`; a fault of the server's is also logged, by kind and place: its message may quote a document."""
+    problem = problem_of(error)
+    if problem.status >= 500:
+        frames = traceback.extract_tb(error.__traceback__)[-3:]
+        places = [f"{frame.filename}:{frame.lineno}" for frame in frames]
+        _log.error("%s", problem.code, extra={"fields": {"error": type(error).__name__, "at": places}})
+    return problem
+
+
 def add_handlers(app: FastAPI) -> None:
     """Answer errors in the one shape."""
 
     @app.exception_handler(Problem)
     @app.exception_handler(CacheBlendError)
     async def known(request: Request, error: Exception) -> Response:
-        problem = problem_of(error)
-        if problem.status >= 500:
-            _log.error("%s: %s", problem.code, type(error).__name__)
-        return problem.response()
+        return noted_problem(error).response()
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:

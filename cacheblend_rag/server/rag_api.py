@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import re
 import secrets
@@ -17,16 +16,16 @@ from fastapi import APIRouter, Depends, File, Request, Response, UploadFile
 from fastapi.responses import StreamingResponse
 
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, DocumentError
 from cacheblend_rag.fusor.selection import RULES
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import Generation
-from cacheblend_rag.server.asking import report_of
+from cacheblend_rag.server.asking import report_of, rule_name
 from cacheblend_rag.server.comparing import compare_all
 from cacheblend_rag.server.ingestion import Incoming, Job
 from cacheblend_rag.server.library import Collection, Found
 from cacheblend_rag.server.line import Turn
-from cacheblend_rag.server.problems import Problem, problem_of
+from cacheblend_rag.server.problems import Problem, noted_problem
 from cacheblend_rag.server.rag_models import (
     AskBody,
     ChunkText,
@@ -46,7 +45,7 @@ from cacheblend_rag.server.rag_models import (
     WholeAnswer,
 )
 from cacheblend_rag.server.reading import suffix_of
-from cacheblend_rag.server.service import Session
+from cacheblend_rag.server.service import Service, Session
 from cacheblend_rag.server.sessions import session_of
 from cacheblend_rag.server.streams import EventStream, event, unless_gone
 from cacheblend_rag.server.suggestions import suggestions_for
@@ -65,7 +64,7 @@ async def state(here: Here) -> State:
     service, config = here.service, here.service.engine.config
     stats = await asyncio.to_thread(service.store_stats)
     alone = len(service.sessions) == 1  # sizes would tell one tenant what another does
-    rule = config.selection if isinstance(config.selection, str) else type(config.selection).__name__
+    rule = rule_name(service.engine)
     return State(
         model=ModelInfo(name=service.model_name, layers=service.engine.adapter.num_layers, reference=service.reference),
         embedder=service.embedder_name,
@@ -247,7 +246,7 @@ async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
     turn = await unless_gone(request, here.service.line.turn(here.tenant.name))
     asked = _Asked(here, collection, engine, body, turn)
     if body.stream:
-        return EventStream(asked.events(), turn, here.service.longest)
+        return EventStream(_to_the_end(asked.events()), turn, here.service.longest)
     async with turn:
         return await unless_gone(request, asked.whole())
 
@@ -259,12 +258,11 @@ class _Asked:
         self._here, self._collection, self._engine, self._body, self._turn = here, collection, engine, body, turn
 
     async def _begin(self) -> tuple[list[Found], Prompt, TextStream]:
-        limits, service = self._here.service.limits, self._here.service
-        found = await self._turn.in_thread(self._collection.search, self._body.question, self._body.k)
-        prompt = service.asking.ask(self._body.question, [one.text for one in found])
-        most = min(self._body.max_tokens or service.rag.options.max_new_tokens, limits.answer_tokens)
-        await asyncio.to_thread(service.check_length, prompt, most)
-        stream = self._engine.stream(prompt, timeout=limits.answer_seconds, max_new_tokens=most, temperature=0.0)
+        service = self._here.service
+        most = service.answer_tokens(self._body.max_tokens)
+        found, prompt = await _retrieved(service, self._collection, self._body, self._turn, most)
+        timeout = service.limits.answer_seconds
+        stream = self._engine.stream(prompt, timeout=timeout, max_new_tokens=most, temperature=0.0)
         return found, prompt, self._turn.holds(stream)
 
     async def _report(self, prompt: Prompt, answer: Generation) -> dict[str, Any]:
@@ -274,17 +272,12 @@ class _Asked:
 
     async def events(self) -> AsyncIterator[str]:
         """The answer as events."""
-        try:
-            found, prompt, stream = await self._begin()
-            yield event("sources", [asdict(one) for one in found])
-            async for piece in stream:
-                yield event("token", {"text": piece})
-            if stream.result is not None:
-                yield event("report", await self._report(prompt, stream.result))
-        except Exception as error:
-            problem = problem_of(error)
-            yield event("error", {"code": problem.code, "message": problem.message})
-        yield event("done", {})
+        found, prompt, stream = await self._begin()
+        yield event("sources", [asdict(one) for one in found])
+        async for piece in stream:
+            yield event("token", {"text": piece})
+        if stream.result is not None:
+            yield event("report", await self._report(prompt, stream.result))
 
     async def whole(self) -> WholeAnswer:
         """The answer at once."""
@@ -307,20 +300,34 @@ async def compare(here: Here, request: Request, id: str, body: CompareBody) -> E
     turn = await unless_gone(request, service.line.turn(here.tenant.name))
 
     async def rows() -> AsyncIterator[str]:
-        try:
-            found = await turn.in_thread(collection.search, body.question, body.k)
-            prompt = service.asking.ask(body.question, [one.text for one in found])
-            most = service.rag.options.max_new_tokens
-            await asyncio.to_thread(service.check_length, prompt, most)
-            compared = compare_all(engine, prompt, most)
-            while (row := await turn.in_thread(next, compared, None)) is not None:
-                yield event("row", row)
-        except Exception as error:
-            problem = problem_of(error)
-            yield event("error", {"code": problem.code, "message": problem.message})
-        yield event("done", {})
+        most = service.answer_tokens(None)
+        _, prompt = await _retrieved(service, collection, body, turn, most)
+        compared = compare_all(engine, prompt, most)
+        while (row := await turn.in_thread(next, compared, None)) is not None:
+            yield event("row", row)
 
-    return EventStream(rows(), turn, service.longest)
+    return EventStream(_to_the_end(rows()), turn, service.longest)
+
+
+async def _retrieved(
+    service: Service, collection: Collection, body: CompareBody, turn: Turn, most: int
+) -> tuple[list[Found], Prompt]:
+    """The passages for a question, and the prompt of both; it has room for an answer of so many tokens."""
+    found = await turn.in_thread(collection.search, body.question, body.k)
+    prompt = service.asking.ask(body.question, [one.text for one in found])
+    await asyncio.to_thread(service.check_length, prompt, most)
+    return found, prompt
+
+
+async def _to_the_end(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """Events with the last one behind them; an error becomes an event too."""
+    try:
+        async for one in events:
+            yield one
+    except Exception as error:
+        problem = noted_problem(error)
+        yield event("error", {"code": problem.code, "message": problem.message})
+    yield event("done", {})
 
 
 def _engine(here: Session, collection: Collection, body: CompareBody) -> BlendEngine:
@@ -344,10 +351,11 @@ def _document_name(given: str | None) -> str:
         415 if files of this kind are not read.
     """
     name = _cleaned(PurePosixPath((given or "").replace("\\", "/")).name)[-200:]
-    with contextlib.suppress(Exception):
+    try:
         suffix_of(name)
-        return name
-    raise Problem(415, "unknown_kind", "upload .txt, .md or .pdf files", field="files")
+    except DocumentError as error:
+        raise Problem(415, "unknown_kind", str(error), field="files") from None
+    return name
 
 
 def _cleaned(text: str) -> str:

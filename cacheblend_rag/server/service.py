@@ -127,6 +127,10 @@ class Service:
         most = getattr(self.engine.model.config, "max_position_embeddings", None)
         return min(self.limits.prompt_tokens, most or self.limits.prompt_tokens)
 
+    def answer_tokens(self, asked: int | None) -> int:
+        """Most tokens of an answer, by what a request asks for."""
+        return min(asked or self.rag.options.max_new_tokens, self.limits.answer_tokens)
+
     def engine_for(self, salt: str, ratio: float | None, rule: str | None) -> BlendEngine:
         """The engine with a tenant's salt and a request's choice of rule and ratio."""
         changes: dict[str, Any] = {"salt": salt}

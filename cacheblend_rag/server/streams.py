@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
@@ -82,10 +81,11 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
     finally:
         for one in (task, gone):
             one.cancel()
-        with contextlib.suppress(asyncio.CancelledError, Exception):
-            await task
-        with contextlib.suppress(asyncio.CancelledError):
-            await gone
+        # Not awaited one by one: that would raise the work's error once more, and its traceback would end here.
+        await asyncio.wait({task, gone})
+        for one in (task, gone):
+            if not one.cancelled():
+                one.exception()  # known, so that asyncio does not report it
 
 
 async def _disconnected(request: Request) -> None:

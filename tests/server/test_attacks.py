@@ -14,8 +14,10 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
+from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.server.app import create_app
+from cacheblend_rag.server.library import Library
 from cacheblend_rag.server.settings import KEYS_VARIABLE, Limits
 from tests.server.common import (
     BASE,
@@ -23,6 +25,7 @@ from tests.server.common import (
     client_of,
     new_collection,
     passage,
+    read_events,
     running,
     settings_for,
     settle,
@@ -330,15 +333,27 @@ def test_a_salt_is_drawn_once_and_is_the_tenants_own(guarded: Running) -> None:
     assert kept.stat().st_mode & 0o777 == 0o600
 
 
-def test_an_unexpected_error_tells_nothing(model: Path, docs: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    from cacheblend_rag.server.library import Library
-
-    def fails(*args: object) -> None:
+def test_an_unexpected_error_tells_the_client_nothing_and_the_log_its_kind_and_place(
+    model: Path, docs: Path, tmp_path: Path, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*args: object, **more: object) -> None:
         raise RuntimeError("pineapple")
 
     monkeypatch.setattr(Library, "create", fails)
+    monkeypatch.setattr(BlendEngine, "stream", fails)
     with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
-        answer = client.post("/api/collections", json={"name": "x"})
-    assert answer.status_code == 500
-    assert "pineapple" not in answer.text
-    assert answer.json()["error"]["code"] == "internal"
+        name = client.get("/v1/models").json()["data"][0]["id"]
+        answers = [
+            client.post("/api/collections", json={"name": "x"}),
+            client.post("/v1/completions", json={"model": name, "prompt": "Which?"}),
+            client.post("/v1/completions", json={"model": name, "prompt": "Which?", "stream": True}),
+            client.post("/api/collections/archive/ask", json={"question": "Which?"}),
+        ]
+    assert [answer.status_code for answer in answers] == [500, 500, 200, 200]
+    told = [answers[0].json(), answers[1].json(), read_events(answers[2].text)[0][1]]
+    assert [one["error"]["code"] for one in told] == ["internal"] * 3
+    assert read_events(answers[3].text)[0][1]["code"] == "internal"
+    assert not any("pineapple" in answer.text for answer in answers)
+    logged = [one.fields for one in caplog.records if one.levelno == logging.ERROR]  # type: ignore[attr-defined]
+    assert [one["error"] for one in logged] == ["RuntimeError"] * 4
+    assert all(Path(__file__).name in one["at"][-1] for one in logged)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import ipaddress
 import logging
 import time
-import traceback
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cacheblend_rag.server.problems import Problem, problem_of
+from cacheblend_rag.server.problems import Problem, noted_problem
 from cacheblend_rag.server.settings import ServerSettings
 
-__all__ = ["Guard"]
+__all__ = ["Gatekeeper"]
 
 _log = logging.getLogger("cacheblend_rag.server.access")
 _SAFE = ("GET", "HEAD", "OPTIONS")
@@ -35,8 +34,8 @@ _HEADERS = {
 }
 
 
-class Guard:
-    """Outermost layer of the application.
+class Gatekeeper:
+    """Outermost layer of the application: every request passes it, and every answer.
 
     Parameters
     ----------
@@ -75,9 +74,9 @@ class Guard:
         except _TooLargeError:
             pass  # answered already
         except Exception as error:
-            _report(error)
+            problem = noted_problem(error)
             if not status:
-                await problem_of(error).response()(scope, receive, noted)
+                await problem.response()(scope, receive, noted)
         finally:
             self._note(scope, status, time.perf_counter() - started)
 
@@ -141,13 +140,6 @@ class _Limited:
             return
         self._begun = True
         await self._send(message)
-
-
-def _report(error: Exception) -> None:
-    """Log an unexpected error by its kind and place: its message may quote a document."""
-    frames = traceback.extract_tb(error.__traceback__)[-3:]
-    places = [f"{frame.filename}:{frame.lineno}" for frame in frames]
-    _log.error("failed", extra={"fields": {"error": type(error).__name__, "at": places}})
 
 
 def _too_large(most: int) -> Problem:
