@@ -169,23 +169,16 @@ class LoadingController:
             if ratio is None:
                 raise ConfigError("ratio", ratio, "use a recompute ratio, or name the device")
             device = self.cheapest_device(chunks, _recompute(ratio, fixed_share, prefill), reads=reads)
-        found = self._device_of(device)
-        slow = tuple(
-            number
-            for number, chunk in enumerate(chunks)
-            if found.seconds(chunk.bytes, reads) > prefill * chunk.tokens / max(tokens, 1)
-        )
-        loaded = [chunk for number, chunk in enumerate(chunks) if number not in slow]
-        load = found.seconds(sum(chunk.bytes for chunk in loaded), reads * len(loaded))
+        split = _split(self._device_of(device), chunks, prefill / max(tokens, 1), reads)
         # Chunks that are computed instead add to what is done at any ratio.
-        moved = sum(chunks[number].tokens for number in slow) / max(tokens, 1) * (1 - fixed_share)
-        fixed = min(1.0, fixed_share + moved)
+        fixed = min(1.0, fixed_share + split.computed_tokens / max(tokens, 1) * (1 - fixed_share))
+        load = split.load_seconds
         if ratio is None:
             ratio = bounds.quantised((load / prefill - fixed) / (1 - fixed) if fixed < 1 and prefill > 0 else 0.0)
         recompute = _recompute(ratio, fixed, prefill)
-        if not loaded or max(load, recompute) >= prefill:  # nothing is gained by loading
+        if len(split.computed) == len(chunks) or max(load, recompute) >= prefill:  # nothing is gained by loading
             return LoadingPlan(ratio, device, 0.0, prefill, prefill, tuple(range(len(chunks))))
-        return LoadingPlan(ratio, device, load, recompute, prefill, slow)
+        return LoadingPlan(ratio, device, load, recompute, prefill, split.computed)
 
     def cheapest_device(self, chunks: Sequence[ChunkKV], recompute: float, *, reads: int = 0) -> str:
         """The cheapest device from which loading takes no longer than recompute, else the fastest.
@@ -244,6 +237,36 @@ class LoadingController:
         if name not in self.devices:
             raise ConfigError("device", name, "use one of " + ", ".join(map(repr, self.devices)))
         return self.devices[name]
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Chunks that are computed because loading them takes longer, and what loading the others takes.
+
+    Parameters
+    ----------
+    computed : tuple of int
+        Numbers of these chunks.
+    computed_tokens : int
+        Tokens of them all.
+    load_seconds : float
+        Of the others.
+    """
+
+    computed: tuple[int, ...]
+    computed_tokens: int
+    load_seconds: float
+
+
+def _split(device: Device, chunks: Sequence[ChunkKV], token_seconds: float, reads: int) -> _Split:
+    """Sort out what is computed faster, at so many seconds a token, than read from a device."""
+    slow = [device.seconds(chunk.bytes, reads) > token_seconds * chunk.tokens for chunk in chunks]
+    loaded = [chunk.bytes for chunk, computed in zip(chunks, slow, strict=True) if not computed]
+    return _Split(
+        tuple(number for number, computed in enumerate(slow) if computed),
+        sum(chunk.tokens for chunk, computed in zip(chunks, slow, strict=True) if computed),
+        device.seconds(sum(loaded), reads * len(loaded)),
+    )
 
 
 def _recompute(ratio: float, fixed_share: float, prefill: float) -> float:
