@@ -6,10 +6,12 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from cacheblend_rag.folder_rag import Answer, FolderRAG, FolderRAGOptions
+from cacheblend_rag.cli.arguments import add_arguments, add_rag_arguments, rag_options
 
-__all__ = ["add_ask", "add_rag_arguments", "prepare", "rag_options"]
+if TYPE_CHECKING:
+    from cacheblend_rag.folder_rag import Answer, FolderRAG
+
+__all__ = ["add_ask", "prepare"]
 
 
 def add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -18,21 +20,9 @@ def add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     ask.add_argument("question")
     add_rag_arguments(ask)
     ask.add_argument("--top-k", type=int, default=6, metavar="N", help="chunks in the prompt (default 6)")
-    ask.add_argument("--ratio", type=float, metavar="R", help="recompute ratio, 0 to 1 (default: auto)")
+    add_arguments(ask, "ratio", "max-new-tokens")
     ask.add_argument("--compare", action="store_true", help="answer by all four methods and show them side by side")
-    ask.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="longest answer (default 64)")
     ask.set_defaults(run=_ask)
-
-
-def add_rag_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is read, with which model, and where what is made of it is kept."""
-    parser.add_argument("--docs", metavar="FOLDER", help=".txt, .md and .pdf files; the bundled archive by default")
-    parser.add_argument("--model", metavar="PATH_OR_ID", help="a transformers model; the bundled one by default")
-    parser.add_argument("--embedder", metavar="PATH_OR_ID", help="a sentence-transformers model; bundled by default")
-    parser.add_argument("--size-limit", metavar="SIZE", help='of the KV store, such as "20GB" (default 10 GB)')
-    parser.add_argument("--data-dir", metavar="FOLDER", help="where index and KV are kept (default: user's cache)")
-    parser.add_argument("--device", default="auto", help='"auto", "cpu", "cuda", …')
-    parser.add_argument("--dtype", default="auto", help='"auto", "float32", "bfloat16" or "float16"')
 
 
 def _ask(parsed: argparse.Namespace) -> int:
@@ -52,20 +42,6 @@ def _ask(parsed: argparse.Namespace) -> int:
         if parsed.compare:
             _compare(rag, answer)
     return 0
-
-
-def rag_options(parsed: argparse.Namespace) -> FolderRAGOptions:
-    """What the arguments of `add_rag_arguments`, and some of ``ask``, say."""
-    from cacheblend_rag.config import BlendConfig
-    from cacheblend_rag.folder_rag import FolderRAGOptions
-
-    given = {name: value for name, value in vars(parsed).items() if value is not None}
-    names = ("docs", "model", "embedder", "data_dir", "top_k", "max_new_tokens", "device", "dtype")
-    config = {"recompute_ratio": given.get("ratio"), "size_limit": given.get("size_limit")}
-    return FolderRAGOptions(
-        **{name: given[name] for name in names if name in given},
-        config=BlendConfig(**{name: value for name, value in config.items() if value is not None}),
-    )
 
 
 def prepare(rag: FolderRAG) -> None:

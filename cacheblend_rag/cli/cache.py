@@ -8,10 +8,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.cli.ask import add_rag_arguments, prepare, rag_options
+from cacheblend_rag.cli.arguments import add_arguments, add_rag_arguments, data_folder, rag_options
+from cacheblend_rag.cli.ask import prepare
 
 if TYPE_CHECKING:
     from cacheblend_rag.store import DiskEntry, DiskStore, RecordInfo
@@ -25,21 +25,22 @@ def add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     kinds = cache.add_subparsers(title="commands", required=True, metavar="COMMAND")
     stats = kinds.add_parser("stats", help="sizes, hits, misses, evictions, and records by model")
     listing = kinds.add_parser("list", help="records by model and document, the last used first")
-    listing.add_argument("--docs", metavar="FOLDER", help="name the documents that chunks are from")
-    listing.add_argument("--model", metavar="PATH_OR_ID", help="whose tokenizer cuts the documents (default: bundled)")
+    add_arguments(
+        listing,
+        docs="name the documents that chunks are from",
+        model="whose tokenizer cuts the documents (default: bundled)",
+    )
     verify = kinds.add_parser("verify", help="read every checksum; damaged records are erased")
     verify.add_argument("--keep", action="store_true", help="only name damaged records")
     clear = kinds.add_parser("clear", help="erase every record")
     for parser, run in ((stats, _stats), (listing, _list), (verify, _verify), (clear, _clear)):
-        parser.add_argument("--data-dir", metavar="FOLDER", help="where index and KV are kept (default: user's cache)")
+        add_arguments(parser, "data-dir")
         parser.set_defaults(run=run)
     warm = kinds.add_parser("warm", help="compute and store the KV of all chunks of a folder")
     add_rag_arguments(warm)
     warm.set_defaults(run=_warm)
     estimate = kinds.add_parser("estimate", help="bytes the KV of a folder takes, before anything is computed")
-    estimate.add_argument("--docs", metavar="FOLDER", help=".txt, .md and .pdf files")
-    estimate.add_argument("--model", metavar="PATH_OR_ID", help="a transformers model; the bundled one by default")
-    estimate.add_argument("--dtype", default="auto", help='"auto", "float32", "bfloat16" or "float16"')
+    add_arguments(estimate, "model", "dtype", docs=".txt, .md and .pdf files; without, only bytes a token")
     estimate.add_argument("--codec", help='one of "raw", "fp8", "int8", "int4" (default: all)')
     estimate.set_defaults(run=_estimate)
 
@@ -47,11 +48,11 @@ def add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 @contextmanager
 def _store(parsed: argparse.Namespace) -> Iterator[DiskStore]:
     """The store the command is about; it must be there, so that a mistyped folder is not made."""
-    from cacheblend_rag.config import BlendConfig, default_data_path
+    from cacheblend_rag.config import BlendConfig
     from cacheblend_rag.errors import StoreError
     from cacheblend_rag.store import DiskStore
 
-    folder = (Path(parsed.data_dir) if parsed.data_dir else default_data_path()) / "kv"
+    folder = data_folder(parsed) / "kv"
     if not (folder / "cache.db").exists():
         raise StoreError(f"there is no KV store in {str(folder)!r}; name the folder above it with --data-dir")
     store = DiskStore(folder, BlendConfig().store_bytes)

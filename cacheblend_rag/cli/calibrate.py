@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from cacheblend_rag.cli.arguments import add_arguments, data_folder
+
 if TYPE_CHECKING:
     from cacheblend_rag.prompt import Prompt
 
@@ -16,8 +18,7 @@ def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser = commands.add_parser(
         "calibrate", help="find rule, check layers and least work for your model and documents"
     )
-    parser.add_argument("--model", metavar="PATH_OR_ID", help="a transformers model; the bundled one by default")
-    parser.add_argument("--docs", metavar="FOLDER", help=".txt, .md and .pdf files; the bundled archive by default")
+    add_arguments(parser, "model", "docs", "data-dir", "device", "dtype")
     parser.add_argument(
         "--questions", metavar="FILE", help="your own questions, one a line; by default made from names"
     )
@@ -30,27 +31,21 @@ def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--answer-tokens", type=int, default=16, metavar="N", help="tokens of each answer compared")
     parser.add_argument("--scaled", action="store_true", help="count work as in a model of 24 layers")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--data-dir", metavar="FOLDER", help="where index and KV are kept (default: user's cache)")
-    parser.add_argument("--device", default="auto", help='"auto", "cpu", "cuda", …')
-    parser.add_argument("--dtype", default="auto", help='"auto", "float32", "bfloat16" or "float16"')
     parser.set_defaults(run=_calibrate)
 
 
 def _calibrate(parsed: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    from cacheblend_rag.config import BlendConfig, default_data_path
+    from cacheblend_rag.config import BlendConfig
     from cacheblend_rag.engine import BlendEngine
     from cacheblend_rag.evaluation.calibration.calibrate import CalibrationOptions, calibrate, keep_settings, report
     from cacheblend_rag.reference import MODEL_PATH
 
     options = CalibrationOptions(tolerance=parsed.tolerance, answer_tokens=parsed.answer_tokens, scaled=parsed.scaled)
-    folder = Path(parsed.data_dir) if parsed.data_dir else default_data_path()
     prompts = _prompts(parsed)
     with BlendEngine.from_pretrained(
         parsed.model or MODEL_PATH,
         config=BlendConfig(recompute_ratio=0.15),
-        store=folder / "kv",
+        store=data_folder(parsed) / "kv",
         device=parsed.device,
         dtype=parsed.dtype,
     ) as engine:

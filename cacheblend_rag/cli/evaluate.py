@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cacheblend_rag.cli.arguments import add_arguments, data_folder
+
 if TYPE_CHECKING:
     from cacheblend_rag.engine import BlendEngine
     from cacheblend_rag.evaluation.quality.choosing import Ranker
@@ -26,7 +28,7 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("what", nargs="?", choices=("run", "figures"), default="run", help="a run, or paper figures")
     parser.add_argument("--data", required=True, metavar="FILE", help='questions, or "reference:dev", "reference:test"')
     parser.add_argument("--out", required=True, metavar="FOLDER", help="keeps results; a killed run goes on there")
-    parser.add_argument("--model", metavar="PATH_OR_ID", help="a transformers model; the bundled one by default")
+    add_arguments(parser, "model")
     parser.add_argument("--methods", type=_names, default=("full", "prefix", "reuse", "hkvd"), metavar="A,B,…")
     parser.add_argument("--ratios", type=_numbers, default=(0.05, 0.1, 0.15, 0.3), metavar="R,R,…")
     parser.add_argument("--chunks", type=_whole, default=(6,), metavar="N,N,…", help="chunks in a prompt (default 6)")
@@ -61,11 +63,10 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=0, metavar="N", help="of an answer; 0: by task")
     parser.add_argument("--no-answers", action="store_true", help="generate nothing; measure by the gold answers alone")
     parser.add_argument("--attention", type=int, default=20, metavar="N", help="questions for attention deviation")
-    parser.add_argument("--device", default="auto", help='"auto", "cpu", "cuda", …')
-    parser.add_argument("--dtype", default="auto", help='"auto", "float32", "bfloat16" or "float16"')
+    add_arguments(
+        parser, "device", "dtype", "size-limit", data_dir="where calibrated settings are (default: user's cache)"
+    )
     parser.add_argument("--kv", metavar="FOLDER", help='KV store, or "memory" (default: in the folder of results)')
-    parser.add_argument("--size-limit", metavar="SIZE", help='of the KV store, such as "20GB" (default 10 GB)')
-    parser.add_argument("--data-dir", metavar="FOLDER", help="where calibrated settings are (default: user's cache)")
     parser.add_argument("--against", metavar="LABEL", help='pair all with one more method, such as "hkvd 0.15"')
     parser.add_argument("--no-plots", action="store_true", help="leave the drawing out")
 
@@ -141,11 +142,9 @@ def _ranker(how: str, source: CaseSource, chunks: int) -> Ranker | None:
 
 
 def _calibrated(parsed: argparse.Namespace, engine: BlendEngine) -> BlendSettings | None:
-    from cacheblend_rag.config import default_data_path
     from cacheblend_rag.loading import MachineProfile
 
-    folder = Path(parsed.data_dir) if parsed.data_dir else default_data_path()
-    profile = MachineProfile.load(folder / "kv" / "profile.json")
+    profile = MachineProfile.load(data_folder(parsed) / "kv" / "profile.json")
     return profile.blends.get(engine.fingerprint) if profile else None
 
 

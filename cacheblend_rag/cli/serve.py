@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.cli.ask import add_rag_arguments, rag_options
+from cacheblend_rag.cli.arguments import add_arguments, add_rag_arguments, rag_options
 from cacheblend_rag.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -20,8 +20,7 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add_rag_arguments(serve)
     serve.add_argument("--host", default="127.0.0.1", help="where to listen (default 127.0.0.1, this machine alone)")
     serve.add_argument("--port", type=int, default=8000, help="port (default 8000; 0 for a free one)")
-    serve.add_argument("--ratio", type=float, metavar="R", help="recompute ratio, 0 to 1 (default: auto)")
-    serve.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="longest answer (default 64)")
+    add_arguments(serve, "ratio", "max-new-tokens")
     serve.add_argument("--upload-limit", metavar="SIZE", help="of one uploaded file (default 20 MB)")
     serve.add_argument("--queue", type=int, metavar="N", help="requests of one key that may wait (default 64)")
     serve.set_defaults(run=_serve)

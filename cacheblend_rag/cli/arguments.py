@@ -1,0 +1,67 @@
+"""Arguments that several commands take, and what they say."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_rag.config import BlendConfig, default_data_path
+
+if TYPE_CHECKING:
+    from cacheblend_rag.folder_rag import FolderRAGOptions
+
+__all__ = ["add_arguments", "add_rag_arguments", "data_folder", "rag_options"]
+
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "docs": {"metavar": "FOLDER", "help": ".txt, .md and .pdf files; the bundled archive by default"},
+    "model": {"metavar": "PATH_OR_ID", "help": "a transformers model; the bundled one by default"},
+    "embedder": {"metavar": "PATH_OR_ID", "help": "a sentence-transformers model; bundled by default"},
+    "size-limit": {"metavar": "SIZE", "help": 'of the KV store, such as "20GB" (default 10 GB)'},
+    "data-dir": {"metavar": "FOLDER", "help": "where index and KV are kept (default: user's cache)"},
+    "device": {"default": "auto", "help": '"auto", "cpu", "cuda", …'},
+    "dtype": {"default": "auto", "help": '"auto", "float32", "bfloat16" or "float16"'},
+    "ratio": {"type": float, "metavar": "R", "help": "recompute ratio, 0 to 1 (default: auto)"},
+    "max-new-tokens": {"type": int, "default": 64, "metavar": "N", "help": "longest answer (default 64)"},
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser, *names: str, **helps: str) -> None:
+    """Add some of the arguments that commands share.
+
+    Parameters
+    ----------
+    parser : ArgumentParser
+    *names : str
+        Which, without dashes before them.
+    **helps : str
+        More, where they are for something else in this command: what is said of each instead.
+    """
+    for name in names:
+        parser.add_argument(f"--{name}", **_ARGUMENTS[name])
+    for key, text in helps.items():
+        name = key.replace("_", "-")
+        parser.add_argument(f"--{name}", **{**_ARGUMENTS[name], "help": text})
+
+
+def add_rag_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is read, with which model, and where what is made of it is kept."""
+    add_arguments(parser, "docs", "model", "embedder", "size-limit", "data-dir", "device", "dtype")
+
+
+def rag_options(parsed: argparse.Namespace) -> FolderRAGOptions:
+    """What the arguments of `add_rag_arguments` say, with ``top_k``, ``max_new_tokens`` and ``ratio`` if given."""
+    from cacheblend_rag.folder_rag import FolderRAGOptions
+
+    given = {name: value for name, value in vars(parsed).items() if value is not None}
+    names = ("docs", "model", "embedder", "data_dir", "top_k", "max_new_tokens", "device", "dtype")
+    config = {"recompute_ratio": given.get("ratio"), "size_limit": given.get("size_limit")}
+    return FolderRAGOptions(
+        **{name: given[name] for name in names if name in given},
+        config=BlendConfig(**{name: value for name, value in config.items() if value is not None}),
+    )
+
+
+def data_folder(parsed: argparse.Namespace) -> Path:
+    """The folder of ``--data-dir``."""
+    return Path(parsed.data_dir) if parsed.data_dir else default_data_path()
