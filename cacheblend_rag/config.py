@@ -20,12 +20,25 @@ from cacheblend_rag.checks import (
 )
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["CONDITIONS", "ENV_PREFIX", "METRICS", "WRITE_BACKS", "BlendConfig", "default_data_path", "parse_bytes"]
+__all__ = [
+    "CODEC_NAMES",
+    "CONDITIONS",
+    "ENV_PREFIX",
+    "LOWEST_RATIOS",
+    "METRICS",
+    "RULE_OPTIONS",
+    "WRITE_BACKS",
+    "BlendConfig",
+    "default_data_path",
+    "parse_bytes",
+]
 
 ENV_PREFIX = "CACHEBLEND_RAG_"
 CONDITIONS = ("sink", "prefix")
 METRICS = ("v", "k", "kv")
 WRITE_BACKS = ("background", "inline", "off")
+RULE_OPTIONS = ("selection", "check_layers", "recompute_ratios", "metric", "selection_options")
+"""Options that say which tokens are recomputed, the ratio apart."""
 # r* of the paper for question answering; the other is a starting value.
 LOWEST_RATIOS = {"answer": 0.15, "summary": 0.10}
 CODEC_NAMES = ("raw", "fp8", "int8", "int4")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import RULE_OPTIONS, BlendConfig
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import Span, TokenizedPrompt
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, record_key
@@ -25,7 +25,8 @@ __all__ = ["KEY_PREFIX", "Continued", "Finals", "holds"]
 
 _log = logging.getLogger(__name__)
 KEY_PREFIX = "final-"
-_RULE_OPTIONS = ("selection", "recompute_ratio", "task", "check_layers", "recompute_ratios", "metric", "condition")
+# What the KV of a blended prompt depends on, apart from its ids and the model.
+_BLENDED_BY = (*RULE_OPTIONS, "recompute_ratio", "task", "condition")
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,8 @@ class Finals:
 
     def __init__(self, store: KVStore, config: BlendConfig, like: RecordInfo) -> None:
         self._store, self._salt, self._like = store, config.salt, like
-        self._rule = repr(
-            [getattr(config, name) for name in _RULE_OPTIONS] + [sorted(config.selection_options.items())]
-        )
+        options = {name: getattr(config, name) for name in _BLENDED_BY}
+        self._rule = repr({**options, "selection_options": sorted(config.selection_options.items())})
 
     def key(self, anchor: Sequence[int]) -> str:
         """Key of the prompt that begins with these ids, up to the end of its last chunk."""
@@ -129,6 +129,7 @@ class _Beginning:
     def __init__(self, inner: StoredKV, tokens: int) -> None:
         self._inner, self._tokens = inner, tokens
         self.info = dataclasses.replace(inner.info, token_ids=inner.info.token_ids[:tokens])
+        self.medium = inner.medium
 
     def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._inner.read_layer(layer)

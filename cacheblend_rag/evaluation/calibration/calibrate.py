@@ -14,7 +14,7 @@ from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.calibration.search import Finding, Search
 from cacheblend_rag.evaluation.calibration.trials import TrialSet
-from cacheblend_rag.fusor.selection import RULES, SelectionRule
+from cacheblend_rag.fusor.selection import RULES, SHARED_OPTIONS, SelectionRule
 from cacheblend_rag.loading import BlendSettings, MachineProfile
 from cacheblend_rag.prompt import Prompt, SegmentTokenizer
 from cacheblend_rag.steering import profile_path
@@ -111,12 +111,11 @@ def settings_of(found: Finding, tolerance: float) -> BlendSettings:
     if found.chosen is None or found.checked is None:
         return BlendSettings("all", recompute_ratio=1.0, tolerance=tolerance, prompts=prompts)
     rule, seen = found.chosen.rule, found.checked.divergence
-    shared = ("check_layers", "recompute_ratio", "recompute_ratios", "metric")
     values = {option.name: getattr(rule, option.name) for option in fields(rule)}  # type: ignore[arg-type]
     return BlendSettings(
         selection=_name(rule),
-        **{name: _plain(values[name]) for name in shared if name in values},
-        selection_options={name: _plain(value) for name, value in values.items() if name not in shared},
+        **{name: _plain(values[name]) for name in SHARED_OPTIONS if name in values},
+        selection_options={name: _plain(value) for name, value in values.items() if name not in SHARED_OPTIONS},
         tolerance=tolerance,
         divergence=seen.mean,
         highest=seen.high,

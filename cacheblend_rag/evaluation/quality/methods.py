@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import RULE_OPTIONS, BlendConfig
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fusor.selection import RULES, SelectionRule, make_rule
+from cacheblend_rag.fusor.selection import RULES, SHARED_OPTIONS, SelectionRule, make_rule
 from cacheblend_rag.loading import BlendSettings
 
 __all__ = ["BLENDED", "CHAINS", "METHODS", "Variant", "rule_of", "settings_rule", "variants"]
@@ -123,19 +123,11 @@ def rule_of(method: str, ratio: float) -> SelectionRule:
     for key in options:
         if key not in own:
             raise ConfigError("methods", method, f"use options of {name!r}: {', '.join(own)}")
-    shared = {key: options.pop(key) for key in ("check_layers", "metric", "recompute_ratios") if key in options}
+    shared = {key: options.pop(key) for key in SHARED_OPTIONS if key in options}
     return make_rule(BlendConfig(selection=name, recompute_ratio=ratio, selection_options=options, **shared))
 
 
 def settings_rule(settings: BlendSettings) -> SelectionRule:
     """The rule that was calibrated."""
-    return make_rule(
-        BlendConfig(
-            selection=settings.selection,
-            check_layers=settings.check_layers,
-            recompute_ratio=settings.recompute_ratio,
-            recompute_ratios=settings.recompute_ratios,
-            metric=settings.metric,
-            selection_options=settings.selection_options,
-        )
-    )
+    options = {name: getattr(settings, name) for name in ("recompute_ratio", *RULE_OPTIONS)}
+    return make_rule(BlendConfig(**options))

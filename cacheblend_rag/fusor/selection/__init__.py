@@ -19,6 +19,7 @@ from cacheblend_rag.fusor.selection.threshold import SelectThreshold
 
 __all__ = [
     "RULES",
+    "SHARED_OPTIONS",
     "FixedRule",
     "LayerView",
     "Measure",
@@ -49,8 +50,8 @@ RULES: dict[str, type[SelectionRule]] = {
     "none": SelectNone,
     "all": SelectAll,
 }
-# Options that rules share are options of the engine; the others are given as selection_options.
-_SHARED = ("check_layers", "recompute_ratio", "recompute_ratios", "metric")
+SHARED_OPTIONS = ("check_layers", "recompute_ratio", "recompute_ratios", "metric")
+"""Options that rules share are options of the engine; the others are given as ``selection_options``."""
 
 
 def make_rule(config: BlendConfig) -> SelectionRule:
@@ -72,7 +73,7 @@ def make_rule(config: BlendConfig) -> SelectionRule:
     if kind is None:
         raise ConfigError("selection", config.selection, "use one of " + ", ".join(map(repr, RULES)))
     names = [option.name for option in fields(kind)]  # type: ignore[arg-type]
-    own = [name for name in names if name not in _SHARED]
+    own = [name for name in names if name not in SHARED_OPTIONS]
     for name in config.selection_options:
         if name not in own:
             takes = "use " + " or ".join(map(repr, own)) if own else "leave it empty"
@@ -80,6 +81,6 @@ def make_rule(config: BlendConfig) -> SelectionRule:
     if config.recompute_ratios and "recompute_ratios" not in names:
         remedy = f"leave it empty; {config.selection!r} takes one recompute_ratio"
         raise ConfigError("recompute_ratios", config.recompute_ratios, remedy)
-    values = {name: getattr(config, name) for name in _SHARED} | {"recompute_ratio": config.ratio}
+    values = {name: getattr(config, name) for name in SHARED_OPTIONS} | {"recompute_ratio": config.ratio}
     shared = {name: value for name, value in values.items() if name in names}
     return kind(**shared, **config.selection_options)
