@@ -113,6 +113,11 @@ class _Held:
         return self._record.info
 
     @property
+    def medium(self) -> str:
+        """See `StoredKV.medium`."""
+        return self._record.medium
+
+    @property
     def size(self) -> int:
         """Bytes kept."""
         return sum(tensor.nbytes for layer in list(self._layers.values()) for tensor in layer)

@@ -26,6 +26,9 @@ from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.retrieval.index import FolderIndex, IndexReport
 from cacheblend_rag.steering import names_rule
 
+# Bytes for chunks that come back: those of one prompt and more in most models, little beside the model.
+_MEMORY_LIMIT = 256 * 2**20
+
 __all__ = ["Answer", "FolderRAG", "FolderRAGOptions"]
 
 
@@ -78,10 +81,15 @@ class FolderRAGOptions:
 
     @property
     def blending(self) -> BlendConfig:
-        """Options of the engine: unless a rule was chosen, the reference model is blended by the one that suits it."""
-        if not self._reference or names_rule(self.config):
-            return self.config
-        return replace(self.config, **BLENDING)
+        """Options of the engine, with what suits an application where nothing was chosen.
+
+        The reference model is blended by the rule that suits it, and copies of what was read last
+        stay in memory.
+        """
+        config = self.config
+        if config.memory_limit == BlendConfig.default("memory_limit"):
+            config = replace(config, memory_limit=_MEMORY_LIMIT)
+        return replace(config, **BLENDING) if self._reference and not names_rule(config) else config
 
     @property
     def _reference(self) -> bool:

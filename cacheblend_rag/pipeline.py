@@ -86,6 +86,10 @@ class _Found:
     chunks: tuple[Segment, ...]
     records: dict[str, StoredKV]
 
+    def medium(self, key: str) -> str:
+        """What a segment is read from; empty if it is not stored."""
+        return self.records[key].medium if key in self.records else ""
+
     def without(self, key: str) -> _Found:
         return dataclasses.replace(self, records={k: r for k, r in self.records.items() if k != key})
 
@@ -207,7 +211,7 @@ class Pipeline:
         report = dataclasses.replace(
             self._counts(split),
             misses=len(split.chunks),
-            chunk_hits=(False,) * len(split.chunks),
+            chunk_media=("",) * len(split.chunks),
             recomputed_tokens=(0,) * layers,
             computed_tokens=(len(rows),) * layers,
             plain=True,
@@ -268,7 +272,7 @@ class Pipeline:
             chunk_tokens=counts.chunk_tokens,
             suffix_tokens=counts.suffix_tokens,
             hits=report.hits + continued,
-            chunk_hits=(True,) * continued + report.chunk_hits,
+            chunk_media=(kept.record.medium,) * continued + report.chunk_media,
             continued_tokens=kept.tokens,
         )
 
@@ -384,7 +388,7 @@ class Pipeline:
             self._counts(split),
             hits=len(hits),
             misses=len(split.chunks) - len(hits),
-            chunk_hits=read,
+            chunk_media=tuple(found.medium(segment.key) for segment in found.chunks),
             prefix_hit=prefix_hit,
             reused_tokens=sum(map(len, hits)) + (len(split.prefix) if prefix_hit else 0),
             recomputed_tokens=fusion.recomputed_tokens,

@@ -67,8 +67,9 @@ class BlendReport:
         Tokens of each part; glue between chunks counts as neither.
     hits, misses : int
         Chunks that were read from the store, and chunks that were not there.
-    chunk_hits : tuple of bool
-        Of each chunk, in the order of the prompt, whether it was read from the store.
+    chunk_media : tuple of str
+        Of each chunk, in the order of the prompt, what it was read from, such as ``"disk"`` or
+        ``"memory"``; ``""`` if it was not there.
     prefix_hit : bool
         Whether the prefix was read from the store.
     reused_tokens : int
@@ -104,7 +105,7 @@ class BlendReport:
     suffix_tokens: int = 0
     hits: int = 0
     misses: int = 0
-    chunk_hits: tuple[bool, ...] = ()
+    chunk_media: tuple[str, ...] = ()
     prefix_hit: bool = False
     reused_tokens: int = 0
     continued_tokens: int = 0

@@ -38,7 +38,7 @@ class Counting:
 
 class _Record:
     def __init__(self, counts: Counting, record: Any) -> None:
-        self._counts, self._record = counts, record
+        self._counts, self._record, self.medium = counts, record, "memory"
 
     @property
     def info(self) -> Any:

@@ -11,12 +11,22 @@ from cacheblend_rag.reference.bundle import read_questions
 
 
 def test_the_reference_model_has_a_rule_of_its_own() -> None:
-    left = FolderRAGOptions(config=BlendConfig(recompute_ratio=0.2)).blending
-    assert left == BlendConfig(recompute_ratio=0.2, **BLENDING)
-    chosen = BlendConfig(check_layers=(2,))
+    left = FolderRAGOptions(config=BlendConfig(recompute_ratio=0.2, memory_limit=1)).blending
+    assert left == BlendConfig(recompute_ratio=0.2, memory_limit=1, **BLENDING)
+    chosen = BlendConfig(check_layers=(2,), memory_limit=1)
     assert FolderRAGOptions(config=chosen).blending == chosen
-    other = BlendConfig()
-    assert FolderRAGOptions(model="another", config=other).blending == other
+    assert FolderRAGOptions(model="another", config=chosen).blending == chosen
+
+
+def test_what_was_read_last_stays_in_memory(tmp_path: Path) -> None:
+    options = FolderRAGOptions(data_dir=tmp_path, config=BlendConfig(min_tokens=0))
+    with FolderRAG(options) as rag:
+        rag.update()
+        rag.warm(progress=False)
+        prompt = rag.ask(read_questions()[0].question).prompt
+    with FolderRAG(options) as rag:  # which finds on disk what the first one stored
+        media = [rag.engine.fuse(prompt).report.chunk_media for _ in range(2)]
+    assert media == [("disk",) * 6, ("memory",) * 6]
 
 
 def test_it_answers_what_full_reuse_gets_wrong(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ PROMPT = Prompt("Read this:", [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17,
 class Record:
     """A stored record whose layers tell their number; calls back before each read."""
 
+    medium = "memory"
+
     def __init__(self, tokens: int, seed: int, before: Callable[[int], None] = lambda layer: None) -> None:
         self.info = RecordInfo("f", (), tuple(range(tokens)), LAYERS, HEADS, DIM, "float32", False)
         self.before = before

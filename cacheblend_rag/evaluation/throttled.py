@@ -61,7 +61,7 @@ class ThrottledStore(WrappedStore):
 class _ThrottledRecord:
     def __init__(self, store: ThrottledStore, inner: StoredKV) -> None:
         self._store, self._inner = store, inner
-        self.info = inner.info
+        self.info, self.medium = inner.info, store.medium
 
     def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         size = CODECS["raw"].layer_bytes(self.info)

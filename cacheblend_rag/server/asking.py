@@ -69,15 +69,14 @@ def report_of(engine: BlendEngine, prompt: Prompt, answer: Generation) -> dict[s
     answer : Generation
     """
     report, seconds, split = answer.report, answer.report.seconds, engine.tokenize(prompt)
-    medium = str(getattr(engine.store, "medium", "") or "memory")
     chunks = [
         {
-            "hit": hit,
-            "device": medium if hit else None,
+            "hit": bool(medium),
+            "device": medium or None,
             "bytes": engine.estimate_bytes([text]),
             "tokens": len(span),
         }
-        for hit, text, span in zip(report.chunk_hits, prompt.chunks, split.chunks, strict=True)
+        for medium, text, span in zip(report.chunk_media, prompt.chunks, split.chunks, strict=True)
     ]
     return {
         "ttft_s": report.ttft,

@@ -117,6 +117,11 @@ class StoredKV(Protocol):
         """Identity and shape."""
         ...
 
+    @property
+    def medium(self) -> str:
+        """What it is read from: ``"disk"``, ``"memory"``."""
+        ...
+
     def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, each ``[kv_heads, tokens, head_dim]``.
 

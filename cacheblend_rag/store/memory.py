@@ -25,6 +25,8 @@ class MemoryRecord:
     record : KVRecord
     """
 
+    medium = "memory"
+
     def __init__(self, record: KVRecord) -> None:
         self.record = record
         self.info: RecordInfo = record.info

@@ -159,6 +159,8 @@ class FileRecord:
         If the file is not a whole record of this version, or is encrypted with another key.
     """
 
+    medium = "disk"
+
     def __init__(self, handle: IO[bytes], key: str = "", seal: Seal | None = None) -> None:
         self._handle, self._key, self._seal = handle, key, seal
         self._buffer = bytearray(0)  # made when a layer is first read into place

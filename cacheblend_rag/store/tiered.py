@@ -183,7 +183,7 @@ class _Rising:
 
     def __init__(self, store: TieredStore, level: int, key: str, inner: StoredKV) -> None:
         self._store, self._level, self._key, self._inner = store, level, key, inner
-        self.info = inner.info
+        self.info, self.medium = inner.info, inner.medium
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._risen = False
 

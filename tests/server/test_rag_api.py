@@ -72,7 +72,7 @@ def test_a_report_accounts_for_every_token_of_the_prompt(client: Any) -> None:
     assert "".join(one["text"] for one in prompt if one["segment"] == "suffix").endswith(
         f"Question: {QUESTION}\nHelpful Answer:"
     )
-    assert all(one["device"] == "disk" and one["bytes"] > 0 for one in report["chunks"])
+    assert all(one["device"] == "memory" and one["bytes"] > 0 for one in report["chunks"])
     assert report["ttft_s"] == pytest.approx(sum(report["parts"].values()))
 
 
