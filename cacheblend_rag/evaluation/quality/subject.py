@@ -171,7 +171,10 @@ class _Asked:
         shape, tokens = self._engine.adapter.shape, len(self._ids)
         deep = max(DEPTH, self._engine.adapter.num_layers)
         on_host = RowsDone(
-            tuple(rows.cpu() for rows in done.computed), done.projected, tuple(rows.cpu() for rows in done.scored), done.ended
+            tuple(rows.cpu() for rows in done.computed),
+            done.projected,
+            tuple(rows.cpu() for rows in done.scored),
+            done.ended,
         )
         return {"work": work_share(shape, tokens, on_host), "work_24": work_share(shape, tokens, on_host, deep)}
 
