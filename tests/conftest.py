@@ -20,3 +20,12 @@ def fingerprints_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cacheblend_rag.models.identity._cache_file", lambda: path)
         yield
+
+
+@pytest.fixture
+def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shape of a small model under the name ``"tiny"``, for benchmarks."""
+    from cacheblend_rag.evaluation.shapes import SHAPES
+
+    shape = SHAPES["smollm2-135m"] | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    monkeypatch.setitem(SHAPES, "tiny", shape | {"num_attention_heads": 4, "num_key_value_heads": 2})

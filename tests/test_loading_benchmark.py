@@ -13,7 +13,7 @@ import torch
 from cacheblend_rag import Prompt
 from cacheblend_rag.cli import main
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation import hit_rates, overlap, shapes
+from cacheblend_rag.evaluation import hit_rates, overlap
 from cacheblend_rag.evaluation.hit_rates import TraceOptions, simulate
 from cacheblend_rag.evaluation.overlap import OverlapOptions
 from cacheblend_rag.evaluation.throttled import ThrottledStore
@@ -23,12 +23,6 @@ from tests.probes import engine_of
 
 CHUNKS = [tiny.text(60, 1), tiny.text(60, 2)]
 PROMPT = Prompt("Read this:", CHUNKS, "What fell in the end?")
-
-
-@pytest.fixture
-def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = shapes.SHAPES["smollm2-135m"] | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
-    monkeypatch.setitem(shapes.SHAPES, "tiny", shape | {"num_attention_heads": 4, "num_key_value_heads": 2})
 
 
 @pytest.mark.parametrize("prefetch", [True, False])

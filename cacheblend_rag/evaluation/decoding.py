@@ -10,25 +10,19 @@ own, so transformers is also timed on one.
 from __future__ import annotations
 
 import json
-import statistics
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig
-from transformers.generation import LogitsProcessor
+from transformers import GenerationConfig
 
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.shapes import BenchOptions, random_model
-from cacheblend_rag.evaluation.ttft import bench_prompt, machine
+from cacheblend_rag.evaluation.benching import TokenClock, medians, table, timed_result, warm_engine
+from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.reference import MODEL_PATH
 
 __all__ = ["PLAIN", "DecodingOptions", "greedy", "measure", "show"]
 
@@ -53,63 +47,36 @@ class DecodingOptions(BenchOptions):
             raise ConfigError("new_tokens", self.new_tokens, "use 2 or more; the first one is not timed")
 
 
-class _Clock(LogitsProcessor):  # type: ignore[misc]
-    """Notes when each token's logits are there."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.times.append(time.perf_counter())
-        return scores
-
-    @property
-    def per_token(self) -> float:
-        """Mean seconds from one token to the next."""
-        return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
-
-
 def measure(options: DecodingOptions) -> dict[str, Any]:
     """Measure every way; a dictionary fit for JSON."""
-    torch.set_num_threads(options.threads)
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
-    model = random_model(options.shape, dtype=options.dtype)
-    with tempfile.TemporaryDirectory() as folder:
-        config = BlendConfig(min_tokens=0, write_back="inline", recompute_ratio=0.15)
-        with BlendEngine(model, tokenizer, config=config, store=folder) as engine:
-            prompt = bench_prompt(tokenizer, options)
-            engine.warm(prompt.chunks, progress=False)
-            report = engine.fuse(prompt).report  # stores the prefix
-            seconds = _rounds(_ways(engine, prompt, options.new_tokens), options.rounds)
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    with warm_engine(options, 0.15) as (engine, prompt, _):
+        report = engine.fuse(prompt).report
+        seconds = _rounds(_ways(engine, prompt, options.new_tokens), options.rounds)
+    a_token = medians(seconds)
     return {
-        "options": asdict(options),
-        "machine": machine(),
-        "prompt_tokens": report.prompt_tokens,
-        "hits": report.hits,
-        "seconds_a_token": medians,
-        "to_transformers": {name: median / medians[PLAIN] for name, median in medians.items()},
-        "spread": {name: [min(times), max(times)] for name, times in seconds.items()},
+        **timed_result(options, report, seconds),
+        "seconds_a_token": a_token,
+        "to_transformers": {name: median / a_token[PLAIN] for name, median in a_token.items()},
     }
 
 
-def _ways(engine: BlendEngine, prompt: Prompt, new_tokens: int) -> Mapping[str, Callable[[_Clock], object]]:
+def _ways(engine: BlendEngine, prompt: Prompt, new_tokens: int) -> Mapping[str, Callable[[TokenClock], object]]:
     """Ways to answer a prompt by as many tokens."""
     ids = torch.tensor([engine.tokenize(prompt).input_ids], device=engine.adapter.device)
     config = greedy(engine.tokenizer, new_tokens)
 
-    def plain(clock: _Clock) -> None:
+    def plain(clock: TokenClock) -> None:
         mask = torch.ones_like(ids)
         engine.model.generate(ids, attention_mask=mask, generation_config=config, logits_processor=[clock])
 
-    def blended(clock: _Clock) -> None:
+    def blended(clock: TokenClock) -> None:
         engine.generate(prompt, generation_config=config, logits_processor=[clock])
 
-    def streamed(clock: _Clock) -> None:
+    def streamed(clock: TokenClock) -> None:
         for _ in engine.stream(prompt, generation_config=config, logits_processor=[clock]):
             pass
 
-    def plain_on_a_thread(clock: _Clock) -> None:
+    def plain_on_a_thread(clock: TokenClock) -> None:
         thread = threading.Thread(target=plain, args=(clock,))
         thread.start()
         thread.join()
@@ -133,15 +100,15 @@ def greedy(tokenizer: Any, new_tokens: int) -> GenerationConfig:
     )
 
 
-def _rounds(ways: Mapping[str, Callable[[_Clock], object]], rounds: int) -> dict[str, list[float]]:
+def _rounds(ways: Mapping[str, Callable[[TokenClock], object]], rounds: int) -> dict[str, list[float]]:
     """Seconds a token of every way in every round, after a round that warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, way in ways.items():
-            clock = _Clock()
+            clock = TokenClock()
             way(clock)
             if number:
-                seconds[name].append(clock.per_token)
+                seconds[name].append((clock.times[-1] - clock.times[0]) / (len(clock.times) - 1))
     return seconds
 
 
@@ -149,7 +116,7 @@ def show(options: DecodingOptions) -> None:
     """Measure and print a table; the last line is JSON."""
     result = measure(options)
     print(f"{options.shape}, {options.dtype}, {result['prompt_tokens']} tokens, then {options.new_tokens} new ones")
-    print(f"{'way':<26}{'a token':>11}{'to transformers':>18}")
-    for name, seconds in result["seconds_a_token"].items():
-        print(f"{name:<26}{1000 * seconds:>8.2f} ms{result['to_transformers'][name]:>17.2f}×")
+    seconds, ratios = result["seconds_a_token"], result["to_transformers"]
+    rows = [(name, f"{1e3 * seconds[name]:.2f} ms", f"{ratios[name]:.2f}×") for name in seconds]
+    print(table(("way", "a token", "to transformers"), rows))
     print(json.dumps(result))

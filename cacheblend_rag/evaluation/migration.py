@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -20,20 +19,18 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any
 
-import torch
 from langchain_core.callbacks import CallbackManagerForLLMRun
 from langchain_core.documents import Document
 from langchain_core.language_models.llms import LLM
 from langchain_core.prompts import PromptTemplate
 from langchain_core.runnables import Runnable, RunnableLambda
-from transformers import AutoTokenizer, pipeline
-from transformers.generation import LogitsProcessor, LogitsProcessorList
+from transformers import pipeline
+from transformers.generation import LogitsProcessorList
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.evaluation.shapes import SHAPES, BenchOptions, random_model
-from cacheblend_rag.evaluation.ttft import chunk_texts, machine
+from cacheblend_rag.evaluation.benching import TokenClock, bench_model, chunk_texts, machine, medians, table
+from cacheblend_rag.evaluation.shapes import SHAPES, BenchOptions
 from cacheblend_rag.langchain import CacheBlendLLM
-from cacheblend_rag.reference import MODEL_PATH
 
 __all__ = ["MigrationOptions", "main", "measure"]
 
@@ -77,24 +74,11 @@ class _PipelineLLM(LLM):
         return str(self.pipeline(prompt, return_full_text=False)[0]["generated_text"])
 
 
-class _Clock(LogitsProcessor):  # type: ignore[misc]
-    """Notes when the first token's logits are there."""
-
-    def __init__(self) -> None:
-        self.at = 0.0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.at = self.at or time.perf_counter()
-        return scores
-
-
 def measure(options: MigrationOptions) -> dict[str, Any]:
     """Measure both models; a dictionary fit for JSON."""
-    torch.set_num_threads(options.threads)
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
-    model = random_model(options.shape, dtype=options.dtype)
+    model, tokenizer = bench_model(options)
     model.resize_token_embeddings(len(tokenizer))  # random weights would write tokens that are no text
-    length, clock = options.new_tokens, _Clock()
+    length, clock = options.new_tokens, TokenClock()
     settings: dict[str, Any] = {
         "max_new_tokens": length,
         "min_new_tokens": length,
@@ -103,7 +87,7 @@ def measure(options: MigrationOptions) -> dict[str, Any]:
     }
     settings["logits_processor"] = LogitsProcessorList([clock])
     made = pipeline("text-generation", model, tokenizer=tokenizer, **settings)
-    documents = [Document(page_content=text) for text in chunk_texts(tokenizer, options)]
+    documents = [Document(page_content=text) for text in chunk_texts(tokenizer, options.chunks, options.chunk_tokens)]
     with tempfile.TemporaryDirectory() as folder:
         config = BlendConfig(min_tokens=0, write_back="inline")
         ours = CacheBlendLLM.from_pipeline(made, config=config, store=folder, logits_processor=[clock])
@@ -117,7 +101,7 @@ def measure(options: MigrationOptions) -> dict[str, Any]:
         "machine": machine(),
         "warming_seconds": warming.seconds,
         "seconds": times,
-        "medians": {name: {what: statistics.median(t) for what, t in by.items()} for name, by in times.items()},
+        "medians": {name: medians(by) for name, by in times.items()},
     }
 
 
@@ -137,15 +121,16 @@ def _chain(model: Any, documents: Sequence[Document]) -> Runnable[Any, Any]:
     return chain
 
 
-def _times(chains: dict[str, Runnable[Any, Any]], rounds: int, clock: _Clock) -> dict[str, dict[str, list[float]]]:
+def _times(chains: dict[str, Runnable[Any, Any]], rounds: int, clock: TokenClock) -> dict[str, dict[str, list[float]]]:
     """Seconds to the first token and to the end, round after round, the models in turn."""
     times: dict[str, dict[str, list[float]]] = {name: {"first": [], "all": []} for name in chains}
     for number in range(rounds + 1):
         for name, chain in chains.items():
-            clock.at, started = 0.0, time.perf_counter()
+            clock.times.clear()
+            started = time.perf_counter()
             chain.invoke(_QUESTION)
             if number:
-                times[name]["first"].append(clock.at - started)
+                times[name]["first"].append(clock.times[0] - started)
                 times[name]["all"].append(time.perf_counter() - started)
     return times
 
@@ -158,9 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices = sorted(SHAPES) if name == "shape" else None
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value, choices=choices)
     result = measure(MigrationOptions(**vars(parser.parse_args(arguments))))
-    print(f"{'model':<22}{'first token':>13}{'whole answer':>14}")
-    for name, seconds in result["medians"].items():
-        print(f"{name:<22}{seconds['first']:>12.3f}s{seconds['all']:>13.3f}s")
+    rows = [(name, f"{found['first']:.3f} s", f"{found['all']:.3f} s") for name, found in result["medians"].items()]
+    print(table(("model", "first token", "whole answer"), rows))
     print(json.dumps(result))
     return 0
 

@@ -9,31 +9,37 @@ break-even, at which loading takes as long as the blended pass by itself.
 from __future__ import annotations
 
 import json
-import statistics
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoTokenizer
-
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.baselines import Prefilled, blended, time_rounds
-from cacheblend_rag.evaluation.shapes import BenchOptions, random_model
+from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, machine, medians, table
+from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.evaluation.throttled import ThrottledStore
-from cacheblend_rag.evaluation.ttft import bench_prompt, machine
 from cacheblend_rag.loading import Device, MachineProfile, PrefillProfile
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.reference import MODEL_PATH
 from cacheblend_rag.store import DiskStore, MemoryStore
 
 __all__ = ["FACTORS", "OverlapOptions", "measure", "show"]
 
 FACTORS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0, 20.0)
+_HEAD = (
+    "throughput",
+    "load alone",
+    "read ahead",
+    "to ideal",
+    "read plainly",
+    "to sum",
+    "auto: ratio",
+    "TTFT",
+    "to load",
+)
 
 
 @dataclass(frozen=True)
@@ -58,9 +64,7 @@ class OverlapOptions(BenchOptions):
 
 def measure(options: OverlapOptions) -> dict[str, Any]:
     """Measure TTFT over every throughput; a dictionary fit for JSON."""
-    torch.set_num_threads(options.threads)
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
-    model = random_model(options.shape, dtype=options.dtype)
+    model, tokenizer = bench_model(options)
     prompt = bench_prompt(tokenizer, options)
     base = {"model": model, "tokenizer": tokenizer, "prompt": prompt, "rounds": options.rounds}
     with tempfile.TemporaryDirectory() as folder:
@@ -131,8 +135,7 @@ class _Bench:
         }
 
     def _medians(self, methods: Mapping[str, Callable[[], Prefilled]]) -> dict[str, float]:
-        seconds = time_rounds(methods, self._rounds).seconds
-        return {name: statistics.median(times) for name, times in seconds.items()}
+        return medians(time_rounds(methods, self._rounds).seconds)
 
 
 def show(options: OverlapOptions) -> None:
@@ -143,12 +146,20 @@ def show(options: OverlapOptions) -> None:
         f"{options.shape}, {options.dtype}, {alone['tokens']} tokens, {alone['bytes'] / 1e6:.1f} MB of KV; "
         f"full prefill {alone['prefill']:.3f} s, blended 15% with everything in memory {alone['blended']:.3f} s\n"
     )
-    print("| throughput | load alone | read ahead | to ideal | read plainly | to sum | auto: ratio | TTFT | to load |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for row in result["rows"]:
-        print(
-            f"| {row['factor']:g}× ({row['throughput'] / 1e6:,.0f} MB/s) | {row['load']:.3f} s | {row['ahead']:.3f} s "
-            f"| {row['ahead_to_ideal']:.2f} | {row['plain']:.3f} s | {row['plain_to_sum']:.2f} "
-            f"| {row['auto_ratio']:.2f} ({row['auto_hits']} hits) | {row['auto']:.3f} s | {row['auto_to_load']:.2f} |"
-        )
+    print(table(_HEAD, [_cells(row) for row in result["rows"]]))
     print(json.dumps(result))
+
+
+def _cells(row: Mapping[str, float]) -> tuple[str, ...]:
+    """A row under `_HEAD`."""
+    return (
+        f"{row['factor']:g}× ({row['throughput'] / 1e6:,.0f} MB/s)",
+        f"{row['load']:.3f} s",
+        f"{row['ahead']:.3f} s",
+        f"{row['ahead_to_ideal']:.2f}",
+        f"{row['plain']:.3f} s",
+        f"{row['plain_to_sum']:.2f}",
+        f"{row['auto_ratio']:.2f} ({row['auto_hits']} hits)",
+        f"{row['auto']:.3f} s",
+        f"{row['auto_to_load']:.2f}",
+    )

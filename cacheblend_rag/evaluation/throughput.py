@@ -17,13 +17,11 @@ import statistics
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.decode import DecodeOptions, decode
@@ -31,13 +29,12 @@ from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.analysis import import_pyplot
 from cacheblend_rag.evaluation.baselines import Prefilled, prefill_behind
+from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, chunk_texts, machine, table
 from cacheblend_rag.evaluation.decoding import greedy
 from cacheblend_rag.evaluation.hit_rates import draw_prompt, zipf
-from cacheblend_rag.evaluation.shapes import BenchOptions, random_model
-from cacheblend_rag.evaluation.ttft import bench_prompt, chunk_texts, machine
+from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.reference import MODEL_PATH
 from cacheblend_rag.store import MemoryStore
 
 __all__ = ["LOADS", "Served", "ThroughputOptions", "measure", "show", "waited"]
@@ -111,12 +108,9 @@ class Served:
 
 def measure(options: ThroughputOptions) -> dict[str, Any]:
     """Measure every method over the rates; a dictionary fit for JSON."""
-    torch.set_num_threads(options.threads)
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
-    model = random_model(options.shape, dtype=options.dtype)
-    texts = chunk_texts(tokenizer, BenchOptions(chunks=options.documents, chunk_tokens=options.chunk_tokens))
-    with ExitStack() as stack:
-        engine = stack.enter_context(_engine(model, tokenizer, options, texts))
+    model, tokenizer = bench_model(options)
+    texts = chunk_texts(tokenizer, options.documents, options.chunk_tokens)
+    with _engine(model, tokenizer, options, texts) as engine:
         methods = _methods(engine, options)
         prompts = list(_prompts(bench_prompt(tokenizer, options), texts, options))
         engine.with_config(write_back="off").fuse(prompts[0])  # warms up and stores nothing
@@ -306,11 +300,11 @@ def show(options: ThroughputOptions, plot: str | None = None) -> None:
             f"busy {of['busy']:.3f} s, {of['reused']:.0%} reused"
         )
     names = list(result["served"])
-    print("\n| requests a second | " + " | ".join(f"{name}: median, p99" for name in names) + " |")
-    print("|---" * (len(names) + 1) + "|")
-    for row in result["rows"]:
-        times = " | ".join(f"{row['median'][name]:.2f} s, {row['p99'][name]:.2f} s" for name in names)
-        print(f"| {row['rate']:.2f} | {times} |")
+    rows = [
+        (f"{row['rate']:.2f}", *(f"{row['median'][name]:.2f} s, {row['p99'][name]:.2f} s" for name in names))
+        for row in result["rows"]
+    ]
+    print("\n" + table(("requests a second", *(f"{name}: median, p99" for name in names)), rows))
     if plot:
         _plot(result, Path(plot))
     print(json.dumps(result))

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.analysis import attention_deviation, import_pyplot, kv_deviation, rank_correlation
+from cacheblend_rag.evaluation.benching import machine
 from cacheblend_rag.evaluation.prepared import PreparedPrompt
 from cacheblend_rag.evaluation.quality.choosing import Ranker, choose
 from cacheblend_rag.evaluation.quality.methods import BLENDED, CHAINS, rule_of
@@ -31,7 +32,6 @@ from cacheblend_rag.evaluation.quality.prompts import ChatFrame, build_prompt
 from cacheblend_rag.evaluation.quality.runner import EvalOptions, Evaluation
 from cacheblend_rag.evaluation.quality.sources import CaseSource
 from cacheblend_rag.evaluation.quality.summary import MethodRow, main_measure, write_summary
-from cacheblend_rag.evaluation.ttft import machine
 from cacheblend_rag.fusor.selection import SelectNone
 from cacheblend_rag.loading import BlendSettings
 from cacheblend_rag.prompt import SegmentTokenizer

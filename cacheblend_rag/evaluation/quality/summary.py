@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.evaluation.benching import machine, table
 from cacheblend_rag.evaluation.quality.runner import EvalRun
 from cacheblend_rag.evaluation.quality.statistics import Interval, interval, paired
-from cacheblend_rag.evaluation.ttft import machine
 
 __all__ = ["LOSS", "MEASURES", "MethodRow", "least_work", "main_measure", "markdown", "summarise", "write_summary"]
 
@@ -261,7 +261,7 @@ def _table(rows: Sequence[MethodRow], against: str | None = None) -> str:
     ]
     if any(row.failed for row in rows):
         columns.append(("unusable", lambda row: str(row.failed)))
-    return _lines([title for title, _ in columns], [[show(row) for _, show in columns] for row in rows])
+    return table([title for title, _ in columns], [[show(row) for _, show in columns] for row in rows])
 
 
 def _shower(name: str) -> Callable[[MethodRow], str]:
@@ -287,11 +287,7 @@ def _kinds(rows: Sequence[MethodRow], measure: str) -> str:
         ]
         for row in rows
     ]
-    return _lines([f"{_TITLES[measure]} by kind", *kinds], body)
-
-
-def _lines(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *body))
+    return table([f"{_TITLES[measure]} by kind", *kinds], body)
 
 
 def write_summary(run: EvalRun, folder: Path, against: str | None = None) -> list[MethodRow]:
