@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.reference.curriculum import SequenceMaker, Stage, make_batches
 from cacheblend_rag.reference.loss import looking
-from cacheblend_rag.reference.sequences import KIND_NAMES
+from cacheblend_rag.reference.sequences import KIND_NAMES, TrainingSequence
 from cacheblend_rag.reference.tokenizer import train_tokenizer
 from cacheblend_rag.reference.train import STAGES, Shape, Trainer, TrainOptions, build_model
 
@@ -26,6 +27,16 @@ TINY = Shape(layers=3, hidden=128, heads=2, kv_heads=1, head_dim=32, mlp=64)
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return train_tokenizer(vocab_size=2048, towns=12)
+
+
+def stage_of(name: str) -> Stage:
+    return next(stage for stage in STAGES if stage.name == name)
+
+
+def in_order(tokenizer: Any, name: str, seed: int, count: int, **changes: Any) -> Iterator[TrainingSequence]:
+    """Sequences of a stage in which nobody is written about before being introduced."""
+    stage = replace(stage_of(name), shuffled=0.0, **changes)
+    return islice(SequenceMaker(tokenizer, seed).sequences(stage), count)
 
 
 def test_an_untrained_model_already_looks_for_what_followed() -> None:
@@ -56,8 +67,7 @@ def test_batches_are_seeded_and_mark_the_answers(tokenizer: Any, stage: Stage) -
 
 
 def test_answers_are_marked_by_weight(tokenizer: Any) -> None:
-    stage = next(stage for stage in STAGES if stage.name == "recall")
-    batch = next(make_batches(SequenceMaker(tokenizer, 0), stage, 0))
+    batch = next(make_batches(SequenceMaker(tokenizer, 0), stage_of("recall"), 0))
     first = (batch.question == 0) & (batch.weights > 0)
     text = tokenizer.decode(batch.targets[first])
     value = tokenizer.decode(batch.targets[first & (batch.weights == 3.0)])
@@ -67,10 +77,8 @@ def test_answers_are_marked_by_weight(tokenizer: Any) -> None:
 
 
 def test_bare_facts_told_by_role_stand_under_a_line_that_says_whose_it_is(tokenizer: Any) -> None:
-    stage = replace(next(stage for stage in STAGES if stage.name == "roles"), shuffled=0.0)
-    sequences = SequenceMaker(tokenizer, 0).sequences(stage)
     by_reference = 0
-    for sequence in islice(sequences, 40):
+    for sequence in in_order(tokenizer, "roles", 0, 40):
         text = tokenizer.decode(sequence.ids)
         for number, kind in enumerate(sequence.kinds):
             answer = tokenizer.decode(
@@ -131,8 +139,7 @@ def test_weights_of_another_vocabulary_are_refused(
 
 
 def test_passages_are_marked_with_whom_they_are_about(tokenizer: Any) -> None:
-    stage = next(stage for stage in STAGES if stage.name == "reference")
-    sequence = next(SequenceMaker(tokenizer, 3).sequences(replace(stage, passages=(4,), shuffled=0.0)))
+    (sequence,) = in_order(tokenizer, "reference", 3, 1, passages=(4,))
     named = {tokenizer.decode([label]).strip() for label in sequence.about if label >= 0}
     text = tokenizer.decode(sequence.ids)
     assert len(named) >= 2
@@ -154,9 +161,8 @@ def test_the_probe_learns_and_is_not_exported(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("name", ["recall", "roles", "reference"])
 def test_values_are_looked_for_where_they_are_told(tokenizer: Any, name: str) -> None:
-    stage = next(stage for stage in STAGES if stage.name == name)
     found = 0
-    for sequence in islice(SequenceMaker(tokenizer, 1).sequences(replace(stage, shuffled=0.0)), 20):
+    for sequence in in_order(tokenizer, name, 1, 20):
         for at, start, end in sequence.sources:
             assert start < end <= at
             found += 1
@@ -170,9 +176,8 @@ def test_values_are_looked_for_where_they_are_told(tokenizer: Any, name: str) ->
 
 @pytest.mark.parametrize("name", ["roles", "reference"])
 def test_roles_are_looked_up_where_their_owners_are_introduced(tokenizer: Any, name: str) -> None:
-    stage = next(stage for stage in STAGES if stage.name == name)
     found = 0
-    for sequence in islice(SequenceMaker(tokenizer, 1).sequences(replace(stage, shuffled=0.0)), 20):
+    for sequence in in_order(tokenizer, name, 1, 20):
         for at, start, end in sequence.owners:
             assert start < end <= at
             found += 1
