@@ -29,3 +29,11 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 
     shape = SHAPES["smollm2-135m"] | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
     monkeypatch.setitem(SHAPES, "tiny", shape | {"num_attention_heads": 4, "num_key_value_heads": 2})
+
+
+@pytest.fixture
+def even_small_records_are_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of records of any size are read ahead on a thread."""
+    from cacheblend_rag import pipeline
+
+    monkeypatch.setattr(pipeline, "_WORTH_A_THREAD", 0)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.models.kv import LayerKV
+from cacheblend_rag.report import FusedKV
 from cacheblend_rag.store import KVRecord, KVStore, MemoryStore, StoredKV
 from cacheblend_rag.store.wrapped import WrappedStore
 from tests import tiny
+
+CHUNKS = [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)]
+PROMPT = Prompt("Read this:", CHUNKS, "What fell in the end?")
 
 
 def engine_of(model: Any = None, tokenizer: Any = None, store: Any = None, **options: Any) -> BlendEngine:
@@ -21,6 +26,22 @@ def engine_of(model: Any = None, tokenizer: Any = None, store: Any = None, **opt
     model = tiny.model() if model is None else model
     tokenizer = tiny.tokenizer() if tokenizer is None else tokenizer
     return BlendEngine(model, tokenizer, config=BlendConfig(**options), store=store)
+
+
+def assert_same(ours: FusedKV, theirs: FusedKV) -> None:
+    """Both are of the same prompt, bit by bit, with the same rows recomputed."""
+    assert ours.input_ids == theirs.input_ids
+    assert torch.equal(ours.logits, theirs.logits)
+    for mine, other in zip(ours.cache.layers, theirs.cache.layers, strict=True):
+        assert torch.equal(mine.keys, other.keys)
+        assert torch.equal(mine.values, other.values)
+    for mine, other in zip(ours.recomputed, theirs.recomputed, strict=True):
+        assert torch.equal(mine, other)
+
+
+def record_files(folder: Path) -> list[Path]:
+    """Files of a disk store's records."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and "cache.db" not in path.name)
 
 
 class Hooked(WrappedStore):

@@ -18,11 +18,9 @@ from typing import Any
 
 import diskcache
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag import Prompt
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.evaluation.faults import (
     DamageTrials,
@@ -36,11 +34,8 @@ from cacheblend_rag.evaluation.reliability import main
 from cacheblend_rag.report import FusedKV
 from cacheblend_rag.store import DiskStore
 from tests import tiny
-from tests.probes import Hooked, engine_of
+from tests.probes import CHUNKS, PROMPT, Hooked, assert_same, engine_of
 from tests.test_store import alter, files
-
-CHUNKS = [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)]
-PROMPT = Prompt("Read this:", CHUNKS, "What fell in the end?")
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +73,6 @@ def test_every_class_of_truncation_gives_the_result_without_the_record(trials: D
 # The folder ---------------------------------------------------------------------------------
 
 
-def same(one: FusedKV, other: FusedKV) -> bool:
-    pairs = zip(one.cache.layers, other.cache.layers, strict=True)
-    return torch.equal(one.logits, other.logits) and all(torch.equal(a.keys, b.keys) for a, b in pairs)
-
-
 @pytest.fixture(scope="module")
 def cold() -> FusedKV:
     """The result of a run in which nothing was ever stored."""
@@ -100,7 +90,7 @@ def test_a_folder_removed_while_in_use(
         shutil.rmtree(folder)
         with caplog.at_level(logging.WARNING):
             for _ in range(2):
-                assert same(engine.fuse(PROMPT), cold)
+                assert_same(engine.fuse(PROMPT), cold)
                 engine.flush()
         assert "could not store" in caplog.text
     assert not folder.exists(), "nothing is written into a folder that was taken away"
@@ -116,7 +106,7 @@ def test_a_folder_removed_between_two_layers(tmp_path: Path) -> None:
         store.reading = lambda key, layer: shutil.rmtree(folder, ignore_errors=True) if layer == 2 else None
         fused = engine.fuse(PROMPT)
         assert fused.report.hits == 3
-        assert same(fused, warm)
+        assert_same(fused, warm)
     store.close()
 
 
@@ -156,7 +146,7 @@ def test_a_full_disk(
         assert isinstance(store, DiskStore)
         disk = os.statvfs(tmp_path)
         (tmp_path / "ballast").write_bytes(b"\0" * ((disk.f_bavail - 9) * disk.f_frsize))
-        assert same(engine.fuse(PROMPT), cold)
+        assert_same(engine.fuse(PROMPT), cold)
         assert "could not store" in caplog.text
         assert "No space left" in caplog.text or "disk is full" in caplog.text
         assert engine.fuse(PROMPT).report.hits < 3
@@ -179,7 +169,7 @@ def test_a_file_that_may_not_grow(tmp_path: Path, cold: FusedKV, caplog: pytest.
         try:
             resource.setrlimit(resource.RLIMIT_FSIZE, (9_000, old[1]))
             with caplog.at_level(logging.WARNING):
-                assert same(engine.fuse(PROMPT), cold)
+                assert_same(engine.fuse(PROMPT), cold)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, old)
             signal.signal(signal.SIGXFSZ, heard)
@@ -199,7 +189,7 @@ def test_a_folder_that_becomes_read_only(
         assert _mount(tmp_path, "none", BIND | REMOUNT | READ_ONLY)
         with caplog.at_level(logging.WARNING):
             fused = engine.fuse(PROMPT)
-        assert same(fused, before)
+        assert_same(fused, before)
         assert "could not store" in caplog.text
         assert "Read-only" in caplog.text
         with pytest.raises(StoreError, match="name a folder that can be written"):
@@ -239,7 +229,7 @@ def test_two_models_in_one_folder_keep_to_their_own(tmp_path: Path) -> None:
     for engine, expected in zip(engines, alone, strict=True):
         fused = engine.fuse(PROMPT)
         assert fused.report.hits == 3
-        assert same(fused, expected)
+        assert_same(fused, expected)
         engine.close()
     store.close()
 

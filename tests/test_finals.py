@@ -12,22 +12,13 @@ import torch
 from cacheblend_rag import Prompt
 from cacheblend_rag.errors import RecordError
 from cacheblend_rag.finals import KEY_PREFIX
-from cacheblend_rag.report import FusedKV
 from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
 from tests import tiny
-from tests.probes import Hooked, engine_of
-
-CHUNKS = [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)]
-PROMPT = Prompt("Read this:", CHUNKS, "What fell in the end?")
+from tests.probes import CHUNKS, PROMPT, Hooked, assert_same, engine_of
 
 
 def finals(store: Any) -> list[tuple[str, Any]]:
     return list(store.infos(KEY_PREFIX))
-
-
-def same(one: FusedKV, other: FusedKV) -> bool:
-    pairs = zip(one.cache.layers, other.cache.layers, strict=True)
-    return torch.equal(one.logits, other.logits) and all(torch.equal(a.keys, b.keys) for a, b in pairs)
 
 
 def turn(engine: Any, first: str, again: str) -> Prompt:
@@ -107,7 +98,7 @@ def test_another_beginning_is_another_prompt(other: Prompt) -> None:
         engine.generate(PROMPT, max_new_tokens=4)
         fused = engine.with_config(write_back="off").fuse(other)
         assert fused.report.continued_tokens == 0
-        assert same(fused, expected)
+        assert_same(fused, expected)
 
 
 @pytest.mark.parametrize(
@@ -194,6 +185,6 @@ def test_a_kept_prompt_that_fails_while_it_is_read_was_never_kept(layer: int, ca
         with caplog.at_level(logging.WARNING):
             fused = engine.with_config(write_back="off").fuse(PROMPT)
         assert (fused.report.lost, fused.report.continued_tokens, fused.report.hits) == (1, 0, 3)
-        assert same(fused, never)
+        assert_same(fused, never)
         assert store.still_open == []
         assert finals(store) == []
