@@ -18,7 +18,7 @@ from cacheblend_rag.loading.loader import RecordLost
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore, RecordInfo
 from tests import tiny
-from tests.probes import engine_of
+from tests.probes import assert_same, engine_of
 
 LAYERS, HEADS, DIM, TOKENS = 6, 2, 4, 20
 PROMPT = Prompt("Read this:", [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)], "What fell in the end?")
@@ -180,9 +180,4 @@ def test_prefetch_changes_no_bit_of_the_result(on_disk: bool, tmp_path: Path, mo
         assert used[2:] == ["load_plainly"]
     assert ahead.report.hits == plain.report.hits == 3
     assert ahead.report.prefix_hit
-    assert torch.equal(ahead.logits, plain.logits)
-    for ours, theirs in zip(ahead.cache.layers, plain.cache.layers, strict=True):
-        assert torch.equal(ours.keys, theirs.keys)
-        assert torch.equal(ours.values, theirs.values)
-    for ours, theirs in zip(ahead.recomputed, plain.recomputed, strict=True):
-        assert torch.equal(ours, theirs)
+    assert_same(ahead, plain)

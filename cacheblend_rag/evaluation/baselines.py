@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.decode import DecodeOptions, decode
+from cacheblend_rag.decode import Decoded, DecodeOptions, decode
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
@@ -22,8 +22,8 @@ __all__ = [
     "Prefilled",
     "Timed",
     "answer_all",
-    "answer_text",
     "blended",
+    "decode_from",
     "prefill_behind",
     "prefill_methods",
     "time_rounds",
@@ -164,7 +164,7 @@ def answer_all(
     return [
         MethodResult(
             name,
-            answer_text(engine, tokens, result, options or DecodeOptions()),
+            decode_from(engine, tokens, result, options or DecodeOptions()).text,
             statistics.median(timed.seconds[name]),
             sum(result.computed) / (len(result.computed) * len(tokens)),
         )
@@ -172,13 +172,8 @@ def answer_all(
     ]
 
 
-def answer_text(engine: BlendEngine, ids: Sequence[int], result: Prefilled, options: DecodeOptions) -> str:
-    """The answer that a method's KV leads to."""
+def decode_from(engine: BlendEngine, ids: Sequence[int], result: Prefilled, options: DecodeOptions) -> Decoded:
+    """The answer that a method's KV leads to; its cache grows by it."""
     return decode(
-        engine.model,
-        engine.tokenizer,
-        input_ids=ids,
-        cache=result.cache,
-        logits=result.logits,
-        options=options,
-    ).text
+        engine.model, engine.tokenizer, input_ids=ids, cache=result.cache, logits=result.logits, options=options
+    )

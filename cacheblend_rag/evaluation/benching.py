@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import random
 import statistics
@@ -31,6 +32,7 @@ __all__ = [
     "chunk_texts",
     "machine",
     "medians",
+    "show_ways",
     "table",
     "timed_result",
     "warm_engine",
@@ -121,6 +123,29 @@ def timed_result(options: BenchOptions, report: BlendReport, seconds: Mapping[st
         "hits": report.hits,
         "spread": {name: [min(times), max(times)] for name, times in seconds.items()},
     }
+
+
+def show_ways(title: str, head: Sequence[str], result: Mapping[str, Any], seconds: str, ratios: str) -> None:
+    """Print a table of times, and the whole result as a last line of JSON.
+
+    Parameters
+    ----------
+    title : str
+        What was measured.
+    head : sequence of str
+        Titles of the columns: the way, its time, and its ratio to another's.
+    result : mapping
+    seconds, ratios : str
+        Under what these stand in the result, by way.
+    """
+    print(title)
+    rows = [(name, _time(value), f"{result[ratios][name]:.2f}×") for name, value in result[seconds].items()]
+    print(table(head, rows))
+    print(json.dumps(result))
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
 
 
 def machine() -> dict[str, Any]:

@@ -9,7 +9,6 @@ own, so transformers is also timed on one.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from transformers import GenerationConfig
 
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.benching import TokenClock, medians, table, timed_result, warm_engine
+from cacheblend_rag.evaluation.benching import TokenClock, medians, show_ways, timed_result, warm_engine
 from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.prompt import Prompt
 
@@ -115,8 +114,6 @@ def _rounds(ways: Mapping[str, Callable[[TokenClock], object]], rounds: int) -> 
 def show(options: DecodingOptions) -> None:
     """Measure and print a table; the last line is JSON."""
     result = measure(options)
-    print(f"{options.shape}, {options.dtype}, {result['prompt_tokens']} tokens, then {options.new_tokens} new ones")
-    seconds, ratios = result["seconds_a_token"], result["to_transformers"]
-    rows = [(name, f"{1e3 * seconds[name]:.2f} ms", f"{ratios[name]:.2f}×") for name in seconds]
-    print(table(("way", "a token", "to transformers"), rows))
-    print(json.dumps(result))
+    prompt = f"{options.shape}, {options.dtype}, {result['prompt_tokens']} tokens"
+    title = f"{prompt}, then {options.new_tokens} new ones"
+    show_ways(title, ("way", "a token", "to transformers"), result, "seconds_a_token", "to_transformers")

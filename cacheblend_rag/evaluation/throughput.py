@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.decode import DecodeOptions, decode
+from cacheblend_rag.decode import DecodeOptions
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.analysis import import_pyplot
-from cacheblend_rag.evaluation.baselines import Prefilled, prefill_behind
+from cacheblend_rag.evaluation.baselines import Prefilled, decode_from, prefill_behind
 from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, chunk_texts, machine, table
 from cacheblend_rag.evaluation.decoding import greedy
 from cacheblend_rag.evaluation.hit_rates import draw_prompt, zipf
@@ -154,30 +154,21 @@ def _prompts(like: Prompt, texts: Sequence[str], options: ThroughputOptions) -> 
 def _methods(engine: BlendEngine, options: ThroughputOptions) -> Mapping[str, Callable[[Prompt], tuple[float, float]]]:
     """Each answers a prompt and gives the moment of its first token, and the share of tokens reused."""
     config = greedy(engine.tokenizer, options.new_tokens)
+    decoding = DecodeOptions(generation_config=config)
     size = engine.store.size_limit if options.capacity else None
     prefixes = _PrefixCache(engine, size)
-
-    def answered(ids: Sequence[int], found: Prefilled) -> float:
-        return decode(
-            engine.model,
-            engine.tokenizer,
-            input_ids=ids,
-            cache=found.cache,
-            logits=found.logits,
-            options=DecodeOptions(generation_config=config),
-        ).first_token_at
 
     def full(prompt: Prompt) -> tuple[float, float]:
         ids = engine.tokenize(prompt).input_ids
         result = engine.adapter.prefill(ids)
-        return answered(ids, Prefilled(result.cache, result.logits, ())), 0.0
+        return decode_from(engine, ids, Prefilled(result.cache, result.logits, ()), decoding).first_token_at, 0.0
 
     def prefix_caching(prompt: Prompt) -> tuple[float, float]:
         ids = engine.tokenize(prompt).input_ids
         found, known = prefixes.prefill(ids)
-        at = answered(ids, found)
+        answer = decode_from(engine, ids, found, decoding)
         prefixes.keep(ids, found.cache, known)
-        return at, known / len(ids)
+        return answer.first_token_at, known / len(ids)
 
     def blended(prompt: Prompt) -> tuple[float, float]:
         started = time.perf_counter()

@@ -8,14 +8,13 @@ on disk and warm; loading, the question's tokens and the check layer are all in 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.evaluation.baselines import Prefilled, blended, prefill_methods, time_rounds
-from cacheblend_rag.evaluation.benching import medians, table, timed_result, warm_engine
+from cacheblend_rag.evaluation.benching import medians, show_ways, timed_result, warm_engine
 from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.prompt import Prompt
 
@@ -61,8 +60,5 @@ def _methods(engine: BlendEngine, prompt: Prompt, options: TTFTOptions) -> Mappi
 def show(options: TTFTOptions) -> None:
     """Measure and print a table; the last line is JSON."""
     result = measure(options)
-    print(f"{options.shape}, {options.dtype}, {result['prompt_tokens']} tokens, warm store on disk")
-    seconds, faster = result["ttft_seconds"], result["times_faster"]
-    rows = [(name, f"{seconds[name]:.3f} s", f"{faster[name]:.2f}×") for name in seconds]
-    print(table(("method", "time to first token", "faster"), rows))
-    print(json.dumps(result))
+    title = f"{options.shape}, {options.dtype}, {result['prompt_tokens']} tokens, warm store on disk"
+    show_ways(title, ("method", "time to first token", "faster"), result, "ttft_seconds", "times_faster")

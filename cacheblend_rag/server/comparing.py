@@ -8,7 +8,7 @@ from typing import Any
 
 from cacheblend_rag.decode import DecodeOptions
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.evaluation.baselines import answer_text, prefill_methods
+from cacheblend_rag.evaluation.baselines import decode_from, prefill_methods
 from cacheblend_rag.prompt import Prompt
 
 __all__ = ["compare_all"]
@@ -35,6 +35,6 @@ def compare_all(engine: BlendEngine, prompt: Prompt, max_new_tokens: int) -> Ite
         prefilled = method()
         int(prefilled.logits.argmax())  # the first token, known to the host
         seconds = time.perf_counter() - started
-        text = answer_text(engine, ids, prefilled, options).strip()
+        text = decode_from(engine, ids, prefilled, options).text.strip()
         full = text if name == "full recompute" else full
         yield {"method": _SHORT[name], "answer": text, "ttft_s": seconds, "same_as_full": text == full}
