@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.checks import check_choice
+from cacheblend_rag.config import METRICS
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.evaluation.prepared import PreparedPrompt
 from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
@@ -32,6 +34,7 @@ __all__ = [
     "plot_kv_deviation",
     "plot_rank_correlation",
     "rank_correlation",
+    "save_figure",
 ]
 
 
@@ -51,8 +54,7 @@ def kv_deviation(prepared: PreparedPrompt, metric: str = "v", rule: SelectionRul
     Tensor, [layers, context], float32
         L2 norm over all heads; ``context`` are the positions from the first chunk to the last.
     """
-    if metric not in ("v", "k", "kv"):
-        raise ConfigError("metric", metric, "use one of 'v', 'k', 'kv'")
+    check_choice("metric", metric, METRICS)
     span = slice(prepared.context.start, prepared.context.stop)
     fused, full = prepared.fuse(rule or SelectNone()).fusion.layers, prepared.full.layers
     rows = []
@@ -146,7 +148,7 @@ def plot_attention(prepared: PreparedPrompt, layer: int, path: str | Path) -> No
         axis.imshow(prepared.attention(layers)[layer].float().mean(dim=0)[:, span].cpu().numpy(), aspect="auto", vmin=0)
         axis.set(title=f"{name}, layer {layer}", ylabel="question token")
     axes[-1].set(xlabel="context token")
-    _save(pyplot, figure, path)
+    save_figure(pyplot, figure, path)
 
 
 def plot_attention_deviation(
@@ -160,7 +162,7 @@ def plot_attention_deviation(
         axis.plot(list(ratios), means, marker="o", label=name)
     axis.set(xlabel="recompute ratio", ylabel="attention deviation")
     axis.legend()
-    _save(pyplot, figure, path)
+    save_figure(pyplot, figure, path)
 
 
 def plot_kv_deviation(deviation: torch.Tensor, layers: Sequence[int], path: str | Path) -> None:
@@ -172,7 +174,7 @@ def plot_kv_deviation(deviation: torch.Tensor, layers: Sequence[int], path: str 
         axis.plot(values.tolist(), torch.linspace(0, 1, len(values)).tolist(), label=f"layer {layer}")
     axis.set(xlabel="KV deviation", ylabel="share of tokens")
     axis.legend()
-    _save(pyplot, figure, path)
+    save_figure(pyplot, figure, path)
 
 
 def plot_rank_correlation(correlation: torch.Tensor, path: str | Path) -> None:
@@ -181,7 +183,7 @@ def plot_rank_correlation(correlation: torch.Tensor, path: str | Path) -> None:
     figure, axis = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
     axis.bar([f"{layer}, {layer + 1}" for layer in range(len(correlation))], correlation.nan_to_num().tolist())
     axis.set(xlabel="layers", ylabel="Spearman's rank correlation", ylim=(0, 1))
-    _save(pyplot, figure, path)
+    save_figure(pyplot, figure, path)
 
 
 def import_pyplot() -> Any:
@@ -202,6 +204,7 @@ def import_pyplot() -> Any:
     return pyplot
 
 
-def _save(pyplot: Any, figure: Any, path: str | Path) -> None:
+def save_figure(pyplot: Any, figure: Any, path: str | Path) -> None:
+    """Write a figure into a file and let go of it."""
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

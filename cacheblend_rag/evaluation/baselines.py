@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.checks import check_whole
 from cacheblend_rag.decode import Decoded, DecodeOptions, decode
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
@@ -157,8 +158,7 @@ def answer_all(
     options : DecodeOptions, optional
         How the answers are generated.
     """
-    if rounds < 1:
-        raise ConfigError("rounds", rounds, "use a whole number, 1 or more")
+    check_whole("rounds", rounds, 1)
     timed = time_rounds(prefill_methods(engine, prompt), rounds)
     tokens = engine.tokenize(prompt).input_ids
     return [

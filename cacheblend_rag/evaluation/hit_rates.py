@@ -18,8 +18,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 
+from cacheblend_rag.checks import check_whole
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.analysis import import_pyplot
+from cacheblend_rag.evaluation.analysis import import_pyplot, save_figure
 
 __all__ = ["HitRates", "TraceOptions", "draw_prompt", "main", "simulate", "zipf"]
 
@@ -55,8 +56,7 @@ class TraceOptions:
 
     def __post_init__(self) -> None:
         for name in ("chunks", "capacity", "requests", "top_k"):
-            if getattr(self, name) < 1:
-                raise ConfigError(name, getattr(self, name), "use a whole number, 1 or more")
+            check_whole(name, getattr(self, name), 1)
         if self.top_k > self.chunks:
             raise ConfigError("top_k", self.top_k, "use no more than there are chunks")
 
@@ -139,14 +139,12 @@ class _LRU:
 
 def _plot(rates: HitRates, path: str) -> None:
     pyplot = import_pyplot()
-    figure, axes = pyplot.subplots(figsize=(6, 3.2))
+    figure, axes = pyplot.subplots(figsize=(6, 3.2), layout="constrained")
     axes.plot(range(1, 25), rates.content, label="by content")
     axes.plot(range(1, 25), rates.chained, label="chained by prefix")
     axes.set(xlabel="hour of the day", ylabel="share of chunks that hit", ylim=(0, 1))
     axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
+    save_figure(pyplot, figure, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

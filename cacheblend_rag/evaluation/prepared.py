@@ -18,7 +18,10 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import Prompt, SegmentTokenizer, TokenizedPrompt
 
-__all__ = ["Fused", "PreparedPrompt"]
+__all__ = ["DEPTH", "Fused", "PreparedPrompt"]
+
+DEPTH = 24
+"""Layers of the model to which work is scaled, so that shallow models compare with usual ones."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Fused:
     work : float
         Its work as a share of a full prefill's.
     scaled_work : float
-        The same in a model of 24 layers; see `work_share`.
+        The same in a model of `DEPTH` layers, or of its own if they are more; see `work_share`.
     """
 
     fusion: Fusion
@@ -104,7 +107,7 @@ class PreparedPrompt:
         """Fuse by a rule."""
         fusion = fuse(self.adapter, self.plan, self._buffers(self._known), rule)
         shape, tokens = self.adapter.shape, len(self.tokens.input_ids)
-        layers = max(24, self.adapter.num_layers)
+        layers = max(DEPTH, self.adapter.num_layers)
         return Fused(fusion, work_share(shape, tokens, fusion.done), work_share(shape, tokens, fusion.done, layers))
 
     @cached_property

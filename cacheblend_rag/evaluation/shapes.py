@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.checks import check_choice, check_whole
 
 __all__ = ["SHAPES", "BenchOptions", "random_model"]
 
@@ -71,8 +71,7 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         for name in ("chunks", "chunk_tokens", "rounds", "threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(name, getattr(self, name), "use a whole number, 1 or more")
+            check_whole(name, getattr(self, name), 1)
 
 
 def random_model(shape: str, *, dtype: str = "float32", seed: int = 0) -> Any:
@@ -92,10 +91,8 @@ def random_model(shape: str, *, dtype: str = "float32", seed: int = 0) -> Any:
     ConfigError
         If the shape or the element type is not known.
     """
-    if shape not in SHAPES:
-        raise ConfigError("shape", shape, "use one of " + ", ".join(SHAPES))
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ConfigError("dtype", dtype, "use 'float32', 'bfloat16' or 'float16'")
+    check_choice("shape", shape, tuple(SHAPES))
+    check_choice("dtype", dtype, ("float32", "bfloat16", "float16"))
     settings = dict(SHAPES[shape])
     config = CONFIG_MAPPING[settings.pop("model_type")](**settings)
     torch.manual_seed(seed)

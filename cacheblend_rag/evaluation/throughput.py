@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.checks import check_whole
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.decode import DecodeOptions
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.analysis import import_pyplot
+from cacheblend_rag.evaluation.analysis import import_pyplot, save_figure
 from cacheblend_rag.evaluation.baselines import Prefilled, decode_from, prefill_behind
 from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, chunk_texts, machine, table
 from cacheblend_rag.evaluation.decoding import greedy
@@ -79,10 +80,8 @@ class ThroughputOptions(BenchOptions):
         super().__post_init__()
         if self.documents < self.chunks:
             raise ConfigError("documents", self.documents, "use at least as many as a prompt has chunks")
-        if self.capacity < 0:
-            raise ConfigError("capacity", self.capacity, "use a number of chunks, or 0 for all")
-        if self.requests < 2:
-            raise ConfigError("requests", self.requests, "use a whole number, 2 or more")
+        for name, lowest in (("capacity", 0), ("requests", 2), ("new_tokens", 1)):
+            check_whole(name, getattr(self, name), lowest)
         if not self.loads or min(self.loads) <= 0:
             raise ConfigError("loads", self.loads, "use numbers above 0")
 
@@ -274,8 +273,7 @@ def _plot(result: Mapping[str, Any], path: Path) -> None:
             axes.plot(rates, [row[what][name] for row in rows], line, color=f"C{number}", label=f"{name}, {what}")
     axes.set(xlabel="requests a second", ylabel="time to first token (s)", yscale="log")
     axes.legend(fontsize="small")
-    figure.savefig(path)
-    pyplot.close(figure)
+    save_figure(pyplot, figure, path)
 
 
 def show(options: ThroughputOptions, plot: str | None = None) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from cacheblend_rag.errors import ConfigError, DatasetError
 from cacheblend_rag.evaluation.quality.cases import Passage, digest
-from cacheblend_rag.evaluation.quality.datasets import load_cases
+from cacheblend_rag.evaluation.quality.datasets import FORMATS, load_cases
 from cacheblend_rag.evaluation.quality.sources import ReferenceCases, open_source
 from tests.evaluation.conftest import question, write_questions
 
@@ -156,9 +156,30 @@ def test_hotpotqa_and_2wikimultihopqa(record: dict[str, Any], suffix: str, tmp_p
     )
 
 
-def test_multihop_records_that_are_wrong(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="record 2: 'context'"):
-        load_cases(write(tmp_path / "dev.json", [HOTPOT, {**HOTPOT, "_id": "h2", "context": [["Owls"]]}]))
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("context", [["Owls"]]),
+        ("context", [["Owls", ["An owl watched.", 3]]]),
+        ("context", [3]),
+        ("context", None),
+        ("context", {"title": ["Owls"], "sentences": ["An owl watched."]}),
+        ("title", {"title": None, "sentences": [["An owl watched."]]}),
+        ("supporting_facts", [3]),
+        ("supporting_facts", None),
+    ],
+)
+def test_multihop_records_that_are_wrong(key: str, value: Any, tmp_path: Path) -> None:
+    wrong = {**HOTPOT, "_id": "h2", "context" if key == "title" else key: value}
+    with pytest.raises(DatasetError, match=f"record 2: '{key}'"):
+        load_cases(write(tmp_path / "dev.json", [HOTPOT, wrong]), "hotpotqa")
+
+
+def test_a_format_that_is_not_the_file_s_is_refused_by_what_is_missing(tmp_path: Path) -> None:
+    path = write(tmp_path / "questions.jsonl", question(0))
+    for form in set(FORMATS) - {"own"}:
+        with pytest.raises(DatasetError, match=r"line 1: '\w+'"):
+            load_cases(path, form)
 
 
 def test_samsum_gets_worked_examples(tmp_path: Path) -> None:

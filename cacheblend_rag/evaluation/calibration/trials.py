@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend_rag.evaluation.prepared import PreparedPrompt
+from cacheblend_rag.evaluation.prepared import DEPTH, PreparedPrompt
 from cacheblend_rag.evaluation.quality.statistics import Interval, interval
 from cacheblend_rag.fusor import Fusion
 from cacheblend_rag.fusor.forcing import answer_log_probs, kl_divergence
@@ -92,7 +92,7 @@ class TrialSet:
     @property
     def depth(self) -> int:
         """Layers by which work is counted."""
-        return max(24, self._adapter.num_layers) if self._scaled else self._adapter.num_layers
+        return max(DEPTH, self._adapter.num_layers) if self._scaled else self._adapter.num_layers
 
     def __len__(self) -> int:
         return len(self._prepared)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.checks import check_choice, check_whole
 from cacheblend_rag.evaluation.quality.cases import EvalCase, Passage
 
 __all__ = ["ORDERS", "Ranker", "VectorRanker", "WordRanker", "choose", "pooled", "repacked"]
@@ -102,10 +102,8 @@ def choose(
     seed : int
         Of the random order, together with the question's id.
     """
-    if order not in ORDERS:
-        raise ConfigError("order", order, "use one of " + ", ".join(map(repr, ORDERS)))
-    if count < 1:
-        raise ConfigError("chunks", count, "use a whole number, 1 or more")
+    check_choice("order", order, ORDERS)
+    check_whole("chunks", count, 1)
     ranking = list(range(len(case.passages)))
     if ranker is not None and case.task == "qa":
         ranking = ranker.rank(case.question, [passage.chunk for passage in case.passages])
@@ -129,8 +127,7 @@ def repacked(case: EvalCase, tokenizer: Any, tokens: int) -> EvalCase:
     tokens : int
         Most tokens of a passage.
     """
-    if tokens < 8:
-        raise ConfigError("chunk_tokens", tokens, "use a whole number, 8 or more")
+    check_whole("chunk_tokens", tokens, 8)
     packed: list[Passage] = []
     room = 0
     for passage in case.passages:
@@ -164,8 +161,7 @@ def pooled(cases: Sequence[EvalCase], size: int, seed: int = 0) -> list[EvalCase
     Questions of the same ``group`` share the passages of all; those without one are taken together,
     ``size`` at a time. A passage supports a question only if it did before.
     """
-    if size < 1:
-        raise ConfigError("set_size", size, "use a whole number, 1 or more")
+    check_whole("set_size", size, 1)
     sets: dict[str, list[EvalCase]] = {}
     alone = 0
     for case in cases:

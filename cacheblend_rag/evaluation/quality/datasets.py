@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -96,7 +97,7 @@ def load_cases(path: str | os.PathLike[str], form: str = "auto", limit: int | No
                 raise Malformed(f"a {type(record).__name__} where an object is wanted")
             parse = parse or FORMATS[_form_of(record) if form == "auto" else form][1]
             case = parse(record)
-            cases.append(case if case.id else EvalCase(**{**vars(case), "id": f"{where} {number}"}))
+            cases.append(case if case.id else dataclasses.replace(case, id=f"{where} {number}"))
         except Malformed as error:
             wrong.append(f"{where} {number}: {error}")
     if wrong:

@@ -186,7 +186,7 @@ class FigureMaker:
         return torch.stack(found).mean(dim=0)
 
     def _curves(
-        self, number: int, curves: dict[str, tuple[Sequence[float], Sequence[float]]], titles: tuple[str, str]
+        self, number: int, curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], titles: tuple[str, str]
     ) -> list[Path]:
         path = self.folder / f"fig{number}.json"
         settings = {"model": self.engine.fingerprint, "prompts": self.prompts, **asdict(self.options)}
@@ -197,8 +197,7 @@ class FigureMaker:
 
     def _attention(self) -> list[Path]:
         ratios = sorted({0.0, *self.options.ratios, 1.0})
-        methods = tuple(dict.fromkeys(("hkvd", "random", *self._blended)))
-        methods = tuple(method for method in methods if method != "calibrated")
+        methods = [method for method in dict.fromkeys(("hkvd", "random", *self._blended)) if method != "calibrated"]
 
         def look(prepared: PreparedPrompt) -> torch.Tensor:
             rules = [[rule_of(method, ratio) for ratio in ratios] for method in methods]
@@ -206,7 +205,7 @@ class FigureMaker:
 
         found = self._each(look)
         curves = {method: (ratios, row.tolist()) for method, row in zip(methods, found, strict=True)}
-        return self._curves(6, curves, ("recompute ratio", "attention deviation"))  # type: ignore[arg-type]
+        return self._curves(6, curves, ("recompute ratio", "attention deviation"))
 
     def _spread(self) -> list[Path]:
         shares = torch.linspace(0, 1, _SHARES, dtype=torch.float64)
@@ -218,13 +217,13 @@ class FigureMaker:
         found = self._each(look)
         layers = range(1, len(found), max(1, len(found) // 5))  # on layer 0 nothing deviates
         curves = {f"layer {layer}": (found[layer].tolist(), shares.tolist()) for layer in layers}
-        return self._curves(7, curves, ("KV deviation", "share of tokens"))  # type: ignore[arg-type]
+        return self._curves(7, curves, ("KV deviation", "share of tokens"))
 
     def _correlation(self) -> list[Path]:
         found = self._each(lambda prepared: rank_correlation(kv_deviation(prepared, self.engine.config.metric)[1:]))
         pairs = list(range(1, len(found) + 1))
         curves = {"neighbouring layers": (pairs, found.tolist())}
-        return self._curves(8, curves, ("layer, with the one after it", "rank correlation"))  # type: ignore[arg-type]
+        return self._curves(8, curves, ("layer, with the one after it", "rank correlation"))
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

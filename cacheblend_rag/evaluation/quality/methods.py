@@ -16,11 +16,19 @@ __all__ = ["BLENDED", "CHAINS", "METHODS", "Variant", "rule_of", "settings_rule"
 CHAINS = ("map_reduce", "map_rerank")
 BLENDED = tuple(name for name in RULES if name not in ("none", "all"))
 METHODS = ("full", "prefix", "reuse", "calibrated", *BLENDED, *CHAINS)
+
+
+def _each(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    """Reads values joined by ``+``."""
+    return lambda text: tuple(map(kind, text.split("+")))
+
+
+# Options of rules as they are written behind a method's name.
 _PARSED: dict[str, Callable[[str], Any]] = {
-    "check_layers": lambda text: tuple(int(part) for part in text.split("+")),
-    "score_layers": lambda text: tuple(int(part) for part in text.split("+")),
-    "shares": lambda text: tuple(float(part) for part in text.split("+")),
-    "head": lambda text: tuple(float(part) for part in text.split("+")),
+    "check_layers": _each(int),
+    "score_layers": _each(int),
+    "shares": _each(float),
+    "head": _each(float),
     "metric": str,
     "bound": float,
     "lowest_ratio": float,

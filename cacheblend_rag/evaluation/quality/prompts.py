@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cacheblend_rag.checks import check_choice
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.quality.cases import EvalCase
 from cacheblend_rag.prompt import Prompt
@@ -65,8 +66,7 @@ def build_prompt(case: EvalCase, style: str = "paper", chat: ChatFrame | None = 
     chat : ChatFrame, optional
         Of a model that wants to be talked to.
     """
-    if style not in STYLES:
-        raise ConfigError("prompt", style, "use one of " + ", ".join(map(repr, STYLES)))
+    check_choice("prompt", style, STYLES)
     form = STUFF if style == "stuff" and case.task == "qa" else PAPER[case.task]
     before, after = (chat.before, chat.after) if chat else ("", "")
     chunks = [passage.chunk for passage in case.passages]

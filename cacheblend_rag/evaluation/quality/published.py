@@ -60,33 +60,41 @@ def parse_musique(record: Mapping[str, Any]) -> EvalCase:
     for found in list_of(record, "paragraphs", dict):
         text = text_of(found, "paragraph_text")
         passages.append(Passage(text_of(found, "title", ""), text, bool(found.get("is_supporting"))))
-    answers = [text_of(record, "answer"), *list_of({"aliases": [], **_renamed(record)}, "aliases", str)]
+    aliases = list_of(record, "answer_aliases", str) if "answer_aliases" in record else []
     name = text_of(record, "id", "")
-    return EvalCase(name, text_of(record, "question"), tuple(answers), tuple(passages), name.split("__")[0])
-
-
-def _renamed(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {"aliases": record["answer_aliases"]} if "answer_aliases" in record else {}
+    answers = (text_of(record, "answer"), *aliases)
+    return EvalCase(name, text_of(record, "question"), answers, tuple(passages), name.split("__")[0])
 
 
 def parse_multihop(record: Mapping[str, Any]) -> EvalCase:
     """A record of 2WikiMultihopQA or HotpotQA (distractor), as published or as the hub's copies have it."""
-    context, facts = record["context"], record["supporting_facts"]
+    context, facts = record.get("context"), record.get("supporting_facts")
     if isinstance(context, dict):  # lists side by side
-        sentences = context.get("sentences", context.get("content"))
-        context = list(zip(context.get("title", ()), sentences or (), strict=False))
-    titles = facts.get("title", ()) if isinstance(facts, dict) else [fact[0] for fact in facts if fact]
+        sentences = "sentences" if "sentences" in context else "content"
+        context = [
+            list(pair) for pair in zip(list_of(context, "title", str), context.get(sentences) or (), strict=False)
+        ]
+    if isinstance(facts, dict):
+        facts = [[title] for title in list_of(facts, "title", str)]
+    if not isinstance(facts, list) or not all(isinstance(fact, list) and fact for fact in facts):
+        raise Malformed("'supporting_facts' must hold pairs of a title and a number")
+    titles = [fact[0] for fact in facts]
     passages = []
     for entry in context if isinstance(context, list) else ():
-        if len(entry) != 2 or not isinstance(entry[0], str) or not isinstance(entry[1], (list, tuple)):
+        if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and _are_texts(entry[1])):
             raise Malformed("'context' must hold pairs of a title and a list of sentences")
-        text = "".join(map(str, entry[1])) if all(str(s)[:1] == " " for s in entry[1][1:]) else " ".join(entry[1])
-        passages.append(Passage(entry[0], text.strip(), entry[0] in titles))
+        title, texts = entry
+        text = ("" if all(one[:1] == " " for one in texts[1:]) else " ").join(texts)
+        passages.append(Passage(title, text.strip(), title in titles))
     if not passages:
         raise Malformed("'context' is empty")
     name = str(record.get("_id", record.get("id", "")))
     kind = text_of(record, "type", "")
     return EvalCase(name, text_of(record, "question"), (text_of(record, "answer"),), tuple(passages), kind)
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def parse_samsum(record: Mapping[str, Any]) -> EvalCase:
@@ -123,11 +131,9 @@ def parse_longbench(record: Mapping[str, Any]) -> EvalCase:
         raise Malformed("'answers' is empty")
     dataset = text_of(record, "dataset")
     question = text_of(record, "input", "").strip()
-    task = "qa"
     if dataset.startswith("samsum"):
         task, pieces = "examples", _LONGBENCH_EXAMPLE.split(context)
     else:
-        pieces = _LONGBENCH_PASSAGE.split(context)
-        task = "summary" if not question else "qa"
+        task, pieces = "qa" if question else "summary", _LONGBENCH_PASSAGE.split(context)
     passages = tuple(Passage("", piece.strip()) for piece in pieces if piece.strip())
     return EvalCase(str(record.get("_id", "")), question, tuple(answers), passages, dataset, task)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cacheblend_rag.checks import check_choice
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.checks import check_choice, check_whole
 from cacheblend_rag.evaluation.quality.cases import EvalCase, Passage
 from cacheblend_rag.evaluation.quality.datasets import load_cases
 from cacheblend_rag.reference.measure import Case, held_out_cases
@@ -95,8 +94,8 @@ def open_source(
         If a number is out of range.
     """
     for name, value in (("limit", limit), ("per_kind", per_kind)):
-        if value is not None and value < 1:
-            raise ConfigError(name, value, "use a whole number, 1 or more")
+        if value is not None:
+            check_whole(name, value, 1)
     if data.startswith(_REFERENCE):
         return ReferenceCases(data.removeprefix(_REFERENCE), per_kind, seed, shuffled)
     return FileCases(load_cases(data, form, limit))

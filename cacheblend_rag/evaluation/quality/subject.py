@@ -16,7 +16,7 @@ from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import MissingExtraError
 from cacheblend_rag.evaluation.analysis import attention_deviation
 from cacheblend_rag.evaluation.baselines import prefill_methods
-from cacheblend_rag.evaluation.prepared import PreparedPrompt
+from cacheblend_rag.evaluation.prepared import DEPTH, PreparedPrompt
 from cacheblend_rag.evaluation.quality.cases import EvalCase
 from cacheblend_rag.evaluation.quality.chains import DocumentChains
 from cacheblend_rag.evaluation.quality.measures import best_f1, best_rouge_l, exact_match, first_line
@@ -25,10 +25,8 @@ from cacheblend_rag.fusor.forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.fusor.work import RowsDone, prefill_work, work_share
 from cacheblend_rag.prompt import Prompt, SegmentTokenizer
 
-__all__ = ["DEPTH", "Subject"]
+__all__ = ["Subject"]
 
-DEPTH = 24
-"""Layers of the model to which work is scaled, so that shallow models compare with usual ones."""
 _NEW_TOKENS = {"qa": 32, "examples": 128, "summary": 512}
 # Gold tokens that are looked at: distributions over a large vocabulary take room.
 _GOLD = 128
@@ -223,9 +221,8 @@ class _Asked:
             for name, layers in (("work", None), ("work_24", deep))
         }
         scored = self._scored(found.text) if self._subject._answers else {}
-        return {**_named(variant), "ttft": found.ttft, "rows": sum(sizes) / tokens, **work, **scored} | {
-            "failed": found.failed
-        }
+        made = {"ttft": found.ttft, "rows": sum(sizes) / tokens, "failed": found.failed}
+        return {**_named(variant), **made, **work, **scored}
 
 
 def _named(variant: Variant) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.benching import machine, table
+from cacheblend_rag.evaluation.quality.methods import CHAINS
 from cacheblend_rag.evaluation.quality.runner import EvalRun
 from cacheblend_rag.evaluation.quality.statistics import Interval, interval, paired
 
@@ -83,7 +84,7 @@ class MethodRow:
     @property
     def blended(self) -> bool:
         """Whether it recomputes a part."""
-        return self.method not in ("full", "prefix", "reuse", "map_reduce", "map_rerank")
+        return self.method not in ("full", "prefix", "reuse", *CHAINS)
 
 
 def main_measure(run: EvalRun) -> str:
