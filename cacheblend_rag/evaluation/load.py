@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import re
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import httpx
+
 __all__ = ["LoadReport", "main", "run_load"]
+
+# Seconds a client waits after a request that was lost.
+_PAUSE = 0.5
 
 
 @dataclass
@@ -27,7 +34,7 @@ class LoadReport:
     refused : int
         Requests told to come again later; they were sent again.
     lost : int
-        Requests that ended in any other way than a whole answer.
+        Requests that ended in any other way than a whole answer; the client goes on with its next question.
     memory : list of int
         Bytes the server's process held, each second.
     took : float
@@ -75,31 +82,25 @@ async def run_load(
     collection : str
         Id of the collection that is asked.
     """
-    import httpx
-
     report = LoadReport(served=[0] * clients)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     started = time.monotonic()
     limits = httpx.Limits(max_connections=clients + 1)
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=300, limits=limits) as client:
         watching = asyncio.create_task(_watch(client, report))
-        asking = [
-            _ask(client, report, number, questions, started + seconds, f"/api/collections/{collection}/ask")
-            for number in range(clients)
-        ]
-        await asyncio.gather(*asking)
+        path, until = f"/api/collections/{collection}/ask", started + seconds
+        await asyncio.gather(*(_ask(client, report, number, questions, until, path) for number in range(clients)))
         watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
     report.took = time.monotonic() - started
     return report
 
 
 async def _ask(
-    client: object, report: LoadReport, number: int, questions: Sequence[str], until: float, path: str
+    client: httpx.AsyncClient, report: LoadReport, number: int, questions: Sequence[str], until: float, path: str
 ) -> None:
-    import httpx
-
-    if not isinstance(client, httpx.AsyncClient):
-        raise TypeError("an httpx client is needed")
+    """Be one client, until the time is over."""
     turn = number
     while time.monotonic() < until:
         began = time.monotonic()
@@ -107,6 +108,8 @@ async def _ask(
             answer = await client.post(path, json={"question": questions[turn % len(questions)]})
         except httpx.HTTPError:
             report.lost += 1
+            turn += 1
+            await asyncio.sleep(_PAUSE)  # a server that is gone is not asked without a break
             continue
         if answer.status_code == 429:
             report.refused += 1
@@ -120,35 +123,32 @@ async def _ask(
         turn += 1
 
 
-async def _watch(client: object, report: LoadReport) -> None:
+async def _watch(client: httpx.AsyncClient, report: LoadReport) -> None:
     """Note the server's memory each second."""
-    import httpx
-
-    if not isinstance(client, httpx.AsyncClient):
-        raise TypeError("an httpx client is needed")
     while True:
-        answer = await client.get("/metrics")
-        found = re.search(r"^process_resident_memory_bytes (\S+)$", answer.text, re.MULTILINE)
-        if found:
-            report.memory.append(int(float(found[1])))
+        with contextlib.suppress(httpx.HTTPError):  # what is lost is counted where questions are asked
+            answer = await client.get("/metrics")
+            found = re.search(r"^process_resident_memory_bytes (\S+)$", answer.text, re.MULTILINE)
+            if found:
+                report.memory.append(int(float(found[1])))
         await asyncio.sleep(1)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report; 1 if a request was lost."""
     from cacheblend_rag.reference.bundle import read_questions
 
     parser = argparse.ArgumentParser(prog="python -m cacheblend_rag.evaluation.load", description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=120.0)
-    args = parser.parse_args(argv)
+    parsed = parser.parse_args(arguments)
     questions = [one.question for one in read_questions()]
     key = os.environ.get("CACHEBLEND_RAG_API_KEY", "")
-    report = asyncio.run(run_load(args.url, questions, clients=args.clients, seconds=args.seconds, key=key))
+    report = asyncio.run(run_load(parsed.url, questions, clients=parsed.clients, seconds=parsed.seconds, key=key))
     print("\n".join(report.lines()))
     return 1 if report.lost else 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(main())

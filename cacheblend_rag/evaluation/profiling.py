@@ -18,8 +18,17 @@ from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.loading import Device, MachineProfile, PrefillProfile
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.steering import profile_path
+from cacheblend_rag.store import KVStore
 
-__all__ = ["fit_prefill", "measure_folder", "measure_gpu_copy", "measure_prefill", "profile_machine"]
+__all__ = [
+    "fit_prefill",
+    "keep_profile",
+    "measure_folder",
+    "measure_gpu_copy",
+    "measure_memory",
+    "measure_prefill",
+    "profile_machine",
+]
 
 _BLOCK = 2**20
 
@@ -154,18 +163,41 @@ def profile_machine(
     ConfigError
         If the store has no folder.
     """
-    path = profile_path(engine.store)
-    if path is None:
-        raise ConfigError("store", engine.store, "use a store with a folder; a profile is kept beside it")
+    path = _path_beside(engine.store)
     devices = {"disk": measure_folder(path.parent, size), "memory": measure_memory()}
     if engine.adapter.device.type == "cuda":
         devices["gpu"] = measure_gpu_copy(engine.adapter.device)
     prefill = fit_prefill(measure_prefill(engine.adapter, lengths))
-    found = MachineProfile({engine.fingerprint: prefill}, devices)
+    return keep_profile(engine.store, MachineProfile({engine.fingerprint: prefill}, devices))
+
+
+def keep_profile(store: KVStore, found: MachineProfile) -> tuple[MachineProfile, Path]:
+    """Add what was found to the profile beside a store.
+
+    Returns
+    -------
+    MachineProfile, path
+        What is known now, and where it is kept. Engines that are made from now on use it.
+
+    Raises
+    ------
+    ConfigError
+        If the store has no folder.
+    StoreError
+        If the profile cannot be read or written.
+    """
+    path = _path_beside(store)
     before = MachineProfile.load(path)
     known = found if before is None else before.joined(found)
     known.save(path)
     return known, path
+
+
+def _path_beside(store: KVStore) -> Path:
+    path = profile_path(store)
+    if path is None:
+        raise ConfigError("store", store, "use a store with a folder; a profile is kept beside it")
+    return path
 
 
 def _timed(work: Callable[[], object]) -> float:

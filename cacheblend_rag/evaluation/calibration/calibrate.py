@@ -14,10 +14,10 @@ from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.calibration.search import Finding, Search
 from cacheblend_rag.evaluation.calibration.trials import TrialSet
+from cacheblend_rag.evaluation.profiling import keep_profile
 from cacheblend_rag.fusor.selection import RULES, SHARED_OPTIONS, SelectionRule
 from cacheblend_rag.loading import BlendSettings, MachineProfile
 from cacheblend_rag.prompt import Prompt, SegmentTokenizer
-from cacheblend_rag.steering import profile_path
 
 __all__ = ["CalibrationOptions", "calibrate", "keep_settings", "report", "settings_of"]
 
@@ -101,8 +101,12 @@ def calibrate(
 
 
 def _end_ids(engine: BlendEngine) -> list[int]:
-    end = getattr(engine.model.generation_config, "eos_token_id", None) or engine.tokenizer.eos_token_id
-    return list(end) if isinstance(end, Iterable) else [] if end is None else [int(end)]
+    """Tokens that end an answer; none where nothing says so."""
+    end = getattr(engine.model.generation_config, "eos_token_id", None)
+    end = engine.tokenizer.eos_token_id if end is None else end
+    if end is None:
+        return []
+    return list(end) if isinstance(end, Iterable) else [int(end)]
 
 
 def settings_of(found: Finding, tolerance: float) -> BlendSettings:
@@ -142,14 +146,9 @@ def keep_settings(engine: BlendEngine, settings: BlendSettings) -> Path:
     ConfigError
         If the store has no folder.
     StoreError
-        If the profile cannot be written.
+        If the profile cannot be read or written.
     """
-    path = profile_path(engine.store)
-    if path is None:
-        raise ConfigError("store", engine.store, "use a store with a folder; a profile is kept beside it")
-    found = MachineProfile(blends={engine.fingerprint: settings})
-    before = MachineProfile.load(path)
-    (found if before is None else before.joined(found)).save(path)
+    _, path = keep_profile(engine.store, MachineProfile(blends={engine.fingerprint: settings}))
     return path
 
 

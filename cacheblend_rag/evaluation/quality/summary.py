@@ -32,8 +32,29 @@ _TITLES = {
 }
 
 
-# A question's line, a method's result on it, full prefill's, and that of the method compared with.
-_Measured = tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any], Mapping[str, Any] | None]
+@dataclass(frozen=True)
+class _Measured:
+    """A method on one question.
+
+    Parameters
+    ----------
+    line : mapping
+        The question's, as the run kept it.
+    result, full : mapping
+        Of the method, and of full prefill.
+    other : mapping or None
+        Of the method that all are compared with besides, if one was named.
+    """
+
+    line: Mapping[str, Any]
+    result: Mapping[str, Any]
+    full: Mapping[str, Any]
+    other: Mapping[str, Any] | None
+
+    @property
+    def group(self) -> str:
+        """Questions of one group are not independent."""
+        return str(self.line["group"] or self.line["case"])
 
 
 @dataclass(frozen=True)
@@ -124,7 +145,7 @@ def summarise(run: EvalRun, against: str | None = None) -> list[MethodRow]:
                 raise ConfigError("against", against, "use one of " + ", ".join(map(repr, named)))
             for label, result in named.items():
                 other = named.get(against) if against is not None else None
-                by_label.setdefault(label, []).append((line, result, named["full"], other))
+                by_label.setdefault(label, []).append(_Measured(line, result, named["full"], other))
         for label in sorted(by_label, key=_place):
             rows.append(_row(chunks, length, by_label[label]))
     return rows
@@ -140,21 +161,9 @@ def _place(label: str) -> tuple[bool, str, float, str]:
 
 
 def _row(chunks: int, length: int, found: Sequence[_Measured]) -> MethodRow:
-    first = found[0][1]
-    measures = {}
-    for name in MEASURES:
-        having = [(float(r[name]), _group(line)) for line, r, _, _ in found if r.get(name) is not None]
-        if having:
-            measures[name] = interval([value for value, _ in having], groups=[group for _, group in having])
-    warm = [(r, f) for line, r, f, _ in found if not line["cold"]] or [(r, f) for _, r, f, _ in found]
-    kinds: dict[str, dict[str, float]] = {}
-    for kind in dict.fromkeys(str(line["kind"]) for line, *_ in found if line["kind"]):
-        of_kind = [result for line, result, *_ in found if line["kind"] == kind]
-        kinds[kind] = {"questions": float(len(of_kind))} | {
-            name: _mean(r[name] for r in of_kind if r.get(name) is not None)
-            for name in measures
-            if any(r.get(name) is not None for r in of_kind)
-        }
+    first = found[0].result
+    taken = [name for name in MEASURES if any(one.result.get(name) is not None for one in found)]
+    warm = [one for one in found if not one.line["cold"]] or found
     return MethodRow(
         label=first["label"],
         method=first["method"],
@@ -162,34 +171,48 @@ def _row(chunks: int, length: int, found: Sequence[_Measured]) -> MethodRow:
         chunks=chunks,
         chunk_tokens=length,
         questions=len(found),
-        failed=sum(bool(result.get("failed")) for _, result, *_ in found),
-        measures=measures,
-        differences=_differences([(line, result, full) for line, result, full, _ in found]),
-        ttft=statistics.median(result["ttft"] for result, _ in warm),
-        ttft_ratio=interval([full["ttft"] / result["ttft"] for result, full in warm]),
-        rows=_mean(result["rows"] for _, result, *_ in found),
-        work=_mean(result["work"] for _, result, *_ in found),
-        work_24=_mean(result["work_24"] for _, result, *_ in found),
-        kinds=kinds,
-        against=_differences([(line, result, other) for line, result, _, other in found if other is not None]),
+        failed=sum(bool(one.result.get("failed")) for one in found),
+        measures={name: _interval(name, found) for name in taken},
+        differences=_differences(found, lambda one: one.full),
+        ttft=statistics.median(one.result["ttft"] for one in warm),
+        ttft_ratio=interval([one.full["ttft"] / one.result["ttft"] for one in warm]),
+        rows=_mean(one.result["rows"] for one in found),
+        work=_mean(one.result["work"] for one in found),
+        work_24=_mean(one.result["work_24"] for one in found),
+        kinds=_by_kind(taken, found),
+        against=_differences(found, lambda one: one.other or {}),
     )
 
 
-def _group(line: Mapping[str, Any]) -> str:
-    """Questions of one group are not independent."""
-    return str(line["group"] or line["case"])
+def _interval(name: str, found: Sequence[_Measured]) -> Interval:
+    having = [one for one in found if one.result.get(name) is not None]
+    return interval([float(one.result[name]) for one in having], groups=[one.group for one in having])
+
+
+def _by_kind(taken: Sequence[str], found: Sequence[_Measured]) -> dict[str, dict[str, float]]:
+    """Means of measures by question kind, and how many questions there are of each."""
+    kinds: dict[str, dict[str, float]] = {}
+    for kind in dict.fromkeys(str(one.line["kind"]) for one in found if one.line["kind"]):
+        of_kind = [one.result for one in found if one.line["kind"] == kind]
+        kinds[kind] = {"questions": float(len(of_kind))}
+        for name in taken:
+            values = [result[name] for result in of_kind if result.get(name) is not None]
+            if values:
+                kinds[kind][name] = _mean(values)
+    return kinds
 
 
 def _differences(
-    found: Sequence[tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]],
+    found: Sequence[_Measured], theirs_of: Callable[[_Measured], Mapping[str, Any]]
 ) -> dict[str, Interval]:
-    """Paired differences of the second from the third, for the measures both have."""
+    """Paired differences from other results on the same questions, for the measures both have."""
     differences = {}
     for name in _QUALITY:
-        both = [(r, o, line) for line, r, o in found if r.get(name) is not None and o.get(name) is not None]
+        both = [one for one in found if None not in (one.result.get(name), theirs_of(one).get(name))]
         if both:
-            ours, theirs = ([float(result[name]) for result in side] for side in list(zip(*both, strict=True))[:2])
-            differences[name] = paired(ours, theirs, groups=[_group(line) for _, _, line in both])
+            ours = [float(one.result[name]) for one in both]
+            theirs = [float(theirs_of(one)[name]) for one in both]
+            differences[name] = paired(ours, theirs, groups=[one.group for one in both])
     return differences
 
 
@@ -248,9 +271,7 @@ def _table(rows: Sequence[MethodRow], against: str | None = None) -> str:
     lead = quality[0] if quality else "agreement"
     columns: list[tuple[str, Callable[[MethodRow], str]]] = [("method", lambda row: row.label)]
     columns += [(_TITLES[name], _shower(name)) for name in taken]
-    columns += [
-        (f"{_TITLES[lead]} against full", lambda row: _signed(row.differences.get(lead))),
-    ]
+    columns.append((f"{_TITLES[lead]} against full", lambda row: _signed(row.differences.get(lead))))
     if against is not None:
         columns.append((f"{_TITLES[lead]} against {against}", lambda row: _signed(row.against.get(lead))))
     columns += [
