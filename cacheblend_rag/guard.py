@@ -17,7 +17,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import CacheBlendError, GenerationError
@@ -106,69 +105,74 @@ class QualityGuard:
             return
         with self._lock:
             sampled = self._chooser.random() < self._share
-            self._count(requests=1, sampled=int(sampled))
+            self._add(requests=1, sampled=int(sampled))
             if not sampled:
                 return
             if self._waiting >= _WAITING:
-                self._count(dropped=1)
+                self._add(dropped=1)
                 return
             self._waiting += 1
         check = _Check(prompt, tuple(answer.token_ids[:_TOKENS]), report.hits, pipeline, lambda: gate.awaited)
-        self._queue(check, background, tries=_TRIES)
+        if not self._queue(check, background, tries=_TRIES):
+            self._finish(check, None)
 
-    def _queue(self, check: _Check, background: WriteBack, tries: int) -> None:
-        background.submit(f"check {id(check)}, {tries} tries left", Job(lambda: self._run(check, background, tries)))
+    def _queue(self, check: _Check, background: WriteBack, tries: int) -> bool:
+        job = Job(lambda: self._run(check, background, tries))
+        return background.submit(f"check {id(check)}, {tries} tries left", job)
 
     def _run(self, check: _Check, background: WriteBack, tries: int) -> None:
-        found = None
+        found, again = None, False
         try:
             if not background.closed:
                 found = check.divergence()
         except GenerationError:  # a request came
-            if tries > 1:
-                self._queue(check, background, tries - 1)
-                return
+            again = tries > 1 and self._queue(check, background, tries - 1)
         except CacheBlendError as error:
             _log.warning("a quality check failed: %s", error)
+        finally:
+            if not again:
+                self._finish(check, found)
+
+    def _finish(self, check: _Check, divergence: float | None) -> None:
+        """Count a check that waits no longer, by what it measured if it did."""
         with self._lock:
             self._waiting -= 1
-            if found is None:
-                self._count(dropped=1)
+            if divergence is None:
+                self._add(dropped=1)
             else:
-                self._note(found, check)
+                self._note(divergence, check)
 
     def _note(self, divergence: float, check: _Check) -> None:
         """Count a divergence, and raise the ratio if the latest ones are past the bound."""
-        status = self._status
-        mean = (status.mean * status.measured + divergence) / (status.measured + 1)
-        self._count(measured=1, mean=mean, worst=max(status.worst, divergence), last=divergence)
+        before = self._status
+        mean = (before.mean * before.measured + divergence) / (before.measured + 1)
+        self._status = dataclasses.replace(before, mean=mean, worst=max(before.worst, divergence), last=divergence)
+        self._add(measured=1)
         _log.info("quality check: KL divergence from full prefill %.4g nats a token", divergence)
         self._recent.append(divergence)
         recent = sum(self._recent) / len(self._recent)
         if len(self._recent) < _LEAST or recent <= self._bound:
             return
         self._recent.clear()
-        before = max(check.ratio, status.least_ratio)
-        if before >= 1:
+        least = max(check.ratio, before.least_ratio)
+        if least >= 1:
             return
-        ratio = round(min(1.0, max(1.5 * before, before + 0.05)), 4)
+        ratio = round(min(1.0, max(1.5 * least, least + 0.05)), 4)
         check.pipeline.raise_ratio(ratio)
-        self._count(raised=1, least_ratio=ratio)
+        self._status = dataclasses.replace(self._status, least_ratio=ratio)
+        self._add(raised=1)
         _log.warning(
             "answers are %.3g nats a token from full prefill, past the bound of %g: the recompute ratio is raised "
             "from %.3g to %.3g; run `cacheblend-rag calibrate` on your documents",
             recent,
             self._bound,
-            before,
+            least,
             ratio,
         )
 
-    def _count(self, **changes: float) -> None:
-        added = ("requests", "sampled", "measured", "dropped", "raised")
-        values: dict[str, Any] = {
-            name: getattr(self._status, name) + by if name in added else by for name, by in changes.items()
-        }
-        self._status = dataclasses.replace(self._status, **values)
+    def _add(self, **counts: int) -> None:
+        status = self._status
+        self._status = dataclasses.replace(status, **{name: getattr(status, name) + by for name, by in counts.items()})
 
 
 class _Check:

@@ -110,14 +110,14 @@ class WriteBack:
         self._thread: threading.Thread | None = None
         self.closed = False
 
-    def submit(self, name: str, job: Job) -> None:
-        """Queue a job unless one of the same name waits already."""
+    def submit(self, name: str, job: Job) -> bool:
+        """Queue a job unless one of the same name waits already; whether one of this name will be done."""
         with self._condition:
             if self.closed or name in self._names:
-                return
+                return not self.closed
             if len(self._jobs) >= self._limit or (job.held and self._held + job.held > self._most_held):
                 _log.warning("write-back queue is full (%d jobs); %s is left for the next miss", len(self._jobs), name)
-                return
+                return False
             self._jobs.append((name, job))
             self._held += job.held
             self._names.add(name)
@@ -126,6 +126,7 @@ class WriteBack:
                 self._thread = threading.Thread(target=self._work, name="kv-write-back", daemon=True)
                 self._thread.start()
             self._condition.notify_all()
+            return True
 
     def flush(self) -> None:
         """Wait until all queued jobs are done."""

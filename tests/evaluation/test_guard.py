@@ -127,6 +127,20 @@ def test_a_check_gives_way_to_requests_and_is_dropped_in_the_end(model: Any, mon
     assert (status.sampled, status.measured, status.dropped) == (1, 0, 1)
 
 
+def test_checks_that_cannot_be_done_do_not_end_all_checking(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with warmed(model, guard_share=1.0, guard_bound=100.0) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr("cacheblend_rag.guard.prefill_layerwise", fails)
+            asked(engine, 5)
+            patch.setattr(engine._write_back, "submit", lambda name, job: False)  # its queue is full
+            status = asked(engine, 5)
+        assert (status.sampled, status.measured, status.dropped) == (10, 0, 10)
+        assert asked(engine).measured == 1
+
+
 def test_a_real_request_is_not_kept_waiting(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that comes during a check is answered before the check is done."""
     order: list[str] = []
