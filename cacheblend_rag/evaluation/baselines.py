@@ -6,7 +6,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from cacheblend_rag.decode import Decoded, DecodeOptions, decode
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.report import BlendReport
 
 __all__ = [
     "METHODS",
@@ -43,11 +44,14 @@ class Prefilled:
     logits : Tensor, [vocab]
     computed : tuple of int
         Rows computed on each layer.
+    report : BlendReport or None
+        What the engine says of it, if that made it.
     """
 
     cache: Any
     logits: torch.Tensor
     computed: tuple[int, ...]
+    report: BlendReport | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ def blended(engine: BlendEngine, prompt: Prompt) -> Callable[[], Prefilled]:
 
     def run() -> Prefilled:
         fused = engine.fuse(prompt)
-        return Prefilled(fused.cache, fused.logits, fused.report.computed_tokens)
+        return Prefilled(fused.cache, fused.logits, fused.report.computed_tokens, fused.report)
 
     return run
 
@@ -130,16 +134,27 @@ class Timed:
     last: dict[str, Prefilled]
 
 
-def time_rounds(methods: Mapping[str, Callable[[], Prefilled]], rounds: int) -> Timed:
-    """Time methods in turn, round after round, to the first token; a first round warms up and does not count."""
+def time_rounds(methods: Mapping[str, Callable[[], Prefilled]], rounds: int, *, keep_kv: bool = True) -> Timed:
+    """Time methods in turn, round after round, to the first token; a first round warms up and does not count.
+
+    Parameters
+    ----------
+    methods : mapping of str to callable
+    rounds : int
+    keep_kv : bool
+        Whether what the last round gave comes with its cache. Caches of many methods take much memory.
+    """
     timed = Timed({name: [] for name in methods}, {})
     for number in range(rounds + 1):
         for name, method in methods.items():
             started = time.perf_counter()
-            timed.last[name] = method()
-            int(timed.last[name].logits.argmax())  # the first token, known to the host
+            result = method()
+            int(result.logits.argmax())  # the first token, known to the host
+            took = time.perf_counter() - started
+            timed.last[name] = result if keep_kv else replace(result, cache=None)
+            del result  # what it holds is released before the next method's time begins
             if number:
-                timed.seconds[name].append(time.perf_counter() - started)
+                timed.seconds[name].append(took)
     return timed
 
 

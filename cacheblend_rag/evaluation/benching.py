@@ -8,7 +8,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -20,22 +20,26 @@ from transformers.generation import LogitsProcessor
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.evaluation.shapes import BenchOptions, random_model
+from cacheblend_rag.evaluation.shapes import BenchOptions, bench_device, random_model
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.reference import MODEL_PATH
 from cacheblend_rag.report import BlendReport, WarmReport
+from cacheblend_rag.store import KVStore
 
 __all__ = [
     "TokenClock",
     "bench_model",
     "bench_prompt",
     "chunk_texts",
+    "in_turn",
     "machine",
     "medians",
     "show_ways",
+    "shown_seconds",
     "table",
     "timed_result",
     "warm_engine",
+    "warmed",
 ]
 
 _SYSTEM = "Answer the question at the end from the passages below. Say so if they do not hold the answer."
@@ -63,7 +67,8 @@ class TokenClock(LogitsProcessor):  # type: ignore[misc]
 def bench_model(options: BenchOptions) -> tuple[Any, Any]:
     """A model of random weights and the bundled tokenizer; from now on torch takes the threads of the options."""
     torch.set_num_threads(options.threads)
-    return random_model(options.shape, dtype=options.dtype), AutoTokenizer.from_pretrained(MODEL_PATH)
+    model = random_model(options.shape, dtype=options.dtype, device=options.device)
+    return model, AutoTokenizer.from_pretrained(MODEL_PATH)
 
 
 def bench_prompt(tokenizer: Any, options: BenchOptions) -> Prompt:
@@ -86,18 +91,63 @@ def chunk_texts(tokenizer: Any, count: int, tokens: int) -> list[str]:
 
 
 @contextmanager
+def warmed(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    store: KVStore | str | None,
+    *,
+    fingerprint: str | None = None,
+    **config: Any,
+) -> Iterator[tuple[BlendEngine, WarmReport]]:
+    """An engine in whose store a prompt's prefix and chunks are, and what warming took.
+
+    Parameters
+    ----------
+    model, tokenizer
+    prompt : Prompt
+    store : KVStore, str or None
+        As for `BlendEngine`.
+    fingerprint : str, optional
+        Of the model, if another engine has found it.
+    **config
+        Options of `BlendConfig`.
+    """
+    options = BlendConfig(min_tokens=0, write_back="inline", **config)
+    with BlendEngine(model, tokenizer, config=options, store=store, fingerprint=fingerprint) as engine:
+        warming = engine.warm(prompt.chunks, progress=False)
+        engine.fuse(prompt)  # stores the prefix
+        yield engine, warming
+
+
+@contextmanager
 def warm_engine(options: BenchOptions, recompute_ratio: float) -> Iterator[tuple[BlendEngine, Prompt, WarmReport]]:
     """An engine over a store on disk, the prompt whose prefix and chunks are in it, and what warming took."""
     model, tokenizer = bench_model(options)
-    config = BlendConfig(min_tokens=0, write_back="inline", recompute_ratio=recompute_ratio)
+    prompt = bench_prompt(tokenizer, options)
     with (
         tempfile.TemporaryDirectory() as folder,
-        BlendEngine(model, tokenizer, config=config, store=folder) as engine,
+        warmed(model, tokenizer, prompt, folder, recompute_ratio=recompute_ratio) as (engine, warming),
     ):
-        prompt = bench_prompt(tokenizer, options)
-        warming = engine.warm(prompt.chunks, progress=False)
-        engine.fuse(prompt)  # stores the prefix
         yield engine, prompt, warming
+
+
+def in_turn(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Run ways in turn, round after round; a first round warms up and does not count.
+
+    Parameters
+    ----------
+    ways : mapping of str to callable
+        Each says how many seconds it took, or what else is measured of it.
+    rounds : int
+    """
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, way in ways.items():
+            took = way()
+            if number:
+                found[name].append(took)
+    return found
 
 
 def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -118,7 +168,7 @@ def timed_result(options: BenchOptions, report: BlendReport, seconds: Mapping[st
     """
     return {
         "options": asdict(options),
-        "machine": machine(),
+        "machine": machine(options.device),
         "prompt_tokens": report.prompt_tokens,
         "hits": report.hits,
         "spread": {name: [min(times), max(times)] for name, times in seconds.items()},
@@ -139,20 +189,22 @@ def show_ways(title: str, head: Sequence[str], result: Mapping[str, Any], second
         Under what these stand in the result, by way.
     """
     print(title)
-    rows = [(name, _time(value), f"{result[ratios][name]:.2f}×") for name, value in result[seconds].items()]
+    rows = [(name, shown_seconds(value), f"{result[ratios][name]:.2f}×") for name, value in result[seconds].items()]
     print(table(head, rows))
     print(json.dumps(result))
 
 
-def _time(seconds: float) -> str:
+def shown_seconds(seconds: float) -> str:
+    """A time as tables show it."""
     return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
 
 
-def machine() -> dict[str, Any]:
-    """Where and with what something was measured."""
+def machine(device: str = "auto") -> dict[str, Any]:
+    """Where and with what something was measured; ``device`` as in `BenchOptions`."""
+    found = bench_device(device)
     return {
         "processor": _processor(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": torch.cuda.get_device_name(found) if found.type == "cuda" else str(found),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

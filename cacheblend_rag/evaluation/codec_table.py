@@ -92,11 +92,11 @@ def measure_codec(
     raw = raw or found
     pairs = zip(raw.log_probs, found.log_probs, strict=True)
     divergence = [float(kl_divergence(exact, coded).mean()) for exact, coded in pairs]
-    segment = engine._pipeline.chunk_segment(cases[0].chunks[0])
+    chunk = next(info for _, info in engine.store.infos("") if not info.rotated)  # a prefix is kept as it is
     result = CodecResult(
         codec=engine.config.codec,
         selection=str(engine.config.selection),
-        token_bytes=CODECS[engine.config.codec].token_bytes(engine._pipeline.record_info(segment)),
+        token_bytes=CODECS[engine.config.codec].token_bytes(chunk),
         value={kind.kind: kind.value for kind in kinds},
         overall=sum(kind.value * kind.count for kind in kinds) / len(cases),
         same=sum(a == b for a, b in zip(raw.texts, found.texts, strict=True)) / len(cases),

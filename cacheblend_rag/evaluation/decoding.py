@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from transformers import GenerationConfig
 
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.benching import TokenClock, medians, show_ways, timed_result, warm_engine
+from cacheblend_rag.evaluation.benching import TokenClock, in_turn, medians, show_ways, timed_result, warm_engine
 from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.prompt import Prompt
 
@@ -50,7 +51,8 @@ def measure(options: DecodingOptions) -> dict[str, Any]:
     """Measure every way; a dictionary fit for JSON."""
     with warm_engine(options, 0.15) as (engine, prompt, _):
         report = engine.fuse(prompt).report
-        seconds = _rounds(_ways(engine, prompt, options.new_tokens), options.rounds)
+        ways = _ways(engine, prompt, options.new_tokens)
+        seconds = in_turn({name: partial(_a_token, way) for name, way in ways.items()}, options.rounds)
     a_token = medians(seconds)
     return {
         **timed_result(options, report, seconds),
@@ -99,16 +101,11 @@ def greedy(tokenizer: Any, new_tokens: int) -> GenerationConfig:
     )
 
 
-def _rounds(ways: Mapping[str, Callable[[TokenClock], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds a token of every way in every round, after a round that warms up."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, way in ways.items():
-            clock = TokenClock()
-            way(clock)
-            if number:
-                seconds[name].append((clock.times[-1] - clock.times[0]) / (len(clock.times) - 1))
-    return seconds
+def _a_token(way: Callable[[TokenClock], object]) -> float:
+    """Seconds a token of one answer."""
+    clock = TokenClock()
+    way(clock)
+    return (clock.times[-1] - clock.times[0]) / (len(clock.times) - 1)
 
 
 def show(options: DecodingOptions) -> None:

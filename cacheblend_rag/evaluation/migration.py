@@ -98,7 +98,7 @@ def measure(options: MigrationOptions) -> dict[str, Any]:
         ours.engine.close()
     return {
         "options": asdict(options),
-        "machine": machine(),
+        "machine": machine(options.device),
         "warming_seconds": warming.seconds,
         "seconds": times,
         "medians": {name: medians(by) for name, by in times.items()},

@@ -71,7 +71,7 @@ def measure(options: OverlapOptions) -> dict[str, Any]:
         bench = _Bench(Path(folder) / "kv", **base)
         alone = bench.alone()
         rows = [bench.at(factor, alone) for factor in options.factors]
-    return {"options": asdict(options), "machine": machine(), "alone": alone, "rows": rows}
+    return {"options": asdict(options), "machine": machine(options.device), "alone": alone, "rows": rows}
 
 
 class _Bench:

@@ -21,6 +21,7 @@ from cacheblend_rag.steering import profile_path
 from cacheblend_rag.store import KVStore
 
 __all__ = [
+    "drop_cache",
     "fit_prefill",
     "keep_profile",
     "measure_folder",
@@ -112,10 +113,10 @@ def measure_folder(folder: Path, size: int = 256 * 10**6, name: str = "disk") ->
 def _read_through(descriptor: int, name: str) -> Device:
     size, buffer = os.fstat(descriptor).st_size, bytearray(_BLOCK)
     small, chooser = bytearray(4096), random.Random(0)
-    _drop_cache(descriptor)
+    drop_cache(descriptor)
     places = [chooser.randrange(size // 4096) * 4096 for _ in range(64)]
     latency = statistics.median(_timed(lambda at=at: os.preadv(descriptor, [small], at)) for at in places)  # type: ignore[misc]
-    _drop_cache(descriptor)
+    drop_cache(descriptor)
     started = time.perf_counter()
     for offset in range(0, size, _BLOCK):
         os.preadv(descriptor, [buffer], offset)
@@ -124,17 +125,23 @@ def _read_through(descriptor: int, name: str) -> Device:
     return Device(name, throughput=size / seconds, latency=latency)
 
 
-def _drop_cache(descriptor: int) -> None:
+def drop_cache(descriptor: int) -> None:
+    """Let the system forget what it keeps in memory of a file that has been written out, where it can be asked to."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measure_memory(size: int = 64 * 10**6) -> Device:
-    """Throughput of copying within memory."""
-    source = torch.ones(size // 4)
+def measure_memory(size: int = 64 * 10**6, device: torch.device | None = None) -> Device:
+    """Throughput of copying within memory: the host's, or that of a GPU."""
+    source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
-    seconds = min(_timed(lambda: target.copy_(source)) for _ in range(3))
-    return Device("memory", throughput=size / seconds)
+
+    def copy() -> None:
+        target.copy_(source)
+        if source.is_cuda:
+            torch.cuda.synchronize(source.device)
+
+    return Device("memory", throughput=size / min(_timed(copy) for _ in range(3)))
 
 
 def measure_gpu_copy(device: torch.device, size: int = 64 * 10**6) -> Device:

@@ -117,7 +117,7 @@ def measure(options: ThroughputOptions) -> dict[str, Any]:
     busy = {name: statistics.mean(one.busy for one in of) for name, of in served.items()}
     return {
         "options": asdict(options),
-        "machine": machine(),
+        "machine": machine(options.device),
         "served": {
             name: {
                 "first": statistics.median(one.first for one in of),

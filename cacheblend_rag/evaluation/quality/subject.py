@@ -56,23 +56,28 @@ class Subject:
     """
 
     def __init__(self, engine: BlendEngine, max_new_tokens: int = 0, answers: bool = True) -> None:
-        self._engine, self._most, self._answers = engine, max_new_tokens, answers
-        self._segments = SegmentTokenizer(engine.tokenizer, engine.config.separator)
+        self.engine, self.answers, self._most = engine, answers, max_new_tokens
+        self.segments = SegmentTokenizer(engine.tokenizer, engine.config.separator)
         self._views: dict[str, BlendEngine] = {}
 
     @cached_property
-    def _chains(self) -> DocumentChains:
-        return DocumentChains(self._engine, self._most or _NEW_TOKENS["qa"])
+    def chains(self) -> DocumentChains:
+        """What asks of each chunk by itself."""
+        return DocumentChains(self.engine, self.answer_tokens("qa"))
+
+    def answer_tokens(self, task: str) -> int:
+        """Most tokens generated for an answer."""
+        return self._most or _NEW_TOKENS[task]
 
     def room(self, case: EvalCase) -> int:
-        """Tokens an answer may take."""
-        return max(self._most or _NEW_TOKENS[case.task], len(self.gold_ids(case, "")))
+        """Tokens an answer may take, generated or gold."""
+        return max(self.answer_tokens(case.task), len(self.gold_ids(case, "")))
 
     def gold_ids(self, case: EvalCase, suffix: str) -> list[int]:
         """Ids of the first gold answer behind a prompt's suffix, and the end token."""
         space = "" if suffix[-1:].isspace() else " "
-        ids = list(self._segments.inner_ids(space + case.answers[0]))[: _GOLD - 1]
-        end = self._engine.tokenizer.eos_token_id
+        ids = list(self.segments.inner_ids(space + case.answers[0]))[: _GOLD - 1]
+        end = self.engine.tokenizer.eos_token_id
         return ids if end is None else [*ids, int(end)]
 
     def measure(
@@ -89,7 +94,7 @@ class Subject:
     def view(self, variant: Variant) -> BlendEngine:
         """The engine with a variant's rule."""
         if variant.label not in self._views:
-            self._views[variant.label] = self._engine.with_config(selection=variant.rule, min_tokens=0, guard_share=0.0)
+            self._views[variant.label] = self.engine.with_config(selection=variant.rule, min_tokens=0, guard_share=0.0)
         return self._views[variant.label]
 
 
@@ -98,13 +103,13 @@ class _Asked:
 
     def __init__(self, subject: Subject, case: EvalCase, prompt: Prompt, attention: bool) -> None:
         self._subject, self._case, self._prompt = subject, case, prompt
-        self._engine = subject._engine
+        self._engine = subject.engine
         self._ids = self._engine.tokenize(prompt).input_ids
         self._gold = subject.gold_ids(case, prompt.suffix)
         self._warm = False
         self._full: torch.Tensor | None = None  # full prefill's log-probabilities over the gold answer
         self._prepared = (
-            PreparedPrompt(self._engine.adapter, subject._segments, prompt) if attention and prompt.chunks else None
+            PreparedPrompt(self._engine.adapter, subject.segments, prompt) if attention and prompt.chunks else None
         )
 
     def by_prefill(self, variant: Variant) -> dict[str, Any]:
@@ -185,7 +190,7 @@ class _Asked:
         return float(attention_deviation(self._prepared, variant.rule).mean())
 
     def _answered(self, made: _Prefilled) -> dict[str, Any]:
-        if not self._subject._answers:
+        if not self._subject.answers:
             return {}
         decoded = decode(
             self._engine.model,
@@ -193,7 +198,7 @@ class _Asked:
             input_ids=self._ids,
             cache=made.cache,
             logits=made.logits,
-            options=DecodeOptions(max_new_tokens=self._subject._most or _NEW_TOKENS[self._case.task]),
+            options=DecodeOptions(max_new_tokens=self._subject.answer_tokens(self._case.task)),
         )
         return self._scored(decoded.text)
 
@@ -209,7 +214,7 @@ class _Asked:
     def by_chain(self, variant: Variant) -> dict[str, Any]:
         """Measure a chain that asks of each chunk by itself; it has no prompt to compare token by token."""
         question = self._case.question or "Summarize the news."
-        found = self._subject._chains.answer(variant.method, question, self._prompt.chunks)
+        found = self._subject.chains.answer(variant.method, question, self._prompt.chunks)
         calls = list(found.calls)
         if variant.method == "map_reduce" and calls:
             calls[-1] = (calls[-1][0], 0)  # what the last call writes is the answer itself
@@ -220,7 +225,7 @@ class _Asked:
             name: sum(prefill_work(shape, size, layers) for size in sizes) / prefill_work(shape, tokens, layers)
             for name, layers in (("work", None), ("work_24", deep))
         }
-        scored = self._scored(found.text) if self._subject._answers else {}
+        scored = self._scored(found.text) if self._subject.answers else {}
         made = {"ttft": found.ttft, "rows": sum(sizes) / tokens, "failed": found.failed}
         return {**_named(variant), **made, **work, **scored}
 
