@@ -92,14 +92,16 @@ def keys_from_environment() -> dict[str, str]:
     Raises
     ------
     ConfigError
-        If an entry is no name and key, a key is short, or one comes twice.
+        If an entry is no name and key, or a name comes twice.
     """
     found: dict[str, str] = {}
     for entry in filter(None, (part.strip() for part in os.environ.get(KEYS_VARIABLE, "").split(","))):
         name, _, key = entry.partition("=")
         if not _NAME.fullmatch(name) or not key:
             raise ConfigError(KEYS_VARIABLE, "…", "use name=key,name=key; names are letters, digits, _ and -")
-        found[name] = key if name not in found else ""
+        if name in found:
+            raise ConfigError(KEYS_VARIABLE, "…", f"give {name!r} one key")
+        found[name] = key
     return found
 
 

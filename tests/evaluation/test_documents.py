@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.cli import main
+from cacheblend_rag.evaluation.quality.datasets import load_cases
 from cacheblend_rag.evaluation.quality.figures import FIGURES
 from cacheblend_rag.evaluation.quality.methods import METHODS
 from cacheblend_rag.fusor.selection import RULES
@@ -37,8 +38,6 @@ def test_the_first_command_runs(
 
 
 def test_a_line_of_our_schema_is_one(tmp_path: Path) -> None:
-    from cacheblend_rag.evaluation.quality.datasets import load_cases
-
     (line,) = blocks("json")
     (tmp_path / "questions.jsonl").write_text(line, encoding="utf-8")
     assert load_cases(tmp_path / "questions.jsonl")[0].answers == ("an owl",)

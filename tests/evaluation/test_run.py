@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from langchain_classic.chains.question_answering import load_qa_chain
 from langchain_core.documents import Document
 from transformers import AutoTokenizer
 
 from cacheblend_rag.cli import main
 from cacheblend_rag.errors import ConfigError, MissingExtraError
+from cacheblend_rag.evaluation.analysis import import_pyplot
 from cacheblend_rag.evaluation.quality.chains import DocumentChains
 from cacheblend_rag.evaluation.quality.choosing import choose
 from cacheblend_rag.evaluation.quality.datasets import load_cases
@@ -305,8 +307,6 @@ def test_plots_without_matplotlib_are_refused_before_anything_runs(
     given = [part for part in arguments(model_folder, questions, tmp_path / "out") if part != "--no-plots"]
     assert main(given) == 2
     assert not (tmp_path / "out").exists()
-    from cacheblend_rag.evaluation.analysis import import_pyplot
-
     with pytest.raises(MissingExtraError):
         import_pyplot()
 
@@ -328,8 +328,6 @@ def said(prompt: str) -> str:
 
 @pytest.mark.parametrize("kind", ["map_reduce", "map_rerank"])
 def test_chains_answer_as_langchain_s_own_do(kind: str) -> None:
-    from langchain_classic.chains.question_answering import load_qa_chain
-
     tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)  # one that reads LangChain's long prompts in few tokens
     model = tiny.model(num_hidden_layers=2, vocab_size=len(tokenizer), max_position_embeddings=8192)
 

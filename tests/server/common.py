@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import uvicorn
 from fastapi import FastAPI
 
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.folder_rag import FolderRAGOptions
 from cacheblend_rag.server.app import create_app
 from cacheblend_rag.server.settings import Limits, ServerSettings
@@ -135,3 +137,11 @@ def client_of(server: Running, key: str = "") -> httpx.Client:
     """A client of a running server."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     return httpx.Client(base_url=server.url, headers=headers, timeout=60)
+
+
+def process_logits(patch: pytest.MonkeyPatch, processor: Any) -> None:
+    """Let a logits processor have a say in every answer of servers in this process."""
+    stream = BlendEngine.stream
+    patch.setattr(
+        BlendEngine, "stream", lambda *args, **more: stream(*args, **more | {"logits_processor": [processor]})
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import logging
 import zipfile
@@ -18,7 +19,7 @@ from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.server.app import create_app
 from cacheblend_rag.server.library import Library
-from cacheblend_rag.server.settings import KEYS_VARIABLE, Limits
+from cacheblend_rag.server.settings import KEYS_VARIABLE, Limits, keys_from_environment
 from tests.server.common import (
     BASE,
     Running,
@@ -299,8 +300,6 @@ def test_elsewhere_than_on_this_machine_a_key_is_needed(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = settings_for(model, docs, tmp_path)
-    import dataclasses
-
     for host in ("0.0.0.0", "::", "192.168.1.5", "example.org"):
         with pytest.raises(ConfigError, match=KEYS_VARIABLE):
             dataclasses.replace(made, host=host)
@@ -314,11 +313,9 @@ def test_elsewhere_than_on_this_machine_a_key_is_needed(
 
 
 def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cacheblend_rag.server.settings import keys_from_environment
-
     monkeypatch.setenv(KEYS_VARIABLE, f" ada={ADA}, ben={BEN} ")
     assert keys_from_environment() == {"ada": ADA, "ben": BEN}
-    for wrong in (ADA, f"../ada={ADA}", "ada="):
+    for wrong in (ADA, f"../ada={ADA}", "ada=", f"ada={ADA},ada={BEN}"):
         monkeypatch.setenv(KEYS_VARIABLE, wrong)
         with pytest.raises(ConfigError) as refused:
             keys_from_environment()

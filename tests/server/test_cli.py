@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,10 +46,6 @@ def test_what_cannot_be_used_is_named(
 
 
 def test_a_log_line_has_the_kind_of_an_error_and_not_its_message() -> None:
-    import json
-    import logging
-    import sys
-
     try:
         raise ValueError("pineapple")
     except ValueError:

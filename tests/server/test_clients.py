@@ -13,10 +13,9 @@ import openai
 import pytest
 import torch
 
-from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.evaluation.load import run_load
 from cacheblend_rag.server.settings import Limits
-from tests.server.common import Running, client_of, read_events, running, settings_for
+from tests.server.common import Running, client_of, process_logits, read_events, running, settings_for
 
 ASK = "/api/collections/archive/ask"
 QUESTION = {"question": "Which leaf fell?", "max_tokens": 400}
@@ -39,10 +38,8 @@ class Slow:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     """Makes every answer take its time."""
-    made, stream = Slow(), BlendEngine.stream
-    monkeypatch.setattr(
-        BlendEngine, "stream", lambda *args, **more: stream(*args, **more | {"logits_processor": [made]})
-    )
+    made = Slow()
+    process_logits(monkeypatch, made)
     yield made
     made.go.set()
 

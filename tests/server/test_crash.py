@@ -16,6 +16,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from cacheblend_rag.retrieval import saved
+from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.server.app import create_app
 from cacheblend_rag.store.disk import DiskStore
 from tests.server.common import BASE, new_collection, passage, read_events, settings_for, upload
@@ -157,8 +158,6 @@ def test_a_damaged_collection_is_put_aside_and_the_rest_is_served(model: Path, d
 def test_another_embedder_makes_the_vectors_anew(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
-
     settings = settings_for(model, docs, tmp_path)
     with TestClient(create_app(settings), base_url=BASE) as client:
         id = new_collection(client)

@@ -13,7 +13,16 @@ from langchain_openai import ChatOpenAI
 
 from tests import tiny
 from tests.langchain.models import TEMPLATE, Script
-from tests.server.common import Running, client_of, new_collection, passage, running, settings_for, upload
+from tests.server.common import (
+    Running,
+    client_of,
+    new_collection,
+    passage,
+    process_logits,
+    running,
+    settings_for,
+    upload,
+)
 
 TOOL = {
     "type": "function",
@@ -66,10 +75,10 @@ def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
         client.completions.create(model="gpt-9", prompt="the")
 
 
-def test_completions_reuse_chunks_between_separators(client: openai.OpenAI) -> None:
+def test_completions_reuse_chunks_between_separators(client: openai.OpenAI, server: Running) -> None:
     prompt = " # # ".join(["Read this.", passage(100), passage(101), "Which leaf fell?"])
     first = client.completions.create(model=name_of(client), prompt=prompt, max_tokens=5)
-    flush(client)
+    server.service.engine.flush()
     second = client.completions.create(model=name_of(client), prompt=prompt, max_tokens=5)
     assert second.usage.prompt_tokens == first.usage.prompt_tokens
     assert second.usage.completion_tokens <= 5
@@ -79,14 +88,14 @@ def test_completions_reuse_chunks_between_separators(client: openai.OpenAI) -> N
     assert second.model_extra["cacheblend"][0]["hits"] == 2
 
 
-def test_documents_of_the_body_are_chunks_too(client: openai.OpenAI) -> None:
+def test_documents_of_the_body_are_chunks_too(client: openai.OpenAI, server: Running) -> None:
     documents = [passage(110), {"title": "Passage", "text": passage(111)}]
     for misses in (2, 0):
         answer = client.completions.create(
             model=name_of(client), prompt="\nWhich leaf?", max_tokens=4, extra_body={"documents": documents}
         )
         assert answer.model_extra["cacheblend"][0]["misses"] == misses
-        flush(client)
+        server.service.engine.flush()
 
 
 def test_a_stream_is_the_same_text_in_pieces(client: openai.OpenAI) -> None:
@@ -118,14 +127,14 @@ def test_sampling_stop_and_several_prompts(client: openai.OpenAI) -> None:
     assert stopped.choices[0].finish_reason == "stop"
 
 
-def test_a_conversation_with_documents(chat: openai.OpenAI) -> None:
+def test_a_conversation_with_documents(chat: openai.OpenAI, chatty: Running) -> None:
     name = name_of(chat)
     messages = [{"role": "user", "content": "Which leaf fell?"}]
     body = {"documents": [passage(130), passage(131)]}
     for hits in (0, 2):
         answer = chat.chat.completions.create(model=name, messages=messages, max_tokens=6, extra_body=body)
         assert answer.model_extra["cacheblend"][0]["hits"] == hits
-        flush(chat)
+        chatty.service.engine.flush()
     assert answer.choices[0].message.role == "assistant"
     assert answer.usage.prompt_tokens_details.cached_tokens > 0
     chunks = list(
@@ -165,7 +174,7 @@ def test_a_model_without_template_gets_plain_roles(client: openai.OpenAI) -> Non
 def test_tool_calls(chat: openai.OpenAI, chatty: Running, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     said = 'Let me see. <tool_call>{"name": "look_up", "arguments": {"leaf": "red"}}</tool_call>'
     script = Script(chatty.service.engine.tokenizer, lambda prompt: None if "[tool]" in prompt else said)
-    write_with(chatty, script, monkeypatch)
+    process_logits(monkeypatch, script)
     messages: list[Any] = [{"role": "user", "content": "Which leaf fell?"}]
     name = name_of(chat)
     made = chat.chat.completions.create(model=name, messages=messages, tools=[TOOL], max_tokens=90, stream=stream)
@@ -229,26 +238,3 @@ async def test_langchains_chat_openai(chatty: Running, chat: openai.OpenAI) -> N
     stopped = await llm.ainvoke("Which leaf fell?", stop=[stop])
     assert stopped.content == str(whole.content)[: str(whole.content).index(stop)]
     assert stopped.response_metadata["finish_reason"] == "stop"
-
-
-def write_with(server: Running, script: Script, patch: pytest.MonkeyPatch) -> None:
-    """Let a script write the answers of a server's model."""
-    from cacheblend_rag.engine import BlendEngine
-
-    stream = BlendEngine.stream
-    patch.setattr(BlendEngine, "stream", lambda *args, **more: stream(*args, **more | {"logits_processor": [script]}))
-
-
-def flush(client: openai.OpenAI) -> None:
-    """Wait until what requests missed is stored."""
-    for server in SERVERS:
-        if str(client.base_url).startswith(server.url):
-            server.service.engine.flush()
-
-
-SERVERS: list[Running] = []
-
-
-@pytest.fixture(autouse=True)
-def _servers(server: Running, chatty: Running) -> None:
-    SERVERS[:] = [server, chatty]
