@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.cli.arguments import add_arguments, add_rag_arguments, data_folder, rag_options
 from cacheblend_rag.cli.ask import prepare
@@ -94,19 +94,25 @@ def _list(parsed: argparse.Namespace) -> int:
 
 
 def _documents(parsed: argparse.Namespace) -> dict[tuple[int, ...], str]:
-    """Where chunks are from, by their token ids."""
+    """Documents that chunks are from, by the chunks' token ids."""
     if parsed.docs is None:
         return {}
-    from cacheblend_rag.config import BlendConfig
     from cacheblend_rag.models.loading import load_geometry
-    from cacheblend_rag.prompt import SegmentTokenizer
     from cacheblend_rag.reference import MODEL_PATH
+
+    _, tokenizer = load_geometry(parsed.model or MODEL_PATH)
+    return _chunks_of(parsed.docs, tokenizer)
+
+
+def _chunks_of(folder: str, tokenizer: Any) -> dict[tuple[int, ...], str]:
+    """Token ids of a folder's chunks, each with the document it is from."""
+    from cacheblend_rag.config import BlendConfig
+    from cacheblend_rag.prompt import SegmentTokenizer
     from cacheblend_rag.retrieval.documents import read_folder
     from cacheblend_rag.retrieval.splitting import split
 
-    _, tokenizer = load_geometry(parsed.model or MODEL_PATH)
     segments = SegmentTokenizer(tokenizer, BlendConfig().separator)
-    chunks = split(read_folder(parsed.docs))
+    chunks = split(read_folder(folder))
     return {segments.chunk_ids(chunk.page_content): str(chunk.metadata.get("source", "")) for chunk in chunks}
 
 
@@ -152,12 +158,8 @@ def _warm(parsed: argparse.Namespace) -> int:
 
 
 def _estimate(parsed: argparse.Namespace) -> int:
-    from cacheblend_rag.config import BlendConfig
     from cacheblend_rag.models.loading import load_geometry
-    from cacheblend_rag.prompt import SegmentTokenizer
     from cacheblend_rag.reference import MODEL_PATH
-    from cacheblend_rag.retrieval.documents import read_folder
-    from cacheblend_rag.retrieval.splitting import split
     from cacheblend_rag.store import RecordFormat, RecordInfo
     from cacheblend_rag.store.codecs import CODECS
     from cacheblend_rag.store.record import record_bytes
@@ -174,8 +176,7 @@ def _estimate(parsed: argparse.Namespace) -> int:
         per_token = form.codec_of(info((0,) * 512)).token_bytes(info((0,) * 512))
         print(f"{name:<5} {per_token / 1e3:>9.1f} kB a token, {per_token * 512 / 1e6:>7.1f} MB per 512 tokens")
     if parsed.docs is not None:
-        segments = SegmentTokenizer(tokenizer, BlendConfig().separator)
-        chunks = {segments.chunk_ids(chunk.page_content) for chunk in split(read_folder(parsed.docs))}
+        chunks = _chunks_of(parsed.docs, tokenizer)
         print(f"\n{len(chunks)} chunks, {sum(map(len, chunks))} tokens")
         for name, form in forms.items():
             print(f"{name:<5} {_megabytes(sum(record_bytes(info(ids), form) for ids in chunks))}")
