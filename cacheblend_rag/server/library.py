@@ -355,7 +355,8 @@ class Library:
         self._collections.pop(id, None)
 
     def _forget_alone(self, collection: OwnCollection, texts: Sequence[str]) -> None:
-        others = [one for one in self._collections.values() if one is not collection]
+        known = list(self._collections.values())  # at once: another thread may make or delete one meanwhile
+        others = [one for one in known if one is not collection]
         elsewhere = {text for one in others for text in one.texts()}
         alone = [text for text in texts if text not in elsewhere]
         if alone:
