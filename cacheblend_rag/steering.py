@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import RULE_OPTIONS, BlendConfig
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.fusor.selection import SelectionRule, make_rule
 from cacheblend_rag.fusor.selection.raising import keep_at_least
@@ -27,8 +27,6 @@ from cacheblend_rag.report import Expected
 __all__ = ["Choice", "Steering", "controller_beside", "names_rule", "profile_path"]
 
 _log = logging.getLogger(__name__)
-# Options that say which tokens are recomputed: calibrated ones take the place of those nobody set.
-_RULE_OPTIONS = ("selection", "check_layers", "recompute_ratios", "metric", "selection_options")
 
 
 @dataclass(frozen=True)
@@ -175,7 +173,7 @@ class Steering:
 
 def names_rule(config: BlendConfig) -> bool:
     """Whether any option that says which tokens are recomputed, the ratio apart, differs from its default."""
-    return any(getattr(config, name) != BlendConfig.default(name) for name in _RULE_OPTIONS)
+    return any(getattr(config, name) != BlendConfig.default(name) for name in RULE_OPTIONS)
 
 
 def _calibrated(config: BlendConfig, model: str, controller: LoadingController | None) -> BlendSettings | None:
@@ -196,7 +194,7 @@ def _calibrated(config: BlendConfig, model: str, controller: LoadingController |
 
 def _applied(config: BlendConfig, settings: BlendSettings) -> BlendConfig:
     """Options with the calibrated rule in place of the default one."""
-    values: dict[str, Any] = {name: getattr(settings, name) for name in _RULE_OPTIONS}
+    values: dict[str, Any] = {name: getattr(settings, name) for name in RULE_OPTIONS}
     return dataclasses.replace(config, recompute_ratio=settings.recompute_ratio, **values)
 
 
