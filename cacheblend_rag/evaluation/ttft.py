@@ -1,24 +1,51 @@
-"""Time to first token of every method on one prompt of a known model shape.
+"""Time to first token of every method on one prompt of a known model shape, beside the least it could be.
 
-``cacheblend-rag bench ttft --shape qwen2.5-0.5b --chunks 4 --chunk-tokens 512``
+``cacheblend-rag bench ttft --shape qwen2.5-0.5b --chunks 6 --chunk-tokens 512 --kv disk memory``
 
-All methods run in one process, in turn, round after round; ratios are of medians. The store is
-on disk and warm; loading, the question's tokens and the check layer are all in the time.
+All methods run in one process, in turn, round after round; ratios are of medians. Stores are warm;
+tokenising, looking up, loading, the layers before a check, the check and the question are all in the
+time. Only "cold" finds nothing stored, the prefix included, and stores nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+from cacheblend_rag.checks import check_choice, check_share
+from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.evaluation.baselines import METHODS as WAYS
 from cacheblend_rag.evaluation.baselines import Prefilled, blended, prefill_methods, time_rounds
-from cacheblend_rag.evaluation.benching import medians, show_ways, timed_result, warm_engine
+from cacheblend_rag.evaluation.benching import (
+    bench_model,
+    bench_prompt,
+    medians,
+    shown_seconds,
+    table,
+    timed_result,
+    warmed,
+)
+from cacheblend_rag.evaluation.bounds import cost_of, kv_rate
 from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.report import WarmReport
+from cacheblend_rag.store import KVStore, MemoryStore
 
-__all__ = ["TTFTOptions", "measure", "show"]
+__all__ = ["KV_PLACES", "METHODS", "TTFTOptions", "measure", "show"]
+
+FULL, PREFIX, REUSE, _ = WAYS
+METHODS = ("full", "prefix", "reuse", "hkvd-v", "hkvd-k", "gradual-30", "gradual-50", "default", "cold")
+KV_PLACES = ("disk", "memory", "gpu")
+_SCHEDULES = {"gradual-30": (0.3, 0.03), "gradual-50": (0.5, 0.4, 0.3, 0.05)}
+_FLAT = {"selection": "hkvd", "check_layers": (1,), "recompute_ratios": ()}
+_HEAD = ("method", "time to first token", "faster", "work", "bound", "of bound")
 
 
 @dataclass(frozen=True)
@@ -28,37 +55,149 @@ class TTFTOptions(BenchOptions):
     Parameters
     ----------
     ratios : tuple of float
-        Recompute ratios of the blended method.
+        Recompute ratios of flat HKVD.
+    methods : tuple of str
+        Some of `METHODS`; full recompute is always measured, as the others are compared with it.
+    kv : tuple of str
+        Where stored KV lies: some of `KV_PLACES`; each method that reads it is measured on each.
     """
 
     ratios: tuple[float, ...] = (0.15, 0.05)
+    methods: tuple[str, ...] = METHODS
+    kv: tuple[str, ...] = ("disk", "memory")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for ratio in self.ratios:
+            check_share("ratios", ratio)
+        for method in self.methods:
+            check_choice("methods", method, METHODS)
+        for place in self.kv:
+            check_choice("kv", place, KV_PLACES)
+        if not self.kv:
+            raise ConfigError("kv", self.kv, "name at least one place")
+
+
+@dataclass(frozen=True)
+class _Method:
+    """A prefill, and where the KV it reads lies; empty if it reads none from a store."""
+
+    run: Callable[[], Prefilled]
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """The prompt, and an engine over a warm store of each kind."""
+
+    prompt: Prompt
+    engines: dict[str, BlendEngine]
+    warming: dict[str, WarmReport]
+    cold: BlendEngine
 
 
 def measure(options: TTFTOptions) -> dict[str, Any]:
     """Measure every method; a dictionary fit for JSON."""
-    with warm_engine(options, options.ratios[0]) as (engine, prompt, warming):
-        seconds = time_rounds(_methods(engine, prompt, options), options.rounds).seconds
-        report = engine.fuse(prompt).report
-    ttft = medians(seconds)
+    with _warm(options) as bench:
+        methods = _methods(bench, options)
+        timed = time_rounds({name: m.run for name, m in methods.items()}, options.rounds, keep_kv=False)
+        engine = next(iter(bench.engines.values()))
+        report = engine.fuse(bench.prompt).report
+        rates = {place: kv_rate(at) for place, at in bench.engines.items()}
+        costs = {name: cost_of(engine.adapter, report.prompt_tokens, done) for name, done in timed.last.items()}
+    ttft = medians(timed.seconds)
+    full, first = ttft[FULL], rates[options.kv[0]]
+    bounds = {name: cost.bound(full, rates.get(methods[name].place, first)) for name, cost in costs.items()}
     return {
-        **timed_result(options, report, seconds),
-        "stored_bytes": warming.bytes,
-        "warming_seconds": warming.seconds,
+        **timed_result(options, report, timed.seconds),
+        "stores": {
+            place: {"bytes": warming.bytes, "warming_seconds": warming.seconds, "read_rate": rates[place]}
+            for place, warming in bench.warming.items()
+        },
         "ttft_seconds": ttft,
-        "times_faster": {name: ttft["full recompute"] / median for name, median in ttft.items()},
+        "times_faster": {name: full / median for name, median in ttft.items()},
+        "work": {name: cost.work for name, cost in costs.items()},
+        "loaded_bytes": {name: cost.loaded for name, cost in costs.items()},
+        "bound_seconds": bounds,
+        "share_of_bound": {name: bounds[name] / median for name, median in ttft.items()},
+        "parts": {name: asdict(done.report.seconds) for name, done in timed.last.items() if done.report},
     }
 
 
-def _methods(engine: BlendEngine, prompt: Prompt, options: TTFTOptions) -> Mapping[str, Callable[[], Prefilled]]:
-    methods = prefill_methods(engine, prompt)
-    del methods["blended"]
-    for ratio in options.ratios:
-        methods[f"blended {ratio:.0%}"] = blended(engine.with_config(recompute_ratio=ratio), prompt)
-    return methods
+@contextmanager
+def _warm(options: TTFTOptions) -> Iterator[_Bench]:
+    model, tokenizer = bench_model(options)
+    prompt = bench_prompt(tokenizer, options)
+    engines: dict[str, BlendEngine] = {}
+    warming: dict[str, WarmReport] = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        known: str | None = None
+        for place in options.kv:
+            store = _store(place, folder / "kv", model)
+            made = warmed(model, tokenizer, prompt, store, fingerprint=known)
+            engines[place], warming[place] = stack.enter_context(made)
+            known = engines[place].fingerprint
+        nothing = _store(options.kv[0], folder / "nothing", model)
+        config = BlendConfig(min_tokens=0, write_back="off")
+        cold = BlendEngine(model, tokenizer, config=config, store=nothing, fingerprint=known)
+        yield _Bench(prompt, engines, warming, stack.enter_context(cold))
+
+
+def _store(place: str, folder: Path, model: Any) -> KVStore | str:
+    if place == "disk":
+        return str(folder)
+    return MemoryStore(device=model.device if place == "gpu" else "cpu")
+
+
+def _methods(bench: _Bench, options: TTFTOptions) -> Mapping[str, _Method]:
+    """Methods by name, in the order in which they take turns."""
+    plain = prefill_methods(bench.engines[options.kv[0]], bench.prompt)
+    found = {FULL: _Method(plain[FULL])}
+    if "prefix" in options.methods:
+        found[PREFIX] = _Method(plain[PREFIX])
+    if "cold" in options.methods:
+        found["cold"] = _Method(blended(bench.cold, bench.prompt))
+    for name, rule in _rules(options).items():
+        for place, engine in bench.engines.items():
+            found[f"{name}, {place}"] = _Method(blended(engine.with_config(**rule), bench.prompt), place)
+    return found
+
+
+def _rules(options: TTFTOptions) -> dict[str, dict[str, Any]]:
+    """By name of a method that reads stored KV, what it changes of the engine's options."""
+    wanted: dict[str, list[tuple[str, dict[str, Any]]]] = {
+        "reuse": [(REUSE, {"selection": "none"})],
+        "default": [("default", {})],
+    }
+    for metric in ("v", "k"):
+        flat = _FLAT | {"metric": metric}
+        wanted[f"hkvd-{metric}"] = [
+            (f"hkvd {metric.upper()} {100 * ratio:g}%", flat | {"recompute_ratio": ratio}) for ratio in options.ratios
+        ]
+    for name, ratios in _SCHEDULES.items():
+        title = "gradual " + ", ".join(f"{100 * ratio:g}" for ratio in ratios) + "%"
+        falling = {"selection": "gradual", "check_layers": (1,), "metric": "v", "recompute_ratios": ratios}
+        wanted[name] = [(title, falling)]
+    return dict(one for name in METHODS if name in options.methods for one in wanted.get(name, []))
 
 
 def show(options: TTFTOptions) -> None:
     """Measure and print a table; the last line is JSON."""
     result = measure(options)
-    title = f"{options.shape}, {options.dtype}, {result['prompt_tokens']} tokens, warm store on disk"
-    show_ways(title, ("method", "time to first token", "faster"), result, "ttft_seconds", "times_faster")
+    print(f"{options.shape}, {options.dtype}, {result['prompt_tokens']} tokens, {result['machine']['device']}")
+    rows = [
+        (
+            name,
+            shown_seconds(seconds),
+            f"{result['times_faster'][name]:.2f}×",
+            f"{result['work'][name]:.1%}",
+            shown_seconds(result["bound_seconds"][name]),
+            f"{result['share_of_bound'][name]:.0%}",
+        )
+        for name, seconds in result["ttft_seconds"].items()
+    ]
+    print(table(_HEAD, rows))
+    rates = ", ".join(f"{place} {at['read_rate'] / 1e9:.1f} GB/s" for place, at in result["stores"].items())
+    print(f"bound: the work at full recompute's rate, or reading the KV where that takes longer ({rates})")
+    print(json.dumps(result))

@@ -1,0 +1,80 @@
+"""The least time a method could take: its arithmetic at full prefill's rate, or reading its KV if that is longer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.evaluation.baselines import Prefilled
+from cacheblend_rag.evaluation.profiling import measure_gpu_copy, measure_memory, read_files
+from cacheblend_rag.fusor.work import RowsDone, work_share
+from cacheblend_rag.models.adapter import ModelAdapter
+
+__all__ = ["Cost", "cost_of", "kv_rate", "token_bytes"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a method had to do for a prompt.
+
+    Parameters
+    ----------
+    work : float
+        Multiply-adds as a share of a full prefill's, attention counted by the keys each row sees: the
+        layers before a check, the rows kept, the question, checks, scoring and the output head.
+    loaded : int
+        Bytes of KV read from a store.
+    """
+
+    work: float
+    loaded: int = 0
+
+    def bound(self, full: float, rate: float) -> float:
+        """Seconds no method with this cost can beat on this machine.
+
+        Reading hides behind computing at best, so it counts only as far as it takes longer.
+
+        Parameters
+        ----------
+        full : float
+            Seconds full prefill took in the same run.
+        rate : float
+            Bytes a second at which KV can be read.
+        """
+        return max(self.work * full, self.loaded / rate)
+
+
+def cost_of(adapter: ModelAdapter, tokens: int, done: Prefilled) -> Cost:
+    """What a method did for a prompt of so many tokens.
+
+    Without a report, it computed the last rows of the prompt, on each layer to its end.
+    """
+    if done.report is not None:
+        return Cost(done.report.work, done.report.reused_tokens * token_bytes(adapter))
+    computed = tuple(torch.arange(tokens - rows, tokens) for rows in done.computed)
+    return Cost(work_share(adapter.shape, tokens, RowsDone(computed)))
+
+
+def token_bytes(adapter: ModelAdapter) -> int:
+    """Bytes of a token's keys and values on all layers, in the model's element type."""
+    return 2 * adapter.num_layers * adapter.kv_heads * adapter.head_dim * adapter.dtype.itemsize
+
+
+def kv_rate(engine: BlendEngine) -> float:
+    """Bytes a second at which KV could come from an engine's store to its model, nothing checked or put in place.
+
+    Of a folder, as its files lie now, in the system's page cache or not.
+    """
+    folder = getattr(engine.store, "folder", None)
+    kept = getattr(engine.store, "device", torch.device("cpu"))
+    if folder is not None:
+        rate = read_files(Path(folder).glob("??/??/*.val"))
+    else:
+        rate = measure_memory(device=kept).throughput
+    device = engine.adapter.device
+    if device.type == "cuda" and kept.type != "cuda":
+        rate = min(rate, measure_gpu_copy(device).throughput)
+    return rate
