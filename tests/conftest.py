@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +31,16 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 
     shape = SHAPES["smollm2-135m"] | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
     monkeypatch.setitem(SHAPES, "tiny", shape | {"num_attention_heads": 4, "num_key_value_heads": 2})
+
+
+@pytest.fixture
+def deep_shape(tiny_shape: None, tmp_path: Path) -> str:
+    """A ``config.json`` of a small model with layers enough for every rule that benchmarks measure."""
+    from cacheblend_rag.evaluation.shapes import SHAPES
+
+    path = tmp_path / "deep.json"
+    path.write_text(json.dumps(SHAPES["tiny"] | {"num_hidden_layers": 6}), encoding="utf-8")
+    return str(path)
 
 
 @pytest.fixture

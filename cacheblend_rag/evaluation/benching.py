@@ -196,6 +196,8 @@ def show_ways(title: str, head: Sequence[str], result: Mapping[str, Any], second
 
 def shown_seconds(seconds: float) -> str:
     """A time as tables show it."""
+    if seconds < 1e-3:
+        return f"{1e6 * seconds:.1f} µs"
     return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
 
 

@@ -1,0 +1,118 @@
+"""Seconds a token of computing chunks ahead of time, beside plain batched prefill of the same chunks.
+
+``cacheblend-rag bench warm --shape qwen2.5-0.5b --chunks 8 --chunk-tokens 512``
+
+All ways run in one process, in turn, round after round; ratios are of medians. Warming computes KV, undoes
+the rotation of keys and stores both; its store holds none of the chunks before. Plain prefill is transformers'
+own forward pass over all chunks in one padded batch, and over one after another; it stores nothing.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, in_turn, machine, medians, show_ways
+from cacheblend_rag.evaluation.shapes import BenchOptions
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.store import MemoryStore
+
+__all__ = ["BATCH", "WarmOptions", "measure", "show"]
+
+BATCH = "plain prefill, one batch"
+
+
+@dataclass(frozen=True)
+class WarmOptions(BenchOptions):
+    """What is measured."""
+
+    chunks: int = 8
+
+
+def measure(options: WarmOptions) -> dict[str, Any]:
+    """Measure every way; a dictionary fit for JSON."""
+    model, tokenizer = bench_model(options)
+    prompt = bench_prompt(tokenizer, options)
+    config = BlendConfig(write_back="off")
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        memory = stack.enter_context(BlendEngine(model, tokenizer, config=config, store=MemoryStore()))
+        known = memory.fingerprint
+        disk = stack.enter_context(BlendEngine(model, tokenizer, config=config, store=folder, fingerprint=known))
+        split = memory.tokenize(prompt)
+        ids = [split.ids(span) for span in split.chunks]
+        seconds = in_turn(_ways({"memory": memory, "disk": disk}, prompt, ids), options.rounds)
+    tokens = sum(map(len, ids))
+    a_token = {name: median / tokens for name, median in medians(seconds).items()}
+    return {
+        "options": asdict(options),
+        "machine": machine(options.device),
+        "tokens": tokens,
+        "seconds_a_token": a_token,
+        "to_batch": {name: median / a_token[BATCH] for name, median in a_token.items()},
+        "spread": {name: [min(times), max(times)] for name, times in seconds.items()},
+    }
+
+
+def _ways(
+    engines: Mapping[str, BlendEngine], prompt: Prompt, ids: Sequence[Sequence[int]]
+) -> dict[str, Callable[[], float]]:
+    """Ways to compute the KV of all chunks, each giving the seconds it took."""
+    engine = next(iter(engines.values()))
+
+    def batch() -> float:
+        started = time.perf_counter()
+        prefill_batch(engine, ids)
+        return time.perf_counter() - started
+
+    def single() -> float:
+        started = time.perf_counter()
+        for chunk in ids:
+            int(engine.adapter.prefill(chunk).logits.argmax())
+        return time.perf_counter() - started
+
+    def warm(engine: BlendEngine) -> float:
+        engine.forget(prompt.chunks)
+        started = time.perf_counter()
+        engine.warm(prompt.chunks, progress=False)
+        return time.perf_counter() - started
+
+    ways: dict[str, Callable[[], float]] = {BATCH: batch, "plain prefill, one by one": single}
+    for place, one in engines.items():
+        ways[f"warm, {place}"] = lambda one=one: warm(one)  # type: ignore[misc]
+    return ways
+
+
+def prefill_batch(engine: BlendEngine, ids: Sequence[Sequence[int]]) -> torch.Tensor:
+    """The model's own forward pass over several sequences, padded at their ends.
+
+    Returns
+    -------
+    Tensor, [sequences], long
+        Likeliest token behind each sequence as it was padded, which says that the pass has ended.
+    """
+    longest, device = max(map(len, ids)), engine.adapter.device
+    inputs = torch.zeros(len(ids), longest, dtype=torch.long)
+    mask = torch.zeros_like(inputs)
+    for row, chunk in enumerate(ids):
+        inputs[row, : len(chunk)] = torch.tensor(chunk)
+        mask[row, : len(chunk)] = 1
+    with torch.no_grad():
+        out = engine.model(inputs.to(device), attention_mask=mask.to(device), use_cache=True, logits_to_keep=1)
+    tokens: torch.Tensor = out.logits[:, -1].argmax(dim=-1).cpu()
+    return tokens
+
+
+def show(options: WarmOptions) -> None:
+    """Measure and print a table; the last line is JSON."""
+    result = measure(options)
+    title = f"{options.shape}, {options.dtype}, {options.chunks} chunks, {result['tokens']} tokens"
+    show_ways(title, ("way", "a token", "to one batch"), result, "seconds_a_token", "to_batch")
