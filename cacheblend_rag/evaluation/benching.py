@@ -8,6 +8,7 @@ import random
 import statistics
 import tempfile
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -84,9 +85,11 @@ def chunk_texts(tokenizer: Any, count: int, tokens: int) -> list[str]:
     texts = []
     for _ in range(count):
         text = [chooser.choice(words) for _ in range(tokens)]
-        while len(tokenizer.encode(" ".join(text), add_special_tokens=False)) > room and len(text) > 1:
-            text.pop()
-        texts.append(" ".join(text))
+
+        def size(length: int, text: list[str] = text) -> int:
+            return len(tokenizer.encode(" ".join(text[:length]), add_special_tokens=False))
+
+        texts.append(" ".join(text[: max(1, bisect_right(range(tokens + 1), room, key=size) - 1)]))
     return texts
 
 
