@@ -7,8 +7,11 @@ import torch
 
 from cacheblend_rag.fusor.mask import row_mask
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.attention import additive, row_attention
+from cacheblend_rag.models.attention import additive, blocks_of, row_attention, with_blocks
+from cacheblend_rag.prompt import Prompt
 from tests import tiny
+from tests.probes import engine_of
+from tests.test_invariants import model_named
 
 TOKENS = 37
 
@@ -47,11 +50,29 @@ def test_scattered_rows_see_what_the_mask_shows(window: int | None, kv_heads: in
     torch.testing.assert_close(found, plainly(query, key, value, seen), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("window", [None, 7, 90])
+@pytest.mark.parametrize("count", [160, 200, 299])
+def test_blocks_of_rows_give_what_the_whole_gives(count: int, window: int | None) -> None:
+    torch.manual_seed(4)
+    tokens = 300
+    rows = torch.randperm(tokens)[:count].sort().values
+    query = torch.randn(1, 4, count, 8)
+    key, value = torch.randn(2, 1, 2, tokens, 8)
+    seen = row_mask(rows, tokens, window)
+    assert seen is not None
+    blocks = blocks_of(rows, tokens, window)
+    assert 2 <= len(blocks) <= 8
+    assert sum(block.seen.stop - block.seen.start for block in blocks) < len(blocks) * tokens
+    mask = with_blocks(additive(seen, torch.float32, float("-inf")), blocks)
+    found, _ = row_attention(torch.nn.Identity(), query, key, value, mask)
+    torch.testing.assert_close(found, plainly(query, key, value, seen), rtol=1e-5, atol=1e-6)
+
+
 def test_a_dense_mask_is_made_where_it_costs_less_than_padding() -> None:
     adapter = ModelAdapter(tiny.model("llama"))
     with adapter.blending():
-        assert adapter.kernel_mask(None, 20, TOKENS) is None
-        mask = adapter.kernel_mask(None, 5, TOKENS)
+        assert adapter.kernel_mask(None, torch.arange(17, TOKENS), TOKENS, None) is None
+        mask = adapter.kernel_mask(None, torch.arange(32, TOKENS), TOKENS, None)
     assert mask is not None
     assert mask.shape == (1, 1, 5, TOKENS)
     assert mask.exp().sum(dim=-1).flatten().tolist() == [33, 34, 35, 36, 37]
@@ -64,3 +85,19 @@ def test_the_model_keeps_its_own_attention() -> None:
     with adapter.blending():
         assert model.config._attn_implementation != before
     assert model.config._attn_implementation == before == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral, window"])
+def test_a_prompt_fused_in_blocks_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = Prompt("Read this:", [tiny.text(40, 1), tiny.text(50, 2), tiny.text(30, 3)], "What fell in the end?")
+    with engine_of(model_named(name), recompute_ratio=0.4) as engine:
+        engine.warm(prompt.chunks, progress=False)
+        engine.fuse(prompt)
+        whole = engine.fuse(prompt)
+        monkeypatch.setattr("cacheblend_rag.models.attention._BLOCK_ROWS", 3)
+        parted = engine.fuse(prompt)
+    assert len(whole.recomputed[2]) > 24  # eight blocks of at least three rows
+    torch.testing.assert_close(parted.logits, whole.logits, rtol=1e-4, atol=1e-5)
+    for one, other in zip(parted.cache.layers, whole.cache.layers, strict=True):
+        torch.testing.assert_close(one.keys, other.keys, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-5)

@@ -231,7 +231,7 @@ class _Pass:
     def _mask(self, window: int | None) -> torch.Tensor | None:
         if window not in self._masks:
             seen = row_mask(self._rows, self._tokens, window)
-            self._masks[window] = self._adapter.kernel_mask(seen, len(self._rows), self._tokens)
+            self._masks[window] = self._adapter.kernel_mask(seen, self._rows, self._tokens, window)
         return self._masks[window]
 
 

@@ -13,7 +13,14 @@ import transformers
 from transformers import DynamicCache
 
 from cacheblend_rag.errors import UnsupportedModelError
-from cacheblend_rag.models.attention import ROW_ATTENTION, additive, fits_causal_kernel, use_row_attention
+from cacheblend_rag.models.attention import (
+    ROW_ATTENTION,
+    additive,
+    blocks_of,
+    fits_causal_kernel,
+    use_row_attention,
+    with_blocks,
+)
 from cacheblend_rag.models.families import family_of
 from cacheblend_rag.models.fingerprint import fingerprint
 from cacheblend_rag.models.growing import let_grow
@@ -241,7 +248,9 @@ class ModelAdapter:
             keys = norm(keys[None])[0]
         return rotate(keys, rotaries.of_keys(layer))
 
-    def kernel_mask(self, mask: torch.Tensor | None, rows: int, tokens: int) -> torch.Tensor | None:
+    def kernel_mask(
+        self, mask: torch.Tensor | None, rows: torch.Tensor, tokens: int, window: int | None
+    ) -> torch.Tensor | None:
         """A mask in the form the attention in use takes; the same for all layers with its window.
 
         Parameters
@@ -249,8 +258,12 @@ class ModelAdapter:
         mask : Tensor or None, [1, 1, rows, tokens], bool
             True where a row sees a position; None if the rows are the last positions and each
             sees all before it.
-        rows, tokens : int
-            Number of rows and of positions.
+        rows : Tensor, [rows], long
+            Positions of the rows, rising.
+        tokens : int
+            Positions in all.
+        window : int or None
+            Sliding window of the layers.
 
         Returns
         -------
@@ -258,10 +271,13 @@ class ModelAdapter:
         """
         fused = self.config._attn_implementation == ROW_ATTENTION
         if mask is None:
-            if fused and fits_causal_kernel(rows, tokens, self.device):
+            count = len(rows)
+            if fused and fits_causal_kernel(count, tokens, self.device):
                 return None
-            mask = torch.ones(1, 1, rows, tokens, dtype=torch.bool, device=self.device).tril(tokens - rows)
-        return additive(mask, self.dtype, float("-inf") if fused else torch.finfo(self.dtype).min)
+            mask = torch.ones(1, 1, count, tokens, dtype=torch.bool, device=self.device).tril(tokens - count)
+        if not fused:
+            return additive(mask, self.dtype, torch.finfo(self.dtype).min)
+        return with_blocks(additive(mask, self.dtype, float("-inf")), blocks_of(rows, tokens, window))
 
     def run_layer(
         self,
