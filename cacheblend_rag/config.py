@@ -162,7 +162,8 @@ class BlendConfig:
         or the same prompt again, continues from it. It is that of a blended pass, and so
         approximate; questions and answers are then stored too.
     prefetch : bool
-        Read the KV of the next layer while this one is fused.
+        Read the KV of the next layer while this one is fused, where reading is slow enough to pay
+        for it.
     size_limit : int or str
         Bytes the KV store may take, as a number or as text such as ``"20GB"``.
     memory_limit : int or str

@@ -16,7 +16,7 @@ from cacheblend_rag.errors import GenerationError
 from cacheblend_rag.finals import Continued, Finals
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
 from cacheblend_rag.fusor.work import work_share
-from cacheblend_rag.loading import ChunkKV, LayerReader, Placement, load_ahead, load_plainly
+from cacheblend_rag.loading import ChunkKV, LayerReader, Placement, load_as_it_pays, load_plainly
 from cacheblend_rag.loading.loader import ReadClock, RecordLost
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.fingerprint import fingerprint_in
@@ -358,7 +358,7 @@ class Pipeline:
             clock=clock,
         )
         ahead = self.config.prefetch and reader.stored_layer_bytes >= _WORTH_A_THREAD
-        return load_ahead(reader) if ahead else load_plainly(reader)
+        return load_as_it_pays(reader) if ahead else load_plainly(reader)
 
     def _plan(self, split: TokenizedPrompt, found: _Found) -> FusionPlan:
         """Sort the stored segments into exact and reused ones."""

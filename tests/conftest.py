@@ -47,5 +47,7 @@ def deep_shape(tiny_shape: None, tmp_path: Path) -> str:
 def even_small_records_are_prefetched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of records of any size are read ahead on a thread."""
     from cacheblend_rag import pipeline
+    from cacheblend_rag.loading import loader
 
     monkeypatch.setattr(pipeline, "_WORTH_A_THREAD", 0)
+    monkeypatch.setattr(loader, "_FAST", float("inf"))

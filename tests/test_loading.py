@@ -13,7 +13,7 @@ import torch
 
 from cacheblend_rag import Prompt, pipeline
 from cacheblend_rag.errors import RecordError
-from cacheblend_rag.loading import LayerReader, Placement, load_ahead, load_plainly
+from cacheblend_rag.loading import LayerReader, Placement, load_ahead, load_as_it_pays, load_plainly, loader
 from cacheblend_rag.loading.loader import RecordLost
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore, RecordInfo
@@ -54,7 +54,7 @@ def loader_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-loader")]
 
 
-@pytest.mark.parametrize("load", [load_plainly, load_ahead])
+@pytest.mark.parametrize("load", [load_plainly, load_ahead, load_as_it_pays])
 def test_every_layer_lies_in_place(load: Any) -> None:
     first, second = Record(5, 1), Record(7, 2)
     layers = list(load(reader_of((2, first), (9, second), (16, Record(4, 3)))))
@@ -104,7 +104,7 @@ def test_plainly_reads_when_asked() -> None:
     assert read == [0]
 
 
-@pytest.mark.parametrize("load", [load_plainly, load_ahead])
+@pytest.mark.parametrize("load", [load_plainly, load_ahead, load_as_it_pays])
 @pytest.mark.parametrize("error", [RecordError("bad checksum"), OSError("disk gone")])
 @pytest.mark.parametrize("at", [0, 1, LAYERS - 1])
 def test_a_failing_record_is_named_at_its_layer(load: Any, error: Exception, at: int) -> None:
@@ -120,6 +120,18 @@ def test_a_failing_record_is_named_at_its_layer(load: Any, error: Exception, at:
     assert caught.value.key == "record at 5"
     layers.close()
     assert loader_threads() == []
+
+
+@pytest.mark.parametrize(("fast", "on_a_thread"), [(0.0, 0), (float("inf"), LAYERS - 1)])
+def test_layers_are_read_ahead_if_the_first_was_slow(
+    fast: float, on_a_thread: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_FAST", fast)
+    readers: list[str] = []
+    record = Record(5, 1, lambda layer: readers.append(threading.current_thread().name))
+    assert len(list(load_as_it_pays(reader_of((0, record))))) == LAYERS
+    assert sum(name.startswith("kv-loader") for name in readers) == on_a_thread
+    assert len(readers) == LAYERS
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
@@ -166,7 +178,8 @@ def test_prefetch_changes_no_bit_of_the_result(on_disk: bool, tmp_path: Path, mo
         return lambda reader: used.append(load.__name__) or load(reader)
 
     monkeypatch.setattr(pipeline, "_WORTH_A_THREAD", 0)
-    for load in (load_ahead, load_plainly):
+    monkeypatch.setattr(loader, "_FAST", float("inf"))
+    for load in (load_as_it_pays, load_plainly):
         monkeypatch.setattr(pipeline, load.__name__, noting(load))
     with engine_of(store=tmp_path if on_disk else None, recompute_ratio=0.2) as engine:
         engine.warm(PROMPT.chunks)
@@ -174,7 +187,7 @@ def test_prefetch_changes_no_bit_of_the_result(on_disk: bool, tmp_path: Path, mo
         used.clear()
         ahead = engine.with_config(prefetch=True).fuse(PROMPT)
         plain = engine.with_config(prefetch=False).fuse(PROMPT)
-        assert used == ["load_ahead", "load_plainly"]
+        assert used == ["load_as_it_pays", "load_plainly"]
         monkeypatch.setattr(pipeline, "_WORTH_A_THREAD", 2**40)
         engine.with_config(prefetch=True).fuse(PROMPT)
         assert used[2:] == ["load_plainly"]

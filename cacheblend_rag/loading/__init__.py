@@ -1,7 +1,7 @@
 """LOAD: stored KV, layer by layer, and how much of it to recompute meanwhile."""
 
 from cacheblend_rag.loading.controller import TASKS, ChunkKV, LoadingController, LoadingPlan, RatioBounds
-from cacheblend_rag.loading.loader import LayerReader, Placement, load_ahead, load_plainly
+from cacheblend_rag.loading.loader import LayerReader, Placement, load_ahead, load_as_it_pays, load_plainly
 from cacheblend_rag.loading.prefetcher import Prefetcher
 from cacheblend_rag.loading.profile import BlendSettings, Device, MachineProfile, PrefillProfile, load_devices
 
@@ -19,6 +19,7 @@ __all__ = [
     "PrefillProfile",
     "RatioBounds",
     "load_ahead",
+    "load_as_it_pays",
     "load_devices",
     "load_plainly",
 ]
