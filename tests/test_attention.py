@@ -60,7 +60,7 @@ def test_blocks_of_rows_give_what_the_whole_gives(count: int, window: int | None
     key, value = torch.randn(2, 1, 2, tokens, 8)
     seen = row_mask(rows, tokens, window)
     assert seen is not None
-    blocks = blocks_of(rows, tokens, window)
+    blocks = blocks_of(rows, window)
     assert 2 <= len(blocks) <= 8
     assert sum(block.seen.stop - block.seen.start for block in blocks) < len(blocks) * tokens
     mask = with_blocks(additive(seen, torch.float32, float("-inf")), blocks)
@@ -76,6 +76,13 @@ def test_a_dense_mask_is_made_where_it_costs_less_than_padding() -> None:
     assert mask is not None
     assert mask.shape == (1, 1, 5, TOKENS)
     assert mask.exp().sum(dim=-1).flatten().tolist() == [33, 34, 35, 36, 37]
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
+def test_what_fused_kernels_lack_is_refused(name: str) -> None:
+    query = torch.randn(1, 2, 3, 8)
+    with pytest.raises(ValueError, match=name):
+        row_attention(torch.nn.Identity(), query, query, query, None, **{name: 1.0})
 
 
 def test_the_model_keeps_its_own_attention() -> None:

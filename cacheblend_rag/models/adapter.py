@@ -277,7 +277,7 @@ class ModelAdapter:
             mask = torch.ones(1, 1, count, tokens, dtype=torch.bool, device=self.device).tril(tokens - count)
         if not fused:
             return additive(mask, self.dtype, torch.finfo(self.dtype).min)
-        return with_blocks(additive(mask, self.dtype, float("-inf")), blocks_of(rows, tokens, window))
+        return with_blocks(additive(mask, self.dtype, float("-inf")), blocks_of(rows, window))
 
     def run_layer(
         self,

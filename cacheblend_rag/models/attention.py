@@ -44,6 +44,8 @@ class Block:
     seen: slice
 
 
+# What transformers hands to attention functions that can do with it: soft caps, attention sinks, learned biases.
+_NOT_FUSED = ("softcap", "s_aux", "position_bias")
 _WHOLE = (Block(slice(None), slice(None)),)
 
 
@@ -61,7 +63,7 @@ def row_attention(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **ignored: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """What transformers' ``sdpa`` computes, for rows that need not be all positions.
 
@@ -77,6 +79,11 @@ def row_attention(
     -------
     Tensor, [batch, rows, heads, head_dim], and None
 
+    Raises
+    ------
+    ValueError
+        If the family's attention has what fused kernels lack.
+
     Notes
     -----
     transformers copies each key and value for all query heads of its group whenever there is a
@@ -84,6 +91,9 @@ def row_attention(
     A kernel works on what a mask hides too. Kept rows lie all over the prompt and see half of it on
     average, so they are taken block by block (`with_blocks`), each with what it can see.
     """
+    lacking = [name for name in _NOT_FUSED if others.get(name) is not None]
+    if lacking:
+        raise ValueError(f"fused attention lacks {lacking[0]!r}; load the model with attn_implementation='eager'")
     grouped = query.shape[1] != key.shape[1]
     if grouped and key.device.type != "cpu":
         copies = query.shape[1] // key.shape[1]
@@ -112,15 +122,13 @@ def with_blocks(mask: torch.Tensor, blocks: tuple[Block, ...]) -> torch.Tensor:
     return mask
 
 
-def blocks_of(rows: torch.Tensor, tokens: int, window: int | None) -> tuple[Block, ...]:
+def blocks_of(rows: torch.Tensor, window: int | None) -> tuple[Block, ...]:
     """Rows cut into blocks for a CPU's kernels; elsewhere a call costs more than it saves.
 
     Parameters
     ----------
     rows : Tensor, [rows], long
         Positions of the kept rows, rising.
-    tokens : int
-        Positions in all.
     window : int or None
         Sliding window of the layer.
     """
@@ -132,7 +140,7 @@ def blocks_of(rows: torch.Tensor, tokens: int, window: int | None) -> tuple[Bloc
     for start in range(0, len(rows), size):
         stop = min(start + size, len(rows))
         first = 0 if window is None else max(0, places[start] - window + 1)
-        blocks.append(Block(slice(start, stop), slice(first, min(places[stop - 1] + 1, tokens))))
+        blocks.append(Block(slice(start, stop), slice(first, places[stop - 1] + 1)))
     return tuple(blocks)
 
 
