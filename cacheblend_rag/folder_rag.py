@@ -84,7 +84,7 @@ class FolderRAGOptions:
         """Options of the engine, with what suits an application where nothing was chosen.
 
         The reference model is blended by the rule that suits it, and copies of what was read last
-        stay in memory.
+        stay in memory; a ``memory_limit`` of 0, the default, does not tell who wants none, 1 does.
         """
         config = self.config
         if config.memory_limit == BlendConfig.default("memory_limit"):

@@ -30,6 +30,7 @@ __all__ = [
     "measure_prefill",
     "profile_machine",
     "read_files",
+    "timed",
 ]
 
 _BLOCK = 2**20
@@ -41,7 +42,7 @@ def measure_prefill(adapter: ModelAdapter, lengths: Sequence[int], repeats: int 
     chooser, found = random.Random(0), {}
     for length in sorted({min(length, limit) for length in lengths}):
         ids = [chooser.randrange(3, adapter.config.vocab_size) for _ in range(length)]
-        times = [_timed(lambda ids=ids: int(adapter.prefill(ids).logits.argmax())) for _ in range(repeats + 1)]  # type: ignore[misc]
+        times = [timed(lambda ids=ids: int(adapter.prefill(ids).logits.argmax())) for _ in range(repeats + 1)]  # type: ignore[misc]
         found[length] = min(times[1:])
     return found
 
@@ -116,7 +117,7 @@ def _read_through(descriptor: int, name: str) -> Device:
     small, chooser = bytearray(4096), random.Random(0)
     drop_cache(descriptor)
     places = [chooser.randrange(size // 4096) * 4096 for _ in range(64)]
-    latency = statistics.median(_timed(lambda at=at: os.preadv(descriptor, [small], at)) for at in places)  # type: ignore[misc]
+    latency = statistics.median(timed(lambda at=at: os.preadv(descriptor, [small], at)) for at in places)  # type: ignore[misc]
     drop_cache(descriptor)
     started = time.perf_counter()
     for offset in range(0, size, _BLOCK):
@@ -152,7 +153,7 @@ def read_files(paths: Iterable[Path], repeats: int = 3) -> float:
                 while file.readinto(buffer):
                     pass
 
-    return size / min(_timed(read) for _ in range(repeats))
+    return size / min(timed(read) for _ in range(repeats))
 
 
 def measure_memory(size: int = 64 * 10**6, device: torch.device | None = None) -> Device:
@@ -165,7 +166,7 @@ def measure_memory(size: int = 64 * 10**6, device: torch.device | None = None) -
         if source.is_cuda:
             torch.cuda.synchronize(source.device)
 
-    return Device("memory", throughput=size / min(_timed(copy) for _ in range(3)))
+    return Device("memory", throughput=size / min(timed(copy) for _ in range(3)))
 
 
 def measure_gpu_copy(device: torch.device, size: int = 64 * 10**6) -> Device:
@@ -176,7 +177,7 @@ def measure_gpu_copy(device: torch.device, size: int = 64 * 10**6) -> Device:
         source.to(device)
         torch.cuda.synchronize(device)
 
-    return Device("gpu", throughput=size / min(_timed(copy) for _ in range(4)))
+    return Device("gpu", throughput=size / min(timed(copy) for _ in range(4)))
 
 
 def profile_machine(
@@ -231,7 +232,8 @@ def _path_beside(store: KVStore) -> Path:
     return path
 
 
-def _timed(work: Callable[[], object]) -> float:
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that some work takes."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started

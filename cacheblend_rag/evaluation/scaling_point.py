@@ -25,6 +25,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, warmed
 from cacheblend_rag.evaluation.bounds import token_bytes
+from cacheblend_rag.evaluation.profiling import timed
 from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.fusor.work import RowsDone, prefill_work, work_share
 from cacheblend_rag.models.adapter import ModelAdapter
@@ -77,11 +78,8 @@ def _full(model: Any, tokenizer: Any, prompt: Prompt, options: PointOptions) -> 
     with BlendEngine(model, tokenizer, config=BlendConfig(write_back="off")) as engine:
         adapter, ids = engine.adapter, engine.tokenize(prompt).input_ids
         adapter.prefill(ids[:64])  # warms up
-        before, seconds = _new_peak(adapter.device), []
-        for _ in range(options.rounds):
-            started = time.perf_counter()
-            int(adapter.prefill(ids).logits.argmax())
-            seconds.append(time.perf_counter() - started)
+        before = _new_peak(adapter.device)
+        seconds = [timed(lambda: int(adapter.prefill(ids).logits.argmax())) for _ in range(options.rounds)]
         return {
             "tokens": len(ids),
             "seconds": seconds,

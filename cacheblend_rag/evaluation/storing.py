@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,7 +25,7 @@ from cacheblend_rag.checks import check_choice
 from cacheblend_rag.config import CODEC_NAMES
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.evaluation.benching import machine, medians, shown_seconds, table
-from cacheblend_rag.evaluation.profiling import drop_cache
+from cacheblend_rag.evaluation.profiling import drop_cache, timed
 from cacheblend_rag.evaluation.shapes import BenchOptions, shape_config
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore
@@ -137,15 +136,15 @@ def _round(subject: _Subject, records: Mapping[str, KVRecord]) -> tuple[dict[str
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "kv"
         store = subject.make(folder)
-        took = {"write": _seconds(lambda: _write(store, records))}
+        took = {"write": timed(lambda: _write(store, records))}
         size = sum(store.record_bytes(record.info) for record in records.values())
         if subject.again is not None:
             store.close()
             store = subject.again(folder)
             _forget_pages(folder)
-            took["first read"] = _seconds(lambda: _read(store, records))
-        took["look up"] = _seconds(lambda: _look_up(store, records))
-        took["read"] = _seconds(lambda: _read(store, records))
+            took["first read"] = timed(lambda: _read(store, records))
+        took["look up"] = timed(lambda: _look_up(store, records))
+        took["read"] = timed(lambda: _read(store, records))
         store.close()
     return took, size
 
@@ -187,12 +186,6 @@ def _forget_pages(folder: Path) -> None:
             drop_cache(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 def show(options: StoreOptions) -> None:

@@ -10,7 +10,6 @@ own forward pass over all chunks in one padded batch, and over one after another
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ import torch
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, in_turn, machine, medians, show_ways
+from cacheblend_rag.evaluation.profiling import timed
 from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store import MemoryStore
@@ -68,24 +68,18 @@ def _ways(
     """Ways to compute the KV of all chunks, each giving the seconds it took."""
     engine = next(iter(engines.values()))
 
-    def batch() -> float:
-        started = time.perf_counter()
-        prefill_batch(engine, ids)
-        return time.perf_counter() - started
-
-    def single() -> float:
-        started = time.perf_counter()
+    def single() -> None:
         for chunk in ids:
             int(engine.adapter.prefill(chunk).logits.argmax())
-        return time.perf_counter() - started
 
     def warm(engine: BlendEngine) -> float:
         engine.forget(prompt.chunks)
-        started = time.perf_counter()
-        engine.warm(prompt.chunks, progress=False)
-        return time.perf_counter() - started
+        return timed(lambda: engine.warm(prompt.chunks, progress=False))
 
-    ways: dict[str, Callable[[], float]] = {BATCH: batch, "plain prefill, one by one": single}
+    ways: dict[str, Callable[[], float]] = {
+        BATCH: lambda: timed(lambda: prefill_batch(engine, ids)),
+        "plain prefill, one by one": lambda: timed(single),
+    }
     for place, one in engines.items():
         ways[f"warm, {place}"] = lambda one=one: warm(one)  # type: ignore[misc]
     return ways
