@@ -28,6 +28,7 @@ __all__ = [
     "decode_from",
     "prefill_behind",
     "prefill_methods",
+    "time_once",
     "time_rounds",
 ]
 
@@ -134,6 +135,14 @@ class Timed:
     last: dict[str, Prefilled]
 
 
+def time_once(method: Callable[[], Prefilled]) -> tuple[float, Prefilled]:
+    """Seconds until a method's first token is known to the host, and what it made."""
+    started = time.perf_counter()
+    result = method()
+    int(result.logits.argmax())
+    return time.perf_counter() - started, result
+
+
 def time_rounds(methods: Mapping[str, Callable[[], Prefilled]], rounds: int, *, keep_kv: bool = True) -> Timed:
     """Time methods in turn, round after round, to the first token; a first round warms up and does not count.
 
@@ -147,10 +156,7 @@ def time_rounds(methods: Mapping[str, Callable[[], Prefilled]], rounds: int, *, 
     timed = Timed({name: [] for name in methods}, {})
     for number in range(rounds + 1):
         for name, method in methods.items():
-            started = time.perf_counter()
-            result = method()
-            int(result.logits.argmax())  # the first token, known to the host
-            took = time.perf_counter() - started
+            took, result = time_once(method)
             timed.last[name] = result if keep_kv else replace(result, cache=None)
             del result  # what it holds is released before the next method's time begins
             if number:

@@ -25,8 +25,8 @@ _NEWEST = 0.2
 class Turn:
     """A place at the model; leaving it ends what still runs there and lets the next one in."""
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
+    def __init__(self, line: Line, tenant: str) -> None:
+        self._line, self._tenant = line, tenant
         self._streams: list[TextStream] = []
         self._threads: list[asyncio.Future[Any]] = []
         self._began = time.monotonic()
@@ -55,6 +55,21 @@ class Turn:
                     await asyncio.to_thread(stream.close)
             finally:
                 self._line.passed_on(time.monotonic() - self._began)
+
+    async def give_way(self) -> bool:
+        """Let all who wait go first, and come back; whether anybody waited.
+
+        Raises
+        ------
+        Problem
+            503 if that took too long; the place is lost then.
+        """
+        if self._left or not self._line.waiting:
+            return False
+        await self.leave()
+        await self._line.place(self._tenant)
+        self._began, self._left = time.monotonic(), False
+        return True
 
     async def __aenter__(self) -> Turn:
         return self
@@ -106,16 +121,26 @@ class Line:
         Problem
             429 if too many of this tenant wait already, 503 if it took too long.
         """
-        if self._free:
-            self._free -= 1
-            return Turn(self)
-        queue = self._waiting.get(tenant, deque())
-        if len(queue) >= self._limit:
+        if not self._free and len(self._waiting.get(tenant, ())) >= self._limit:
             raise Problem(
                 429, "busy", "too many requests wait already; try again later", retry_after=self.retry_after()
             )
+        await self.place(tenant)
+        return Turn(self, tenant)
+
+    async def place(self, tenant: str) -> None:
+        """Wait for a place behind all of this tenant's who wait, however many they are.
+
+        Raises
+        ------
+        Problem
+            503 if it took too long.
+        """
+        if self._free:
+            self._free -= 1
+            return
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, queue).append(mine)
+        self._waiting.setdefault(tenant, deque()).append(mine)
         try:
             async with asyncio.timeout(self._patience):
                 await mine
@@ -128,7 +153,6 @@ class Line:
                 retry = self.retry_after()
                 raise Problem(503, "overloaded", "no place at the model in time", retry_after=retry) from None
             raise
-        return Turn(self)
 
     def passed_on(self, seconds: float) -> None:
         """A place is free again."""

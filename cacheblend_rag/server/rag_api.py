@@ -290,10 +290,17 @@ class _Asked:
 @router.post(
     "/collections/{id}/compare",
     response_class=StreamingResponse,
-    responses={200: {"content": {"text/event-stream": {}}, "description": "Events `row`, `error` and `done`."}},
+    responses={
+        200: {
+            "content": {"text/event-stream": {}},
+            "description": "Events `row`, `error` and `done`. A `row` has `method`, `answer`, `same_as_full`, `ttft_s` "
+            "and `rounds`. It comes with the answer, then again after each round: `ttft_s` is the median of so many "
+            "`rounds`, or that of the one pass that gave the answer while `rounds` is 0.",
+        }
+    },
 )
 async def compare(here: Here, request: Request, id: str, body: CompareBody) -> EventStream:
-    """Answer a question by full recompute, prefix caching, full KV reuse and blending."""
+    """Answer a question by full recompute, prefix caching, full KV reuse and blending, then time all in rounds."""
     collection, service = here.collection(id), here.service
     _check_question(here, body.question, "question")
     engine = _engine(here, collection, body)
@@ -301,12 +308,28 @@ async def compare(here: Here, request: Request, id: str, body: CompareBody) -> E
 
     async def rows() -> AsyncIterator[str]:
         most = service.answer_tokens(None)
-        _, prompt = await _retrieved(service, collection, body, turn, most)
-        compared = compare_all(engine, prompt, most)
-        while (row := await turn.in_thread(next, compared, None)) is not None:
-            yield event("row", row)
+        found, prompt = await _retrieved(service, collection, body, turn, most)
+        compared = compare_all(engine, prompt, most, service.limits.answer_seconds)
+        while (known := await turn.in_thread(next, compared, None)) is not None:
+            for row in known:
+                yield event("row", row)
+            if await turn.give_way():  # nobody waits for more than one pass of one method
+                await asyncio.to_thread(_check_there, here, id, found)
 
     return EventStream(_to_the_end(rows()), turn, service.longest)
+
+
+def _check_there(here: Session, id: str, found: list[Found]) -> None:
+    """Refuse to go on with passages that were deleted meanwhile: their KV would be stored again.
+
+    Raises
+    ------
+    Problem
+        404 if one is gone.
+    """
+    collection = here.collection(id)
+    for one in found:
+        collection.chunk(one.document_id, one.chunk)
 
 
 async def _retrieved(

@@ -77,3 +77,43 @@ async def test_a_place_given_to_someone_just_leaving_goes_on_to_the_next() -> No
         await gone
     assert (await stays) is not turn
     assert line.waiting == 0
+
+
+async def test_who_gives_way_comes_back_behind_all_who_wait() -> None:
+    line, served = Line(1, 1, 10.0), []
+    turn = await line.turn("a")
+    assert not await turn.give_way()  # nobody waits
+
+    async def ask(name: str) -> None:
+        async with await line.turn(name):
+            served.append(name)
+
+    waiting = [asyncio.create_task(ask(name)) for name in ("a", "b")]
+    await soon()
+    assert await turn.give_way()  # though its tenant's queue was full
+    assert served == ["a", "b"]
+    assert line.served == 1
+    await turn.leave()
+    await asyncio.gather(*waiting)
+    assert (line.waiting, line.served) == (0, 0)
+
+
+async def test_who_goes_away_while_giving_way_leaves_no_gap() -> None:
+    line = Line(1, 10, 0.05)
+    turn = await line.turn("a")
+    stays = asyncio.create_task(line.turn("b"))
+    await soon()
+    gone = asyncio.create_task(turn.give_way())
+    other = await stays
+    gone.cancel()
+    await soon()
+    await turn.leave()  # it has none to leave
+    assert (line.waiting, line.served) == (0, 1)
+    await other.leave()
+    late, stays = await line.turn("a"), asyncio.create_task(line.turn("b"))
+    await soon()
+    with pytest.raises(Problem) as refused:
+        await late.give_way()  # the other stays longer than it may wait
+    assert refused.value.status == 503
+    await (await stays).leave()
+    assert (line.waiting, line.served) == (0, 0)

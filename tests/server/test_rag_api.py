@@ -90,7 +90,7 @@ def test_rule_and_ratio_are_the_requests_own(client: Any) -> None:
 def test_the_comparison_has_a_row_a_method(client: Any) -> None:
     answer = client.post("/api/collections/archive/compare", json={"question": QUESTION, "k": 3, "ratio": 1.0})
     events = read_events(answer.text)
-    rows = {data["method"]: data for name, data in events if name == "row"}
+    rows = {data["method"]: data for name, data in events if name == "row"}  # the last of each
     assert set(rows) == {"full", "prefix", "reuse", "blend"}
     assert events[-1][0] == "done"
     assert rows["full"]["same_as_full"]

@@ -110,6 +110,22 @@ function watchAnswer() {
   new MutationObserver(note).observe(document.querySelector("#turns"), all);
 }
 
+/** Answer what is sent to `path` with these events, some each time that `letGo` is called. */
+function holdStream({ path, events }) {
+  const fetched = window.fetch;
+  window.held = { events };
+  const start = (controller) => (window.held.controller = controller);
+  const answer = new Response(new ReadableStream({ start }), { headers: { "Content-Type": "text/event-stream" } });
+  window.fetch = async (address, how) => (String(address).endsWith(path) ? answer : fetched(address, how));
+}
+
+/** Send the next events of a held stream; it ends with the last. */
+function letGo(count) {
+  const { events, controller } = window.held;
+  for (const one of events.splice(0, count)) controller.enqueue(new TextEncoder().encode(one));
+  if (!events.length) controller.close();
+}
+
 /** A drag's files from their names and texts. */
 function transferOf(files) {
   const transfer = new DataTransfer();

@@ -207,6 +207,7 @@ def test_the_methods_are_compared_on_the_same_question(page: Page) -> None:
     for row in rows.all()[1:]:
         expect(row.locator(".badge")).to_have_text(re.compile("^(same|another) answer$"))
         expect(row.locator(".took")).to_have_text(re.compile("^First token .* · "))
+    expect(page.locator("#compare .hint")).to_contain_text("median of 3 rounds")
     assert question.answers[0].lower() in (rows.first.locator(".said").text_content() or "").lower()
     expect(turn.locator(".verdict")).to_contain_text("full recompute")
 

@@ -142,6 +142,33 @@ def test_full_reuse_that_answers_otherwise_is_named_in_the_conversation(page: Pa
     expect(page.locator("[data-method=reuse] .badge")).to_have_text("another answer")
 
 
+def test_bars_are_drawn_when_the_methods_were_timed_and_move_with_each_round(page: Page) -> None:
+    def row(method: str, seconds: float, rounds: int) -> tuple[str, object]:
+        given = {"method": method, "answer": "Yes.", "ttft_s": seconds, "same_as_full": True, "rounds": rounds}
+        return "row", given
+
+    methods = ("full", "prefix", "reuse", "blend")
+    told = [row(one, 9.0, 0) for one in methods]
+    told += [row(one, seconds, 1) for one, seconds in zip(methods, (0.8, 0.7, 0.1, 0.9), strict=True)]
+    told += [row(one, seconds, 2) for one, seconds in zip(methods, (0.8, 0.6, 0.1, 0.2), strict=True)]
+    probe(page, "holdStream", {"path": "/compare", "events": [events(one) for one in (*told, ("done", {}))]})
+    turn = ask(page, easy_questions()[0].question)
+    panel, rows, took = page.locator("#compare"), page.locator("#compare .methods > li"), page.locator("#compare .took")
+    probe(page, "letGo", 4)
+    expect(panel.locator(".busy")).to_contain_text("All have answered. Timing them, round 1")
+    expect(took.first).to_have_text("First token: timed when all have answered")
+    expect(panel.locator(".thin")).to_have_count(0)
+    expect(turn.locator(".verdict")).to_have_text("Blending answers as full recompute does.")
+    probe(page, "letGo", 4)
+    expect(panel.locator(".busy")).to_contain_text("round 2")
+    expect(took.last).to_have_text("First token 900 ms · 1.1× later")
+    probe(page, "letGo", 5)
+    expect(rows).to_have_count(4)
+    expect(took.last).to_have_text("First token 200 ms · 4.0× sooner")
+    expect(panel.locator(".hint")).to_contain_text("median of 2 rounds")
+    expect(turn.locator(".verdict")).to_have_text("Blending answers as full recompute does, 4.0× sooner.")
+
+
 def test_an_upload_shows_every_stage_and_its_failure(page: Page) -> None:
     jobs = re.compile("/jobs/.*/events$")
     told = [("progress", {"stage": "failed", "file": "a.md", "done": 0, "total": 1, "error": "a.md is not text."})]

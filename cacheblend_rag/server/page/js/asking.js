@@ -85,7 +85,13 @@ function summary({ report }) {
   return `Answered. First token after ${time(report.ttft_s)}, ${report.hits} of ${count(report.hits + report.misses, "passage")} from the store.`;
 }
 
-/** Answer a turn's question by every method, row by row. */
+/** Take in a method's row, or what is known of it now. */
+function takeRow(turn, row) {
+  const at = turn.rows.findIndex((one) => one.method === row.method);
+  turn.rows.splice(at < 0 ? turn.rows.length : at, 1, row);
+}
+
+/** Answer a turn's question by every method, row by row; then rows come again with times of more rounds. */
 export async function compare(turn) {
   if (turn.comparing) return;
   Object.assign(turn, { rows: [], comparing: true, compareError: null });
@@ -93,7 +99,7 @@ export async function compare(turn) {
   let ended = false;
   try {
     for await (const { event, data } of stream("POST", path(turn.collection, "compare"), request(turn))) {
-      if (event === "row") turn.rows.push(data);
+      if (event === "row") takeRow(turn, data);
       if (event === "error") throw new ApiError(data.message, { code: data.code });
       ended ||= event === "done";
       changed("rows", turn);

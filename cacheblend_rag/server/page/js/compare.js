@@ -12,20 +12,38 @@ const METHODS = {
 };
 const ORDER = ["full", "prefix", "reuse", "blend"];
 
-function rowView(row, slowest, full) {
+/** Rounds whose medians all rows show; 0 while any shows the one pass that gave its answer. */
+export const roundsOf = (turn) => Math.min(...(turn.rows ?? []).map((row) => row.rounds ?? 0));
+
+/** Whether the order of the bars may say something: not before the first round has ended. */
+export const isTimed = (turn) => !turn.comparing || roundsOf(turn) > 0;
+
+function barOf(row, slowest) {
+  return el("div", { class: "thin", "aria-hidden": "true" }, el("span", { vars: { "--wide": `${(100 * row.ttft_s) / slowest}%` } }));
+}
+
+function rowView(row, slowest, full, timed) {
   const [name, note] = METHODS[row.method] ?? [row.method, ""];
   const yardstick = row.method === "full";
   const mark = yardstick ? "the yardstick" : row.same_as_full ? "same answer" : "another answer";
   const badge = el("span", { class: `badge ${yardstick ? "" : row.same_as_full ? "good" : "bad"}`, text: mark });
   const how = yardstick || !full ? "" : ` · ${sooner(row.ttft_s, full.ttft_s)}`;
+  const took = timed ? `First token ${time(row.ttft_s)}${how}` : "First token: timed when all have answered";
   return el(
     "li",
     { data: { method: row.method } },
     el("div", { class: "row" }, el("strong", { text: name, title: note }), badge),
-    el("div", { class: "thin", "aria-hidden": "true" }, el("span", { vars: { "--wide": `${(100 * row.ttft_s) / slowest}%` } })),
-    el("p", { class: "took", text: `First token ${time(row.ttft_s)}${how}` }),
+    timed ? barOf(row, slowest) : null,
+    el("p", { class: "took", text: took }),
     el("p", { class: "said", dir: "auto", text: row.answer.trim() || "(nothing)" }),
   );
+}
+
+/** How times were taken. */
+function timesHint(rounds) {
+  if (rounds === 0) return "Each method was timed once only; times differ from run to run.";
+  const how = rounds === 1 ? "Times of 1 round" : `Times are the median of ${rounds} rounds`;
+  return `${how}, the methods in turn, each run once before to warm up.`;
 }
 
 /** The section's content for a turn. */
@@ -37,16 +55,18 @@ export function compareView(turn, wanted) {
     const slowest = Math.max(...rows.map((row) => row.ttft_s)) || 1;
     const full = rows.find((row) => row.method === "full");
     const sorted = [...rows].sort((a, b) => ORDER.indexOf(a.method) - ORDER.indexOf(b.method));
-    parts.push(el("ul", { class: "methods" }, sorted.map((row) => rowView(row, slowest, full))));
+    parts.push(el("ul", { class: "methods" }, sorted.map((row) => rowView(row, slowest, full, isTimed(turn)))));
   }
   if (turn.comparing) {
-    parts.push(el("p", { class: "hint busy", role: "status", text: `${rows.length} of ${ORDER.length} methods have answered…` }));
+    const answered = `${rows.length} of ${ORDER.length} methods have answered…`;
+    const text = rows.length < ORDER.length ? answered : `All have answered. Timing them, round ${roundsOf(turn) + 1}…`;
+    parts.push(el("p", { class: "hint busy", role: "status", text }));
   } else if (turn.compareError) {
     parts.push(el("p", { class: "error", role: "alert", text: turn.compareError }));
   }
   if (!turn.comparing && turn.status === "done") {
     const text = rows.length ? "Run again" : "Compare this answer";
-    if (rows.length) parts.push(el("p", { class: "hint", text: "Each method was run once more for this; times differ from run to run." }));
+    if (rows.length) parts.push(el("p", { class: "hint", text: timesHint(roundsOf(turn)) }));
     parts.push(button(text, () => compare(turn), { class: rows.length ? "link" : "" }));
   } else if (!rows.length && !turn.comparing) {
     const waiting = turn.status === "asking" || turn.status === "streaming";

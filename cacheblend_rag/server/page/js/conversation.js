@@ -1,6 +1,7 @@
 // The one column: questions, streamed answers, their sources.
 
 import { askAgain, isAsking } from "./asking.js";
+import { isTimed } from "./compare.js";
 import { $, button, el } from "./dom.js";
 import { count, sooner, time } from "./format.js";
 import { openPassage } from "./passage.js";
@@ -101,9 +102,9 @@ function showVerdict(node, turn) {
   const { blend, full, reuse } = rows;
   node.hidden = !(blend && full);
   if (node.hidden) return;
-  const how = sooner(blend.ttft_s, full.ttft_s);
+  const how = isTimed(turn) ? `, ${sooner(blend.ttft_s, full.ttft_s)}` : "";
   const same = blend.same_as_full ? "Blending answers as full recompute does" : "Blending answers unlike full recompute";
-  const parts = [el("span", { text: `${same}, ${how}.` })];
+  const parts = [el("span", { text: `${same}${how}.` })];
   if (reuse && !reuse.same_as_full) {
     parts.push(" ", el("span", { class: "wrong" }, "Full KV reuse says: ", el("q", { text: reuse.answer.trim() })));
   }
