@@ -14,6 +14,7 @@ import torch
 
 from cacheblend_rag import BlendConfig, Prompt
 from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.evaluation.blend_timing import BlendTime, fit_blend, time_blends
 from cacheblend_rag.evaluation.profiling import fit_prefill, measure_folder, profile_machine
 from cacheblend_rag.loading import (
     TASKS,
@@ -62,6 +63,19 @@ def test_recompute_never_makes_slow_loading_slower(load: float, fixed: float) ->
     least = fixed + 0.15 * (1 - fixed)
     assert plan.recompute_seconds <= max(load, least) + 1e-9
     assert plan.recompute_seconds == pytest.approx(fixed + plan.recompute_ratio * (1 - fixed))
+
+
+def test_what_blended_passes_really_take_lowers_the_ratio() -> None:
+    """A pass that takes longer than its share of rows says must begin with fewer rows, to end with loading."""
+    slow = PrefillProfile(0.0, 1e-3, 0.0, blend_constant=0.02, blend_linear=5e-5, row_cost=1.5)
+    assert slow.blended(1000, 0.0, 0.2) == pytest.approx(0.02 + 0.05 + 0.2 * 1.5)
+    assert slow.blended(1000, 0.1, 0.2) == pytest.approx(0.02 + 0.05 + 0.1 + 0.2 * 0.9 * 1.5)
+    assert slow.ratio_of(slow.blended(1000, 0.1, 0.35), 1000, 0.1) == pytest.approx(0.35)
+    device = {"disk": Device("disk", 90e6 / 0.7)}
+    plan = LoadingController(MachineProfile({"m": slow}, device)).plan("m", SIX, 1000, device="disk", bounds=WIDE)
+    assert plan.recompute_ratio == pytest.approx(0.40)
+    assert plan.recompute_seconds == pytest.approx(0.02 + 0.05 + 0.4 * 1.5)
+    assert controller(disk=90e6 / 0.7).plan("m", SIX, 1000, device="disk", bounds=WIDE).recompute_ratio == 0.7
 
 
 def test_bounds_hold() -> None:
@@ -209,6 +223,34 @@ def test_the_fit_finds_what_made_the_times() -> None:
         fit_prefill({})
 
 
+def test_the_fit_of_blended_passes_finds_what_made_the_times() -> None:
+    made = PrefillProfile(0.0, 1e-3, 1e-7, blend_constant=0.01, blend_linear=4e-5, row_cost=1.3)
+    plain = PrefillProfile(0.0, 1e-3, 1e-7)
+    times = [
+        BlendTime(tokens, fixed, ratio * (1 - fixed), made.blended(tokens, fixed, ratio))
+        for tokens, fixed in ((500, 0.08), (1000, 0.06), (2000, 0.05))
+        for ratio in (0.15, 0.5)
+    ]
+    found = fit_blend(plain, times)
+    assert found.seconds(700) == plain.seconds(700)
+    for tokens in (300, 1500, 4000):
+        assert found.blended(tokens, 0.05, 0.3) == pytest.approx(made.blended(tokens, 0.05, 0.3), rel=1e-6)
+    one_length = fit_blend(plain, times[-2:])
+    assert one_length.blend_constant == 0
+    assert one_length.blended(2000, 0.05, 0.3) == pytest.approx(made.blended(2000, 0.05, 0.3), rel=1e-6)
+
+
+def test_blended_passes_are_timed_over_rows_they_report() -> None:
+    with engine_of(min_tokens=0) as engine:
+        low, high = time_blends(engine, PROMPT, repeats=1)
+        report = engine.with_config(recompute_ratio=0.15).fuse(PROMPT).report
+    rows = sum(report.computed_tokens) / len(report.computed_tokens) / low.tokens
+    assert low.fixed_share + low.row_share == pytest.approx(rows)
+    assert low.row_share < high.row_share
+    assert high.fixed_share == pytest.approx(low.fixed_share, abs=0.05), "rows are rounded down"
+    assert min(low.seconds, high.seconds) > 0
+
+
 def test_a_folder_is_measured_and_left_clean(tmp_path: Path) -> None:
     device = measure_folder(tmp_path / "kv", size=3 * 10**6)
     assert device.throughput > 0
@@ -225,7 +267,8 @@ def test_a_profile_of_this_machine_steers_the_next_engine(tmp_path: Path) -> Non
         found, path = profile_machine(engine, lengths=(16, 32, 64), size=2 * 10**6)
         assert engine.fuse(PROMPT).report.expected is None, "an engine keeps what it was made with"
         assert path == tmp_path / "profile.json"
-        assert engine.fingerprint in found.prefill
+        measured = found.prefill[engine.fingerprint]
+        assert measured.blended(64, 0.1, 0.5) > measured.blended(64, 0.1, 0.15) > 0
     with engine_of(model, store=tmp_path) as engine:
         report = engine.fuse(PROMPT).report
         assert report.expected is not None

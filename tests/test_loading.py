@@ -137,7 +137,7 @@ def test_layers_are_read_ahead_if_the_first_was_slow(
 @pytest.mark.parametrize("taken", [0, 1, 3])
 def test_closing_early_ends_the_reading_thread(taken: int) -> None:
     read: list[int] = []
-    layers = load_ahead(reader_of((0, Record(5, 1, read.append))))
+    layers = load_ahead(reader_of((0, Record(5, 1, read.append))), 2)
     for _ in range(taken):
         next(layers)
     layers.close()  # type: ignore[attr-defined]

@@ -98,6 +98,39 @@ def test_every_layer_has_its_place_and_checksum_in_the_header() -> None:
         assert zlib.crc32(DATA[offset : offset + size]) == checksum
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("swapped", [False, True], ids=["heads apart", "heads interleaved"])
+def test_reading_into_place_gives_what_reading_gives(stored: torch.dtype, wanted: torch.dtype, swapped: bool) -> None:
+    """Read straight into the memory of each head where that is possible, by way of a buffer where it is not."""
+    data = encode_record(make(stored))
+    file = opened(data)
+    shape = (TOKENS + 2, HEADS, DIM) if swapped else (HEADS, TOKENS + 2, DIM)
+    for layer in (2, 0, 1):
+        buffers = [torch.full(shape, 7.0, dtype=wanted) for _ in range(2)]
+        keys, values = (one.transpose(0, 1) if swapped else one for one in buffers)
+        file.read_into(layer, keys[:, 1:-1], values[:, 1:-1])
+        for read, plain in zip((keys, values), file.read_layer(layer), strict=True):
+            assert torch.equal(read[:, 1:-1], plain.to(wanted))
+            assert (read[:, 0] == 7).all(), "what stands around it is left alone"
+            assert (read[:, -1] == 7).all()
+    straight = stored == wanted and not swapped
+    assert len(file._buffer) == (0 if straight else 2 * HEADS * TOKENS * DIM * stored.itemsize)
+    file.close()
+
+
+def test_damage_is_found_when_a_layer_is_read_into_place() -> None:
+    place = header_of(DATA)["table"][1]
+    damaged = bytearray(DATA)
+    damaged[place[0] + 3] ^= 1
+    file = opened(bytes(damaged))
+    keys, values = torch.empty(HEADS, TOKENS, DIM), torch.empty(HEADS, TOKENS, DIM)
+    file.read_into(0, keys, values)
+    with pytest.raises(RecordError, match="layer 1 fails its checksum"):
+        file.read_into(1, keys, values)
+    file.close()
+
+
 def test_layers_are_read_into_place_in_any_order() -> None:
     file = opened(DATA)
     keys, values = torch.zeros(HEADS, 20, DIM), torch.zeros(HEADS, 20, DIM, dtype=torch.bfloat16)

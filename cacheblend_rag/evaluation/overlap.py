@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.baselines import Prefilled, blended, time_rounds
 from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, machine, medians, table
+from cacheblend_rag.evaluation.blend_timing import fit_blend, time_blends
 from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.evaluation.throttled import ThrottledStore
 from cacheblend_rag.loading import Device, MachineProfile, PrefillProfile
@@ -28,10 +30,12 @@ from cacheblend_rag.store import DiskStore, MemoryStore
 
 __all__ = ["FACTORS", "OverlapOptions", "measure", "show"]
 
+_RATIO = 0.15
 FACTORS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0, 20.0)
 _HEAD = (
     "throughput",
     "load alone",
+    "in memory",
     "read ahead",
     "to ideal",
     "read plainly",
@@ -80,6 +84,7 @@ class _Bench:
     def __init__(self, folder: Path, *, model: Any, tokenizer: Any, prompt: Prompt, rounds: int) -> None:
         self._folder, self._model, self._tokenizer = folder, model, tokenizer
         self._prompt, self._rounds, self._fingerprint = prompt, rounds, ""
+        self._prefill = PrefillProfile(0.0, 0.0, 0.0)
 
     def _engine(self, store: Any, **options: Any) -> BlendEngine:
         config = BlendConfig(min_tokens=0, write_back="off", **options)
@@ -88,9 +93,7 @@ class _Bench:
 
     def alone(self) -> dict[str, float]:
         """Seconds of a full prefill and of the blended pass by itself, and what there is to load."""
-        with self._engine(MemoryStore(), recompute_ratio=0.15) as engine:
-            self._fingerprint = engine.fingerprint
-            engine.warm(self._prompt.chunks, progress=False)
+        with self._memory() as engine:
             tokens = len(engine.tokenize(self._prompt).input_ids)
             methods = {
                 "prefill": blended(engine.with_config(selection="all"), self._prompt),
@@ -98,22 +101,30 @@ class _Bench:
             }
             seconds = self._medians(methods)
             layers, size = engine.adapter.num_layers, engine.store.volume()
+            full = PrefillProfile(0.0, seconds["prefill"] / tokens, 0.0)
+            self._prefill = fit_blend(full, list(time_blends(engine, self._prompt)))
         with self._engine(DiskStore(self._folder)) as engine:
             engine.warm(self._prompt.chunks, progress=False)
         return {**seconds, "tokens": tokens, "layers": layers, "bytes": size}
+
+    @contextmanager
+    def _memory(self) -> Iterator[BlendEngine]:
+        """An engine with everything in memory."""
+        with self._engine(MemoryStore(), recompute_ratio=_RATIO) as engine:
+            self._fingerprint = engine.fingerprint
+            engine.warm(self._prompt.chunks, progress=False)
+            yield engine
 
     def at(self, factor: float, alone: Mapping[str, float]) -> dict[str, float]:
         """TTFT over a store of one throughput: read ahead, read plainly, and as the controller chooses."""
         load = alone["blended"] / factor
         store = ThrottledStore(DiskStore(self._folder), alone["bytes"] / load)
-        profile = MachineProfile(
-            {self._fingerprint: PrefillProfile(0.0, alone["prefill"] / alone["tokens"], 0.0)},
-            {store.medium: Device(store.medium, store.throughput)},
-        )
-        profile.save(self._folder / "profile.json")
-        with self._engine(store) as engine:
-            fixed = engine.with_config(recompute_ratio=0.15)
+        device = Device(store.medium, store.throughput)
+        MachineProfile({self._fingerprint: self._prefill}, {store.medium: device}).save(self._folder / "profile.json")
+        with self._engine(store) as engine, self._memory() as memory:
+            fixed = engine.with_config(recompute_ratio=_RATIO)
             methods = {
+                "blended": blended(memory, self._prompt),
                 "ahead": blended(fixed.with_config(prefetch=True), self._prompt),
                 "plain": blended(fixed.with_config(prefetch=False), self._prompt),
                 "auto": blended(engine, self._prompt),
@@ -121,14 +132,14 @@ class _Bench:
             seconds = self._medians(methods)
             report = engine.fuse(self._prompt).report
         store.close()
-        hidden = max(load, alone["blended"]) + load / alone["layers"]
+        hidden = max(load, seconds["blended"]) + load / alone["layers"]
         return {
             "factor": factor,
             "throughput": store.throughput,
             "load": load,
             **seconds,
             "ahead_to_ideal": seconds["ahead"] / hidden,
-            "plain_to_sum": seconds["plain"] / (load + alone["blended"]),
+            "plain_to_sum": seconds["plain"] / (load + seconds["blended"]),
             "auto_ratio": report.recompute_ratio,
             "auto_hits": report.hits,
             "auto_to_load": seconds["auto"] / load,
@@ -155,6 +166,7 @@ def _cells(row: Mapping[str, float]) -> tuple[str, ...]:
     return (
         f"{row['factor']:g}× ({row['throughput'] / 1e6:,.0f} MB/s)",
         f"{row['load']:.3f} s",
+        f"{row['blended']:.3f} s",
         f"{row['ahead']:.3f} s",
         f"{row['ahead_to_ideal']:.2f}",
         f"{row['plain']:.3f} s",

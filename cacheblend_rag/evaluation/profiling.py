@@ -8,13 +8,15 @@ import random
 import statistics
 import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.evaluation.blend_timing import measure_blend
+from cacheblend_rag.evaluation.timing import least_squares, timed
 from cacheblend_rag.loading import Device, MachineProfile, PrefillProfile
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.steering import profile_path
@@ -30,7 +32,6 @@ __all__ = [
     "measure_prefill",
     "profile_machine",
     "read_files",
-    "timed",
 ]
 
 _BLOCK = 2**20
@@ -64,18 +65,9 @@ def fit_prefill(seconds: dict[int, float]) -> PrefillProfile:
         raise ConfigError("lengths", (), "use at least one number of tokens")
     lengths = torch.tensor(sorted(seconds), dtype=torch.float64)
     times = torch.tensor([seconds[int(length)] for length in lengths], dtype=torch.float64)
-    powers = {1} if len(lengths) == 1 else {0, 1, 2} if len(lengths) > 2 else {0, 1}
-    while True:
-        names = sorted(powers)
-        # Relative errors count, so that short prompts are not drowned by long ones.
-        columns = torch.stack([lengths**power for power in names], dim=1) / times[:, None]
-        parts = torch.linalg.lstsq(columns, torch.ones_like(times)).solution
-        negative = [power for power, part in zip(names, parts.tolist(), strict=True) if part < 0 and power != 1]
-        if not negative:
-            break
-        powers.remove(negative[0])
-    found = dict(zip(names, parts.tolist(), strict=True))
-    return PrefillProfile(max(0.0, found.get(0, 0.0)), max(0.0, found[1]), max(0.0, found.get(2, 0.0)))
+    powers = (1,) if len(lengths) == 1 else (1, 0, 2) if len(lengths) > 2 else (1, 0)
+    found = least_squares({power: lengths**power for power in powers}, times)
+    return PrefillProfile(found.get(0, 0.0), found[1], found.get(2, 0.0))
 
 
 def measure_folder(folder: Path, size: int = 256 * 10**6, name: str = "disk") -> Device:
@@ -199,7 +191,7 @@ def profile_machine(
     devices = {"disk": measure_folder(path.parent, size), "memory": measure_memory()}
     if engine.adapter.device.type == "cuda":
         devices["gpu"] = measure_gpu_copy(engine.adapter.device)
-    prefill = fit_prefill(measure_prefill(engine.adapter, lengths))
+    prefill = measure_blend(engine, fit_prefill(measure_prefill(engine.adapter, lengths)), lengths)
     return keep_profile(engine.store, MachineProfile({engine.fingerprint: prefill}, devices))
 
 
@@ -230,10 +222,3 @@ def _path_beside(store: KVStore) -> Path:
     if path is None:
         raise ConfigError("store", store, "use a store with a folder; a profile is kept beside it")
     return path
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Seconds that some work takes."""
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started

@@ -25,8 +25,9 @@ from cacheblend_rag.checks import check_choice
 from cacheblend_rag.config import CODEC_NAMES
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.evaluation.benching import machine, medians, shown_seconds, table
-from cacheblend_rag.evaluation.profiling import drop_cache, timed
+from cacheblend_rag.evaluation.profiling import drop_cache
 from cacheblend_rag.evaluation.shapes import BenchOptions, shape_config
+from cacheblend_rag.evaluation.timing import timed
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore
 from cacheblend_rag.store.base import KVRecord, StoredKV, copy_layer, record_key

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cacheblend_rag.store import KVStore, StoredKV
+from cacheblend_rag.store.base import copy_layer
 from cacheblend_rag.store.codecs import CODECS
 from cacheblend_rag.store.wrapped import WrappedStore
 
@@ -46,7 +48,7 @@ class ThrottledStore(WrappedStore):
         record = self.inner.open(key)
         return None if record is None else _ThrottledRecord(self, record)
 
-    def delayed(self, size: int, read: Any) -> Any:
+    def delayed(self, size: int, read: Callable[[], Any]) -> Any:
         """Do a read of so many bytes, and wait until the device would be done with it."""
         with self._device:
             started = time.perf_counter()
@@ -64,9 +66,14 @@ class _ThrottledRecord:
         self.info, self.medium = inner.info, store.medium
 
     def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        size = CODECS["raw"].layer_bytes(self.info)
-        found: tuple[torch.Tensor, torch.Tensor] = self._store.delayed(size, lambda: self._inner.read_layer(layer))
+        found: tuple[torch.Tensor, torch.Tensor] = self._delayed(lambda: self._inner.read_layer(layer))
         return found
+
+    def read_into(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self._delayed(lambda: copy_layer(self._inner, layer, keys, values))
+
+    def _delayed(self, read: Callable[[], Any]) -> Any:
+        return self._store.delayed(CODECS["raw"].layer_bytes(self.info), read)
 
     def close(self) -> None:
         self._inner.close()

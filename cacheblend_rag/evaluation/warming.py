@@ -20,8 +20,8 @@ import torch
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, in_turn, machine, medians, show_ways
-from cacheblend_rag.evaluation.profiling import timed
 from cacheblend_rag.evaluation.shapes import BenchOptions
+from cacheblend_rag.evaluation.timing import timed
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store import MemoryStore
 

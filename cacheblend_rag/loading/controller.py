@@ -153,8 +153,8 @@ class LoadingController:
             By default those of ``TASKS["answer"]``.
         fixed_share : float
             Share of a full prefill's work that is done at any ratio (the layers before the check,
-            the question). With 0 the arithmetic is exactly the paper's:
-            ``T_recompute = r * Prefill(L)``.
+            the question). With 0, and a profile that knows full prefills only, the arithmetic is
+            exactly the paper's: ``T_recompute = r * Prefill(L)``.
         reads : int
             Reads per chunk, each with the device's latency.
 
@@ -164,18 +164,19 @@ class LoadingController:
             If model or device is not in the profile, or neither device nor ratio is given.
         """
         bounds = bounds or TASKS["answer"]
-        prefill = self._prefill_of(model).seconds(tokens)
+        known = self._prefill_of(model)
+        prefill = known.seconds(tokens)
         if device is None:
             if ratio is None:
                 raise ConfigError("ratio", ratio, "use a recompute ratio, or name the device")
-            device = self.cheapest_device(chunks, _recompute(ratio, fixed_share, prefill), reads=reads)
+            device = self.cheapest_device(chunks, known.blended(tokens, fixed_share, ratio), reads=reads)
         split = _split(self._device_of(device), chunks, prefill / max(tokens, 1), reads)
         # Chunks that are computed instead add to what is done at any ratio.
         fixed = min(1.0, fixed_share + split.computed_tokens / max(tokens, 1) * (1 - fixed_share))
         load = split.load_seconds
         if ratio is None:
-            ratio = bounds.quantised((load / prefill - fixed) / (1 - fixed) if fixed < 1 and prefill > 0 else 0.0)
-        recompute = _recompute(ratio, fixed, prefill)
+            ratio = bounds.quantised(known.ratio_of(load, tokens, fixed))
+        recompute = known.blended(tokens, fixed, ratio)
         if len(split.computed) == len(chunks) or max(load, recompute) >= prefill:  # nothing is gained by loading
             return LoadingPlan(ratio, device, 0.0, prefill, prefill, tuple(range(len(chunks))))
         return LoadingPlan(ratio, device, load, recompute, prefill, split.computed)
@@ -267,8 +268,3 @@ def _split(device: Device, chunks: Sequence[ChunkKV], token_seconds: float, read
         sum(chunk.tokens for chunk, computed in zip(chunks, slow, strict=True) if computed),
         device.seconds(sum(loaded), reads * len(loaded)),
     )
-
-
-def _recompute(ratio: float, fixed_share: float, prefill: float) -> float:
-    """Seconds of the blended pass: ``T_recompute`` in section 5, and what is done at any ratio."""
-    return (fixed_share + ratio * (1 - fixed_share)) * prefill

@@ -28,6 +28,10 @@ __all__ = [
 # Bytes a second from which reading is a CPU's own work, with hardly a wait in it to be hidden. On two cores, KV in the
 # page cache read on a thread beside the pass made it 7 to 34% slower than KV read between its layers.
 _FAST = 10**9
+# Layers read before they are asked for. The first layers are computed in full, long enough to read several of the
+# others; with two, the loader stood still meanwhile and the pass waited for it later. Buffers that are filled early
+# take no memory that the prompt's cache would not take in the end.
+_AHEAD = 8
 
 
 class RecordLost(RecordError):  # noqa: N818 - an event the engine recovers from, not a fault of the caller
@@ -138,7 +142,7 @@ def load_plainly(reader: LayerReader, start: int = 0) -> Iterator[LayerKV]:
         yield reader.fetch_kv(layer)
 
 
-def load_as_it_pays(reader: LayerReader, ahead: int = 2) -> Iterator[LayerKV]:
+def load_as_it_pays(reader: LayerReader, ahead: int = _AHEAD) -> Iterator[LayerKV]:
     """Read the first layer, for which the pass waits in any case, and the others ahead if that was slow.
 
     On a device that is no CPU, reading costs the pass nothing, and all layers are read ahead.
@@ -162,7 +166,7 @@ def load_as_it_pays(reader: LayerReader, ahead: int = 2) -> Iterator[LayerKV]:
     yield from load_ahead(reader, ahead, first)
 
 
-def load_ahead(reader: LayerReader, ahead: int = 2, first: LayerKV | None = None) -> Iterator[LayerKV]:
+def load_ahead(reader: LayerReader, ahead: int = _AHEAD, first: LayerKV | None = None) -> Iterator[LayerKV]:
     """Read on a thread of its own while earlier layers are fused.
 
     Parameters

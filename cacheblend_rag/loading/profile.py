@@ -19,21 +19,52 @@ __all__ = ["BlendSettings", "Device", "MachineProfile", "PrefillProfile", "load_
 
 @dataclass(frozen=True)
 class PrefillProfile:
-    """Seconds of a full prefill by the number of tokens.
+    """Seconds of a full prefill and of a blended pass by the number of tokens.
 
     Parameters
     ----------
     constant, linear, quadratic : float
-        Seconds, seconds a token, seconds a token squared.
+        Of a full prefill: seconds, seconds a token, seconds a token squared.
+    blend_constant, blend_linear : float
+        Of a blended pass, beside the rows it computes: seconds, and seconds a token (stored KV is
+        put in place and rotated).
+    row_cost : float
+        What computing a share of the rows takes, as a multiple of this share of a full prefill.
+
+    Notes
+    -----
+    With the last three as they are, a blended pass takes what section 5 of the paper assumes.
     """
 
     constant: float
     linear: float
     quadratic: float
+    blend_constant: float = 0.0
+    blend_linear: float = 0.0
+    row_cost: float = 1.0
 
     def seconds(self, tokens: int) -> float:
         """Time of a full prefill: ``Prefill(LLM, L)`` in section 5 of the paper."""
         return self.constant + self.linear * tokens + self.quadratic * tokens * tokens
+
+    def blended(self, tokens: int, fixed_share: float, ratio: float) -> float:
+        """Time of a blended pass with nothing to load: ``T_recompute`` in section 5 of the paper.
+
+        Parameters
+        ----------
+        tokens : int
+        fixed_share : float
+            Share of a full prefill that is done at any ratio.
+        ratio : float
+            Recompute ratio, of the rest.
+        """
+        share = fixed_share + ratio * (1 - fixed_share) * self.row_cost
+        return self.blend_constant + self.blend_linear * tokens + share * self.seconds(tokens)
+
+    def ratio_of(self, seconds: float, tokens: int, fixed_share: float) -> float:
+        """The recompute ratio at which a blended pass takes so long; 0 or less if none is small enough."""
+        whole = (1 - fixed_share) * self.row_cost * self.seconds(tokens)
+        return (seconds - self.blended(tokens, fixed_share, 0.0)) / whole if whole > 0 else 0.0
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ _START = 16  # bytes before the header
 _MOST_SHRUNK = 64
 # What entries of the layer table are counted as, so that a header's size does not depend on them.
 _WIDEST = [2**48, 2**48, 2**32 - 1]
+# Pieces of memory one read may fill on every system (IOV_MAX).
+_MOST_PARTS = 1024
 
 
 @dataclass(frozen=True)
@@ -195,13 +197,33 @@ class FileRecord:
         return self._decoded(layer, bytearray(self._layers[layer].size))
 
     def read_into(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Read one layer into place by way of a buffer that all layers share; see `copy_layer`."""
+        """Read one layer into place; see `copy_layer`.
+
+        Bytes that lie in the file as they do in memory are read where they belong. Others go by way of a
+        buffer that all layers share.
+        """
+        place = self._layers[layer]
+        parts = self._parts(keys, values)
+        if parts:
+            self._read(place.offset, *parts)
+            _check_sum(layer, place, *parts)
+            return
         if not self._buffer:
-            self._buffer = bytearray(max(place.size for place in self._layers))
-        size = self._layers[layer].size
-        stored_keys, stored_values = self._decoded(layer, memoryview(self._buffer)[:size])
+            self._buffer = bytearray(max(one.size for one in self._layers))
+        stored_keys, stored_values = self._decoded(layer, memoryview(self._buffer)[: place.size])
         keys.copy_(stored_keys)
         values.copy_(stored_values)
+
+    def _parts(self, *targets: torch.Tensor) -> list[memoryview]:
+        """Memory of each head, if a layer of the file can be read into it as it is."""
+        as_it_is = self._codec is CODECS["raw"] and not self._compressed and self._seal is None
+        dtype = DTYPES[self.info.dtype]
+        if not as_it_is or len(targets) * self.info.kv_heads > _MOST_PARTS:
+            return []
+        heads = [head for target in targets for head in target]
+        if any(head.device.type != "cpu" or head.dtype != dtype or not head.is_contiguous() for head in heads):
+            return []
+        return [memoryview(head.view(torch.uint8).numpy()).cast("B") for head in heads]
 
     def verify(self) -> None:
         """Read every layer.
@@ -221,24 +243,32 @@ class FileRecord:
     def _decoded(self, layer: int, buffer: Any) -> tuple[torch.Tensor, torch.Tensor]:
         place = self._layers[layer]
         data = self._read(place.offset, buffer)
-        if zlib.crc32(data) != place.checksum:
-            raise RecordError(f"layer {layer} fails its checksum")
+        _check_sum(layer, place, data)
         if self._seal:
             data = self._seal.open(data, _place(self._key, layer))
         if self._compressed:
             data = _expanded(data, self._codec.layer_bytes(self.info))
         return self._codec.decode(data, self.info)
 
-    def _read(self, offset: int, buffer: Any) -> Any:
-        """Fill a buffer from a place in the file."""
-        size = len(buffer)
+    def _read(self, offset: int, *buffers: Any) -> Any:
+        """Fill buffers, one after another, from a place in the file; the first is given back."""
+        size = sum(map(len, buffers))
         try:
-            got = os.preadv(self._handle.fileno(), [buffer], offset)
+            got = os.preadv(self._handle.fileno(), buffers, offset)
         except (OSError, ValueError) as error:
             raise RecordError(f"cannot read {size} bytes at {offset}: {error}") from error
         if got != size:
             raise RecordError(f"the file ends within the {size} bytes at {offset}")
-        return buffer
+        return buffers[0]
+
+
+def _check_sum(number: int, layer: _Layer, *parts: Any) -> None:
+    """Raise unless bytes are those that were written."""
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    if checksum != layer.checksum:
+        raise RecordError(f"layer {number} fails its checksum")
 
 
 @dataclass(frozen=True)
