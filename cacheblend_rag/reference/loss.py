@@ -8,24 +8,46 @@ value, at the place that tells it. None of this is in the exported model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-PROBED_LAYERS = 5
-"""After how many layers the model is asked whom a passage is about."""
-OWNER_LAYER, SOURCE_LAYER = 4, 6
-"""Layers whose first head looks up the owner of a role, and the source of a value. Of the second, the third head (the
-first with other keys) looks for the rest of a value."""
+
+@dataclass(frozen=True)
+class Guidance:
+    """Which layers are asked to read in a certain way; the defaults are those of the bundled model.
+
+    Parameters
+    ----------
+    owner : int
+        Layer whose first head looks up the owner of a role. Behind it a probe must name who is meant.
+    source : int
+        Layer whose first head looks up the source of a value, and whose first head with other keys looks for the rest
+        of it.
+    """
+
+    owner: int = 4
+    source: int = 6
+
+    @property
+    def probed(self) -> int:
+        """After how many layers the model is asked whom a passage is about."""
+        return self.owner + 1
+
+    def moved(self, places: Sequence[int | None]) -> Guidance:
+        """Return where these layers lie in a model whose layers begin as those (None: as a new one)."""
+        return Guidance(*(places.index(at) if at in places else at for at in (self.owner, self.source)))
 
 
 class TrainingLoss(nn.Module):
     """Weighted cross-entropy at the chosen positions, with the guidance above where ``about_weight`` is positive."""
 
-    def __init__(self, model: Any, probe: nn.Module, about_weight: float) -> None:
+    def __init__(self, model: Any, probe: nn.Module, about_weight: float, guidance: Guidance) -> None:
         super().__init__()
-        self.model, self.probe, self.about_weight = model, probe, about_weight
+        self.model, self.probe, self.about_weight, self.guidance = model, probe, about_weight, guidance
 
     def forward(
         self,
@@ -51,13 +73,14 @@ class TrainingLoss(nn.Module):
         right = logits.argmax(-1) == targets
         if not guided:
             return loss, right, loss.new_zeros(4)
-        middle = _at(out.hidden_states[min(PROBED_LAYERS, len(out.hidden_states) - 1)], about_positions)
+        where = self.guidance
+        middle = _at(out.hidden_states[min(where.probed, len(out.hidden_states) - 1)], about_positions)
         named = self.model.lm_head(self.probe(middle)).float()  # [rows, chosen, vocab]
         asked = nn.functional.cross_entropy(named.flatten(0, 1), about.flatten(), ignore_index=-1, reduction="sum")
         known = (about >= 0).sum().clamp(min=1)
-        owner_loss, owner_found = looking(self.model.model, out.hidden_states, OWNER_LAYER, owners)
-        source_loss, source_found = looking(self.model.model, out.hidden_states, SOURCE_LAYER, sources)
-        rest_loss, rest_found = looking(self.model.model, out.hidden_states, SOURCE_LAYER, rests, group=1)
+        owner_loss, owner_found = looking(self.model.model, out.hidden_states, where.owner, owners)
+        source_loss, source_found = looking(self.model.model, out.hidden_states, where.source, sources)
+        rest_loss, rest_found = looking(self.model.model, out.hidden_states, where.source, rests, group=1)
         loss = loss + self.about_weight * (asked / known + owner_loss + source_loss + rest_loss)
         found = (named.argmax(-1) == about).sum() / known, owner_found, source_found, rest_found
         return loss, right, torch.stack(found)
@@ -70,7 +93,7 @@ def looking(
 
     Parameters
     ----------
-    decoder : transformers.LlamaModel
+    decoder : transformers.LlamaModel or transformers.Qwen3Model
     hidden_states : sequence of torch.Tensor
         The input of each layer [rows, length, hidden].
     layer_index : int
@@ -91,6 +114,8 @@ def looking(
     at = looks[..., 0].clamp(min=0)  # [rows, chosen]
     query = nn.functional.linear(_at(hidden, at), attention.q_proj.weight[head * size : (head + 1) * size])
     key = nn.functional.linear(hidden, attention.k_proj.weight[group * size : (group + 1) * size])
+    if hasattr(attention, "q_norm"):
+        query, key = attention.q_norm(query), attention.k_norm(key)
     query = query * cos[0][at] + _turned(query) * sin[0][at]
     key = key * cos + _turned(key) * sin
     scores = (query @ key.transpose(1, 2)).float() * size**-0.5  # [rows, chosen, length]

@@ -1,7 +1,8 @@
 """Train the reference model: ``python -m cacheblend_rag.reference.train --out FOLDER``.
 
 The curriculum widens by measured accuracy: copying random ids, recalling bare facts, facts told by role, whole
-passages with references across them, every kind. A GPU is used when there is one.
+passages with references across them, every kind. A GPU is used when there is one. A deeper model, or a Qwen3, begins
+with the weights of another (``--start``).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.reference import MODEL_PATH
 from cacheblend_rag.reference.curriculum import Batch, SequenceMaker, Stage, make_batches
-from cacheblend_rag.reference.loss import TrainingLoss
+from cacheblend_rag.reference.grow import ARCHITECTURES, Places, grow, parse_places, spread
+from cacheblend_rag.reference.loss import Guidance, TrainingLoss
 from cacheblend_rag.reference.sequences import COPY_KIND, KIND_NAMES
 from cacheblend_rag.reference.tokenizer import train_tokenizer
 
@@ -43,7 +45,7 @@ STAGES: tuple[Stage, ...] = (
 
 @dataclass(frozen=True)
 class Shape:
-    """Depth and width of the model."""
+    """Family, depth and width of the model."""
 
     layers: int = 8
     hidden: int = 256
@@ -51,6 +53,7 @@ class Shape:
     kv_heads: int = 2
     head_dim: int = 64
     mlp: int = 640
+    architecture: str = "llama"
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class TrainOptions:
 
     ``steps`` bounds the steps of every stage but the last (0: no bound); the last stage runs ``final_tokens`` while
     the learning rate falls to a twentieth. ``start`` names an exported model: training then begins with its weights
-    at the last stage, unless there is a checkpoint to go on from.
+    at the stage ``begin`` (default: the last), unless there is a checkpoint to go on from. ``places`` says which layer
+    of it each layer begins as (default: spread evenly over those that there shall be).
     """
 
     out: Path
@@ -70,13 +74,17 @@ class TrainOptions:
     workers: int = 1
     checkpoint: Path | None = None
     start: Path | None = None
+    begin: str | None = None
+    places: Places | None = None
+    guidance: Guidance = field(default_factory=Guidance)
 
 
 def build_model(shape: Shape, vocab: int, bos: int, eos: int) -> Any:
-    """Return a randomly initialised ``LlamaForCausalLM``."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """Return a randomly initialised ``LlamaForCausalLM`` that begins to copy, or another without that beginning."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        shape.architecture,
         vocab_size=vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.mlp,
@@ -86,15 +94,16 @@ def build_model(shape: Shape, vocab: int, bos: int, eos: int) -> Any:
         head_dim=shape.head_dim,
         max_position_embeddings=8192,
         tie_word_embeddings=True,
-        rope_theta=500_000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
         rms_norm_eps=1e-5,
         initializer_range=0.02,
         bos_token_id=bos,
         eos_token_id=eos,
         pad_token_id=eos,
     )
-    model = LlamaForCausalLM(config)
-    start_with_copying(model)
+    model = AutoModelForCausalLM.from_config(config)
+    if shape.architecture == "llama":
+        start_with_copying(model)
     return model
 
 
@@ -170,6 +179,8 @@ class Trainer:
 
     def __init__(self, options: TrainOptions, shape: Shape, stages: Sequence[Stage] = STAGES) -> None:
         self.options, self.shape, self.stages = options, shape, tuple(stages)
+        if shape.architecture != "llama" and options.start is None:
+            raise ConfigError("start", None, f"give a trained model that a {shape.architecture} can begin with")
         torch.manual_seed(options.seed)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.tokenizer = train_tokenizer()
@@ -205,14 +216,26 @@ class Trainer:
         logger.info("resumed at stage %s, %.1fM tokens", stage, self.tokens / 1e6)
 
     def _start_from(self, folder: Path) -> None:
-        from transformers import AutoTokenizer, LlamaForCausalLM
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
         vocabulary = AutoTokenizer.from_pretrained(folder).get_vocab()
         if vocabulary != self.tokenizer.get_vocab():
             raise ConfigError("start", str(folder), "use a model with this archive's vocabulary, or none")
-        self.model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to(self.device).train()
+        names = [stage.name for stage in self.stages]
+        begin = self.options.begin or names[-1]
+        if begin not in names:
+            raise ConfigError("begin", begin, f"name one of the stages: {', '.join(names)}")
+        self.stage_index = names.index(begin)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        count, wanted = model.config.num_hidden_layers, self.shape
+        places = self.options.places or spread(count, wanted.layers)
+        if len(places) != wanted.layers:
+            raise ConfigError("places", len(places), f"say what each of the {wanted.layers} layers begins as")
+        if places != tuple(range(count)) or wanted.architecture != model.config.model_type:
+            text = next(make_batches(SequenceMaker(self.tokenizer, self.options.seed), self.stages[-1], 0)).ids
+            model = grow(model, wanted.architecture, places, torch.from_numpy(text))
+        self.model = model.to(self.device).train()
         self.optimizer = self._new_optimizer()
-        self.stage_index = len(self.stages) - 1
 
     def save(self) -> None:
         """Write the checkpoint, replacing the last one at once."""
@@ -267,7 +290,7 @@ class Trainer:
         data = _Batches(self.tokenizer, stage, options.seed * 1_000_003 + self.tokens)
         workers = options.workers
         loader = DataLoader(data, batch_size=None, num_workers=workers, prefetch_factor=8 if workers else None)
-        loss_module: Any = TrainingLoss(self.model, self.probe, stage.about)
+        loss_module: Any = TrainingLoss(self.model, self.probe, stage.about, options.guidance)
         if options.compile:
             loss_module = torch.compile(loss_module, dynamic=False)
         started, begun = time.monotonic(), self.tokens
@@ -286,6 +309,7 @@ class Trainer:
                 logger.info("%s %d %.2fM tokens loss %.3f %s (%.0f tok/s)", stage.name, step, total, loss, shown, speed)
             if step % 100 == 0:
                 self.save()
+                self.export()
             if self._finished(stage, step, begun, last=last):
                 return
 
@@ -314,25 +338,66 @@ class Trainer:
         return float(loss.detach())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cacheblend_rag.reference.train", description=__doc__)
     parser.add_argument("--out", type=Path, default=MODEL_PATH, help="folder for weights and tokenizer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--final-tokens", type=int, default=TrainOptions.final_tokens)
     parser.add_argument("--steps", type=int, default=0, help="most steps a stage, the last one apart (0: no bound)")
     parser.add_argument("--checkpoint", type=Path, help="file to go on from, kept up to date")
-    parser.add_argument("--start", type=Path, help="exported model whose weights the last stage begins with")
+    parser.add_argument("--start", type=Path, help="exported model whose weights training begins with")
+    parser.add_argument("--begin", help="stage to begin with those weights (default: the last)")
+    parser.add_argument("--architecture", choices=ARCHITECTURES, default=Shape.architecture)
+    parser.add_argument("--layers", type=int, help=f"default: as --start or --arrange has, else {Shape.layers}")
+    parser.add_argument(
+        "--arrange", type=parse_places, help="layer of --start that each begins as, - for new: 0,1,-,2 (default: even)"
+    )
+    parser.add_argument("--owner-layer", type=int, help="layer that looks up whose role it is (default: where it was)")
+    parser.add_argument("--source-layer", type=int, help="layer that looks up values (default: where it was)")
     parser.add_argument("--hidden", type=int, default=Shape.hidden)
     parser.add_argument("--mlp", type=int, default=Shape.mlp)
     parser.add_argument("--heads", type=int, default=Shape.heads)
     parser.add_argument("--no-compile", action="store_true")
-    args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    return parser
+
+
+def read_options(argv: Sequence[str] | None = None) -> tuple[TrainOptions, Shape]:
+    """Read the command line.
+
+    The layers to guide are, unless told, where those of the bundled model (`Guidance`) come to lie.
+    """
+    args = _parser().parse_args(argv)
+    places, guidance = args.arrange, Guidance()
+    layers = args.layers or (len(places) if places else Shape.layers)
+    if args.start is not None:
+        count = json.loads((args.start / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
+        places = places or spread(count, args.layers or count)
+        layers = len(places)
+        guidance = guidance.moved(places)
+    if args.owner_layer is not None:
+        guidance = replace(guidance, owner=args.owner_layer)
+    if args.source_layer is not None:
+        guidance = replace(guidance, source=args.source_layer)
     options = TrainOptions(
-        args.out, args.seed, args.final_tokens, args.steps, not args.no_compile, 1, args.checkpoint, args.start
+        args.out,
+        args.seed,
+        args.final_tokens,
+        args.steps,
+        not args.no_compile,
+        checkpoint=args.checkpoint,
+        start=args.start,
+        begin=args.begin,
+        places=places,
+        guidance=guidance,
     )
-    shape = replace(Shape(), hidden=args.hidden, mlp=args.mlp, heads=args.heads)
+    shape = Shape(layers, args.hidden, args.heads, mlp=args.mlp, architecture=args.architecture)
+    return options, shape
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line entry."""
+    options, shape = read_options(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     accuracy = Trainer(options, shape).run()
     print(json.dumps(accuracy))
     return 0

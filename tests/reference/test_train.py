@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from inspect import signature
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.reference.curriculum import SequenceMaker, Stage, make_batches
-from cacheblend_rag.reference.loss import looking
+from cacheblend_rag.reference.grow import grow
+from cacheblend_rag.reference.loss import Guidance, TrainingLoss, looking
 from cacheblend_rag.reference.sequences import KIND_NAMES, TrainingSequence
 from cacheblend_rag.reference.tokenizer import train_tokenizer
-from cacheblend_rag.reference.train import STAGES, Shape, Trainer, TrainOptions, build_model
+from cacheblend_rag.reference.train import STAGES, Shape, Trainer, TrainOptions, build_model, read_options
 
 TINY = Shape(layers=3, hidden=128, heads=2, kv_heads=1, head_dim=32, mlp=64)
 
@@ -128,6 +130,82 @@ def test_a_short_run_ends_in_a_model_that_loads_and_goes_on(
     assert all(torch.equal(weight.bfloat16(), exported[name]) for name, weight in started.model.state_dict().items())
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_training_goes_on_in_a_deeper_model_or_another_family(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any, architecture: str
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.reference.train.train_tokenizer", lambda: tokenizer)
+    stages = (Stage("roles", 384, 2, 1e-3, {"within": 1.0}), Stage("all", 384, 1, 1e-3, {"within": 1.0}, (2,)))
+    begun = TrainOptions(tmp_path / "begun", compile=False, workers=0)
+    Trainer(begun, TINY, stages).export()
+    options, shape = read_options(
+        [
+            *("--start", str(tmp_path / "begun"), "--out", str(tmp_path / "grown"), "--arrange", "0,2,-,1"),
+            *("--architecture", architecture, "--begin", "roles", "--steps", "1", "--final-tokens", "384"),
+            *("--checkpoint", str(tmp_path / "state.pt"), "--source-layer", "3", "--no-compile"),
+        ]
+    )
+    assert options.guidance == Guidance(owner=4, source=3)  # the tiny model had no layer 4 that could have moved
+    options = replace(options, workers=0)
+    shape = replace(TINY, layers=shape.layers, architecture=shape.architecture)
+    trainer = Trainer(options, shape, stages)
+    assert trainer.stage_index == 0
+    trainer.run()
+    grown = AutoModelForCausalLM.from_pretrained(tmp_path / "grown")
+    assert (grown.config.model_type, grown.config.num_hidden_layers) == (architecture, 4)
+    # The checkpoint goes before the weights to start from.
+    assert Trainer(options, shape, stages).tokens == trainer.tokens == 2 * 384 + 384
+
+
+def test_guided_layers_move_with_the_layers() -> None:
+    assert Guidance().moved((0, 1, 4, 2, 3, None, 5, 6, None, 7)) == Guidance(owner=2, source=7)
+    assert Guidance(2, 7).probed == 3
+
+
+def test_guided_layers_default_to_where_those_of_the_model_lie(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 8}')
+    start = ["--start", str(tmp_path)]
+    options, shape = read_options([*start, "--layers", "16"])
+    assert (shape.layers, options.guidance) == (16, Guidance(owner=8, source=12))
+    assert read_options(start)[0].guidance == Guidance() == read_options([])[0].guidance
+    assert read_options(start)[1] == Shape() == read_options([])[1]
+    options, _ = read_options([*start, "--layers", "16", "--owner-layer", "6", "--source-layer", "9"])
+    assert options.guidance == Guidance(owner=6, source=9)
+    with pytest.raises(ConfigError, match="layers"):
+        read_options([*start, "--layers", "6"])
+
+
+def test_the_layer_that_is_told_is_the_layer_that_is_guided(tokenizer: Any) -> None:
+    torch.manual_seed(0)
+    llama = build_model(replace(TINY, kv_heads=2), len(tokenizer), 0, 1)
+    model = grow(llama, "qwen3", (0, 1, 2), torch.randint(2, 300, (1, 20)))
+    stage = Stage("roles", 384, 1, 1e-3, {"within": 0.5, "reference": 0.5})
+    batch = next(make_batches(SequenceMaker(tokenizer, 0), stage, 0))
+    named = signature(TrainingLoss.forward).parameters.keys() - {"self"}
+    inputs = {name: torch.from_numpy(getattr(batch, name)) for name in named}
+    loss, _, _ = TrainingLoss(model, torch.nn.Identity(), 1.0, Guidance(owner=1, source=2))(**inputs)
+    query = model.model.layers[1].self_attn.q_proj.weight
+    plain, _, _ = TrainingLoss(model, torch.nn.Identity(), 1.0, Guidance(owner=7, source=7))(**inputs)
+    moved = [torch.autograd.grad(each, query)[0][:32] for each in (loss, plain)]
+    assert not torch.allclose(*moved)
+
+
+def test_a_model_that_must_begin_with_another_says_so(tmp_path: Path) -> None:
+    shape = replace(TINY, architecture="qwen3")
+    with pytest.raises(ConfigError, match="start"):
+        Trainer(TrainOptions(tmp_path, compile=False, workers=0), shape)
+
+
+def test_a_stage_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
+    monkeypatch.setattr("cacheblend_rag.reference.train.train_tokenizer", lambda: tokenizer)
+    options = TrainOptions(tmp_path, compile=False, workers=0)
+    Trainer(options, TINY).export()
+    with pytest.raises(ConfigError, match="begin"):
+        Trainer(replace(options, start=tmp_path, begin="middle"), TINY)
+    with pytest.raises(ConfigError, match="places"):
+        Trainer(replace(options, start=tmp_path, places=(0, 1)), TINY)
+
+
 def test_weights_of_another_vocabulary_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: Any
 ) -> None:
@@ -186,9 +264,13 @@ def test_roles_are_looked_up_where_their_owners_are_introduced(tokenizer: Any, n
     assert found > 20
 
 
-def test_a_look_is_measured_on_the_attention_that_the_model_pays() -> None:
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_a_look_is_measured_on_the_attention_that_the_model_pays(architecture: str) -> None:
     torch.manual_seed(0)
-    model = build_model(Shape(layers=2), 300, 0, 1).eval()
+    model = build_model(Shape(layers=2, architecture=architecture), 300, 0, 1).eval()
+    for name, weight in model.named_parameters():
+        if "_norm" in name:  # a norm that is left out shows only where it weighs channels differently
+            torch.nn.init.uniform_(weight, 0.5, 2.0)
     model.set_attn_implementation("eager")
     ids = torch.randint(2, 300, (2, 40))
     looks = torch.tensor([[[20, 3, 9], [39, 0, 40]], [[11, 0, 5], [-1, -1, -1]]])
