@@ -4,7 +4,8 @@
 
 All ways run in one process, in turn, round after round; ratios are of medians. Timed is from the
 first token's logits to the last one's, so no prefill is in it. A stream generates on a thread of its
-own, so transformers is also timed on one.
+own, so transformers is also timed on one. Cold requests find none of the chunks stored; one keeps what
+it computed in the background, which should cost its tokens nothing, and one keeps nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from cacheblend_rag.prompt import Prompt
 __all__ = ["PLAIN", "DecodingOptions", "greedy", "measure", "show"]
 
 PLAIN = "transformers"
+_NOT_KEPT, _KEPT = "cold, nothing kept", "cold, kept"
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,14 @@ def measure(options: DecodingOptions) -> dict[str, Any]:
         report = engine.fuse(prompt).report
         ways = _ways(engine, prompt, options.new_tokens)
         seconds = in_turn({name: partial(_a_token, way) for name, way in ways.items()}, options.rounds)
+        storing = engine.storing_seconds
     a_token = medians(seconds)
     return {
         **timed_result(options, report, seconds),
         "seconds_a_token": a_token,
         "to_transformers": {name: median / a_token[PLAIN] for name, median in a_token.items()},
+        "kept_to_not_kept": a_token[_KEPT] / a_token[_NOT_KEPT],
+        "storing_seconds": storing / (options.rounds + 1),
     }
 
 
@@ -82,11 +87,20 @@ def _ways(engine: BlendEngine, prompt: Prompt, new_tokens: int) -> Mapping[str, 
         thread.start()
         thread.join()
 
+    def cold(clock: TokenClock, write_back: str) -> None:
+        engine.forget(prompt.chunks)
+        asked = engine.with_config(write_back=write_back)
+        asked.generate(prompt, generation_config=config, logits_processor=[clock])
+        asked.flush()
+        engine.warm(prompt.chunks, progress=False)  # for the others
+
     return {
         PLAIN: plain,
         "blended": blended,
         "transformers on a thread": plain_on_a_thread,
         "blended, streamed": streamed,
+        _NOT_KEPT: partial(cold, write_back="off"),
+        _KEPT: partial(cold, write_back="background"),
     }
 
 
@@ -113,4 +127,8 @@ def show(options: DecodingOptions) -> None:
     result = measure(options)
     prompt = f"{options.shape}, {options.dtype}, {result['prompt_tokens']} tokens"
     title = f"{prompt}, then {options.new_tokens} new ones"
+    print(
+        f"storing what a cold request computed takes {result['storing_seconds']:.3f} s afterwards; "
+        f"its tokens take {result['kept_to_not_kept']:.3f} of the time they take if nothing is kept\n"
+    )
     show_ways(title, ("way", "a token", "to transformers"), result, "seconds_a_token", "to_transformers")

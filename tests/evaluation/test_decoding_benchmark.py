@@ -16,9 +16,11 @@ def test_every_way_is_timed_for_as_many_tokens(tiny_shape: None, capsys: pytest.
     assert main([*arguments, "--new-tokens", "4", "--threads", "1"]) == 0
     *table, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
-    ways = [PLAIN, "blended", "transformers on a thread", "blended, streamed"]
+    ways = [PLAIN, "blended", "transformers on a thread", "blended, streamed", "cold, nothing kept", "cold, kept"]
     assert list(result["seconds_a_token"]) == ways
-    assert len(table) == 1 + 2 + len(ways)
+    assert len(table) == 2 + 1 + 2 + len(ways)
+    assert result["kept_to_not_kept"] > 0
+    assert result["storing_seconds"] > 0, "chunks were forgotten before each cold request, and stored after one of them"
     assert result["hits"] == 2
     assert result["to_transformers"][PLAIN] == 1.0
     for name, (low, high) in result["spread"].items():
