@@ -10,13 +10,11 @@ import logging
 import os
 import time
 import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TypedDict, Unpack, cast
 
-from tqdm import tqdm
 from transformers import GenerationConfig
 
 from cacheblend_rag.batching import ReadOnce, by_common_chunks
@@ -29,20 +27,17 @@ from cacheblend_rag.guard import QualityGuard
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.loading import load_model
-from cacheblend_rag.pipeline import Blend, Pipeline, Segment
+from cacheblend_rag.pipeline import Blend, Pipeline
 from cacheblend_rag.prompt import Prompt, SegmentTokenizer, TokenizedPrompt
 from cacheblend_rag.report import FusedKV, Generation, WarmReport
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.streaming import Cancelled, TextStream
+from cacheblend_rag.warming import Warming
 from cacheblend_rag.writeback import IdleGate, WriteBack
 
 __all__ = ["BlendEngine", "DecodeArguments"]
 
 _log = logging.getLogger(__name__)
-# A store's own index grows with every record.
-_INDEX_ROOM = 2**16
-# Seconds that warming waits for another process that computes the same chunk.
-_PATIENCE = 300.0
 
 
 class DecodeArguments(TypedDict, total=False):
@@ -300,10 +295,10 @@ class BlendEngine:
     # The store -----------------------------------------------------------------------------
 
     def warm(self, chunks: Iterable[str], *, prefix: str = "", progress: bool | None = None) -> WarmReport:
-        """Compute and store the KV of chunks ahead of time.
+        """Compute and store the KV of chunks ahead of time, several in one pass.
 
-        Warming stops before the store would pass its size limit, so that it never evicts its
-        own work.
+        Requests that come meanwhile are answered between the passes. Warming stops before the store
+        would pass its size limit, so that it never evicts its own work.
 
         Parameters
         ----------
@@ -315,46 +310,13 @@ class BlendEngine:
             Show a progress bar; by default if standard error is a terminal.
         """
         self._check_open()
-        started = time.perf_counter()
-        segments = [self._pipeline.chunk_segment(text, prefix) for text in _texts(chunks)]
-        new = {s.key: s for s in segments if not self.store.contains(s.key)}
-        computed = tokens = size = 0
-        hidden = None if progress is None else not progress
-        done, elsewhere = 0, deque[Segment]()
-        for segment in tqdm(new.values(), desc="warming", unit="chunk", disable=hidden):
-            need = self._bytes(segment)
-            if self.store.volume() + need + _INDEX_ROOM > self.store.size_limit:
-                break
-            done += 1
-            if (made := self._store_now(segment)) is None:
-                elsewhere.append(segment)
-            elif made:
-                computed, tokens, size = computed + 1, tokens + len(segment.token_ids), size + need
-        for segment in elsewhere:  # another computes these; if it gives up, they are ours after all
-            with self.store.claim(segment.key, wait=_PATIENCE):
-                pass
-            if self._store_now(segment):
-                computed, tokens, size = computed + 1, tokens + len(segment.token_ids), size + self._bytes(segment)
-        return WarmReport(
-            computed=computed,
-            present=len(segments) - len(new) + done - computed,
-            skipped=len(new) - done,
-            tokens=tokens,
-            bytes=size,
-            seconds=time.perf_counter() - started,
-        )
-
-    def _store_now(self, segment: Segment) -> bool | None:
-        with self._held():
-            return self._pipeline.compute_and_store(segment)
+        segments = (self._pipeline.chunk_segment(text, prefix) for text in _texts(chunks))
+        return Warming(self._pipeline, self._held).run(segments, progress)
 
     def estimate_bytes(self, chunks: Iterable[str]) -> int:
         """Bytes the KV of chunks will take in the store; nothing is computed."""
         segments = {s.key: s for s in (self._pipeline.chunk_segment(text) for text in _texts(chunks))}
-        return sum(map(self._bytes, segments.values()))
-
-    def _bytes(self, segment: Segment) -> int:
-        return self.store.record_bytes(self._pipeline.record_info(segment))
+        return sum(self.store.record_bytes(self._pipeline.record_info(segment)) for segment in segments.values())
 
     def prefetch(self, chunks: Iterable[str], *, prefix: str = "") -> None:
         """Bring stored KV of chunks closer on a thread of its own, as soon as they are retrieved.

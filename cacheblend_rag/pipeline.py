@@ -18,6 +18,7 @@ from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
 from cacheblend_rag.fusor.work import work_share
 from cacheblend_rag.loading import ChunkKV, LayerReader, Placement, load_as_it_pays, load_plainly
 from cacheblend_rag.loading.loader import ReadClock, RecordLost
+from cacheblend_rag.making import store_missing
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.fingerprint import fingerprint_in
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
@@ -156,10 +157,11 @@ class Pipeline:
         ids = self.tokenizer.chunk_ids(text)
         return [self.segment("chunk", context, ids, regime) for regime in self.adapter.regimes]
 
-    def compute(self, segment: Segment) -> KVRecord:
-        """Compute a segment's KV behind its context."""
-        kv = self.adapter.segment_kv(segment.context_ids, segment.token_ids, segment.regime)
-        return self._record(segment, kv)
+    def compute(self, segments: Sequence[Segment]) -> list[KVRecord]:
+        """Compute the KV of segments behind the same context and of the same regime, in one pass."""
+        first, ids = segments[0], [segment.token_ids for segment in segments]
+        computed = self.adapter.segments_kv(first.context_ids, ids, first.regime)
+        return [self._record(segment, kv) for segment, kv in zip(segments, computed, strict=True)]
 
     def record_info(self, segment: Segment) -> RecordInfo:
         """What the record of a segment says of itself."""
@@ -422,26 +424,12 @@ class Pipeline:
             jobs[prefix.key] = Job(lambda: self.store.put(prefix.key, self._record(prefix, kv)), held)
         for segment in found.chunks:
             if segment.key not in found.records:
-                jobs[segment.key] = Job(partial(self.compute_and_store, segment))
+                jobs[segment.key] = Job(partial(self.compute_and_store, [segment]))
         return jobs
 
-    def compute_and_store(self, segment: Segment) -> bool | None:
-        """Compute a segment's KV and store it, unless it is stored already.
-
-        Returns
-        -------
-        bool or None
-            Whether it was computed; None if another thread or process is just computing it.
-        """
-        if self.store.contains(segment.key):
-            return False
-        with self.store.claim(segment.key) as mine:
-            if not mine:
-                return None
-            if self.store.contains(segment.key):  # whoever had the claim before has stored it
-                return False
-            self.store.put(segment.key, self.compute(segment))
-            return True
+    def compute_and_store(self, segments: Sequence[Segment]) -> dict[str, bool | None]:
+        """Store what is missing of segments as `compute` takes them; see `store_missing`."""
+        return store_missing(self.store, {segment.key: segment for segment in segments}, self.compute)
 
     def _record(self, segment: Segment, kv: SegmentKV) -> KVRecord:
         return KVRecord(self.record_info(segment), kv)

@@ -440,9 +440,9 @@ def test_a_miss_asked_twice_is_computed_once(monkeypatch: pytest.MonkeyPatch) ->
         computed: list[Any] = []
         compute = engine._pipeline.compute
 
-        def counted(segment: Any) -> Any:
-            computed.append(segment)
-            return compute(segment)
+        def counted(segments: Any) -> Any:
+            computed.extend(segments)
+            return compute(segments)
 
         monkeypatch.setattr(engine._pipeline, "compute", counted)
         with engine._gate:  # nothing is stored before both have been answered

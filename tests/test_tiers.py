@@ -281,14 +281,14 @@ def test_a_claim_can_be_waited_for(store: KVStore) -> None:
 def test_engines_that_miss_the_same_chunks_compute_them_once(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several engines over one store, warming the same chunks at the same time."""
     computed: list[tuple[int, ...]] = []
-    compute = ModelAdapter.segment_kv
+    compute = ModelAdapter.segments_kv
 
-    def slow(self: ModelAdapter, context: Any, ids: Any, regime: int = 0) -> Any:
-        computed.append(tuple(ids))
+    def slow(self: ModelAdapter, context: Any, segments: Any, regime: int = 0) -> Any:
+        computed.extend(map(tuple, segments))
         time.sleep(0.05)
-        return compute(self, context, ids, regime)
+        return compute(self, context, segments, regime)
 
-    monkeypatch.setattr(ModelAdapter, "segment_kv", slow)
+    monkeypatch.setattr(ModelAdapter, "segments_kv", slow)
     engines = [engine_of(store=store, check_model=False) for _ in range(3)]
     reports = []
     start = threading.Barrier(3)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 import transformers
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.models.attention import (
@@ -62,6 +63,18 @@ class _ScatterCache:
         self._kv.keys.index_copy_(2, self._rows, keys)
         self._kv.values.index_copy_(2, self._rows, values)
         return self._kv.keys, self._kv.values
+
+
+class _Enough(Exception):  # noqa: N818
+    """All keys and values are there; what the model would make of them is not wanted."""
+
+
+class _LastLayer(DynamicLayer):  # type: ignore[misc]
+    """The cache of the last layer, behind whose keys and values the pass may end."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        super().update(*args, **kwargs)
+        raise _Enough
 
 
 class ModelAdapter:
@@ -364,24 +377,51 @@ class ModelAdapter:
             return Prefill(cache, out.logits[0, -1])
 
     def segment_kv(self, context_ids: Sequence[int], ids: Sequence[int], regime: int = 0) -> SegmentKV:
-        """KV of a segment computed behind a context, keys with their rotation undone.
+        """KV of a segment computed behind a context, keys with their rotation undone; see `segments_kv`."""
+        return self.segments_kv(context_ids, [ids], regime)[0]
 
-        Rotation depends on the position, which the segment's next use decides. It is undone in
-        float32; dividing by the squared norm also undoes the scaling YaRN and LongRoPE put into
-        cosine and sine. With ``regime``, it is computed as part of a prompt of that frequency
-        regime.
+    def segments_kv(
+        self, context_ids: Sequence[int], segments: Sequence[Sequence[int]], regime: int = 0
+    ) -> list[SegmentKV]:
+        """KV of several segments in one pass, each computed behind the context as if it were alone.
+
+        Shorter ones are padded at their ends, where no row of theirs looks. Rotation depends on the
+        position, which a segment's next use decides. It is undone in float32; dividing by the squared
+        norm also undoes the scaling YaRN and LongRoPE put into cosine and sine.
+
+        Parameters
+        ----------
+        context_ids : sequence of int
+            Ids they are computed behind.
+        segments : sequence of sequence of int
+            Ids of each.
+        regime : int
+            They are computed as parts of a prompt of this frequency regime.
+
+        Returns
+        -------
+        list of SegmentKV
+            In the order of the segments; none shares memory with another.
         """
-        with self._plain(), self._positions.within(regime):
-            first, stop = len(context_ids), len(context_ids) + len(ids)
-            cache = DynamicCache()
-            inputs = torch.tensor([[*context_ids, *ids]], device=self.device)
-            self._decoder(inputs, past_key_values=cache, use_cache=True)
-        rotaries = self.rotary(stop - first, first, regime)
-        keys, values = [], []
-        for number, layer in enumerate(cache.layers):
-            keys.append(unrotate(layer.keys[0, :, first:stop], rotaries.of_keys(number)).contiguous())
-            values.append(layer.values[0, :, first:stop].contiguous())
-        return SegmentKV(tuple(keys), tuple(values), rotated=False)
+        rows = [[*context_ids, *ids] for ids in segments]
+        if len(rows) > 1 and not self._positions.alike(map(len, rows), regime):
+            return [self.segment_kv(context_ids, ids, regime) for ids in segments]
+        first, longest = len(context_ids), max(map(len, rows))
+        # A token of its own is padding that every model has seen: rows hidden by a mask must still be finite.
+        inputs = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows], device=self.device)
+        layers = [*(DynamicLayer() for _ in self.layers[1:]), _LastLayer()]
+        with self._plain(), self._positions.within(regime), suppress(_Enough):
+            self._decoder(inputs, past_key_values=Cache(layers=layers), use_cache=True)
+        rotaries = self.rotary(longest - first, first, regime)
+        keys: list[list[torch.Tensor]] = [[] for _ in rows]
+        values: list[list[torch.Tensor]] = [[] for _ in rows]
+        for number in range(len(self.layers)):
+            layer = layers.pop(0)  # its memory goes as that of the segments comes
+            turned = unrotate(layer.keys[:, :, first:], rotaries.of_keys(number))  # [segments, kv_heads, tokens, dim]
+            for row, ids in enumerate(segments):
+                keys[row].append(_copied(turned[row, :, : len(ids)]))
+                values[row].append(_copied(layer.values[row, :, first : first + len(ids)]))
+        return [SegmentKV(tuple(k), tuple(v), rotated=False) for k, v in zip(keys, values, strict=True)]
 
     @property
     def _kv_width(self) -> int:
@@ -395,6 +435,11 @@ class ModelAdapter:
         self._positions.settle(self.device)
         with evaluating(self.model), torch.no_grad():
             yield
+
+
+def _copied(part: torch.Tensor) -> torch.Tensor:
+    """The same in memory of its own: a view would keep the whole batch alive."""
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _part(module: Any, name: str) -> Any:

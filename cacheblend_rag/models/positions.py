@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,6 +67,11 @@ class Positions:
         if self._dynamic and tokens > self._trained:
             return None
         return max((length for length in self._long if tokens > length), default=0)
+
+    def alike(self, lengths: Iterable[int], regime: int) -> bool:
+        """Whether texts of these lengths, as parts of prompts of a regime, have the same frequencies side by side."""
+        own = ((tokens, self.regime(tokens)) for tokens in lengths)
+        return len({-tokens if found is None else max(found, regime) for tokens, found in own}) == 1
 
     def rotaries(self, tokens: int, start: int, regime: int, device: torch.device) -> Rotaries:
         """Cosine and sine of positions ``start`` to ``start + tokens``, in float32."""

@@ -1,0 +1,78 @@
+"""Making records that are missing, once, whoever else is about to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TypeVar
+
+from cacheblend_rag.store.base import KVRecord, KVStore
+
+__all__ = ["store_missing"]
+
+_log = logging.getLogger(__name__)
+_Item = TypeVar("_Item")
+
+
+def store_missing(
+    store: KVStore, wanted: Mapping[str, _Item], make: Callable[[Sequence[_Item]], Sequence[KVRecord]]
+) -> dict[str, bool | None]:
+    """Make together the records that are not stored, and store them.
+
+    Parameters
+    ----------
+    store : KVStore
+    wanted : mapping of str to item
+        What each record is made from, by its key.
+    make : callable
+        Makes the records of several items.
+
+    Returns
+    -------
+    dict of str to bool or None
+        By key, whether the record was made; None if another thread or process is just making it.
+
+    Raises
+    ------
+    Exception
+        What the first item that failed raised. The others are stored all the same.
+    """
+    done: dict[str, bool | None] = {}
+    ours: dict[str, _Item] = {}
+    with ExitStack() as claims:
+        for key, item in wanted.items():
+            if store.contains(key):
+                done[key] = False
+            elif not claims.enter_context(store.claim(key)):
+                done[key] = None
+            elif store.contains(key):  # whoever had the claim before has stored it
+                done[key] = False
+            else:
+                ours[key], done[key] = item, True
+        if ours:
+            _make_and_store(store, ours, make)
+    return done
+
+
+def _make_and_store(
+    store: KVStore, ours: Mapping[str, _Item], make: Callable[[Sequence[_Item]], Sequence[KVRecord]]
+) -> None:
+    """Make all in one go, or one by one if that fails; an item that fails does not cost the others."""
+    records: Sequence[KVRecord] = ()
+    try:
+        records = make([*ours.values()])
+    except Exception as error:
+        if len(ours) == 1:
+            raise
+        _log.warning("%d records cannot be made together and are made one by one: %s", len(ours), error)
+    failed: list[Exception] = []
+    for number, (key, item) in enumerate(ours.items()):
+        try:
+            store.put(key, records[number] if records else make([item])[0])
+        except Exception as error:
+            failed.append(error)
+    for other in failed[1:]:
+        _log.warning("of %d records, one more could not be stored: %s", len(ours), other)
+    if failed:
+        raise failed[0]
