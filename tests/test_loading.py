@@ -194,3 +194,18 @@ def test_prefetch_changes_no_bit_of_the_result(on_disk: bool, tmp_path: Path, mo
     assert ahead.report.hits == plain.report.hits == 3
     assert ahead.report.prefix_hit
     assert_same(ahead, plain)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kept", ["disk", "host", "gpu"])
+def test_on_a_gpu_prefetch_changes_no_bit_either(kept: str, dtype: str, tmp_path: Path) -> None:
+    stores: dict[str, Any] = {"disk": tmp_path, "host": MemoryStore(), "gpu": MemoryStore(device="cuda")}
+    model = tiny.model().to("cuda", getattr(torch, dtype))
+    with engine_of(model, store=stores[kept], recompute_ratio=0.2) as engine:
+        engine.warm(PROMPT.chunks)
+        engine.fuse(PROMPT)
+        plain = engine.with_config(prefetch=False).fuse(PROMPT)
+        for _ in range(20):
+            assert_same(engine.with_config(prefetch=True).fuse(PROMPT), plain)
+    assert plain.report.hits == 3

@@ -7,12 +7,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
 from cacheblend_rag.errors import RecordError
+from cacheblend_rag.loading.lanes import Lane, lane_to
 from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.store.base import StoredKV, copy_layer
+from cacheblend_rag.store.base import StoredKV
 
 __all__ = [
     "LayerReader",
@@ -112,17 +114,22 @@ class LayerReader:
         """
         started = time.perf_counter()
         shape = (1, self.kv_heads, self.tokens, self.head_dim)
-        keys = torch.empty(shape, dtype=self.dtype, device=self.device)
-        values = torch.empty(shape, dtype=self.dtype, device=self.device)
-        for place in self.placements:
-            stop = place.start + place.record.info.tokens
-            span = slice(place.start, stop)
-            try:
-                copy_layer(place.record, layer, keys[0, :, span], values[0, :, span])
-            except (RecordError, OSError) as error:
-                raise RecordLost(place.key, str(error)) from error
+        with self._lane.open():
+            keys = torch.empty(shape, dtype=self.dtype, device=self.device)
+            values = torch.empty(shape, dtype=self.dtype, device=self.device)
+            for place in self.placements:
+                stop = place.start + place.record.info.tokens
+                span = slice(place.start, stop)
+                try:
+                    self._lane.put(place.record, layer, keys[0, :, span], values[0, :, span])
+                except (RecordError, OSError) as error:
+                    raise RecordLost(place.key, str(error)) from error
         self.clock.seconds += time.perf_counter() - started
         return LayerKV(keys, values)
+
+    @cached_property
+    def _lane(self) -> Lane:
+        return lane_to([place.record for place in self.placements], self.dtype, self.device)
 
 
 def synchronize(layer: Future[LayerKV]) -> LayerKV:
@@ -133,13 +140,20 @@ def synchronize(layer: Future[LayerKV]) -> LayerKV:
     RecordLost
         If a record could not be read.
     """
-    return layer.result()
+    return _taken(layer.result())
+
+
+def _taken(kv: LayerKV) -> LayerKV:
+    """KV that the stream of this thread works on from now on; its memory was given out to another."""
+    for tensor in (kv.keys, kv.values) if kv.keys.is_cuda else ():
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+    return kv
 
 
 def load_plainly(reader: LayerReader, start: int = 0) -> Iterator[LayerKV]:
     """Read each layer when it is asked for: the plain twin of `load_ahead`."""
     for layer in range(start, reader.layers):
-        yield reader.fetch_kv(layer)
+        yield _taken(reader.fetch_kv(layer))
 
 
 def load_as_it_pays(reader: LayerReader, ahead: int = _AHEAD) -> Iterator[LayerKV]:
