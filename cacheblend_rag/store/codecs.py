@@ -40,15 +40,17 @@ class Codec(ABC):
         """Bytes a token takes on all layers."""
         return info.layers * self.layer_bytes(info) / info.tokens
 
-    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> bytes:
-        """Keys, then values, each ``[kv_heads, tokens, head_dim]``, as bytes.
+    def encode(self, keys: torch.Tensor, values: torch.Tensor) -> list[memoryview]:
+        """Keys, then values, each ``[kv_heads, tokens, head_dim]``, as bytes in pieces.
+
+        A piece may be the memory of the tensors themselves.
 
         Raises
         ------
         StoreError
             If a value is not finite or too large for the codec's scales.
         """
-        return self._pack(keys.detach().cpu(), _KEY_AXIS) + self._pack(values.detach().cpu(), _VALUE_AXIS)
+        return [*self._pack(keys.detach().cpu(), _KEY_AXIS), *self._pack(values.detach().cpu(), _VALUE_AXIS)]
 
     def decode(self, data: bytearray, info: RecordInfo) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of a layer, each ``[kv_heads, tokens, head_dim]`` of the record's element type.
@@ -63,7 +65,7 @@ class Codec(ABC):
         """Bytes of the keys or the values of one layer."""
 
     @abstractmethod
-    def _pack(self, tensor: torch.Tensor, axis: int) -> bytes: ...
+    def _pack(self, tensor: torch.Tensor, axis: int) -> list[memoryview]: ...
 
     @abstractmethod
     def _unpack(self, data: bytearray, offset: int, info: RecordInfo, axis: int) -> torch.Tensor: ...
@@ -77,8 +79,8 @@ class RawCodec(Codec):
     def _size(self, info: RecordInfo, axis: int) -> int:
         return _elements(info) * DTYPES[info.dtype].itemsize
 
-    def _pack(self, tensor: torch.Tensor, axis: int) -> bytes:
-        return _bytes(tensor)
+    def _pack(self, tensor: torch.Tensor, axis: int) -> list[memoryview]:
+        return [_bytes(tensor)]
 
     def _unpack(self, data: bytearray, offset: int, info: RecordInfo, axis: int) -> torch.Tensor:
         return _view(data, offset, DTYPES[info.dtype], _shape(info))
@@ -103,7 +105,7 @@ class ScaledCodec(Codec):
     def _size(self, info: RecordInfo, axis: int) -> int:
         return 4 * math.prod(_reduced(info, axis)) + _elements(info)
 
-    def _pack(self, tensor: torch.Tensor, axis: int) -> bytes:
+    def _pack(self, tensor: torch.Tensor, axis: int) -> list[memoryview]:
         exact = tensor.float()
         scale = exact.abs().amax(dim=axis, keepdim=True) / self._largest
         _require_finite(scale, self.name)
@@ -111,7 +113,7 @@ class ScaledCodec(Codec):
         small = (exact / scale).clamp_(-self._largest, self._largest)
         if not self._dtype.is_floating_point:
             small = small.round_()
-        return _bytes(scale) + _bytes(small.to(self._dtype))
+        return [_bytes(scale), _bytes(small.to(self._dtype))]
 
     def _unpack(self, data: bytearray, offset: int, info: RecordInfo, axis: int) -> torch.Tensor:
         scale = _view(data, offset, torch.float32, _reduced(info, axis))
@@ -133,7 +135,7 @@ class GroupedCodec(Codec):
     def _size(self, info: RecordInfo, axis: int) -> int:
         return 4 * math.prod(self._per_group(info, axis)) + -(-_elements(info) // 2)
 
-    def _pack(self, tensor: torch.Tensor, axis: int) -> bytes:
+    def _pack(self, tensor: torch.Tensor, axis: int) -> list[memoryview]:
         exact = tensor.float()
         pieces = torch.split(exact, self._groups[axis], dim=axis)
         low = torch.cat([piece.amin(dim=axis, keepdim=True) for piece in pieces], dim=axis).half()
@@ -147,7 +149,7 @@ class GroupedCodec(Codec):
         flat = codes.to(torch.uint8).flatten()
         if len(flat) % 2:
             flat = torch.cat((flat, flat.new_zeros(1)))
-        return _bytes(low) + _bytes(step) + _bytes(flat[::2] | (flat[1::2] << 4))
+        return [_bytes(low), _bytes(step), _bytes(flat[::2] | (flat[1::2] << 4))]
 
     def _unpack(self, data: bytearray, offset: int, info: RecordInfo, axis: int) -> torch.Tensor:
         low = _view(data, offset, torch.float16, self._per_group(info, axis))
@@ -211,8 +213,8 @@ def _require_finite(scales: torch.Tensor, codec: str) -> None:
         raise StoreError(f"the KV holds values that the codec {codec!r} cannot scale")
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().data
 
 
 def _view(data: bytearray, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import io
 import logging
 import os
 import re
@@ -13,7 +12,7 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -24,7 +23,7 @@ import filelock
 from cacheblend_rag.config import parse_bytes
 from cacheblend_rag.errors import RecordError, StoreError
 from cacheblend_rag.store.base import KVRecord, RecordInfo, StoredKV, StoreStats
-from cacheblend_rag.store.record import FileRecord, RecordFormat, encode_record, record_bytes
+from cacheblend_rag.store.record import FileRecord, RecordFormat, encode_pieces, record_bytes
 from cacheblend_rag.store.sealing import Seal
 
 __all__ = ["DiskEntry", "DiskStore"]
@@ -231,11 +230,11 @@ class DiskStore:
 
     def put(self, key: str, record: KVRecord) -> None:
         """See `KVStore.put`."""
-        data = encode_record(record, self.form, key)
-        if len(data) > self._size_limit:
-            raise StoreError(f"a record of {len(data)} bytes exceeds size_limit={self._size_limit}")
+        pieces = encode_pieces(record, self.form, key)
+        if (size := sum(map(len, pieces))) > self._size_limit:
+            raise StoreError(f"a record of {size} bytes exceeds size_limit={self._size_limit}")
         try:
-            self._cache.set(key, io.BytesIO(data), read=True)
+            self._cache.set(key, _InPieces(pieces), read=True)
             self._evict()
         except _FAILURES as error:
             raise StoreError(f"cannot write to the KV store in {str(self.folder)!r}: {error}") from error
@@ -459,6 +458,17 @@ class DiskStore:
 
     def _unreadable(self, error: BaseException) -> StoreError:
         return StoreError(f"cannot read the KV store in {str(self.folder)!r}: {error}")
+
+
+class _InPieces:
+    """Read by diskcache like an open file, piece by piece as they lie in memory."""
+
+    def __init__(self, pieces: Iterable[bytes | memoryview]) -> None:
+        self._left = iter(pieces)
+
+    def read(self, size: int) -> bytes | memoryview:
+        """The next piece, whatever its size; nothing at the end."""
+        return next(self._left, b"")
 
 
 def _created(path: Path) -> int:

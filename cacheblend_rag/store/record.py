@@ -18,14 +18,13 @@ is allocated or read.
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import json
 import logging
 import os
 import zlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 import torch
 
@@ -34,7 +33,7 @@ from cacheblend_rag.store.base import KVRecord, RecordInfo
 from cacheblend_rag.store.codecs import CODECS, DTYPES, Codec, codec_named
 from cacheblend_rag.store.sealing import SEAL_BYTES, Seal
 
-__all__ = ["FileRecord", "RecordFormat", "encode_record", "record_bytes"]
+__all__ = ["FileRecord", "RecordFormat", "encode_pieces", "encode_record", "record_bytes"]
 
 _log = logging.getLogger(__name__)
 MAGIC = b"CBRAGKV\x01"
@@ -45,6 +44,7 @@ _START = 16  # bytes before the header
 _MOST_SHRUNK = 64
 # What entries of the layer table are counted as, so that a header's size does not depend on them.
 _WIDEST = [2**48, 2**48, 2**32 - 1]
+_Piece: TypeAlias = bytes | memoryview
 # Pieces of memory one read may fill on every system (IOV_MAX).
 _MOST_PARTS = 1024
 
@@ -104,36 +104,39 @@ def record_bytes(info: RecordInfo, form: RecordFormat | None = None) -> int:
 
 def encode_record(record: KVRecord, form: RecordFormat | None = None, key: str = "") -> bytes:
     """The file of a record; a sealed one can be read under its key only."""
+    return b"".join(encode_pieces(record, form, key))
+
+
+def encode_pieces(record: KVRecord, form: RecordFormat | None = None, key: str = "") -> list[_Piece]:
+    """The file of a record in pieces, none empty, to be written one behind another.
+
+    Pieces may be the memory of the record itself: a large one is copied only where it is written.
+    """
     form = form or RecordFormat()
     codec, layers = _encoded_layers(record, form.codec_of(record.info))
     shrunk = _compressed(layers) if form.compress else None
     layers = shrunk or layers
-    size = _header_bytes(record.info)
+    room = _header_bytes(record.info)
+    size = room + (SEAL_BYTES if form.seal else 0)
     if form.seal:
-        layers = [form.seal.close(layer, _place(key, number)) for number, layer in enumerate(layers)]
-        size += SEAL_BYTES
+        layers = [[form.seal.close(b"".join(layer), _place(key, number))] for number, layer in enumerate(layers)]
     table, offset = [], _padded(_START + size)
     for layer in layers:
-        table.append(_Layer(offset, len(layer), zlib.crc32(layer)))
-        offset = _padded(offset + len(layer))
-    header = _header(record.info, codec.name, "zstd" if shrunk else "", table).ljust(_header_bytes(record.info))
+        table.append(_Layer(offset, sum(map(len, layer)), _checksum(layer)))
+        offset = _padded(offset + table[-1].size)
+    header = _header(record.info, codec.name, "zstd" if shrunk else "", table).ljust(room)
     if form.seal:
         header = form.seal.close(header, _place(key, "header"))
-    out = io.BytesIO()
-    out.write(
-        (_SEALED_MAGIC if form.seal else MAGIC)
-        + size.to_bytes(4, "little")
-        + zlib.crc32(header).to_bytes(4, "little")
-        + header
-    )
-    for layer in layers:
-        out.write(b"\0" * (_padded(out.tell()) - out.tell()))
-        out.write(layer)
-    out.write(b"\0" * (_padded(out.tell()) - out.tell()))
-    return out.getvalue()
+    magic, checksum = _SEALED_MAGIC if form.seal else MAGIC, zlib.crc32(header)
+    pieces: list[_Piece] = [magic + size.to_bytes(4, "little") + checksum.to_bytes(4, "little") + header]
+    end = _START + size
+    for place, layer in zip(table, layers, strict=True):
+        pieces += [bytes(place.offset - end), *layer]
+        end = place.offset + place.size
+    return [piece for piece in (*pieces, bytes(_padded(end) - end)) if len(piece)]
 
 
-def _encoded_layers(record: KVRecord, codec: Codec) -> tuple[Codec, list[bytes]]:
+def _encoded_layers(record: KVRecord, codec: Codec) -> tuple[Codec, Sequence[Sequence[_Piece]]]:
     """Each layer by the codec, or raw, which takes every value, if the codec cannot scale one."""
     pairs = list(zip(record.kv.keys, record.kv.values, strict=True))
     try:
@@ -264,11 +267,16 @@ class FileRecord:
 
 def _check_sum(number: int, layer: _Layer, *parts: Any) -> None:
     """Raise unless bytes are those that were written."""
+    if _checksum(parts) != layer.checksum:
+        raise RecordError(f"layer {number} fails its checksum")
+
+
+def _checksum(parts: Iterable[_Piece]) -> int:
+    """CRC-32 of parts one behind another."""
     checksum = 0
     for part in parts:
         checksum = zlib.crc32(part, checksum)
-    if checksum != layer.checksum:
-        raise RecordError(f"layer {number} fails its checksum")
+    return checksum
 
 
 @dataclass(frozen=True)
@@ -280,8 +288,8 @@ class _Header:
 
 
 def _header(info: RecordInfo, codec: str, compression: str, layers: list[_Layer]) -> bytes:
-    table = [dataclasses.astuple(layer) for layer in layers]
-    fields = dataclasses.asdict(info) | {"codec": codec, "compression": compression, "table": table}
+    table = [(layer.offset, layer.size, layer.checksum) for layer in layers]
+    fields = vars(info) | {"codec": codec, "compression": compression, "table": table}
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
@@ -349,12 +357,13 @@ def _zstandard() -> Any:
     return zstandard
 
 
-def _compressed(layers: list[bytes]) -> list[bytes] | None:
+def _compressed(layers: Sequence[Sequence[_Piece]]) -> list[list[bytes]] | None:
     """Layers compressed, or None where that gains nothing or shrinks one beyond what is read back."""
     compressor = _zstandard().ZstdCompressor(level=1)
-    small = [compressor.compress(layer) for layer in layers]
-    fits = all(len(new) < len(old) <= len(new) * _MOST_SHRUNK for new, old in zip(small, layers, strict=True))
-    return small if fits else None
+    whole = [b"".join(layer) for layer in layers]
+    small = [compressor.compress(layer) for layer in whole]
+    fits = all(len(new) < len(old) <= len(new) * _MOST_SHRUNK for new, old in zip(small, whole, strict=True))
+    return [[layer] for layer in small] if fits else None
 
 
 def _expanded(data: Any, size: int) -> bytearray:
