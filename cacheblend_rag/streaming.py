@@ -119,7 +119,7 @@ class TextStream(Iterator[str], AsyncIterator[str]):
         Without a timeout, and if nothing was read yet, it is generated on the thread that asks.
         """
         if self._thread is None and self._timeout is None and not self._done:
-            # A thread of its own would bring a second pool of OpenMP threads, more than there are cores.
+            # Nothing is handed out meanwhile, so no thread is needed, and an interrupt ends it where it is.
             _generate(self._answer, self._sink, self._outcome)
             self._end()
         for _ in self:

@@ -51,9 +51,13 @@ def test_layers_of_one_device_are_read_one_after_another() -> None:
     assert time.perf_counter() - started >= 0.06
 
 
-def test_the_benchmark_measures_every_way_at_every_speed(tiny_shape: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_measures_every_way_at_every_speed(
+    tiny_shape: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["bench", "loading", "--shape", "tiny", "--chunks", "2", "--chunk-tokens", "40", "--rounds", "1"]
-    assert main([*arguments, "--factor", "0.25", "--factor", "4", "--threads", "1"]) == 0
+    plot = tmp_path / "loading.svg"
+    assert main([*arguments, "--factor", "0.25", "--factor", "4", "--threads", "1", "--plot", str(plot)]) == 0
+    assert plot.read_text().lstrip().startswith("<?xml")
     *table, last = capsys.readouterr().out.splitlines()
     assert len(table) == 2 + 2 + 2
     result = json.loads(last)

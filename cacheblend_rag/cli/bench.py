@@ -24,6 +24,7 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     loading = kinds.add_parser("loading", help="time to first token over storage of many speeds")
     _add_shared(loading, shape="smollm2-135m", rounds=3)
     loading.add_argument("--factor", type=float, action="append", help="of the break-even; may be given several times")
+    loading.add_argument("--plot", metavar="FILE")
     loading.set_defaults(run=_bench_loading)
     decode = kinds.add_parser("decode", help="seconds a token after a blend, beside plain transformers")
     _add_shared(decode, shape="qwen2.5-0.5b", rounds=5)
@@ -154,5 +155,5 @@ def _bench_loading(parsed: argparse.Namespace) -> int:
     chosen = _shared(parsed)
     if parsed.factor:
         chosen["factors"] = tuple(parsed.factor)
-    show(OverlapOptions(**chosen))
+    show(OverlapOptions(**chosen), parsed.plot)
     return 0

@@ -19,6 +19,7 @@ from typing import Any
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.evaluation.analysis import import_pyplot, save_figure
 from cacheblend_rag.evaluation.baselines import Prefilled, blended, time_rounds
 from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, machine, medians, table
 from cacheblend_rag.evaluation.blend_timing import fit_blend, time_blends
@@ -28,7 +29,7 @@ from cacheblend_rag.loading import Device, MachineProfile, PrefillProfile
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store import DiskStore, MemoryStore
 
-__all__ = ["FACTORS", "OverlapOptions", "measure", "show"]
+__all__ = ["FACTORS", "OverlapOptions", "draw", "measure", "show"]
 
 _RATIO = 0.15
 FACTORS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0, 20.0)
@@ -149,8 +150,9 @@ class _Bench:
         return medians(time_rounds(methods, self._rounds).seconds)
 
 
-def show(options: OverlapOptions) -> None:
-    """Measure and print a table; the last line is JSON."""
+def show(options: OverlapOptions, plot: str | None = None) -> None:
+    """Measure and print a table, drawn into a file if one is named; the last line is JSON."""
+    pyplot = import_pyplot() if plot else None
     result = measure(options)
     alone = result["alone"]
     print(
@@ -158,7 +160,24 @@ def show(options: OverlapOptions) -> None:
         f"full prefill {alone['prefill']:.3f} s, blended 15% with everything in memory {alone['blended']:.3f} s\n"
     )
     print(table(_HEAD, [_cells(row) for row in result["rows"]]))
+    if plot:
+        draw(pyplot, result, Path(plot))
     print(json.dumps(result))
+
+
+def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
+    """TTFT over throughput by every way, beside what loading and recompute take by themselves."""
+    rows, alone = result["rows"], result["alone"]
+    at = [row["throughput"] / 1e6 for row in rows]
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(at, [row["load"] for row in rows], "--", color="0.6", label="loading alone")
+    axes.plot(at, [row["blended"] for row in rows], ":", color="0.6", label="recompute alone (15%)")
+    axes.axhline(alone["prefill"], color="0.8", linewidth=1, label="full prefill")
+    for name, label in (("plain", "read plainly"), ("ahead", "read ahead"), ("auto", "as the controller chooses")):
+        axes.plot(at, [row[name] for row in rows], marker="o", label=label)
+    axes.set(xlabel="throughput of storage (MB a second)", ylabel="time to first token (s)", xscale="log", yscale="log")
+    axes.legend(fontsize="small")
+    save_figure(pyplot, figure, path)
 
 
 def _cells(row: Mapping[str, float]) -> tuple[str, ...]:
