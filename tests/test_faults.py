@@ -333,6 +333,25 @@ def test_kill_9_while_writing_leaves_whole_records_only(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("error", [FileExistsError, FileNotFoundError])
+def test_a_folder_that_another_process_removes_meanwhile_is_made_again(
+    error: type[OSError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, make, failed = DiskStore(tmp_path), Path.mkdir, list[Path]()
+
+    def removed(path: Path, *args: Any, **kwargs: Any) -> None:
+        if len(failed) < 3:
+            failed.append(path)
+            raise error(str(path))
+        make(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", removed)
+    store.put("a", record_of(1))
+    assert len(failed) == 3
+    assert store.contains("a")
+    store.close()
+
+
 def test_processes_share_a_folder(tmp_path: Path) -> None:
     seen = crowd(tmp_path / "kv", processes=3, seconds=1.5, size_limit=600_000)
     assert (seen.wrong, seen.crashed, seen.refused) == (0, 0, 0)

@@ -478,7 +478,7 @@ def _created(path: Path) -> int:
             for folder in (path.parent.parent, path.parent):
                 folder.mkdir(mode=0o700, exist_ok=True)
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileNotFoundError:
+        except (FileNotFoundError, FileExistsError):  # gone before the file was made, or while mkdir looked at it
             if not attempts_left:
                 raise
     raise FileNotFoundError(path)
