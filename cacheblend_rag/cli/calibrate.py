@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.cli.arguments import add_arguments, data_folder
@@ -31,6 +32,7 @@ def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--answer-tokens", type=int, default=16, metavar="N", help="tokens of each answer compared")
     parser.add_argument("--scaled", action="store_true", help="count work as in a model of 24 layers")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", metavar="FOLDER", help="keeps what was tried; a killed search goes on there")
     parser.set_defaults(run=_calibrate)
 
 
@@ -49,7 +51,7 @@ def _calibrate(parsed: argparse.Namespace) -> int:
         device=parsed.device,
         dtype=parsed.dtype,
     ) as engine:
-        settings, found = calibrate(engine, prompts, options)
+        settings, found = calibrate(engine, prompts, options, folder=Path(parsed.out) if parsed.out else None)
         path = keep_settings(engine, settings)
     print(report(settings, found))
     print(f"kept in {path}")
@@ -57,8 +59,6 @@ def _calibrate(parsed: argparse.Namespace) -> int:
 
 
 def _prompts(parsed: argparse.Namespace) -> list[Prompt]:
-    from pathlib import Path
-
     from cacheblend_rag.checks import check_whole
     from cacheblend_rag.errors import ConfigError, DatasetError
     from cacheblend_rag.evaluation.calibration.prompts import case_prompts, chunk_prompts, question_prompts

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["add_eval"]
 
+_RATIOS = (0.05, 0.1, 0.15, 0.3)
+_MEMORY = "1GB"  # of KV in memory: a question's chunks are wanted while it is asked, by all methods
+
 
 def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
@@ -30,7 +33,10 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("--out", required=True, metavar="FOLDER", help="keeps results; a killed run goes on there")
     add_arguments(parser, "model")
     parser.add_argument("--methods", type=_names, default=("full", "prefix", "reuse", "hkvd"), metavar="A,B,…")
-    parser.add_argument("--ratios", type=_numbers, default=(0.05, 0.1, 0.15, 0.3), metavar="R,R,…")
+    parser.add_argument("--ratios", type=_numbers, metavar="R,R,…", help="recompute ratios (default 0.05,0.1,0.15,0.3)")
+    parser.add_argument(
+        "--works", type=_numbers, default=(), metavar="W,W,…", help="find ratios for so much work in 24 layers instead"
+    )
     parser.add_argument("--chunks", type=_whole, default=(6,), metavar="N,N,…", help="chunks in a prompt (default 6)")
     parser.add_argument("--chunk-tokens", type=_whole, default=(0,), metavar="N,N,…", help="0: passages as they are")
     parser.add_argument("--order", choices=("retrieved", "random"), default="retrieved")
@@ -46,9 +52,13 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 def _add_questions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", default="auto", help="of the file; recognised by default")
-    parser.add_argument("--limit", type=int, metavar="N", help="only so many questions of a file")
+    parser.add_argument("--limit", type=int, metavar="N", help="only so many questions")
     parser.add_argument(
-        "--per-kind", type=int, default=50, metavar="N", help="questions a kind of the reference archive"
+        "--per-kind",
+        type=_counts,
+        default=50,
+        metavar="N",
+        help="questions a kind of the reference archive, or KIND=N,KIND=N,…",
     )
     parser.add_argument("--retrieve", default="words", metavar="HOW", help='"words", "file", or an embedder')
     parser.add_argument("--support", choices=("always", "retrieved"), default="always", help="passages an answer needs")
@@ -67,7 +77,14 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
         parser, "device", "dtype", "size-limit", data_dir="where calibrated settings are (default: user's cache)"
     )
     parser.add_argument("--kv", metavar="FOLDER", help='KV store, or "memory" (default: in the folder of results)')
-    parser.add_argument("--against", metavar="LABEL", help='pair all with one more method, such as "hkvd 0.15"')
+    parser.add_argument(
+        "--against", type=_names, default=(), metavar="LABEL,…", help='pair all with more methods, such as "hkvd 0.15"'
+    )
+    parser.add_argument(
+        "--measure",
+        choices=("f1", "em", "rouge_l", "forced_exact"),
+        help="what tables and plots are led by (exact match for the reference archive, else by task)",
+    )
     parser.add_argument("--no-plots", action="store_true", help="leave the drawing out")
 
 
@@ -79,6 +96,13 @@ def _split(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
 
 
 _names, _numbers, _whole = _split(str), _split(float), _split(int)
+
+
+def _counts(text: str) -> int | dict[str, int]:
+    """How many of each kind, or of those that are named."""
+    if "=" not in text:
+        return int(text)
+    return {kind.strip(): int(count) for kind, _, count in (part.partition("=") for part in text.split(","))}
 
 
 def _eval(parsed: argparse.Namespace) -> int:
@@ -100,7 +124,8 @@ def _eval(parsed: argparse.Namespace) -> int:
         seed=parsed.seed,
         shuffled=shuffled,
     )
-    given: dict[str, Any] = {} if parsed.size_limit is None else {"size_limit": parse_bytes(parsed.size_limit)}
+    size = parsed.size_limit or (_MEMORY if parsed.kv == "memory" else None)
+    given: dict[str, Any] = {} if size is None else {"size_limit": parse_bytes(size)}
     fixed: dict[str, Any] = {"min_tokens": 0, "write_back": "inline", "guard_share": 0.0, "keep_final": False}
     config = BlendConfig(recompute_ratio=0.15, **fixed, **given)
     with BlendEngine.from_pretrained(
@@ -119,9 +144,10 @@ def _options(parsed: argparse.Namespace) -> EvalOptions:
     from cacheblend_rag.evaluation.quality.runner import EvalOptions
 
     style = parsed.prompt or ("stuff" if parsed.data.startswith("reference:") else "paper")
-    same = ("methods", "ratios", "chunks", "chunk_tokens", "order", "seed", "workload", "set_size", "chat", "attention")
+    same = ("methods", "works", "chunks", "chunk_tokens", "order", "seed", "workload", "set_size", "chat", "attention")
     return EvalOptions(
         **{name: getattr(parsed, name) for name in same},
+        ratios=parsed.ratios or (() if parsed.works else _RATIOS),
         keep_support=parsed.support == "always",
         style=style,
         max_new_tokens=parsed.max_new_tokens,
@@ -148,17 +174,24 @@ def _calibrated(parsed: argparse.Namespace, engine: BlendEngine) -> BlendSetting
     return profile.blends.get(engine.fingerprint) if profile else None
 
 
+def _measure(parsed: argparse.Namespace) -> str | None:
+    """What leads tables and plots: answers of the reference archive are whole sentences, mostly the same words."""
+    whole = parsed.data.startswith("reference:") and not parsed.no_answers
+    measure: str | None = parsed.measure or ("em" if whole else None)
+    return measure
+
+
 def _run(parsed: argparse.Namespace, engine: BlendEngine, source: CaseSource, options: EvalOptions) -> int:
     from cacheblend_rag.evaluation.quality.plots import draw_run
     from cacheblend_rag.evaluation.quality.runner import Evaluation
     from cacheblend_rag.evaluation.quality.summary import write_summary
 
-    out, ranker = Path(parsed.out), _ranker(parsed.retrieve, source, max(options.chunks))
+    out, ranker, measure = Path(parsed.out), _ranker(parsed.retrieve, source, max(options.chunks)), _measure(parsed)
     evaluation = Evaluation(engine, source, options, ranker, _calibrated(parsed, engine), retrieval=parsed.retrieve)
     run = evaluation.run(out)
-    rows = write_summary(run, out, parsed.against)
+    rows = write_summary(run, out, parsed.against, measure)
     if not parsed.no_plots:
-        draw_run(run, rows, out)
+        draw_run(run, rows, out, measure)
     print((out / "table.md").read_text(encoding="utf-8"))
     print(f"results, table and plots are in {out}", file=sys.stderr)
     return 0
@@ -178,6 +211,7 @@ def _figures(parsed: argparse.Namespace, engine: BlendEngine, source: CaseSource
         ranker=_ranker(parsed.retrieve, source, max(options.chunks)),
         retrieval=parsed.retrieve,
         calibrated=_calibrated(parsed, engine),
+        measure=_measure(parsed),
     )
     for number in parsed.only or FIGURES:
         for path in maker.make(number):

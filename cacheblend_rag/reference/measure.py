@@ -11,7 +11,7 @@ import math
 import random
 import string
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,10 @@ MAX_NEW_TOKENS = 64
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt with its gold answer. ``complete`` tells whether the chunks hold all that is needed."""
+    """A prompt with its gold answer.
+
+    ``complete`` tells whether the chunks hold all that is needed, ``town`` which archive they are from.
+    """
 
     kind: str
     chunks: tuple[str, ...]
@@ -43,6 +46,7 @@ class Case:
     sentence: str
     value: str
     complete: bool = True
+    town: int = field(default=0, repr=False)
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,8 @@ def held_out_cases(
             of_kind = [question for question in asked if question.kind == kind]
             for question in rng.sample(of_kind, min(left[kind], 8, len(of_kind))):
                 sample = sample_prompt(rng, town, question, passages, shuffled=shuffled)
-                cases.append(Case(kind, sample.chunks, question.question, question.sentence, question.answers[0]))
+                texts = (question.question, question.sentence, question.answers[0])
+                cases.append(Case(kind, sample.chunks, *texts, town=town.seed))
                 left[kind] -= 1
     return cases
 

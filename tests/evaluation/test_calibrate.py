@@ -19,7 +19,7 @@ from cacheblend_rag.evaluation.calibration.prompts import case_prompts, chunk_pr
 from cacheblend_rag.evaluation.calibration.search import Finding
 from cacheblend_rag.evaluation.calibration.trials import TrialSet
 from cacheblend_rag.evaluation.quality.methods import settings_rule, variants
-from cacheblend_rag.fusor.selection import SelectHKVD, SelectNone
+from cacheblend_rag.fusor.selection import SelectHKVD, SelectionRule, SelectNone
 from cacheblend_rag.loading import (
     BlendSettings,
     ChunkKV,
@@ -127,6 +127,43 @@ def test_answers_are_those_of_full_prefill(models: dict[str, Any]) -> None:
     assert trials.try_rule(SelectNone()).divergence.mean > 0
 
 
+def test_a_search_that_was_killed_goes_on_where_it_was(
+    models: dict[str, Any], found: dict[str, tuple[BlendSettings, Finding]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    options = CalibrationOptions(tolerance=TOLERANCE, answer_tokens=8)
+    tried, try_one = [], TrialSet._tried
+
+    def counted(trials: TrialSet, rule: SelectionRule, tolerance: float) -> dict[str, Any]:
+        if len(tried) == 15:
+            raise KeyboardInterrupt
+        tried.append(repr(rule))
+        return try_one(trials, rule, tolerance)
+
+    def kept() -> list[dict[str, Any]]:
+        lines = (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines[1:]]
+
+    with engine_of(models["middling"]) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(TrialSet, "_tried", counted)
+            with pytest.raises(KeyboardInterrupt):
+                calibrate(engine, prompts(0, 12), options, folder=tmp_path, progress=False)
+        before = kept()
+        assert [line["rule"] for line in before] == tried
+        assert calibrate(engine, prompts(0, 12), options, folder=tmp_path, progress=False) == found["middling"]
+        after = kept()
+        assert after[:15] == before
+        whole = [(line["set"], line["rule"]) for line in after if line["whole"]]
+        assert len(whole) == len(set(whole)) > 10, "what was found is not tried again"
+        wider = replace(options, tolerance=2 * TOLERANCE)
+        settings, _ = calibrate(engine, prompts(0, 12), wider, folder=tmp_path, progress=False)
+        assert settings.work <= found["middling"][0].work
+        assert len(kept()) - len(after) < len(after) / 2, "another tolerance tries what is new"
+        with pytest.raises(ConfigError, match="prompts was"):
+            calibrate(engine, prompts(1, 12), options, folder=tmp_path, progress=False)
+
+
 def test_options_are_checked(models: dict[str, Any]) -> None:
     with engine_of(models["calm"]) as engine, pytest.raises(ConfigError, match="prompts"):
         calibrate(engine, prompts(0, 3))
@@ -187,7 +224,7 @@ def test_settings_are_kept_in_the_profile_and_old_profiles_still_read(tmp_path: 
     joined.save(path)
     assert MachineProfile.load(path) == joined
     content = json.loads(path.read_text(encoding="utf-8"))
-    assert content["prefill"] == old["prefill"]
+    assert content["prefill"]["m"].items() >= old["prefill"]["m"].items()
     content["blends"]["m"]["of_a_later_version"] = 1
     path.write_text(json.dumps(content), encoding="utf-8")
     assert MachineProfile.load(path) == joined
@@ -257,6 +294,10 @@ def test_the_command(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureF
         (docs / f"{number}.md").write_text(f"Town {number}\n\n{tiny.text(30, number)}", encoding="utf-8")
     given = ["calibrate", "--model", str(model_folder), "--docs", str(docs), "--data-dir", str(tmp_path / "data")]
     small = ["--prompts", "6", "--chunks", "3", "--answer-tokens", "3", "--device", "cpu"]
+    kept_in = tmp_path / "searched"
+    assert main([*given, *small, "--tolerance", "5", "--out", str(kept_in)]) == 0
+    assert "chosen: hkvd" in capsys.readouterr().out
+    assert (kept_in / "results.jsonl").exists()
     assert main([*given, *small, "--tolerance", "5"]) == 0
     said = capsys.readouterr().out
     assert "chosen: hkvd" in said

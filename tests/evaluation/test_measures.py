@@ -101,5 +101,6 @@ def test_groups_are_drawn_whole() -> None:
     uneven = interval([1.0, 1.0, 1.0, 0.0], groups=["a", "a", "a", "b"])
     assert uneven.mean == 0.75
     assert (uneven.low, uneven.high) == (0.0, 1.0)
+    assert interval(values, groups=["a"] * 100) == alone, "one group says nothing of others"
     with pytest.raises(ConfigError, match="groups"):
         interval([1.0], groups=[])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from transformers import AutoTokenizer
 from cacheblend_rag.cli import main
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.evaluation.analysis import import_pyplot
+from cacheblend_rag.evaluation.prepared import PreparedPrompt
 from cacheblend_rag.evaluation.quality.chains import DocumentChains
 from cacheblend_rag.evaluation.quality.choosing import choose
 from cacheblend_rag.evaluation.quality.datasets import load_cases
+from cacheblend_rag.evaluation.quality.equal_work import EqualWork
 from cacheblend_rag.evaluation.quality.journal import Journal
 from cacheblend_rag.evaluation.quality.methods import METHODS, rule_of, variants
 from cacheblend_rag.evaluation.quality.plots import draw_run
@@ -30,9 +33,10 @@ from cacheblend_rag.evaluation.quality.prompts import build_prompt
 from cacheblend_rag.evaluation.quality.runner import EvalOptions, EvalRun, Evaluation
 from cacheblend_rag.evaluation.quality.sources import FileCases
 from cacheblend_rag.evaluation.quality.statistics import Interval
-from cacheblend_rag.evaluation.quality.summary import MethodRow, least_work, summarise, write_summary
+from cacheblend_rag.evaluation.quality.summary import MethodRow, least_work, no_worse, summarise, write_summary
 from cacheblend_rag.fusor.selection import SelectGradual, SelectHKVD, SelectQuery
 from cacheblend_rag.langchain import CacheBlendLLM
+from cacheblend_rag.prompt import SegmentTokenizer
 from cacheblend_rag.reference import MODEL_PATH
 from tests import tiny
 from tests.evaluation.conftest import write_questions
@@ -202,19 +206,29 @@ def test_rows_and_table(run: EvalRun, tmp_path: Path) -> None:
     nothing_right = sum(row.measures["f1"].mean == 0 for row in rows if row.label == "full")
     assert table.count("answers none of these questions") == nothing_right
     assert table.count("Least work that loses no more than 0.015 F1") == 4 - nothing_right
+    few = "6 questions are too few to show that a method loses no more than 0.01; it takes 370 or more."
+    assert table.count(few) == 4 - nothing_right
     content = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
     assert content["measure"] == "f1"
     assert len(content["rows"]) == 36
     assert [entry["chunks"] for entry in content["least_work"]] == [2, 2, 4, 4]
-    again = write_summary(run, tmp_path, "hkvd 0.2")
-    assert "F1 against hkvd 0.2" in (tmp_path / "table.md").read_text(encoding="utf-8")
+    again = write_summary(run, tmp_path, ("hkvd 0.2", "query 1"), "em")
+    table = (tmp_path / "table.md").read_text(encoding="utf-8")
+    assert "exact match against full | exact match against hkvd 0.2 | exact match against query 1 |" in " ".join(
+        table.split()
+    )
+    assert "| exact match by kind, and against full | a (3) | b (3) |" in " ".join(table.split())
     (itself,) = [row for row in again if row.label == "hkvd 0.2" and (row.chunks, row.chunk_tokens) == (2, 0)]
     (other,) = [row for row in again if row.label == "reuse" and (row.chunks, row.chunk_tokens) == (2, 0)]
-    assert itself.against["agreement"] == Interval(0, 0, 0)
+    assert itself.against["hkvd 0.2"]["agreement"] == Interval(0, 0, 0)
     expected = other.measures["agreement"].mean - itself.measures["agreement"].mean
-    assert other.against["agreement"].mean == pytest.approx(expected)
+    assert other.against["hkvd 0.2"]["agreement"].mean == pytest.approx(expected)
+    of_kinds = [other.kind_differences[kind]["agreement"].mean for kind in ("a", "b")]
+    assert sum(of_kinds) / 2 == pytest.approx(other.differences["agreement"].mean)
     with pytest.raises(ConfigError, match="against"):
-        summarise(run, "hkvd 0.7")
+        summarise(run, ["hkvd 0.7"])
+    with pytest.raises(ConfigError, match="measure"):
+        write_summary(run, tmp_path, measure="kl")
     files = draw_run(run, rows, tmp_path)
     assert {path.name for path in files} >= {"quality-ttft.svg", "quality-ratio.svg", "least-work-chunk-tokens.svg"}
     assert all("</svg>" in path.read_text(encoding="utf-8") for path in files)
@@ -235,6 +249,77 @@ def test_the_least_work_that_loses_no_more_than_0_015() -> None:
     found = least_work([*rows, row("hkvd 0.1", 0.5, 0.1, chunks=6)], "f1")
     assert found[3, 0] is rows[2]
     assert found[6, 0] is None
+
+
+def test_not_inferior_is_said_of_enough_questions_and_whole_intervals_alone() -> None:
+    def lost(label: str, mean: float, low: float, questions: int) -> MethodRow:
+        found = row(label, -mean, 0.1)
+        return replace(found, differences={"em": Interval(mean, low, mean + 0.01)}, questions=questions)
+
+    rows = [
+        lost("full", 0.0, 0.0, 3000),
+        lost("hkvd 0.1", -0.004, -0.01, 3000),
+        lost("hkvd 0.2", -0.004, -0.0101, 3000),
+        lost("query 0.1", 0.0, 0.0, 369),
+        lost("query 0.2", 0.0, 0.0, 370),
+    ]
+    assert [one.label for one in no_worse(rows, "em")] == ["hkvd 0.1", "query 0.2"]
+    assert no_worse(rows, "f1") == []
+
+
+def test_methods_at_the_same_work(questions: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    methods = ("hkvd:metric=k", "boundary", "hkvd:check_layers=2", "boundary:ratio=0.4")
+    options = EvalOptions(methods=methods, ratios=(), works=(0.5, 0.6), chunks=(3,), answers=False, attention=0)
+
+    def once(folder: Path) -> EvalRun:
+        with engine_of(tiny.model(num_hidden_layers=3), write_back="inline") as engine:
+            return Evaluation(engine, FileCases(load_cases(questions)), options).run(folder, progress=False)
+
+    run = once(tmp_path / "out")
+    rows = {one.label: one for one in write_summary(run, tmp_path)}
+    assert set(rows) == {
+        "full", "hkvd:metric=k @0.6", "hkvd:metric=k @0.5", "boundary @0.5", "boundary @0.6",
+        "hkvd:check_layers=2 @0.6", "hkvd:check_layers=2 @0.5", "boundary 0.4",
+    }  # fmt: skip
+    for label, one in rows.items():
+        if one.aim is not None:
+            assert one.work_24 == pytest.approx(one.aim, abs=0.02), label
+            assert one.ratio is not None
+    assert rows["boundary @0.6"].ratio > rows["hkvd:check_layers=2 @0.6"].ratio  # type: ignore[operator]
+    assert list(rows)[:4] == ["full", "boundary 0.4", "boundary @0.5", "boundary @0.6"]
+    assert "| ratio |" in (tmp_path / "table.md").read_text(encoding="utf-8")
+    drawn = draw_run(run, [*rows.values()], tmp_path)
+    assert "quality-ratio.svg" not in {path.name for path in drawn}, "ratios of different rules do not compare"
+    # A run that was killed finds the same ratios again.
+    results = tmp_path / "out" / "results.jsonl"
+    whole = results.read_bytes()
+    results.write_bytes(b"".join(whole.splitlines(keepends=True)[:4]))
+    again = [[(r["label"], r["ratio"], r["work"]) for r in line["results"]] for line in once(tmp_path / "out").lines]
+    assert again == [[(r["label"], r["ratio"], r["work"]) for r in line["results"]] for line in run.lines]
+
+
+def test_work_that_a_rule_cannot_do_with_is_left_out(
+    questions: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = EvalOptions(
+        methods=("hkvd", "boundary"), ratios=(), works=(0.1,), chunks=(3,), answers=False, attention=0
+    )
+    cases = load_cases(questions)[:2]
+    with engine_of(tiny.model(num_hidden_layers=3)) as engine:
+        run = Evaluation(engine, FileCases(cases), options).run(tmp_path / "out", progress=False)
+        asked = PreparedPrompt(
+            engine.adapter,
+            SegmentTokenizer(engine.tokenizer, engine.config.separator),
+            build_prompt(choose(cases[0], 3), "paper"),
+        )
+    assert {one.label for one in summarise(run)} == {"full"}
+    assert "hkvd does more than 0.1 of full prefill's work at any ratio" in caplog.text
+    equal = EqualWork([asked])
+    found = equal.variant("gradual:head=0.3", 0.9)
+    assert found is not None
+    assert found.ratio == 0.3, "no higher than the share before it"
+    with pytest.raises(ConfigError, match="recompute_ratios"):
+        equal.variant("gradual:head=0.5+0.3+0.2+0.1", 0.9)  # more layers than there are
 
 
 def test_an_extended_workload_leaves_cold_requests_out_of_times(questions: Path, tmp_path: Path) -> None:
@@ -280,11 +365,22 @@ def test_methods_by_name() -> None:
     assert found[4].rule == SelectQuery(0.05).fit(6)
     assert len(found) == 8
     assert rule_of("gradual", 0.2) == SelectGradual((1,), 0.2)
+    own = variants(["hkvd:ratio=0.02+0.04:metric=k", "query"], (0.1,), 6)
+    assert [variant.label for variant in own[1:]] == ["hkvd:metric=k 0.02", "hkvd:metric=k 0.04", "query 0.1"]
     assert {"full", "prefix", "reuse", "hkvd", "gradual", "boundary", "query", "mixed", "map_reduce"} < set(METHODS)
 
 
 @pytest.mark.parametrize(
-    "method", ["best", "hkvd:layer=2", "hkvd:check_layers=two", "full:metric=k", "calibrated", "boundary:metric=k"]
+    "method",
+    [
+        "best",
+        "hkvd:layer=2",
+        "hkvd:check_layers=two",
+        "full:metric=k",
+        "calibrated",
+        "boundary:metric=k",
+        "hkvd:ratio=x",
+    ],
 )
 def test_methods_that_are_not_there(method: str) -> None:
     with pytest.raises(ConfigError):
@@ -293,7 +389,16 @@ def test_methods_that_are_not_there(method: str) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"ratios": (2,)}, {"chunks": ()}, {"chunks": (0,)}, {"order": "best"}, {"workload": "x"}, {"style": "x"}],
+    [
+        {"ratios": (2,)},
+        {"ratios": ()},
+        {"works": (1.2,)},
+        {"chunks": ()},
+        {"chunks": (0,)},
+        {"order": "best"},
+        {"workload": "x"},
+        {"style": "x"},
+    ],
 )
 def test_options_out_of_range(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):

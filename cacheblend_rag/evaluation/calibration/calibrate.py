@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,14 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.calibration.search import Finding, Search
 from cacheblend_rag.evaluation.calibration.trials import TrialSet
 from cacheblend_rag.evaluation.profiling import keep_profile
+from cacheblend_rag.evaluation.quality.journal import Journal
 from cacheblend_rag.fusor.selection import RULES, SHARED_OPTIONS, SelectionRule
 from cacheblend_rag.loading import BlendSettings, MachineProfile
 from cacheblend_rag.prompt import Prompt, SegmentTokenizer
 
 __all__ = ["CalibrationOptions", "calibrate", "keep_settings", "report", "settings_of"]
+
+_VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +60,7 @@ def calibrate(
     prompts: Sequence[Prompt],
     options: CalibrationOptions | None = None,
     *,
+    folder: Path | None = None,
     progress: bool | None = None,
 ) -> tuple[BlendSettings, Finding]:
     """Find the cheapest blending within a tolerance.
@@ -66,6 +72,9 @@ def calibrate(
     prompts : sequence of Prompt
         As they will be asked; no answers are needed.
     options : CalibrationOptions, optional
+    folder : path, optional
+        Keeps what was tried, rule by rule: a search that was killed goes on where it was, and one with another
+        tolerance, or with ``scaled``, tries only what is new.
     progress : bool, optional
         Show a progress bar; by default if standard error is a terminal.
 
@@ -77,7 +86,7 @@ def calibrate(
     Raises
     ------
     ConfigError
-        If there are fewer than six prompts.
+        If there are fewer than six prompts, or the folder holds a search over other prompts or another model.
     """
     options = options or CalibrationOptions()
     if len(prompts) < 6:
@@ -85,19 +94,42 @@ def calibrate(
     every = max(2, round(1 / options.check_share))
     checks = [prompt for number, prompt in enumerate(prompts) if number % every == every - 1]
     searched = [prompt for number, prompt in enumerate(prompts) if number % every != every - 1]
-    segments = SegmentTokenizer(engine.tokenizer, engine.config.separator)
     hidden = None if progress is None else not progress
-    with tqdm(desc="calibrating", unit=" passes", disable=hidden) as bar:
-        common: dict[str, Any] = {
-            "answer_tokens": options.answer_tokens,
-            "end_ids": _end_ids(engine),
-            "scaled": options.scaled,
-            "on_prompt": bar.update,
-        }
-        trials = TrialSet(engine.adapter, segments, searched, **common)
-        checked = TrialSet(engine.adapter, segments, checks, **common)
-        found = Search(trials, checked, engine.adapter.num_layers, options.tolerance).run()
+    with ExitStack() as stack:
+        bar = stack.enter_context(tqdm(desc="calibrating", unit=" passes", disable=hidden))
+        journal = stack.enter_context(Journal(folder, _search_settings(engine, prompts, options))) if folder else None
+
+        def trials(name: str, of: Sequence[Prompt]) -> TrialSet:
+            return TrialSet(
+                engine.adapter,
+                SegmentTokenizer(engine.tokenizer, engine.config.separator),
+                of,
+                answer_tokens=options.answer_tokens,
+                end_ids=_end_ids(engine),
+                scaled=options.scaled,
+                on_prompt=bar.update,
+                known=[line for line in journal.lines if line["set"] == name] if journal else (),
+                on_tried=lambda found: journal.append({"set": name, **found}) if journal else None,
+            )
+
+        search = Search(
+            trials("searched", searched), trials("checks", checks), engine.adapter.num_layers, options.tolerance
+        )
+        found = search.run()
     return settings_of(found, options.tolerance), found
+
+
+def _search_settings(engine: BlendEngine, prompts: Sequence[Prompt], options: CalibrationOptions) -> dict[str, Any]:
+    """What a trial's result depends on."""
+    return {
+        "version": _VERSION,
+        "model": engine.fingerprint,
+        "dtype": str(engine.adapter.dtype).removeprefix("torch."),
+        "separator": engine.config.separator,
+        "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest()[:16],
+        "check_share": options.check_share,
+        "answer_tokens": options.answer_tokens,
+    }
 
 
 def _end_ids(engine: BlendEngine) -> list[int]:
@@ -172,10 +204,12 @@ def report(settings: BlendSettings, found: Finding) -> str:
         return "\n".join(lines)
     checks = ", ".join(map(str, settings.check_layers))
     shares = ", ".join(f"{share:.1%}" for share in settings.recompute_ratios or (settings.recompute_ratio,))
-    at = f", metric {settings.metric}, checks at layer {checks}" if settings.selection in ("hkvd", "mixed") else ""
+    measured = settings.selection in ("hkvd", "mixed", "threshold")
+    at = f", metric {settings.metric}, checks at layer {checks}" if measured else ""
+    at += "".join(f", {name} {value}" for name, value in settings.selection_options.items())
     lines.append(
         f"chosen: {settings.selection}{at}, share {shares}: {settings.work:.1%} of full prefill's work, divergence "
-        f"{settings.divergence:.4f} (up to {settings.highest:.4f}) where {settings.tolerance:g} is allowed, on "
-        "prompts that had no part in the search"
+        f"{settings.divergence:.4f} (95% interval to {settings.highest:.4f}) where {settings.tolerance:g} is allowed, "
+        "on prompts that had no part in the search"
     )
     return "\n".join(lines)

@@ -24,7 +24,9 @@ from cacheblend_rag.fusor.selection import (
     SelectMixed,
     SelectNone,
     SelectQuery,
+    SelectThreshold,
 )
+from cacheblend_rag.fusor.selection.query import third_quarter
 
 __all__ = ["RATIOS", "Finding", "LayerFinding", "Search"]
 
@@ -214,8 +216,12 @@ class Search:
 
     def _others(self, decisive: int, layers: Sequence[LayerFinding]) -> Iterator[Callable[[float], SelectionRule]]:
         yield SelectBoundary
-        yield SelectQuery
-        yield lambda ratio: SelectMixed((1,), ratio, (0.5, 0.0, 0.5))
+        # What the question attends to, on the usual layers or on a late one: which is better differs too.
+        late = (max(1, self._layers - 2),)
+        for on in dict.fromkeys((third_quarter(self._layers), late)):
+            yield lambda ratio, of=on: SelectQuery(ratio, of)  # type: ignore[misc]
+        yield lambda ratio: SelectMixed((1,), ratio, (0.5, 0.0, 0.5), late)
+        yield lambda ratio: SelectThreshold((decisive,), ratio, metric="k")
         best = min((found for found in layers if found.layer == decisive), key=lambda found: found.divergence)
         for shares in ((0.2, 0.8, 0.0), (0.2, 0.6, 0.2)):
             yield lambda ratio, of=shares: SelectMixed((decisive,), ratio, of, metric=best.metric)  # type: ignore[misc]

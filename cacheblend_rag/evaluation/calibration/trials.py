@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -65,6 +66,10 @@ class TrialSet:
         Count work as in a model of 24 layers, see `work_share`.
     on_prompt : callable
         Called after each prompt that was prepared or tried.
+    known : iterable of mapping
+        What ``on_tried`` was given before, of these prompts: rules that need not be tried again.
+    on_tried : callable
+        Called with what was found of a rule, fit for JSON.
     """
 
     def __init__(
@@ -77,9 +82,11 @@ class TrialSet:
         end_ids: Sequence[int] = (),
         scaled: bool = False,
         on_prompt: Callable[[], object] = lambda: None,
+        known: Iterable[Mapping[str, Any]] = (),
+        on_tried: Callable[[dict[str, Any]], object] = lambda found: None,
     ) -> None:
-        self._adapter, self._scaled, self._on_prompt = adapter, scaled, on_prompt
-        self._known: dict[str, Tried] = {}
+        self._adapter, self._scaled, self._on_prompt, self._on_tried = adapter, scaled, on_prompt, on_tried
+        self._known = {str(found["rule"]): found for found in known}
         self._prepared: list[PreparedPrompt] = []
         self._answers: list[tuple[list[int], torch.Tensor]] = []
         for prompt in prompts:
@@ -101,10 +108,15 @@ class TrialSet:
         """Fuse every prompt by a rule; one that is far beyond a tolerance is given up early."""
         key = repr(rule)
         known = self._known.get(key)
-        if known is not None and (known.whole or _hopeless(known.divergences, tolerance)):
-            return known
+        if known is None or not (known["whole"] or _hopeless(known["divergences"], tolerance)):
+            known = self._known[key] = {"rule": key, **self._tried(rule, tolerance)}
+            self._on_tried(known)
+        work = known["scaled_work" if self._scaled else "work"]
+        return Tried(rule, tuple(known["divergences"]), work, known["whole"])
+
+    def _tried(self, rule: SelectionRule, tolerance: float) -> dict[str, Any]:
         divergences: list[float] = []
-        works: list[float] = []
+        works: list[tuple[float, float]] = []
         for number, (prepared, (ids, full)) in enumerate(zip(self._prepared, self._answers, strict=True)):
             if number and number % _BATCH == 0 and _hopeless(divergences, tolerance):
                 break
@@ -112,11 +124,11 @@ class TrialSet:
             cache = self._adapter.new_cache(fused.fusion.layers)
             found = answer_log_probs(self._adapter, cache, fused.fusion.logits, ids)
             divergences.append(float(kl_divergence(full, found).mean()))
-            works.append(fused.scaled_work if self._scaled else fused.work)
+            works.append((fused.work, fused.scaled_work))
             self._on_prompt()
-        tried = Tried(rule, tuple(divergences), sum(works) / len(works), len(works) == len(self._prepared))
-        self._known[key] = tried
-        return tried
+        work, scaled = (sum(of) / len(works) for of in zip(*works, strict=True))
+        whole = len(works) == len(self._prepared)
+        return {"divergences": divergences, "work": work, "scaled_work": scaled, "whole": whole}
 
 
 def _hopeless(divergences: Sequence[float], tolerance: float) -> bool:

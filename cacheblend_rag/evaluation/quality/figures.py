@@ -20,7 +20,7 @@ from cacheblend_rag.evaluation.analysis import attention_deviation, import_pyplo
 from cacheblend_rag.evaluation.benching import machine
 from cacheblend_rag.evaluation.prepared import PreparedPrompt
 from cacheblend_rag.evaluation.quality.choosing import Ranker, choose
-from cacheblend_rag.evaluation.quality.methods import BLENDED, CHAINS, rule_of
+from cacheblend_rag.evaluation.quality.methods import BLENDED, CHAINS, own_ratios, rule_of
 from cacheblend_rag.evaluation.quality.plots import (
     draw_against,
     draw_curves,
@@ -70,6 +70,8 @@ class FigureMaker:
         Prompts for figures 6 to 8.
     ranker, retrieval, calibrated
         As for `Evaluation`.
+    measure : str, optional
+        What is drawn, see `main_measure`.
     progress : bool, optional
         Show progress bars; by default if standard error is a terminal.
     """
@@ -84,6 +86,7 @@ class FigureMaker:
     ranker: Ranker | None = None
     retrieval: str = "file"
     calibrated: BlendSettings | None = None
+    measure: str | None = None
     progress: bool | None = None
 
     def make(self, number: int) -> list[Path]:
@@ -105,8 +108,8 @@ class FigureMaker:
             6: self._attention,
             7: self._spread,
             8: self._correlation,
-            12: lambda: self._against(12, ("prefix", "reuse", *self._blended)),
-            13: lambda: self._against(13, (*self._blended, *CHAINS)),
+            12: self._over_time,
+            13: self._beside_chains,
             15: self._least_work,
             16: self._over_ratio,
         }
@@ -119,24 +122,28 @@ class FigureMaker:
 
     # Figures of whole runs ----------------------------------------------------------------------
 
-    def _run(self, name: str, **changes: Any) -> tuple[str, list[MethodRow], list[Path]]:
-        """A run with a figure's settings: its measure, its rows and the JSON they are in."""
+    def _run(self, name: str, folder: str = "", **changes: Any) -> tuple[str, list[MethodRow], list[Path]]:
+        """A run with a figure's settings: its measure, its rows and the JSON they are in.
+
+        Figures that name the same folder are made of the same run.
+        """
         options = replace(self.options, **changes)
         evaluation = Evaluation(
             self.engine, self.source, options, self.ranker, self.calibrated, retrieval=self.retrieval
         )
-        run = evaluation.run(self.folder / name, progress=self.progress)
-        rows = write_summary(run, self.folder / name)
+        out = self.folder / (folder or name)
+        run = evaluation.run(out, progress=self.progress)
+        rows, measure = write_summary(run, out, measure=self.measure), main_measure(run, self.measure)
         path = self.folder / f"{name}.json"
         content = {
             "figure": name,
             "settings": run.settings,
             "machine": machine(),
-            "measure": main_measure(run),
+            "measure": measure,
             "rows": [asdict(r) for r in rows],
         }
         _write(path, content)
-        return main_measure(run), rows, [path]
+        return measure, rows, [path]
 
     @property
     def _one(self) -> tuple[int, ...]:
@@ -146,19 +153,29 @@ class FigureMaker:
         measure, rows, files = self._run("fig2", methods=("full", "reuse"), chunks=self.sweep_chunks, attention=0)
         return [*files, draw_over_chunks(rows, measure, "chunks", self.folder / "fig2.svg")]
 
-    def _against(self, number: int, methods: tuple[str, ...]) -> list[Path]:
-        measure, rows, files = self._run(f"fig{number}", methods=methods, chunks=self._one, attention=0)
-        return [*files, draw_against(rows, measure, "ttft", self.folder / f"fig{number}.svg")]
+    def _usual(self, name: str) -> tuple[str, list[MethodRow], list[Path]]:
+        """What figures 12 and 16 show, run once for both."""
+        methods = ("prefix", "reuse", *self._blended)
+        return self._run(name, "fig12-16", methods=methods, chunks=self._one, attention=0)
+
+    def _over_time(self) -> list[Path]:
+        measure, rows, files = self._usual("fig12")
+        return [*files, draw_against(rows, measure, "ttft", self.folder / "fig12.svg")]
 
     def _over_ratio(self) -> list[Path]:
-        measure, rows, files = self._run("fig16", methods=("reuse", *self._blended), chunks=self._one, attention=0)
+        measure, rows, files = self._usual("fig16")
         return [*files, draw_over_ratio(rows, measure, self.folder / "fig16.svg")]
+
+    def _beside_chains(self) -> list[Path]:
+        methods = (*self._blended, *CHAINS)
+        measure, rows, files = self._run("fig13", methods=methods, chunks=self._one, attention=0)
+        return [*files, draw_against(rows, measure, "ttft", self.folder / "fig13.svg")]
 
     def _least_work(self) -> list[Path]:
         methods = ("full", *self._blended)
         measure, rows, first = self._run("fig15a", methods=methods, chunks=self.sweep_chunks, attention=0)
         drawn = draw_least_work(rows, measure, "chunks", self.folder / "fig15a.svg")
-        tokens = {"chunks": self._one, "chunk_tokens": self.sweep_tokens}
+        tokens: dict[str, Any] = {"chunks": self._one, "chunk_tokens": self.sweep_tokens}
         measure, rows, second = self._run("fig15b", methods=methods, attention=0, **tokens)
         return [*first, drawn, *second, draw_least_work(rows, measure, "chunk_tokens", self.folder / "fig15b.svg")]
 
@@ -197,7 +214,8 @@ class FigureMaker:
 
     def _attention(self) -> list[Path]:
         ratios = sorted({0.0, *self.options.ratios, 1.0})
-        methods = [method for method in dict.fromkeys(("hkvd", "random", *self._blended)) if method != "calibrated"]
+        blended = [own_ratios(method)[0] for method in self._blended if method != "calibrated"]
+        methods = list(dict.fromkeys(("hkvd", "random", *blended)))
 
         def look(prepared: PreparedPrompt) -> torch.Tensor:
             rules = [[rule_of(method, ratio) for ratio in ratios] for method in methods]

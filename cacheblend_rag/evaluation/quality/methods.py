@@ -11,7 +11,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import RULES, SHARED_OPTIONS, SelectionRule, make_rule
 from cacheblend_rag.loading import BlendSettings
 
-__all__ = ["BLENDED", "CHAINS", "METHODS", "Variant", "rule_of", "settings_rule", "variants"]
+__all__ = ["BLENDED", "CHAINS", "METHODS", "Variant", "own_ratios", "rule_of", "settings_rule", "variants"]
 
 CHAINS = ("map_reduce", "map_rerank")
 BLENDED = tuple(name for name in RULES if name not in ("none", "all"))
@@ -29,6 +29,7 @@ _PARSED: dict[str, Callable[[str], Any]] = {
     "score_layers": _each(int),
     "shares": _each(float),
     "head": _each(float),
+    "ratio": _each(float),
     "metric": str,
     "bound": float,
     "lowest_ratio": float,
@@ -47,15 +48,20 @@ class Variant:
     ratio : float or None
     rule : SelectionRule or None
         What blends; None for ``full``, ``prefix`` and the chains.
+    work : float or None
+        What it was chosen for: a share of full prefill's work in 24 layers, where that is given and not its ratio.
     """
 
     method: str
     ratio: float | None = None
     rule: SelectionRule | None = None
+    work: float | None = None
 
     @property
     def label(self) -> str:
         """What it is called in tables."""
+        if self.work is not None:
+            return f"{self.method} @{self.work:.4g}"
         return self.method if self.ratio is None else f"{self.method} {self.ratio:.4g}"
 
 
@@ -69,7 +75,9 @@ def variants(
     methods : sequence of str
         Names of `METHODS`; options of a rule follow behind colons, as in
         ``"gradual:metric=k:head=0.5+0.4+0.3"`` (shares before the ratio) or ``"hkvd:check_layers=2"``.
+        With ``ratio`` among them a method has ratios of its own: ``"hkvd:ratio=0.05+0.1"``.
     ratios : sequence of float
+        Of the other methods; without any, a method with neither is left out.
     layers : int
         Of the model.
     calibrated : BlendSettings, optional
@@ -98,12 +106,23 @@ def variants(
         elif name not in BLENDED:
             found[method] = Variant(method)
         else:
-            if not ratios:
-                raise ConfigError("ratios", ratios, "use at least one")
-            for ratio in ratios:
-                variant = Variant(method, ratio, rule_of(method, ratio).fit(layers))
+            plain, own = own_ratios(method)
+            for ratio in own or ratios:
+                variant = Variant(plain, ratio, rule_of(plain, ratio).fit(layers))
                 found[variant.label] = variant
     return list(found.values())
+
+
+def own_ratios(method: str) -> tuple[str, tuple[float, ...]]:
+    """A method without its option ``ratio``, and what that says.
+
+    Raises
+    ------
+    ConfigError
+        If an option is not known.
+    """
+    parts = method.split(":")
+    return ":".join(part for part in parts if not part.startswith("ratio=")), _options(method).get("ratio", ())
 
 
 def rule_of(method: str, ratio: float) -> SelectionRule:
@@ -114,16 +133,7 @@ def rule_of(method: str, ratio: float) -> SelectionRule:
     ConfigError
         If an option is not known.
     """
-    name, *given = method.split(":")
-    options: dict[str, Any] = {}
-    for part in given:
-        key, _, text = part.partition("=")
-        if key not in _PARSED:
-            raise ConfigError("methods", method, "use options among " + ", ".join(_PARSED))
-        try:
-            options[key] = _PARSED[key](text)
-        except ValueError as error:
-            raise ConfigError("methods", method, f"use {key}=VALUE with numbers joined by '+'") from error
+    name, options = method.split(":")[0], _options(method)
     head = options.pop("head", ())
     if head:
         options["recompute_ratios"] = (*head, ratio)
@@ -133,6 +143,21 @@ def rule_of(method: str, ratio: float) -> SelectionRule:
             raise ConfigError("methods", method, f"use options of {name!r}: {', '.join(own)}")
     shared = {key: options.pop(key) for key in SHARED_OPTIONS if key in options}
     return make_rule(BlendConfig(selection=name, recompute_ratio=ratio, selection_options=options, **shared))
+
+
+def _options(method: str) -> dict[str, Any]:
+    """What stands behind a method's name."""
+    options: dict[str, Any] = {}
+    _, *given = method.split(":")
+    for part in given:
+        key, _, text = part.partition("=")
+        if key not in _PARSED:
+            raise ConfigError("methods", method, "use options among " + ", ".join(_PARSED))
+        try:
+            options[key] = _PARSED[key](text)
+        except ValueError as error:
+            raise ConfigError("methods", method, f"use {key}=VALUE with numbers joined by '+'") from error
+    return options
 
 
 def settings_rule(settings: BlendSettings) -> SelectionRule:

@@ -23,22 +23,32 @@ __all__ = [
 _NAMES = {"f1": "F1", "em": "exact match", "rouge_l": "Rouge-L", "forced_exact": "gold answer most likely"}
 
 
-def draw_run(run: EvalRun, rows: Sequence[MethodRow], folder: Path) -> list[Path]:
+def draw_run(run: EvalRun, rows: Sequence[MethodRow], folder: Path, measure: str | None = None) -> list[Path]:
     """Draw everything a run has data for; the files.
+
+    Parameters
+    ----------
+    run : EvalRun
+    rows : sequence of MethodRow
+        What `summarise` made of it.
+    folder : path
+    measure : str, optional
+        What is drawn, see `main_measure`.
 
     Raises
     ------
     MissingExtraError
         If matplotlib is not installed.
     """
-    measure = main_measure(run)
+    measure = main_measure(run, measure)
     points = list(dict.fromkeys((row.chunks, row.chunk_tokens) for row in rows))
     largest = [row for row in rows if (row.chunks, row.chunk_tokens) == points[-1]]
     files = [
         draw_against(largest, measure, "ttft", folder / "quality-ttft.svg"),
         draw_against(largest, measure, "work", folder / "quality-work.svg"),
+        draw_against(largest, measure, "work_24", folder / "quality-work-24.svg"),
     ]
-    if any(row.ratio is not None for row in largest):
+    if len({row.ratio for row in largest if row.ratio is not None and row.aim is None}) > 1:
         files.append(draw_over_ratio(largest, measure, folder / "quality-ratio.svg"))
     if any(row.kinds for row in largest):
         files.append(draw_by_kind(largest, measure, folder / "quality-kind.svg"))
@@ -54,13 +64,14 @@ def draw_against(rows: Sequence[MethodRow], measure: str, cost: str, path: Path)
     """Quality against time to first token or work, each method a point, those with ratios a line (Fig. 12, 13)."""
 
     def draw(axis: Any) -> None:
-        for method, of in _by_method(rows, measure).items():
+        for number, (method, of) in enumerate(_by_method(rows, measure).items()):
             of = sorted(of, key=lambda row: getattr(row, cost))
-            values = [row.measures[measure] for row in of]
-            errors = [[v.mean - v.low for v in values], [v.high - v.mean for v in values]]
-            costs = [getattr(row, cost) for row in of]
-            axis.errorbar(costs, [v.mean for v in values], yerr=errors, marker="o", capsize=2, label=method)
-        titles = {"ttft": "time to first token (s)", "work": "work, share of full prefill's"}
+            _line(axis, [getattr(row, cost) for row in of], of, measure, method, number)
+        titles = {
+            "ttft": "time to first token (s)",
+            "work": "work, share of full prefill's",
+            "work_24": "work in 24 layers, share of full prefill's",
+        }
         axis.set(xlabel=titles[cost], ylabel=_NAMES[measure], xlim=(0, None))
 
     return _drawn(path, draw)
@@ -70,14 +81,15 @@ def draw_over_ratio(rows: Sequence[MethodRow], measure: str, path: Path) -> Path
     """Quality over the recompute ratio, with full prefill and full reuse as levels (Fig. 16)."""
 
     def draw(axis: Any) -> None:
-        for method, of in _by_method(rows, measure).items():
-            if of[0].ratio is None:
-                if method in ("full", "reuse"):
+        for number, (method, of) in enumerate(_by_method(rows, measure).items()):
+            of = [row for row in of if row.aim is None]
+            if not of or of[0].ratio is None:
+                if of and method in ("full", "reuse"):
                     style = {"full": "--", "reuse": ":"}[method]
                     axis.axhline(of[0].measures[measure].mean, linestyle=style, color="grey", label=method)
                 continue
             of = sorted(of, key=lambda row: row.ratio or 0)
-            axis.plot([row.ratio for row in of], [r.measures[measure].mean for r in of], marker="o", label=method)
+            _line(axis, [row.ratio or 0 for row in of], of, measure, method, number)
         axis.set(xlabel="recompute ratio", ylabel=_NAMES[measure])
 
     return _drawn(path, draw)
@@ -108,9 +120,9 @@ def draw_over_chunks(rows: Sequence[MethodRow], measure: str, name: str, path: P
         for row in rows:
             if measure in row.measures:
                 by_label.setdefault(row.label, []).append(row)
-        for label, of in by_label.items():
+        for number, (label, of) in enumerate(by_label.items()):
             of = sorted(of, key=lambda row: getattr(row, name))
-            axis.plot([getattr(r, name) for r in of], [r.measures[measure].mean for r in of], marker="o", label=label)
+            _line(axis, [getattr(row, name) for row in of], of, measure, label, number)
         axis.set_xticks(sorted({getattr(row, name) for row in rows}))
         axis.set(xlabel=_chunk_title(name), ylabel=_NAMES[measure])
 
@@ -152,6 +164,15 @@ def draw_curves(
     return _drawn(path, draw)
 
 
+def _line(axis: Any, places: Sequence[float], rows: Sequence[MethodRow], measure: str, label: str, number: int) -> None:
+    """A method's means with their intervals."""
+    values = [row.measures[measure] for row in rows]
+    errors = [[max(0.0, v.mean - v.low) for v in values], [max(0.0, v.high - v.mean) for v in values]]
+    # Ten colours that are easily told apart, then the same with another mark.
+    look = {"color": f"C{number % 10}", "marker": "osD^v"[number // 10 % 5]}
+    axis.errorbar(places, [v.mean for v in values], yerr=errors, capsize=2, linewidth=1, label=label, **look)
+
+
 def _by_method(rows: Sequence[MethodRow], measure: str) -> dict[str, list[MethodRow]]:
     found: dict[str, list[MethodRow]] = {}
     for row in rows:
@@ -180,7 +201,7 @@ def _drawn(path: Path, draw: Callable[[Any], None], width: float = 5) -> Path:
 def _explain(figure: Any, axis: Any, width: float) -> None:
     """A legend where there is more than one name: within the plot, or beside it if it is long."""
     handles, names = axis.get_legend_handles_labels()
-    if 1 < len(names) <= 6:
+    if 1 < len(names) <= 4:
         axis.legend(fontsize="small")
     elif names[1:]:
         figure.set_size_inches(width + 2.5, 3.5)

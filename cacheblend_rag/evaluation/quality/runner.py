@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,25 @@ from tqdm import tqdm
 from cacheblend_rag.checks import check_choice, check_share, check_whole
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.evaluation.prepared import PreparedPrompt
 from cacheblend_rag.evaluation.quality.cases import EvalCase, digest
 from cacheblend_rag.evaluation.quality.choosing import ORDERS, Ranker, choose, pooled, repacked
+from cacheblend_rag.evaluation.quality.equal_work import EqualWork
 from cacheblend_rag.evaluation.quality.journal import Journal
 from cacheblend_rag.evaluation.quality.measures import rouge_scorer
-from cacheblend_rag.evaluation.quality.methods import Variant, variants
+from cacheblend_rag.evaluation.quality.methods import BLENDED, Variant, own_ratios, variants
 from cacheblend_rag.evaluation.quality.prompts import STYLES, ChatFrame, build_prompt
 from cacheblend_rag.evaluation.quality.sources import CaseSource
 from cacheblend_rag.evaluation.quality.subject import Subject
 from cacheblend_rag.loading import BlendSettings
+from cacheblend_rag.prompt import Prompt, SegmentTokenizer
 
 __all__ = ["WORKLOADS", "EvalOptions", "EvalRun", "Evaluation"]
 
 WORKLOADS = ("plain", "extended")
-_VERSION = 1
+_VERSION = 2
+_WEIGHED = 6  # prompts by which a ratio is found for some work
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +50,9 @@ class EvalOptions:
         See `variants`; ``full`` is always among them.
     ratios : tuple of float
         Recompute ratios of the methods that have one.
+    works : tuple of float
+        Work, as a share of full prefill's in 24 layers, for which a ratio is found for each of these methods
+        that has none of its own.
     chunks : tuple of int
         Chunks in a prompt; each number is measured.
     chunk_tokens : tuple of int
@@ -77,6 +86,7 @@ class EvalOptions:
 
     methods: tuple[str, ...] = ("full", "prefix", "reuse", "hkvd")
     ratios: tuple[float, ...] = (0.05, 0.1, 0.15, 0.3)
+    works: tuple[float, ...] = ()
     chunks: tuple[int, ...] = (6,)
     chunk_tokens: tuple[int, ...] = (0,)
     order: str = "retrieved"
@@ -91,8 +101,11 @@ class EvalOptions:
     attention: int = 20
 
     def __post_init__(self) -> None:
-        for ratio in self.ratios:
-            check_share("ratios", ratio)
+        for name in ("ratios", "works"):
+            for share in getattr(self, name):
+                check_share(name, share)
+        if not self.ratios and not self.works:
+            raise ConfigError("ratios", self.ratios, "use at least one, or works")
         for name, lowest in (("chunks", 1), ("chunk_tokens", 0)):
             values = getattr(self, name)
             if not values:
@@ -206,15 +219,43 @@ class Evaluation:
             hidden = None if progress is None else not progress
             with tqdm(total=total, initial=len(done), desc="evaluating", unit="question", disable=hidden) as bar:
                 for count, length in points:
-                    for number, case in enumerate(self._pools[count]):
-                        if (count, length, case.id) in done:
-                            continue
-                        found = self._measure(subject, case, count, length, number)
+                    left = [
+                        (number, case)
+                        for number, case in enumerate(self._pools[count])
+                        if (count, length, case.id) not in done
+                    ]
+                    named = self._named(count, length) if left else []
+                    for number, case in left:
+                        found = self._measure(subject, case, count, length, number, named)
                         journal.append({"chunks": count, "chunk_tokens": length, **found})
                         bar.update()
             return EvalRun(self.settings, journal.lines)
 
-    def _measure(self, subject: Subject, case: EvalCase, count: int, length: int, number: int) -> dict[str, Any]:
+    def _named(self, count: int, length: int) -> list[Variant]:
+        """All methods for prompts of so many chunks of a length: how much work a ratio is depends on them."""
+        wanted = [
+            own_ratios(method)[0]
+            for method in dict.fromkeys(self._options.methods)
+            if method.split(":")[0] in BLENDED and not own_ratios(method)[1]
+        ]
+        if not self._options.works or not wanted:
+            return self._variants
+        pool = self._pools[count]
+        segments = SegmentTokenizer(self._engine.tokenizer, self._engine.config.separator)
+        prompts = [self._asked(case, count, length)[1] for case in pool[:: -(-len(pool) // _WEIGHED)]]
+        equal = EqualWork([PreparedPrompt(self._engine.adapter, segments, prompt) for prompt in prompts])
+        found = list(self._variants)
+        for method in wanted:
+            for work in self._options.works:
+                variant = equal.variant(method, work)
+                if variant is None:
+                    _log.warning("%s does more than %.3g of full prefill's work at any ratio; left out", method, work)
+                else:
+                    found.append(variant)
+        return found
+
+    def _asked(self, case: EvalCase, count: int, length: int) -> tuple[EvalCase, Prompt]:
+        """A question with the chunks of its prompt, and the prompt."""
         options = self._options
         if length:
             case = repacked(case, self._engine.tokenizer, length)
@@ -226,18 +267,24 @@ class Evaluation:
             keep_support=options.keep_support,
             seed=options.seed,
         )
-        prompt = build_prompt(chosen, options.style, self._chat)
+        return chosen, build_prompt(chosen, options.style, self._chat)
+
+    def _measure(
+        self, subject: Subject, case: EvalCase, count: int, length: int, number: int, named: Sequence[Variant]
+    ) -> dict[str, Any]:
+        chosen, prompt = self._asked(case, count, length)
         about = {"case": case.id, "kind": case.kind, "group": case.group, "task": case.task}
         limit = int(getattr(self._engine.adapter.config, "max_position_embeddings", 0) or 0)
         tokens = len(self._engine.tokenize(prompt).input_ids)
         if limit and tokens + subject.room(case) > limit:
             return {**about, "skipped": f"{tokens} tokens and the answer do not fit {limit} positions", "results": []}
         warmed = self._engine.warm(prompt.chunks, progress=False)
-        measured = subject.measure(chosen, prompt, self._turned(number), attention=number < options.attention)
+        measured = subject.measure(chosen, prompt, _turned(named, number), attention=number < self._options.attention)
         return {**about, "tokens": tokens, "cold": bool(warmed.computed and self._extended), "results": measured}
 
-    def _turned(self, number: int) -> Iterator[Variant]:
-        """Full prefill first, then the others, another one first each time."""
-        full, *others = self._variants
-        at = number % max(1, len(others))
-        yield from (full, *others[at:], *others[:at])
+
+def _turned(named: Sequence[Variant], number: int) -> Iterator[Variant]:
+    """Full prefill first, then the others, another one first each time."""
+    full, *others = named
+    at = number % max(1, len(others))
+    yield from (full, *others[at:], *others[:at])

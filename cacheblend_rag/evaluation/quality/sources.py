@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from cacheblend_rag.checks import check_choice, check_whole
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.quality.cases import EvalCase, Passage
 from cacheblend_rag.evaluation.quality.datasets import load_cases
 from cacheblend_rag.reference.measure import Case, held_out_cases
+from cacheblend_rag.reference.questions import QUESTION_KINDS
 
 __all__ = ["CaseSource", "FileCases", "ReferenceCases", "open_source", "reference_case"]
 
@@ -38,41 +40,61 @@ class FileCases:
 class ReferenceCases:
     """Questions of the reference archive, made anew for each number of chunks.
 
+    Kinds take turns, so that any first part of the questions has as much of each as all have.
+
     Parameters
     ----------
     split : {"dev", "test"}
-    per_kind : int
-        Questions of each kind.
+    per_kind : int or mapping of str to int
+        Questions of each kind, or of those that are named.
     seed : int
     shuffled : bool
         Whether a passage may stand before the one that says who is meant.
+    limit : int, optional
+        Most questions of all kinds together.
     """
 
     split: str
-    per_kind: int
+    per_kind: int | Mapping[str, int]
     seed: int = 0
     shuffled: bool = False
+    limit: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("data", self.split, ("dev", "test"))
+        for kind in self._counts:
+            check_choice("per_kind", kind, QUESTION_KINDS)
+
+    @property
+    def _counts(self) -> Mapping[str, int]:
+        same = self.per_kind
+        return dict.fromkeys(QUESTION_KINDS, same) if isinstance(same, int) else same
 
     def cases(self, chunks: int) -> list[EvalCase]:
         """See `CaseSource.cases`."""
         split = "dev" if self.split == "dev" else "test"
         found = held_out_cases(
-            self.per_kind,
+            max(self._counts.values()),
             passages=chunks,
             split=split,  # type: ignore[arg-type]
             seed=self.seed,
             shuffled=self.shuffled,
         )
-        return [reference_case(case, f"{split}-{self.seed}-{number}") for number, case in enumerate(found)]
+        placed: list[tuple[float, EvalCase]] = []
+        taken = dict.fromkeys(self._counts, 0)
+        for number, case in enumerate(found):
+            if taken.get(case.kind, 0) < (wanted := self._counts.get(case.kind, 0)):
+                placed.append(
+                    ((taken[case.kind] + 0.5) / wanted, reference_case(case, f"{split}-{self.seed}-{number}"))
+                )
+                taken[case.kind] += 1
+        return [case for _, case in sorted(placed, key=lambda one: one[0])][: self.limit]
 
 
 def reference_case(case: Case, name: str) -> EvalCase:
     """A question of the reference archive; all its passages stand in the prompt."""
     passages = tuple(Passage("", chunk, support=True) for chunk in case.chunks)
-    return EvalCase(name, case.question, (case.sentence,), passages, case.kind)
+    return EvalCase(name, case.question, (case.sentence,), passages, case.kind, group=f"town {case.town}")
 
 
 def open_source(
@@ -80,7 +102,7 @@ def open_source(
     *,
     form: str = "auto",
     limit: int | None = None,
-    per_kind: int = 50,
+    per_kind: int | Mapping[str, int] = 50,
     seed: int = 0,
     shuffled: bool = False,
 ) -> CaseSource:
@@ -93,9 +115,12 @@ def open_source(
     ConfigError
         If a number is out of range.
     """
-    for name, value in (("limit", limit), ("per_kind", per_kind)):
+    counts = per_kind.values() if isinstance(per_kind, Mapping) else (per_kind,)
+    if not counts:
+        raise ConfigError("per_kind", per_kind, "name at least one kind")
+    for name, value in (("limit", limit), *(("per_kind", count) for count in counts)):
         if value is not None:
             check_whole(name, value, 1)
     if data.startswith(_REFERENCE):
-        return ReferenceCases(data.removeprefix(_REFERENCE), per_kind, seed, shuffled)
+        return ReferenceCases(data.removeprefix(_REFERENCE), per_kind, seed, shuffled, limit)
     return FileCases(load_cases(data, form, limit))

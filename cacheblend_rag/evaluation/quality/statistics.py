@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -35,7 +36,8 @@ def interval(
         The same values and seed give the same interval.
     groups : sequence of hashable, optional
         What each value belongs to; whole groups are drawn then, because the values of one are not
-        independent (several questions about one set of documents).
+        independent (several questions about one set of documents). Of a single group nothing would differ
+        from draw to draw: its values are drawn one by one.
 
     Raises
     ------
@@ -48,14 +50,22 @@ def interval(
         raise ConfigError("groups", len(groups), f"give one for each of the {len(values)} values")
     sample = torch.tensor(values, dtype=torch.float64)
     numbers: dict[Hashable, int] = {}
-    places = [numbers.setdefault(group, len(numbers)) for group in (groups or range(len(values)))]
+    apart = range(len(values)) if groups is None or len(set(groups)) == 1 else groups
+    places = [numbers.setdefault(group, len(numbers)) for group in apart]
     at = torch.tensor(places)
     sums = torch.zeros(len(numbers), dtype=torch.float64).index_add_(0, at, sample)
     counts = torch.zeros(len(numbers), dtype=torch.float64).index_add_(0, at, torch.ones_like(sample))
-    generator = torch.Generator().manual_seed(seed)
-    picks = torch.randint(len(numbers), (rounds, len(numbers)), generator=generator)
-    means = (sums[picks].sum(dim=1) / counts[picks].sum(dim=1)).sort().values
+    drawn = _drawn(len(numbers), rounds, seed)
+    means = ((drawn @ sums) / (drawn @ counts)).sort().values
     return Interval(float(sample.mean()), float(means[int(0.025 * rounds)]), float(means[int(0.975 * rounds) - 1]))
+
+
+@lru_cache(maxsize=8)  # a table has hundreds of intervals over the same number of questions
+def _drawn(count: int, rounds: int, seed: int) -> torch.Tensor:
+    """How often each of so many is drawn in each sample, ``[rounds, count]``."""
+    generator = torch.Generator().manual_seed(seed)
+    picks = torch.randint(count, (rounds, count), generator=generator)
+    return torch.zeros(rounds, count, dtype=torch.float64).scatter_add_(1, picks, torch.ones(picks.shape).double())
 
 
 def paired(

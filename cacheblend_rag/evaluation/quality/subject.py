@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,12 +10,12 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.decode import DecodeOptions, decode
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import MissingExtraError
 from cacheblend_rag.evaluation.analysis import attention_deviation
 from cacheblend_rag.evaluation.baselines import prefill_methods
 from cacheblend_rag.evaluation.prepared import DEPTH, PreparedPrompt
+from cacheblend_rag.evaluation.quality.answers import GreedyAnswers, shared_cache
 from cacheblend_rag.evaluation.quality.cases import EvalCase
 from cacheblend_rag.evaluation.quality.chains import DocumentChains
 from cacheblend_rag.evaluation.quality.measures import best_f1, best_rouge_l, exact_match, first_line
@@ -108,6 +107,7 @@ class _Asked:
         self._gold = subject.gold_ids(case, prompt.suffix)
         self._warm = False
         self._full: torch.Tensor | None = None  # full prefill's log-probabilities over the gold answer
+        self._answers = GreedyAnswers(self._engine, self._ids, subject.answer_tokens(case.task))
         self._prepared = (
             PreparedPrompt(self._engine.adapter, subject.segments, prompt) if attention and prompt.chunks else None
         )
@@ -122,7 +122,7 @@ class _Asked:
         made = prefill()
         int(made.logits.argmax())  # the first token, known to the host
         seconds = time.perf_counter() - started
-        forced = answer_log_probs(self._engine.adapter, _shared(made.cache), made.logits, self._gold)
+        forced = answer_log_probs(self._engine.adapter, shared_cache(made.cache), made.logits, self._gold)
         if self._full is None:
             self._full = forced
         says = forced.argmax(dim=-1)
@@ -137,7 +137,7 @@ class _Asked:
             "agreement": float((says == self._full.argmax(dim=-1)).float().mean()),
             "forced_exact": says.tolist() == self._gold,
             "attention_deviation": self._deviation(variant),
-            **self._answered(made),
+            **self._answered(made, says),
         }
 
     def _prefill(self, variant: Variant) -> Callable[[], _Prefilled]:
@@ -189,18 +189,10 @@ class _Asked:
             return 0.0
         return float(attention_deviation(self._prepared, variant.rule).mean())
 
-    def _answered(self, made: _Prefilled) -> dict[str, Any]:
+    def _answered(self, made: _Prefilled, says: torch.Tensor) -> dict[str, Any]:
         if not self._subject.answers:
             return {}
-        decoded = decode(
-            self._engine.model,
-            self._engine.tokenizer,
-            input_ids=self._ids,
-            cache=made.cache,
-            logits=made.logits,
-            options=DecodeOptions(max_new_tokens=self._subject.answer_tokens(self._case.task)),
-        )
-        return self._scored(decoded.text)
+        return self._scored(self._answers.text(made.cache, made.logits, self._gold, says.tolist()))
 
     def _scored(self, text: str) -> dict[str, Any]:
         answer = text.strip() if self._case.task == "summary" else first_line(text)
@@ -231,11 +223,4 @@ class _Asked:
 
 
 def _named(variant: Variant) -> dict[str, Any]:
-    return {"label": variant.label, "method": variant.method, "ratio": variant.ratio}
-
-
-def _shared(cache: Any) -> Any:
-    """A cache that can grow while the other stays as it is; what is added to one is not in the other."""
-    other = copy.copy(cache)
-    other.layers = [copy.copy(layer) for layer in cache.layers]
-    return other
+    return {"label": variant.label, "method": variant.method, "ratio": variant.ratio, "aim": variant.work}

@@ -9,18 +9,38 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cacheblend_rag.checks import check_choice
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.benching import machine, table
 from cacheblend_rag.evaluation.quality.methods import CHAINS
 from cacheblend_rag.evaluation.quality.runner import EvalRun
 from cacheblend_rag.evaluation.quality.statistics import Interval, interval, paired
 
-__all__ = ["LOSS", "MEASURES", "MethodRow", "least_work", "main_measure", "markdown", "summarise", "write_summary"]
+__all__ = [
+    "LOSS",
+    "MARGIN",
+    "MEASURES",
+    "QUALITY",
+    "MethodRow",
+    "least_work",
+    "main_measure",
+    "markdown",
+    "no_worse",
+    "summarise",
+    "write_summary",
+]
 
 MEASURES = ("f1", "em", "rouge_l", "forced_exact", "agreement", "kl", "attention_deviation")
-_QUALITY = ("f1", "em", "rouge_l", "forced_exact", "agreement")
+QUALITY = ("f1", "em", "rouge_l", "forced_exact")
+"""Measures that say how good an answer is: what a run is led by is one of these."""
+_COMPARED = (*QUALITY, "agreement")
 LOSS = 0.015
 """What a method may lose to count as no worse, as in Fig. 15 of the paper."""
+MARGIN = 0.01
+"""What a method may lose, with the whole interval, to be called not inferior: one point."""
+# With fewer questions, divided by the margin, not even a method that loses none is shown to be within it: where the
+# true loss is at the margin, none in so many is seen once in 40 times.
+_NONE_LOST = 3.7
 _TITLES = {
     "f1": "F1",
     "em": "exact match",
@@ -42,14 +62,14 @@ class _Measured:
         The question's, as the run kept it.
     result, full : mapping
         Of the method, and of full prefill.
-    other : mapping or None
-        Of the method that all are compared with besides, if one was named.
+    others : mapping of str to mapping
+        Of the methods that all are compared with besides, by their labels.
     """
 
     line: Mapping[str, Any]
     result: Mapping[str, Any]
     full: Mapping[str, Any]
-    other: Mapping[str, Any] | None
+    others: Mapping[str, Mapping[str, Any]]
 
     @property
     def group(self) -> str:
@@ -65,6 +85,7 @@ class MethodRow:
     ----------
     label, method : str
     ratio : float or None
+        A mean, where it was chosen for a given work.
     chunks, chunk_tokens : int
     questions : int
     failed : int
@@ -73,8 +94,12 @@ class MethodRow:
         Means, of those of `MEASURES` that were taken.
     differences : dict of str to Interval
         The same less full prefill's on the same questions, where more is better.
-    against : dict of str to Interval
-        The same less another method's, if one was named.
+    against : dict of str to dict of str to Interval
+        The same less other methods', by their labels.
+    kind_differences : dict of str to dict of str to Interval
+        ``differences`` by question kind.
+    aim : float or None
+        The work its ratio was chosen for.
     ttft : float
         Median seconds to the first token; requests with a cold chunk are left out where they count.
     ttft_ratio : Interval
@@ -100,7 +125,9 @@ class MethodRow:
     work: float
     work_24: float
     kinds: dict[str, dict[str, float]]
-    against: dict[str, Interval] = field(default_factory=dict)
+    against: dict[str, dict[str, Interval]] = field(default_factory=dict)
+    kind_differences: dict[str, dict[str, Interval]] = field(default_factory=dict)
+    aim: float | None = None
 
     @property
     def blended(self) -> bool:
@@ -108,26 +135,35 @@ class MethodRow:
         return self.method not in ("full", "prefix", "reuse", *CHAINS)
 
 
-def main_measure(run: EvalRun) -> str:
-    """The measure of the run's task: F1, Rouge-L for summaries, or what teacher forcing says."""
+def main_measure(run: EvalRun, wanted: str | None = None) -> str:
+    """What leads the table: what is wanted, or F1, Rouge-L for summaries, or what teacher forcing says.
+
+    Raises
+    ------
+    ConfigError
+        If it was not measured.
+    """
+    if wanted is not None:
+        check_choice("measure", wanted, QUALITY if run.settings["answers"] else ("forced_exact",))
+        return wanted
     if not run.settings["answers"]:
         return "forced_exact"
     return "f1" if all(line["task"] == "qa" for line in run.lines) else "rouge_l"
 
 
-def summarise(run: EvalRun, against: str | None = None) -> list[MethodRow]:
+def summarise(run: EvalRun, against: Sequence[str] = ()) -> list[MethodRow]:
     """Rows by number and length of chunks, in the order of the methods.
 
     Parameters
     ----------
     run : EvalRun
-    against : str, optional
-        Label of a method, such as ``"hkvd 0.15"``, that all are paired with besides full prefill.
+    against : sequence of str
+        Labels of methods, such as ``"hkvd 0.15"``, that all are paired with besides full prefill.
 
     Raises
     ------
     ConfigError
-        If nothing was measured, or there is no method of that label.
+        If nothing was measured, or there is no method of such a label.
     """
     points: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for line in run.lines:
@@ -141,11 +177,12 @@ def summarise(run: EvalRun, against: str | None = None) -> list[MethodRow]:
         by_label: dict[str, list[_Measured]] = {}
         for line in lines:
             named = {result["label"]: result for result in line["results"]}
-            if against is not None and against not in named:
-                raise ConfigError("against", against, "use one of " + ", ".join(map(repr, named)))
+            for label in against:
+                if label not in named:
+                    raise ConfigError("against", label, "use one of " + ", ".join(map(repr, named)))
+            others = {label: named[label] for label in against}
             for label, result in named.items():
-                other = named.get(against) if against is not None else None
-                by_label.setdefault(label, []).append(_Measured(line, result, named["full"], other))
+                by_label.setdefault(label, []).append(_Measured(line, result, named["full"], others))
         for label in sorted(by_label, key=_place):
             rows.append(_row(chunks, length, by_label[label]))
     return rows
@@ -155,7 +192,7 @@ def _place(label: str) -> tuple[bool, str, float, str]:
     """``full`` first, then methods by name and rising ratio: the order within a line turns."""
     name, _, ratio = label.rpartition(" ")
     try:
-        return label != "full", name, float(ratio), label
+        return label != "full", name, float(ratio.removeprefix("@")), label
     except ValueError:
         return label != "full", label, -1.0, label
 
@@ -167,7 +204,7 @@ def _row(chunks: int, length: int, found: Sequence[_Measured]) -> MethodRow:
     return MethodRow(
         label=first["label"],
         method=first["method"],
-        ratio=first["ratio"],
+        ratio=None if first["ratio"] is None else _mean(one.result["ratio"] for one in found),
         chunks=chunks,
         chunk_tokens=length,
         questions=len(found),
@@ -180,8 +217,17 @@ def _row(chunks: int, length: int, found: Sequence[_Measured]) -> MethodRow:
         work=_mean(one.result["work"] for one in found),
         work_24=_mean(one.result["work_24"] for one in found),
         kinds=_by_kind(taken, found),
-        against=_differences(found, lambda one: one.other or {}),
+        against={label: _differences(found, lambda one, of=label: one.others[of]) for label in found[0].others},  # type: ignore[misc]
+        kind_differences={
+            kind: _differences([one for one in found if one.line["kind"] == kind], lambda one: one.full)
+            for kind in _kinds_of(found)
+        },
+        aim=first.get("aim"),
     )
+
+
+def _kinds_of(found: Sequence[_Measured]) -> list[str]:
+    return list(dict.fromkeys(str(one.line["kind"]) for one in found if one.line["kind"]))
 
 
 def _interval(name: str, found: Sequence[_Measured]) -> Interval:
@@ -192,7 +238,7 @@ def _interval(name: str, found: Sequence[_Measured]) -> Interval:
 def _by_kind(taken: Sequence[str], found: Sequence[_Measured]) -> dict[str, dict[str, float]]:
     """Means of measures by question kind, and how many questions there are of each."""
     kinds: dict[str, dict[str, float]] = {}
-    for kind in dict.fromkeys(str(one.line["kind"]) for one in found if one.line["kind"]):
+    for kind in _kinds_of(found):
         of_kind = [one.result for one in found if one.line["kind"] == kind]
         kinds[kind] = {"questions": float(len(of_kind))}
         for name in taken:
@@ -207,7 +253,7 @@ def _differences(
 ) -> dict[str, Interval]:
     """Paired differences from other results on the same questions, for the measures both have."""
     differences = {}
-    for name in _QUALITY:
+    for name in _COMPARED:
         both = [one for one in found if None not in (one.result.get(name), theirs_of(one).get(name))]
         if both:
             ours = [float(one.result[name]) for one in both]
@@ -235,13 +281,25 @@ def least_work(rows: Sequence[MethodRow], measure: str, loss: float = LOSS) -> d
     return found
 
 
-def markdown(run: EvalRun, rows: Sequence[MethodRow], against: str | None = None) -> str:
+def no_worse(rows: Sequence[MethodRow], measure: str, margin: float = MARGIN) -> list[MethodRow]:
+    """Methods whose loss is within the margin with all of its 95% interval; of few questions none is."""
+    return [
+        row
+        for row in rows
+        if row.method != "full"
+        and measure in row.differences
+        and row.differences[measure].low >= -margin
+        and row.questions * margin >= _NONE_LOST
+    ]
+
+
+def markdown(run: EvalRun, rows: Sequence[MethodRow], measure: str | None = None) -> str:
     """The tables, one for each number and length of chunks, and results by question kind."""
-    measure = main_measure(run)
+    measure = main_measure(run, measure)
     parts = []
     for point, best in least_work(rows, measure).items():
         of_point = [row for row in rows if (row.chunks, row.chunk_tokens) == point]
-        parts.append(_heading(of_point[0]) + "\n\n" + _table(of_point, against))
+        parts.append(_heading(of_point[0]) + "\n\n" + _table(of_point, measure))
         if any(row.kinds for row in of_point):
             parts.append(_kinds(of_point, measure))
         full = next(row for row in of_point if row.method == "full")
@@ -250,6 +308,7 @@ def markdown(run: EvalRun, rows: Sequence[MethodRow], against: str | None = None
         elif any(row.blended for row in of_point):
             least = f"{best.label}, {best.work:.1%} of full prefill's work" if best else "none of those tried"
             parts.append(f"Least work that loses no more than {LOSS} {_TITLES[measure]}: {least}.")
+            parts.append(_not_inferior(of_point, measure))
     skipped = sum("skipped" in line for line in run.lines)
     if skipped:
         parts.append(f"{skipped} prompts were left out because they do not fit the model.")
@@ -260,20 +319,27 @@ def markdown(run: EvalRun, rows: Sequence[MethodRow], against: str | None = None
     return "\n\n".join(parts) + "\n"
 
 
+def _not_inferior(rows: Sequence[MethodRow], measure: str) -> str:
+    if rows[0].questions * MARGIN < _NONE_LOST:
+        few = f"{rows[0].questions} questions are too few to show that a method loses no more than {MARGIN}"
+        return f"{few}; it takes {_NONE_LOST / MARGIN:.0f} or more."
+    found = [f"{row.label} ({row.work_24:.1%} of the work in 24 layers)" for row in no_worse(rows, measure)]
+    return f"Lose no more than {MARGIN} {_TITLES[measure]} with all of the interval: {', '.join(found) or 'none'}."
+
+
 def _heading(row: MethodRow) -> str:
     length = f" of at most {row.chunk_tokens} tokens" if row.chunk_tokens else ""
     return f"**{row.chunks} chunks{length}, {row.questions} questions**"
 
 
-def _table(rows: Sequence[MethodRow], against: str | None = None) -> str:
+def _table(rows: Sequence[MethodRow], lead: str) -> str:
     taken = [name for name in MEASURES if any(name in row.measures for row in rows)]
-    quality = [name for name in taken if name in _QUALITY and name != "agreement"]
-    lead = quality[0] if quality else "agreement"
     columns: list[tuple[str, Callable[[MethodRow], str]]] = [("method", lambda row: row.label)]
     columns += [(_TITLES[name], _shower(name)) for name in taken]
     columns.append((f"{_TITLES[lead]} against full", lambda row: _signed(row.differences.get(lead))))
-    if against is not None:
-        columns.append((f"{_TITLES[lead]} against {against}", lambda row: _signed(row.against.get(lead))))
+    for label in rows[0].against:
+        shown = f"{_TITLES[lead]} against {label}"
+        columns.append((shown, lambda row, of=label: _signed(row.against[of].get(lead))))  # type: ignore[misc]
     columns += [
         ("TTFT", lambda row: f"{row.ttft * 1e3:.1f} ms"),
         ("times faster", lambda row: f"{row.ttft_ratio.mean:.2f}"),
@@ -281,6 +347,8 @@ def _table(rows: Sequence[MethodRow], against: str | None = None) -> str:
         ("work", lambda row: f"{row.work:.1%}"),
         ("work, 24 layers", lambda row: f"{row.work_24:.1%}"),
     ]
+    if any(row.aim is not None for row in rows):
+        columns.append(("ratio", lambda row: "" if row.ratio is None else f"{row.ratio:.3g}"))
     if any(row.failed for row in rows):
         columns.append(("unusable", lambda row: str(row.failed)))
     return table([title for title, _ in columns], [[show(row) for _, show in columns] for row in rows])
@@ -301,20 +369,35 @@ def _signed(found: Interval | None) -> str:
 
 
 def _kinds(rows: Sequence[MethodRow], measure: str) -> str:
+    """Means by question kind, and differences from full prefill."""
     kinds = list(dict.fromkeys(kind for row in rows for kind in row.kinds))
-    body = [
-        [
-            row.label,
-            *(f"{row.kinds[kind][measure]:.3f}" if measure in row.kinds.get(kind, {}) else "" for kind in kinds),
-        ]
-        for row in rows
-    ]
-    return table([f"{_TITLES[measure]} by kind", *kinds], body)
+
+    def shown(row: MethodRow, kind: str) -> str:
+        mean = row.kinds.get(kind, {}).get(measure)
+        if mean is None:
+            return ""
+        return f"{mean:.3f}" if row.method == "full" else f"{mean:.3f}, {_signed(row.kind_differences[kind][measure])}"
+
+    counts = {kind: max(row.kinds.get(kind, {}).get("questions", 0) for row in rows) for kind in kinds}
+    head = [f"{_TITLES[measure]} by kind, and against full", *(f"{kind} ({counts[kind]:.0f})" for kind in kinds)]
+    return table(head, [[row.label, *(shown(row, kind) for kind in kinds)] for row in rows])
 
 
-def write_summary(run: EvalRun, folder: Path, against: str | None = None) -> list[MethodRow]:
-    """Write ``table.md`` and ``summary.json`` into a folder; the rows."""
-    rows, measure = summarise(run, against), main_measure(run)
+def write_summary(
+    run: EvalRun, folder: Path, against: Sequence[str] = (), measure: str | None = None
+) -> list[MethodRow]:
+    """Write ``table.md`` and ``summary.json`` into a folder; the rows.
+
+    Parameters
+    ----------
+    run : EvalRun
+    folder : path
+    against : sequence of str
+        See `summarise`.
+    measure : str, optional
+        What leads the table, see `main_measure`.
+    """
+    rows, measure = summarise(run, against), main_measure(run, measure)
     best = [
         {
             "chunks": chunks,
@@ -330,7 +413,11 @@ def write_summary(run: EvalRun, folder: Path, against: str | None = None) -> lis
         "measure": measure,
         "rows": list(map(asdict, rows)),
         "least_work": best,
+        "no_worse": [
+            {"chunks": row.chunks, "chunk_tokens": row.chunk_tokens, "label": row.label, "work_24": row.work_24}
+            for row in no_worse(rows, measure)
+        ],
     }
-    (folder / "table.md").write_text(markdown(run, rows, against), encoding="utf-8")
+    (folder / "table.md").write_text(markdown(run, rows, measure), encoding="utf-8")
     (folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return rows
