@@ -1,13 +1,11 @@
-"""The engine as a whole: the user's model, warming, storing afterwards, and ends of life."""
+"""The engine as a whole: the user's model, reports, warming, and ends of life."""
 
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 import time
 import weakref
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +20,9 @@ from cacheblend_rag.errors import (
     ConfigError,
     ModelLoadError,
     PromptError,
-    StoreError,
     UnsupportedModelError,
 )
 from cacheblend_rag.store import DiskStore, MemoryStore
-from cacheblend_rag.writeback import IdleGate, Job, WriteBack
 from tests import tiny
 from tests.probes import Hooked, engine_of
 
@@ -352,106 +348,6 @@ def test_forget_and_warm_behind_a_prefix() -> None:
         assert engine.forget(CHUNKS, prefix="Read this:") == 3
 
 
-# Storing afterwards -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("call", ["generate", "fuse", "stream"])
-@pytest.mark.parametrize(("mode", "stored"), [("inline", 4), ("background", 4), ("off", 0)])
-def test_write_back_modes(call: str, mode: str, stored: int) -> None:
-    store = Hooked()
-    with engine_of(store=store, write_back=mode) as engine:
-        if call == "fuse":
-            engine.fuse(PROMPT)
-        elif call == "stream":
-            list(engine.stream(PROMPT, max_new_tokens=2))
-        else:
-            engine.generate(PROMPT, max_new_tokens=2)
-        if mode == "inline":
-            assert len(store.kept) == stored
-        engine.flush()
-        assert len(store.kept) == stored
-        assert engine.fuse(PROMPT).report.hits == (3 if stored else 0)
-
-
-def test_background_and_inline_store_the_same_as_warming() -> None:
-    kept = []
-    for mode in ("inline", "background", "warm"):
-        store = Hooked()
-        with engine_of(store=store, write_back="off" if mode == "warm" else mode) as engine:
-            if mode == "warm":
-                engine.warm(CHUNKS)
-            else:
-                engine.generate(PROMPT, max_new_tokens=2)
-                engine.flush()
-        kept.append({key: record for key, record in store.kept.items() if not record.info.rotated})
-    assert kept[0].keys() == kept[1].keys() == kept[2].keys()
-    for key, record in kept[2].items():
-        for other in (kept[0][key], kept[1][key]):
-            for mine, theirs in zip(record.kv.keys + record.kv.values, other.kv.keys + other.kv.values, strict=True):
-                torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-6)
-
-
-def test_background_storing_waits_for_the_answer() -> None:
-    store = Hooked()
-
-    class Look(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            time.sleep(0.02)
-            assert store.kept == {}, "something was stored while an answer was made"
-            return scores
-
-    with engine_of(store=store, write_back="background") as engine:
-        engine.fuse(Prompt("", ["x"], "y"))
-        engine.flush()
-        store.kept.clear()
-        engine.generate(PROMPT, max_new_tokens=5, logits_processor=[Look()])
-        engine.flush()
-        assert len(store.kept) == 4
-
-
-@pytest.mark.parametrize("mode", ["inline", "background"])
-def test_an_answer_is_not_lost_because_it_cannot_be_stored(mode: str, caplog: pytest.LogCaptureFixture) -> None:
-    with engine_of(write_back="off") as engine:
-        expected = engine.generate(PROMPT, max_new_tokens=5).token_ids
-    store = MemoryStore(500)
-    with engine_of(store=store, write_back=mode) as engine, caplog.at_level(logging.WARNING):
-        assert engine.generate(PROMPT, max_new_tokens=5).token_ids == expected
-        engine.flush()
-    assert "could not store" in caplog.text
-    assert store.volume() == 0
-
-
-def test_a_store_that_fails_unexpectedly_in_the_background_is_logged_and_does_not_block(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    class Failing(Hooked):
-        def put(self, key: str, record: Any) -> None:
-            raise ZeroDivisionError("a store of the user's failed")
-
-    with engine_of(store=Failing(), write_back="background") as engine:
-        engine.generate(PROMPT, max_new_tokens=2)
-        engine.flush()
-        engine.generate(PROMPT, max_new_tokens=2)
-    assert "a store of the user's failed" in caplog.text
-
-
-def test_a_miss_asked_twice_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    with engine_of(write_back="background") as engine:
-        computed: list[Any] = []
-        compute = engine._pipeline.compute
-
-        def counted(segments: Any) -> Any:
-            computed.extend(segments)
-            return compute(segments)
-
-        monkeypatch.setattr(engine._pipeline, "compute", counted)
-        with engine._gate:  # nothing is stored before both have been answered
-            engine.fuse(PROMPT)
-            engine.fuse(PROMPT)
-        engine.flush()
-    assert len(computed) == 3
-
-
 # Ends ---------------------------------------------------------------------------------------
 
 
@@ -615,91 +511,3 @@ def test_an_evicting_store_only_costs_hits(tmp_path: Path) -> None:
     assert hits[5] == 2, "what was stored last is still there"
     assert hits[-1] == 0, "what was stored first is not"
     store.close()
-
-
-# Gate and queue -----------------------------------------------------------------------------
-
-
-def test_requests_go_before_background_work() -> None:
-    gate, order = IdleGate(), []
-    started, release = threading.Event(), threading.Event()
-
-    def request(name: str) -> None:
-        with gate:
-            order.append(name)
-
-    def first() -> None:
-        with gate:
-            started.set()
-            release.wait(5)
-            order.append("first")
-
-    threads = [threading.Thread(target=first)]
-    threads[0].start()
-    started.wait(5)
-    threads.append(threading.Thread(target=lambda: gate.when_idle(lambda: order.append("background"))))
-    threads[1].start()
-    time.sleep(0.02)
-    for name in ("second", "third"):
-        threads.append(threading.Thread(target=request, args=(name,)))
-        threads[-1].start()
-    time.sleep(0.05)
-    release.set()
-    for thread in threads:
-        thread.join(5)
-    assert order[0] == "first"
-    assert order[-1] == "background"
-    assert sorted(order[1:3]) == ["second", "third"]
-
-
-def test_a_gate_is_open_again_after_an_error_and_lets_its_holder_in_twice() -> None:
-    gate = IdleGate()
-    with pytest.raises(ZeroDivisionError), gate, gate:
-        raise ZeroDivisionError
-    with pytest.raises(ZeroDivisionError):
-        gate.when_idle(lambda: 1 // 0)
-    other = threading.Thread(target=gate.__enter__)
-    other.start()
-    other.join(5)
-    assert not other.is_alive()
-
-
-def test_a_full_queue_drops_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    gate, done = IdleGate(), []
-    queue = WriteBack(gate, limit=2)
-    with gate:
-        queue.submit("a", Job(lambda: done.append("a")))
-        deadline = time.monotonic() + 5
-        while queue._jobs and time.monotonic() < deadline:  # until the thread holds the first
-            time.sleep(0.005)
-        for name in ("b", "b", "c", "d"):
-            queue.submit(name, Job(partial(done.append, name)))
-    queue.flush()
-    queue.close()
-    assert done == ["a", "b", "c"]
-    assert "queue is full" in caplog.text
-    queue.submit("e", Job(lambda: done.append("e")))
-    queue.flush()
-    assert done == ["a", "b", "c"]
-
-
-def test_waiting_jobs_keep_no_more_than_so_many_bytes(caplog: pytest.LogCaptureFixture) -> None:
-    gate, done = IdleGate(), []
-    queue = WriteBack(gate, held=100)
-    with gate:
-        for name, held in (("a", 60), ("b", 60), ("c", 0), ("d", 40), ("e", 1)):
-            queue.submit(name, Job(partial(done.append, name), held))
-    queue.flush()
-    assert done == ["a", "c", "d"]
-    assert caplog.text.count("left for the next miss") == 2
-    with gate:
-        queue.submit("b", Job(partial(done.append, "b"), 100))
-    queue.close()
-    assert done == ["a", "c", "d", "b"]
-    assert queue.seconds > 0
-
-
-def test_a_store_error_names_the_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="file"):
-        engine_of(store=tmp_path / "file" / "kv")
