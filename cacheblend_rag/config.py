@@ -197,7 +197,7 @@ class BlendConfig:
     selection: Any = _option("selection", "hkvd", str)  # noqa: RUF009
     check_layers: tuple[int, ...] = _option("check_layers", (1,), _layers)
     recompute_ratios: tuple[float, ...] = _option("recompute_ratios", (), _ratios, like="'0.2,0.1'")
-    metric: str = _option("metric", "v", str)
+    metric: str = _option("metric", "k", str)
     selection_options: Mapping[str, Any] = _option(
         "selection_options", {}, json.loads, like="""'{"seed": 1}'""", hashed=False
     )

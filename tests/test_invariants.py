@@ -190,7 +190,7 @@ def test_hkvd_keeps_at_most_its_share(ratio: float, check_layers: tuple[int, ...
 @pytest.mark.parametrize("ratio", [0.1, 0.4])
 def test_hkvd_keeps_the_rows_of_highest_value_deviation(name: str, ratio: float) -> None:
     model = model_named(name)
-    with engine_of(model, recompute_ratio=ratio, check_layers=(1,)) as engine:
+    with engine_of(model, recompute_ratio=ratio, check_layers=(1,), metric="v") as engine:
         engine.warm(PROMPT.chunks)
         fused = engine.fuse(PROMPT)
     report, ids = fused.report, fused.input_ids

@@ -230,7 +230,7 @@ def test_mixed_takes_each_share_once(engine: Any) -> None:
 
         def keep(self, view: Any) -> torch.Tensor:
             kept = super().keep(view)
-            views.extend((view.offsets, view.attention, view.measure(), kept))
+            views.extend((view.offsets, view.attention, view.measure(self.metric), kept))
             return kept
 
     engine.with_config(selection=Spy(recompute_ratio=0.2, shares=(0.25, 0.5, 0.25))).fuse(PROMPT)

@@ -53,7 +53,7 @@ def rules(check: int, scored: int) -> dict[str, list[_Make]]:
         Layer whose attention from the question is asked for.
     """
     named: dict[str, _Make] = {
-        "hkvd v": lambda ratio: SelectHKVD((check,), ratio),
+        "hkvd v": lambda ratio: SelectHKVD((check,), ratio, metric="v"),
         "hkvd k": lambda ratio: SelectHKVD((check,), ratio, metric="k"),
         "hkvd kv": lambda ratio: SelectHKVD((check,), ratio, metric="kv"),
         "gradual k": lambda ratio: SelectGradual((check,), ratio, metric="k"),

@@ -46,7 +46,7 @@ class SelectGradual(SelectionRule):
     check_layers: Sequence[int] = (1,)
     recompute_ratio: float = 0.15
     recompute_ratios: Sequence[float] = ()
-    metric: str = "v"
+    metric: str = "k"
 
     def __post_init__(self) -> None:
         check_layer_list("check_layers", self.check_layers)

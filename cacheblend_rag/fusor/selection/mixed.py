@@ -48,7 +48,7 @@ class SelectMixed(SelectionRule):
     recompute_ratio: float = 0.15
     shares: Sequence[float] = (0.2, 0.6, 0.2)
     score_layers: Sequence[int] = field(default=())
-    metric: str = "v"
+    metric: str = "k"
 
     def __post_init__(self) -> None:
         check_layer_list("check_layers", self.check_layers)

@@ -37,7 +37,7 @@ class SelectThreshold(SelectionRule):
     recompute_ratio: float = 0.15
     lowest_ratio: float = 0.0
     bound: float = 0.3
-    metric: str = "v"
+    metric: str = "k"
 
     def __post_init__(self) -> None:
         check_layer_list("check_layers", self.check_layers)
