@@ -36,7 +36,7 @@ __all__ = ["WORKLOADS", "EvalOptions", "EvalRun", "Evaluation"]
 
 WORKLOADS = ("plain", "extended")
 _VERSION = 2
-_WEIGHED = 6  # prompts by which a ratio is found for some work
+_WEIGHED = 12  # prompts by which a ratio is found for some work
 _log = logging.getLogger(__name__)
 
 
