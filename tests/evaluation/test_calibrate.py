@@ -240,7 +240,7 @@ def test_auto_is_what_was_calibrated_unless_a_rule_is_named(monkeypatch: pytest.
     chosen = steering(SETTINGS).choose([ChunkKV(100, 1000)], 120, 20, "disk")
     assert chosen.rule == SelectHKVD((1, 2, 3), 0.5, (0.5, 0.4, 0.05), "k")
     assert chosen.ratio == 0.05
-    for options in ({"recompute_ratio": 0.3}, {"metric": "k"}, {"selection": "boundary"}, {"check_layers": (2,)}):
+    for options in ({"recompute_ratio": 0.3}, {"metric": "v"}, {"selection": "boundary"}, {"check_layers": (2,)}):
         assert steering(SETTINGS, **options).settings is None
     monkeypatch.setenv("CACHEBLEND_RAG_SELECTION", "query")
     assert steering(SETTINGS).settings is None
