@@ -104,7 +104,7 @@ def test_another_beginning_is_another_prompt(other: Prompt) -> None:
 @pytest.mark.parametrize(
     "changes",
     [{"recompute_ratio": 1.0}, {"selection": "none"}, {"check_layers": (2,)}, {"salt": "tenant"}, {"keep_final": False},
-     {"selection": "all"}, {"metric": "k"}],
+     {"selection": "all"}, {"metric": "v"}],
     ids=str,
 )  # fmt: skip
 def test_what_one_rule_kept_no_other_continues_from(changes: dict[str, Any]) -> None:
