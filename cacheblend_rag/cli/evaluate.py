@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_eval"]
 
-_RATIOS = (0.05, 0.1, 0.15, 0.3)
 _MEMORY = "1GB"  # of KV in memory: a question's chunks are wanted while it is asked, by all methods
 
 
@@ -147,7 +146,7 @@ def _options(parsed: argparse.Namespace) -> EvalOptions:
     same = ("methods", "works", "chunks", "chunk_tokens", "order", "seed", "workload", "set_size", "chat", "attention")
     return EvalOptions(
         **{name: getattr(parsed, name) for name in same},
-        ratios=parsed.ratios or (() if parsed.works else _RATIOS),
+        ratios=parsed.ratios or (() if parsed.works else EvalOptions.ratios),
         keep_support=parsed.support == "always",
         style=style,
         max_new_tokens=parsed.max_new_tokens,

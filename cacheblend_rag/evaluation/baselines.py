@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -135,7 +135,15 @@ class Timed:
     last: dict[str, Prefilled]
 
 
-def time_once(method: Callable[[], Prefilled]) -> tuple[float, Prefilled]:
+class _HasLogits(Protocol):
+    @property
+    def logits(self) -> torch.Tensor: ...
+
+
+_Made = TypeVar("_Made", bound=_HasLogits)
+
+
+def time_once(method: Callable[[], _Made]) -> tuple[float, _Made]:
     """Seconds until a method's first token is known to the host, and what it made."""
     started = time.perf_counter()
     result = method()

@@ -11,9 +11,10 @@ import torch
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.evaluation.benching import bench_prompt
+from cacheblend_rag.evaluation.baselines import blended, time_rounds
+from cacheblend_rag.evaluation.benching import bench_prompt, medians
 from cacheblend_rag.evaluation.shapes import BenchOptions
-from cacheblend_rag.evaluation.timing import least_squares, timed
+from cacheblend_rag.evaluation.timing import least_squares
 from cacheblend_rag.loading import PrefillProfile
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store import MemoryStore
@@ -85,18 +86,13 @@ def time_blends(engine: BlendEngine, prompt: Prompt, repeats: int = 3) -> Iterat
         Passes of each ratio, of which the median counts.
     """
     engine.warm(prompt.chunks, progress=False)
-    engines = [engine.with_config(recompute_ratio=ratio) for ratio in _RATIOS]
-    times: list[list[float]] = [[] for _ in engines]
-    for number in range(repeats + 1):
-        for one, seconds in zip(engines, times, strict=True):
-            took = timed(lambda one=one: int(one.fuse(prompt).logits.argmax()))  # type: ignore[misc]
-            if number:
-                seconds.append(took)
-    for one, ratio, seconds in zip(engines, _RATIOS, times, strict=True):
-        computed, tokens = one.fuse(prompt).report.computed_tokens, len(one.tokenize(prompt).input_ids)
-        share = statistics.mean(computed) / tokens
+    methods = {str(ratio): blended(engine.with_config(recompute_ratio=ratio), prompt) for ratio in _RATIOS}
+    timed = time_rounds(methods, repeats, keep_kv=False)
+    tokens = len(engine.tokenize(prompt).input_ids)
+    for ratio, (name, seconds) in zip(_RATIOS, medians(timed.seconds).items(), strict=True):
+        share = statistics.mean(timed.last[name].computed) / tokens
         fixed = max(0.0, (share - ratio) / (1 - ratio))
-        yield BlendTime(tokens, fixed, share - fixed, statistics.median(seconds))
+        yield BlendTime(tokens, fixed, share - fixed, seconds)
 
 
 def fit_blend(prefill: PrefillProfile, found: Sequence[BlendTime]) -> PrefillProfile:

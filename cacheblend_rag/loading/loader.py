@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 # Bytes a second from which reading is a CPU's own work, with hardly a wait in it to be hidden. On two cores, KV in the
-# page cache read on a thread beside the pass made it 7 to 34% slower than KV read between its layers.
+# page cache read on a thread beside the pass made it slower than KV read between its layers (docs/performance.md).
 _FAST = 10**9
 # Layers read before they are asked for. The first layers are computed in full, long enough to read several of the
 # others; with two, the loader stood still meanwhile and the pass waited for it later. Buffers that are filled early
@@ -156,20 +156,13 @@ def load_plainly(reader: LayerReader, start: int = 0) -> Iterator[LayerKV]:
         yield _taken(reader.fetch_kv(layer))
 
 
-def load_as_it_pays(reader: LayerReader, ahead: int = _AHEAD) -> Iterator[LayerKV]:
+def load_as_it_pays(reader: LayerReader) -> Iterator[LayerKV]:
     """Read the first layer, for which the pass waits in any case, and the others ahead if that was slow.
 
     On a device that is no CPU, reading costs the pass nothing, and all layers are read ahead.
-
-    Parameters
-    ----------
-    reader : LayerReader
-        What to read.
-    ahead : int
-        Most layers held in memory before they are asked for.
     """
     if reader.device.type != "cpu":
-        yield from load_ahead(reader, ahead)
+        yield from load_ahead(reader)
         return
     started = time.perf_counter()
     first = reader.fetch_kv(0)
@@ -177,7 +170,7 @@ def load_as_it_pays(reader: LayerReader, ahead: int = _AHEAD) -> Iterator[LayerK
         yield first
         yield from load_plainly(reader, 1)
         return
-    yield from load_ahead(reader, ahead, first)
+    yield from load_ahead(reader, first=first)
 
 
 def load_ahead(reader: LayerReader, ahead: int = _AHEAD, first: LayerKV | None = None) -> Iterator[LayerKV]:

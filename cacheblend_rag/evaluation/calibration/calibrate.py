@@ -91,9 +91,7 @@ def calibrate(
     options = options or CalibrationOptions()
     if len(prompts) < 6:
         raise ConfigError("prompts", len(prompts), "use at least 6")
-    every = max(2, round(1 / options.check_share))
-    checks = [prompt for number, prompt in enumerate(prompts) if number % every == every - 1]
-    searched = [prompt for number, prompt in enumerate(prompts) if number % every != every - 1]
+    searched, checks = _divided(prompts, options.check_share)
     hidden = None if progress is None else not progress
     with ExitStack() as stack:
         bar = stack.enter_context(tqdm(desc="calibrating", unit=" passes", disable=hidden))
@@ -117,6 +115,16 @@ def calibrate(
         )
         found = search.run()
     return settings_of(found, options.tolerance), found
+
+
+def _divided(prompts: Sequence[Prompt], check_share: float) -> tuple[list[Prompt], list[Prompt]]:
+    """Prompts to search on, and those that only check the result."""
+    every = max(2, round(1 / check_share))
+    searched: list[Prompt] = []
+    checks: list[Prompt] = []
+    for number, prompt in enumerate(prompts):
+        (checks if number % every == every - 1 else searched).append(prompt)
+    return searched, checks
 
 
 def _search_settings(engine: BlendEngine, prompts: Sequence[Prompt], options: CalibrationOptions) -> dict[str, Any]:

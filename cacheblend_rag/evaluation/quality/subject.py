@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +12,7 @@ import torch
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import MissingExtraError
 from cacheblend_rag.evaluation.analysis import attention_deviation
-from cacheblend_rag.evaluation.baselines import prefill_methods
+from cacheblend_rag.evaluation.baselines import prefill_methods, time_once
 from cacheblend_rag.evaluation.prepared import DEPTH, PreparedPrompt
 from cacheblend_rag.evaluation.quality.answers import GreedyAnswers, shared_cache
 from cacheblend_rag.evaluation.quality.cases import EvalCase
@@ -118,10 +117,7 @@ class _Asked:
         if variant.rule is not None and not self._warm:
             prefill()  # stores the prefix, so that no method pays for it; records are then in the page cache
             self._warm = True
-        started = time.perf_counter()
-        made = prefill()
-        int(made.logits.argmax())  # the first token, known to the host
-        seconds = time.perf_counter() - started
+        seconds, made = time_once(prefill)
         forced = answer_log_probs(self._engine.adapter, shared_cache(made.cache), made.logits, self._gold)
         if self._full is None:
             self._full = forced
