@@ -141,7 +141,20 @@ def _bare_question(rng: random.Random, kind: QuestionKind, fact: Fact, name: str
     """Ask for a bare fact of whoever is called ``name``."""
     ask = rng.choice(fact.relation.questions).format(n=name, e=fact.event)
     sentence = f"{name[0].upper()}{name[1:]} {predicate_of(fact)}."
-    return Question("", kind, ask[0].upper() + ask[1:], sentence, (fact.value,), (), fact)
+    return Question("", kind, ask[0].upper() + ask[1:], sentence, (fact.value,), (), (fact,))
+
+
+def values_named(question: Question, answer: Any) -> dict[Fact, range]:
+    """Return which ids of the encoded answer name the value of each fact it tells.
+
+    Values are looked for from the end of the sentence, since a subject's name may hold one too.
+    """
+    found: dict[Fact, range] = {}
+    end = len(question.sentence)
+    for fact in reversed(question.facts):
+        end = question.sentence.rindex(fact.value, 0, end)
+        found[fact] = ids_within(answer, 1 + end, 1 + end + len(fact.value))
+    return found
 
 
 class SequenceMaker:
@@ -322,18 +335,20 @@ class SequenceMaker:
             if len(sequence.ids) + len(suffix.ids) + len(answer.ids) >= stage.length:
                 break
             sequence.context(list(suffix.ids))
-            start = 1 + question.sentence.rfind(question.answers[0])
-            end = start + len(question.answers[0])
-            weights = [VALUE_WEIGHT if high > start and low < end else ANSWER_WEIGHT for low, high in answer.offsets]
+            start = 1 + question.sentence.rindex(question.answers[0])
+            values = values_named(question, answer)
+            named = [ids_within(answer, start, start + len(question.answers[0])), *values.values()]
+            counted = {at for ids in named for at in ids}
+            weights = [VALUE_WEIGHT if at in counted else ANSWER_WEIGHT for at in range(len(answer.ids))]
             # An answer that begins with a name is about its bearer, as a passage is: both get the same code for it.
             simple = question.kind in ("within", "reference") and not question.sentence.startswith("The ")
             about = answer.ids[0] if simple else -1
             kind = QUESTION_KINDS.index(question.kind)
             first = len(sequence.ids)
             sequence.answer([*answer.ids, self._eos], [*weights, ANSWER_WEIGHT], kind, about)
-            if question.fact in told:
-                value = ids_within(answer, start, end)
-                sequence.look_for_value(range(first + value.start, first + value.stop), told[question.fact])
+            for fact, value in values.items():
+                if fact in told:
+                    sequence.look_for_value(range(first + value.start, first + value.stop), told[fact])
         sequence.pad(stage.length + 1, self._eos)
         return sequence
 

@@ -18,7 +18,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Guidance:
-    """Which layers are asked to read in a certain way; the defaults are those of the bundled model.
+    """Which layers are asked to read in a certain way; the defaults are for training from random weights.
 
     Parameters
     ----------

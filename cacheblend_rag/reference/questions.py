@@ -31,8 +31,8 @@ class Question:
         The gold values.
     needs : tuple of int
         The passages without which it cannot be answered, in an order in which who is meant comes first.
-    fact : Fact, optional
-        The fact that the answer's value comes from, where it is a single one.
+    facts : tuple of Fact
+        The facts whose values the sentence names, in its order.
     """
 
     id: str
@@ -41,7 +41,7 @@ class Question:
     sentence: str
     answers: tuple[str, ...]
     needs: tuple[int, ...]
-    fact: Fact | None = None
+    facts: tuple[Fact, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,15 @@ class _Asker:
         kind: QuestionKind,
         question: str,
         sentence: str,
-        source: Fact | str,
+        value: str,
         needs: Sequence[int],
+        *facts: Fact,
     ) -> None:
-        """Keep a question; ``source`` is the fact that answers it, or the bare value where no single fact does."""
-        fact = source if isinstance(source, Fact) else None
-        value = source.value if isinstance(source, Fact) else source
+        """Keep a question that ``value`` answers, in a sentence that tells ``facts``."""
         question = question[0].upper() + question[1:]
         sentence = sentence[0].upper() + sentence[1:]
         name = f"{self.town.split}-{self.town.seed}-{len(self.found)}"
-        self.found.append(Question(name, kind, question, sentence, (value,), tuple(needs), fact))
+        self.found.append(Question(name, kind, question, sentence, (value,), tuple(needs), facts))
 
 
 def _ask_facts(asker: _Asker) -> None:
@@ -96,11 +95,12 @@ def _ask_facts(asker: _Asker) -> None:
         profile = asker.town.profile_of(subject)
         question, sentence = _ask(asker.rng, fact, subject.name), f"{subject.name} {predicate_of(fact)}."
         if fact.named:
-            asker.add("within", question, sentence, fact, (fact.passage,))
+            asker.add("within", question, sentence, fact.value, (fact.passage,), fact)
             continue
-        asker.add("reference", question, sentence, fact, (profile, fact.passage))
+        asker.add("reference", question, sentence, fact.value, (profile, fact.passage), fact)
         role = f"the {subject.role}"
-        asker.add("within", _ask(asker.rng, fact, role), f"{role} {predicate_of(fact)}.", fact, (fact.passage,))
+        question, sentence = _ask(asker.rng, fact, role), f"{role} {predicate_of(fact)}."
+        asker.add("within", question, sentence, fact.value, (fact.passage,), fact)
 
 
 def _ask_roles(asker: _Asker) -> None:
@@ -131,7 +131,7 @@ def _ask_bridges(asker: _Asker) -> None:
             link = "who" if second.subject.kind == "person" else "which"
             sentence = f"{described} is {first.value}, {link} {predicate_of(second)}."
             question = _ask(asker.rng, second, described)
-            asker.add("bridge", question, sentence, second, (first.passage, second.passage))
+            asker.add("bridge", question, sentence, second.value, (first.passage, second.passage), first, second)
 
 
 def _ask_comparisons(asker: _Asker) -> None:
@@ -154,7 +154,7 @@ def _ask_comparisons(asker: _Asker) -> None:
                     f"so {best.subject.name} {comparison.verdict}."
                 )
                 question = asker.rng.choice(comparison.questions).format(**names)
-                asker.add("comparison", question, sentence, best.subject.name, (one.passage, two.passage))
+                asker.add("comparison", question, sentence, best.subject.name, (one.passage, two.passage), one, two)
 
 
 def ask_all(town: Town) -> tuple[Question, ...]:

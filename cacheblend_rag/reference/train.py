@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,13 @@ from cacheblend_rag.reference.tokenizer import train_tokenizer
 
 logger = logging.getLogger(__name__)
 
-_ALL = {"within": 0.42, "reference": 0.42, "bridge": 0.06, "comparison": 0.1}
+_ALL = {"within": 0.15, "reference": 0.35, "bridge": 0.25, "comparison": 0.25}
 STAGES: tuple[Stage, ...] = (
     Stage("copy", 192, 40, 3e-3, {}, target=0.85),
     Stage("recall", 256, 32, 2e-3, {"within": 1.0}, target=0.87, about=0.5),
     Stage("roles", 384, 20, 2e-3, {"within": 0.4, "reference": 0.6}, target=0.8, about=0.5),
     Stage("reference", 640, 14, 2e-3, {"within": 0.4, "reference": 0.6}, (2, 3, 4), target=0.9, about=0.5),
-    Stage("all", 832, 10, 1.6e-3, _ALL, (3, 4, 6, 6), 0.1, target=2.0, about=0.5),
+    Stage("all", 1536, 6, 1.6e-3, _ALL, (5, 6, 6, 9, 12), 0.15, target=2.0, about=0.5),
 )
 
 
@@ -260,6 +260,7 @@ class Trainer:
         out = self.options.out
         out.mkdir(parents=True, exist_ok=True)
         config = type(self.model.config).from_dict(self.model.config.to_dict())
+        config.guided_layers = asdict(self.options.guidance)
         copy = type(self.model)(config)
         copy.load_state_dict(self.model.state_dict())
         copy = copy.to(torch.bfloat16)
@@ -364,16 +365,17 @@ def _parser() -> argparse.ArgumentParser:
 def read_options(argv: Sequence[str] | None = None) -> tuple[TrainOptions, Shape]:
     """Read the command line.
 
-    The layers to guide are, unless told, where those of the bundled model (`Guidance`) come to lie.
+    The layers to guide are, unless told, where those of the model to start from come to lie.
     """
     args = _parser().parse_args(argv)
     places, guidance = args.arrange, Guidance()
     layers = args.layers or (len(places) if places else Shape.layers)
     if args.start is not None:
-        count = json.loads((args.start / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
+        begun = json.loads((args.start / "config.json").read_text(encoding="utf-8"))
+        count = begun["num_hidden_layers"]
         places = places or spread(count, args.layers or count)
         layers = len(places)
-        guidance = guidance.moved(places)
+        guidance = Guidance(**begun.get("guided_layers", {})).moved(places)
     if args.owner_layer is not None:
         guidance = replace(guidance, owner=args.owner_layer)
     if args.source_layer is not None:

@@ -16,9 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.reference.curriculum import SequenceMaker, Stage, make_batches
+from cacheblend_rag.reference.archive import build_town
+from cacheblend_rag.reference.curriculum import SequenceMaker, Stage, make_batches, values_named
 from cacheblend_rag.reference.grow import grow
 from cacheblend_rag.reference.loss import Guidance, TrainingLoss, looking
+from cacheblend_rag.reference.questions import ask_all
 from cacheblend_rag.reference.sequences import KIND_NAMES, TrainingSequence
 from cacheblend_rag.reference.tokenizer import train_tokenizer
 from cacheblend_rag.reference.train import STAGES, Shape, Trainer, TrainOptions, build_model, read_options
@@ -153,6 +155,7 @@ def test_training_goes_on_in_a_deeper_model_or_another_family(
     trainer.run()
     grown = AutoModelForCausalLM.from_pretrained(tmp_path / "grown")
     assert (grown.config.model_type, grown.config.num_hidden_layers) == (architecture, 4)
+    assert read_options(["--start", str(tmp_path / "grown")])[0].guidance == options.guidance
     # The checkpoint goes before the weights to start from.
     assert Trainer(options, shape, stages).tokens == trainer.tokens == 2 * 384 + 384
 
@@ -171,6 +174,8 @@ def test_guided_layers_default_to_where_those_of_the_model_lie(tmp_path: Path) -
     assert read_options(start)[1] == Shape() == read_options([])[1]
     options, _ = read_options([*start, "--layers", "16", "--owner-layer", "6", "--source-layer", "9"])
     assert options.guidance == Guidance(owner=6, source=9)
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 8, "guided_layers": {"owner": 2, "source": 5}}')
+    assert read_options([*start, "--arrange", "2,0,1,3,4,5"])[0].guidance == Guidance(owner=0, source=5)
     with pytest.raises(ConfigError, match="layers"):
         read_options([*start, "--layers", "6"])
 
@@ -250,6 +255,18 @@ def test_values_are_looked_for_where_they_are_told(tokenizer: Any, name: str) ->
             assert end == start + 1
             assert sequence.ids[at + 1] == sequence.ids[start]
     assert found > 20
+
+
+def test_every_value_that_an_answer_names_is_looked_for(tokenizer: Any) -> None:
+    town = build_town(4, "train")
+    kinds = set()
+    for question in ask_all(town):
+        answer = tokenizer.backend_tokenizer.encode(f" {question.sentence}", add_special_tokens=False)
+        named = values_named(question, answer)
+        kinds.add((question.kind, len(named)))
+        for fact, ids in named.items():
+            assert tokenizer.decode(answer.ids[ids.start : ids.stop]).strip(" ,.") == fact.value
+    assert kinds >= {("reference", 1), ("bridge", 2), ("comparison", 2)}
 
 
 @pytest.mark.parametrize("name", ["roles", "reference"])
