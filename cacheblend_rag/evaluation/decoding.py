@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from transformers import GenerationConfig
 
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.evaluation.analysis import pyplot_for
+from cacheblend_rag.evaluation.bench_plots import draw_decode
 from cacheblend_rag.evaluation.benching import TokenClock, in_turn, medians, show_ways, timed_result, warm_engine
 from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.prompt import Prompt
@@ -122,8 +125,9 @@ def _a_token(way: Callable[[TokenClock], object]) -> float:
     return (clock.times[-1] - clock.times[0]) / (len(clock.times) - 1)
 
 
-def show(options: DecodingOptions) -> None:
-    """Measure and print a table; the last line is JSON."""
+def show(options: DecodingOptions, plot: str | None = None) -> None:
+    """Measure and print a table, drawn into a file if one is named; the last line is JSON."""
+    pyplot = pyplot_for(plot)
     result = measure(options)
     prompt = f"{options.shape}, {options.dtype}, {result['prompt_tokens']} tokens"
     title = f"{prompt}, then {options.new_tokens} new ones"
@@ -132,3 +136,5 @@ def show(options: DecodingOptions) -> None:
         f"its tokens take {result['kept_to_not_kept']:.3f} of the time they take if nothing is kept\n"
     )
     show_ways(title, ("way", "a token", "to transformers"), result, "seconds_a_token", "to_transformers")
+    if plot:
+        draw_decode(pyplot, result, Path(plot))

@@ -14,15 +14,17 @@ import json
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 from cacheblend_rag.checks import check_whole
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.analysis import import_pyplot, save_figure
+from cacheblend_rag.evaluation.analysis import pyplot_for, save_figure
 
-__all__ = ["HitRates", "TraceOptions", "draw_prompt", "main", "simulate", "zipf"]
+__all__ = ["HitRates", "TraceOptions", "draw", "draw_prompt", "main", "simulate", "zipf"]
 
 
 @dataclass(frozen=True)
@@ -137,11 +139,11 @@ class _LRU:
         return hit
 
 
-def _plot(rates: HitRates, path: str) -> None:
-    pyplot = import_pyplot()
+def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
+    """Hit rates by hour of the day; ``result`` is what `main` prints."""
     figure, axes = pyplot.subplots(figsize=(6, 3.2), layout="constrained")
-    axes.plot(range(1, 25), rates.content, label="by content")
-    axes.plot(range(1, 25), rates.chained, label="chained by prefix")
+    axes.plot(range(1, 25), result["content"], "-", label="by content")
+    axes.plot(range(1, 25), result["chained"], "--", label="chained by prefix")
     axes.set(xlabel="hour of the day", ylabel="share of chunks that hit", ylim=(0, 1))
     axes.legend()
     save_figure(pyplot, figure, path)
@@ -154,13 +156,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=TraceOptions.requests)
     parser.add_argument("--plot", metavar="FILE")
     parsed = parser.parse_args(arguments)
+    pyplot = pyplot_for(parsed.plot)
     options = TraceOptions(capacity=parsed.capacity, requests=parsed.requests)
     rates = simulate(options)
     for hour in (0, 5, 11, 17, 23):
         print(f"hour {hour + 1:>2}: by content {rates.content[hour]:.1%}, chained by prefix {rates.chained[hour]:.1%}")
+    result = {"options": asdict(options), **asdict(rates)}
+    print(json.dumps(result))
     if parsed.plot:
-        _plot(rates, parsed.plot)
-    print(json.dumps({"options": asdict(options), **asdict(rates)}))
+        draw(pyplot, result, Path(parsed.plot))
     return 0
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.analysis import import_pyplot, save_figure
+from cacheblend_rag.evaluation.analysis import pyplot_for, save_figure
 from cacheblend_rag.evaluation.baselines import Prefilled, blended, time_rounds
 from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, machine, medians, table
 from cacheblend_rag.evaluation.blend_timing import fit_blend, time_blends
@@ -152,7 +152,7 @@ class _Bench:
 
 def show(options: OverlapOptions, plot: str | None = None) -> None:
     """Measure and print a table, drawn into a file if one is named; the last line is JSON."""
-    pyplot = import_pyplot() if plot else None
+    pyplot = pyplot_for(plot)
     result = measure(options)
     alone = result["alone"]
     print(
@@ -160,9 +160,9 @@ def show(options: OverlapOptions, plot: str | None = None) -> None:
         f"full prefill {alone['prefill']:.3f} s, blended 15% with everything in memory {alone['blended']:.3f} s\n"
     )
     print(table(_HEAD, [_cells(row) for row in result["rows"]]))
+    print(json.dumps(result))
     if plot:
         draw(pyplot, result, Path(plot))
-    print(json.dumps(result))
 
 
 def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
@@ -173,8 +173,13 @@ def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
     axes.plot(at, [row["load"] for row in rows], "--", color="0.6", label="loading alone")
     axes.plot(at, [row["blended"] for row in rows], ":", color="0.6", label="recompute alone (15%)")
     axes.axhline(alone["prefill"], color="0.8", linewidth=1, label="full prefill")
-    for name, label in (("plain", "read plainly"), ("ahead", "read ahead"), ("auto", "as the controller chooses")):
-        axes.plot(at, [row[name] for row in rows], marker="o", label=label)
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {"label": "read plainly", "marker": "o"},
+        "ahead": {"label": "read ahead", "marker": "s", "markersize": 9, "fillstyle": "none"},  # often under the next
+        "auto": {"label": "as the controller chooses", "marker": "^"},
+    }
+    for name, look in ways.items():
+        axes.plot(at, [row[name] for row in rows], **look)
     axes.set(xlabel="throughput of storage (MB a second)", ylabel="time to first token (s)", xscale="log", yscale="log")
     axes.legend(fontsize="small")
     save_figure(pyplot, figure, path)

@@ -21,12 +21,12 @@ from typing import Any
 
 from cacheblend_rag.checks import check_share, check_whole
 from cacheblend_rag.errors import CacheBlendError, ConfigError
-from cacheblend_rag.evaluation.analysis import import_pyplot, save_figure
+from cacheblend_rag.evaluation.analysis import pyplot_for, save_figure
 from cacheblend_rag.evaluation.benching import machine, shown_seconds, table
 from cacheblend_rag.evaluation.scaling_point import PointOptions
 from cacheblend_rag.evaluation.shapes import shape_config
 
-__all__ = ["ScalingOptions", "growth", "measure", "show"]
+__all__ = ["ScalingOptions", "draw", "growth", "measure", "show"]
 
 _HEAD = ("tokens", "method", "time to first token", "faster", "after the check", "peak memory", "allowed")
 
@@ -152,15 +152,15 @@ def _name(row: Mapping[str, Any]) -> str:
 
 def show(options: ScalingOptions, plot: str | None = None) -> None:
     """Measure and print a table, drawn into a file if one is named; the last line is JSON."""
-    pyplot = import_pyplot() if plot else None  # what is missing shows before an hour of measuring
+    pyplot = pyplot_for(plot)  # what is missing shows before an hour of measuring
     result = measure(options)
     print(f"{options.shape}, {options.dtype}, blended: {options.ratio:.0%}; {result['machine']['device']}")
     print(table(_HEAD, [_cells(row) for row in result["rows"]]))
     for name, power in result["growth"].items():
         print(f"{name}: " + ("–" if power is None else f"to the power of {power:.2f}"))
-    if plot:
-        _plot(pyplot, result, Path(plot))
     print(json.dumps(result))
+    if plot:
+        draw(pyplot, result, Path(plot))
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -177,7 +177,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _plot(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
+def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
     """Time, time after the check, and memory."""
     lines: dict[str, list[Mapping[str, Any]]] = {}
     for row in result["rows"]:
@@ -185,7 +185,7 @@ def _plot(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
     figure, (times, after, memory) = pyplot.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
     for number, (name, rows) in enumerate(lines.items()):
         tokens = [row["tokens"] for row in rows]
-        style = {"marker": "o", "color": f"C{number}", "label": name}
+        style = {"marker": "osD^v"[number % 5], "color": f"C{number}", "label": name}
         times.plot(tokens, [row["ttft"] for row in rows], **style)
         memory.plot(tokens, [row["peak"] / 2**30 for row in rows], **style)
         if rows[0]["method"] == "blended":

@@ -24,6 +24,8 @@ import torch
 from cacheblend_rag.checks import check_choice
 from cacheblend_rag.config import CODEC_NAMES
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.evaluation.analysis import pyplot_for
+from cacheblend_rag.evaluation.bench_plots import draw_store
 from cacheblend_rag.evaluation.benching import machine, medians, shown_seconds, table
 from cacheblend_rag.evaluation.profiling import drop_cache
 from cacheblend_rag.evaluation.shapes import BenchOptions, shape_config
@@ -189,8 +191,9 @@ def _forget_pages(folder: Path) -> None:
             os.close(descriptor)
 
 
-def show(options: StoreOptions) -> None:
-    """Measure and print a table; the last line is JSON."""
+def show(options: StoreOptions, plot: str | None = None) -> None:
+    """Measure and print a table, drawn into a file if one is named; the last line is JSON."""
+    pyplot = pyplot_for(plot)
     result = measure(options)
     print(
         f"{options.shape}, {options.dtype}, {result['records']} records of {options.chunk_tokens} tokens, "
@@ -207,3 +210,5 @@ def show(options: StoreOptions) -> None:
         rows.append((name, stored, shown_seconds(result["look_up_seconds"][name]), *shown))
     print(table(("store", "takes", "look-up of a record", "write", "first read", "read"), rows))
     print(json.dumps(result))
+    if plot:
+        draw_store(pyplot, result, Path(plot))

@@ -21,8 +21,10 @@ from cacheblend_rag.checks import check_choice, check_share
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.evaluation.analysis import pyplot_for
 from cacheblend_rag.evaluation.baselines import METHODS as WAYS
 from cacheblend_rag.evaluation.baselines import Prefilled, blended, prefill_methods, time_rounds
+from cacheblend_rag.evaluation.bench_plots import draw_ttft
 from cacheblend_rag.evaluation.benching import (
     bench_model,
     bench_prompt,
@@ -182,8 +184,9 @@ def _rules(options: TTFTOptions) -> dict[str, dict[str, Any]]:
     return dict(one for name in METHODS if name in options.methods for one in wanted.get(name, []))
 
 
-def show(options: TTFTOptions) -> None:
-    """Measure and print a table; the last line is JSON."""
+def show(options: TTFTOptions, plot: str | None = None) -> None:
+    """Measure and print a table, drawn into a file if one is named; the last line is JSON."""
+    pyplot = pyplot_for(plot)
     result = measure(options)
     print(f"{options.shape}, {options.dtype}, {result['prompt_tokens']} tokens, {result['machine']['device']}")
     rows = [
@@ -201,3 +204,5 @@ def show(options: TTFTOptions) -> None:
     rates = ", ".join(f"{place} {at['read_rate'] / 1e9:.1f} GB/s" for place, at in result["stores"].items())
     print(f"bound: the work at full recompute's rate, or reading the KV where that takes longer ({rates})")
     print(json.dumps(result))
+    if plot:
+        draw_ttft(pyplot, result, Path(plot))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.evaluation.analysis import import_pyplot
+from cacheblend_rag.evaluation.analysis import import_pyplot, save_figure
 from cacheblend_rag.evaluation.quality.runner import EvalRun
 from cacheblend_rag.evaluation.quality.summary import LOSS, MethodRow, least_work, main_measure
 
@@ -187,14 +187,11 @@ def _chunk_title(name: str) -> str:
 
 def _drawn(path: Path, draw: Callable[[Any], None], width: float = 5) -> Path:
     pyplot = import_pyplot()
-    # Files of the same data are the same: no date in them, and ids that do not change.
-    with pyplot.rc_context({"svg.hashsalt": "cacheblend-rag"}):
-        figure, axis = pyplot.subplots(figsize=(width, 3.5), layout="constrained")
-        axis.set_prop_cycle(color=pyplot.get_cmap("tab10" if width == 5 else "tab20").colors)
-        draw(axis)
-        _explain(figure, axis, width)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
+    figure, axis = pyplot.subplots(figsize=(width, 3.5), layout="constrained")
+    axis.set_prop_cycle(color=pyplot.get_cmap("tab10" if width == 5 else "tab20").colors)
+    draw(axis)
+    _explain(figure, axis, width)
+    save_figure(pyplot, figure, path)
     return path
 
 
