@@ -25,9 +25,11 @@ SMALL = ["--chunks", "2", "--chunk-tokens", "40", "--threads", "1", "--device", 
 
 
 def test_every_method_is_measured_on_every_store_beside_its_bound(
-    deep_shape: str, capsys: pytest.CaptureFixture[str]
+    deep_shape: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["bench", "ttft", "--shape", deep_shape, "--rounds", "2", *SMALL]) == 0
+    drawn = tmp_path / "ttft.svg"
+    assert main(["bench", "ttft", "--shape", deep_shape, "--rounds", "2", "--plot", str(drawn), *SMALL]) == 0
+    assert drawn.read_text().lstrip().startswith("<?xml")
     *table, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
     ttft, bound, work = result["ttft_seconds"], result["bound_seconds"], result["work"]

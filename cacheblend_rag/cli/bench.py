@@ -24,7 +24,6 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     loading = kinds.add_parser("loading", help="time to first token over storage of many speeds")
     _add_shared(loading, shape="smollm2-135m", rounds=3)
     loading.add_argument("--factor", type=float, action="append", help="of the break-even; may be given several times")
-    loading.add_argument("--plot", metavar="FILE")
     loading.set_defaults(run=_bench_loading)
     decode = kinds.add_parser("decode", help="seconds a token after a blend, beside plain transformers")
     _add_shared(decode, shape="qwen2.5-0.5b", rounds=5)
@@ -38,8 +37,12 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     throughput.add_argument("--new-tokens", type=int, default=4)
     throughput.add_argument("--exponent", type=float, default=1.0, help="of the Zipf law")
     throughput.add_argument("--load", type=float, action="append", help="rate, as a multiple of full recompute's most")
-    throughput.add_argument("--plot", metavar="FILE")
+    throughput.add_argument("--batch", type=int, action="append", help="requests at once (default 1, 2, 4 and 8)")
     throughput.set_defaults(run=_bench_throughput)
+    plot = kinds.add_parser("plot", help="draw a result again from its JSON, with nothing measured")
+    plot.add_argument("file", metavar="RESULT", help="what one of the other benchmarks printed, or its last line")
+    plot.add_argument("--plot", metavar="FILE", required=True, help="the picture to write")
+    plot.set_defaults(run=_bench_plot)
 
 
 def _add_ttft(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -71,7 +74,6 @@ def _add_scaling(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     scaling.add_argument("--lengths", type=int, nargs="+", metavar="N", help="tokens (default 2048 to 16384)")
     scaling.add_argument("--chunks", type=int, nargs="+", metavar="N", help="chunk counts (default 4 to 32)")
     scaling.add_argument("--ratio", type=float, default=0.15)
-    scaling.add_argument("--plot", metavar="FILE")
     scaling.set_defaults(run=_bench_scaling)
 
 
@@ -88,6 +90,7 @@ def _add_machine(parser: argparse.ArgumentParser, *, shape: str, rounds: int) ->
     parser.add_argument("--dtype", default="float32", help='"float32", "bfloat16" or "float16"')
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--plot", metavar="FILE", help="draw the result into a file, such as result.svg")
     add_arguments(parser, "device")
 
 
@@ -104,14 +107,14 @@ def _given(parsed: argparse.Namespace, *names: str) -> dict[str, Any]:
 def _bench_ttft(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.evaluation.ttft import TTFTOptions, show
 
-    show(TTFTOptions(**_shared(parsed), **_given(parsed, "ratios", "methods", "kv")))
+    show(TTFTOptions(**_shared(parsed), **_given(parsed, "ratios", "methods", "kv")), parsed.plot)
     return 0
 
 
 def _bench_store(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.evaluation.storing import StoreOptions, show
 
-    show(StoreOptions(**_shared(parsed), **_given(parsed, "codecs")))
+    show(StoreOptions(**_shared(parsed), **_given(parsed, "codecs")), parsed.plot)
     return 0
 
 
@@ -126,14 +129,14 @@ def _bench_scaling(parsed: argparse.Namespace) -> int:
 def _bench_warm(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.evaluation.warming import WarmOptions, show
 
-    show(WarmOptions(**_shared(parsed)))
+    show(WarmOptions(**_shared(parsed)), parsed.plot)
     return 0
 
 
 def _bench_decode(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.evaluation.decoding import DecodingOptions, show
 
-    show(DecodingOptions(**_shared(parsed), new_tokens=parsed.new_tokens))
+    show(DecodingOptions(**_shared(parsed), new_tokens=parsed.new_tokens), parsed.plot)
     return 0
 
 
@@ -145,6 +148,8 @@ def _bench_throughput(parsed: argparse.Namespace) -> int:
         chosen[name] = getattr(parsed, name)
     if parsed.load:
         chosen["loads"] = tuple(parsed.load)
+    if parsed.batch:
+        chosen["batches"] = tuple(parsed.batch)
     show(ThroughputOptions(**chosen), parsed.plot)
     return 0
 
@@ -156,4 +161,11 @@ def _bench_loading(parsed: argparse.Namespace) -> int:
     if parsed.factor:
         chosen["factors"] = tuple(parsed.factor)
     show(OverlapOptions(**chosen), parsed.plot)
+    return 0
+
+
+def _bench_plot(parsed: argparse.Namespace) -> int:
+    from cacheblend_rag.evaluation.redraw import draw_file
+
+    print(f"{draw_file(parsed.file, parsed.plot)}: {parsed.plot}")
     return 0

@@ -6,7 +6,9 @@ Prompts hold several chunks of a set, asked for by a Zipf law. Each is answered 
 turn, and measured: how long to its first token, and how long the model was busy, storing included.
 Every method begins with nothing stored. Arrivals are Poisson. The queue in front of one server, which
 answers one request after another in their order, is then computed from these times for each rate: it
-is the same for all methods, and no machine has to be waited for.
+is the same for all methods, and no machine has to be waited for. From the same times it is computed
+what requests wait that stand in the queue at once, in batches of several sizes (Fig. 15c of the paper).
+The engine has no batched blending: the requests of a batch, too, are answered one after another.
 """
 
 from __future__ import annotations
@@ -28,8 +30,9 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.decode import DecodeOptions
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.analysis import import_pyplot, save_figure
+from cacheblend_rag.evaluation.analysis import pyplot_for, save_figure
 from cacheblend_rag.evaluation.baselines import Prefilled, decode_from, prefill_behind
+from cacheblend_rag.evaluation.bench_plots import titled
 from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, chunk_texts, machine, table
 from cacheblend_rag.evaluation.decoding import greedy
 from cacheblend_rag.evaluation.hit_rates import draw_prompt, zipf
@@ -38,9 +41,10 @@ from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store import MemoryStore
 
-__all__ = ["LOADS", "Served", "ThroughputOptions", "measure", "show", "waited"]
+__all__ = ["BATCHES", "LOADS", "Served", "ThroughputOptions", "draw", "in_batches", "measure", "show", "waited"]
 
 LOADS = (0.25, 0.5, 0.75, 0.9, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0)
+BATCHES = (1, 2, 4, 8)
 # Room in the store for the prefix.
 _PREFIX_ROOM = 2**20
 
@@ -63,6 +67,8 @@ class ThroughputOptions(BenchOptions):
         Of the Zipf law.
     loads : tuple of float
         Rates, as multiples of the one that keeps full recompute busy all the time.
+    batches : tuple of int
+        Numbers of requests that come at once; those above ``requests`` are left out.
     """
 
     shape: str = "smollm2-135m"
@@ -75,6 +81,7 @@ class ThroughputOptions(BenchOptions):
     new_tokens: int = 4
     exponent: float = 1.0
     loads: tuple[float, ...] = LOADS
+    batches: tuple[int, ...] = BATCHES
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,6 +91,8 @@ class ThroughputOptions(BenchOptions):
             check_whole(name, getattr(self, name), lowest)
         if not self.loads or min(self.loads) <= 0:
             raise ConfigError("loads", self.loads, "use numbers above 0")
+        for size in self.batches:
+            check_whole("batches", size, 1)
 
 
 @dataclass(frozen=True)
@@ -127,6 +136,7 @@ def measure(options: ThroughputOptions) -> dict[str, Any]:
             for name, of in served.items()
         },
         "rows": [_at(load / busy["full recompute"], served, options.rounds) for load in options.loads],
+        "batches": in_batches(served, [size for size in options.batches if size <= options.requests]),
     }
 
 
@@ -249,6 +259,33 @@ def waited(served: Sequence[Served], gaps: Sequence[float]) -> list[float]:
     return found
 
 
+def in_batches(served: Mapping[str, Sequence[Served]], sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Time to first token where so many requests come at once and are answered one after another.
+
+    Parameters
+    ----------
+    served : mapping of str to sequence of Served
+        What the requests take by every method, in their order.
+    sizes : sequence of int
+        Of batches; as many as there are requests at most.
+
+    Returns
+    -------
+    list of dict
+        A row a size: by method, the mean over all requests of a batch and the time of its last one, each the
+        mean over all batches of requests that follow one another.
+    """
+    rows = []
+    for size in sizes:
+        row: dict[str, Any] = {"size": size, "mean": {}, "last": {}}
+        for name, of in served.items():
+            times = [waited(of[at : at + size], [0.0] * size) for at in range(len(of) - size + 1)]
+            row["mean"][name] = statistics.mean(map(statistics.mean, times))
+            row["last"][name] = statistics.mean(batch[-1] for batch in times)
+        rows.append(row)
+    return rows
+
+
 def _at(rate: float, served: Mapping[str, Sequence[Served]], draws: int) -> dict[str, Any]:
     """Median and 99th percentile of every method at one rate, over the same arrivals."""
     times: dict[str, list[float]] = {name: [] for name in served}
@@ -263,21 +300,32 @@ def _at(rate: float, served: Mapping[str, Sequence[Served]], draws: int) -> dict
     }
 
 
-def _plot(result: Mapping[str, Any], path: Path) -> None:
-    pyplot = import_pyplot()
-    rows = result["rows"]
-    figure, axes = pyplot.subplots(figsize=(6, 3.8), layout="constrained")
+def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
+    """Time to first token over the rate of requests, and over the size of a batch."""
+    rows, batches = result["rows"], result["batches"]
+    figure, (rates, sizes) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for number, name in enumerate(result["served"]):
-        rates = [row["rate"] for row in rows]
+        look = {"color": f"C{number}", "marker": "os^"[number]}
         for what, line in (("median", "-"), ("p99", ":")):
-            axes.plot(rates, [row[what][name] for row in rows], line, color=f"C{number}", label=f"{name}, {what}")
-    axes.set(xlabel="requests a second", ylabel="time to first token (s)", yscale="log")
-    axes.legend(fontsize="small")
+            heights = [row[what][name] for row in rows]
+            rates.plot([row["rate"] for row in rows], heights, line, label=f"{name}, {what}", **look)
+        for what, line in (("mean", "-"), ("last", ":")):
+            heights = [row[what][name] for row in batches]
+            sizes.plot([row["size"] for row in batches], heights, line, label=f"{name}, {what} of them", **look)
+    rates.set(xlabel="requests a second", ylabel="time to first token (s)", yscale="log")
+    sizes.set(xlabel="requests at once, answered one after another", ylabel="time to first token (s)", ylim=(0, None))
+    sizes.set_xticks([row["size"] for row in batches])
+    for axis in (rates, sizes):
+        axis.legend(fontsize="small")
+    options = result["options"]
+    detail = f"{options['requests']} requests of {options['chunks']} × {options['chunk_tokens']} tokens"
+    titled(figure, "Time to first token where requests wait for one another", result, detail)
     save_figure(pyplot, figure, path)
 
 
 def show(options: ThroughputOptions, plot: str | None = None) -> None:
-    """Measure and print a table, drawn into a file if one is named; the last line is JSON."""
+    """Measure and print tables, drawn into a file if one is named; the last line is JSON."""
+    pyplot = pyplot_for(plot)
     result = measure(options)
     print(
         f"{options.shape}, {options.dtype}, {options.requests} requests of {options.chunks} × {options.chunk_tokens} "
@@ -294,6 +342,11 @@ def show(options: ThroughputOptions, plot: str | None = None) -> None:
         for row in result["rows"]
     ]
     print("\n" + table(("requests a second", *(f"{name}: median, p99" for name in names)), rows))
-    if plot:
-        _plot(result, Path(plot))
+    rows = [
+        (str(row["size"]), *(f"{row['mean'][name]:.2f} s, {row['last'][name]:.2f} s" for name in names))
+        for row in result["batches"]
+    ]
+    print("\n" + table(("requests at once", *(f"{name}: mean, last" for name in names)), rows))
     print(json.dumps(result))
+    if plot:
+        draw(pyplot, result, Path(plot))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,9 +12,13 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.decoding import PLAIN, DecodingOptions
 
 
-def test_every_way_is_timed_for_as_many_tokens(tiny_shape: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_way_is_timed_for_as_many_tokens(
+    tiny_shape: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    drawn = tmp_path / "decode.svg"
     arguments = ["bench", "decode", "--shape", "tiny", "--chunks", "2", "--chunk-tokens", "40", "--rounds", "2"]
-    assert main([*arguments, "--new-tokens", "4", "--threads", "1"]) == 0
+    assert main([*arguments, "--new-tokens", "4", "--threads", "1", "--plot", str(drawn)]) == 0
+    assert drawn.read_text().lstrip().startswith("<?xml")
     *table, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
     ways = [PLAIN, "blended", "transformers on a thread", "blended, streamed", "cold, nothing kept", "cold, kept"]

@@ -64,9 +64,16 @@ def test_a_shape_can_be_a_file(tmp_path: Path, deep_shape: str) -> None:
 # Stores -------------------------------------------------------------------------------------
 
 
-def test_records_are_written_found_and_read_in_every_store(deep_shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_are_written_found_and_read_in_every_store(
+    deep_shape: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     arguments = ["--shape", deep_shape, "--chunks", "3", "--chunk-tokens", "20", "--rounds", "2"]
-    table, result = run(capsys, "store", *arguments, "--codecs", "raw", "int8")
+    drawn = tmp_path / "store.svg"
+    table, result = run(capsys, "store", *arguments, "--codecs", "raw", "int8", "--plot", str(drawn))
+    (tmp_path / "store.txt").write_text("\n".join([*table, json.dumps(result)]), encoding="utf-8")
+    assert main(["bench", "plot", str(tmp_path / "store.txt"), "--plot", str(tmp_path / "again.svg")]) == 0
+    assert capsys.readouterr().out == f"bench store: {tmp_path / 'again.svg'}\n"
+    assert (tmp_path / "again.svg").read_bytes() == drawn.read_bytes()
     stores = ["memory", "disk, raw", "disk, int8", "memory over disk, raw"]
     assert list(result["seconds"]) == stores
     assert len(table) == 1 + 2 + len(stores)
@@ -94,10 +101,11 @@ def test_codecs_that_are_not_there_are_refused() -> None:
 
 
 def test_warming_is_timed_beside_one_batch_of_the_same_chunks(
-    tiny_shape: None, capsys: pytest.CaptureFixture[str]
+    tiny_shape: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     arguments = ["--shape", "tiny", "--chunks", "3", "--chunk-tokens", "30", "--rounds", "2"]
-    table, result = run(capsys, "warm", *arguments)
+    table, result = run(capsys, "warm", *arguments, "--plot", str(tmp_path / "warm.svg"))
+    assert (tmp_path / "warm.svg").read_text().lstrip().startswith("<?xml")
     ways = ["plain prefill, one batch", "plain prefill, one by one", "warm, memory", "warm, disk"]
     assert list(result["seconds_a_token"]) == ways
     assert len(table) == 1 + 2 + len(ways)

@@ -11,7 +11,7 @@ import torch
 from cacheblend_rag import Prompt
 from cacheblend_rag.cli import main
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.throughput import Served, ThroughputOptions, _PrefixCache, waited
+from cacheblend_rag.evaluation.throughput import Served, ThroughputOptions, _PrefixCache, in_batches, waited
 from tests import tiny
 from tests.probes import engine_of
 
@@ -23,6 +23,16 @@ def test_requests_wait_for_those_before_them() -> None:
     assert waited(served, [5.0, 1.0, 1.0]) == [1.0, 2.0 + 2.0, 5.0 + 1.0]
     assert waited(served, [10.0, 10.0, 10.0]) == [1.0, 2.0, 1.0]
     assert waited(served, [0.0, 0.0, 0.0]) == [1.0, 3.0 + 2.0, 7.0 + 1.0]
+
+
+def test_requests_that_come_at_once_are_answered_one_after_another() -> None:
+    served = {"full": [Served(1.0, 3.0, 0.0), Served(2.0, 4.0, 0.0), Served(1.0, 1.0, 0.0)]}
+    one, two, three = in_batches(served, [1, 2, 3])
+    assert one == {"size": 1, "mean": {"full": pytest.approx(4 / 3)}, "last": {"full": pytest.approx(4 / 3)}}
+    # First the batch of the first and the second, then that of the second and the third.
+    assert two["mean"]["full"] == pytest.approx(((1 + 3 + 2) / 2 + (2 + 4 + 1) / 2) / 2)
+    assert two["last"]["full"] == pytest.approx((3 + 2 + 4 + 1) / 2)
+    assert three == {"size": 3, "mean": {"full": pytest.approx((1 + 5 + 8) / 3)}, "last": {"full": 8.0}}
 
 
 def test_the_prefix_cache_is_exact_and_keeps_to_its_limit() -> None:
@@ -50,11 +60,12 @@ def test_every_method_meets_the_same_requests(
     drawn = tmp_path / "throughput.svg"
     arguments = ["bench", "throughput", "--shape", "tiny", "--chunks", "2", "--chunk-tokens", "30", "--rounds", "3"]
     arguments += ["--requests", "6", "--documents", "4", "--capacity", capacity, "--new-tokens", "2"]
-    assert main([*arguments, "--load", "0.5", "--load", "4", "--threads", "1", "--plot", str(drawn)]) == 0
+    arguments += ["--load", "0.5", "--load", "4", "--batch", "2", "--batch", "6", "--batch", "8"]
+    assert main([*arguments, "--threads", "1", "--plot", str(drawn)]) == 0
     *table, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
     assert list(result["served"]) == METHODS
-    assert len([line for line in table if line.startswith("| ")]) == 2 + 2
+    assert len([line for line in table if line.startswith("| ")]) == 2 * (2 + 2)
     assert result["served"]["full recompute"]["reused"] == 0.0
     assert 0 < result["served"]["prefix caching"]["reused"] < 1
     assert 0 < result["served"]["blended"]["reused"] < 1
@@ -63,11 +74,23 @@ def test_every_method_meets_the_same_requests(
     assert slow["rate"] == pytest.approx(0.5 / result["served"]["full recompute"]["busy"])
     for name in METHODS:
         assert slow["median"][name] <= fast["median"][name] <= fast["p99"][name]
+    assert [row["size"] for row in result["batches"]] == [2, 6], "there are no 8 requests"
+    for row in result["batches"]:
+        assert all(0 < row["mean"][name] < row["last"][name] for name in METHODS)
     assert drawn.read_text().lstrip().startswith("<?xml")
 
 
 @pytest.mark.parametrize(
-    "changes", [{"documents": 2}, {"capacity": -1}, {"requests": 1}, {"loads": ()}, {"loads": (0.0,)}, {"rounds": 0}]
+    "changes",
+    [
+        {"documents": 2},
+        {"capacity": -1},
+        {"requests": 1},
+        {"loads": ()},
+        {"loads": (0.0,)},
+        {"rounds": 0},
+        {"batches": (0,)},
+    ],
 )
 def test_bad_options_are_named(changes: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
