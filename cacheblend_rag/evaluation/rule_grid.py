@@ -19,7 +19,7 @@ from cacheblend_rag.fusor.selection import (
 )
 from cacheblend_rag.fusor.selection.query import third_quarter
 
-__all__ = ["FLOOR", "PAPER", "WORKS", "Candidate", "candidates"]
+__all__ = ["FLOOR", "LATE", "PAPER", "WORKS", "Candidate", "candidates"]
 
 WORKS = (0.05, 0.10, 0.15, 0.25)
 FLOOR = "full KV reuse"
@@ -28,8 +28,8 @@ PAPER = "hkvd v, layer 1"
 _DEPTH = 24
 # What the last layer does of a layer, about: keys and values of its rows are all that is wanted of it.
 _LAST = 0.1
-# The layer of the later checks: from some layer on deviation points at the right rows.
-_LATE = 5
+LATE = 3
+"""Layer of the later checks: from some layer on deviation points at the right rows. The bundled model's."""
 # Shares of the layers from 1 on, one after another; the ratio holds from the next layer on.
 _FUNNELS = ((0.3,), (0.5, 0.4, 0.3), (0.4, 0.3, 0.2, 0.1), (0.7, 0.6, 0.5, 0.4))
 # The schedule that `gradual` makes of one number: so many rows for each that the last layers keep.
@@ -95,7 +95,7 @@ class _Kind:
 
 
 def candidates(
-    layers: int, works: Sequence[float] = WORKS, question: float = 0.05, reused: float = 0.9
+    layers: int, works: Sequence[float] = WORKS, question: float = 0.05, reused: float = 0.9, late: int = LATE
 ) -> list[Candidate]:
     """All rules at each amount of work, so far as they can be had for it.
 
@@ -112,8 +112,10 @@ def candidates(
         costs as much of it as it goes into the depth.
     reused : float
         Reused chunk tokens as a share of all.
+    late : int
+        Layer of the later checks.
     """
-    depth, late = max(_DEPTH, layers), min(_LATE, layers - 2)
+    depth, late = max(_DEPTH, layers), min(late, layers - 2)
     done = depth - 1 + _LAST
     found = [
         Candidate(FLOOR, None, SelectNone()),
@@ -123,7 +125,7 @@ def candidates(
         Candidate(f"query on layer {layers - 2}, 15.0%", None, SelectQuery(0.15, (layers - 2,))),
     ]
     for work in works:
-        for kind in _kinds(layers):
+        for kind in _kinds(layers, late):
             # The question's rows save most of the last layer, a scoring pass that goes less deep does not.
             scoring = kind.scored * question * depth / done
             left = depth * (work - scoring) / reused - kind.full
@@ -134,8 +136,7 @@ def candidates(
     return found
 
 
-def _kinds(layers: int) -> list[_Kind]:
-    late = min(_LATE, layers - 2)
+def _kinds(layers: int, late: int) -> list[_Kind]:
     return [
         *_single_checks(layers),
         *_several_checks(late),
@@ -158,12 +159,13 @@ def _single_checks(layers: int) -> list[_Kind]:
 
 def _several_checks(late: int) -> list[_Kind]:
     """Many rows from layer 1 up to a later check, and few after it."""
+    middle = (1 + late) // 2
     schedules: list[tuple[tuple[int, ...], tuple[float, ...]]] = [
-        ((1, 3), (0.5,)),
+        ((1, middle), (0.5,)),
         ((1, late), (0.3,)),
         ((1, late), (0.5,)),
         ((1, late), (0.7,)),
-        ((1, 3, late), (0.5, 0.3)),
+        ((1, middle, late), (0.5, 0.3)),
     ]
     kinds = []
     for checks, shares in schedules:

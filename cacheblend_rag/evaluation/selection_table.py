@@ -22,7 +22,7 @@ import torch
 from cacheblend_rag.evaluation.prepared import PreparedPrompt
 from cacheblend_rag.evaluation.quality.journal import Journal
 from cacheblend_rag.evaluation.quality.statistics import Interval, interval, paired
-from cacheblend_rag.evaluation.rule_grid import PAPER, WORKS, Candidate, candidates
+from cacheblend_rag.evaluation.rule_grid import LATE, PAPER, WORKS, Candidate, candidates
 from cacheblend_rag.fusor import Fusion
 from cacheblend_rag.fusor.forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.fusor.selection import SelectNone
@@ -315,7 +315,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     counts = {kind: args.per_kind if count is None else count for kind, count in args.kinds}
     cases = [case for passages in args.passages for case in _cases(counts, passages, args.seed)]
-    rules = candidates(model.config.num_hidden_layers, args.works, *_shares(ModelAdapter(model), tokenizer, cases))
+    shares = _shares(ModelAdapter(model), tokenizer, cases)
+    rules = candidates(model.config.num_hidden_layers, args.works, *shares, late=args.late)
     settings = {
         "model": fingerprint(model),
         "kinds": counts,
@@ -352,6 +353,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--works", type=float, nargs="+", default=list(WORKS), help="work on reused tokens, in 24 layers"
     )
+    parser.add_argument("--late", type=int, default=LATE, metavar="LAYER", help="layer of the later checks")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--out", type=Path, default=Path("selection"), help="folder for the table and, prompt by prompt, the results"

@@ -25,6 +25,6 @@ MODEL_PATH = _HERE / "model"
 EMBEDDER_PATH = _HERE / "embedder"
 DOCUMENTS_PATH = _HERE / "documents"
 QUESTIONS_PATH = _HERE / "questions.jsonl"
-BLENDING: dict[str, Any] = {"selection": "query", "selection_options": {"score_layers": (6,)}}
+BLENDING: dict[str, Any] = {"selection": "threshold", "check_layers": (3,)}
 
 __all__ = ["BLENDING", "DOCUMENTS_PATH", "EMBEDDER_PATH", "MODEL_PATH", "QUESTIONS_PATH"]
