@@ -266,16 +266,17 @@ class BlendEngine:
                 raise GenerationError("the answer was given up before its turn came")
             blend = (pipeline or self._pipeline).blend(prompt, cancelled)
             fused, fused_at = blend.fused, time.perf_counter()
-            decoded = decode(
-                self.model,
-                self.tokenizer,
-                input_ids=fused.input_ids,
-                cache=fused.cache,
-                logits=fused.logits,
-                options=options,
-                on_text=sink.put if sink else None,
-                cancelled=cancelled,
-            )
+            with self._pipeline.packed():
+                decoded = decode(
+                    self.model,
+                    self.tokenizer,
+                    input_ids=fused.input_ids,
+                    cache=fused.cache,
+                    logits=fused.logits,
+                    options=options,
+                    on_text=sink.put if sink else None,
+                    cancelled=cancelled,
+                )
             self._keep(self._pipeline.keep_final(blend, decoded.token_ids))
         answer = _generation(fused, decoded, fused_at)
         self.guard.watch(prompt, answer, self._pipeline, self._gate, self._write_back)
@@ -366,6 +367,7 @@ class BlendEngine:
         self._prefetcher.close()
         self._write_back.close()
         with self._gate:  # a request on another thread may still be under way
+            self._pipeline.packed = contextlib.nullcontext  # packed weights go with the last engine over the model
             if self._owns_store:
                 self.store.close()
 

@@ -22,6 +22,7 @@ from cacheblend_rag.making import store_missing
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.fingerprint import fingerprint_in
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
+from cacheblend_rag.models.packing import Packing, packed_products
 from cacheblend_rag.prompt import Prompt, SegmentTokenizer, Span, TokenizedPrompt
 from cacheblend_rag.report import BlendReport, FusedKV, Seconds
 from cacheblend_rag.steering import Choice, Steering, controller_beside
@@ -119,6 +120,7 @@ class Pipeline:
         self.adapter, self.tokenizer, self.config, self.store = adapter, tokenizer, config, store
         self.fingerprint = fingerprint or adapter.fingerprint()
         self._steering = Steering(config, adapter.num_layers, self.fingerprint, controller_beside(store))
+        self.packed = self._packing(anew=True)
 
     def with_config(self, config: BlendConfig, tokenizer: SegmentTokenizer) -> Pipeline:
         """The same model and store with other options; the model is not hashed again."""
@@ -127,7 +129,14 @@ class Pipeline:
         other.config, other.tokenizer = config, tokenizer
         steering = self._steering
         other._steering = Steering(config, self.adapter.num_layers, self.fingerprint, steering.controller)
+        if config.pack_weights != self.config.pack_weights:
+            other.packed = other._packing(anew=False)
         return other
+
+    def _packing(self, anew: bool) -> Packing:
+        """The context within which the model is run here."""
+        model = self.adapter.model
+        return packed_products(model, (*self.adapter.layers, model.lm_head), self.config.pack_weights, anew=anew)
 
     def raise_ratio(self, ratio: float) -> None:
         """Let no prompt be blended with a smaller recompute ratio from now on."""
@@ -160,7 +169,8 @@ class Pipeline:
     def compute(self, segments: Sequence[Segment]) -> list[KVRecord]:
         """Compute the KV of segments behind the same context and of the same regime, in one pass."""
         first, ids = segments[0], [segment.token_ids for segment in segments]
-        computed = self.adapter.segments_kv(first.context_ids, ids, first.regime)
+        with self.packed():
+            computed = self.adapter.segments_kv(first.context_ids, ids, first.regime)
         return [self._record(segment, kv) for segment, kv in zip(segments, computed, strict=True)]
 
     def record_info(self, segment: Segment) -> RecordInfo:
@@ -206,7 +216,8 @@ class Pipeline:
     def _plain(self, split: TokenizedPrompt, seconds: Seconds) -> Blend:
         """Answer by the model's own prefill."""
         started = time.perf_counter()
-        result = self.adapter.prefill(split.input_ids)
+        with self.packed():
+            result = self.adapter.prefill(split.input_ids)
         seconds = dataclasses.replace(seconds, fuse=time.perf_counter() - started)
         rows = torch.arange(len(split.input_ids), device=self.adapter.device)
         layers = self.adapter.num_layers
@@ -235,7 +246,8 @@ class Pipeline:
             while True:
                 layers = _Waited(self._load(split, found, clock), cancelled)
                 try:
-                    fusion = fuse(self.adapter, self._plan(split, found), layers, choice.rule)
+                    with self.packed():
+                        fusion = fuse(self.adapter, self._plan(split, found), layers, choice.rule)
                     break
                 except RecordLost as error:
                     _log.warning("%s; the prompt is blended again without it", error)

@@ -34,6 +34,7 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "like": ("llama", "llama"),
     "guard_share": ("0.25", 0.25),
     "guard_bound": ("0.5", 0.5),
+    "pack_weights": ("off", False),
     "check_model": ("0", False),
 }
 
@@ -127,6 +128,8 @@ def test_unreadable_environment_value_names_variable_and_value(
         ("codec", "int5"),
         ("codec", None),
         ("compress", "zstd"),
+        ("pack_weights", "on"),
+        ("pack_weights", 1),
     ],
 )
 def test_bad_value_names_option_value_and_remedy(name: str, value: object) -> None:

@@ -1,0 +1,64 @@
+"""How much memory this process may still take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["free_memory"]
+
+# Of a control group of either version: its folder, limit, use, and files kept in memory that give way.
+_V2 = ("", "memory.max", "memory.current", "inactive_file")
+_V1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def free_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that are free on the machine and within the process's control groups.
+
+    Returns
+    -------
+    int or None
+        None where the system does not say; only Linux does.
+    """
+    available = _numbers(proc / "meminfo").get("MemAvailable")
+    if available is None:
+        return None
+    return max(0, min([1024 * available, *_within_groups(proc / "self" / "cgroup", groups)]))
+
+
+def _within_groups(own: Path, groups: Path) -> list[int]:
+    """What each control group that sets a limit leaves."""
+    left = []
+    for _, controllers, path in _fields(own):
+        form = _V2 if not controllers else _V1 if "memory" in controllers.split(",") else None
+        if form is None:
+            continue
+        root, limit, use, inactive = form
+        below = Path(path.strip("/"))
+        # A limit may be set at any level; within a container the group's path is that of another root.
+        for folder in {groups / root / part for part in (below, *below.parents)}:
+            most, used = _number(folder / limit), _number(folder / use)
+            if most is not None and used is not None:
+                left.append(most - used + _numbers(folder / "memory.stat").get(inactive, 0))
+    return left
+
+
+def _fields(path: Path) -> list[list[str]]:
+    return [row for row in (line.split(":", 2) for line in _text(path).splitlines()) if len(row) == 3]
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Rows of a name and a number."""
+    rows = (line.replace(":", " ").split() for line in _text(path).splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None  # "max" is no limit
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""
