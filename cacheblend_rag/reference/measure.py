@@ -227,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--retrieve", action="store_true", help="the bundled archive, passages by the embedder")
     parser.add_argument("--selection", help="blend by this rule instead of a full prefill: hkvd, none, …")
     parser.add_argument("--ratio", type=float, default=0.15, help="recompute ratio of the rule")
+    parser.add_argument("--check-layer", type=int, default=1, help="layer of the rule's check")
     args = parser.parse_args(argv)
     model = AutoModelForCausalLM.from_pretrained(args.model).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
@@ -236,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = held_out_cases(
             args.per_kind, passages=args.passages, split=args.split, seed=args.seed, shuffled=args.shuffled
         )
-    results = measure(_answer(model, tokenizer, args.selection, args.ratio), cases)
+    results = measure(_answer(model, tokenizer, args.selection, args.ratio, args.check_layer), cases)
     for result in results:
         print(
             f"{result.kind:<11} {result.count:>4} exact {result.exact:.3f} [{result.low:.3f}, {result.high:.3f}] "
@@ -246,13 +247,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _answer(model: Any, tokenizer: Any, selection: str | None, ratio: float) -> Answer:
+def _answer(model: Any, tokenizer: Any, selection: str | None, ratio: float, check: int) -> Answer:
     if selection is None:
         return plain_answer(model, tokenizer)
     from cacheblend_rag.config import BlendConfig
     from cacheblend_rag.engine import BlendEngine
 
-    config = BlendConfig(selection=selection, recompute_ratio=ratio, min_tokens=0, size_limit="1GB")
+    chosen: dict[str, Any] = {"selection": selection, "recompute_ratio": ratio, "check_layers": (check,)}
+    config = BlendConfig(**chosen, min_tokens=0, size_limit="1GB")
     return blended_answer(BlendEngine(model, tokenizer, config=config))
 
 
