@@ -43,10 +43,10 @@ def test_the_model_has_a_card() -> None:
 
 
 def test_it_answers_held_out_questions(model: Any, tokenizer: Any) -> None:
-    cases = [case for case in held_out_cases(30, seed=5) if case.kind in ("within", "reference")]
+    cases = [case for case in held_out_cases(20, seed=5) if case.kind != "comparison"]
     results = measure(plain_answer(model, tokenizer), cases)
     assert sum(result.count for result in results) == 60
-    # Measured over 400 questions: 0.995; see docs/reference-model.md.
+    # Measured over 600 questions: 0.99; see docs/reference-model.md.
     assert all(result.exact >= 0.9 for result in results)
 
 
