@@ -16,6 +16,7 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.server import comparing
 from cacheblend_rag.server.comparing import ROUNDS, compare_all
 from cacheblend_rag.server.library import Collection
+from cacheblend_rag.server.streams import EventStream
 from tests.server.common import Running, client_of, new_collection, passage, read_events, upload
 
 QUESTION = {"question": "Which leaf fell into the river?", "k": 3}
@@ -133,14 +134,22 @@ def test_passages_that_are_deleted_meanwhile_end_it_and_are_not_stored_again(
 
 
 def test_a_client_that_goes_ends_it_after_the_pass_under_way(
-    client: httpx.Client, server: Running, passes: Passes
+    client: httpx.Client, server: Running, passes: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go = threading.Event()
+    go, noticed = threading.Event(), threading.Event()
+    listen = EventStream.listen_for_disconnect
+
+    async def listened(stream: EventStream, receive: Any) -> None:
+        await listen(stream, receive)
+        noticed.set()
+
+    monkeypatch.setattr(EventStream, "listen_for_disconnect", listened)
     passes.before = lambda number: go.wait(20) if number == 6 else None  # type: ignore[assignment,return-value]
     with client.stream("POST", "/api/collections/archive/compare", json=QUESTION) as answer:
         pieces = answer.iter_text()
         assert next(pieces).startswith("event: row")
         until(lambda: passes.count == 6)
+    until(noticed.is_set)
     assert server.service.line.served == 1  # its pass has not ended
     go.set()
     until(lambda: server.service.line.served == 0)
