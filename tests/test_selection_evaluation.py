@@ -303,8 +303,9 @@ def test_divergence_is_none_at_full_recompute_and_bounded_at_half(broken: Broken
     make = RULES_BY_RATIO[rule]
     assert broken.mean(make(0.0), prompts=2) == pytest.approx(broken.mean(SelectNone(), prompts=2), abs=1e-6)
     assert broken.mean(make(1.0), prompts=2) < 1e-6
-    # A rule that keeps the wrong rows mends nothing, and half a mend can mislead more than none.
-    assert broken.mean(make(0.5)) < 2 * floor
+    # A rule that keeps the wrong rows mends nothing; what it may add is little. Only a mixture with the question's
+    # attention, which mends a part, misleads this model more than no mend does.
+    assert broken.mean(make(0.5)) < (2 * floor if rule == "mixed" else floor + 0.01)
 
 
 @pytest.mark.parametrize("rule", ratio_sweep.rules(SETTLED, LOOKING))
@@ -313,7 +314,10 @@ def test_divergence_falls_as_the_ratio_grows_with_checks_where_references_are_se
 ) -> None:
     makes = ratio_sweep.rules(SETTLED, LOOKING)[rule]
     means = [statistics.mean(broken.mean(make(ratio)) for make in makes) for ratio in RATIOS]
-    for lower, higher in pairwise([floor, *means]):
+    few = RATIOS.index(0.05)
+    for lower, higher in pairwise(means[few:]):
+        assert higher < lower + 1e-3
+    for lower, higher in pairwise([floor, *means[: few + 1]]):
         assert higher < lower + 0.05 * floor, "one row in a hundred mends little and may add as much"
     assert means[-2] < 0.85 * floor, "at half of the rows every rule mends some"
     assert means[-1] < 1e-6

@@ -19,6 +19,7 @@ import torch
 
 from cacheblend_rag.evaluation.benching import machine, table
 from cacheblend_rag.evaluation.quality.statistics import interval
+from cacheblend_rag.evaluation.rule_grid import LATE
 from cacheblend_rag.evaluation.selection_table import prepared_case, score
 from cacheblend_rag.fusor.selection import (
     SelectBoundary,
@@ -137,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, default=MODEL_PATH)
     parser.add_argument("--questions", type=int, default=100)
     parser.add_argument("--passages", type=int, default=6)
-    parser.add_argument("--check", type=int, default=3, metavar="LAYER")
+    parser.add_argument("--check", type=int, default=LATE, metavar="LAYER")
     parser.add_argument("--scored", type=int, default=6, metavar="LAYER")
     args = parser.parse_args(argv)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="float32").eval()
