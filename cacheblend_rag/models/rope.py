@@ -14,6 +14,9 @@ import torch
 
 __all__ = ["Layout", "Rotaries", "Rotary", "rotate", "rotate_in_place", "unrotate"]
 
+# Pairs of dimensions that are turned at a time on a CPU.
+_BLOCK = 2**18
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -139,7 +142,20 @@ def _turn(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved:
         first, second = keys[..., : 2 * pairs : 2], keys[..., 1 : 2 * pairs : 2]
     else:
         first, second = keys[..., :pairs], keys[..., pairs : 2 * pairs]
+    tokens = keys.shape[-2]
+    # On a CPU what is needed besides is kept small: fresh memory costs more than the arithmetic.
+    step = max(1, _BLOCK * tokens // max(1, first.numel())) if keys.device.type == "cpu" else max(1, tokens)
+    for start in range(0, tokens, step):
+        at = slice(start, start + step)
+        _turn_pairs(first[..., at, :], second[..., at, :], cos[..., at, :], sin[..., at, :])
+
+
+def _turn_pairs(first: torch.Tensor, second: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    if first.dtype == torch.float32:
+        before = first.clone()
+        first.mul_(cos).addcmul_(second, sin, value=-1)
+        second.mul_(cos).addcmul_(before, sin)
+        return
     x, y = first.float(), second.float()
-    new_first, new_second = x * cos - y * sin, y * cos + x * sin
-    first.copy_(new_first)
-    second.copy_(new_second)
+    first.copy_((x * cos).addcmul_(y, sin, value=-1))
+    second.copy_(y.mul_(cos).addcmul_(x, sin))

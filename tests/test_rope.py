@@ -1,0 +1,58 @@
+"""Keys turn in place, block by block, as the formula says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cacheblend_rag.models import rope
+from cacheblend_rag.models.rope import Layout, Rotary, rotate, rotate_in_place, unrotate
+
+TOKENS, WIDTH, ROTATED = 37, 24, 16
+
+
+def rotary(layout: Layout) -> Rotary:
+    angles = torch.arange(TOKENS)[:, None] * torch.rand(ROTATED // 2, generator=torch.Generator().manual_seed(1))
+    listed = angles.repeat_interleave(2, dim=-1) if layout.cosines == "pairs" else torch.cat((angles, angles), dim=-1)
+    return Rotary(1.25 * listed.cos(), 1.25 * listed.sin(), layout)
+
+
+def plainly(keys: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+    """Each pair of dimensions as a complex number times that of its angle, in double precision."""
+    cos, sin = (table.double() for table in rotary.frequencies())
+    turned, width = keys.double().clone(), cos.shape[-1]
+    for pair in range(width):
+        places = (2 * pair, 2 * pair + 1) if rotary.layout.interleaved else (pair, pair + width)
+        x, y = (keys[..., place].double() for place in places)
+        turned[..., places[0]] = x * cos[:, pair] - y * sin[:, pair]
+        turned[..., places[1]] = x * sin[:, pair] + y * cos[:, pair]
+    return turned
+
+
+@pytest.mark.parametrize("block", [1, 100, 2**18], ids=lambda block: f"block={block}")
+@pytest.mark.parametrize("layout", [Layout(), Layout(interleaved=True, cosines="pairs")], ids=["halves", "interleaved"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_keys_turn_by_their_angles(
+    monkeypatch: pytest.MonkeyPatch, block: int, layout: Layout, dtype: torch.dtype, bound: float
+) -> None:
+    monkeypatch.setattr(rope, "_BLOCK", block)
+    keys = torch.randn(2, 3, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0)).to(dtype)
+    turn = rotary(layout)
+    expected = plainly(keys, turn)
+    turned = rotate(keys, turn)
+    torch.testing.assert_close(turned.double(), expected, rtol=bound, atol=4 * bound)
+    assert torch.equal(turned[..., ROTATED:], keys[..., ROTATED:])
+    torch.testing.assert_close(unrotate(turned, turn), keys, rtol=4 * bound, atol=4 * bound)
+    # A stretch of a longer buffer, as the blended pass turns it.
+    longer = torch.zeros(2, 3, TOKENS + 9, WIDTH, dtype=dtype)
+    longer[:, :, 5 : 5 + TOKENS] = keys
+    rotate_in_place(longer[:, :, 5 : 5 + TOKENS], turn)
+    assert torch.equal(longer[:, :, 5 : 5 + TOKENS], turned)
+    assert not longer[:, :, :5].any()
+    assert not longer[:, :, 5 + TOKENS :].any()
+
+
+def test_nothing_to_turn_is_no_fault() -> None:
+    empty = torch.empty(1, 2, 0, WIDTH)
+    rotate_in_place(empty, rotary(Layout()).at(slice(0, 0)))
+    assert empty.shape == (1, 2, 0, WIDTH)
