@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -95,7 +96,7 @@ def test_every_layer_has_its_place_and_checksum_in_the_header() -> None:
     assert tuple(header["token_ids"]) == RECORD.info.token_ids
     assert [entry[0] for entry in header["table"]] == [PAGE * (1 + layer) for layer in range(LAYERS)]
     for offset, size, checksum in header["table"]:
-        assert zlib.crc32(DATA[offset : offset + size]) == checksum
+        assert xxhash.xxh3_64_intdigest(DATA[offset : offset + size]) == checksum
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
@@ -143,9 +144,9 @@ def test_layers_are_read_into_place_in_any_order() -> None:
     file.close()
 
 
-@pytest.mark.parametrize("version", [0, 2, 255])
+@pytest.mark.parametrize("version", [0, 1, 255])
 def test_another_version_is_refused(version: int) -> None:
-    with pytest.raises(RecordError, match="version 1"):
+    with pytest.raises(RecordError, match="version 2"):
         opened(DATA[:7] + bytes([version]) + DATA[8:])
 
 

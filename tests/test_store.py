@@ -175,6 +175,24 @@ def test_records_survive_and_two_stores_share_a_folder(tmp_path: Path) -> None:
     third.close()
 
 
+def test_a_journal_that_is_gone_before_it_is_looked_at_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other processes that use the folder make and remove journals at any time."""
+    found = Path.glob
+
+    def stale(folder: Path, pattern: str) -> Iterator[Path]:
+        yield from found(folder, pattern)
+        if pattern.startswith("cache.db"):
+            yield folder / "cache.db-journal"
+
+    monkeypatch.setattr(Path, "glob", stale)
+    store = DiskStore(tmp_path)
+    store.put("a", make())
+    assert same(store.open("a"), make())
+    store.close()
+
+
 def test_the_folder_is_private(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
@@ -227,7 +245,7 @@ def test_every_value_is_a_file_and_nothing_is_pickled(tmp_path: Path, monkeypatc
         assert raw == 1
         assert mode == diskcache.core.MODE_BINARY
         assert value is None
-        assert (tmp_path / filename).read_bytes().startswith(b"CBRAGKV\x01")
+        assert (tmp_path / filename).read_bytes().startswith(b"CBRAGKV\x02")
 
 
 class _Bomb:

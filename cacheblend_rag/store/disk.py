@@ -188,7 +188,8 @@ class DiskStore:
         self.folder.chmod(0o700)
         os.close(os.open(self.folder / "cache.db", os.O_RDWR | os.O_CREAT, 0o600))
         for path in self.folder.glob("cache.db*"):
-            path.chmod(0o600)
+            with contextlib.suppress(FileNotFoundError):  # a journal that another process has just done with
+                path.chmod(0o600)
         cache = diskcache.Cache(
             str(self.folder),
             timeout=10,
