@@ -27,7 +27,7 @@ PROMPT = Prompt("Read this:", [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17,
 class Record:
     """A stored record whose layers tell their number; calls back before each read."""
 
-    medium = "memory"
+    medium = "disk"
 
     def __init__(self, tokens: int, seed: int, before: Callable[[int], None] = lambda layer: None) -> None:
         self.info = RecordInfo("f", (), tuple(range(tokens)), LAYERS, HEADS, DIM, "float32", False)
@@ -132,6 +132,17 @@ def test_layers_are_read_ahead_if_the_first_was_slow(
     assert len(list(load_as_it_pays(reader_of((0, record))))) == LAYERS
     assert sum(name.startswith("kv-loader") for name in readers) == on_a_thread
     assert len(readers) == LAYERS
+
+
+def test_what_lies_in_memory_is_never_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "_FAST", float("inf"))
+    readers: set[str] = set()
+    records = [Record(5, seed, lambda layer: readers.add(threading.current_thread().name)) for seed in (1, 2)]
+    records[0].medium = "memory"
+    assert len(list(load_as_it_pays(reader_of((0, records[0]))))) == LAYERS
+    assert readers == {threading.current_thread().name}
+    assert len(list(load_as_it_pays(reader_of((0, records[0]), (5, records[1]))))) == LAYERS
+    assert any(name.startswith("kv-loader") for name in readers)
 
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
