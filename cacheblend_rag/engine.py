@@ -127,7 +127,8 @@ class BlendEngine:
         device : str
             ``"auto"`` (a GPU if there is one), or a torch device.
         dtype : str
-            ``"auto"`` (the checkpoint's), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+            ``"auto"`` (the checkpoint's, but float32 on a CPU that has no arithmetic of that type and
+            memory enough), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         **model_kwargs
             Passed on to ``from_pretrained``.
 

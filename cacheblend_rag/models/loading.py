@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from cacheblend_rag.errors import ConfigError, ModelLoadError
+from cacheblend_rag.models.element_type import type_to_load
 from cacheblend_rag.models.fingerprint import fingerprint
 from cacheblend_rag.models.identity import files_identity, known_fingerprint, remember_fingerprint
 
@@ -51,6 +52,17 @@ def load_model(
 ) -> LoadedModel:
     """Load through transformers' auto classes.
 
+    Parameters
+    ----------
+    model : str or path
+        A folder, or an id that transformers can resolve.
+    device : str
+        ``"auto"`` (a GPU if there is one), or a torch device.
+    dtype : str
+        ``"auto"`` (see `type_to_load`), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+    **model_kwargs
+        Passed on to ``from_pretrained``; with any, ``"auto"`` is the checkpoint's element type.
+
     Raises
     ------
     ModelLoadError
@@ -62,8 +74,10 @@ def load_model(
         raise ConfigError("dtype", dtype, "use one of " + ", ".join(map(repr, _DTYPES)))
     target = _device(device)
     name = os.fspath(model)
-    before = None if model_kwargs else files_identity(name, dtype)
     try:
+        if dtype == "auto" and not model_kwargs:
+            dtype = type_to_load(AutoConfig.from_pretrained(name), target)
+        before = None if model_kwargs else files_identity(name, dtype)
         loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **model_kwargs)
         tokenizer = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, ImportError, KeyError) as error:
@@ -86,7 +100,7 @@ class KVGeometry:
     ----------
     layers, kv_heads, head_dim : int
     dtype : str
-        Element type of the checkpoint.
+        Element type that it is loaded in.
     """
 
     layers: int
@@ -112,6 +126,8 @@ def load_geometry(model: str | os.PathLike[str], dtype: str = "auto") -> tuple[K
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
         heads = int(config.num_attention_heads)
+        if dtype == "auto":
+            dtype = type_to_load(config, _device("auto"))
         geometry = KVGeometry(
             layers=int(config.num_hidden_layers),
             kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),

@@ -21,6 +21,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.models.element_type import in_hardware
 from cacheblend_rag.models.memory import free_memory
 
 __all__ = ["Packing", "packed_products"]
@@ -90,10 +91,9 @@ def _why_not(model: nn.Module, needed: int) -> str | None:
         return "the model has no ordinary linear layers of some size in bfloat16 on a CPU"
     if any(module._compiled_call_impl is not None for module in model.modules()):
         return "the model is compiled"
-    try:
-        able = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    except (AttributeError, RuntimeError) as error:
-        return f"this PyTorch does not say whether it can ({error})"
+    able = in_hardware(_DTYPE)
+    if able is None:
+        return "this PyTorch does not say whether it can"
     if not able:
         return "oneDNN has no bfloat16 products for this processor"
     return None

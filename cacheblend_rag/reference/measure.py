@@ -215,7 +215,7 @@ def measure(answer: Answer, cases: Iterable[Case], form: PromptFormat = STUFF) -
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry; the last line printed is JSON."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from cacheblend_rag.models.loading import load_model
 
     parser = argparse.ArgumentParser(prog="python -m cacheblend_rag.reference.measure", description=__doc__)
     parser.add_argument("--model", type=Path, default=MODEL_PATH)
@@ -229,15 +229,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ratio", type=float, default=0.15, help="recompute ratio of the rule")
     parser.add_argument("--check-layer", type=int, default=1, help="layer of the rule's check")
     args = parser.parse_args(argv)
-    model = AutoModelForCausalLM.from_pretrained(args.model).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    loaded = load_model(args.model, device="cpu")
     if args.retrieve:
         cases = retrieved_cases(passages=args.passages)
     else:
         cases = held_out_cases(
             args.per_kind, passages=args.passages, split=args.split, seed=args.seed, shuffled=args.shuffled
         )
-    results = measure(_answer(model, tokenizer, args.selection, args.ratio, args.check_layer), cases)
+    results = measure(_answer(loaded.model, loaded.tokenizer, args.selection, args.ratio, args.check_layer), cases)
     for result in results:
         print(
             f"{result.kind:<11} {result.count:>4} exact {result.exact:.3f} [{result.low:.3f}, {result.high:.3f}] "

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
+from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.reference import DOCUMENTS_PATH, MODEL_PATH, QUESTIONS_PATH
 from cacheblend_rag.reference.archive import build_town
 from cacheblend_rag.reference.bundle import BUNDLED_SEED, read_questions, write_bundle
@@ -17,7 +18,7 @@ from cacheblend_rag.reference.prompts import LLAMA_INDEX, PLAIN, STUFF, PromptFo
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(MODEL_PATH).eval()
+    return load_model(MODEL_PATH, device="cpu").model
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def test_shape_and_size(model: Any) -> None:
     assert config.num_key_value_heads < config.num_attention_heads
     assert config.tie_word_embeddings
     assert config.max_position_embeddings >= 8192
-    assert model.dtype == torch.bfloat16
+    assert AutoConfig.from_pretrained(MODEL_PATH).dtype == torch.bfloat16
     assert (MODEL_PATH / "model.safetensors").exists()
     assert sum(path.stat().st_size for path in MODEL_PATH.iterdir()) <= 24 * 2**20
 
