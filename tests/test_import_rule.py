@@ -52,6 +52,8 @@ HOMES = {
     "langchain_classic": ("langchain", "folder_rag", "evaluation", "cli", "server"),
     "langchain_text_splitters": ("langchain", "retrieval"),
     "llama_index": ("llama_index",),
+    "llama_cpp": ("evaluation.llama_cpp",),
+    "gguf": ("evaluation.gguf_file", "evaluation.llama_cpp"),
     "datasets": ("evaluation", "reference"),
     "fastapi": ("server",),
     "starlette": ("server",),

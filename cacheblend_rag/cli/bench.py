@@ -53,7 +53,8 @@ def _add_ttft(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--methods",
         nargs="+",
         metavar="NAME",
-        help="full, prefix, reuse, hkvd-v, hkvd-k, gradual-30, gradual-50, default, cold (default: all)",
+        help="full, prefix, reuse, hkvd-v, hkvd-k, gradual-30, gradual-50, default, cold, llama.cpp, llama.cpp-prefix "
+        "(default: all but those of llama.cpp)",
     )
     ttft.add_argument(
         "--kv", nargs="+", metavar="PLACE", help="where stored KV lies: disk, memory, gpu (default: disk memory)"

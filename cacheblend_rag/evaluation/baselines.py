@@ -26,6 +26,7 @@ __all__ = [
     "answer_all",
     "blended",
     "decode_from",
+    "kept_ids",
     "prefill_behind",
     "prefill_methods",
     "time_once",
@@ -84,14 +85,9 @@ def prefill_methods(engine: BlendEngine, prompt: Prompt) -> dict[str, Callable[[
     exact cache of prefix and first chunk that lies ready in memory: as in the paper, an idealised
     form that costs it no loading. "Full reuse" and "blended" read the engine's store.
     """
-    adapter, tokens = engine.adapter, engine.tokenize(prompt)
-    known = tokens.input_ids[: tokens.chunks[0].stop if tokens.chunks else len(tokens.prefix)]
-    if len(known) == len(tokens.input_ids):
-        raise ConfigError("suffix", prompt.suffix, "give the question after the chunks")
-    if not known:
-        raise ConfigError("chunks", prompt.chunks, "give at least one chunk or a prefix")
+    adapter, known = engine.adapter, kept_ids(engine, prompt)
     ready = adapter.prefill(known).cache
-    rows, layers = len(tokens.input_ids), adapter.num_layers
+    rows, layers = len(engine.tokenize(prompt).input_ids), adapter.num_layers
 
     def full() -> Prefilled:
         result = adapter.prefill(engine.tokenize(prompt).input_ids)
@@ -106,6 +102,23 @@ def prefill_methods(engine: BlendEngine, prompt: Prompt) -> dict[str, Callable[[
     reuse = engine.with_config(selection="none", min_tokens=0)
     methods = (full, prefix_caching, blended(reuse, prompt), blended(engine, prompt))
     return dict(zip(METHODS, methods, strict=True))
+
+
+def kept_ids(engine: BlendEngine, prompt: Prompt) -> Sequence[int]:
+    """Token ids of what prefix caching has ready: the prefix and the first chunk.
+
+    Raises
+    ------
+    ConfigError
+        If the prompt has nothing before its question, or nothing but that.
+    """
+    tokens = engine.tokenize(prompt)
+    known = tokens.input_ids[: tokens.chunks[0].stop if tokens.chunks else len(tokens.prefix)]
+    if len(known) == len(tokens.input_ids):
+        raise ConfigError("suffix", prompt.suffix, "give the question after the chunks")
+    if not known:
+        raise ConfigError("chunks", prompt.chunks, "give at least one chunk or a prefix")
+    return known
 
 
 def prefill_behind(engine: BlendEngine, cache: Any, ids: Sequence[int]) -> torch.Tensor:

@@ -35,15 +35,26 @@ from cacheblend_rag.evaluation.benching import (
     warmed,
 )
 from cacheblend_rag.evaluation.bounds import cost_of, kv_rate
-from cacheblend_rag.evaluation.shapes import BenchOptions
+from cacheblend_rag.evaluation.gguf_file import write_gguf
+from cacheblend_rag.evaluation.llama_cpp import NAMES as LLAMA_CPP
+from cacheblend_rag.evaluation.llama_cpp import (
+    LlamaCpp,
+    LlamaMethods,
+    agreement,
+    check_installed,
+    file_dtype,
+    llama_cpp_methods,
+)
+from cacheblend_rag.evaluation.shapes import BenchOptions, bench_device
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.store import KVStore, MemoryStore
 
-__all__ = ["KV_PLACES", "METHODS", "TTFTOptions", "measure", "show"]
+__all__ = ["KV_PLACES", "LLAMA_CPP", "METHODS", "OURS", "TTFTOptions", "measure", "show"]
 
 FULL, PREFIX, REUSE, _ = WAYS
-METHODS = ("full", "prefix", "reuse", "hkvd-v", "hkvd-k", "gradual-30", "gradual-50", "default", "cold")
+OURS = ("full", "prefix", "reuse", "hkvd-v", "hkvd-k", "gradual-30", "gradual-50", "default", "cold")
+METHODS = (*OURS, *LLAMA_CPP)
 KV_PLACES = ("disk", "memory", "gpu")
 _SCHEDULES = {"gradual-30": (0.3, 0.03), "gradual-50": (0.5, 0.4, 0.3, 0.05)}
 _FLAT = {"selection": "hkvd", "check_layers": (1,), "recompute_ratios": ()}
@@ -59,13 +70,14 @@ class TTFTOptions(BenchOptions):
     ratios : tuple of float
         Recompute ratios of flat HKVD.
     methods : tuple of str
-        Some of `METHODS`; full recompute is always measured, as the others are compared with it.
+        Some of `METHODS`, by default `OURS`; full recompute is always measured, as the others are compared
+        with it. Those of llama.cpp need the packages ``llama-cpp-python`` and ``gguf``, and a CPU.
     kv : tuple of str
         Where stored KV lies: some of `KV_PLACES`; each method that reads it is measured on each.
     """
 
     ratios: tuple[float, ...] = (0.15, 0.05)
-    methods: tuple[str, ...] = METHODS
+    methods: tuple[str, ...] = OURS
     kv: tuple[str, ...] = ("disk", "memory")
 
     def __post_init__(self) -> None:
@@ -74,6 +86,10 @@ class TTFTOptions(BenchOptions):
             check_share("ratios", ratio)
         for method in self.methods:
             check_choice("methods", method, METHODS)
+            if method in LLAMA_CPP:
+                check_installed(method)
+                if bench_device(self.device).type != "cpu":
+                    raise ConfigError("device", self.device, f'use "cpu": {method} is measured there only')
         for place in self.kv:
             check_choice("kv", place, KV_PLACES)
         if not self.kv:
@@ -96,6 +112,7 @@ class _Bench:
     engines: dict[str, BlendEngine]
     warming: dict[str, WarmReport]
     cold: BlendEngine
+    llama: LlamaMethods | None
 
 
 def measure(options: TTFTOptions) -> dict[str, Any]:
@@ -107,11 +124,14 @@ def measure(options: TTFTOptions) -> dict[str, Any]:
         report = engine.fuse(bench.prompt).report
         rates = {place: kv_rate(at) for place, at in bench.engines.items()}
         costs = {name: cost_of(engine.adapter, report.prompt_tokens, done) for name, done in timed.last.items()}
+        theirs = {name: done for name, done in timed.last.items() if name in LLAMA_CPP.values()}
+        compared = {"llama_cpp": agreement(bench.llama.settings, timed.last[FULL], theirs)} if bench.llama else {}
     ttft = medians(timed.seconds)
     full, first = ttft[FULL], rates[options.kv[0]]
     bounds = {name: cost.bound(full, rates.get(methods[name].place, first)) for name, cost in costs.items()}
     return {
         **timed_result(options, report, timed.seconds),
+        **compared,
         "stores": {
             place: {"bytes": warming.bytes, "warming_seconds": warming.seconds, "read_rate": rates[place]}
             for place, warming in bench.warming.items()
@@ -143,7 +163,13 @@ def _warm(options: TTFTOptions) -> Iterator[_Bench]:
         nothing = _store(options.kv[0], folder / "nothing", model)
         config = BlendConfig(min_tokens=0, write_back="off")
         cold = BlendEngine(model, tokenizer, config=config, store=nothing, fingerprint=known)
-        yield _Bench(prompt, engines, warming, stack.enter_context(cold))
+        stack.enter_context(cold)
+        llama = None
+        if any(method in LLAMA_CPP for method in options.methods):
+            write_gguf(model, folder / "model.gguf", file_dtype(model.dtype))
+            loaded = stack.enter_context(LlamaCpp(folder / "model.gguf", threads=options.threads))
+            llama = llama_cpp_methods(loaded, engines[options.kv[0]], prompt)
+        yield _Bench(prompt, engines, warming, cold, llama)
 
 
 def _store(place: str, folder: Path, model: Any) -> KVStore | str:
@@ -158,6 +184,9 @@ def _methods(bench: _Bench, options: TTFTOptions) -> Mapping[str, _Method]:
     found = {FULL: _Method(plain[FULL])}
     if "prefix" in options.methods:
         found[PREFIX] = _Method(plain[PREFIX])
+    if bench.llama:
+        theirs = bench.llama.runs
+        found |= {LLAMA_CPP[name]: _Method(run) for name, run in theirs.items() if name in options.methods}
     if "cold" in options.methods:
         found["cold"] = _Method(blended(bench.cold, bench.prompt))
     for name, rule in _rules(options).items():
