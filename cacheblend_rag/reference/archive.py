@@ -102,6 +102,10 @@ class Town:
         return self.entities.index(entity)
 
 
+NUMBERS = {"year": (1800, 1989), "number": (12, 980)}
+"""Lowest and highest of the numbers that relations have for values."""
+
+
 @dataclass
 class _Draft:
     rng: random.Random
@@ -119,10 +123,8 @@ class _Draft:
         source = relation.value
         if source.startswith("@"):
             return self.rng.choice([entity.name for entity in self.entities if entity.kind == source[1:]])
-        if source == "year":
-            return str(self.rng.randint(1800, 1989))
-        if source == "number":
-            return str(self.rng.randint(12, 980))
+        if source in NUMBERS:
+            return str(self.rng.randint(*NUMBERS[source]))
         if source in self.spare:
             return self.rng.choice([name for name in self.spare[source] if name != subject.name])
         return self.rng.choice(VALUES[source])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cacheblend_rag.reference.archive import Entity, Fact, Passage, Town, TownSize, build_town
+from cacheblend_rag.reference.archive import NUMBERS, Entity, Fact, Passage, Town, TownSize, build_town
 from cacheblend_rag.reference.names import Split
 from cacheblend_rag.reference.prompts import FORMATS, SEPARATORS, PromptFormat
 from cacheblend_rag.reference.questions import (
@@ -22,6 +22,7 @@ from cacheblend_rag.reference.questions import (
     order_passages,
     predicate_of,
 )
+from cacheblend_rag.reference.relations import COMPARISONS, RELATIONS
 from cacheblend_rag.reference.sequences import (
     ANSWER_WEIGHT,
     VALUE_WEIGHT,
@@ -67,6 +68,8 @@ class Stage:
         While copying, how many different ids there are (0: all).
     about : float
         Weight of the guidance how to read; see `cacheblend_rag.reference.loss`.
+    bare_comparisons : float
+        Share of sequences that only compare numbers, each told in the answer itself.
     """
 
     name: str
@@ -79,6 +82,7 @@ class Stage:
     target: float = 0.9
     pool: int = 0
     about: float = 0.0
+    bare_comparisons: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,26 @@ def _bare_question(rng: random.Random, kind: QuestionKind, fact: Fact, name: str
     return Question("", kind, ask[0].upper() + ask[1:], sentence, (fact.value,), (), (fact,))
 
 
+def _draw_comparison(rng: random.Random, town: Town) -> tuple[str, str, str, str]:
+    """Draw a comparison of two entities of a town, of numbers that the town does not tell.
+
+    Returns the question, both halves of the answer's sentence, and the name that is the answer.
+    """
+    kind = rng.choice(list(COMPARISONS))
+    comparison = rng.choice(COMPARISONS[kind])
+    relation = RELATIONS[kind][comparison.relation]
+    low, high = NUMBERS[relation.value]
+    first = rng.randint(low, high)
+    # Close numbers, which differ in their last digits, would be rare by chance.
+    others = range(low, high + 1) if rng.random() < 0.5 else range(max(low, first - 15), min(high, first + 15) + 1)
+    numbers = (first, rng.choice([other for other in others if other != first]))
+    names = rng.sample([entity.name for entity in town.entities if entity.kind == kind], 2)
+    best = (max if comparison.larger else min)(range(2), key=numbers.__getitem__)
+    told = [f"{name} {relation.predicate.format(v=number)}" for name, number in zip(names, numbers, strict=True)]
+    question = rng.choice(comparison.questions).format(a=names[0], b=names[1])
+    return question, f" {told[0]} and {told[1]},", f" so {names[best]} {comparison.verdict}.", names[best]
+
+
 def values_named(question: Question, answer: Any) -> dict[Fact, range]:
     """Return which ids of the encoded answer name the value of each fact it tells.
 
@@ -190,7 +214,9 @@ class SequenceMaker:
             codes = self._encode([passage.chunk for passage in town.passages])
             chunks = [self._passage(town, *pair) for pair in zip(town.passages, codes, strict=True)]
             for _ in range(8):
-                if stage.name in ("recall", "roles"):
+                if self._rng.random() < stage.bare_comparisons:
+                    yield self._compared(stage, town)
+                elif stage.name in ("recall", "roles"):
                     yield self._bare(stage, town)
                 else:
                     yield self._prompt(stage, town, questions, chunks)
@@ -259,6 +285,24 @@ class SequenceMaker:
         if rng.random() < stage.shuffled:
             rng.shuffle(lines)
         return self._assemble(stage, self._chunks(lines), rng.sample(asked, len(asked)))
+
+    def _compared(self, stage: Stage, town: Town) -> TrainingSequence:
+        """Comparisons of numbers drawn at random, one behind another.
+
+        The numbers are given in the answer, where nobody could foresee them; only what follows from them counts.
+        """
+        rng, sequence = self._rng, TrainingSequence()
+        form: PromptFormat = rng.choice(FORMATS)
+        sequence.context([self._bos])
+        while len(sequence.ids) <= stage.length:
+            question, told, verdict, name = _draw_comparison(rng, town)
+            asked, given, said = self._encode([form.suffix.format(q=question), told, verdict])
+            best = ids_within(said, len(" so "), len(f" so {name}"))
+            weights = [VALUE_WEIGHT if at in best else ANSWER_WEIGHT for at in range(len(said.ids))]
+            sequence.context(list(asked.ids))
+            sequence.context(list(given.ids), [0.0] * len(given.ids))
+            sequence.answer([*said.ids, self._eos], [*weights, ANSWER_WEIGHT], QUESTION_KINDS.index("comparison"))
+        return sequence
 
     def _chunks(self, lines: Sequence[Line]) -> list[Chunk]:
         """Encode bare lines; what a role says about its owner is unknown before the line that tells whose it is."""

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.models.element_type import in_hardware
 from cacheblend_rag.reference import MODEL_PATH
 from cacheblend_rag.reference.curriculum import Batch, SequenceMaker, Stage, make_batches
 from cacheblend_rag.reference.grow import ARCHITECTURES, Places, grow, parse_places, spread
@@ -39,7 +40,8 @@ STAGES: tuple[Stage, ...] = (
     Stage("recall", 256, 32, 2e-3, {"within": 1.0}, target=0.87, about=0.5),
     Stage("roles", 384, 20, 2e-3, {"within": 0.4, "reference": 0.6}, target=0.8, about=0.5),
     Stage("reference", 640, 14, 2e-3, {"within": 0.4, "reference": 0.6}, (2, 3, 4), target=0.9, about=0.5),
-    Stage("all", 1536, 6, 1.6e-3, _ALL, (5, 6, 6, 9, 12), 0.15, target=2.0, about=0.5),
+    Stage("compare", 640, 14, 1.6e-3, _ALL, (2, 3, 4), target=0.9, about=0.5, bare_comparisons=0.75),
+    Stage("all", 1536, 6, 1.6e-3, _ALL, (5, 6, 6, 9, 12), 0.15, target=2.0, about=0.5, bare_comparisons=0.25),
 )
 
 
@@ -183,6 +185,7 @@ class Trainer:
             raise ConfigError("start", None, f"give a trained model that a {shape.architecture} can begin with")
         torch.manual_seed(options.seed)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.narrow = self.device.type == "cuda" or in_hardware(torch.bfloat16) is not False  # products in bfloat16
         self.tokenizer = train_tokenizer()
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         model = build_model(shape, len(self.tokenizer), bos, eos)
@@ -326,7 +329,7 @@ class Trainer:
             group["lr"] = rate
         named = (getattr(batch, name) for name in signature(TrainingLoss.forward).parameters if name != "self")
         inputs = [torch.from_numpy(array).to(self.device) for array in named]
-        with torch.autocast(self.device.type, torch.bfloat16):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.narrow):
             loss, right, guided = loss_module(*inputs)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()

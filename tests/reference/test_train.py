@@ -21,7 +21,7 @@ from cacheblend_rag.reference.curriculum import SequenceMaker, Stage, make_batch
 from cacheblend_rag.reference.grow import grow
 from cacheblend_rag.reference.loss import Guidance, TrainingLoss, looking
 from cacheblend_rag.reference.questions import ask_all
-from cacheblend_rag.reference.sequences import KIND_NAMES, TrainingSequence
+from cacheblend_rag.reference.sequences import ANSWER_WEIGHT, KIND_NAMES, TrainingSequence
 from cacheblend_rag.reference.tokenizer import train_tokenizer
 from cacheblend_rag.reference.train import STAGES, Shape, Trainer, TrainOptions, build_model, read_options
 
@@ -267,6 +267,26 @@ def test_every_value_that_an_answer_names_is_looked_for(tokenizer: Any) -> None:
         for fact, ids in named.items():
             assert tokenizer.decode(answer.ids[ids.start : ids.stop]).strip(" ,.") == fact.value
     assert kinds >= {("reference", 1), ("bridge", 2), ("comparison", 2)}
+
+
+def test_bare_comparisons_follow_from_the_numbers_before_them(tokenizer: Any) -> None:
+    fact = r"(\S+(?: [^\s,.?]+)?) (?:was|received|employs|has a|draws) [^\d,.?]*(\d+)[^\d,.?]*"
+    form = re.compile(rf"{fact} and {fact}, so (.+?) (is older|is younger|is larger|has the larger school)\.</s>")
+    verdicts = set()
+    for sequence in in_order(tokenizer, "all", 1, 6, bare_comparisons=1.0):
+        found = form.findall(tokenizer.decode(sequence.ids))
+        assert len(found) > 10
+        for first, low, second, high, best, verdict in found:
+            verdicts.add((verdict, int(low) < int(high)))
+            wanted = min if verdict == "is older" else max
+            name = wanted(((int(low), first), (int(high), second)))[1]
+            assert name.endswith(best) or best.endswith(name)
+        counted = [at for at, weight in enumerate(sequence.weights) if weight >= ANSWER_WEIGHT]
+        said = tokenizer.decode([sequence.ids[at] for at in counted])
+        # Numbers cannot be foreseen, and nothing is asked of them.
+        assert not any(letter.isdigit() for letter in said)
+        assert said.count(" so ") >= len(found)
+    assert len(verdicts) == 8
 
 
 @pytest.mark.parametrize("name", ["roles", "reference"])
