@@ -268,7 +268,8 @@ def test_a_profile_of_this_machine_steers_the_next_engine(tmp_path: Path) -> Non
         assert engine.fuse(PROMPT).report.expected is None, "an engine keeps what it was made with"
         assert path == tmp_path / "profile.json"
         measured = found.prefill[engine.fingerprint]
-        assert measured.blended(64, 0.1, 0.5) > measured.blended(64, 0.1, 0.15) > 0
+        # A tiny model's passes can take the same time whatever they compute: a slope of zero is a fair fit.
+        assert measured.blended(64, 0.1, 0.5) >= measured.blended(64, 0.1, 0.15) > 0
     with engine_of(model, store=tmp_path) as engine:
         report = engine.fuse(PROMPT).report
         assert report.expected is not None
