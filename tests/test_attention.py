@@ -7,7 +7,7 @@ import torch
 
 from cacheblend_rag.fusor.mask import row_mask
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.attention import additive, blocks_of, row_attention, with_blocks
+from cacheblend_rag.models.attention import additive, in_blocks, row_attention
 from cacheblend_rag.prompt import Prompt
 from tests import tiny
 from tests.probes import engine_of
@@ -51,21 +51,36 @@ def test_scattered_rows_see_what_the_mask_shows(window: int | None, kv_heads: in
 
 
 @pytest.mark.parametrize("window", [None, 7, 90])
-@pytest.mark.parametrize("count", [160, 200, 299])
-def test_blocks_of_rows_give_what_the_whole_gives(count: int, window: int | None) -> None:
+@pytest.mark.parametrize("count", [20, 60, 110, 160, 299])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_blocks_of_rows_give_what_the_whole_gives(kv_heads: int, count: int, window: int | None) -> None:
     torch.manual_seed(4)
-    tokens = 300
+    tokens, group = 300, 4 // kv_heads
     rows = torch.randperm(tokens)[:count].sort().values
     query = torch.randn(1, 4, count, 8)
-    key, value = torch.randn(2, 1, 2, tokens, 8)
+    key, value = torch.randn(2, 1, kv_heads, tokens, 8)
     seen = row_mask(rows, tokens, window)
     assert seen is not None
-    blocks = blocks_of(rows, window)
-    assert 2 <= len(blocks) <= 8
-    assert sum(block.seen.stop - block.seen.start for block in blocks) < len(blocks) * tokens
-    mask = with_blocks(additive(seen, torch.float32, float("-inf")), blocks)
+    mask = in_blocks(additive(seen, torch.float32, float("-inf")), rows, window, group)
+    blocks = mask.blocks  # type: ignore[attr-defined]
+    assert len(blocks) == max(1, count // (80 if group == 1 else 48))
+    if len(blocks) > 1:
+        assert sum(block.seen.stop - block.seen.start for block in blocks) < len(blocks) * tokens
+    assert [block.mask.shape[2] for block in blocks] == [group * len(rows[block.rows]) for block in blocks]
     found, _ = row_attention(torch.nn.Identity(), query, key, value, mask)
     torch.testing.assert_close(found, plainly(query, key, value, seen), rtol=1e-5, atol=1e-6)
+
+
+def test_heads_are_folded_where_that_pays() -> None:
+    def folded(count: int, tokens: int, dtype: torch.dtype) -> bool:
+        rows = torch.arange(tokens - count, tokens)
+        mask = in_blocks(torch.zeros(1, 1, count, tokens, dtype=dtype), rows, None, 4)
+        return any(block.mask.shape[2] > count for block in mask.blocks)  # type: ignore[attr-defined]
+
+    assert folded(60, 300, torch.bfloat16)
+    assert not folded(70, 300, torch.bfloat16), "no gain in narrow types"
+    assert folded(70, 300, torch.float32)
+    assert not folded(700, 3000, torch.float32), "masks of a group would take too much memory"
 
 
 def test_a_dense_mask_is_made_where_it_costs_less_than_padding() -> None:

@@ -17,10 +17,9 @@ from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.models.attention import (
     ROW_ATTENTION,
     additive,
-    blocks_of,
     fits_causal_kernel,
+    in_blocks,
     use_row_attention,
-    with_blocks,
 )
 from cacheblend_rag.models.families import family_of
 from cacheblend_rag.models.fingerprint import fingerprint
@@ -29,6 +28,7 @@ from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.models.modes import evaluating
 from cacheblend_rag.models.positions import Positions
 from cacheblend_rag.models.rope import Rotaries, rotate, unrotate
+from cacheblend_rag.models.rowwise import computed_in_blocks, row_by_row
 from cacheblend_rag.models.shape import ModelShape, layer_shape
 
 __all__ = ["ModelAdapter", "Prefill"]
@@ -181,10 +181,18 @@ class ModelAdapter:
         if before != "eager":
             self.config._attn_implementation = use_row_attention() if self.model._supports_sdpa else "eager"
         try:
-            with evaluating(self.model), torch.no_grad():
+            with evaluating(self.model), torch.no_grad(), computed_in_blocks(self._row_by_row):
                 yield
         finally:
             self.config._attn_implementation = before
+
+    @cached_property
+    def _row_by_row(self) -> list[torch.nn.Module]:
+        """What is computed block by block: on other devices a call costs more than it saves."""
+        if self.device.type != "cpu":
+            return []
+        attention = {self._attention(layer) for layer in range(self.num_layers)}
+        return row_by_row(part for layer in self.layers for part in layer.children() if part not in attention)
 
     def embed(self, ids: Sequence[int]) -> torch.Tensor:
         """Input of layer 0, ``[tokens, hidden]``."""
@@ -290,7 +298,8 @@ class ModelAdapter:
             mask = torch.ones(1, 1, count, tokens, dtype=torch.bool, device=self.device).tril(tokens - count)
         if not fused:
             return additive(mask, self.dtype, torch.finfo(self.dtype).min)
-        return with_blocks(additive(mask, self.dtype, float("-inf")), blocks_of(rows, window))
+        group = int(self.config.num_attention_heads) // self.kv_heads
+        return in_blocks(additive(mask, self.dtype, float("-inf")), rows, window, group)
 
     def run_layer(
         self,
@@ -410,7 +419,7 @@ class ModelAdapter:
         # A token of its own is padding that every model has seen: rows hidden by a mask must still be finite.
         inputs = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows], device=self.device)
         layers = [*(DynamicLayer() for _ in self.layers[1:]), _LastLayer()]
-        with self._plain(), self._positions.within(regime), suppress(_Enough):
+        with self._plain(), computed_in_blocks(self._row_by_row), self._positions.within(regime), suppress(_Enough):
             self._decoder(inputs, past_key_values=Cache(layers=layers), use_cache=True)
         rotaries = self.rotary(longest - first, first, regime)
         keys: list[list[torch.Tensor]] = [[] for _ in rows]

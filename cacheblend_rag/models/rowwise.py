@@ -1,0 +1,84 @@
+"""What a decoder layer does to each row by itself, computed block by block on a CPU.
+
+A feed-forward network between its two products is several times as wide as the model. Over a whole prompt that is
+tens of megabytes of fresh memory a layer, which cost more than what is computed in them; over a block of rows
+the same few megabytes serve again and again, and stay in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["computed_in_blocks", "row_by_row"]
+
+# Rows a block; fewer make products by weights slower, and the rows that blending keeps mostly fit into one.
+_ROWS = 512
+
+
+def row_by_row(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of the modules that surely treat each row by itself: norms, and networks of ordinary linear layers.
+
+    Others may well do so too: mixtures of experts (which would read each expert's weights for every block),
+    quantised layers (some of which take one scale for all rows), and whatever adapters put in their place.
+    """
+    return [module for module in modules if all(map(_ordinary, module.modules()))]
+
+
+def _ordinary(part: nn.Module) -> bool:
+    own = list(part.parameters(recurse=False))
+    if type(part) is nn.Linear:
+        return all(type(parameter) is nn.Parameter for parameter in own)
+    norm = all(parameter.dim() == 1 for parameter in own)
+    return norm and not isinstance(part, nn.ModuleList | nn.modules.batchnorm._BatchNorm)
+
+
+@contextmanager
+def computed_in_blocks(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within this, the modules compute many rows block by block. Contexts may nest and overlap.
+
+    Of overlapping ones the first to end may end it for all, which costs time and changes nothing else.
+    """
+    forwards = [_InBlocks(module) for module in modules]
+    for forward in forwards:
+        forward.module.__dict__.setdefault("forward", forward)
+    try:
+        yield
+    finally:
+        for forward in forwards:
+            if forward.module.__dict__.get("forward") is forward:
+                del forward.module.__dict__["forward"]
+
+
+class _InBlocks:
+    """Stands for the ``forward`` of a module; whatever is not plainly rows is left to that."""
+
+    __slots__ = ("module",)
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plain: Any = type(self.module).forward
+        rows = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(rows, torch.Tensor) or rows.dim() < 2 or torch.is_grad_enabled():
+            return plain(self.module, *args, **kwargs)
+        size = max(1, _ROWS // max(1, rows.shape[:-2].numel()))  # rows of a batch count together
+        blocks = torch.split(rows, size, dim=-2)
+        if len(blocks) == 1:
+            return plain(self.module, rows)
+        first = plain(self.module, blocks[0])
+        out = first.new_empty((*rows.shape[:-1], first.shape[-1]))
+        out[..., :size, :] = first
+        for number, block in enumerate(blocks[1:], 1):
+            out[..., number * size : (number + 1) * size, :] = plain(self.module, block)
+        return out
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the model that is made meanwhile has the plain ``forward``, bound to its own module."""
+        return types.MethodType, (type(self.module).forward, self.module)
