@@ -199,10 +199,11 @@ def test_hkvd_keeps_the_rows_of_highest_value_deviation(name: str, ratio: float)
     new = plain_values(model, ids, 1)[:, span.start : span.stop]
     stored = stored_values(model, PROMPT, 1)
     deviation = [float((new[:, n] - stored[:, n]).pow(2).sum().sqrt()) for n in range(len(span))]
-    best = sorted(range(len(span)), key=lambda n: (-deviation[n], n))[: int(ratio * len(span))]
-    expected = sorted(span.start + n for n in best)
-    kept = [row for row in fused.recomputed[1].tolist() if row in span]
-    assert kept == expected
+    kept = {row - span.start for row in fused.recomputed[1].tolist() if row in span}
+    assert len(kept) == int(ratio * len(span))
+    # Rows further into a chunk than a window reaches deviate by rounding alone, so by chance.
+    rest = max(deviation[n] for n in range(len(span)) if n not in kept)
+    assert min(deviation[n] for n in kept) >= rest - 1e-6
     assert fused.deviation is not None
     assert len(fused.deviation) == len(ids)
     torch.testing.assert_close(fused.deviation[span.start : span.stop], torch.tensor(deviation), atol=1e-4, rtol=1e-4)

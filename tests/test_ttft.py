@@ -54,10 +54,14 @@ def test_every_method_is_measured_on_every_store_beside_its_bound(
     assert 5 / 6 < work["cold"] < work["full recompute"] == 1.0, "of the last layer only one row is needed"
 
 
-def test_methods_and_places_can_be_left_out(tiny_shape: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_methods_and_places_can_be_left_out(
+    tiny_shape: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MALLOC_ARENA_TEST", "8")  # what it would be anyway
     chosen = ["--methods", "hkvd-k", "--ratios", "0.2", "--kv", "gpu"]
     assert main(["bench", "ttft", "--shape", "tiny", "--rounds", "1", *SMALL, *chosen]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["machine"]["allocator"]["MALLOC_ARENA_TEST"] == "8"
     assert list(result["ttft_seconds"]) == ["full recompute", "hkvd K 20%, gpu"]
     assert list(result["stores"]) == ["gpu"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import random
 import statistics
@@ -43,6 +44,7 @@ __all__ = [
     "warmed",
 ]
 
+_ALLOCATOR = ("GLIBC_TUNABLES", "MALLOC_")
 _SYSTEM = "Answer the question at the end from the passages below. Say so if they do not hold the answer."
 _QUESTION = "What does the second passage say about the mill, and who rebuilt it after the fire in the valley?"
 
@@ -214,6 +216,8 @@ def machine(device: str = "auto") -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "date": time.strftime("%Y-%m-%d"),
+        # Settings of the C library's allocator, on which times over many megabytes depend.
+        "allocator": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_ALLOCATOR)},
     }
 
 
