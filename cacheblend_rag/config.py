@@ -167,7 +167,8 @@ class BlendConfig:
     size_limit : int or str
         Bytes the KV store may take, as a number or as text such as ``"20GB"``.
     memory_limit : int or str
-        Bytes of memory that hold copies of records above a folder; 0 for none.
+        Bytes of memory that hold copies of records above a folder; 0 for none. ``"auto"`` is none for an engine;
+        applications such as ``ask`` and ``serve`` choose for themselves.
     codec : {"raw", "fp8", "int8", "int4"}
         How the KV of chunks is written to disk: as it is, or in fewer bits (docs/kv-record.md).
     compress : bool
@@ -211,7 +212,7 @@ class BlendConfig:
     keep_final: bool = _option("keep_final", False, lambda text: _flag(text))
     prefetch: bool = _option("prefetch", True, lambda text: _flag(text))
     size_limit: int | str = _option("size_limit", 10 * 10**9, lambda text: parse_bytes(text))
-    memory_limit: int | str = _option("memory_limit", 0, lambda text: _bytes_or_none(text))
+    memory_limit: int | str = _option("memory_limit", "auto", lambda text: _memory_limit(text))
     codec: str = _option("codec", "raw", str)
     compress: bool = _option("compress", False, lambda text: _flag(text))
     salt: str = _option("salt", "", str)
@@ -223,7 +224,7 @@ class BlendConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size_limit", parse_bytes(self.size_limit))
-        object.__setattr__(self, "memory_limit", _bytes_or_none(self.memory_limit))
+        object.__setattr__(self, "memory_limit", _memory_limit(self.memory_limit))
         if not isinstance(self.separator, str) or not self.separator:
             raise ConfigError("separator", self.separator, "use a text that is not empty")
         if self.recompute_ratio != "auto":
@@ -268,7 +269,8 @@ class BlendConfig:
     @property
     def memory_bytes(self) -> int:
         """``memory_limit`` in bytes."""
-        return _bytes_or_none(self.memory_limit)
+        limit = _memory_limit(self.memory_limit)
+        return 0 if isinstance(limit, str) else limit
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -285,8 +287,10 @@ def _ratio(text: str) -> float | str:
     return "auto" if text.strip().lower() == "auto" else float(text)
 
 
-def _bytes_or_none(value: int | str) -> int:
-    """A size in bytes, or 0."""
+def _memory_limit(value: int | str) -> int | str:
+    """A size in bytes, 0, or "auto"."""
+    if str(value).strip().lower() == "auto":
+        return "auto"
     return 0 if str(value) == "0" else parse_bytes(value, "memory_limit")
 
 

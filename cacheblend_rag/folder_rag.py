@@ -84,10 +84,10 @@ class FolderRAGOptions:
         """Options of the engine, with what suits an application where nothing was chosen.
 
         The reference model is blended by the rule that suits it, and copies of what was read last
-        stay in memory; a ``memory_limit`` of 0, the default, does not tell who wants none, 1 does.
+        stay in memory.
         """
         config = self.config
-        if config.memory_limit == BlendConfig.default("memory_limit"):
+        if config.memory_limit == "auto":
             config = replace(config, memory_limit=_MEMORY_LIMIT)
         return replace(config, **BLENDING) if self._reference and not names_rule(config) else config
 

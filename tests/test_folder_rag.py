@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from cacheblend_rag import BlendConfig
@@ -11,9 +12,9 @@ from cacheblend_rag.reference.bundle import read_questions
 
 
 def test_the_reference_model_has_a_rule_of_its_own() -> None:
-    left = FolderRAGOptions(config=BlendConfig(recompute_ratio=0.2, memory_limit=1)).blending
-    assert left == BlendConfig(recompute_ratio=0.2, memory_limit=1, **BLENDING)
-    chosen = BlendConfig(check_layers=(2,), memory_limit=1)
+    left = FolderRAGOptions(config=BlendConfig(recompute_ratio=0.2, memory_limit=0)).blending
+    assert left == BlendConfig(recompute_ratio=0.2, memory_limit=0, **BLENDING)
+    chosen = BlendConfig(check_layers=(2,), memory_limit=0)
     assert FolderRAGOptions(config=chosen).blending == chosen
     assert FolderRAGOptions(model="another", config=chosen).blending == chosen
 
@@ -27,6 +28,9 @@ def test_what_was_read_last_stays_in_memory(tmp_path: Path) -> None:
     with FolderRAG(options) as rag:  # which finds on disk what the first one stored
         media = [rag.engine.fuse(prompt).report.chunk_media for _ in range(2)]
     assert media == [("disk",) * 6, ("memory",) * 6]
+    with FolderRAG(replace(options, config=BlendConfig(min_tokens=0, memory_limit=0))) as rag:
+        media = [rag.engine.fuse(prompt).report.chunk_media for _ in range(2)]
+    assert media == [("disk",) * 6] * 2, "whoever wants no copies has none"
 
 
 def test_it_answers_what_full_reuse_gets_wrong(tmp_path: Path) -> None:
