@@ -109,3 +109,10 @@ def test_stored_kv_is_the_same_in_blocks(small_blocks: None, monkeypatch: pytest
     for one, other in zip(parted, adapter.segments_kv([1, 2], ids), strict=True):
         torch.testing.assert_close(one.keys, other.keys)
         torch.testing.assert_close(one.values, other.values)
+
+
+def test_a_compiled_model_is_left_alone() -> None:
+    model = tiny.model("llama")
+    assert ModelAdapter(model)._row_by_row
+    model.model.layers[0].compile(backend="eager")
+    assert not ModelAdapter(model)._row_by_row

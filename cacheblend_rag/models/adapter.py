@@ -25,7 +25,7 @@ from cacheblend_rag.models.families import family_of
 from cacheblend_rag.models.fingerprint import fingerprint
 from cacheblend_rag.models.growing import let_grow
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
-from cacheblend_rag.models.modes import evaluating
+from cacheblend_rag.models.modes import evaluating, is_compiled
 from cacheblend_rag.models.positions import Positions
 from cacheblend_rag.models.rope import Rotaries, rotate, unrotate
 from cacheblend_rag.models.rowwise import computed_in_blocks, row_by_row
@@ -189,7 +189,7 @@ class ModelAdapter:
     @cached_property
     def _row_by_row(self) -> list[torch.nn.Module]:
         """What is computed block by block: on other devices a call costs more than it saves."""
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" or is_compiled(self.model):
             return []
         attention = {self._attention(layer) for layer in range(self.num_layers)}
         return row_by_row(part for layer in self.layers for part in layer.children() if part not in attention)

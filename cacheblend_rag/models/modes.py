@@ -1,4 +1,4 @@
-"""A model's training flags, put aside and put back."""
+"""A model's training flags, put aside and put back, and whether it is compiled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["evaluating"]
+__all__ = ["evaluating", "is_compiled"]
 
 
 @contextmanager
@@ -20,3 +20,8 @@ def evaluating(model: Any) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether any of its modules is compiled: those should be left as they were when they were traced."""
+    return any(module._compiled_call_impl is not None for module in model.modules())

@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.element_type import in_hardware
 from cacheblend_rag.models.memory import free_memory
+from cacheblend_rag.models.modes import is_compiled
 
 __all__ = ["Packing", "packed_products"]
 
@@ -89,7 +90,7 @@ def _why_not(model: nn.Module, needed: int) -> str | None:
     """Why weights of so many bytes cannot be packed."""
     if not needed:
         return "the model has no ordinary linear layers of some size in bfloat16 on a CPU"
-    if any(module._compiled_call_impl is not None for module in model.modules()):
+    if is_compiled(model):
         return "the model is compiled"
     able = in_hardware(_DTYPE)
     if able is None:
