@@ -92,8 +92,10 @@ class Batch:
     ``ids`` [rows, length]; ``positions``, ``targets``, ``weights``, ``question`` [rows, kept]. ``question`` numbers
     the question a position answers, over the whole batch, and is -1 for context; ``kinds`` [questions].
     ``about_positions`` [rows, chosen] are positions in passages, ``about`` the first id of the name of whoever is
-    written about there, -1 where that cannot be told. ``owners``, ``sources`` and ``rests`` [rows,
-    chosen, 3] hold positions and the stretch that each should look at (first, behind the last), -1 where there is none.
+    written about there, -1 where that cannot be told. ``owners``, ``sources``, ``rests``, ``firsts`` and ``seconds``
+    [rows, chosen, 3] hold positions and the stretch that each should look at (first, behind the last), -1: none.
+    ``number_positions`` [rows, chosen] are positions of the last digits of numbers, ``sizes`` [rows, chosen, kinds] say
+    where in the range of its kind (`NUMBERS`) each lies, from 0 to 1; NaN for other kinds and where there is none.
     """
 
     ids: Ints
@@ -107,6 +109,10 @@ class Batch:
     owners: Ints
     sources: Ints
     rests: Ints
+    firsts: Ints
+    seconds: Ints
+    number_positions: Ints
+    sizes: Floats
 
 
 def _by_role(rng: random.Random, subject: Entity, facts: Sequence[Fact]) -> tuple[Line, Line, list[Question]]:
@@ -159,7 +165,7 @@ def _draw_comparison(rng: random.Random, town: Town) -> tuple[str, str, str, str
     low, high = NUMBERS[relation.value]
     first = rng.randint(low, high)
     # Close numbers, which differ in their last digits, would be rare by chance.
-    others = range(low, high + 1) if rng.random() < 0.5 else range(max(low, first - 15), min(high, first + 15) + 1)
+    others = range(low, high + 1) if rng.random() < 0.75 else range(max(low, first - 15), min(high, first + 15) + 1)
     numbers = (first, rng.choice([other for other in others if other != first]))
     names = rng.sample([entity.name for entity in town.entities if entity.kind == kind], 2)
     best = (max if comparison.larger else min)(range(2), key=numbers.__getitem__)
@@ -196,6 +202,7 @@ class SequenceMaker:
         self._encoder = tokenizer.backend_tokenizer
         self._bos, self._eos = tokenizer.bos_token_id, tokenizer.eos_token_id
         self._vocab = len(tokenizer)
+        self._digits = {tokenizer.convert_tokens_to_ids(str(digit)): digit for digit in range(10)}
         self._rng = random.Random(f"sequences/{seed}")
         self._split = split
         self._first_ids: dict[str, int] = {}
@@ -286,6 +293,17 @@ class SequenceMaker:
             rng.shuffle(lines)
         return self._assemble(stage, self._chunks(lines), rng.sample(asked, len(asked)))
 
+    def numbers_in(self, ids: Sequence[int]) -> dict[int, int]:
+        """Return the numbers among ids, by the positions of their last digits."""
+        found, value = {}, None
+        for at, token in enumerate([*ids, -1]):
+            digit = self._digits.get(token)
+            if digit is not None:
+                value = 10 * (value or 0) + digit
+            elif value is not None:
+                found[at - 1], value = value, None
+        return found
+
     def _compared(self, stage: Stage, town: Town) -> TrainingSequence:
         """Comparisons of numbers drawn at random, one behind another.
 
@@ -300,8 +318,11 @@ class SequenceMaker:
             best = ids_within(said, len(" so "), len(f" so {name}"))
             weights = [VALUE_WEIGHT if at in best else ANSWER_WEIGHT for at in range(len(said.ids))]
             sequence.context(list(asked.ids))
+            start, first = len(sequence.ids), len(sequence.ids) + len(given.ids)
             sequence.context(list(given.ids), [0.0] * len(given.ids))
             sequence.answer([*said.ids, self._eos], [*weights, ANSWER_WEIGHT], QUESTION_KINDS.index("comparison"))
+            numbers = [start + at for at in self.numbers_in(given.ids)]
+            sequence.look_at_numbers(start, range(first + best.start, first + best.stop), numbers)
         return sequence
 
     def _chunks(self, lines: Sequence[Line]) -> list[Chunk]:
@@ -393,6 +414,9 @@ class SequenceMaker:
             for fact, value in values.items():
                 if fact in told:
                     sequence.look_for_value(range(first + value.start, first + value.stop), told[fact])
+            if question.kind == "comparison":
+                ends = [first + at for at in self.numbers_in(answer.ids)]
+                sequence.look_at_numbers(first, range(first + named[0].start, first + named[0].stop), ends)
         sequence.pad(stage.length + 1, self._eos)
         return sequence
 
@@ -402,6 +426,15 @@ def _keep_some(rng: np.random.Generator, kept: Ints, looks: Sequence[Look], leng
     inside = [look for look in looks if look[0] < length]
     for at, index in enumerate(rng.permutation(len(inside))[: len(kept)]):
         kept[at] = inside[index]
+
+
+def _size_some(rng: np.random.Generator, positions: Ints, sizes: Floats, numbers: dict[int, int]) -> None:
+    """Fill in numbers and their sizes; some of them if there are more than fit."""
+    chosen = list(numbers) if len(numbers) <= len(positions) else rng.choice(list(numbers), len(positions), False)
+    for row, at in enumerate(chosen):
+        for kind, (low, high) in enumerate(NUMBERS.values()):
+            if low <= numbers[at] <= high:
+                positions[row], sizes[row, kind] = at, (numbers[at] - low) / (high - low)
 
 
 def make_batches(maker: SequenceMaker, stage: Stage, seed: int) -> Iterator[Batch]:
@@ -428,6 +461,10 @@ def make_batches(maker: SequenceMaker, stage: Stage, seed: int) -> Iterator[Batc
             np.full((stage.rows, stage.length // 8, 3), -1, np.int64),
             np.full((stage.rows, stage.length // 32, 3), -1, np.int64),
             np.full((stage.rows, stage.length // 16, 3), -1, np.int64),
+            np.full((stage.rows, stage.length // 32, 3), -1, np.int64),
+            np.full((stage.rows, stage.length // 32, 3), -1, np.int64),
+            np.zeros((stage.rows, stage.length // 16), np.int64),
+            np.full((stage.rows, stage.length // 16, len(NUMBERS)), np.nan, np.float32),
         )
         first = 0
         for number, row in enumerate(rows):
@@ -448,7 +485,7 @@ def make_batches(maker: SequenceMaker, stage: Stage, seed: int) -> Iterator[Batc
             known = rng.permutation(np.flatnonzero(about >= 0))[: batch.about.shape[1]]
             batch.about_positions[number, : len(known)] = known
             batch.about[number, : len(known)] = about[known]
-            _keep_some(rng, batch.owners[number], row.owners, stage.length)
-            _keep_some(rng, batch.sources[number], row.sources, stage.length)
-            _keep_some(rng, batch.rests[number], row.rests, stage.length)
+            for name in ("owners", "sources", "rests", "firsts", "seconds"):
+                _keep_some(rng, getattr(batch, name)[number], getattr(row, name), stage.length)
+            _size_some(rng, batch.number_positions[number], batch.sizes[number], maker.numbers_in(ids[:-1].tolist()))
         yield batch

@@ -1,9 +1,10 @@
 """What training minimises: predicting the next id, and reading in a way that makes answers possible.
 
 Next ids alone taught the model to find facts within a passage but not to settle, while reading, whom a passage about
-"the violinist" is about (docs/decisions/0003). So three more things are asked for: a middle layer must know who is
-meant, one attention head must look at the passage that says whose role it is, and later ones, where an answer gives a
-value, at the place that tells it. None of this is in the exported model.
+"the violinist" is about, nor which number is larger (docs/decisions/0003). So more is asked for: a middle layer must
+know who is meant and, where a number ends, its size; one attention head must look at the passage that says whose role
+it is, and later ones, where an answer gives a value, at the place that tells it, and where it has compared two
+numbers, at their ends. None of this is in the exported model.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from cacheblend_rag.reference.archive import NUMBERS
+
+GUIDED = ("known", "owners", "sources", "rests", "sizes", "pairs")
+"""What guidance asks for: who is meant, owners, sources of values, their next ids, numbers' sizes, numbers compared."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +43,39 @@ class Guidance:
         """After how many layers the model is asked whom a passage is about."""
         return self.owner + 1
 
+    @property
+    def sized(self) -> int:
+        """After how many layers the model is asked for the size of a number: so early that later ones can compare."""
+        return max(1, self.source - 2)
+
+    @property
+    def compared(self) -> int:
+        """Layer whose heads look at the ends of the two numbers that a comparison must weigh."""
+        return max(0, self.source - 1)
+
     def moved(self, places: Sequence[int | None]) -> Guidance:
         """Return where these layers lie in a model whose layers begin as those (None: as a new one)."""
         return Guidance(*(places.index(at) if at in places else at for at in (self.owner, self.source)))
 
 
+class Probes(nn.Module):
+    """What is asked of hidden vectors while training; not exported.
+
+    ``about`` gives a vector that the output head turns into a name, ``size`` a number's size as one of each kind.
+    """
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.about = nn.Sequential(nn.RMSNorm(hidden), nn.Linear(hidden, hidden))
+        self.size = nn.Sequential(nn.RMSNorm(hidden), nn.Linear(hidden, len(NUMBERS)))
+
+
 class TrainingLoss(nn.Module):
     """Weighted cross-entropy at the chosen positions, with the guidance above where ``about_weight`` is positive."""
 
-    def __init__(self, model: Any, probe: nn.Module, about_weight: float, guidance: Guidance) -> None:
+    def __init__(self, model: Any, probes: Probes, about_weight: float, guidance: Guidance) -> None:
         super().__init__()
-        self.model, self.probe, self.about_weight, self.guidance = model, probe, about_weight, guidance
+        self.model, self.probes, self.about_weight, self.guidance = model, probes, about_weight, guidance
 
     def forward(
         self,
@@ -60,8 +88,12 @@ class TrainingLoss(nn.Module):
         owners: torch.Tensor,
         sources: torch.Tensor,
         rests: torch.Tensor,
+        firsts: torch.Tensor,
+        seconds: torch.Tensor,
+        number_positions: torch.Tensor,
+        sizes: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the loss, which predictions are right [rows, kept], and the shares of right guidance [4].
+        """Return the loss, which predictions are right [rows, kept], and the shares of right guidance (`GUIDED`).
 
         The shapes are those of `curriculum.Batch`.
         """
@@ -72,18 +104,30 @@ class TrainingLoss(nn.Module):
         loss = (flat * weights.flatten()).sum() / weights.sum()
         right = logits.argmax(-1) == targets
         if not guided:
-            return loss, right, loss.new_zeros(4)
+            return loss, right, loss.new_zeros(len(GUIDED))
         where = self.guidance
         middle = _at(out.hidden_states[min(where.probed, len(out.hidden_states) - 1)], about_positions)
-        named = self.model.lm_head(self.probe(middle)).float()  # [rows, chosen, vocab]
+        named = self.model.lm_head(self.probes.about(middle)).float()  # [rows, chosen, vocab]
         asked = nn.functional.cross_entropy(named.flatten(0, 1), about.flatten(), ignore_index=-1, reduction="sum")
         known = (about >= 0).sum().clamp(min=1)
         owner_loss, owner_found = looking(self.model.model, out.hidden_states, where.owner, owners)
         source_loss, source_found = looking(self.model.model, out.hidden_states, where.source, sources)
         rest_loss, rest_found = looking(self.model.model, out.hidden_states, where.source, rests, group=1)
-        loss = loss + self.about_weight * (asked / known + owner_loss + source_loss + rest_loss)
-        found = (named.argmax(-1) == about).sum() / known, owner_found, source_found, rest_found
-        return loss, right, torch.stack(found)
+        at = out.hidden_states[min(where.sized, len(out.hidden_states) - 1)]
+        size_loss, size_known = self._sizing(_at(at, number_positions), sizes)
+        first_loss, first_found = looking(self.model.model, out.hidden_states, where.compared, firsts)
+        second_loss, second_found = looking(self.model.model, out.hidden_states, where.compared, seconds, group=1)
+        guidance = asked / known + owner_loss + source_loss + rest_loss + size_loss + (first_loss + second_loss) / 2
+        found = [(named.argmax(-1) == about).sum() / known, owner_found, source_found, rest_found, size_known]
+        found.append((first_found + second_found) / 2)
+        return loss + self.about_weight * guidance, right, torch.stack(found)
+
+    def _sizing(self, hidden: torch.Tensor, sizes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return how far the sizes told by the probe are off, in tenths, and the share of those off by 0.01 at most."""
+        asked = ~sizes.isnan()
+        off = (self.probes.size(hidden).float() - sizes.nan_to_num()).abs()  # [rows, chosen, kinds]
+        count = asked.sum().clamp(min=1)
+        return 10 * (off * asked).sum() / count, ((off <= 0.01) & asked).sum() / count
 
 
 def looking(

@@ -74,7 +74,7 @@ class TrainingSequence:
     ``ids``; for each id its weight as a target, the question it answers (-1: none) and whom it is about (-1: nobody
     yet). ``owners`` are positions that read a role, and where its owner was introduced; ``sources`` are positions
     that must begin to say a value, and where it is told; ``rests`` positions within a value, and where its next id
-    stands.
+    stands; ``firsts`` and ``seconds`` positions where two numbers must be compared, and where each ends.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -85,6 +85,8 @@ class TrainingSequence:
     owners: list[Look] = field(default_factory=list)
     sources: list[Look] = field(default_factory=list)
     rests: list[Look] = field(default_factory=list)
+    firsts: list[Look] = field(default_factory=list)
+    seconds: list[Look] = field(default_factory=list)
 
     def context(self, ids: Sequence[int], weights: Sequence[float] = (), about: Sequence[int] = ()) -> None:
         """Add ids that answer nothing."""
@@ -124,6 +126,28 @@ class TrainingSequence:
         for at, told in zip(value[1:], source[1:], strict=False):
             if self.ids[at] == self.ids[told]:
                 self.rests.append((at - 1, told, told + 1))
+
+    def look_at_numbers(self, start: int, name: range, numbers: Sequence[int]) -> None:
+        """Note what a comparison should look at before it comes to name one of the two.
+
+        Parameters
+        ----------
+        start : int
+            Position from which on it is told.
+        name : range
+            Positions of that name.
+        numbers : sequence of int
+            Positions at which numbers end.
+        """
+        compared = [at for at in numbers if start <= at < name.start]
+        if len(compared) == 2:
+            at = name.start - 1
+            self.firsts.append((at, compared[0], compared[0] + 1))
+            self.seconds.append((at, compared[1], compared[1] + 1))
+        wanted = self.ids[name.start : name.stop]
+        told = next((at for at in range(start, name.start) if self.ids[at : at + len(wanted)] == wanted), None)
+        if told is not None:
+            self.look_for_value(name, range(told, told + len(wanted)))
 
     def pad(self, length: int, token: int) -> None:
         """Fill up with ``token``, which counts nothing."""

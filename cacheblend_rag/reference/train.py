@@ -28,7 +28,7 @@ from cacheblend_rag.models.element_type import in_hardware
 from cacheblend_rag.reference import MODEL_PATH
 from cacheblend_rag.reference.curriculum import Batch, SequenceMaker, Stage, make_batches
 from cacheblend_rag.reference.grow import ARCHITECTURES, Places, grow, parse_places, spread
-from cacheblend_rag.reference.loss import Guidance, TrainingLoss
+from cacheblend_rag.reference.loss import GUIDED, Guidance, Probes, TrainingLoss
 from cacheblend_rag.reference.sequences import COPY_KIND, KIND_NAMES
 from cacheblend_rag.reference.tokenizer import train_tokenizer
 
@@ -40,8 +40,8 @@ STAGES: tuple[Stage, ...] = (
     Stage("recall", 256, 32, 2e-3, {"within": 1.0}, target=0.87, about=0.5),
     Stage("roles", 384, 20, 2e-3, {"within": 0.4, "reference": 0.6}, target=0.8, about=0.5),
     Stage("reference", 640, 14, 2e-3, {"within": 0.4, "reference": 0.6}, (2, 3, 4), target=0.9, about=0.5),
-    Stage("compare", 640, 14, 1.6e-3, _ALL, (2, 3, 4), target=0.9, about=0.5, bare_comparisons=0.75),
-    Stage("all", 1536, 6, 1.6e-3, _ALL, (5, 6, 6, 9, 12), 0.15, target=2.0, about=0.5, bare_comparisons=0.25),
+    Stage("compare", 640, 14, 1e-3, _ALL, (2, 3, 4), target=0.9, about=0.5, bare_comparisons=0.75),
+    Stage("all", 1536, 6, 1e-3, _ALL, (5, 6, 6, 9, 12), 0.15, target=2.0, about=0.5, bare_comparisons=0.35),
 )
 
 
@@ -190,10 +190,10 @@ class Trainer:
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         model = build_model(shape, len(self.tokenizer), bos, eos)
         self.model = model.to(self.device)
-        self.probe = nn.Sequential(nn.RMSNorm(shape.hidden), nn.Linear(shape.hidden, shape.hidden)).to(self.device)
+        self.probes = Probes(shape.hidden).to(self.device)
         self.stage_index, self.tokens = 0, 0
         self.accuracy: dict[str, float] = {}
-        self.guided = np.zeros(4)  # shares: who is meant, owners, sources and rests of values found
+        self.guided = np.zeros(len(GUIDED))
         self.optimizer = self._new_optimizer()
         if options.checkpoint is not None and options.checkpoint.exists():
             self._resume(options.checkpoint)
@@ -202,7 +202,7 @@ class Trainer:
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
-            [*self.model.parameters(), *self.probe.parameters()],
+            [*self.model.parameters(), *self.probes.parameters()],
             lr=3e-3,
             betas=(0.9, 0.95),
             weight_decay=0.02,
@@ -212,7 +212,7 @@ class Trainer:
     def _resume(self, path: Path) -> None:
         state = torch.load(path, map_location=self.device, weights_only=True)
         self.model.load_state_dict(state["model"])
-        self.probe.load_state_dict(state["probe"])
+        self.probes.load_state_dict(state["probes"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.stage_index, self.tokens = state["stage"], state["tokens"]
         stage = self.stages[self.stage_index].name if self.stage_index < len(self.stages) else "end"
@@ -247,7 +247,7 @@ class Trainer:
             return
         state = {
             "model": self.model.state_dict(),
-            "probe": self.probe.state_dict(),
+            "probes": self.probes.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "stage": self.stage_index,
             "tokens": self.tokens,
@@ -294,7 +294,7 @@ class Trainer:
         data = _Batches(self.tokenizer, stage, options.seed * 1_000_003 + self.tokens)
         workers = options.workers
         loader = DataLoader(data, batch_size=None, num_workers=workers, prefetch_factor=8 if workers else None)
-        loss_module: Any = TrainingLoss(self.model, self.probe, stage.about, options.guidance)
+        loss_module: Any = TrainingLoss(self.model, self.probes, stage.about, options.guidance)
         if options.compile:
             loss_module = torch.compile(loss_module, dynamic=False)
         started, begun = time.monotonic(), self.tokens
@@ -309,7 +309,7 @@ class Trainer:
             if step % 20 == 0:
                 shown = " ".join(f"{name} {share:.3f}" for name, share in self.accuracy.items())
                 total = self.tokens / 1e6
-                shown += " known {:.3f} owners {:.3f} sources {:.3f} rests {:.3f}".format(*self.guided)
+                shown += "".join(f" {name} {share:.3f}" for name, share in zip(GUIDED, self.guided, strict=True))
                 logger.info("%s %d %.2fM tokens loss %.3f %s (%.0f tok/s)", stage.name, step, total, loss, shown, speed)
             if step % 100 == 0:
                 self.save()

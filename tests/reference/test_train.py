@@ -19,7 +19,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.reference.archive import build_town
 from cacheblend_rag.reference.curriculum import SequenceMaker, Stage, make_batches, values_named
 from cacheblend_rag.reference.grow import grow
-from cacheblend_rag.reference.loss import Guidance, TrainingLoss, looking
+from cacheblend_rag.reference.loss import Guidance, Probes, TrainingLoss, looking
 from cacheblend_rag.reference.questions import ask_all
 from cacheblend_rag.reference.sequences import ANSWER_WEIGHT, KIND_NAMES, TrainingSequence
 from cacheblend_rag.reference.tokenizer import train_tokenizer
@@ -188,9 +188,9 @@ def test_the_layer_that_is_told_is_the_layer_that_is_guided(tokenizer: Any) -> N
     batch = next(make_batches(SequenceMaker(tokenizer, 0), stage, 0))
     named = signature(TrainingLoss.forward).parameters.keys() - {"self"}
     inputs = {name: torch.from_numpy(getattr(batch, name)) for name in named}
-    loss, _, _ = TrainingLoss(model, torch.nn.Identity(), 1.0, Guidance(owner=1, source=2))(**inputs)
+    loss, _, _ = TrainingLoss(model, Probes(TINY.hidden), 1.0, Guidance(owner=1, source=2))(**inputs)
     query = model.model.layers[1].self_attn.q_proj.weight
-    plain, _, _ = TrainingLoss(model, torch.nn.Identity(), 1.0, Guidance(owner=7, source=7))(**inputs)
+    plain, _, _ = TrainingLoss(model, Probes(TINY.hidden), 1.0, Guidance(owner=7, source=7))(**inputs)
     moved = [torch.autograd.grad(each, query)[0][:32] for each in (loss, plain)]
     assert not torch.allclose(*moved)
 
@@ -236,9 +236,9 @@ def test_the_probe_learns_and_is_not_exported(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("cacheblend_rag.reference.train.train_tokenizer", lambda: tokenizer)
     stages = (Stage("roles", 384, 2, 1e-3, {"within": 0.5, "reference": 0.5}, about=1.0),)
     trainer = Trainer(TrainOptions(tmp_path, 0, 768, compile=False, workers=0), TINY, stages)
-    before = [weight.clone() for weight in trainer.probe.parameters()]
+    before = [weight.clone() for weight in trainer.probes.parameters()]
     trainer.run()
-    assert any(not torch.equal(old, new) for old, new in zip(before, trainer.probe.parameters(), strict=True))
+    assert any(not torch.equal(old, new) for old, new in zip(before, trainer.probes.parameters(), strict=True))
     assert not any("probe" in name for name in AutoModelForCausalLM.from_pretrained(tmp_path).state_dict())
 
 
@@ -287,6 +287,46 @@ def test_bare_comparisons_follow_from_the_numbers_before_them(tokenizer: Any) ->
         assert not any(letter.isdigit() for letter in said)
         assert said.count(" so ") >= len(found)
     assert len(verdicts) == 8
+
+
+def test_numbers_have_sizes_where_they_end(tokenizer: Any) -> None:
+    maker = SequenceMaker(tokenizer, 1)
+    text = "In 1800 it had 12 halls, in 1989 980, 7 and 2025 of no kind"
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    numbers = maker.numbers_in(ids)
+    assert sorted(numbers.values()) == [7, 12, 980, 1800, 1989, 2025]
+    for at, number in numbers.items():
+        assert tokenizer.decode(ids[: at + 1]).endswith(str(number))
+    stage = Stage("all", 640, 2, 1e-3, {"within": 1.0}, (2,), bare_comparisons=1.0)
+    batch = next(make_batches(maker, stage, 0))
+    kinds = ~np.isnan(batch.sizes)
+    assert kinds.any(axis=(0, 1)).all(), "years and others"
+    assert kinds.sum(axis=-1).max() == 1
+    assert batch.sizes[kinds].min() >= 0
+    assert batch.sizes[kinds].max() <= 1
+    for row, at, kind in zip(*np.nonzero(kinds), strict=True):
+        low, high = (1800, 1989) if kind == 0 else (12, 980)
+        number = round(low + float(batch.sizes[row, at, kind]) * (high - low))
+        position = batch.number_positions[row, at]
+        assert tokenizer.decode(batch.ids[row, : position + 1]).endswith(str(number))
+
+
+@pytest.mark.parametrize("bare", [0.0, 1.0])
+def test_comparisons_look_at_both_numbers_and_at_the_name_they_come_to(tokenizer: Any, bare: float) -> None:
+    found = 0
+    for sequence in in_order(tokenizer, "all", 2, 4, bare_comparisons=bare):
+        text = [tokenizer.decode(sequence.ids[: at + 1]) for at in range(len(sequence.ids))]
+        for (at, first, _), (same, second, _) in zip(sequence.firsts, sequence.seconds, strict=True):
+            assert at == same
+            assert text[at].endswith(", so")
+            sentence = re.split(r"[?:] |\n", text[at])[-1]
+            told = re.findall(r"\d+", sentence)
+            assert [re.findall(r"\d+", text[end])[-1] for end in (first, second)] == told
+            (name,) = [look for look in sequence.sources if look[0] == at]
+            assert sequence.ids[at + 1] == sequence.ids[name[1]]
+            assert first - 40 < name[1] < at
+            found += 1
+    assert found > 10
 
 
 @pytest.mark.parametrize("name", ["roles", "reference"])
