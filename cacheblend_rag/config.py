@@ -269,8 +269,7 @@ class BlendConfig:
     @property
     def memory_bytes(self) -> int:
         """``memory_limit`` in bytes."""
-        limit = _memory_limit(self.memory_limit)
-        return 0 if isinstance(limit, str) else limit
+        return 0 if isinstance(self.memory_limit, str) else self.memory_limit
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

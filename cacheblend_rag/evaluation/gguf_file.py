@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.models.shape import head_width
 
 __all__ = ["ARCHITECTURES", "KINDS", "write_gguf"]
 
@@ -74,7 +75,7 @@ def _check(config: Any, dtype: torch.dtype) -> None:
 
 
 def _write_config(writer: Any, config: Any) -> None:
-    width = _head_dim(config)
+    width = head_width(config)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -90,10 +91,6 @@ def _write_config(writer: Any, config: Any) -> None:
     writer.add_tokenizer_model("none")  # token ids go in
 
 
-def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
 def _weights(model: Any, dtype: torch.dtype, *, permuted: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Weights by transformers' names, as they lie in the file."""
     tied = model.config.tie_word_embeddings  # llama.cpp takes the embedding where there is no head
@@ -102,7 +99,7 @@ def _weights(model: Any, dtype: torch.dtype, *, permuted: bool) -> Iterator[tupl
             continue
         weight = found.detach().cpu()
         if permuted and (".q_proj." in name or ".k_proj." in name):
-            weight = _interleaved(weight, _head_dim(model.config))
+            weight = _interleaved(weight, head_width(model.config))
         yield name, weight.to(torch.float32 if weight.ndim == 1 else dtype).contiguous()
 
 

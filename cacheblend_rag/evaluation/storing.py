@@ -31,6 +31,7 @@ from cacheblend_rag.evaluation.profiling import drop_cache
 from cacheblend_rag.evaluation.shapes import BenchOptions, shape_config
 from cacheblend_rag.evaluation.timing import timed
 from cacheblend_rag.models.kv import SegmentKV
+from cacheblend_rag.models.shape import head_width
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore
 from cacheblend_rag.store.base import KVRecord, StoredKV, copy_layer, record_key
 from cacheblend_rag.store.record import RecordFormat
@@ -102,9 +103,8 @@ def measure(options: StoreOptions) -> dict[str, Any]:
 def _records(options: StoreOptions) -> dict[str, KVRecord]:
     """Records of the shape, by key."""
     config = shape_config(options.shape)
-    heads, dtype = int(config.num_attention_heads), getattr(torch, options.dtype)
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-    shape = (int(config.num_key_value_heads), options.chunk_tokens, head_dim)
+    dtype = getattr(torch, options.dtype)
+    shape = (int(config.num_key_value_heads), options.chunk_tokens, head_width(config))
     layers, drawn = range(int(config.num_hidden_layers)), torch.Generator().manual_seed(0)
     found = {}
     for number in range(options.chunks):

@@ -13,6 +13,7 @@ from cacheblend_rag.errors import ConfigError, ModelLoadError
 from cacheblend_rag.models.element_type import type_to_load
 from cacheblend_rag.models.fingerprint import fingerprint
 from cacheblend_rag.models.identity import files_identity, known_fingerprint, remember_fingerprint
+from cacheblend_rag.models.shape import head_width
 
 __all__ = ["KVGeometry", "LoadedModel", "load_geometry", "load_model"]
 
@@ -131,7 +132,7 @@ def load_geometry(model: str | os.PathLike[str], dtype: str = "auto") -> tuple[K
         geometry = KVGeometry(
             layers=int(config.num_hidden_layers),
             kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-            head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+            head_dim=head_width(config),
             dtype=str(config.dtype or torch.float32).removeprefix("torch.") if dtype == "auto" else dtype,
         )
     except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import logging
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +22,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.element_type import in_hardware
 from cacheblend_rag.models.memory import free_memory
 from cacheblend_rag.models.modes import is_compiled
+from cacheblend_rag.models.stand_in import StandIn
 
 __all__ = ["Packing", "packed_products"]
 
@@ -155,16 +154,16 @@ class _Copy:
     width: int
 
 
-class _Forward:
-    """Stands for the ``forward`` of a linear layer while an engine runs the model.
+class _Forward(StandIn):
+    """Multiplies by a linear layer's packed weight; all that it does not know is computed plainly."""
 
-    Whoever else calls the model meanwhile meets it too, so all that it does not know is computed plainly.
-    """
+    __slots__ = ("_trouble", "copy", "seen")
 
-    __slots__ = ("_trouble", "copy", "module", "seen")
+    module: nn.Linear
 
     def __init__(self, module: nn.Linear, trouble: _Trouble) -> None:
-        self.module, self._trouble = module, trouble
+        super().__init__(module)
+        self._trouble = trouble
         self.seen: _Seen | None = None  # the weight as it was when a pass last began, if it can be packed
         self.copy: _Copy | None = None
 
@@ -180,10 +179,6 @@ class _Forward:
                     self._trouble.note(error)
         output: torch.Tensor = type(module).forward(module, input)
         return output
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the model that is made meanwhile has the plain ``forward``, bound to its own layer."""
-        return types.MethodType, (type(self.module).forward, self.module)
 
     def weight(self) -> nn.Parameter | None:
         """The layer's weight, if it can be packed."""
@@ -259,12 +254,11 @@ class _PackedWeights:
             self._pack()
         for forward in self._forwards:
             if forward.copy is not None:
-                forward.module.__dict__.setdefault("forward", forward)
+                forward.put()
 
     def _remove(self) -> None:
         for forward in self._forwards:
-            if forward.module.__dict__.get("forward") is forward:
-                del forward.module.__dict__["forward"]
+            forward.remove()
 
     def _drop(self) -> None:
         for forward in self._forwards:

@@ -7,13 +7,14 @@ the same few megabytes serve again and again, and stay in the processor's cache.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+
+from cacheblend_rag.models.stand_in import StandIn
 
 __all__ = ["computed_in_blocks", "row_by_row"]
 
@@ -46,22 +47,18 @@ def computed_in_blocks(modules: Iterable[nn.Module]) -> Iterator[None]:
     """
     forwards = [_InBlocks(module) for module in modules]
     for forward in forwards:
-        forward.module.__dict__.setdefault("forward", forward)
+        forward.put()
     try:
         yield
     finally:
         for forward in forwards:
-            if forward.module.__dict__.get("forward") is forward:
-                del forward.module.__dict__["forward"]
+            forward.remove()
 
 
-class _InBlocks:
-    """Stands for the ``forward`` of a module; whatever is not plainly rows is left to that."""
+class _InBlocks(StandIn):
+    """Computes block by block; whatever is not plainly rows is left to the module's own ``forward``."""
 
-    __slots__ = ("module",)
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    __slots__ = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         plain: Any = type(self.module).forward
@@ -78,7 +75,3 @@ class _InBlocks:
         for number, block in enumerate(blocks[1:], 1):
             out[..., number * size : (number + 1) * size, :] = plain(self.module, block)
         return out
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the model that is made meanwhile has the plain ``forward``, bound to its own module."""
-        return types.MethodType, (type(self.module).forward, self.module)

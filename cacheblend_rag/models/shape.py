@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["LayerShape", "ModelShape", "layer_shape"]
+__all__ = ["LayerShape", "ModelShape", "head_width", "layer_shape"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,12 @@ def layer_shape(layer: nn.Module, config: Any, kv_width: int, fused: bool, windo
         share = active / weight.shape[0] if weight.ndim == 3 else 1.0
         linear += share * weight.shape.numel()
     heads = int(config.num_attention_heads)
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    width = head_width(config)
     projected = kv_width + kv_width + heads * width if fused else kv_width
     keys = float(projected * config.hidden_size)
     return LayerShape(linear, keys, keys, 2.0 * heads * width, window)
+
+
+def head_width(config: Any) -> int:
+    """Width of one attention head, given by a model's config or derived from it."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // int(config.num_attention_heads))
