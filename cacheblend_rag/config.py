@@ -37,7 +37,7 @@ ENV_PREFIX = "CACHEBLEND_RAG_"
 CONDITIONS = ("sink", "prefix")
 METRICS = ("v", "k", "kv")
 WRITE_BACKS = ("background", "inline", "off")
-RULE_OPTIONS = ("selection", "check_layers", "recompute_ratios", "metric", "selection_options")
+RULE_OPTIONS = ("selection", "check_layers", "recompute_ratios", "metric", "query_layers", "selection_options")
 """Options that say which tokens are recomputed, the ratio apart."""
 # r* of the paper for question answering; the other is a starting value.
 LOWEST_RATIOS = {"answer": 0.15, "summary": 0.10}
@@ -136,7 +136,7 @@ class BlendConfig:
     selection : str or SelectionRule
         Which tokens are recomputed: a rule, or the name of one. ``"hkvd"`` recomputes the tokens
         of highest KV deviation, ``"none"`` is full KV reuse, ``"all"`` is full KV recompute; also
-        ``"gradual"``, ``"threshold"``, ``"boundary"``, ``"query"``, ``"mixed"``, ``"random"``.
+        ``"gradual"``, ``"threshold"``, ``"boundary"``, ``"query"``, ``"foreseen"``, ``"mixed"``, ``"random"``.
     check_layers : tuple of int
         Layers at which KV deviation is measured; the first is 1 or higher, since the KV of
         layer 0 depends on the token alone and never deviates.
@@ -145,6 +145,9 @@ class BlendConfig:
         (``"hkvd"``), or for the first check layer and those after it (``"gradual"``).
     metric : {"v", "k", "kv"}
         What KV deviation compares: values, keys at their final positions, or both.
+    query_layers : tuple of int
+        Layers whose queries are stored with the KV of chunks, and at which ``"foreseen"`` looks. Records with other
+        ones, or none, are other records.
     selection_options : dict
         Options of single rules, such as ``{"bound": 0.2}`` for ``"threshold"``; in the
         environment, as JSON.
@@ -203,6 +206,7 @@ class BlendConfig:
     check_layers: tuple[int, ...] = _option("check_layers", (1,), _layers)
     recompute_ratios: tuple[float, ...] = _option("recompute_ratios", (), _ratios, like="'0.2,0.1'")
     metric: str = _option("metric", "k", str)
+    query_layers: tuple[int, ...] = _option("query_layers", (), _layers, like="'6'")
     selection_options: Mapping[str, Any] = _option(
         "selection_options", {}, json.loads, like="""'{"seed": 1}'""", hashed=False
     )
@@ -249,6 +253,9 @@ class BlendConfig:
                 raise ConfigError(name, getattr(self, name), f"use a text; {remedy}")
         check_layer_list("check_layers", self.check_layers)
         object.__setattr__(self, "check_layers", tuple(self.check_layers))
+        if self.query_layers != ():
+            check_layer_list("query_layers", self.query_layers, lowest=0)
+        object.__setattr__(self, "query_layers", tuple(self.query_layers))
         check_shares("recompute_ratios", self.recompute_ratios)
         object.__setattr__(self, "recompute_ratios", tuple(self.recompute_ratios))
         options = self.selection_options

@@ -72,8 +72,9 @@ class Finals:
     def key(self, anchor: Sequence[int]) -> str:
         """Key of the prompt that begins with these ids, up to the end of its last chunk."""
         rule = hashlib.sha256(self._rule.encode()).hexdigest()
-        of = {"fingerprint": self._like.fingerprint, "salt": self._salt, "kind": f"final {rule}"}
-        return KEY_PREFIX + record_key(**of, context_ids=(), token_ids=anchor)
+        fingerprint, kind = self._like.fingerprint, f"final {rule}"
+        key = record_key(fingerprint=fingerprint, salt=self._salt, kind=kind, context_ids=(), token_ids=anchor)
+        return KEY_PREFIX + key
 
     def find(self, split: TokenizedPrompt) -> Continued | None:
         """The kept prompt that has most in common with the beginning of this one."""

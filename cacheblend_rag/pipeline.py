@@ -12,53 +12,30 @@ from functools import partial
 import torch
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.errors import GenerationError
 from cacheblend_rag.finals import Continued, Finals
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
+from cacheblend_rag.fusor.foreseen import Queries
 from cacheblend_rag.fusor.work import work_share
-from cacheblend_rag.loading import ChunkKV, LayerReader, Placement, load_as_it_pays, load_plainly
+from cacheblend_rag.loading import ChunkKV, load_as_it_pays, load_plainly
 from cacheblend_rag.loading.loader import ReadClock, RecordLost
+from cacheblend_rag.lookup import Found, Segment, Waited, read_queries, reader_of
 from cacheblend_rag.making import store_missing
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.fingerprint import fingerprint_in
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.models.packing import Packing, packed_products
+from cacheblend_rag.models.queries import kv_layers_for
 from cacheblend_rag.prompt import Prompt, SegmentTokenizer, Span, TokenizedPrompt
 from cacheblend_rag.report import BlendReport, FusedKV, Seconds
 from cacheblend_rag.steering import Choice, Steering, controller_beside
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, record_key
 from cacheblend_rag.writeback import Job
 
-__all__ = ["Blend", "Pipeline", "Segment"]
+__all__ = ["Blend", "Pipeline"]
 
 _log = logging.getLogger(__name__)
 # Bytes of a layer below which handing it to another thread costs more than reading it.
 _WORTH_A_THREAD = 2**19
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A piece of text whose KV is stored.
-
-    Parameters
-    ----------
-    kind : str
-        ``"chunk"`` or ``"prefix"``.
-    context_ids : tuple of int
-        Ids it is computed behind.
-    token_ids : tuple of int
-        Its ids.
-    key : str
-        Key of its record.
-    regime : int
-        Frequency regime it is computed in; see `ModelAdapter.regime`.
-    """
-
-    kind: str
-    context_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    key: str
-    regime: int = 0
 
 
 @dataclass(frozen=True)
@@ -78,22 +55,6 @@ class Blend:
     fused: FusedKV
     write_back: dict[str, Job]
     split: TokenizedPrompt | None = None
-
-
-@dataclass(frozen=True)
-class _Found:
-    """Records of a prompt: a segment and its place, with what is stored of it."""
-
-    prefix: Segment | None
-    chunks: tuple[Segment, ...]
-    records: dict[str, StoredKV]
-
-    def medium(self, key: str) -> str:
-        """What a segment is read from; empty if it is not stored."""
-        return self.records[key].medium if key in self.records else ""
-
-    def without(self, key: str) -> _Found:
-        return dataclasses.replace(self, records={k: r for k, r in self.records.items() if k != key})
 
 
 class Pipeline:
@@ -133,6 +94,17 @@ class Pipeline:
             other.packed = other._packing(anew=False)
         return other
 
+    @property
+    def query_layers(self) -> tuple[int, ...]:
+        """Layers whose queries are stored with chunks: those that were asked for, and those the rule looks at."""
+        steering = self._steering
+        return tuple(sorted({*steering.config.query_layers, *steering.rule.query_layers}))
+
+    @property
+    def _query_parts(self) -> int:
+        """How many layers of a record the queries of one layer take."""
+        return kv_layers_for(self.adapter.heads, self.adapter.kv_heads)
+
     def _packing(self, anew: bool) -> Packing:
         """The context within which the model is run here."""
         model = self.adapter.model
@@ -150,6 +122,7 @@ class Pipeline:
             kind=kind,
             context_ids=context_ids,
             token_ids=token_ids,
+            query_layers=self.query_layers if kind == "chunk" else (),
         )
         return Segment(kind, context_ids, token_ids, key, regime)
 
@@ -170,22 +143,24 @@ class Pipeline:
         """Compute the KV of segments behind the same context and of the same regime, in one pass."""
         first, ids = segments[0], [segment.token_ids for segment in segments]
         with self.packed():
-            computed = self.adapter.segments_kv(first.context_ids, ids, first.regime)
+            computed = self.adapter.segments_kv(first.context_ids, ids, first.regime, self.query_layers)
         return [self._record(segment, kv) for segment, kv in zip(segments, computed, strict=True)]
 
     def record_info(self, segment: Segment) -> RecordInfo:
         """What the record of a segment says of itself."""
         adapter = self.adapter
+        asked = self.query_layers if segment.kind == "chunk" else ()
         return RecordInfo(
             fingerprint=fingerprint_in(self.fingerprint, segment.regime),
             context_ids=segment.context_ids,
             token_ids=segment.token_ids,
-            layers=adapter.num_layers,
+            layers=adapter.num_layers + len(asked) * self._query_parts,
             kv_heads=adapter.kv_heads,
             head_dim=adapter.head_dim,
             dtype=str(adapter.dtype).removeprefix("torch."),
             rotated=segment.kind == "prefix",
             kind=segment.kind,
+            query_layers=asked,
         )
 
     def blend(self, prompt: Prompt, cancelled: Callable[[], bool] = lambda: False) -> Blend:
@@ -244,10 +219,12 @@ class Pipeline:
         try:
             choice, found = self._choose(split, found)
             while True:
-                layers = _Waited(self._load(split, found, clock), cancelled)
+                stored, queries = self._load(split, found, clock)
+                layers = Waited(stored, cancelled)
                 try:
                     with self.packed():
-                        fusion = fuse(self.adapter, self._plan(split, found), layers, choice.rule)
+                        plan, asked = self._plan(split, found), layers.waiting_for(queries)
+                        fusion = fuse(self.adapter, plan, layers, choice.rule, asked)
                     break
                 except RecordLost as error:
                     _log.warning("%s; the prompt is blended again without it", error)
@@ -309,7 +286,7 @@ class Pipeline:
         key, job = found
         return dataclasses.replace(blend, write_back={**blend.write_back, key: job})
 
-    def _choose(self, split: TokenizedPrompt, found: _Found) -> tuple[Choice, _Found]:
+    def _choose(self, split: TokenizedPrompt, found: Found) -> tuple[Choice, Found]:
         """Let the loading controller, where there is one, choose the ratio and what is worth reading."""
         if self._steering.controller is None:
             return self._steering.choose((), len(split.input_ids), 0, ""), found
@@ -323,7 +300,7 @@ class Pipeline:
             found = found.without(keys[number])
         return choice, found
 
-    def _look_up(self, split: TokenizedPrompt, kept: Continued | None) -> tuple[TokenizedPrompt, _Found]:
+    def _look_up(self, split: TokenizedPrompt, kept: Continued | None) -> tuple[TokenizedPrompt, Found]:
         """Open what is stored of the prefix and the chunks, or of what stands behind a kept prompt."""
         prefix_ids = split.ids(split.prefix)
         start = self.tokenizer.start_ids
@@ -337,11 +314,11 @@ class Pipeline:
             records[kept.key] = kept.record
         chunks = tuple(self.segment("chunk", context, split.ids(span), regime) for span in split.chunks)
         if not self._steering.rule.reads_store:
-            return split, _Found(None, chunks, {})
+            return split, Found(None, chunks, {})
         for segment in (*([prefix] if prefix else []), *chunks):
             if segment.key not in records and (record := self._open(segment)) is not None:
                 records[segment.key] = record
-        return split, _Found(prefix, chunks, records)
+        return split, Found(prefix, chunks, records)
 
     def _open(self, segment: Segment) -> StoredKV | None:
         record = self.store.open(segment.key)
@@ -352,29 +329,14 @@ class Pipeline:
         self.store.delete(segment.key)
         return None
 
-    def _load(self, split: TokenizedPrompt, found: _Found, clock: ReadClock) -> Iterator[LayerKV]:
-        """Stored KV, layer by layer."""
-        spans = zip(split.chunks, found.chunks, strict=True)
-        places = [*([(split.prefix, found.prefix)] if found.prefix else []), *spans]
-        adapter = self.adapter
-        reader = LayerReader(
-            placements=[
-                Placement(segment.key, found.records[segment.key], span.start)
-                for span, segment in places
-                if segment.key in found.records
-            ],
-            layers=adapter.num_layers,
-            kv_heads=adapter.kv_heads,
-            tokens=len(split.input_ids),
-            head_dim=adapter.head_dim,
-            dtype=adapter.dtype,
-            device=adapter.device,
-            clock=clock,
-        )
+    def _load(self, split: TokenizedPrompt, found: Found, clock: ReadClock) -> tuple[Iterator[LayerKV], Queries]:
+        """Stored KV, layer by layer, and stored queries."""
+        reader = reader_of(self.adapter, split, found, clock)
         ahead = self.config.prefetch and reader.stored_layer_bytes >= _WORTH_A_THREAD
-        return load_as_it_pays(reader) if ahead else load_plainly(reader)
+        layers = load_as_it_pays(reader) if ahead else load_plainly(reader)
+        return layers, partial(read_queries, reader, self.adapter, self.query_layers)
 
-    def _plan(self, split: TokenizedPrompt, found: _Found) -> FusionPlan:
+    def _plan(self, split: TokenizedPrompt, found: Found) -> FusionPlan:
         """Sort the stored segments into exact and reused ones."""
         exact: list[range] = []
         reused: dict[range, int] = {}  # where each began when it was computed
@@ -394,7 +356,7 @@ class Pipeline:
         question = _range(split.suffix) if len(split.suffix) else None
         return FusionPlan(split.input_ids, exact, list(reused), turn, list(reused.values()), question)
 
-    def _fused(self, split: TokenizedPrompt, found: _Found, fusion: Fusion, choice: Choice) -> FusedKV:
+    def _fused(self, split: TokenizedPrompt, found: Found, fusion: Fusion, choice: Choice) -> FusedKV:
         read = tuple(segment.key in found.records for segment in found.chunks)
         hits = [span for span, hit in zip(split.chunks, read, strict=True) if hit]
         prefix_hit = found.prefix is not None and found.prefix.key in found.records
@@ -423,7 +385,7 @@ class Pipeline:
             suffix_tokens=len(split.suffix),
         )
 
-    def _write_back(self, split: TokenizedPrompt, found: _Found, fusion: Fusion) -> dict[str, Job]:
+    def _write_back(self, split: TokenizedPrompt, found: Found, fusion: Fusion) -> dict[str, Job]:
         """What computes and stores each segment that was missing."""
         if not self._steering.rule.reads_store or self.config.write_back == "off":
             return {}
@@ -445,30 +407,6 @@ class Pipeline:
 
     def _record(self, segment: Segment, kv: SegmentKV) -> KVRecord:
         return KVRecord(self.record_info(segment), kv)
-
-
-class _Waited:
-    """An iterator that notes how long its reader waited for it, and ends when nobody wants the answer."""
-
-    def __init__(self, layers: Iterator[LayerKV], cancelled: Callable[[], bool]) -> None:
-        self._layers, self._cancelled = layers, cancelled
-        self.seconds = 0.0
-
-    def __iter__(self) -> Iterator[LayerKV]:
-        return self
-
-    def __next__(self) -> LayerKV:
-        if self._cancelled():
-            raise GenerationError("the answer was given up while its prompt was fused")
-        started = time.perf_counter()
-        try:
-            return next(self._layers)
-        finally:
-            self.seconds += time.perf_counter() - started
-
-    def close(self) -> None:
-        """End the loader, whatever it still has in hand."""
-        self._layers.close()  # type: ignore[attr-defined]
 
 
 def _range(span: Span) -> range:

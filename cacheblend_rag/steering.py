@@ -74,8 +74,10 @@ class Steering:
     def __init__(self, config: BlendConfig, layers: int, model: str, controller: LoadingController | None) -> None:
         self.controller = controller
         self.settings = _calibrated(config, model, controller)
-        self.config = config if self.settings is None else _applied(config, self.settings)
+        self.config = _with_stored(config, model, controller)
         """The options, with the calibrated rule where it holds."""
+        if self.settings is not None:
+            self.config = _applied(config, self.settings)
         self._layers, self._model = layers, model
         self.rule = make_rule(self.config).fit(layers)
         self._ratio = self.config.ratio if self.settings is None else self.settings.least_ratio
@@ -190,6 +192,14 @@ def _calibrated(config: BlendConfig, model: str, controller: LoadingController |
             settings.tolerance,
         )
     return settings
+
+
+def _with_stored(config: BlendConfig, model: str, controller: LoadingController | None) -> BlendConfig:
+    """Options with the queries that calibrated records hold, so that other rules find the same records."""
+    settings = controller.blends.get(model) if controller is not None else None
+    if settings is None or config.query_layers:
+        return config
+    return dataclasses.replace(config, query_layers=settings.query_layers)
 
 
 def _applied(config: BlendConfig, settings: BlendSettings) -> BlendConfig:

@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager
 
 from tqdm import tqdm
 
-from cacheblend_rag.pipeline import Pipeline, Segment
+from cacheblend_rag.lookup import Segment
+from cacheblend_rag.pipeline import Pipeline
 from cacheblend_rag.report import WarmReport
 
 __all__ = ["Warming", "in_batches"]

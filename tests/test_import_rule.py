@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("noticing", "engine", "conversation"),
     ("guard", "warming"),
     ("pipeline",),
-    ("steering", "finals"),
+    ("steering", "finals", "lookup"),
     ("prompt", "loading", "fusor", "decode", "streaming", "writeback", "batching", "making"),
     ("store", "report"),
     ("models",),

@@ -13,10 +13,10 @@ import torch
 
 from cacheblend_rag import BlendEngine, Prompt, warming
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.lookup import Segment
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.families import FAMILIES
 from cacheblend_rag.models.kv import SegmentKV
-from cacheblend_rag.pipeline import Segment
 from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore
 from cacheblend_rag.warming import in_batches
 from tests import tiny

@@ -16,12 +16,14 @@ from cacheblend_rag.fusor.selection import SelectionRule
 from cacheblend_rag.fusor.work import work_share
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
+from cacheblend_rag.models.queries import from_kv_layers
 from cacheblend_rag.prompt import Prompt, SegmentTokenizer, TokenizedPrompt
 
 __all__ = ["DEPTH", "Fused", "PreparedPrompt"]
 
 DEPTH = 24
 """Layers of the model to which work is scaled, so that shallow models compare with usual ones."""
+_KEPT_QUERIES = 2  # layers: those of a whole model would take as much memory as its KV, and more
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,9 @@ class PreparedPrompt:
         self.tokens: TokenizedPrompt = tokenizer.tokenize(prompt)
         start_ids = tokenizer.start_ids
         self._known: dict[range, SegmentKV] = {}
-        regime = adapter.regime(len(self.tokens.input_ids)) or 0
+        self._queries: dict[int, torch.Tensor] = {}
+        self._start_ids, self._regime = start_ids, adapter.regime(len(self.tokens.input_ids)) or 0
+        regime = self._regime
         chunks = [range(span.start, span.stop) for span in self.tokens.chunks]
         for span in chunks:
             self._known[span] = adapter.segment_kv(start_ids, self.ids(span), regime)
@@ -105,7 +109,7 @@ class PreparedPrompt:
 
     def fuse(self, rule: SelectionRule) -> Fused:
         """Fuse by a rule."""
-        fusion = fuse(self.adapter, self.plan, self._buffers(self._known), rule)
+        fusion = fuse(self.adapter, self.plan, self._buffers(self._known), rule, self._asked)
         shape, tokens = self.adapter.shape, len(self.tokens.input_ids)
         layers = max(DEPTH, self.adapter.num_layers)
         return Fused(fusion, work_share(shape, tokens, fusion.done), work_share(shape, tokens, fusion.done, layers))
@@ -129,6 +133,21 @@ class PreparedPrompt:
             rotaries = adapter.rotary(len(ids))
             found = attention_rows(adapter, ids, rows, len(rows), copies.__getitem__, rotaries, numbers)
         return [found[number] for number in numbers]
+
+    def _asked(self, layer: int) -> torch.Tensor:
+        """Queries of a layer as they would be stored, ``[heads, tokens, head_dim]``."""
+        if layer not in self._queries:
+            adapter, first = self.adapter, self.adapter.num_layers
+            shape = (adapter.heads, len(self.tokens.input_ids), adapter.head_dim)
+            queries = torch.zeros(shape, dtype=adapter.dtype, device=adapter.device)
+            for span in self.plan.reused:
+                kv = adapter.segment_kv(self._start_ids, self.ids(span), self._regime, (layer,))
+                parts = list(zip(kv.keys[first:], kv.values[first:], strict=True))
+                queries[:, span.start : span.stop] = from_kv_layers(parts, adapter.heads)
+            while len(self._queries) >= _KEPT_QUERIES:
+                del self._queries[next(iter(self._queries))]
+            self._queries[layer] = queries
+        return self._queries[layer]
 
     def _buffers(self, known: Mapping[range, SegmentKV]) -> list[LayerKV]:
         """Fresh buffers of every layer, with what is stored in place."""

@@ -23,6 +23,7 @@ from cacheblend_rag.evaluation.rule_grid import LATE
 from cacheblend_rag.evaluation.selection_table import prepared_case, score
 from cacheblend_rag.fusor.selection import (
     SelectBoundary,
+    SelectForeseen,
     SelectGradual,
     SelectHKVD,
     SelectionRule,
@@ -49,7 +50,7 @@ def rules(check: int, scored: int) -> dict[str, list[_Make]]:
     Parameters
     ----------
     check : int
-        Layer of the (first) check.
+        Layer of the (first) check; stored queries are those of the layer before.
     scored : int
         Layer whose attention from the question is asked for.
     """
@@ -62,6 +63,7 @@ def rules(check: int, scored: int) -> dict[str, list[_Make]]:
         "threshold k": lambda ratio: SelectThreshold((check,), ratio, metric="k", bound=0.0),
         "boundary": SelectBoundary,
         "query": lambda ratio: SelectQuery(ratio, (scored,)),
+        "foreseen": lambda ratio: SelectForeseen(ratio, (check - 1,)),
         "mixed k": lambda ratio: SelectMixed((check,), ratio, metric="k", score_layers=(scored,)),
     }
     draws: list[_Make] = [lambda ratio, seed=seed: SelectRandom(ratio, seed=seed) for seed in range(_DRAWS)]  # type: ignore[misc]

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from cacheblend_rag.fusor.foreseen import Queries, foreseen_deviation
 from cacheblend_rag.fusor.mask import row_mask
 from cacheblend_rag.fusor.scoring import question_attention
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView
-from cacheblend_rag.fusor.work import Projected, RowsDone
+from cacheblend_rag.fusor.work import Looked, Projected, RowsDone
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Rotaries, rotate_in_place
@@ -35,7 +36,7 @@ class FusionPlan:
         Positions from the first to the last whose stored keys still need their rotation.
     origins : sequence of int
         Where each of the reused chunks began when it was computed; needed only by a rule that
-        does not move keys.
+        does not move keys, or that looks at stored queries.
     question : range or None
         Positions of the question, at the end; by default those behind the last stored chunk.
 
@@ -79,7 +80,13 @@ class Fusion:
     done: RowsDone
 
 
-def fuse(adapter: ModelAdapter, plan: FusionPlan, layers: Iterable[LayerKV], rule: SelectionRule) -> Fusion:
+def fuse(
+    adapter: ModelAdapter,
+    plan: FusionPlan,
+    layers: Iterable[LayerKV],
+    rule: SelectionRule,
+    queries: Queries | None = None,
+) -> Fusion:
     """Run the blended pass (Fig. 5 and 9 of the paper).
 
     Parameters
@@ -92,20 +99,29 @@ def fuse(adapter: ModelAdapter, plan: FusionPlan, layers: Iterable[LayerKV], rul
         Stored KV, layer by layer; its buffers are taken over and filled.
     rule : SelectionRule
         Which reused rows stay on which layer.
+    queries : callable, optional
+        Stored queries, for a rule that looks at them.
     """
     with adapter.blending():
-        state = _Pass(adapter, plan, rule.fit(adapter.num_layers), iter(layers))
+        state = _Pass(adapter, plan, rule.fit(adapter.num_layers), iter(layers), queries)
         fused = tuple(state.prefill_layer(number) for number in range(adapter.num_layers))
         logits = adapter.head(state.hidden[-1])
-        done = RowsDone(tuple(state.computed), tuple(state.projected), state.scored, ended=1)
+        done = RowsDone(tuple(state.computed), tuple(state.projected), state.scored, 1, state.looked)
         return Fusion(fused, logits, done.computed, tuple(state.recomputed), state.deviation, done)
 
 
 class _Pass:
     """State of one blended pass: the kept rows and their hidden vectors."""
 
-    def __init__(self, adapter: ModelAdapter, plan: FusionPlan, rule: SelectionRule, layers: Iterator[LayerKV]) -> None:
-        self._adapter, self._plan, self._rule = adapter, plan, rule
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        plan: FusionPlan,
+        rule: SelectionRule,
+        layers: Iterator[LayerKV],
+        queries: Queries | None,
+    ) -> None:
+        self._adapter, self._plan, self._rule, self._queries = adapter, plan, rule, queries
         self._layers, self._turned = layers, list[LayerKV]()
         self._tokens = len(plan.input_ids)
         self._rotaries = adapter.rotary(self._tokens)  # of all positions, float32
@@ -113,6 +129,7 @@ class _Pass:
         self.recomputed: list[int] = []
         self.projected: list[Projected] = []
         self.scored: tuple[torch.Tensor, ...] = ()
+        self.looked: tuple[Looked, ...] = ()
         self.deviation: torch.Tensor | None = None
         self._begin()
         self.hidden = adapter.embed([plan.input_ids[row] for row in self._rows.tolist()])  # [rows, hidden]
@@ -135,9 +152,9 @@ class _Pass:
         candidates = reused.nonzero()[:, 0].to(device)
         self._offsets = self._offsets.to(device)
         self._attention = self._score(always.nonzero()[:, 0].to(device)) if len(candidates) else None
-        view = StartView(candidates, self._offsets[candidates], self._reused_tokens, self._attention_at(candidates))
+        self._foreseen = self._foresee() if len(candidates) else None
         chosen = torch.zeros(self._tokens, dtype=torch.bool, device=device)
-        chosen[candidates[self._rule.begin(view)]] = True
+        chosen[candidates[self._rule.begin(self._view(candidates))]] = True
         self._rows = (chosen | always.to(device)).nonzero()[:, 0]  # [rows], rising
         self._optional = chosen[self._rows]  # [rows], true where a rule decides
 
@@ -153,11 +170,23 @@ class _Pass:
         self.scored = scores.scored
         return scores.attention
 
+    def _foresee(self) -> torch.Tensor | None:
+        """What stored queries say of all positions, if the rule wants it."""
+        plan, layers = self._plan, self._rule.query_layers
+        if not layers:
+            return None
+        found, self.looked = foreseen_deviation(
+            self._adapter, plan.reused, plan.origins, self._queries, self._kv, self._rotaries, layers
+        )
+        return found
+
     def _behind_chunks(self) -> int:
         return max((span.stop for span in (*self._plan.reused, *self._plan.exact)), default=0)
 
-    def _attention_at(self, positions: torch.Tensor) -> torch.Tensor | None:
-        return None if self._attention is None else self._attention[positions]
+    def _view(self, positions: torch.Tensor) -> StartView:
+        """What a rule sees of some positions."""
+        attention, foreseen = (None if of is None else of[positions] for of in (self._attention, self._foreseen))
+        return StartView(positions, self._offsets[positions], self._reused_tokens, attention, foreseen)
 
     def _kv(self, layer: int) -> LayerKV:
         """A layer's stored KV, keys rotated; each layer is taken from the loader once, in order."""
@@ -214,9 +243,7 @@ class _Pass:
         candidates = self._optional.nonzero()[:, 0]
         positions = self._rows[candidates]
         measure = _Measure(self._adapter, layer, self.hidden[candidates], kv, positions, self._rotaries)
-        view = LayerView(
-            positions, self._offsets[positions], self._reused_tokens, self._attention_at(positions), layer, measure
-        )
+        view = LayerView(**vars(self._view(positions)), layer=layer, measure=measure)
         kept = ~self._optional
         kept[candidates[self._rule.keep(view)]] = True
         if measure.first is not None:

@@ -9,7 +9,7 @@ import torch
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.shape import LayerShape, ModelShape
 
-__all__ = ["Projected", "RowsDone", "prefill_work", "work_share"]
+__all__ = ["Looked", "Projected", "RowsDone", "prefill_work", "work_share"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,21 @@ class Projected:
 
 
 @dataclass(frozen=True)
+class Looked:
+    """Attention of stored queries over stored KV.
+
+    Parameters
+    ----------
+    layer : int
+    seen : int
+        Keys that rows attended to, over all rows.
+    """
+
+    layer: int
+    seen: int
+
+
+@dataclass(frozen=True)
 class RowsDone:
     """All rows a pass worked on.
 
@@ -43,19 +58,23 @@ class RowsDone:
     ended : int or None
         How many rows of the last layer were computed to its end, from the last one on; of the
         others only keys and values were. None for all.
+    looked : tuple of Looked
+        What stored queries attended to.
     """
 
     computed: tuple[torch.Tensor, ...]
     projected: tuple[Projected, ...] = ()
     scored: tuple[torch.Tensor, ...] = ()
     ended: int | None = None
+    looked: tuple[Looked, ...] = ()
 
 
 def work_share(shape: ModelShape, tokens: int, done: RowsDone, layers: int | None = None) -> float:
     """Work of a pass as a share of a full prefill's.
 
     Counted are the linear layers by rows, attention by row and visible key, the projections of
-    checks, the scoring pass, and the output head once. The question's rows are rows like others.
+    checks, attention of stored queries, the scoring pass, and the output head once. The question's rows
+    are rows like others.
 
     Parameters
     ----------
@@ -81,6 +100,7 @@ def work_share(shape: ModelShape, tokens: int, done: RowsDone, layers: int | Non
     added = layers - depth
     spent = [_rows(layer, rows) for layer, rows in zip(shape.layers, done.computed, strict=True)]
     checks = sum(p.keys * shape.layers[p.layer].keys + p.values * shape.layers[p.layer].values for p in done.projected)
+    checks += sum(one.seen * shape.layers[one.layer].attention for one in done.looked)
     scoring = sum(_rows(layer, rows) for layer, rows in zip(shape.layers, done.scored, strict=False))
     total = sum(spent) - _spared(shape.layers[-1], done) + added * spent[-1] + checks
     total += scoring * layers / depth + shape.head

@@ -112,7 +112,7 @@ class BlendSettings:
     ----------
     selection : str
         Name of the rule; ``"all"`` for a model that does not tolerate blending.
-    check_layers, recompute_ratio, recompute_ratios, metric, selection_options
+    check_layers, recompute_ratio, recompute_ratios, metric, query_layers, selection_options
         Its options, as in `BlendConfig`.
     tolerance : float
         Mean KL divergence from full prefill that was allowed, in nats a token.
@@ -135,6 +135,7 @@ class BlendSettings:
     highest: float = 0.0
     work: float = 1.0
     prompts: int = 0
+    query_layers: tuple[int, ...] = ()
 
     @property
     def tolerates(self) -> bool:
@@ -245,6 +246,6 @@ def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
 def _settings(found: Mapping[str, Any]) -> BlendSettings:
     """Settings as they were saved; what a later version added is left out."""
     known = {option.name: found[option.name] for option in dataclasses.fields(BlendSettings) if option.name in found}
-    for name in ("check_layers", "recompute_ratios"):
+    for name in ("check_layers", "recompute_ratios", "query_layers"):
         known[name] = tuple(known.get(name, getattr(BlendSettings, name)))
     return BlendSettings(**known)

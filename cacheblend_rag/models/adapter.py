@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import transformers
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -19,14 +18,18 @@ from cacheblend_rag.models.attention import (
     additive,
     fits_causal_kernel,
     in_blocks,
+    row_attention,
     use_row_attention,
 )
+from cacheblend_rag.models.caches import Enough, LastLayer, ScatterCache
 from cacheblend_rag.models.families import family_of
 from cacheblend_rag.models.fingerprint import fingerprint
 from cacheblend_rag.models.growing import let_grow
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.models.modes import evaluating, is_compiled
+from cacheblend_rag.models.parts import misshapen, part_of
 from cacheblend_rag.models.positions import Positions
+from cacheblend_rag.models.queries import as_kv_layers
 from cacheblend_rag.models.rope import Rotaries, rotate, unrotate
 from cacheblend_rag.models.rowwise import computed_in_blocks, row_by_row
 from cacheblend_rag.models.shape import ModelShape, layer_shape
@@ -48,33 +51,6 @@ class Prefill:
 
     cache: Any
     logits: torch.Tensor
-
-
-class _ScatterCache:
-    """Takes the new rows of one layer, and shows the layer all positions."""
-
-    def __init__(self, kv: LayerKV, rows: torch.Tensor) -> None:
-        self._kv = kv
-        self._rows = rows
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._kv.keys.index_copy_(2, self._rows, keys)
-        self._kv.values.index_copy_(2, self._rows, values)
-        return self._kv.keys, self._kv.values
-
-
-class _Enough(Exception):  # noqa: N818
-    """All keys and values are there; what the model would make of them is not wanted."""
-
-
-class _LastLayer(DynamicLayer):  # type: ignore[misc]
-    """The cache of the last layer, behind whose keys and values the pass may end."""
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        super().update(*args, **kwargs)
-        raise _Enough
 
 
 class ModelAdapter:
@@ -102,19 +78,20 @@ class ModelAdapter:
         self.model = model
         self.config = model.config
         self._family = family_of(model, like)
-        self._decoder = _part(model, "model")
-        self.layers = list(_part(self._decoder, "layers"))
+        self._decoder = part_of(model, "model")
+        self.layers = list(part_of(self._decoder, "layers"))
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) > 1:
             raise UnsupportedModelError(f"the model is spread over {sorted(map(str, devices))}; load it on one device")
         self.device = next(iter(devices))
-        self.dtype: torch.dtype = _part(self._decoder, "embed_tokens").weight.dtype
+        self.dtype: torch.dtype = part_of(self._decoder, "embed_tokens").weight.dtype
         self.windows: list[int | None] = self._by_layer(self._family.window)
         turns: list[bool] = self._by_layer(self._family.rotates)
-        rotary = _part(self._decoder, "rotary_emb")
+        rotary = part_of(self._decoder, "rotary_emb")
         self._positions = Positions(self.config, rotary, self._family.layout, turns)
-        self.head_dim = int(_part(self._attention(0), "head_dim"))
+        self.head_dim = int(part_of(self._attention(0), "head_dim"))
         self.kv_heads = int(self.config.num_key_value_heads)
+        self.heads = int(self.config.num_attention_heads)
         self._find_names()
 
     def _by_layer(self, read: Callable[[Any, int], Any]) -> list[Any]:
@@ -122,17 +99,17 @@ class ModelAdapter:
         try:
             return [read(self.config, layer) for layer in range(self.num_layers)]
         except AttributeError as error:
-            raise _misshapen(self.config, error.name) from error
+            raise misshapen(self.config, error.name) from error
 
     def _find_names(self) -> None:
         """Ask for everything once that is wanted later, so that what is missing shows at load."""
         family, attention = self._family, self._attention(0)
-        for name in (family.fused,) if family.fused else (family.keys, family.values):
-            _part(attention, name)
+        for name in (family.fused,) if family.fused else (family.queries, family.keys, family.values):
+            part_of(attention, name)
         if family.norm is not None:
-            _part(self.layers[0], family.norm)
-        _part(self._decoder, "norm")
-        _part(self.model, "lm_head")
+            part_of(self.layers[0], family.norm)
+        part_of(self._decoder, "norm")
+        part_of(self.model, "lm_head")
 
     @property
     def num_layers(self) -> int:
@@ -231,6 +208,34 @@ class ModelAdapter:
         projected = self._project(layer, self._normed(layer, hidden), self._family.keys)
         return self._keys(layer, projected, rotaries)
 
+    def project_queries(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Queries of the rows on a layer, not rotated, ``[heads, rows, head_dim]``; ``hidden`` as for keys."""
+        projected = self._project(layer, self._normed(layer, hidden), self._family.queries)
+        width = self.heads * self.head_dim
+        return self._heads(layer, projected[:, :width], self._family.queries_norm)
+
+    def attend(
+        self, layer: int, queries: torch.Tensor, kv: LayerKV, rotaries: Rotaries, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What a layer's attention gives some rows, before its output projection, ``[rows, heads, head_dim]``.
+
+        Soft caps and attention sinks, which fused kernels lack, are left out.
+
+        Parameters
+        ----------
+        queries : Tensor, [heads, rows, head_dim]
+            Not rotated.
+        kv : LayerKV
+            Keys, rotated, and values of the positions that may be seen.
+        rotaries : Rotaries
+            Of the rows, in float32.
+        mask : Tensor or None
+            What `kernel_mask` made of what the rows see.
+        """
+        turned, module = rotate(queries, rotaries.of_keys(layer)), self._attention(layer)
+        out, _ = row_attention(module, turned[None], kv.keys, kv.values, mask, scaling=getattr(module, "scaling", None))
+        return out[0]
+
     def write_kv(self, layer: int, hidden: torch.Tensor, kv: LayerKV, rows: torch.Tensor, rotaries: Rotaries) -> None:
         """Compute keys and values of rows on a layer, and no more of it; parameters as in `run_layer`.
 
@@ -242,7 +247,7 @@ class ModelAdapter:
         normed, family = self._normed(layer, hidden), self._family
         keys = self._project(layer, normed, family.keys)
         values = keys if family.fused else self._project(layer, normed, family.values)
-        _ScatterCache(kv, rows).update(self._keys(layer, keys, rotaries)[None], self._values(values)[None])
+        ScatterCache(kv, rows).update(self._keys(layer, keys, rotaries)[None], self._values(values)[None])
 
     def _normed(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """What a layer projects: its input, behind a norm where the family has one there."""
@@ -259,15 +264,16 @@ class ModelAdapter:
         return part.view(len(part), self.kv_heads, self.head_dim).transpose(0, 1)
 
     def _keys(self, layer: int, projected: torch.Tensor, rotaries: Rotaries) -> torch.Tensor:
-        name, spans_heads = self._family.keys_norm, self._family.keys_norm_spans_heads
         keys = projected[:, -2 * self._kv_width : -self._kv_width] if self._family.fused else projected
-        norm = getattr(self._attention(layer), name, None) if name else None
-        if norm is not None and spans_heads:
-            keys = norm(keys)
-        keys = keys.view(len(keys), self.kv_heads, self.head_dim).transpose(0, 1)
-        if norm is not None and not spans_heads:
-            keys = norm(keys[None])[0]
-        return rotate(keys, rotaries.of_keys(layer))
+        return rotate(self._heads(layer, keys, self._family.keys_norm), rotaries.of_keys(layer))
+
+    def _heads(self, layer: int, projected: torch.Tensor, norm_name: str | None) -> torch.Tensor:
+        """Projected queries or keys by head and behind their norm, ``[heads, rows, head_dim]``."""
+        norm = getattr(self._attention(layer), norm_name, None) if norm_name else None
+        if norm is not None and self._family.norms_span_heads:
+            projected, norm = norm(projected), None
+        by_head = projected.view(len(projected), -1, self.head_dim).transpose(0, 1)
+        return by_head if norm is None else norm(by_head[None])[0]
 
     def kernel_mask(
         self, mask: torch.Tensor | None, rows: torch.Tensor, tokens: int, window: int | None
@@ -298,7 +304,7 @@ class ModelAdapter:
             mask = torch.ones(1, 1, count, tokens, dtype=torch.bool, device=self.device).tril(tokens - count)
         if not fused:
             return additive(mask, self.dtype, torch.finfo(self.dtype).min)
-        group = int(self.config.num_attention_heads) // self.kv_heads
+        group = self.heads // self.kv_heads
         return in_blocks(additive(mask, self.dtype, float("-inf")), rows, window, group)
 
     def run_layer(
@@ -334,7 +340,7 @@ class ModelAdapter:
             hidden[None],
             attention_mask=mask,
             position_ids=rows[None],
-            past_key_values=_ScatterCache(kv, rows),
+            past_key_values=ScatterCache(kv, rows),
             use_cache=True,
             position_embeddings=(rotary.cos[None], rotary.sin[None]),
         )
@@ -385,12 +391,18 @@ class ModelAdapter:
             out = self.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
             return Prefill(cache, out.logits[0, -1])
 
-    def segment_kv(self, context_ids: Sequence[int], ids: Sequence[int], regime: int = 0) -> SegmentKV:
+    def segment_kv(
+        self, context_ids: Sequence[int], ids: Sequence[int], regime: int = 0, query_layers: Sequence[int] = ()
+    ) -> SegmentKV:
         """KV of a segment computed behind a context, keys with their rotation undone; see `segments_kv`."""
-        return self.segments_kv(context_ids, [ids], regime)[0]
+        return self.segments_kv(context_ids, [ids], regime, query_layers)[0]
 
     def segments_kv(
-        self, context_ids: Sequence[int], segments: Sequence[Sequence[int]], regime: int = 0
+        self,
+        context_ids: Sequence[int],
+        segments: Sequence[Sequence[int]],
+        regime: int = 0,
+        query_layers: Sequence[int] = (),
     ) -> list[SegmentKV]:
         """KV of several segments in one pass, each computed behind the context as if it were alone.
 
@@ -406,6 +418,9 @@ class ModelAdapter:
             Ids of each.
         regime : int
             They are computed as parts of a prompt of this frequency regime.
+        query_layers : sequence of int
+            Layers whose queries are wanted, without rotation; they follow the last layer of the KV, in its
+            form (`as_kv_layers`).
 
         Returns
         -------
@@ -414,13 +429,15 @@ class ModelAdapter:
         """
         rows = [[*context_ids, *ids] for ids in segments]
         if len(rows) > 1 and not self._positions.alike(map(len, rows), regime):
-            return [self.segment_kv(context_ids, ids, regime) for ids in segments]
+            return [self.segment_kv(context_ids, ids, regime, query_layers) for ids in segments]
         first, longest = len(context_ids), max(map(len, rows))
         # A token of its own is padding that every model has seen: rows hidden by a mask must still be finite.
         inputs = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows], device=self.device)
-        layers = [*(DynamicLayer() for _ in self.layers[1:]), _LastLayer()]
-        with self._plain(), computed_in_blocks(self._row_by_row), self._positions.within(regime), suppress(_Enough):
-            self._decoder(inputs, past_key_values=Cache(layers=layers), use_cache=True)
+        layers = [*(DynamicLayer() for _ in self.layers[1:]), LastLayer()]
+        with self._plain(), computed_in_blocks(self._row_by_row), self._positions.within(regime):
+            with self._noting_inputs(query_layers) as hidden, suppress(Enough):
+                self._decoder(inputs, past_key_values=Cache(layers=layers), use_cache=True)
+            queries = [[self.project_queries(at, rows[first:]) for rows in hidden[at]] for at in query_layers]
         rotaries = self.rotary(longest - first, first, regime)
         keys: list[list[torch.Tensor]] = [[] for _ in rows]
         values: list[list[torch.Tensor]] = [[] for _ in rows]
@@ -430,14 +447,34 @@ class ModelAdapter:
             for row, ids in enumerate(segments):
                 keys[row].append(_copied(turned[row, :, : len(ids)]))
                 values[row].append(_copied(layer.values[row, :, first : first + len(ids)]))
+        for row, ids in enumerate(segments):
+            for of_layer in queries:
+                for part, other in as_kv_layers(of_layer[row][:, : len(ids)], self.kv_heads):
+                    keys[row].append(part)
+                    values[row].append(other)
         return [SegmentKV(tuple(k), tuple(v), rotated=False) for k, v in zip(keys, values, strict=True)]
+
+    @contextmanager
+    def _noting_inputs(self, layers: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
+        """Within this, the input of some layers is noted, ``[batch, tokens, hidden]``."""
+        noted: dict[int, torch.Tensor] = {}
+
+        def noting(layer: int) -> Callable[[Any, Any, Any], None]:
+            return lambda module, given, named: noted.update({layer: given[0] if given else named["hidden_states"]})
+
+        hooks = [self.layers[at].register_forward_pre_hook(noting(at), with_kwargs=True) for at in layers]
+        try:
+            yield noted
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @property
     def _kv_width(self) -> int:
         return self.kv_heads * self.head_dim
 
     def _attention(self, layer: int) -> Any:
-        return _part(self.layers[layer], self._family.attention)
+        return part_of(self.layers[layer], self._family.attention)
 
     @contextmanager
     def _plain(self) -> Iterator[None]:
@@ -449,22 +486,6 @@ class ModelAdapter:
 def _copied(part: torch.Tensor) -> torch.Tensor:
     """The same in memory of its own: a view would keep the whole batch alive."""
     return part.clone(memory_format=torch.contiguous_format)
-
-
-def _part(module: Any, name: str) -> Any:
-    """An attribute of a module, or an error that says what the installed transformers lacks."""
-    try:
-        return getattr(module, name)
-    except AttributeError as error:
-        raise _misshapen(module, name) from error
-
-
-def _misshapen(owner: Any, name: str | None) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{type(owner).__name__} of transformers {transformers.__version__} has no {name!r}: either "
-        "transformers has renamed it, and a version this package was tested with is needed, or the model "
-        "is not shaped like the family it is treated as"
-    )
 
 
 def _scaled(logits: torch.Tensor, config: Any) -> torch.Tensor:

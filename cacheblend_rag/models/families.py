@@ -64,15 +64,15 @@ class Family:
         Attribute of a decoder layer: the norm before its attention, if there is one.
     attention : str
         Attribute of a decoder layer: its attention module.
-    keys, values : str
+    queries, keys, values : str
         Attributes of the attention module: the projections.
     fused : str or None
         Attribute of the attention module: one projection of queries, keys and values, in this
-        order, in place of ``keys`` and ``values``.
-    keys_norm : str or None
-        Attribute of the attention module: the norm of keys; may be missing in some models.
-    keys_norm_spans_heads : bool
-        Whether that norm takes all heads at once; otherwise each head for itself.
+        order, in place of the three.
+    queries_norm, keys_norm : str or None
+        Attributes of the attention module: the norms of queries and keys; may be missing in some models.
+    norms_span_heads : bool
+        Whether these norms take all heads at once; otherwise each head for itself.
     """
 
     model_type: str
@@ -81,11 +81,13 @@ class Family:
     layout: Layout = _HALVES
     norm: str | None = "input_layernorm"
     attention: str = "self_attn"
+    queries: str = "q_proj"
     keys: str = "k_proj"
     values: str = "v_proj"
     fused: str | None = None
+    queries_norm: str | None = None
     keys_norm: str | None = None
-    keys_norm_spans_heads: bool = False
+    norms_span_heads: bool = False
 
 
 FAMILIES: dict[str, Family] = {
@@ -94,7 +96,7 @@ FAMILIES: dict[str, Family] = {
         Family("cohere2", _by_layer_type, _sliding_layers_rotate, _INTERLEAVED_PAIRS),
         Family("gemma"),
         Family("gemma2", _by_layer_type),
-        Family("gemma3_text", _by_layer_type, keys_norm="k_norm"),
+        Family("gemma3_text", _by_layer_type, queries_norm="q_norm", keys_norm="k_norm"),
         Family("glm", layout=_INTERLEAVED),
         Family("glm4", layout=_INTERLEAVED),
         Family("gpt_oss", _by_layer_type, layout=_ONCE),
@@ -104,14 +106,14 @@ FAMILIES: dict[str, Family] = {
         Family("ministral3", _every_layer),
         Family("mistral", _every_layer),
         Family("mixtral", _every_layer),
-        Family("olmo2", norm=None, keys_norm="k_norm", keys_norm_spans_heads=True),
-        Family("olmo3", _by_layer_type, norm=None, keys_norm="k_norm", keys_norm_spans_heads=True),
+        Family("olmo2", norm=None, queries_norm="q_norm", keys_norm="k_norm", norms_span_heads=True),
+        Family("olmo3", _by_layer_type, norm=None, queries_norm="q_norm", keys_norm="k_norm", norms_span_heads=True),
         Family("phi3", _every_layer, fused="qkv_proj"),
         Family("qwen2", _by_layer_type),
-        Family("qwen3", _by_layer_type, keys_norm="k_norm"),
-        Family("qwen3_moe", _every_layer, keys_norm="k_norm"),
+        Family("qwen3", _by_layer_type, queries_norm="q_norm", keys_norm="k_norm"),
+        Family("qwen3_moe", _every_layer, queries_norm="q_norm", keys_norm="k_norm"),
         Family("smollm3", _by_layer_type, _listed_layers_rotate),
-        Family("stablelm", keys_norm="k_layernorm"),
+        Family("stablelm", queries_norm="q_layernorm", keys_norm="k_layernorm"),
         Family("starcoder2", _every_layer),
     )
 }

@@ -16,9 +16,10 @@ from cacheblend_rag.cli import main
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.calibration.calibrate import CalibrationOptions, calibrate, keep_settings, report
 from cacheblend_rag.evaluation.calibration.prompts import case_prompts, chunk_prompts, question_prompts
-from cacheblend_rag.evaluation.calibration.search import Finding
-from cacheblend_rag.evaluation.calibration.trials import TrialSet
+from cacheblend_rag.evaluation.calibration.search import Finding, Search
+from cacheblend_rag.evaluation.calibration.trials import TrialSet, Tried
 from cacheblend_rag.evaluation.quality.methods import settings_rule, variants
+from cacheblend_rag.evaluation.quality.statistics import interval
 from cacheblend_rag.fusor.selection import SelectHKVD, SelectionRule, SelectNone
 from cacheblend_rag.loading import (
     BlendSettings,
@@ -84,12 +85,32 @@ def test_the_tolerance_holds_on_prompts_nobody_has_seen(
 ) -> None:
     for name in ("calm", "middling"):
         settings, _ = found[name]
-        assert settings.divergence <= settings.tolerance == TOLERANCE
+        assert settings.divergence <= settings.highest <= settings.tolerance == TOLERANCE
         segments = SegmentTokenizer(tiny.tokenizer(), " # # ")
         fresh = TrialSet(ModelAdapter(models[name]), segments, prompts(100, 16), answer_tokens=8, end_ids=[2])
         tried = fresh.try_rule(settings_rule(settings).fit(6))
         assert tried.divergence.mean <= TOLERANCE
         assert tried.work == pytest.approx(settings.work, abs=0.05)
+
+
+def test_a_mean_within_the_tolerance_is_not_enough(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = SegmentTokenizer(tiny.tokenizer(), " # # ")
+    searched, checks = (
+        TrialSet(ModelAdapter(models["calm"]), segments, prompts(first, 6), answer_tokens=2) for first in (0, 6)
+    )
+    cheap, dear = (Tried(SelectHKVD((1,), ratio), (0.02,) * 6, ratio, True) for ratio in (0.05, 0.2))
+    few_bad, even = (0.01, 0.01, 0.01, 0.01, 0.01, 0.2), (0.03,) * 6
+    on_checks = {0.05: few_bad, 0.2: even}
+
+    def looked_up(trials: TrialSet, rule: SelectHKVD, tolerance: float) -> Tried:
+        return Tried(rule, on_checks[rule.recompute_ratio], 0.0, True)
+
+    monkeypatch.setattr(TrialSet, "try_rule", looked_up)
+    assert sum(few_bad) / 6 < TOLERANCE < interval(few_bad).high
+    chosen, checked = Search(searched, checks, 6, TOLERANCE)._checked([cheap, dear])
+    assert chosen is dear, "one prompt of the six held back is far beyond"
+    assert checked is not None
+    assert checked.divergences == even
 
 
 def test_no_cheaper_rule_was_passed_over(found: dict[str, tuple[BlendSettings, Finding]]) -> None:

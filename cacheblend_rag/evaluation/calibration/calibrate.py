@@ -214,6 +214,7 @@ def report(settings: BlendSettings, found: Finding) -> str:
     shares = ", ".join(f"{share:.1%}" for share in settings.recompute_ratios or (settings.recompute_ratio,))
     measured = settings.selection in ("hkvd", "mixed", "threshold")
     at = f", metric {settings.metric}, checks at layer {checks}" if measured else ""
+    at += f", queries of layer {', '.join(map(str, settings.query_layers))}" if settings.query_layers else ""
     at += "".join(f", {name} {value}" for name, value in settings.selection_options.items())
     lines.append(
         f"chosen: {settings.selection}{at}, share {shares}: {settings.work:.1%} of full prefill's work, divergence "

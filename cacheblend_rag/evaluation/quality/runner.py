@@ -25,7 +25,7 @@ from cacheblend_rag.evaluation.quality.choosing import ORDERS, Ranker, choose, p
 from cacheblend_rag.evaluation.quality.equal_work import EqualWork
 from cacheblend_rag.evaluation.quality.journal import Journal
 from cacheblend_rag.evaluation.quality.measures import rouge_scorer
-from cacheblend_rag.evaluation.quality.methods import BLENDED, Variant, own_ratios, variants
+from cacheblend_rag.evaluation.quality.methods import BLENDED, Variant, own_ratios, rule_of, variants
 from cacheblend_rag.evaluation.quality.prompts import STYLES, ChatFrame, build_prompt
 from cacheblend_rag.evaluation.quality.sources import CaseSource
 from cacheblend_rag.evaluation.quality.subject import Subject
@@ -162,8 +162,12 @@ class Evaluation:
         calibrated: BlendSettings | None = None,
         retrieval: str = "file",
     ) -> None:
-        self._engine, self._source, self._options, self._ranker = engine, source, options, ranker
+        self._source, self._options, self._ranker = source, options, ranker
         self._variants = variants(options.methods, options.ratios, engine.adapter.num_layers, calibrated)
+        # One store serves all methods, so its records hold the queries that any of them looks at.
+        rules = [variant.rule for variant in self._variants] + [rule_of(one, 1.0) for one in self._by_work()]
+        asked = {layer for rule in rules if rule is not None for layer in rule.query_layers}
+        self._engine = engine.with_config(query_layers=tuple(sorted({*engine.config.query_layers, *asked})))
         self._chat = ChatFrame(engine.tokenizer) if options.chat else None
         self._pools = {count: self._pool(count) for count in options.chunks}
         if any(case.task != "qa" for pool in self._pools.values() for case in pool):
@@ -233,12 +237,8 @@ class Evaluation:
 
     def _named(self, count: int, length: int) -> list[Variant]:
         """All methods for prompts of so many chunks of a length: how much work a ratio is depends on them."""
-        wanted = [
-            own_ratios(method)[0]
-            for method in dict.fromkeys(self._options.methods)
-            if method.split(":")[0] in BLENDED and not own_ratios(method)[1]
-        ]
-        if not self._options.works or not wanted:
+        wanted = self._by_work()
+        if not wanted:
             return self._variants
         pool = self._pools[count]
         segments = SegmentTokenizer(self._engine.tokenizer, self._engine.config.separator)
@@ -253,6 +253,13 @@ class Evaluation:
                 else:
                     found.append(variant)
         return found
+
+    def _by_work(self) -> list[str]:
+        """Methods whose ratio follows from the work they may do."""
+        options = self._options
+        blended = [method for method in dict.fromkeys(options.methods) if method.split(":")[0] in BLENDED]
+        plain = [own_ratios(method)[0] for method in blended if not own_ratios(method)[1]]
+        return plain if options.works else []
 
     def _asked(self, case: EvalCase, count: int, length: int) -> tuple[EvalCase, Prompt]:
         """A question with the chunks of its prompt, and the prompt."""

@@ -174,6 +174,7 @@ class _Asked:
             done.projected,
             tuple(rows.cpu() for rows in done.scored),
             done.ended,
+            done.looked,
         )
         return {"work": work_share(shape, tokens, on_host), "work_24": work_share(shape, tokens, on_host, deep)}
 

@@ -9,6 +9,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection.all import SelectAll
 from cacheblend_rag.fusor.selection.base import FixedRule, LayerView, Measure, SelectionRule, StartView, budget, top
 from cacheblend_rag.fusor.selection.boundary import SelectBoundary
+from cacheblend_rag.fusor.selection.foreseen import SelectForeseen
 from cacheblend_rag.fusor.selection.gradual import SelectGradual
 from cacheblend_rag.fusor.selection.hkvd import SelectHKVD
 from cacheblend_rag.fusor.selection.mixed import SelectMixed
@@ -25,6 +26,7 @@ __all__ = [
     "Measure",
     "SelectAll",
     "SelectBoundary",
+    "SelectForeseen",
     "SelectGradual",
     "SelectHKVD",
     "SelectMixed",
@@ -45,12 +47,13 @@ RULES: dict[str, type[SelectionRule]] = {
     "threshold": SelectThreshold,
     "boundary": SelectBoundary,
     "query": SelectQuery,
+    "foreseen": SelectForeseen,
     "mixed": SelectMixed,
     "random": SelectRandom,
     "none": SelectNone,
     "all": SelectAll,
 }
-SHARED_OPTIONS = ("check_layers", "recompute_ratio", "recompute_ratios", "metric")
+SHARED_OPTIONS = ("check_layers", "recompute_ratio", "recompute_ratios", "metric", "query_layers")
 """Options that rules share are options of the engine; the others are given as ``selection_options``."""
 
 

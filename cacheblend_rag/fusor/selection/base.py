@@ -46,12 +46,16 @@ class StartView:
         How much the question attends to each: mean over heads, over the question's rows and over
         the rule's `SelectionRule.score_layers`, keys at their final positions and nothing
         recomputed but what is always computed. None if the rule scores no layers.
+    foreseen : Tensor or None, [candidates], float32
+        How far attention moves once each sees other chunks, foreseen from its stored query on the rule's
+        `SelectionRule.query_layers`; see `foreseen_deviation`. None if the rule names none.
     """
 
     positions: torch.Tensor
     offsets: torch.Tensor
     reused_tokens: int
     attention: torch.Tensor | None = None
+    foreseen: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class LayerView(StartView):
 
     Parameters
     ----------
-    positions, offsets, reused_tokens, attention
+    positions, offsets, reused_tokens, attention, foreseen
         As in `StartView`.
     layer : int
         Number of the layer.
@@ -102,6 +106,11 @@ class SelectionRule(ABC):
     @property
     def score_layers(self) -> Sequence[int]:
         """Layers on which the question's attention is wanted; each call of a rule then shows it."""
+        return ()
+
+    @property
+    def query_layers(self) -> Sequence[int]:
+        """Layers whose stored queries are looked at before layer 0; records must hold them."""
         return ()
 
     def begin(self, view: StartView) -> torch.Tensor:

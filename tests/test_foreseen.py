@@ -1,0 +1,283 @@
+"""Stored queries: exact where they can be, kept with the KV they belong to, and what they point at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendConfig, Prompt
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.evaluation.calibration.search import Search
+from cacheblend_rag.evaluation.calibration.trials import TrialSet
+from cacheblend_rag.evaluation.prepared import PreparedPrompt
+from cacheblend_rag.fusor.foreseen import foreseen_deviation
+from cacheblend_rag.fusor.selection import SelectForeseen, SelectNone, StartView, make_rule
+from cacheblend_rag.loading import BlendSettings, LoadingController, MachineProfile
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.families import FAMILIES
+from cacheblend_rag.models.queries import as_kv_layers, from_kv_layers, kv_layers_for
+from cacheblend_rag.prompt import SegmentTokenizer
+from cacheblend_rag.steering import Steering
+from cacheblend_rag.store import DiskStore, MemoryStore
+from cacheblend_rag.store.record import RecordFormat
+from tests import tiny
+from tests.probes import PROMPT, assert_same, engine_of, record_files
+
+# Their attention has what fused kernels lack: soft caps, attention sinks, queries scaled by position.
+_APART = ("gemma2", "gpt_oss", "ministral3")
+LOOKING = {"selection": "foreseen", "query_layers": (1,), "recompute_ratio": 0.3}
+
+
+def prepared_of(model: Any) -> PreparedPrompt:
+    return PreparedPrompt(ModelAdapter(model), SegmentTokenizer(tiny.tokenizer(), " # # "), PROMPT)
+
+
+def foreseen(prepared: PreparedPrompt, layers: tuple[int, ...]) -> torch.Tensor:
+    """By position; what stands outside of reused chunks is NaN."""
+    adapter, plan = prepared.adapter, prepared.plan
+    fused = prepared.fuse(SelectNone()).fusion
+    with adapter.blending():
+        found, looked = foreseen_deviation(
+            adapter, plan.reused, plan.origins, prepared._asked, fused.layers.__getitem__,
+            adapter.rotary(len(plan.input_ids)), layers,
+        )  # fmt: skip
+    assert [one.layer for one in looked] == list(layers)
+    seen = torch.full_like(found, float("nan"))
+    for span in plan.reused:
+        seen[span.start : span.stop] = found[span.start : span.stop]
+    return seen
+
+
+# What queries say -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(_APART)))
+def test_on_layer_0_they_foresee_what_a_full_prefill_does(family: str) -> None:
+    """Nothing of layer 0 depends on context but its attention, so stored queries give exactly that."""
+    model = tiny.model(family)
+    prepared, given = prepared_of(model), []
+    hook = model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, args: given.append(args[0][0]))
+    tiny.full_prefill(model, list(prepared.tokens.input_ids))
+    hook.remove()
+    adapter, origin = prepared.adapter, prepared.plan.origins[0]
+    expected = {}
+    for span in prepared.plan.reused:
+        hook = model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(
+            lambda _, args: given.append(args[0][0])
+        )
+        tiny.full_prefill(model, [*prepared.tokens.input_ids[:origin], *prepared.ids(span)])
+        hook.remove()
+        alone, among = given[-1][origin:], given[0][span.start : span.stop]
+        expected[span] = (among - alone).norm(dim=1) / alone.norm(dim=1)
+    found = foreseen(prepared, (0,))
+    assert adapter.num_layers == 4
+    for span, deviation in expected.items():
+        torch.testing.assert_close(found[span.start : span.stop], deviation, atol=2e-3, rtol=2e-3)
+        assert deviation.max() > 0.01
+
+
+@pytest.mark.parametrize("family", _APART)
+def test_other_families_are_looked_at_all_the_same(family: str) -> None:
+    found = foreseen(prepared_of(tiny.model(family)), (1, 2))
+    inside = found[~found.isnan()]
+    assert len(inside) == sum(map(len, prepared_of(tiny.model(family)).plan.reused))
+    assert inside.isfinite().all()
+    assert inside.max() > 0
+
+
+def test_layers_are_averaged() -> None:
+    prepared = prepared_of(tiny.model())
+    both, first, second = (foreseen(prepared, layers) for layers in ((1, 2), (1,), (2,)))
+    torch.testing.assert_close(both, (first + second) / 2, equal_nan=True)
+
+
+def test_nothing_is_foreseen_where_nothing_is_seen() -> None:
+    """With a window of one token, no row sees another chunk, nor itself among others."""
+    model = tiny.model("mistral", sliding_window=1)
+    found = foreseen(prepared_of(model), (1,))
+    assert found[~found.isnan()].max() < 1e-5
+
+
+def test_the_highest_are_kept() -> None:
+    rule = SelectForeseen(0.5, (1,))
+    view = StartView(torch.arange(4), torch.arange(4), 4, foreseen=torch.tensor([0.1, 0.9, 0.3, 0.2]))
+    assert rule.begin(view).tolist() == [1, 2]
+    assert rule.begin(StartView(torch.arange(4), torch.arange(4), 4)).tolist() == []
+    assert not any(map(rule.checks, range(4)))
+
+
+# Their form -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "layers"), [(4, 2, 1), (14, 2, 4), (3, 3, 1), (8, 1, 4), (5, 1, 3)])
+def test_queries_lie_in_layers_of_kv(heads: int, kv_heads: int, layers: int) -> None:
+    queries = torch.randn(heads, 7, 4)
+    pairs = as_kv_layers(queries, kv_heads)
+    assert len(pairs) == kv_layers_for(heads, kv_heads) == layers
+    assert {tuple(part.shape) for pair in pairs for part in pair} == {(kv_heads, 7, 4)}
+    assert torch.equal(from_kv_layers(pairs, heads), queries)
+
+
+def test_segments_in_one_pass_have_the_queries_of_each_alone() -> None:
+    adapter, tokens = ModelAdapter(tiny.model()), tiny.tokenizer()
+    segments = [tokens(chunk, add_special_tokens=False).input_ids for chunk in PROMPT.chunks]
+    together = adapter.segments_kv([1], segments, query_layers=(1, 3))
+    for ids, kv in zip(segments, together, strict=True):
+        alone, plain = adapter.segment_kv([1], ids, query_layers=(1, 3)), adapter.segment_kv([1], ids)
+        assert len(kv.keys) == len(kv.values) == 4 + 2
+        assert len(plain.keys) == 4
+        for ours, theirs in zip(kv.keys + kv.values, alone.keys + alone.values, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+        for ours, theirs in zip(alone.keys, plain.keys, strict=False):
+            assert torch.equal(ours, theirs)
+    assert not any(layer._forward_pre_hooks for layer in adapter.layers)
+
+
+# The engine -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, "phi3", "gemma2", "gpt_oss", "olmo2"])
+def test_ratio_1_is_full_prefill(family: str) -> None:
+    model = tiny.model(family)
+    with engine_of(model, **LOOKING | {"recompute_ratio": 1.0}) as engine:
+        for _ in range(2):
+            fused = engine.fuse(PROMPT)
+            torch.testing.assert_close(
+                fused.logits, tiny.full_prefill(model, fused.input_ids).logits[0, -1], atol=1e-4, rtol=1e-4
+            )
+        assert fused.report.hits == 3
+
+
+def test_no_layer_is_computed_in_full() -> None:
+    with engine_of(**LOOKING) as engine, engine_of(selection="none") as reusing:
+        for one in (engine, reusing):
+            one.fuse(PROMPT)
+        fused, reused = engine.fuse(PROMPT), reusing.fuse(PROMPT)
+    tokens = int(0.3 * sum(map(len, prepared_of(tiny.model()).plan.reused)))
+    assert fused.report.recomputed_tokens == (tokens,) * 4
+    rows = (tokens + reused.report.computed_tokens[0]) / len(fused.input_ids)
+    assert fused.report.work > reused.report.work
+    # Looking is a part of one layer's attention.
+    assert rows - 0.1 < fused.report.work < rows + 0.2
+    looked = fused.done.looked
+    assert [one.layer for one in looked] == [1]
+    assert looked[0].seen > 0
+
+
+def test_a_prepared_prompt_sees_what_stored_queries_say() -> None:
+    model = tiny.model()
+    with engine_of(model, **LOOKING) as engine:
+        engine.fuse(PROMPT)
+        fused = engine.fuse(PROMPT)
+    twin = prepared_of(model).fuse(SelectForeseen(0.3, (1,)))
+    torch.testing.assert_close(fused.logits, twin.fusion.logits, atol=1e-4, rtol=1e-4)
+    assert twin.work == pytest.approx(fused.report.work)
+
+
+@pytest.mark.parametrize("options", [{}, {"codec": "int8"}, {"compress": True}, {"codec": "fp8"}])
+def test_stores_keep_queries(tmp_path: Path, options: dict[str, Any]) -> None:
+    model = tiny.model()
+    with engine_of(model, **LOOKING) as engine:
+        engine.fuse(PROMPT)
+        expected = engine.fuse(PROMPT)
+    store = DiskStore(tmp_path, form=RecordFormat(**options))
+    with engine_of(model, store=store, **LOOKING) as engine:
+        engine.fuse(PROMPT)
+        found = engine.fuse(PROMPT)
+        assert found.report.hits == 3
+        if "codec" not in options:
+            assert_same(found, expected)
+    store.close()
+
+
+def test_every_order_and_every_rule_finds_the_same_records() -> None:
+    other = Prompt(PROMPT.prefix, PROMPT.chunks[::-1], "Who watched?")
+    with engine_of(**LOOKING) as engine:
+        engine.warm(PROMPT.chunks)
+        assert engine.fuse(other).report.hits == 3
+        for selection in ("none", "hkvd", "all"):
+            hits = engine.with_config(selection=selection).fuse(PROMPT).report.hits
+            assert hits == (0 if selection == "all" else 3)
+
+
+def test_records_without_queries_are_a_miss_and_nothing_else() -> None:
+    model, store = tiny.model(), MemoryStore()
+    with engine_of(model, store=store) as engine:
+        engine.warm(PROMPT.chunks)
+        assert engine.fuse(PROMPT).report.hits == 3
+        looking = engine.with_config(**LOOKING)
+        assert looking.fuse(PROMPT).report.hits == 0
+        assert looking.fuse(PROMPT).report.hits == 3
+        assert engine.with_config(**LOOKING | {"query_layers": (2,)}).fuse(PROMPT).report.hits == 0
+        assert engine.fuse(PROMPT).report.hits == 3, "the others are still there"
+
+
+def test_damaged_queries_are_a_miss(tmp_path: Path) -> None:
+    model = tiny.model()
+    with engine_of(model, **LOOKING) as engine:
+        never = engine.fuse(PROMPT)
+    store = DiskStore(tmp_path)
+    with engine_of(model, store=store, **LOOKING) as engine:
+        engine.warm(PROMPT.chunks)
+        for path in record_files(tmp_path):
+            content = bytearray(path.read_bytes())
+            content[-4096] ^= 1  # within the last layer of the record: its queries
+            path.write_bytes(bytes(content))
+        fused = engine.fuse(PROMPT)
+        assert fused.report.lost == 3
+        torch.testing.assert_close(fused.logits, never.logits, atol=1e-5, rtol=1e-5)
+        assert engine.fuse(PROMPT).report.hits == 3
+    store.close()
+
+
+# Options --------------------------------------------------------------------------------------
+
+
+def test_options_are_checked() -> None:
+    for layers in ((), (-1,), (2, 1), "2"):
+        with pytest.raises(ConfigError, match="query_layers"):
+            SelectForeseen(0.1, layers)  # type: ignore[arg-type]
+    for bad in ((-1,), (2, 2), 3):
+        with pytest.raises(ConfigError, match="query_layers"):
+            BlendConfig(query_layers=bad)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"query_layers.*calibrate"):
+        make_rule(BlendConfig(selection="foreseen"))
+    with pytest.raises(ConfigError, match="layers 0 to 3"):
+        engine_of(**LOOKING | {"query_layers": (4,)})
+    prepared = prepared_of(tiny.model())
+    with pytest.raises(ConfigError, match="query_layers"):
+        foreseen_deviation(prepared.adapter, [range(3)], [1], None, None, None, (1,))  # type: ignore[arg-type]
+
+
+def test_the_environment_names_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_RAG_QUERY_LAYERS", "1,2")
+    assert BlendConfig().query_layers == (1, 2)
+
+
+def test_what_was_calibrated_says_what_records_hold() -> None:
+    """Also for rules that do not look at queries: all find the same records."""
+    settings = BlendSettings("foreseen", recompute_ratio=0.08, query_layers=(2,), tolerance=0.01)
+    profile = MachineProfile(blends={"m": settings})
+
+    def of(**options: Any) -> Steering:
+        return Steering(BlendConfig(**options), 24, "m", LoadingController(profile))
+
+    chosen = of()
+    assert chosen.rule == SelectForeseen(0.08, (2,))
+    assert chosen.choose([], 100, 10, "disk").ratio == 0.08
+    assert of(selection="none").config.query_layers == (2,)
+    assert of(selection="foreseen", recompute_ratio=0.2).rule == SelectForeseen(0.2, (2,))
+    assert of(selection="none", query_layers=(3,)).config.query_layers == (3,)
+
+
+def test_calibrate_looks_for_the_layer_that_tells_most() -> None:
+    segments = SegmentTokenizer(tiny.tokenizer(), " # # ")
+    trials = TrialSet(ModelAdapter(tiny.model()), segments, [PROMPT], answer_tokens=2)
+    telling = Search(trials, trials, 4, 0.01)._telling()
+    means = {
+        layer: trials.try_rule(SelectForeseen(0.05, (layer,))).divergence.mean for layer in range(3)
+    }  # the last layer's would move no KV
+    assert telling == sorted(means, key=means.__getitem__)[:2]
