@@ -177,6 +177,11 @@ class BlendEngine:
         """Identity of the model: its weights and what its KV depends on."""
         return self._pipeline.fingerprint
 
+    @property
+    def query_layers(self) -> tuple[int, ...]:
+        """Layers whose queries are stored with the KV of chunks."""
+        return self._pipeline.query_layers
+
     def tokenize(self, prompt: Prompt | str) -> TokenizedPrompt:
         """The ids of a prompt and where its segments lie."""
         return self._pipeline.tokenizer.tokenize(self._prompt(prompt))

@@ -370,6 +370,7 @@ class Pipeline:
             recomputed_tokens=fusion.recomputed_tokens,
             computed_tokens=tuple(map(len, fusion.computed)),
             work=work_share(self.adapter.shape, len(split.input_ids), fusion.done),
+            looked_layers=len(fusion.done.looked),
             recompute_ratio=choice.ratio,
             expected=choice.expected,
         )

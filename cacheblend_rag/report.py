@@ -87,6 +87,8 @@ class BlendReport:
         Whether plain prefill answered.
     lost : int
         Records that failed while they were loaded; the pass began again without them.
+    looked_layers : int
+        Layers whose stored queries were looked at.
     recompute_ratio : float
         Share of the reused chunk tokens that was to be recomputed.
     expected : Expected or None
@@ -114,6 +116,7 @@ class BlendReport:
     work: float = 0.0
     plain: bool = False
     lost: int = 0
+    looked_layers: int = 0
     recompute_ratio: float = 0.0
     expected: Expected | None = None
     seconds: Seconds = field(default_factory=Seconds)

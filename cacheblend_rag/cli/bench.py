@@ -48,13 +48,15 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _add_ttft(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     ttft = kinds.add_parser("ttft", help="time to first token of every method beside its bound, warm store")
     _add_shared(ttft, shape="qwen2.5-0.5b", rounds=5)
-    ttft.add_argument("--ratios", type=float, nargs="+", metavar="R", help="of flat HKVD (default 0.15 0.05)")
+    ttft.add_argument(
+        "--ratios", type=float, nargs="+", metavar="R", help="of flat HKVD and foreseen (default 0.15 0.05)"
+    )
     ttft.add_argument(
         "--methods",
         nargs="+",
         metavar="NAME",
-        help="full, prefix, reuse, hkvd-v, hkvd-k, gradual-30, gradual-50, default, cold, llama.cpp, llama.cpp-prefix "
-        "(default: all but those of llama.cpp)",
+        help="full, prefix, reuse, hkvd-v, hkvd-k, gradual-30, gradual-50, foreseen, default, cold, llama.cpp, "
+        "llama.cpp-prefix (default: all but those of llama.cpp)",
     )
     ttft.add_argument(
         "--kv", nargs="+", metavar="PLACE", help="where stored KV lies: disk, memory, gpu (default: disk memory)"

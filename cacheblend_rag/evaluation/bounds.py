@@ -12,6 +12,7 @@ from cacheblend_rag.evaluation.baselines import Prefilled
 from cacheblend_rag.evaluation.profiling import measure_gpu_copy, measure_memory, read_files
 from cacheblend_rag.fusor.work import RowsDone, work_share
 from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.queries import kv_layers_for
 
 __all__ = ["Cost", "cost_of", "kv_rate", "token_bytes"]
 
@@ -53,7 +54,10 @@ def cost_of(adapter: ModelAdapter, tokens: int, done: Prefilled) -> Cost:
     Without a report, it computed the last rows of the prompt, on each layer to its end.
     """
     if done.report is not None:
-        return Cost(done.report.work, done.report.reused_tokens * token_bytes(adapter))
+        report = done.report
+        chunks = report.reused_tokens - report.prefix_tokens * report.prefix_hit
+        queries = report.looked_layers * kv_layers_for(adapter.heads, adapter.kv_heads) / adapter.num_layers
+        return Cost(report.work, round((report.reused_tokens + chunks * queries) * token_bytes(adapter)))
     computed = tuple(torch.arange(tokens - rows, tokens) for rows in done.computed)
     return Cost(work_share(adapter.shape, tokens, RowsDone(computed)))
 

@@ -18,7 +18,6 @@ from cacheblend_rag.fusor.selection import (
     SelectThreshold,
 )
 from cacheblend_rag.fusor.selection.query import third_quarter
-from cacheblend_rag.reference import BLENDING
 
 __all__ = ["FLOOR", "LATE", "PAPER", "WORKS", "Candidate", "candidates"]
 
@@ -29,7 +28,7 @@ PAPER = "hkvd v, layer 1"
 _DEPTH = 24
 # What the last layer does of a layer, about: keys and values of its rows are all that is wanted of it.
 _LAST = 0.1
-LATE: int = BLENDING["check_layers"][0]
+LATE = 3
 """Layer of the later checks: from some layer on deviation points at the right rows. The bundled model's."""
 # Shares of the layers from 1 on, one after another; the ratio holds from the next layer on.
 _FUNNELS = ((0.3,), (0.5, 0.4, 0.3), (0.4, 0.3, 0.2, 0.1), (0.7, 0.6, 0.5, 0.4))

@@ -53,7 +53,7 @@ from cacheblend_rag.store import KVStore, MemoryStore
 __all__ = ["KV_PLACES", "LLAMA_CPP", "METHODS", "OURS", "TTFTOptions", "measure", "show"]
 
 FULL, PREFIX, REUSE, _ = WAYS
-OURS = ("full", "prefix", "reuse", "hkvd-v", "hkvd-k", "gradual-30", "gradual-50", "default", "cold")
+OURS = ("full", "prefix", "reuse", "hkvd-v", "hkvd-k", "gradual-30", "gradual-50", "foreseen", "default", "cold")
 METHODS = (*OURS, *LLAMA_CPP)
 KV_PLACES = ("disk", "memory", "gpu")
 _SCHEDULES = {"gradual-30": (0.3, 0.03), "gradual-50": (0.5, 0.4, 0.3, 0.05)}
@@ -68,7 +68,7 @@ class TTFTOptions(BenchOptions):
     Parameters
     ----------
     ratios : tuple of float
-        Recompute ratios of flat HKVD.
+        Recompute ratios of flat HKVD, and of what stored queries foresee.
     methods : tuple of str
         Some of `METHODS`, by default `OURS`; full recompute is always measured, as the others are compared
         with it. Those of llama.cpp need the packages ``llama-cpp-python`` and ``gguf``, and a CPU.
@@ -157,7 +157,7 @@ def _warm(options: TTFTOptions) -> Iterator[_Bench]:
         known: str | None = None
         for place in options.kv:
             store = _store(place, folder / "kv", model)
-            made = warmed(model, tokenizer, prompt, store, fingerprint=known)
+            made = warmed(model, tokenizer, prompt, store, fingerprint=known, query_layers=_asked(options, model))
             engines[place], warming[place] = stack.enter_context(made)
             known = engines[place].fingerprint
         nothing = _store(options.kv[0], folder / "nothing", model)
@@ -170,6 +170,11 @@ def _warm(options: TTFTOptions) -> Iterator[_Bench]:
             loaded = stack.enter_context(LlamaCpp(folder / "model.gguf", threads=options.threads))
             llama = llama_cpp_methods(loaded, engines[options.kv[0]], prompt)
         yield _Bench(prompt, engines, warming, cold, llama)
+
+
+def _asked(options: TTFTOptions, model: Any) -> tuple[int, ...]:
+    """Layers whose queries are stored: one at a third of the depth, if a method looks at them."""
+    return (int(model.config.num_hidden_layers) // 3,) if "foreseen" in options.methods else ()
 
 
 def _store(place: str, folder: Path, model: Any) -> KVStore | str:
@@ -206,6 +211,9 @@ def _rules(options: TTFTOptions) -> dict[str, dict[str, Any]]:
         wanted[f"hkvd-{metric}"] = [
             (f"hkvd {metric.upper()} {100 * ratio:g}%", flat | {"recompute_ratio": ratio}) for ratio in options.ratios
         ]
+    wanted["foreseen"] = [
+        (f"foreseen {100 * ratio:g}%", {"selection": "foreseen", "recompute_ratio": ratio}) for ratio in options.ratios
+    ]
     for name, ratios in _SCHEDULES.items():
         title = "gradual " + ", ".join(f"{100 * ratio:g}" for ratio in ratios) + "%"
         falling = {"selection": "gradual", "check_layers": (1,), "metric": "v", "recompute_ratios": ratios}

@@ -55,8 +55,8 @@ def foreseen_deviation(
     Returns
     -------
     Tensor, [tokens] float32, and tuple of Looked
-        The L2 norm of the difference over all heads, as a share of the first output's; its mean over the layers.
-        Only that of reused positions is defined.
+        The L2 norm of the difference over all heads; its mean over the layers. Only that of reused positions is
+        defined.
 
     Raises
     ------
@@ -76,7 +76,7 @@ def foreseen_deviation(
             alone = _alone(kv, span, origin, rotaries.of_keys(layer))
             apart = _attended(adapter, layer, asked[:, rows], alone, turned)
             among = _attended(adapter, layer, asked[:, rows], before, turned)
-            total[rows] += (among - apart).norm(dim=1) / apart.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+            total[rows] += (among - apart).norm(dim=1)
             seen += len(span) * (span.start + origin + len(span) + 1)
         looked.append(Looked(layer, seen))
     return total / len(layers), tuple(looked)

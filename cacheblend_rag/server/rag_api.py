@@ -69,7 +69,7 @@ async def state(here: Here) -> State:
         model=ModelInfo(name=service.model_name, layers=service.engine.adapter.num_layers, reference=service.reference),
         embedder=service.embedder_name,
         collections=[_collection_info(here, one) for one in here.collections()],
-        settings=SettingsInfo(ratio=_shown_ratio(config.recompute_ratio), rule=rule, rules=list(RULES)),
+        settings=SettingsInfo(ratio=_shown_ratio(config.recompute_ratio), rule=rule, rules=_usable(service.engine)),
         suggestions=[Suggestion(**one) for one in suggestions_for(Path(service.settings.rag.docs))],
         store=StoreInfo(
             bytes=stats.volume if stats and alone else None,
@@ -354,9 +354,14 @@ async def _to_the_end(events: AsyncIterator[str]) -> AsyncIterator[str]:
 
 
 def _engine(here: Session, collection: Collection, body: CompareBody) -> BlendEngine:
-    if body.rule is not None and body.rule not in RULES:
-        raise ConfigError("rule", body.rule, "use one of " + ", ".join(RULES))
+    if body.rule is not None and body.rule not in (rules := _usable(here.service.engine)):
+        raise ConfigError("rule", body.rule, "use one of " + ", ".join(rules))
     return here.engine_of(collection, body.ratio, body.rule)
+
+
+def _usable(engine: BlendEngine) -> list[str]:
+    """Rules that a request may name: one looks at queries, which must be stored."""
+    return [name for name in RULES if name != "foreseen" or engine.query_layers]
 
 
 def _check_question(here: Session, text: str, field: str) -> None:

@@ -113,11 +113,18 @@ def test_a_mean_within_the_tolerance_is_not_enough(models: dict[str, Any], monke
     assert checked.divergences == even
 
 
-def test_no_cheaper_rule_was_passed_over(found: dict[str, tuple[BlendSettings, Finding]]) -> None:
+def test_no_cheaper_rule_was_passed_over(
+    models: dict[str, Any], found: dict[str, tuple[BlendSettings, Finding]]
+) -> None:
     _, finding = found["middling"]
     assert finding.chosen is not None
     assert [tried.work for tried in finding.tried] == sorted(tried.work for tried in finding.tried)
-    assert finding.tried.index(finding.chosen) < len(finding.tried) / 2
+    segments = SegmentTokenizer(tiny.tokenizer(), " # # ")
+    held_back = TrialSet(ModelAdapter(models["middling"]), segments, prompts(0, 12)[2::3], answer_tokens=8, end_ids=[2])
+    for tried in finding.tried[: finding.tried.index(finding.chosen)]:
+        unseen = held_back.try_rule(tried.rule)
+        both = interval((*tried.divergences, *unseen.divergences))
+        assert max(unseen.divergence.high, both.high) > TOLERANCE
     assert finding.reuse.divergence.mean > TOLERANCE
     for layer in finding.layers:
         assert layer.least_ratio is None or 0 < layer.least_ratio <= 0.7
