@@ -150,7 +150,7 @@ class FusedKV:
         Positions whose KV was computed, layer by layer: recomputed chunk tokens, chunks that
         were not stored, and the suffix.
     deviation : Tensor or None, [tokens] float32
-        KV deviation at the first check layer; NaN where none was measured.
+        KV deviation at the first check layer, or what stored queries foresee; NaN where neither was measured.
     report : BlendReport
         How it was made.
     done : RowsDone or None

@@ -67,7 +67,7 @@ class Fusion:
     recomputed_tokens : tuple of int
         How many of them are reused chunk tokens.
     deviation : Tensor or None, [tokens] float32
-        KV deviation at the first check layer; NaN where none was measured.
+        KV deviation at the first check layer, or what stored queries foresee; NaN where neither was measured.
     done : RowsDone
         All rows that were worked on, those of checks and of a scoring pass included.
     """
@@ -178,7 +178,10 @@ class _Pass:
         found, self.looked = foreseen_deviation(
             self._adapter, plan.reused, plan.origins, self._queries, self._kv, self._rotaries, layers
         )
-        return found
+        self.deviation = torch.full((self._tokens,), float("nan"), device=found.device)
+        for span in plan.reused:
+            self.deviation[span.start : span.stop] = found[span.start : span.stop]
+        return self.deviation
 
     def _behind_chunks(self) -> int:
         return max((span.stop for span in (*self._plan.reused, *self._plan.exact)), default=0)

@@ -13,9 +13,10 @@ _TELLING = "The answer needs two passages. Compare: full KV reuse gets this wron
 # By their wording, each with a note or none. Those that are not in the archive's question file any more are
 # left out; questions of the kind below, which the model answers best, fill up to the number offered.
 SUGGESTED: tuple[tuple[str, str | None], ...] = (
-    ("Which street does Freya Orgren live on?", _TELLING),
+    ("Which street does Selma Bramdorf live on?", _TELLING),
     ("Which company does Lars Mardahl work for?", None),
     ("What did Felix Zanford speak about at Damsonweek?", _TELLING),
+    ("Which company is older, Ethbar or Hulwyn?", None),
 )
 _FILLING = "within"
 _OFFERED = 5

@@ -12,6 +12,7 @@ const RULES = {
   mixed: "Joins KV deviation and the question's attention.",
   boundary: "Recomputes the first tokens of each passage.",
   random: "Recomputes tokens at random: a yardstick.",
+  foreseen: "Recomputes what stored queries say will learn most from other passages.",
   threshold: "Recomputes every token whose deviation passes a bound.",
   none: "Recomputes nothing: full KV reuse.",
   all: "Recomputes everything: full KV recompute.",
