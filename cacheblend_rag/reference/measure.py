@@ -10,7 +10,7 @@ import json
 import math
 import random
 import string
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -228,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--selection", help="blend by this rule instead of a full prefill: hkvd, none, …")
     parser.add_argument("--ratio", type=float, default=0.15, help="recompute ratio of the rule")
     parser.add_argument("--check-layer", type=int, default=1, help="layer of the rule's check")
+    parser.add_argument("--query-layer", type=int, help="layer whose stored queries the rule looks at")
     args = parser.parse_args(argv)
     loaded = load_model(args.model, device="cpu")
     if args.retrieve:
@@ -236,7 +237,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = held_out_cases(
             args.per_kind, passages=args.passages, split=args.split, seed=args.seed, shuffled=args.shuffled
         )
-    results = measure(_answer(loaded.model, loaded.tokenizer, args.selection, args.ratio, args.check_layer), cases)
+    rule = {"recompute_ratio": args.ratio, "check_layers": (args.check_layer,)}
+    if args.query_layer is not None:
+        rule["query_layers"] = (args.query_layer,)
+    results = measure(_answer(loaded.model, loaded.tokenizer, args.selection, rule), cases)
     for result in results:
         print(
             f"{result.kind:<11} {result.count:>4} exact {result.exact:.3f} [{result.low:.3f}, {result.high:.3f}] "
@@ -246,14 +250,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _answer(model: Any, tokenizer: Any, selection: str | None, ratio: float, check: int) -> Answer:
+def _answer(model: Any, tokenizer: Any, selection: str | None, rule: Mapping[str, Any]) -> Answer:
     if selection is None:
         return plain_answer(model, tokenizer)
     from cacheblend_rag.config import BlendConfig
     from cacheblend_rag.engine import BlendEngine
 
-    chosen: dict[str, Any] = {"selection": selection, "recompute_ratio": ratio, "check_layers": (check,)}
-    config = BlendConfig(**chosen, min_tokens=0, size_limit="1GB")
+    config = BlendConfig(selection=selection, **rule, min_tokens=0, size_limit="1GB")
     return blended_answer(BlendEngine(model, tokenizer, config=config))
 
 
