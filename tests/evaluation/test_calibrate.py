@@ -148,11 +148,30 @@ def test_answers_are_those_of_full_prefill(models: dict[str, Any]) -> None:
     trials = TrialSet(ModelAdapter(model), SegmentTokenizer(tiny.tokenizer(), " # # "), [prompt], answer_tokens=5)
     with engine_of(model, selection="all") as engine:
         answer = engine.generate(prompt, max_new_tokens=5)
-    (ids, log_probs), *_ = trials._answers
+    ids, log_probs = trials._trials[0].ids, trials._trials[0].log_probs
     assert ids == answer.token_ids
     assert log_probs.argmax(dim=-1).tolist() == ids
     assert trials.try_rule(SelectHKVD((1,), 1.0)).divergence.mean == pytest.approx(0, abs=1e-4)
     assert trials.try_rule(SelectNone()).divergence.mean > 0
+
+
+def test_of_many_prompts_the_hard_ones_decide(models: dict[str, Any]) -> None:
+    """Half of those tried are the ones reuse gets most wrong; each of the others stands for several."""
+    adapter, segments = ModelAdapter(models["middling"]), SegmentTokenizer(tiny.tokenizer(), " # # ")
+    every, few = (TrialSet(adapter, segments, prompts(0, 20), answer_tokens=4, most=most) for most in (None, 6))
+    assert len(every) == len(few) == 20
+    reuse, seen = every.try_rule(SelectNone()), few.try_rule(SelectNone())
+    assert seen.whole
+    assert len(seen.divergences) == 20
+    assert list(seen.divergences[:3]) == pytest.approx(sorted(reuse.divergences)[:-4:-1])
+    assert sorted(trial.count for trial in few._trials) == [1, 1, 1, 5, 6, 6]
+    others = seen.divergences[3:]
+    assert all(min(abs(one - other) for other in reuse.divergences) < 1e-6 for one in others)
+    assert max(others) <= seen.divergences[2]
+    # What is sure to fail is left as soon as that is sure, which with the hard ones first is soon.
+    given_up = few.try_rule(SelectHKVD((1,), 0.0), sum(seen.divergences[:2]) / 20 - 1e-6)
+    assert not given_up.whole
+    assert len(given_up.divergences) == 2
 
 
 def test_a_search_that_was_killed_goes_on_where_it_was(

@@ -24,7 +24,7 @@ from cacheblend_rag.prompt import Prompt, SegmentTokenizer
 
 __all__ = ["CalibrationOptions", "calibrate", "keep_settings", "report", "settings_of"]
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,9 @@ class CalibrationOptions:
         Mean KL divergence from full prefill that is allowed, in nats a token.
     check_share : float
         Share of the prompts that have no part in the search and check its result.
+    most : int
+        Prompts on which rules are tried, of those that are searched on and of those that check the result: half of
+        them the ones that full KV reuse gets most wrong, the others to stand for the rest.
     answer_tokens : int
         Tokens of each answer of full prefill that are compared.
     scaled : bool
@@ -45,12 +48,14 @@ class CalibrationOptions:
 
     tolerance: float = 0.01
     check_share: float = 0.33
+    most: int = 24
     answer_tokens: int = 16
     scaled: bool = False
 
     def __post_init__(self) -> None:
         check_above_zero("tolerance", self.tolerance)
         check_whole("answer_tokens", self.answer_tokens, 1)
+        check_whole("most", self.most, 2)
         if not 0 < self.check_share < 1:
             raise ConfigError("check_share", self.check_share, "use a number above 0 and below 1")
 
@@ -102,6 +107,7 @@ def calibrate(
                 engine.adapter,
                 SegmentTokenizer(engine.tokenizer, engine.config.separator),
                 of,
+                most=options.most,
                 answer_tokens=options.answer_tokens,
                 end_ids=_end_ids(engine),
                 scaled=options.scaled,
@@ -136,6 +142,7 @@ def _search_settings(engine: BlendEngine, prompts: Sequence[Prompt], options: Ca
         "separator": engine.config.separator,
         "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest()[:16],
         "check_share": options.check_share,
+        "most": options.most,
         "answer_tokens": options.answer_tokens,
     }
 

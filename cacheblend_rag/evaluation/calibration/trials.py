@@ -1,27 +1,29 @@
-"""Prompts with what full prefill would answer, on which rules are tried."""
+"""Prompts with what full prefill would answer, on which rules are tried.
+
+Most prompts lose nothing by full KV reuse, and no rule loses anything on them; a few lose much. Of many prompts, rules
+are therefore tried on those that reuse gets most wrong, and on a few others that stand for the rest.
+"""
 
 from __future__ import annotations
 
+import heapq
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from cacheblend_rag.evaluation.prepared import DEPTH, PreparedPrompt
+from cacheblend_rag.evaluation.prepared import DEPTH, Fused, PreparedPrompt
 from cacheblend_rag.evaluation.quality.statistics import Interval, interval
 from cacheblend_rag.fusor import Fusion
 from cacheblend_rag.fusor.forcing import answer_log_probs, kl_divergence
-from cacheblend_rag.fusor.selection import SelectionRule
+from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.modes import evaluating
 from cacheblend_rag.prompt import Prompt, SegmentTokenizer
 
 __all__ = ["TrialSet", "Tried"]
-
-_BATCH = 8
-# A rule whose mean is this many times over the tolerance after a batch is given up.
-_HOPELESS = 3.0
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Tried:
     ----------
     rule : SelectionRule
     divergences : tuple of float
-        KL divergence from full prefill for each prompt, mean over the tokens that full prefill generates.
+        KL divergence from full prefill for each prompt, mean over the tokens that full prefill generates. That of a
+        prompt which stands for others is there as often.
     work : float
         Mean work as a share of full prefill's.
     whole : bool
@@ -50,6 +53,16 @@ class Tried:
         return interval(self.divergences)
 
 
+@dataclass(frozen=True)
+class _Trial:
+    """A prompt, the tokens that full prefill generates for it, and how many prompts it stands for."""
+
+    prepared: PreparedPrompt
+    ids: list[int]
+    log_probs: torch.Tensor  # [ids, vocab], full prefill's
+    count: int = 1
+
+
 class TrialSet:
     """Prompts, each with the tokens that full prefill generates for it.
 
@@ -58,6 +71,9 @@ class TrialSet:
     adapter : ModelAdapter
     tokenizer : SegmentTokenizer
     prompts : sequence of Prompt
+    most : int, optional
+        Prompts on which rules are tried, if there are more: half of them those on which full KV reuse is farthest from
+        full prefill, the others drawn from the rest, which they stand for.
     answer_tokens : int
         Most tokens generated.
     end_ids : sequence of int
@@ -78,6 +94,7 @@ class TrialSet:
         tokenizer: SegmentTokenizer,
         prompts: Sequence[Prompt],
         *,
+        most: int | None = None,
         answer_tokens: int = 16,
         end_ids: Sequence[int] = (),
         scaled: bool = False,
@@ -87,14 +104,10 @@ class TrialSet:
     ) -> None:
         self._adapter, self._scaled, self._on_prompt, self._on_tried = adapter, scaled, on_prompt, on_tried
         self._known = {str(found["rule"]): found for found in known}
-        self._prepared: list[PreparedPrompt] = []
-        self._answers: list[tuple[list[int], torch.Tensor]] = []
-        for prompt in prompts:
-            prepared = PreparedPrompt(adapter, tokenizer, prompt)
-            self._answers.append(_generate(adapter, prepared.full, answer_tokens, frozenset(end_ids)))
-            prepared.forget_full()
-            self._prepared.append(prepared)
-            on_prompt()
+        self._answer_tokens, self._end_ids = answer_tokens, frozenset(end_ids)
+        self._prompts = len(prompts)
+        made = (self._prepared(tokenizer, prompt) for prompt in prompts)
+        self._trials = [*made] if most is None or most >= len(prompts) else self._chosen(made, most)
 
     @property
     def depth(self) -> int:
@@ -102,13 +115,41 @@ class TrialSet:
         return max(DEPTH, self._adapter.num_layers) if self._scaled else self._adapter.num_layers
 
     def __len__(self) -> int:
-        return len(self._prepared)
+        return self._prompts
+
+    def _prepared(self, tokenizer: SegmentTokenizer, prompt: Prompt) -> _Trial:
+        prepared = PreparedPrompt(self._adapter, tokenizer, prompt)
+        ids, log_probs = _generate(self._adapter, prepared.full, self._answer_tokens, self._end_ids)
+        prepared.forget_full()
+        self._on_prompt()
+        return _Trial(prepared, ids, log_probs)
+
+    def _chosen(self, trials: Iterable[_Trial], most: int) -> list[_Trial]:
+        """Those that reuse gets most wrong, the worst first, and some of the rest; no others are held in memory."""
+        worst: list[tuple[float, int, _Trial]] = []
+        drawn: list[_Trial] = []
+        hard, rest, seen = most // 2, most - most // 2, 0
+        chooser = random.Random(0)
+        for number, trial in enumerate(trials):
+            entry = (self._divergence(trial, SelectNone())[0], number, trial)
+            if len(worst) < hard:
+                heapq.heappush(worst, entry)
+                continue
+            other = heapq.heappushpop(worst, entry)[2] if hard else trial
+            seen += 1
+            if len(drawn) < rest:
+                drawn.append(other)
+            elif (place := chooser.randrange(seen)) < rest:
+                drawn[place] = other
+        each, over = divmod(seen, len(drawn))
+        others = [replace(trial, count=each + (place < over)) for place, trial in enumerate(drawn)]
+        return [trial for _, _, trial in sorted(worst, key=lambda one: -one[0])] + others
 
     def try_rule(self, rule: SelectionRule, tolerance: float = float("inf")) -> Tried:
-        """Fuse every prompt by a rule; one that is far beyond a tolerance is given up early."""
+        """Fuse every prompt by a rule; one whose mean is sure to pass a tolerance is given up early."""
         key = repr(rule)
         known = self._known.get(key)
-        if known is None or not (known["whole"] or _hopeless(known["divergences"], tolerance)):
+        if known is None or not (known["whole"] or self._hopeless(known["divergences"], tolerance)):
             known = self._known[key] = {"rule": key, **self._tried(rule, tolerance)}
             self._on_tried(known)
         work = known["scaled_work" if self._scaled else "work"]
@@ -117,22 +158,26 @@ class TrialSet:
     def _tried(self, rule: SelectionRule, tolerance: float) -> dict[str, Any]:
         divergences: list[float] = []
         works: list[tuple[float, float]] = []
-        for number, (prepared, (ids, full)) in enumerate(zip(self._prepared, self._answers, strict=True)):
-            if number and number % _BATCH == 0 and _hopeless(divergences, tolerance):
+        for trial in self._trials:
+            if self._hopeless(divergences, tolerance):
                 break
-            fused = prepared.fuse(rule)
-            cache = self._adapter.new_cache(fused.fusion.layers)
-            found = answer_log_probs(self._adapter, cache, fused.fusion.logits, ids)
-            divergences.append(float(kl_divergence(full, found).mean()))
-            works.append((fused.work, fused.scaled_work))
+            divergence, fused = self._divergence(trial, rule)
+            divergences += [divergence] * trial.count
+            works += [(fused.work, fused.scaled_work)] * trial.count
             self._on_prompt()
         work, scaled = (sum(of) / len(works) for of in zip(*works, strict=True))
-        whole = len(works) == len(self._prepared)
+        whole = len(divergences) == self._prompts
         return {"divergences": divergences, "work": work, "scaled_work": scaled, "whole": whole}
 
+    def _divergence(self, trial: _Trial, rule: SelectionRule) -> tuple[float, Fused]:
+        fused = trial.prepared.fuse(rule)
+        cache = self._adapter.new_cache(fused.fusion.layers)
+        found = answer_log_probs(self._adapter, cache, fused.fusion.logits, trial.ids)
+        return float(kl_divergence(trial.log_probs, found).mean()), fused
 
-def _hopeless(divergences: Sequence[float], tolerance: float) -> bool:
-    return sum(divergences) / len(divergences) > _HOPELESS * tolerance
+    def _hopeless(self, divergences: Sequence[float], tolerance: float) -> bool:
+        """Whether the mean passes the tolerance even if nothing is lost on any other prompt."""
+        return sum(divergences) > tolerance * self._prompts
 
 
 def _generate(
