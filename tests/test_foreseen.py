@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,14 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.calibration.search import Search
 from cacheblend_rag.evaluation.calibration.trials import TrialSet
 from cacheblend_rag.evaluation.prepared import PreparedPrompt
-from cacheblend_rag.fusor.foreseen import foreseen_deviation
+from cacheblend_rag.fusor import fuse
+from cacheblend_rag.fusor.foreseen import Foresight
 from cacheblend_rag.fusor.selection import SelectForeseen, SelectNone, StartView, make_rule
+from cacheblend_rag.fusor.work import work_share
 from cacheblend_rag.loading import BlendSettings, LoadingController, MachineProfile
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.families import FAMILIES
+from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.queries import as_kv_layers, from_kv_layers, kv_layers_for
 from cacheblend_rag.prompt import SegmentTokenizer
 from cacheblend_rag.steering import Steering
@@ -35,20 +40,30 @@ def prepared_of(model: Any) -> PreparedPrompt:
     return PreparedPrompt(ModelAdapter(model), SegmentTokenizer(tiny.tokenizer(), " # # "), PROMPT)
 
 
-def foreseen(prepared: PreparedPrompt, layers: tuple[int, ...]) -> torch.Tensor:
-    """By position; what stands outside of reused chunks is NaN."""
+def foreseen(
+    prepared: PreparedPrompt, layers: tuple[int, ...], spans: Sequence[range] = (), undefined: bool = False
+) -> torch.Tensor:
+    """By position; of some of the reused chunks, the others not stored."""
     adapter, plan = prepared.adapter, prepared.plan
     fused = prepared.fuse(SelectNone()).fusion
+    spans = spans or plan.reused
+    missing = [row for span in plan.reused if span not in spans for row in span if row < spans[-1].stop]
+    kv = [LayerKV(of.keys.clone(), of.values.clone()) for of in fused.layers]
+    for of in kv if undefined else ():
+        for part in (of.keys, of.values):
+            part[:, :, [*missing, *range(spans[-1].stop, part.shape[2])]] = float("nan")
+    foresight = Foresight(
+        adapter, plan.input_ids, spans, plan.origins[: len(spans)], torch.tensor(missing, dtype=torch.long),
+        prepared._asked, kv.__getitem__, adapter.rotary(len(plan.input_ids)),
+    )  # fmt: skip
     with adapter.blending():
-        found, looked = foreseen_deviation(
-            adapter, plan.reused, plan.origins, prepared._asked, fused.layers.__getitem__,
-            adapter.rotary(len(plan.input_ids)), layers,
-        )  # fmt: skip
+        found, looked = foresight.deviation(layers)
     assert [one.layer for one in looked] == list(layers)
-    seen = torch.full_like(found, float("nan"))
-    for span in plan.reused:
-        seen[span.start : span.stop] = found[span.start : span.stop]
-    return seen
+    inside = torch.zeros(len(found), dtype=torch.bool)
+    for span in spans:
+        inside[span.start : span.stop] = True
+    assert torch.equal(found.isnan(), ~inside)
+    return found
 
 
 # What queries say -----------------------------------------------------------------------------
@@ -99,6 +114,19 @@ def test_nothing_is_foreseen_where_nothing_is_seen() -> None:
     model = tiny.model("mistral", sliding_window=1)
     found = foreseen(prepared_of(model), (1,))
     assert found[~found.isnan()].max() < 1e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
+def test_what_is_not_stored_is_computed_first(family: str) -> None:
+    """Of KV that is not there, nothing is read: it may hold whatever was in memory before."""
+    prepared = prepared_of(tiny.model(family, **({"sliding_window": 24} if family == "mistral" else {})))
+    first, second, third = prepared.plan.reused
+    for spans in ([first, third], [second, third], [second]):
+        found = foreseen(prepared, (1, 2), spans, undefined=True)
+        assert found[spans[-1].start : spans[-1].stop].isfinite().all()
+    # Before the first reused chunk nothing is missing, so what follows it changes nothing.
+    alone = foreseen(prepared, (1, 2), [first], undefined=True)
+    torch.testing.assert_close(alone, foreseen(prepared, (1, 2)).where(~alone.isnan(), alone), equal_nan=True)
 
 
 def test_the_highest_are_kept() -> None:
@@ -165,6 +193,26 @@ def test_no_layer_is_computed_in_full() -> None:
     looked = fused.done.looked
     assert [one.layer for one in looked] == [1]
     assert looked[0].seen > 0
+
+
+@pytest.mark.parametrize("prefix", ["Read this:", ""])
+def test_a_prompt_of_which_only_a_part_is_stored(prefix: str) -> None:
+    """A missing chunk and a missing prefix are computed before they are looked at, and that is counted."""
+    prompt = Prompt(prefix, PROMPT.chunks, PROMPT.suffix)
+    with engine_of(write_back="off", **LOOKING) as engine:
+        engine.warm(prompt.chunks[1:])
+        fused = engine.fuse(prompt)
+        assert (fused.report.hits, fused.report.misses) == (2, 1)
+        assert fused.logits.isfinite().all()
+        missing = set(fused.done.ahead[0].tolist())
+        assert len(fused.done.ahead) == 1
+        assert 0 in missing
+        assert missing < set(fused.done.computed[0].tolist())
+        assert fused.deviation is not None
+        assert int((~fused.deviation.isnan()).sum()) == fused.report.reused_tokens
+        with_less = dataclasses.replace(fused.done, ahead=())
+        shape, tokens = engine.adapter.shape, len(fused.input_ids)
+        assert work_share(shape, tokens, with_less) < work_share(shape, tokens, fused.done) == fused.report.work
 
 
 def test_a_prepared_prompt_sees_what_stored_queries_say() -> None:
@@ -249,7 +297,7 @@ def test_options_are_checked() -> None:
         engine_of(**LOOKING | {"query_layers": (4,)})
     prepared = prepared_of(tiny.model())
     with pytest.raises(ConfigError, match="query_layers"):
-        foreseen_deviation(prepared.adapter, [range(3)], [1], None, None, None, (1,))  # type: ignore[arg-type]
+        fuse(prepared.adapter, prepared.plan, prepared._buffers(prepared._known), SelectForeseen(0.1, (1,)))
 
 
 def test_the_environment_names_layers(monkeypatch: pytest.MonkeyPatch) -> None:

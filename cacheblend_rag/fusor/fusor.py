@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend_rag.fusor.foreseen import Queries, foreseen_deviation
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor.foreseen import Foresight, Queries
 from cacheblend_rag.fusor.mask import row_mask
 from cacheblend_rag.fusor.scoring import question_attention
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView
@@ -106,7 +107,7 @@ def fuse(
         state = _Pass(adapter, plan, rule.fit(adapter.num_layers), iter(layers), queries)
         fused = tuple(state.prefill_layer(number) for number in range(adapter.num_layers))
         logits = adapter.head(state.hidden[-1])
-        done = RowsDone(tuple(state.computed), tuple(state.projected), state.scored, 1, state.looked)
+        done = RowsDone(tuple(state.computed), tuple(state.projected), state.scored, 1, state.looked, state.ahead)
         return Fusion(fused, logits, done.computed, tuple(state.recomputed), state.deviation, done)
 
 
@@ -130,6 +131,7 @@ class _Pass:
         self.projected: list[Projected] = []
         self.scored: tuple[torch.Tensor, ...] = ()
         self.looked: tuple[Looked, ...] = ()
+        self.ahead: tuple[torch.Tensor, ...] = ()
         self.deviation: torch.Tensor | None = None
         self._begin()
         self.hidden = adapter.embed([plan.input_ids[row] for row in self._rows.tolist()])  # [rows, hidden]
@@ -151,8 +153,9 @@ class _Pass:
         reused[-1] = False  # the last row is always computed, so no rule decides on it
         candidates = reused.nonzero()[:, 0].to(device)
         self._offsets = self._offsets.to(device)
-        self._attention = self._score(always.nonzero()[:, 0].to(device)) if len(candidates) else None
-        self._foreseen = self._foresee() if len(candidates) else None
+        always_rows = always.nonzero()[:, 0].to(device)
+        self._attention = self._score(always_rows) if len(candidates) else None
+        self._foreseen = self._foresee(always_rows) if len(candidates) else None
         chosen = torch.zeros(self._tokens, dtype=torch.bool, device=device)
         chosen[candidates[self._rule.begin(self._view(candidates))]] = True
         self._rows = (chosen | always.to(device)).nonzero()[:, 0]  # [rows], rising
@@ -170,17 +173,21 @@ class _Pass:
         self.scored = scores.scored
         return scores.attention
 
-    def _foresee(self) -> torch.Tensor | None:
+    def _foresee(self, always: torch.Tensor) -> torch.Tensor | None:
         """What stored queries say of all positions, if the rule wants it."""
         plan, layers = self._plan, self._rule.query_layers
         if not layers:
             return None
-        found, self.looked = foreseen_deviation(
-            self._adapter, plan.reused, plan.origins, self._queries, self._kv, self._rotaries, layers
+        if self._queries is None:
+            raise ConfigError("query_layers", (), "name the layers whose queries are stored with the KV of chunks")
+        missing = always[always < max(span.stop for span in plan.reused)]
+        foresight = Foresight(
+            self._adapter, plan.input_ids, plan.reused, plan.origins, missing, self._queries, self._kv, self._rotaries
         )
-        self.deviation = torch.full((self._tokens,), float("nan"), device=found.device)
-        for span in plan.reused:
-            self.deviation[span.start : span.stop] = found[span.start : span.stop]
+        self.deviation, self.looked = foresight.deviation(layers)
+        if len(missing):
+            self.ahead = (missing,) * layers[-1]
+            self.projected.append(Projected(layers[-1], len(missing), len(missing)))
         return self.deviation
 
     def _behind_chunks(self) -> int:

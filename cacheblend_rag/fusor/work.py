@@ -60,6 +60,8 @@ class RowsDone:
         others only keys and values were. None for all.
     looked : tuple of Looked
         What stored queries attended to.
+    ahead : tuple of Tensor, each [rows] long
+        Positions computed before that, because they were not stored, layer by layer as far as was needed.
     """
 
     computed: tuple[torch.Tensor, ...]
@@ -67,6 +69,7 @@ class RowsDone:
     scored: tuple[torch.Tensor, ...] = ()
     ended: int | None = None
     looked: tuple[Looked, ...] = ()
+    ahead: tuple[torch.Tensor, ...] = ()
 
 
 def work_share(shape: ModelShape, tokens: int, done: RowsDone, layers: int | None = None) -> float:
@@ -100,6 +103,7 @@ def work_share(shape: ModelShape, tokens: int, done: RowsDone, layers: int | Non
     added = layers - depth
     spent = [_rows(layer, rows) for layer, rows in zip(shape.layers, done.computed, strict=True)]
     checks = sum(p.keys * shape.layers[p.layer].keys + p.values * shape.layers[p.layer].values for p in done.projected)
+    checks += sum(_rows(layer, rows) for layer, rows in zip(shape.layers, done.ahead, strict=False))
     checks += sum(one.seen * shape.layers[one.layer].attention for one in done.looked)
     scoring = sum(_rows(layer, rows) for layer, rows in zip(shape.layers, done.scored, strict=False))
     total = sum(spent) - _spared(shape.layers[-1], done) + added * spent[-1] + checks

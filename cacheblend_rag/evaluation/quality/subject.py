@@ -175,6 +175,7 @@ class _Asked:
             tuple(rows.cpu() for rows in done.scored),
             done.ended,
             done.looked,
+            tuple(rows.cpu() for rows in done.ahead),
         )
         return {"work": work_share(shape, tokens, on_host), "work_24": work_share(shape, tokens, on_host, deep)}
 
