@@ -89,7 +89,10 @@ class FolderRAGOptions:
         config = self.config
         if config.memory_limit == "auto":
             config = replace(config, memory_limit=_MEMORY_LIMIT)
-        return replace(config, **BLENDING) if self._reference and not names_rule(config) else config
+        if not self._reference or names_rule(config):
+            return config
+        given = {} if config.recompute_ratio == "auto" else {"recompute_ratio": config.recompute_ratio}
+        return replace(config, **BLENDING | given)
 
     @property
     def _reference(self) -> bool:

@@ -12,8 +12,9 @@ from cacheblend_rag.reference.bundle import read_questions
 
 
 def test_the_reference_model_has_a_rule_of_its_own() -> None:
-    left = FolderRAGOptions(config=BlendConfig(recompute_ratio=0.2, memory_limit=0)).blending
-    assert left == BlendConfig(recompute_ratio=0.2, memory_limit=0, **BLENDING)
+    assert FolderRAGOptions(config=BlendConfig(memory_limit=0)).blending == BlendConfig(memory_limit=0, **BLENDING)
+    left = FolderRAGOptions(config=BlendConfig(recompute_ratio=0.3, memory_limit=0)).blending
+    assert left == BlendConfig(memory_limit=0, **BLENDING | {"recompute_ratio": 0.3})
     chosen = BlendConfig(check_layers=(2,), memory_limit=0)
     assert FolderRAGOptions(config=chosen).blending == chosen
     assert FolderRAGOptions(model="another", config=chosen).blending == chosen
