@@ -49,7 +49,7 @@ class CalibrationOptions:
     tolerance: float = 0.01
     check_share: float = 0.33
     most: int = 24
-    answer_tokens: int = 16
+    answer_tokens: int = 32
     scaled: bool = False
 
     def __post_init__(self) -> None:

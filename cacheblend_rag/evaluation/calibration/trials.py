@@ -95,7 +95,7 @@ class TrialSet:
         prompts: Sequence[Prompt],
         *,
         most: int | None = None,
-        answer_tokens: int = 16,
+        answer_tokens: int = 32,
         end_ids: Sequence[int] = (),
         scaled: bool = False,
         on_prompt: Callable[[], object] = lambda: None,
