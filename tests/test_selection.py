@@ -50,6 +50,8 @@ CASES: dict[str, dict[str, Any]] = {
     "boundary": {},
     "query": {},
     "query, chosen layers": {"selection_options": {"score_layers": [1, 2]}},
+    "foreseen": {"query_layers": (2,)},
+    "foreseen, two layers": {"query_layers": (1, 4)},
     "mixed": {},
     "mixed, no deviation": {"selection_options": {"shares": [0.5, 0.0, 0.5]}},
     "mixed, deviation only": {"selection_options": {"shares": [0.0, 1.0, 0.0]}, "metric": "k"},
@@ -73,7 +75,9 @@ def engine(model: Any) -> Any:
 
 def blended(engine: Any, case: str, ratio: float) -> FusedKV:
     changes = {"recompute_ratio": ratio, "selection": case.split(",")[0]} | CASES[case]
-    fused: FusedKV = engine.with_config(**changes).fuse(PROMPT)
+    asked = engine.with_config(**changes)
+    asked.warm(PROMPT.chunks)  # with other query layers they are other records
+    fused: FusedKV = asked.fuse(PROMPT)
     return fused
 
 

@@ -283,10 +283,10 @@ def test_engines_that_miss_the_same_chunks_compute_them_once(store: KVStore, mon
     computed: list[tuple[int, ...]] = []
     compute = ModelAdapter.segments_kv
 
-    def slow(self: ModelAdapter, context: Any, segments: Any, regime: int = 0) -> Any:
+    def slow(self: ModelAdapter, context: Any, segments: Any, *others: Any) -> Any:
         computed.extend(map(tuple, segments))
         time.sleep(0.05)
-        return compute(self, context, segments, regime)
+        return compute(self, context, segments, *others)
 
     monkeypatch.setattr(ModelAdapter, "segments_kv", slow)
     engines = [engine_of(store=store, check_model=False) for _ in range(3)]

@@ -133,10 +133,10 @@ def counted(monkeypatch: pytest.MonkeyPatch, before: Callable[[Any], None] = lam
     sizes: list[int] = []
     compute = ModelAdapter.segments_kv
 
-    def noted(self: ModelAdapter, context: Any, segments: Any, regime: int = 0) -> Any:
+    def noted(self: ModelAdapter, context: Any, segments: Any, *others: Any) -> Any:
         sizes.append(len(segments))
         before(segments)
-        return compute(self, context, segments, regime)
+        return compute(self, context, segments, *others)
 
     monkeypatch.setattr(ModelAdapter, "segments_kv", noted)
     return sizes
