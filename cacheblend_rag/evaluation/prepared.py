@@ -70,14 +70,13 @@ class PreparedPrompt:
         self._known: dict[range, SegmentKV] = {}
         self._queries: dict[int, torch.Tensor] = {}
         self._start_ids, self._regime = start_ids, adapter.regime(len(self.tokens.input_ids)) or 0
-        regime = self._regime
         chunks = [range(span.start, span.stop) for span in self.tokens.chunks]
         for span in chunks:
-            self._known[span] = adapter.segment_kv(start_ids, self.ids(span), regime)
+            self._known[span] = adapter.segment_kv(start_ids, self.ids(span), self._regime)
         in_place = [span for span in chunks if self.tokens.input_ids[: span.start] == start_ids]
         reused = [span for span in chunks if span not in in_place]
         if prefix := range(self.tokens.prefix.start, self.tokens.prefix.stop):
-            self._known[prefix] = adapter.segment_kv((), self.ids(prefix), regime)
+            self._known[prefix] = adapter.segment_kv((), self.ids(prefix), self._regime)
             in_place.append(prefix)
         self.plan = FusionPlan(
             self.tokens.input_ids,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend_rag.fusor.mask import row_mask
+from cacheblend_rag.fusor.mask import kept_mask
 from cacheblend_rag.fusor.work import Looked
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
@@ -96,8 +96,7 @@ class Foresight:
         hidden = adapter.embed([self.ids[row] for row in rows.tolist()])
         own, tokens = self.rotaries.at(rows), self._tokens
         for layer in range(last):
-            window = adapter.windows[layer]
-            mask = adapter.kernel_mask(row_mask(rows, tokens, window), rows, tokens, window)
+            mask = kept_mask(adapter, rows, tokens, adapter.windows[layer])
             hidden = adapter.run_layer(layer, hidden, self._kv(layer), rows, own.to(adapter.dtype), mask)
         adapter.write_kv(last, hidden, self._kv(last), rows, own)
 
@@ -113,8 +112,8 @@ class Foresight:
     def _attended(self, layer: int, queries: torch.Tensor, kv: LayerKV, rows: slice) -> torch.Tensor:
         """Attention of the last positions of some KV over all of it, ``[rows, heads * head_dim]`` float32."""
         adapter, tokens = self.adapter, kv.keys.shape[2]
-        places, window = torch.arange(tokens - queries.shape[1], tokens, device=adapter.device), adapter.windows[layer]
-        mask = adapter.kernel_mask(row_mask(places, tokens, window), places, tokens, window)
+        places = torch.arange(tokens - queries.shape[1], tokens, device=adapter.device)
+        mask = kept_mask(adapter, places, tokens, adapter.windows[layer])
         return adapter.attend(layer, queries, kv, self.rotaries.at(rows), mask).flatten(1).float()
 
 

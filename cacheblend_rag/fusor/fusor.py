@@ -9,7 +9,7 @@ import torch
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.foreseen import Foresight, Queries
-from cacheblend_rag.fusor.mask import row_mask
+from cacheblend_rag.fusor.mask import kept_mask
 from cacheblend_rag.fusor.scoring import question_attention
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView
 from cacheblend_rag.fusor.work import Looked, Projected, RowsDone
@@ -267,8 +267,7 @@ class _Pass:
 
     def _mask(self, window: int | None) -> torch.Tensor | None:
         if window not in self._masks:
-            seen = row_mask(self._rows, self._tokens, window)
-            self._masks[window] = self._adapter.kernel_mask(seen, self._rows, self._tokens, window)
+            self._masks[window] = kept_mask(self._adapter, self._rows, self._tokens, window)
         return self._masks[window]
 
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["row_mask"]
+from cacheblend_rag.models.adapter import ModelAdapter
+
+__all__ = ["kept_mask", "row_mask"]
+
+
+def kept_mask(adapter: ModelAdapter, rows: torch.Tensor, tokens: int, window: int | None) -> torch.Tensor | None:
+    """`row_mask` in the form the model's attention takes, see `ModelAdapter.kernel_mask`."""
+    return adapter.kernel_mask(row_mask(rows, tokens, window), rows, tokens, window)
 
 
 def row_mask(rows: torch.Tensor, tokens: int, window: int | None) -> torch.Tensor | None:

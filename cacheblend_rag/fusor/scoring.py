@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend_rag.fusor.mask import row_mask
+from cacheblend_rag.fusor.mask import kept_mask
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Rotaries
@@ -89,7 +89,7 @@ def attention_rows(
         some, window = rows[part], adapter.windows[layer]
         like = part.start, window  # parts that begin alike run in the same form of attention
         if like not in masks:
-            masks[like] = adapter.kernel_mask(row_mask(some, len(ids), window), some, len(ids), window)
+            masks[like] = kept_mask(adapter, some, len(ids), window)
         return adapter.run_layer(layer, hidden[part], layer_kv(layer), some, at_rows.at(part), masks[like])
 
     for layer in range(layers[-1] + 1):

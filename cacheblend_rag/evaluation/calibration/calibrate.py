@@ -98,6 +98,7 @@ def calibrate(
         raise ConfigError("prompts", len(prompts), "use at least 6")
     searched, checks = _divided(prompts, options.check_share)
     hidden = None if progress is None else not progress
+    segments = SegmentTokenizer(engine.tokenizer, engine.config.separator)
     with ExitStack() as stack:
         bar = stack.enter_context(tqdm(desc="calibrating", unit=" passes", disable=hidden))
         journal = stack.enter_context(Journal(folder, _search_settings(engine, prompts, options))) if folder else None
@@ -105,7 +106,7 @@ def calibrate(
         def trials(name: str, of: Sequence[Prompt]) -> TrialSet:
             return TrialSet(
                 engine.adapter,
-                SegmentTokenizer(engine.tokenizer, engine.config.separator),
+                segments,
                 of,
                 most=options.most,
                 answer_tokens=options.answer_tokens,
@@ -116,10 +117,8 @@ def calibrate(
                 on_tried=lambda found: journal.append({"set": name, **found}) if journal else None,
             )
 
-        search = Search(
-            trials("searched", searched), trials("checks", checks), engine.adapter.num_layers, options.tolerance
-        )
-        found = search.run()
+        sets = trials("searched", searched), trials("checks", checks)
+        found = Search(*sets, engine.adapter.num_layers, options.tolerance).run()
     return settings_of(found, options.tolerance), found
 
 

@@ -169,15 +169,7 @@ class _Asked:
             return {"work": 1.0, "work_24": 1.0}
         shape, tokens = self._engine.adapter.shape, len(self._ids)
         deep = max(DEPTH, self._engine.adapter.num_layers)
-        on_host = RowsDone(
-            tuple(rows.cpu() for rows in done.computed),
-            done.projected,
-            tuple(rows.cpu() for rows in done.scored),
-            done.ended,
-            done.looked,
-            tuple(rows.cpu() for rows in done.ahead),
-        )
-        return {"work": work_share(shape, tokens, on_host), "work_24": work_share(shape, tokens, on_host, deep)}
+        return {"work": work_share(shape, tokens, done), "work_24": work_share(shape, tokens, done, deep)}
 
     def _deviation(self, variant: Variant) -> float | None:
         """Mean over layers of attention deviation; known for what blends alone."""
