@@ -9,6 +9,7 @@ from cacheblend_rag.errors import ConfigError
 
 __all__ = [
     "check_above_zero",
+    "check_bound",
     "check_choice",
     "check_fit",
     "check_layer_list",
@@ -41,6 +42,16 @@ def check_above_zero(name: str, value: object) -> None:
     """A number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ConfigError(name, value, "use a number above 0")
+
+
+def check_bound(bound: object, lowest_ratio: object, recompute_ratio: float) -> None:
+    """A bound of 0 or more, and the lowest share to keep whatever is above it: at most the highest."""
+    if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not bound >= 0:
+        raise ConfigError("bound", bound, "use a number, 0 or more")
+    check_share("lowest_ratio", lowest_ratio)
+    if lowest_ratio > recompute_ratio:  # type: ignore[operator]
+        remedy = f"use at most the highest share, recompute_ratio={recompute_ratio!r}"
+        raise ConfigError("lowest_ratio", lowest_ratio, remedy)
 
 
 def _is_share(value: object) -> bool:

@@ -84,15 +84,17 @@ class FolderRAGOptions:
         """Options of the engine, with what suits an application where nothing was chosen.
 
         The reference model is blended by the rule that suits it, and copies of what was read last
-        stay in memory.
+        stay in memory. A ratio that was chosen is the share that is recomputed, whatever a prompt needs.
         """
         config = self.config
         if config.memory_limit == "auto":
             config = replace(config, memory_limit=_MEMORY_LIMIT)
         if not self._reference or names_rule(config):
             return config
-        given = {} if config.recompute_ratio == "auto" else {"recompute_ratio": config.recompute_ratio}
-        return replace(config, **BLENDING | given)
+        options = dict(BLENDING)
+        if config.recompute_ratio != "auto":
+            options |= {"recompute_ratio": config.recompute_ratio, "selection_options": {}}
+        return replace(config, **options)
 
     @property
     def _reference(self) -> bool:

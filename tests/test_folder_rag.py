@@ -13,8 +13,9 @@ from cacheblend_rag.reference.bundle import read_questions
 
 def test_the_reference_model_has_a_rule_of_its_own() -> None:
     assert FolderRAGOptions(config=BlendConfig(memory_limit=0)).blending == BlendConfig(memory_limit=0, **BLENDING)
-    left = FolderRAGOptions(config=BlendConfig(recompute_ratio=0.3, memory_limit=0)).blending
-    assert left == BlendConfig(memory_limit=0, **BLENDING | {"recompute_ratio": 0.3})
+    left = FolderRAGOptions(config=BlendConfig(recompute_ratio=0.4, memory_limit=0)).blending
+    asked = {"recompute_ratio": 0.4, "selection_options": {}}  # a share that was asked for is kept
+    assert left == BlendConfig(memory_limit=0, **BLENDING | asked)
     chosen = BlendConfig(check_layers=(2,), memory_limit=0)
     assert FolderRAGOptions(config=chosen).blending == chosen
     assert FolderRAGOptions(model="another", config=chosen).blending == chosen

@@ -69,24 +69,30 @@ class Foresight:
         Returns
         -------
         Tensor, [tokens] float32, and tuple of Looked
-            The L2 norm of the difference over all heads, its mean over the layers; NaN outside of reused chunks.
+            The L2 norm of the difference over all heads, as a share of the mean norm of what reused rows attended to
+            by themselves on that layer; its mean over the layers. NaN outside of reused chunks.
         """
         self._compute_missing(layers[-1])
-        total = torch.full((len(self.ids),), float("nan"), device=self.adapter.device)
-        for span in self.spans:
-            total[span.start : span.stop] = 0
-        looked = []
-        for layer in layers:
-            asked, kv, seen = self.queries(layer), self._kv(layer), 0
-            for span, origin in zip(self.spans, self.origins, strict=True):
-                rows = slice(span.start, span.stop)
-                before = LayerKV(kv.keys[:, :, : span.stop], kv.values[:, :, : span.stop])
-                alone = _alone(kv, span, origin, self.rotaries.of_keys(layer))
-                among, apart = (self._attended(layer, asked[:, rows], of, rows) for of in (before, alone))
-                total[rows] += (among - apart).norm(dim=1)
-                seen += len(span) * (span.start + origin + len(span) + 1)
-            looked.append(Looked(layer, seen))
-        return total / len(layers), tuple(looked)
+        shares = torch.stack([self._moved(layer) for layer in layers])
+        seen = sum(
+            len(span) * (span.start + origin + len(span) + 1)
+            for span, origin in zip(self.spans, self.origins, strict=True)
+        )
+        return shares.mean(dim=0), tuple(Looked(layer, seen) for layer in layers)
+
+    def _moved(self, layer: int) -> torch.Tensor:
+        """How far each row's attention on a layer moves, as a share of the mean length of what it was."""
+        moved = torch.full((len(self.ids),), float("nan"), device=self.adapter.device)
+        asked, kv = self.queries(layer), self._kv(layer)
+        length, tokens = torch.zeros((), device=self.adapter.device), sum(map(len, self.spans))
+        for span, origin in zip(self.spans, self.origins, strict=True):
+            rows = slice(span.start, span.stop)
+            before = LayerKV(kv.keys[:, :, : span.stop], kv.values[:, :, : span.stop])
+            alone = _alone(kv, span, origin, self.rotaries.of_keys(layer))
+            among, apart = (self._attended(layer, asked[:, rows], of, rows) for of in (before, alone))
+            moved[rows] = (among - apart).norm(dim=1)
+            length += apart.norm(dim=1).sum() / tokens
+        return moved / length.clamp_min(torch.finfo(length.dtype).tiny)
 
     def _compute_missing(self, last: int) -> None:
         """KV of what is not stored, up to a layer."""

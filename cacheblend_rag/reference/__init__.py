@@ -25,6 +25,11 @@ MODEL_PATH = _HERE / "model"
 EMBEDDER_PATH = _HERE / "embedder"
 DOCUMENTS_PATH = _HERE / "documents"
 QUESTIONS_PATH = _HERE / "questions.jsonl"
-BLENDING: dict[str, Any] = {"selection": "foreseen", "query_layers": (2,), "recompute_ratio": 0.2}
+BLENDING: dict[str, Any] = {
+    "selection": "foreseen",
+    "query_layers": (2,),
+    "recompute_ratio": 0.3,
+    "selection_options": {"bound": 0.8},
+}
 
 __all__ = ["BLENDING", "DOCUMENTS_PATH", "EMBEDDER_PATH", "MODEL_PATH", "QUESTIONS_PATH"]

@@ -69,7 +69,12 @@ async def state(here: Here) -> State:
         model=ModelInfo(name=service.model_name, layers=service.engine.adapter.num_layers, reference=service.reference),
         embedder=service.embedder_name,
         collections=[_collection_info(here, one) for one in here.collections()],
-        settings=SettingsInfo(ratio=_shown_ratio(config.recompute_ratio), rule=rule, rules=_usable(service.engine)),
+        settings=SettingsInfo(
+            ratio=_shown_ratio(config.recompute_ratio),
+            bounded=bool(config.selection_options.get("bound")),
+            rule=rule,
+            rules=_usable(service.engine),
+        ),
         suggestions=[Suggestion(**one) for one in suggestions_for(Path(service.settings.rag.docs))],
         store=StoreInfo(
             bytes=stats.volume if stats and alone else None,

@@ -136,6 +136,9 @@ class Service:
         changes: dict[str, Any] = {"salt": salt}
         if ratio is not None:
             changes |= {"recompute_ratio": ratio, "recompute_ratios": ()}
+            options = self.engine.config.selection_options
+            if "bound" in options and rule in (None, self.engine.config.selection):
+                changes["selection_options"] = {**options, "lowest_ratio": ratio}  # what was asked for, not less
         if rule is not None:
             changes["selection"] = rule
         with self._making:

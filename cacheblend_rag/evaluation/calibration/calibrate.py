@@ -222,8 +222,9 @@ def report(settings: BlendSettings, found: Finding) -> str:
     at = f", metric {settings.metric}, checks at layer {checks}" if measured else ""
     at += f", queries of layer {', '.join(map(str, settings.query_layers))}" if settings.query_layers else ""
     at += "".join(f", {name} {value}" for name, value in settings.selection_options.items())
+    share = "share at most" if settings.selection_options.get("bound") else "share"
     lines.append(
-        f"chosen: {settings.selection}{at}, share {shares}: {settings.work:.1%} of full prefill's work, divergence "
+        f"chosen: {settings.selection}{at}, {share} {shares}: {settings.work:.1%} of full prefill's work, divergence "
         f"{settings.divergence:.4f} (95% interval to {settings.highest:.4f}) where {settings.tolerance:g} is allowed, "
         "on prompts that had no part in the search"
     )

@@ -4,7 +4,8 @@
    tolerance. The first layer that needs hardly more than any later one is the decisive layer.
 2. For the most promising, fewer rows on the layers before: first a falling share for all at once, then
    layer by layer.
-3. Rules without a check, at their least share; of `SelectForeseen`, on the layers whose queries tell most.
+3. Rules without a check, at their least share; of `SelectForeseen`, on the layers whose queries tell most, and with
+   bounds in place of shares too.
 4. From the least work upward, whatever also keeps the tolerance on prompts that had no part in this.
 """
 
@@ -29,11 +30,14 @@ from cacheblend_rag.fusor.selection import (
 )
 from cacheblend_rag.fusor.selection.query import third_quarter
 
-__all__ = ["RATIOS", "Finding", "LayerFinding", "Search"]
+__all__ = ["BOUNDS", "RATIOS", "Finding", "LayerFinding", "Search"]
 
 _log = logging.getLogger(__name__)
 RATIOS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7)
 """Shares that are tried."""
+BOUNDS = (1.4, 1.2, 1.1, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
+"""Bounds that are tried, by rising work."""
+_BOUNDED = 0.3  # most rows that a rule with a bound keeps, so that no prompt takes much longer than others
 _HEADS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2)
 _PROBE = 0.05  # share at which layers are compared
 _POINTLESS = 0.8  # of what full reuse loses: what is no better points at nothing
@@ -41,6 +45,7 @@ _REFINED = 3  # check layers and metrics whose schedule is searched
 _TELLING = 2  # layers whose stored queries are looked at with every share
 # A rule that does more work than this is not worth its trouble.
 MOST_WORK = 0.9
+_Make = Callable[[float], SelectionRule]
 
 
 @dataclass(frozen=True)
@@ -125,8 +130,8 @@ class Search:
         for found in self._promising(layers):
             self._schedule(found.layer, found.metric, found.least_ratio or RATIOS[-1])
         decisive = _decisive(layers, self._tolerance, reuse.divergence.mean)
-        for make in self._others(decisive or 1, layers):
-            self._least(make)
+        for make, steps in self._others(decisive or 1, layers):
+            self._least(make, steps)
         tried = sorted(self._good.values(), key=lambda one: one.work)
         chosen, checked = self._checked(tried)
         return Finding(chosen, checked, reuse, tuple(layers), decisive, tuple(tried))
@@ -139,18 +144,18 @@ class Search:
             self._good[repr(tried.rule)] = tried
         return good
 
-    def _least(self, make: Callable[[float], SelectionRule], ratios: Sequence[float] = RATIOS) -> float | None:
-        """The least of some rising shares that keeps the tolerance, by halving; None if the highest does not."""
-        if not ratios or not self._passes(make(ratios[-1])):
+    def _least(self, make: _Make, steps: Sequence[float] = RATIOS) -> float | None:
+        """The first of some steps of rising work that keeps the tolerance, by halving; None if the last does not."""
+        if not steps or not self._passes(make(steps[-1])):
             return None
-        low, high = -1, len(ratios) - 1  # the first fails or is not there, the second passes
+        low, high = -1, len(steps) - 1  # the first fails or is not there, the second passes
         while high - low > 1:
             middle = (low + high) // 2
-            if self._passes(make(ratios[middle])):
+            if self._passes(make(steps[middle])):
                 high = middle
             else:
                 low = middle
-        return ratios[high]
+        return steps[high]
 
     # Layers -------------------------------------------------------------------------------------
 
@@ -216,9 +221,14 @@ class Search:
 
     # Other rules --------------------------------------------------------------------------------
 
-    def _others(self, decisive: int, layers: Sequence[LayerFinding]) -> Iterator[Callable[[float], SelectionRule]]:
+    def _others(self, decisive: int, layers: Sequence[LayerFinding]) -> Iterator[tuple[_Make, Sequence[float]]]:
         for layer in self._telling():
-            yield lambda ratio, at=layer: SelectForeseen(ratio, (at,))  # type: ignore[misc]
+            yield lambda bound, at=layer: SelectForeseen(_BOUNDED, (at,), bound), BOUNDS  # type: ignore[misc]
+            yield lambda ratio, at=layer: SelectForeseen(ratio, (at,)), RATIOS  # type: ignore[misc]
+        for make in self._by_share(decisive, layers):
+            yield make, RATIOS
+
+    def _by_share(self, decisive: int, layers: Sequence[LayerFinding]) -> Iterator[_Make]:
         yield SelectBoundary
         # What the question attends to, on the usual layers or on a late one: which is better differs too.
         late = (max(1, self._layers - 2),)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["FixedRule", "LayerView", "Measure", "SelectionRule", "StartView", "budget", "top"]
+__all__ = ["FixedRule", "LayerView", "Measure", "SelectionRule", "StartView", "above", "budget", "top"]
 
 
 class Measure(Protocol):
@@ -48,7 +48,7 @@ class StartView:
         recomputed but what is always computed. None if the rule scores no layers.
     foreseen : Tensor or None, [candidates], float32
         How far attention moves once each sees other chunks, foreseen from its stored query on the rule's
-        `SelectionRule.query_layers`; see `foreseen_deviation`. None if the rule names none.
+        `SelectionRule.query_layers`; see `Foresight.deviation`. None if the rule names none.
     """
 
     positions: torch.Tensor
@@ -141,6 +141,13 @@ class FixedRule(SelectionRule):
 def budget(ratio: float, tokens: int) -> int:
     """Number of rows a ratio allows: never more than the share, and all of them at 1."""
     return int(ratio * tokens + 1e-9)
+
+
+def above(scores: torch.Tensor, bound: float, lowest: float, highest: float, tokens: int) -> torch.Tensor:
+    """Indices of the scores above a bound, within a lowest and a highest share; at a highest share of 1, all."""
+    most = budget(highest, tokens)
+    least = most if highest == 1 else budget(lowest, tokens)
+    return top(scores, min(max(int((scores > bound).sum()), least), most))
 
 
 def top(scores: torch.Tensor, count: int) -> torch.Tensor:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cacheblend_rag.checks import check_fit, check_layer_list, check_share
+from cacheblend_rag.checks import check_bound, check_fit, check_layer_list, check_share
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fusor.selection.base import FixedRule, SelectionRule, StartView, budget, top
+from cacheblend_rag.fusor.selection.base import FixedRule, SelectionRule, StartView, above
 
 __all__ = ["SelectForeseen"]
 
@@ -18,19 +18,27 @@ __all__ = ["SelectForeseen"]
 class SelectForeseen(FixedRule):
     """Recompute, on every layer, the tokens whose attention moves most once they see other chunks.
 
-    That is foreseen from stored queries (`foreseen_deviation`), so no layer is computed in full; the report
+    That is foreseen from stored queries (`Foresight.deviation`), so no layer is computed in full; the report
     counts the work of looking.
 
     Parameters
     ----------
     recompute_ratio : float
-        Share of the reused chunk tokens.
+        Share of the reused chunk tokens; with a bound, the highest share. At 1 all are recomputed, whatever the bound.
     query_layers : sequence of int
         Layers whose queries are looked at, rising; their queries are stored with the KV of chunks.
+    bound : float
+        How far attention must move for a token to be recomputed, as a share of the mean length of what attention
+        gives the reused tokens by themselves. So prompts whose chunks have little to say to each other cost
+        little. At 0 the share alone decides.
+    lowest_ratio : float
+        Lowest share that is recomputed, however little moves; at most the highest.
     """
 
     recompute_ratio: float = 0.15
     query_layers: Sequence[int] = field(default=())
+    bound: float = 0.0
+    lowest_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         check_share("recompute_ratio", self.recompute_ratio)
@@ -38,6 +46,7 @@ class SelectForeseen(FixedRule):
             remedy = "name the layers whose stored queries tell, as (6,); `cacheblend-rag calibrate` finds them"
             raise ConfigError("query_layers", self.query_layers, remedy)
         check_layer_list("query_layers", self.query_layers, lowest=0)
+        check_bound(self.bound, self.lowest_ratio, self.recompute_ratio)
 
     def fit(self, layers: int) -> SelectionRule:
         """See `SelectionRule.fit`."""
@@ -48,4 +57,5 @@ class SelectForeseen(FixedRule):
         """See `SelectionRule.begin`."""
         if view.foreseen is None:
             return view.positions.new_empty(0)
-        return top(view.foreseen, budget(self.recompute_ratio, view.reused_tokens))
+        lowest = self.lowest_ratio if self.bound else self.recompute_ratio
+        return above(view.foreseen, self.bound, lowest, self.recompute_ratio, view.reused_tokens)

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend_rag.checks import check_choice, check_fit, check_layer_list, check_share
+from cacheblend_rag.checks import check_bound, check_choice, check_fit, check_layer_list, check_share
 from cacheblend_rag.config import METRICS
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView, budget, top
+from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView, above
 
 __all__ = ["SelectThreshold"]
 
@@ -24,7 +23,7 @@ class SelectThreshold(SelectionRule):
     check_layers : sequence of int
         Layers at which deviation is measured, rising, from 1 on.
     recompute_ratio : float
-        Highest share of the reused chunk tokens that stays.
+        Highest share of the reused chunk tokens that stays; at 1 all stay, whatever the bound.
     lowest_ratio : float
         Lowest share that stays, however little deviates; at most the highest.
     bound : float
@@ -42,13 +41,8 @@ class SelectThreshold(SelectionRule):
     def __post_init__(self) -> None:
         check_layer_list("check_layers", self.check_layers)
         check_share("recompute_ratio", self.recompute_ratio)
-        check_share("lowest_ratio", self.lowest_ratio)
         check_choice("metric", self.metric, METRICS)
-        if self.lowest_ratio > self.recompute_ratio:
-            remedy = f"use at most the highest share, recompute_ratio={self.recompute_ratio!r}"
-            raise ConfigError("lowest_ratio", self.lowest_ratio, remedy)
-        if isinstance(self.bound, bool) or not isinstance(self.bound, (int, float)) or not self.bound >= 0:
-            raise ConfigError("bound", self.bound, "use a number, 0 or more")
+        check_bound(self.bound, self.lowest_ratio, self.recompute_ratio)
 
     def fit(self, layers: int) -> SelectionRule:
         """See `SelectionRule.fit`."""
@@ -66,6 +60,4 @@ class SelectThreshold(SelectionRule):
     def keep(self, view: LayerView) -> torch.Tensor:
         """See `SelectionRule.keep`."""
         deviation = view.measure(self.metric, relative=True)
-        lowest = budget(self.lowest_ratio, view.reused_tokens)
-        highest = budget(self.recompute_ratio, view.reused_tokens)
-        return top(deviation, min(max(int((deviation > self.bound).sum()), lowest), highest))
+        return above(deviation, self.bound, self.lowest_ratio, self.recompute_ratio, view.reused_tokens)

@@ -164,6 +164,7 @@ def test_a_refused_file_says_why(page: Page, problems: list[str]) -> None:
 def test_the_ratio_changes_what_is_recomputed(page: Page) -> None:
     compare_off(page)
     slider = page.get_by_role("slider", name="Recompute ratio")
+    expect(page.locator("#ratio-shown")).to_have_text("up to 30%, default")
     slider.focus()
     slider.press("Home")
     expect(page.locator("#ratio-shown")).to_have_text("0%")
