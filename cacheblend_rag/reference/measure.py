@@ -229,6 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ratio", type=float, default=0.15, help="recompute ratio of the rule")
     parser.add_argument("--check-layer", type=int, default=1, help="layer of the rule's check")
     parser.add_argument("--query-layer", type=int, help="layer whose stored queries the rule looks at")
+    parser.add_argument("--bound", type=float, help="bound of foreseen or threshold; --ratio is then the most")
     args = parser.parse_args(argv)
     loaded = load_model(args.model, device="cpu")
     if args.retrieve:
@@ -240,6 +241,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rule = {"recompute_ratio": args.ratio, "check_layers": (args.check_layer,)}
     if args.query_layer is not None:
         rule["query_layers"] = (args.query_layer,)
+    if args.bound is not None:
+        rule["selection_options"] = {"bound": args.bound}
     results = measure(_answer(loaded.model, loaded.tokenizer, args.selection, rule), cases)
     for result in results:
         print(
