@@ -12,8 +12,9 @@ import torch
 
 from cacheblend_rag import BlendConfig, Prompt
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.evaluation.calibration.calibrate import report, settings_of
 from cacheblend_rag.evaluation.calibration.search import Search
-from cacheblend_rag.evaluation.calibration.trials import TrialSet
+from cacheblend_rag.evaluation.calibration.trials import TrialSet, Tried
 from cacheblend_rag.evaluation.prepared import PreparedPrompt
 from cacheblend_rag.fusor import fuse
 from cacheblend_rag.fusor.foreseen import Foresight
@@ -357,3 +358,27 @@ def test_calibrate_looks_for_the_layer_that_tells_most() -> None:
         layer: trials.try_rule(SelectForeseen(0.05, (layer,))).divergence.mean for layer in range(3)
     }  # the last layer's would move no KV
     assert telling == sorted(means, key=means.__getitem__)[:2]
+
+
+class _Told:
+    """Trials in which only some bounds on the queries of layer 2 keep the tolerance."""
+
+    depth = 4
+
+    def try_rule(self, rule: Any, tolerance: float = float("inf")) -> Tried:
+        good = isinstance(rule, SelectForeseen) and tuple(rule.query_layers) == (2,) and 0 < rule.bound <= 0.8
+        telling = isinstance(rule, SelectForeseen) and tuple(rule.query_layers) == (2,)
+        work = 0.2 - 0.1 * getattr(rule, "bound", 0.0)
+        return Tried(rule, (0.001 if good else 0.5 if telling else 1.0,) * 6, work, whole=True)
+
+
+def test_a_calibration_finds_the_highest_bound_within_the_tolerance() -> None:
+    told: Any = _Told()
+    found = Search(told, told, 4, 0.01).run()
+    assert found.chosen is not None
+    assert found.chosen.rule == SelectForeseen(0.3, (2,), bound=0.8)
+    settings = settings_of(found, 0.01)
+    assert settings.selection_options == {"bound": 0.8, "lowest_ratio": 0.0}
+    assert "bound 0.8, lowest_ratio 0.0, share at most 30.0%" in report(settings, found)
+    controller = LoadingController(MachineProfile(blends={"this model": settings}))
+    assert Steering(BlendConfig(), 4, "this model", controller).rule == found.chosen.rule
