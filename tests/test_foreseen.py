@@ -355,7 +355,7 @@ def test_calibrate_looks_for_the_layer_that_tells_most() -> None:
     trials = TrialSet(ModelAdapter(tiny.model()), segments, [PROMPT], answer_tokens=2)
     telling = Search(trials, trials, 4, 0.01)._telling()
     means = {
-        layer: trials.try_rule(SelectForeseen(0.05, (layer,))).divergence.mean for layer in range(3)
+        layer: trials.try_rule(SelectForeseen(0.3, (layer,), 0.6)).divergence.mean for layer in range(3)
     }  # the last layer's would move no KV
     assert telling == sorted(means, key=means.__getitem__)[:2]
 

@@ -39,7 +39,8 @@ BOUNDS = (1.4, 1.2, 1.1, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Bounds that are tried, by rising work."""
 _BOUNDED = 0.3  # most rows that a rule with a bound keeps, so that no prompt takes much longer than others
 _HEADS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2)
-_PROBE = 0.05  # share at which layers are compared
+_PROBE = 0.05  # share at which check layers are compared
+_PROBE_BOUND = 0.6  # bound at which layers of stored queries are: few rows in every prompt tell too little
 _POINTLESS = 0.8  # of what full reuse loses: what is no better points at nothing
 _REFINED = 3  # check layers and metrics whose schedule is searched
 _TELLING = 2  # layers whose stored queries are looked at with every share
@@ -243,7 +244,7 @@ class Search:
     def _telling(self) -> list[int]:
         """Layers whose stored queries point best at the tokens that matter; those of the last layer move no KV."""
         probes = {
-            layer: self._trials.try_rule(SelectForeseen(_PROBE, (layer,)).fit(self._layers)).divergence.mean
+            layer: self._trials.try_rule(SelectForeseen(_BOUNDED, (layer,), _PROBE_BOUND)).divergence.mean
             for layer in range(self._layers - 1)
         }
         return sorted(probes, key=probes.__getitem__)[:_TELLING]
