@@ -44,12 +44,12 @@ def check_above_zero(name: str, value: object) -> None:
         raise ConfigError(name, value, "use a number above 0")
 
 
-def check_bound(bound: object, lowest_ratio: object, recompute_ratio: float) -> None:
+def check_bound(bound: object, lowest_ratio: float, recompute_ratio: float) -> None:
     """A bound of 0 or more, and the lowest share to keep whatever is above it: at most the highest."""
     if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not bound >= 0:
         raise ConfigError("bound", bound, "use a number, 0 or more")
     check_share("lowest_ratio", lowest_ratio)
-    if lowest_ratio > recompute_ratio:  # type: ignore[operator]
+    if lowest_ratio > recompute_ratio:
         remedy = f"use at most the highest share, recompute_ratio={recompute_ratio!r}"
         raise ConfigError("lowest_ratio", lowest_ratio, remedy)
 

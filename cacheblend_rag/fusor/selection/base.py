@@ -146,8 +146,10 @@ def budget(ratio: float, tokens: int) -> int:
 def above(scores: torch.Tensor, bound: float, lowest: float, highest: float, tokens: int) -> torch.Tensor:
     """Indices of the scores above a bound, within a lowest and a highest share; at a highest share of 1, all."""
     most = budget(highest, tokens)
-    least = most if highest == 1 else budget(lowest, tokens)
-    return top(scores, min(max(int((scores > bound).sum()), least), most))
+    kept = most if highest == 1 else budget(lowest, tokens)
+    if kept < most:  # else the scores need not be waited for
+        kept = min(max(int((scores > bound).sum()), kept), most)
+    return top(scores, kept)
 
 
 def top(scores: torch.Tensor, count: int) -> torch.Tensor:
