@@ -14,13 +14,19 @@ from langchain_core.documents import Document
 from cacheblend_rag import BlendConfig, Prompt
 from cacheblend_rag.cli import main
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.calibration.calibrate import CalibrationOptions, calibrate, keep_settings, report
+from cacheblend_rag.evaluation.calibration.calibrate import (
+    CalibrationOptions,
+    calibrate,
+    keep_settings,
+    report,
+    settings_of,
+)
 from cacheblend_rag.evaluation.calibration.prompts import case_prompts, chunk_prompts, question_prompts
 from cacheblend_rag.evaluation.calibration.search import Finding, Search
 from cacheblend_rag.evaluation.calibration.trials import TrialSet, Tried
 from cacheblend_rag.evaluation.quality.methods import settings_rule, variants
 from cacheblend_rag.evaluation.quality.statistics import interval
-from cacheblend_rag.fusor.selection import SelectHKVD, SelectionRule, SelectNone
+from cacheblend_rag.fusor.selection import SelectForeseen, SelectHKVD, SelectionRule, SelectNone
 from cacheblend_rag.loading import (
     BlendSettings,
     ChunkKV,
@@ -131,6 +137,39 @@ def test_no_cheaper_rule_was_passed_over(
     by_layer = {layer.layer: layer.divergence for layer in finding.layers}
     assert finding.decisive_layer is not None
     assert by_layer[max(by_layer)] < by_layer[1], "the later the check, the better it points"
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_checks_are_tried_only_where_they_could_pay(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch, holds: bool
+) -> None:
+    """A check on layer 1 costs a sixth of six layers: too much beside a tenth, if that holds on other prompts."""
+    segments = SegmentTokenizer(tiny.tokenizer(), " # # ")
+    searched, checks = (
+        TrialSet(ModelAdapter(models["calm"]), segments, prompts(first, 6), answer_tokens=2) for first in (0, 6)
+    )
+    asked: list[SelectionRule] = []
+
+    def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0) -> Tried:
+        asked.append(rule)
+        good = isinstance(rule, SelectForeseen) and (trials is searched or holds)
+        return Tried(rule, (0.0 if good else 1.0,) * 6, 0.1, True)
+
+    monkeypatch.setattr(TrialSet, "try_rule", looked_up)
+    finding = Search(searched, checks, 6, TOLERANCE).run()
+    measured = {rule.check_layers for rule in asked if isinstance(rule, SelectHKVD) and rule.recompute_ratio > 0}
+    said = report(settings_of(finding, TOLERANCE), finding)
+    if holds:
+        assert finding.chosen is not None
+        assert isinstance(finding.chosen.rule, SelectForeseen)
+        assert not measured
+        assert (finding.layers, finding.decisive_layer, finding.untried_from) == ((), None, 1)
+        assert "checks from layer 1 on were not tried" in said
+    else:
+        assert finding.chosen is None
+        assert measured == {(layer,) for layer in range(1, 6)}
+        assert finding.untried_from is None
+        assert "does not tolerate blending" in said
 
 
 def test_what_is_said(found: dict[str, tuple[BlendSettings, Finding]]) -> None:

@@ -209,7 +209,9 @@ def report(settings: BlendSettings, found: Finding) -> str:
     if found.decisive_layer:
         lines += ["", f"deviation points at the tokens that matter from layer {found.decisive_layer} on"]
     elif found.layers:
-        lines += ["", "deviation points at the tokens that matter on no layer"]
+        lines += ["", "deviation points at the tokens that matter on none of these layers"]
+    if found.untried_from is not None:
+        lines.append(f"checks from layer {found.untried_from} on were not tried: they cost more than what is chosen")
     if not settings.tolerates:
         lines.append(
             "this model does not tolerate blending: nothing that saves work stays within "

@@ -1,12 +1,13 @@
 """The search: from which layer deviation points at the right tokens, and the cheapest schedule that reaches it.
 
-1. For each check layer and metric, all rows before it and a share after it: the least share within the
+1. Rules without a check, at their least share; of `SelectForeseen`, on the layers whose queries tell most, and with
+   bounds in place of shares too. The cheapest of them that also keeps the tolerance on prompts that had no part in the
+   search bounds what is worth trying next.
+2. For each check layer and metric, all rows before it and a share after it: the least share within the
    tolerance. The first layer that needs hardly more than any later one is the decisive layer.
-2. For the most promising, fewer rows on the layers before: first a falling share for all at once, then
-   layer by layer.
-3. Rules without a check, at their least share; of `SelectForeseen`, on the layers whose queries tell most, and with
-   bounds in place of shares too.
-4. From the least work upward, whatever also keeps the tolerance on prompts that had no part in this.
+3. For the most promising, fewer rows on the layers before: first a falling share for all at once, then
+   layer by layer. Then other rules with a check.
+4. From the least work upward, whatever also keeps the tolerance on the prompts held back.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from cacheblend_rag.evaluation.calibration.trials import TrialSet, Tried
 from cacheblend_rag.evaluation.quality.statistics import interval
@@ -84,10 +86,12 @@ class Finding:
     layers : tuple of LayerFinding
         Empty if full reuse keeps the tolerance, so that nothing had to be found.
     decisive_layer : int or None
-        The first layer that points at the right tokens hardly worse than the best one; None if 5% of
-        the rows help nowhere.
+        The first of these layers that points at the right tokens hardly worse than the best one; None if 5% of the rows
+        help nowhere.
     tried : tuple of Tried
         All rules within the tolerance on the prompts of the search, least work first.
+    untried_from : int or None
+        First layer on which no check was tried, since it costs more than what was found; None if there is none.
     """
 
     chosen: Tried | None
@@ -96,6 +100,7 @@ class Finding:
     layers: tuple[LayerFinding, ...]
     decisive_layer: int | None
     tried: tuple[Tried, ...]
+    untried_from: int | None = None
 
 
 class Search:
@@ -118,6 +123,7 @@ class Search:
         self._trials, self._checks = trials, checks
         self._layers, self._tolerance = layers, tolerance
         self._good: dict[str, Tried] = {}
+        self._failed: set[str] = set()  # of these, on the prompts held back
 
     def run(self) -> Finding:
         """Search, choose and check."""
@@ -127,15 +133,20 @@ class Search:
             chosen, checked = self._checked([*self._good.values()])
             if chosen is not None:  # nothing is cheaper
                 return Finding(chosen, checked, reuse, (), None, (chosen,))
-        layers = self._measure_layers()
+        for make, steps in self._without_check():
+            self._least(make, steps)
+        self._checked(self._by_work())
+        layers, untried_from = self._measure_layers()
         for found in self._promising(layers):
             self._schedule(found.layer, found.metric, found.least_ratio or RATIOS[-1])
         decisive = _decisive(layers, self._tolerance, reuse.divergence.mean)
-        for make, steps in self._others(decisive or 1, layers):
-            self._least(make, steps)
-        tried = sorted(self._good.values(), key=lambda one: one.work)
-        chosen, checked = self._checked(tried)
-        return Finding(chosen, checked, reuse, tuple(layers), decisive, tuple(tried))
+        for make in self._with_check(decisive, layers):
+            self._least(make)
+        chosen, checked = self._checked(self._by_work())
+        return Finding(chosen, checked, reuse, tuple(layers), decisive, tuple(self._by_work()), untried_from)
+
+    def _by_work(self) -> list[Tried]:
+        return sorted(self._good.values(), key=lambda one: one.work)
 
     def _passes(self, rule: SelectionRule) -> bool:
         """Whether a rule keeps the tolerance on the prompts of the search."""
@@ -160,23 +171,22 @@ class Search:
 
     # Layers -------------------------------------------------------------------------------------
 
-    def _measure_layers(self) -> list[LayerFinding]:
-        """What deviation on each layer is worth, as deep as a check there can pay."""
+    def _measure_layers(self) -> tuple[list[LayerFinding], int | None]:
+        """What deviation on each layer is worth, and the first layer so deep that a check there cannot pay."""
         found: list[LayerFinding] = []
         for layer in range(1, self._layers):
-            if found and self._too_deep(layer):
-                break
+            # The first layer is computed in full, the others up to the check with a fifth of the rows at least.
+            if not self._can_pay((1 + 0.2 * (layer - 1)) / self._trials.depth):
+                return found, layer
             for metric in ("v", "k", "kv") if layer == 1 else ("v", "k"):
                 probe = self._trials.try_rule(SelectHKVD((layer,), _PROBE, metric=metric).fit(self._layers))
                 least = self._least(lambda ratio, at=layer, by=metric: SelectHKVD((at,), ratio, metric=by))  # type: ignore[misc]
                 found.append(LayerFinding(layer, metric, probe.divergence.mean, least))
-        return found
+        return found, None
 
-    def _too_deep(self, layer: int) -> bool:
-        """Whether a check at a layer costs more than what is known, however few rows its head keeps."""
-        least = min((tried.work for tried in self._good.values()), default=MOST_WORK)
-        # The first layer is computed in full, the others up to the check with a fifth of the rows at least.
-        return (1 + 0.2 * (layer - 1)) / self._trials.depth > least
+    def _can_pay(self, work: float) -> bool:
+        """Whether this work is no more than that of the cheapest rule known, those that failed a check apart."""
+        return work <= min([MOST_WORK, *(good.work for name, good in self._good.items() if name not in self._failed)])
 
     def _promising(self, layers: Sequence[LayerFinding]) -> list[LayerFinding]:
         having = [found for found in layers if found.least_ratio is not None]
@@ -199,6 +209,8 @@ class Search:
             return
         higher = [share for share in RATIOS if share >= ratio][:2]
         for share in higher:
+            if not self._can_pay((1 + share * (self._trials.depth - 1)) / self._trials.depth):
+                break  # even with no more rows before the check
             heads = [head for head in _HEADS if head >= share]
 
             def funnel(power: float, last: float = share) -> tuple[float, ...]:
@@ -222,24 +234,28 @@ class Search:
 
     # Other rules --------------------------------------------------------------------------------
 
-    def _others(self, decisive: int, layers: Sequence[LayerFinding]) -> Iterator[tuple[_Make, Sequence[float]]]:
+    def _without_check(self) -> Iterator[tuple[_Make, Sequence[float]]]:
         for layer in self._telling():
             yield lambda bound, at=layer: SelectForeseen(_BOUNDED, (at,), bound), BOUNDS  # type: ignore[misc]
             yield lambda ratio, at=layer: SelectForeseen(ratio, (at,)), RATIOS  # type: ignore[misc]
-        for make in self._by_share(decisive, layers):
-            yield make, RATIOS
-
-    def _by_share(self, decisive: int, layers: Sequence[LayerFinding]) -> Iterator[_Make]:
-        yield SelectBoundary
+        yield SelectBoundary, RATIOS
         # What the question attends to, on the usual layers or on a late one: which is better differs too.
-        late = (max(1, self._layers - 2),)
-        for on in dict.fromkeys((third_quarter(self._layers), late)):
-            yield lambda ratio, of=on: SelectQuery(ratio, of)  # type: ignore[misc]
-        yield lambda ratio: SelectMixed((1,), ratio, (0.5, 0.0, 0.5), late)
-        yield lambda ratio: SelectThreshold((decisive,), ratio, metric="k")
-        best = min((found for found in layers if found.layer == decisive), key=lambda found: found.divergence)
+        for on in dict.fromkeys((third_quarter(self._layers), self._late)):
+            yield lambda ratio, of=on: SelectQuery(ratio, of), RATIOS  # type: ignore[misc]
+
+    def _with_check(self, decisive: int | None, layers: Sequence[LayerFinding]) -> Iterator[_Make]:
+        if not layers:  # a check on the first layer costs too much already
+            return
+        at = decisive or 1
+        best = min((found for found in layers if found.layer == at), key=lambda found: found.divergence)
+        yield lambda ratio: SelectMixed((1,), ratio, (0.5, 0.0, 0.5), self._late)
+        yield lambda ratio: SelectThreshold((at,), ratio, metric="k")
         for shares in ((0.2, 0.8, 0.0), (0.2, 0.6, 0.2)):
-            yield lambda ratio, of=shares: SelectMixed((decisive,), ratio, of, metric=best.metric)  # type: ignore[misc]
+            yield lambda ratio, of=shares: SelectMixed((at,), ratio, of, metric=best.metric)  # type: ignore[misc]
+
+    @property
+    def _late(self) -> tuple[int]:
+        return (max(1, self._layers - 2),)
 
     def _telling(self) -> list[int]:
         """Layers whose stored queries point best at the tokens that matter; those of the last layer move no KV."""
@@ -262,6 +278,7 @@ class Search:
             both = interval((*one.divergences, *checked.divergences))
             if checked.whole and max(checked.divergence.high, both.high) <= self._tolerance:
                 return one, checked
+            self._failed.add(repr(one.rule))
         return None, None
 
 
@@ -272,7 +289,7 @@ def _scheduled(shares: Sequence[float], metric: str) -> SelectionRule:
 
 def _decisive(layers: Sequence[LayerFinding], tolerance: float, reuse: float) -> int | None:
     """The first layer that does hardly worse than the best of all."""
-    best = min(found.divergence for found in layers)
+    best = min((found.divergence for found in layers), default=inf)
     if best > max(tolerance, _POINTLESS * reuse):
         return None
     near = max(tolerance, 1.5 * best)
