@@ -18,6 +18,7 @@ from langchain_core.outputs import LLMResult
 from cacheblend_rag.config import BlendConfig, default_data_path
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, MissingExtraError
+from cacheblend_rag.fusor.selection.raising import asked_share
 from cacheblend_rag.langchain import CacheBlendLLM, known_chunks
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.reference import BLENDING, DOCUMENTS_PATH, EMBEDDER_PATH, MODEL_PATH
@@ -91,10 +92,9 @@ class FolderRAGOptions:
             config = replace(config, memory_limit=_MEMORY_LIMIT)
         if not self._reference or names_rule(config):
             return config
-        options = dict(BLENDING)
-        if config.recompute_ratio != "auto":
-            options |= {"recompute_ratio": config.recompute_ratio, "selection_options": {}}
-        return replace(config, **options)
+        blended = replace(config, **BLENDING)
+        asked = config.recompute_ratio
+        return blended if isinstance(asked, str) else replace(blended, **asked_share(blended, asked))
 
     @property
     def _reference(self) -> bool:

@@ -371,7 +371,7 @@ class Pipeline:
             computed_tokens=tuple(map(len, fusion.computed)),
             work=work_share(self.adapter.shape, len(split.input_ids), fusion.done),
             looked_layers=len(fusion.done.looked),
-            recompute_ratio=choice.ratio,
+            recompute_ratio=_share(choice, fusion),
             expected=choice.expected,
         )
         cache = self.adapter.new_cache(fusion.layers)
@@ -419,3 +419,10 @@ def _first_rows(layers: tuple[LayerKV, ...], tokens: int) -> SegmentKV:
     keys = tuple(layer.keys[0, :, :tokens].cpu().clone() for layer in layers)
     values = tuple(layer.values[0, :, :tokens].cpu().clone() for layer in layers)
     return SegmentKV(keys, values, rotated=True)
+
+
+def _share(choice: Choice, fusion: Fusion) -> float:
+    """Share that was to be recomputed; by a rule with a bound, what that came to."""
+    if not choice.rule.bounded or not fusion.reused_tokens:
+        return choice.ratio
+    return fusion.recomputed_tokens[-1] / fusion.reused_tokens

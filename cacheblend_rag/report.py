@@ -90,7 +90,7 @@ class BlendReport:
     looked_layers : int
         Layers whose stored queries were looked at.
     recompute_ratio : float
-        Share of the reused chunk tokens that was to be recomputed; the most, by a rule with a bound.
+        Share of the reused chunk tokens that was to be recomputed; by a rule with a bound, what that came to.
     expected : Expected or None
         What the loading controller expected, if it steered the request.
     seconds : Seconds

@@ -134,12 +134,11 @@ class Steering:
 
     def _raised(self, choice: Choice) -> Choice:
         """The choice with no fewer rows than the least ratio asks for."""
-        if choice.ratio >= self.least_ratio:
+        rule = keep_at_least(choice.rule, self.least_ratio) if self.least_ratio else choice.rule
+        if rule is choice.rule:  # it keeps that many, or has no share that could be raised
             return choice
-        rule = keep_at_least(choice.rule, self.least_ratio)
-        if rule is choice.rule:  # it has no share that could be raised
-            return choice
-        return dataclasses.replace(choice, rule=rule.fit(self._layers), ratio=self.least_ratio)
+        ratio = max(choice.ratio, self.least_ratio)
+        return dataclasses.replace(choice, rule=rule.fit(self._layers), ratio=ratio)
 
     def _fixed_share(self, tokens: int, computed: int) -> float:
         """Share of a prefill that any ratio does: what is not stored, and the many rows of the first layers."""

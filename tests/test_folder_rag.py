@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.folder_rag import FolderRAG, FolderRAGOptions
+from cacheblend_rag.fusor.selection import make_rule
 from cacheblend_rag.reference import BLENDING
 from cacheblend_rag.reference.bundle import read_questions
 
@@ -14,8 +15,10 @@ from cacheblend_rag.reference.bundle import read_questions
 def test_the_reference_model_has_a_rule_of_its_own() -> None:
     assert FolderRAGOptions(config=BlendConfig(memory_limit=0)).blending == BlendConfig(memory_limit=0, **BLENDING)
     left = FolderRAGOptions(config=BlendConfig(recompute_ratio=0.4, memory_limit=0)).blending
-    asked = {"recompute_ratio": 0.4, "selection_options": {}}  # a share that was asked for is kept
-    assert left == BlendConfig(memory_limit=0, **BLENDING | asked)
+    options = {**BLENDING["selection_options"], "lowest_ratio": 0.4}  # a share that was asked for is kept
+    assert left == BlendConfig(memory_limit=0, **BLENDING | {"recompute_ratio": 0.4, "selection_options": options})
+    assert make_rule(BlendConfig(**BLENDING)).bounded
+    assert not make_rule(left).bounded
     chosen = BlendConfig(check_layers=(2,), memory_limit=0)
     assert FolderRAGOptions(config=chosen).blending == chosen
     assert FolderRAGOptions(model="another", config=chosen).blending == chosen

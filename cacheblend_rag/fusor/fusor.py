@@ -67,6 +67,8 @@ class Fusion:
         Positions whose KV was computed, layer by layer.
     recomputed_tokens : tuple of int
         How many of them are reused chunk tokens.
+    reused_tokens : int
+        Reused chunk tokens in all.
     deviation : Tensor or None, [tokens] float32
         KV deviation at the first check layer, or what stored queries foresee; NaN where neither was measured.
     done : RowsDone
@@ -77,6 +79,7 @@ class Fusion:
     logits: torch.Tensor
     computed: tuple[torch.Tensor, ...]
     recomputed_tokens: tuple[int, ...]
+    reused_tokens: int
     deviation: torch.Tensor | None
     done: RowsDone
 
@@ -108,7 +111,7 @@ def fuse(
         fused = tuple(state.prefill_layer(number) for number in range(adapter.num_layers))
         logits = adapter.head(state.hidden[-1])
         done = RowsDone(tuple(state.computed), tuple(state.projected), state.scored, 1, state.looked, state.ahead)
-        return Fusion(fused, logits, done.computed, tuple(state.recomputed), state.deviation, done)
+        return Fusion(fused, logits, done.computed, tuple(state.recomputed), state.reused_tokens, state.deviation, done)
 
 
 class _Pass:
@@ -149,7 +152,7 @@ class _Pass:
         for span in plan.exact:
             always[span.start : span.stop] = False
         always[-1] = True
-        self._reused_tokens = int(reused.sum())
+        self.reused_tokens = int(reused.sum())
         reused[-1] = False  # the last row is always computed, so no rule decides on it
         candidates = reused.nonzero()[:, 0].to(device)
         self._offsets = self._offsets.to(device)
@@ -196,7 +199,7 @@ class _Pass:
     def _view(self, positions: torch.Tensor) -> StartView:
         """What a rule sees of some positions."""
         attention, foreseen = (None if of is None else of[positions] for of in (self._attention, self._foreseen))
-        return StartView(positions, self._offsets[positions], self._reused_tokens, attention, foreseen)
+        return StartView(positions, self._offsets[positions], self.reused_tokens, attention, foreseen)
 
     def _kv(self, layer: int) -> LayerKV:
         """A layer's stored KV, keys rotated; each layer is taken from the loader once, in order."""

@@ -17,7 +17,7 @@ from fastapi.responses import StreamingResponse
 
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, DocumentError
-from cacheblend_rag.fusor.selection import RULES
+from cacheblend_rag.fusor.selection import RULES, make_rule
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import Generation
 from cacheblend_rag.server.asking import report_of, rule_name
@@ -71,7 +71,7 @@ async def state(here: Here) -> State:
         collections=[_collection_info(here, one) for one in here.collections()],
         settings=SettingsInfo(
             ratio=_shown_ratio(config.recompute_ratio),
-            bounded=bool(config.selection_options.get("bound")),
+            bounded=make_rule(config).bounded,
             rule=rule,
             rules=_usable(service.engine),
         ),

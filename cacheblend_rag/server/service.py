@@ -15,6 +15,7 @@ from typing import Any
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.folder_rag import FolderRAG
+from cacheblend_rag.fusor.selection.raising import asked_share
 from cacheblend_rag.noticing import written_forms
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.reference import DOCUMENTS_PATH, MODEL_PATH
@@ -133,18 +134,14 @@ class Service:
 
     def engine_for(self, salt: str, ratio: float | None, rule: str | None) -> BlendEngine:
         """The engine with a tenant's salt and a request's choice of rule and ratio."""
-        changes: dict[str, Any] = {"salt": salt}
-        if ratio is not None:
-            changes |= {"recompute_ratio": ratio, "recompute_ratios": ()}
-            options = self.engine.config.selection_options
-            if "bound" in options and rule in (None, self.engine.config.selection):
-                changes["selection_options"] = {**options, "lowest_ratio": ratio}  # what was asked for, not less
-        if rule is not None:
-            changes["selection"] = rule
+        changes = {"salt": salt} if rule is None else {"salt": salt, "selection": rule}
         with self._making:
             key = (salt, ratio, rule)
             if key not in self._engines:
-                self._engines[key] = self.engine.with_config(**changes)
+                engine = self.engine.with_config(**changes)
+                if ratio is not None:
+                    engine = engine.with_config(**asked_share(engine.config, ratio))
+                self._engines[key] = engine
                 if len(self._engines) > _ENGINES:
                     self._engines.popitem(last=False)
             return self._engines[key]

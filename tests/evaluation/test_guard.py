@@ -104,6 +104,23 @@ def test_past_the_bound_the_ratio_is_raised_with_a_warning(model: Any, caplog: p
         assert engine.with_config(salt="").guard.status == GuardStatus(), "another view is another guard"
 
 
+def test_a_rule_with_a_bound_is_raised_from_what_it_recomputes(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Not from the most it may recompute, which says nothing of what a prompt got."""
+    options = {"selection": "foreseen", "query_layers": (1,), "recompute_ratio": 0.5}
+    with (
+        warmed(model, guard_share=1.0, guard_bound=0.01, selection_options={"bound": 1e9}, **options) as engine,
+        caplog.at_level(logging.WARNING),
+    ):
+        before = engine.fuse(PROMPT).report
+        assert before.recompute_ratio == before.recomputed_tokens[-1] == 0
+        status = asked(engine, 3)
+        assert (status.raised, status.least_ratio) == (1, 0.05)
+        assert "raised from 0 to 0.05" in caplog.text
+        after = engine.fuse(PROMPT).report
+        assert after.recomputed_tokens[-1] == int(0.05 * after.chunk_tokens) > 0
+        assert after.recompute_ratio == after.recomputed_tokens[-1] / after.chunk_tokens
+
+
 def test_within_the_bound_nothing_changes(model: Any) -> None:
     with warmed(model, guard_share=1.0, guard_bound=50.0) as engine:
         status = asked(engine, 4)

@@ -104,6 +104,11 @@ class SelectionRule(ABC):
         return self
 
     @property
+    def bounded(self) -> bool:
+        """Whether the rule's share is the most it recomputes, and prompts that need less get less."""
+        return False
+
+    @property
     def score_layers(self) -> Sequence[int]:
         """Layers on which the question's attention is wanted; each call of a rule then shows it."""
         return ()

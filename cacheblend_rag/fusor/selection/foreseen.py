@@ -53,6 +53,11 @@ class SelectForeseen(FixedRule):
         check_fit("query_layers", self.query_layers, layers)
         return self
 
+    @property
+    def bounded(self) -> bool:
+        """See `SelectionRule.bounded`."""
+        return self.bound > 0 and self.lowest_ratio < self.recompute_ratio < 1
+
     def begin(self, view: StartView) -> torch.Tensor:
         """See `SelectionRule.begin`."""
         if view.foreseen is None:

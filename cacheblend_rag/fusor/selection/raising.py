@@ -1,13 +1,27 @@
-"""A rule with no fewer rows than some share."""
+"""Rules with no fewer rows than some share."""
 
 from __future__ import annotations
 
 from dataclasses import fields, replace
 from typing import Any
 
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.fusor.selection import RULES
 from cacheblend_rag.fusor.selection.base import SelectionRule
 
-__all__ = ["keep_at_least"]
+__all__ = ["asked_share", "keep_at_least"]
+
+
+def asked_share(config: BlendConfig, ratio: float) -> dict[str, Any]:
+    """Options in place of a config's, with a ratio that somebody asked for.
+
+    It is the share of every prompt that is recomputed, also by a rule with a bound, which alone would recompute less.
+    """
+    kind = RULES.get(config.selection) if isinstance(config.selection, str) else None
+    options = dict(config.selection_options)
+    if kind is not None and "lowest_ratio" in {option.name for option in fields(kind)}:  # type: ignore[arg-type]
+        options["lowest_ratio"] = ratio
+    return {"recompute_ratio": ratio, "recompute_ratios": (), "selection_options": options}
 
 
 def keep_at_least(rule: SelectionRule, ratio: float) -> SelectionRule:

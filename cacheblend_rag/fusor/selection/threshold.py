@@ -49,6 +49,11 @@ class SelectThreshold(SelectionRule):
         check_fit("check_layers", self.check_layers, layers)
         return self
 
+    @property
+    def bounded(self) -> bool:
+        """See `SelectionRule.bounded`."""
+        return self.lowest_ratio < self.recompute_ratio < 1
+
     def begin(self, view: StartView) -> torch.Tensor:
         """See `SelectionRule.begin`."""
         return super().begin(view) if self.recompute_ratio > 0 else view.positions.new_empty(0)
