@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from transformers.generation import LogitsProcessor
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.evaluation.analysis import pyplot_for
 from cacheblend_rag.evaluation.shapes import BenchOptions, bench_device, random_model
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.reference import MODEL_PATH
@@ -36,9 +38,10 @@ __all__ = [
     "in_turn",
     "machine",
     "medians",
-    "show_ways",
+    "show_result",
     "shown_seconds",
     "table",
+    "table_of_ways",
     "timed_result",
     "warm_engine",
     "warmed",
@@ -180,23 +183,43 @@ def timed_result(options: BenchOptions, report: BlendReport, seconds: Mapping[st
     }
 
 
-def show_ways(title: str, head: Sequence[str], result: Mapping[str, Any], seconds: str, ratios: str) -> None:
-    """Print a table of times, and the whole result as a last line of JSON.
+def show_result(
+    plot: str | None,
+    measure: Callable[[], Mapping[str, Any]],
+    tell: Callable[[Mapping[str, Any]], str],
+    draw: Callable[[Any, Mapping[str, Any], Path], None],
+) -> None:
+    """Measure, and print what is to be told of it; the whole result is the last line, as JSON.
 
     Parameters
     ----------
-    title : str
-        What was measured.
+    plot : str, optional
+        File to draw the result into. What is missing for that shows before anything is measured.
+    measure, tell : callable
+    draw : callable
+        Takes pyplot, the result and the file.
+    """
+    pyplot = pyplot_for(plot)
+    result = measure()
+    print(tell(result))
+    print(json.dumps(result))
+    if plot:
+        draw(pyplot, result, Path(plot))
+
+
+def table_of_ways(head: Sequence[str], result: Mapping[str, Any], seconds: str, ratios: str) -> str:
+    """A table of times.
+
+    Parameters
+    ----------
     head : sequence of str
         Titles of the columns: the way, its time, and its ratio to another's.
     result : mapping
     seconds, ratios : str
         Under what these stand in the result, by way.
     """
-    print(title)
     rows = [(name, shown_seconds(value), f"{result[ratios][name]:.2f}×") for name, value in result[seconds].items()]
-    print(table(head, rows))
-    print(json.dumps(result))
+    return table(head, rows)
 
 
 def shown_seconds(seconds: float) -> str:

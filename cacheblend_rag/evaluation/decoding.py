@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +21,16 @@ from transformers import GenerationConfig
 
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.analysis import pyplot_for
 from cacheblend_rag.evaluation.bench_plots import draw_decode
-from cacheblend_rag.evaluation.benching import TokenClock, in_turn, medians, show_ways, timed_result, warm_engine
+from cacheblend_rag.evaluation.benching import (
+    TokenClock,
+    in_turn,
+    medians,
+    show_result,
+    table_of_ways,
+    timed_result,
+    warm_engine,
+)
 from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.prompt import Prompt
 
@@ -127,14 +133,12 @@ def _a_token(way: Callable[[TokenClock], object]) -> float:
 
 def show(options: DecodingOptions, plot: str | None = None) -> None:
     """Measure and print a table, drawn into a file if one is named; the last line is JSON."""
-    pyplot = pyplot_for(plot)
-    result = measure(options)
-    prompt = f"{options.shape}, {options.dtype}, {result['prompt_tokens']} tokens"
-    title = f"{prompt}, then {options.new_tokens} new ones"
-    print(
-        f"storing what a cold request computed takes {result['storing_seconds']:.3f} s afterwards; "
-        f"its tokens take {result['kept_to_not_kept']:.3f} of the time they take if nothing is kept\n"
-    )
-    show_ways(title, ("way", "a token", "to transformers"), result, "seconds_a_token", "to_transformers")
-    if plot:
-        draw_decode(pyplot, result, Path(plot))
+
+    def tell(result: Mapping[str, Any]) -> str:
+        return (
+            f"storing what a cold request computed takes {result['storing_seconds']:.3f} s afterwards; "
+            f"its tokens take {result['kept_to_not_kept']:.3f} of the time they take if nothing is kept\n\n"
+            f"{options.shape}, {options.dtype}, {result['prompt_tokens']} tokens, then {options.new_tokens} new ones\n"
+        ) + table_of_ways(("way", "a token", "to transformers"), result, "seconds_a_token", "to_transformers")
+
+    show_result(plot, lambda: measure(options), tell, draw_decode)

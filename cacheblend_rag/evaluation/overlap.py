@@ -8,7 +8,6 @@ break-even, at which loading takes as long as the blended pass by itself.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,9 +18,9 @@ from typing import Any
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.analysis import pyplot_for, save_figure
+from cacheblend_rag.evaluation.analysis import save_figure
 from cacheblend_rag.evaluation.baselines import Prefilled, blended, time_rounds
-from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, machine, medians, table
+from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, machine, medians, show_result, table
 from cacheblend_rag.evaluation.blend_timing import fit_blend, time_blends
 from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.evaluation.throttled import ThrottledStore
@@ -152,17 +151,15 @@ class _Bench:
 
 def show(options: OverlapOptions, plot: str | None = None) -> None:
     """Measure and print a table, drawn into a file if one is named; the last line is JSON."""
-    pyplot = pyplot_for(plot)
-    result = measure(options)
-    alone = result["alone"]
-    print(
-        f"{options.shape}, {options.dtype}, {alone['tokens']} tokens, {alone['bytes'] / 1e6:.1f} MB of KV; "
-        f"full prefill {alone['prefill']:.3f} s, blended 15% with everything in memory {alone['blended']:.3f} s\n"
-    )
-    print(table(_HEAD, [_cells(row) for row in result["rows"]]))
-    print(json.dumps(result))
-    if plot:
-        draw(pyplot, result, Path(plot))
+
+    def tell(result: Mapping[str, Any]) -> str:
+        alone = result["alone"]
+        return (
+            f"{options.shape}, {options.dtype}, {alone['tokens']} tokens, {alone['bytes'] / 1e6:.1f} MB of KV; "
+            f"full prefill {alone['prefill']:.3f} s, blended 15% with everything in memory {alone['blended']:.3f} s\n\n"
+        ) + table(_HEAD, [_cells(row) for row in result["rows"]])
+
+    show_result(plot, lambda: measure(options), tell, draw)
 
 
 def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:

@@ -21,8 +21,8 @@ from typing import Any
 
 from cacheblend_rag.checks import check_share, check_whole
 from cacheblend_rag.errors import CacheBlendError, ConfigError
-from cacheblend_rag.evaluation.analysis import pyplot_for, save_figure
-from cacheblend_rag.evaluation.benching import machine, shown_seconds, table
+from cacheblend_rag.evaluation.analysis import save_figure
+from cacheblend_rag.evaluation.benching import machine, show_result, shown_seconds, table
 from cacheblend_rag.evaluation.scaling_point import PointOptions
 from cacheblend_rag.evaluation.shapes import shape_config
 
@@ -152,15 +152,16 @@ def _name(row: Mapping[str, Any]) -> str:
 
 def show(options: ScalingOptions, plot: str | None = None) -> None:
     """Measure and print a table, drawn into a file if one is named; the last line is JSON."""
-    pyplot = pyplot_for(plot)  # what is missing shows before an hour of measuring
-    result = measure(options)
-    print(f"{options.shape}, {options.dtype}, blended: {options.ratio:.0%}; {result['machine']['device']}")
-    print(table(_HEAD, [_cells(row) for row in result["rows"]]))
-    for name, power in result["growth"].items():
-        print(f"{name}: " + ("–" if power is None else f"to the power of {power:.2f}"))
-    print(json.dumps(result))
-    if plot:
-        draw(pyplot, result, Path(plot))
+
+    def tell(result: Mapping[str, Any]) -> str:
+        title = f"{options.shape}, {options.dtype}, blended: {options.ratio:.0%}; {result['machine']['device']}"
+        growth = (
+            f"{name}: " + ("–" if power is None else f"to the power of {power:.2f}")
+            for name, power in result["growth"].items()
+        )
+        return "\n".join((title, table(_HEAD, [_cells(row) for row in result["rows"]]), *growth))
+
+    show_result(plot, lambda: measure(options), tell, draw)
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:

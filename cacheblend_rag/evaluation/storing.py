@@ -10,7 +10,6 @@ Throughput is of the KV as the model reads it, so that codecs compare.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -24,9 +23,8 @@ import torch
 from cacheblend_rag.checks import check_choice
 from cacheblend_rag.config import CODEC_NAMES
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.evaluation.analysis import pyplot_for
 from cacheblend_rag.evaluation.bench_plots import draw_store
-from cacheblend_rag.evaluation.benching import machine, medians, shown_seconds, table
+from cacheblend_rag.evaluation.benching import machine, medians, show_result, shown_seconds, table
 from cacheblend_rag.evaluation.profiling import drop_cache
 from cacheblend_rag.evaluation.shapes import BenchOptions, shape_config
 from cacheblend_rag.evaluation.timing import timed
@@ -193,22 +191,24 @@ def _forget_pages(folder: Path) -> None:
 
 def show(options: StoreOptions, plot: str | None = None) -> None:
     """Measure and print a table, drawn into a file if one is named; the last line is JSON."""
-    pyplot = pyplot_for(plot)
-    result = measure(options)
-    print(
-        f"{options.shape}, {options.dtype}, {result['records']} records of {options.chunk_tokens} tokens, "
-        f"{result['kv_bytes'] / 1e6:.1f} MB of KV"
-    )
-    rows = []
-    for name, parts in result["seconds"].items():
-        rates = result["bytes_a_second"][name]
-        shown = [
-            f"{shown_seconds(parts[part])}, {rates[part] / 1e9:.2f} GB/s" if part in rates else "–"
-            for part in ("write", "first read", "read")
-        ]
-        stored = f"{result['stored_bytes'][name] / 1e6:.1f} MB"
-        rows.append((name, stored, shown_seconds(result["look_up_seconds"][name]), *shown))
-    print(table(("store", "takes", "look-up of a record", "write", "first read", "read"), rows))
-    print(json.dumps(result))
-    if plot:
-        draw_store(pyplot, result, Path(plot))
+
+    def tell(result: Mapping[str, Any]) -> str:
+        title = (
+            f"{options.shape}, {options.dtype}, {result['records']} records of {options.chunk_tokens} tokens, "
+            f"{result['kv_bytes'] / 1e6:.1f} MB of KV\n"
+        )
+        head = ("store", "takes", "look-up of a record", "write", "first read", "read")
+        return title + table(head, [_cells(name, result) for name in result["seconds"]])
+
+    show_result(plot, lambda: measure(options), tell, draw_store)
+
+
+def _cells(name: str, result: Mapping[str, Any]) -> tuple[str, ...]:
+    """A store's row."""
+    parts, rates = result["seconds"][name], result["bytes_a_second"][name]
+    shown = [
+        f"{shown_seconds(parts[part])}, {rates[part] / 1e9:.2f} GB/s" if part in rates else "–"
+        for part in ("write", "first read", "read")
+    ]
+    stored = f"{result['stored_bytes'][name] / 1e6:.1f} MB"
+    return (name, stored, shown_seconds(result["look_up_seconds"][name]), *shown)

@@ -13,7 +13,6 @@ The engine has no batched blending: the requests of a batch, too, are answered o
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
@@ -30,10 +29,10 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.decode import DecodeOptions
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.analysis import pyplot_for, save_figure
+from cacheblend_rag.evaluation.analysis import save_figure
 from cacheblend_rag.evaluation.baselines import Prefilled, decode_from, prefill_behind
 from cacheblend_rag.evaluation.bench_plots import titled
-from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, chunk_texts, machine, table
+from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, chunk_texts, machine, show_result, table
 from cacheblend_rag.evaluation.decoding import greedy
 from cacheblend_rag.evaluation.hit_rates import draw_prompt, zipf
 from cacheblend_rag.evaluation.shapes import BenchOptions
@@ -325,28 +324,36 @@ def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
 
 def show(options: ThroughputOptions, plot: str | None = None) -> None:
     """Measure and print tables, drawn into a file if one is named; the last line is JSON."""
-    pyplot = pyplot_for(plot)
-    result = measure(options)
-    print(
-        f"{options.shape}, {options.dtype}, {options.requests} requests of {options.chunks} × {options.chunk_tokens} "
-        f"tokens out of {options.documents} chunks, {options.new_tokens} new tokens each, nothing stored before"
-    )
-    for name, of in result["served"].items():
-        print(
+
+    def tell(result: Mapping[str, Any]) -> str:
+        lines = [
+            f"{options.shape}, {options.dtype}, {options.requests} requests of {options.chunks} × "
+            f"{options.chunk_tokens} tokens out of {options.documents} chunks, {options.new_tokens} new tokens each, "
+            "nothing stored before"
+        ]
+        lines += [
             f"{name}: first token after {of['first']:.3f} s (median), "
             f"busy {of['busy']:.3f} s, {of['reused']:.0%} reused"
-        )
+            for name, of in result["served"].items()
+        ]
+        return "\n".join((*lines, "", _by_rate(result), "", _by_size(result)))
+
+    show_result(plot, lambda: measure(options), tell, draw)
+
+
+def _by_rate(result: Mapping[str, Any]) -> str:
     names = list(result["served"])
     rows = [
         (f"{row['rate']:.2f}", *(f"{row['median'][name]:.2f} s, {row['p99'][name]:.2f} s" for name in names))
         for row in result["rows"]
     ]
-    print("\n" + table(("requests a second", *(f"{name}: median, p99" for name in names)), rows))
+    return table(("requests a second", *(f"{name}: median, p99" for name in names)), rows)
+
+
+def _by_size(result: Mapping[str, Any]) -> str:
+    names = list(result["served"])
     rows = [
         (str(row["size"]), *(f"{row['mean'][name]:.2f} s, {row['last'][name]:.2f} s" for name in names))
         for row in result["batches"]
     ]
-    print("\n" + table(("requests at once", *(f"{name}: mean, last" for name in names)), rows))
-    print(json.dumps(result))
-    if plot:
-        draw(pyplot, result, Path(plot))
+    return table(("requests at once", *(f"{name}: mean, last" for name in names)), rows)

@@ -9,7 +9,6 @@ time. Only "cold" finds nothing stored, the prefix included, and stores nothing.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -21,7 +20,6 @@ from cacheblend_rag.checks import check_choice, check_share
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.analysis import pyplot_for
 from cacheblend_rag.evaluation.baselines import METHODS as WAYS
 from cacheblend_rag.evaluation.baselines import Prefilled, blended, prefill_methods, time_rounds
 from cacheblend_rag.evaluation.bench_plots import draw_ttft
@@ -29,6 +27,7 @@ from cacheblend_rag.evaluation.benching import (
     bench_model,
     bench_prompt,
     medians,
+    show_result,
     shown_seconds,
     table,
     timed_result,
@@ -223,23 +222,27 @@ def _rules(options: TTFTOptions) -> dict[str, dict[str, Any]]:
 
 def show(options: TTFTOptions, plot: str | None = None) -> None:
     """Measure and print a table, drawn into a file if one is named; the last line is JSON."""
-    pyplot = pyplot_for(plot)
-    result = measure(options)
-    print(f"{options.shape}, {options.dtype}, {result['prompt_tokens']} tokens, {result['machine']['device']}")
-    rows = [
-        (
-            name,
-            shown_seconds(seconds),
-            f"{result['times_faster'][name]:.2f}×",
-            f"{result['work'][name]:.1%}",
-            shown_seconds(result["bound_seconds"][name]),
-            f"{result['share_of_bound'][name]:.0%}",
+
+    def tell(result: Mapping[str, Any]) -> str:
+        rates = ", ".join(f"{place} {at['read_rate'] / 1e9:.1f} GB/s" for place, at in result["stores"].items())
+        return "\n".join(
+            (
+                f"{options.shape}, {options.dtype}, {result['prompt_tokens']} tokens, {result['machine']['device']}",
+                table(_HEAD, [_cells(name, result) for name in result["ttft_seconds"]]),
+                f"bound: the work at full recompute's rate, or reading the KV where that takes longer ({rates})",
+            )
         )
-        for name, seconds in result["ttft_seconds"].items()
-    ]
-    print(table(_HEAD, rows))
-    rates = ", ".join(f"{place} {at['read_rate'] / 1e9:.1f} GB/s" for place, at in result["stores"].items())
-    print(f"bound: the work at full recompute's rate, or reading the KV where that takes longer ({rates})")
-    print(json.dumps(result))
-    if plot:
-        draw_ttft(pyplot, result, Path(plot))
+
+    show_result(plot, lambda: measure(options), tell, draw_ttft)
+
+
+def _cells(name: str, result: Mapping[str, Any]) -> tuple[str, ...]:
+    """A method's row under `_HEAD`."""
+    return (
+        name,
+        shown_seconds(result["ttft_seconds"][name]),
+        f"{result['times_faster'][name]:.2f}×",
+        f"{result['work'][name]:.1%}",
+        shown_seconds(result["bound_seconds"][name]),
+        f"{result['share_of_bound'][name]:.0%}",
+    )

@@ -13,16 +13,22 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.evaluation.analysis import pyplot_for
 from cacheblend_rag.evaluation.bench_plots import draw_warm
-from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, in_turn, machine, medians, show_ways
+from cacheblend_rag.evaluation.benching import (
+    bench_model,
+    bench_prompt,
+    in_turn,
+    machine,
+    medians,
+    show_result,
+    table_of_ways,
+)
 from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.evaluation.timing import timed
 from cacheblend_rag.prompt import Prompt
@@ -110,9 +116,9 @@ def prefill_batch(engine: BlendEngine, ids: Sequence[Sequence[int]]) -> torch.Te
 
 def show(options: WarmOptions, plot: str | None = None) -> None:
     """Measure and print a table, drawn into a file if one is named; the last line is JSON."""
-    pyplot = pyplot_for(plot)
-    result = measure(options)
-    title = f"{options.shape}, {options.dtype}, {options.chunks} chunks, {result['tokens']} tokens"
-    show_ways(title, ("way", "a token", "to one batch"), result, "seconds_a_token", "to_batch")
-    if plot:
-        draw_warm(pyplot, result, Path(plot))
+
+    def tell(result: Mapping[str, Any]) -> str:
+        title = f"{options.shape}, {options.dtype}, {options.chunks} chunks, {result['tokens']} tokens\n"
+        return title + table_of_ways(("way", "a token", "to one batch"), result, "seconds_a_token", "to_batch")
+
+    show_result(plot, lambda: measure(options), tell, draw_warm)
