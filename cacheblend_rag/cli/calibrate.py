@@ -27,7 +27,7 @@ def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "--data", metavar="FILE", help="prompts of a file of questions, or reference:dev, instead of --docs"
     )
     parser.add_argument("--tolerance", type=float, default=0.01, metavar="NATS", help="mean divergence a token (0.01)")
-    parser.add_argument("--prompts", type=int, default=144, metavar="N", help="a third of them only check the result")
+    parser.add_argument("--prompts", type=int, default=144, metavar="N", help="two thirds only check the result (144)")
     parser.add_argument("--chunks", type=int, default=6, metavar="N", help="chunks in a prompt (default 6)")
     parser.add_argument("--answer-tokens", type=int, default=32, metavar="N", help="tokens of each answer compared")
     parser.add_argument("--scaled", action="store_true", help="count work as in a model of 24 layers")

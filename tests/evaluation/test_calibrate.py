@@ -16,6 +16,7 @@ from cacheblend_rag.cli import main
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.calibration.calibrate import (
     CalibrationOptions,
+    _divided,
     calibrate,
     keep_settings,
     report,
@@ -113,7 +114,9 @@ def test_a_mean_within_the_tolerance_is_not_enough(models: dict[str, Any], monke
 
     monkeypatch.setattr(TrialSet, "try_rule", looked_up)
     assert sum(few_bad) / 6 < TOLERANCE < interval(few_bad).high
-    chosen, checked = Search(searched, checks, 6, TOLERANCE)._checked([cheap, dear])
+    search = Search(searched, checks, 6, TOLERANCE)
+    search._good = {repr(tried.rule): tried for tried in (dear, cheap)}
+    chosen, checked = search._checked()
     assert chosen is dear, "one prompt of the six held back is far beyond"
     assert checked is not None
     assert checked.divergences == even
@@ -126,17 +129,35 @@ def test_no_cheaper_rule_was_passed_over(
     assert finding.chosen is not None
     assert [tried.work for tried in finding.tried] == sorted(tried.work for tried in finding.tried)
     segments = SegmentTokenizer(tiny.tokenizer(), " # # ")
-    held_back = TrialSet(ModelAdapter(models["middling"]), segments, prompts(0, 12)[2::3], answer_tokens=8, end_ids=[2])
+    _, checks = _divided(prompts(0, 12), 0.67)
+    assert len(checks) == 8
+    held_back = TrialSet(ModelAdapter(models["middling"]), segments, checks, answer_tokens=8, end_ids=[2])
     for tried in finding.tried[: finding.tried.index(finding.chosen)]:
-        unseen = held_back.try_rule(tried.rule)
-        both = interval((*tried.divergences, *unseen.divergences))
-        assert max(unseen.divergence.high, both.high) > TOLERANCE
+        assert held_back.try_rule(tried.rule).divergence.high > TOLERANCE
     assert finding.reuse.divergence.mean > TOLERANCE
     for layer in finding.layers:
         assert layer.least_ratio is None or 0 < layer.least_ratio <= 0.7
     by_layer = {layer.layer: layer.divergence for layer in finding.layers}
     assert finding.decisive_layer is not None
     assert by_layer[max(by_layer)] < by_layer[1], "the later the check, the better it points"
+
+
+def test_where_a_rule_fails_the_next_bound_is_tried(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search halves, and so passes over most bounds; those that only other prompts tell apart must not be lost."""
+    segments = SegmentTokenizer(tiny.tokenizer(), " # # ")
+    searched, checks = (
+        TrialSet(ModelAdapter(models["calm"]), segments, prompts(first, 6), answer_tokens=2) for first in (0, 6)
+    )
+
+    def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0) -> Tried:
+        bound = getattr(rule, "bound", 0.0) if isinstance(rule, SelectForeseen) else 0.0
+        good = bound > 0 and (trials is searched or bound <= 0.5)
+        return Tried(rule, (0.0 if good else 1.0,) * 6, 0.15 - 0.1 * bound, True)
+
+    monkeypatch.setattr(TrialSet, "try_rule", looked_up)
+    finding = Search(searched, checks, 6, TOLERANCE).run()
+    assert finding.chosen is not None
+    assert finding.chosen.rule == SelectForeseen(0.3, finding.chosen.rule.query_layers, 0.5)
 
 
 @pytest.mark.parametrize("holds", [True, False])

@@ -24,7 +24,7 @@ from cacheblend_rag.prompt import Prompt, SegmentTokenizer
 
 __all__ = ["CalibrationOptions", "calibrate", "keep_settings", "report", "settings_of"]
 
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +36,11 @@ class CalibrationOptions:
     tolerance : float
         Mean KL divergence from full prefill that is allowed, in nats a token.
     check_share : float
-        Share of the prompts that have no part in the search and check its result.
+        Share of the prompts that have no part in the search and check its result. Their interval decides, so they are
+        the more.
     most : int
-        Prompts on which rules are tried, of those that are searched on and of those that check the result: half of
-        them the ones that full KV reuse gets most wrong, the others to stand for the rest.
+        Prompts on which rules are tried, of those that are searched on: half of them the ones that full KV reuse gets
+        most wrong, the others to stand for the rest. Of those that check the result, twice as many.
     answer_tokens : int
         Tokens of each answer of full prefill that are compared.
     scaled : bool
@@ -47,7 +48,7 @@ class CalibrationOptions:
     """
 
     tolerance: float = 0.01
-    check_share: float = 0.33
+    check_share: float = 0.67
     most: int = 24
     answer_tokens: int = 32
     scaled: bool = False
@@ -103,12 +104,12 @@ def calibrate(
         bar = stack.enter_context(tqdm(desc="calibrating", unit=" passes", disable=hidden))
         journal = stack.enter_context(Journal(folder, _search_settings(engine, prompts, options))) if folder else None
 
-        def trials(name: str, of: Sequence[Prompt]) -> TrialSet:
+        def trials(name: str, of: Sequence[Prompt], most: int) -> TrialSet:
             return TrialSet(
                 engine.adapter,
                 segments,
                 of,
-                most=options.most,
+                most=most,
                 answer_tokens=options.answer_tokens,
                 end_ids=_end_ids(engine),
                 scaled=options.scaled,
@@ -117,18 +118,18 @@ def calibrate(
                 on_tried=lambda found: journal.append({"set": name, **found}) if journal else None,
             )
 
-        sets = trials("searched", searched), trials("checks", checks)
+        sets = trials("searched", searched, options.most), trials("checks", checks, 2 * options.most)
         found = Search(*sets, engine.adapter.num_layers, options.tolerance).run()
     return settings_of(found, options.tolerance), found
 
 
 def _divided(prompts: Sequence[Prompt], check_share: float) -> tuple[list[Prompt], list[Prompt]]:
     """Prompts to search on, and those that only check the result."""
-    every = max(2, round(1 / check_share))
     searched: list[Prompt] = []
     checks: list[Prompt] = []
     for number, prompt in enumerate(prompts):
-        (checks if number % every == every - 1 else searched).append(prompt)
+        held_back = int((number + 1) * check_share) > int(number * check_share)
+        (checks if held_back else searched).append(prompt)
     return searched, checks
 
 

@@ -7,7 +7,8 @@
    tolerance. The first layer that needs hardly more than any later one is the decisive layer.
 3. For the most promising, fewer rows on the layers before: first a falling share for all at once, then
    layer by layer. Then other rules with a check.
-4. From the least work upward, whatever also keeps the tolerance on the prompts held back.
+4. From the least work upward, whatever also keeps the tolerance on the prompts held back. Of a rule that does not, the
+   next share or bound is tried.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 
 from cacheblend_rag.evaluation.calibration.trials import TrialSet, Tried
-from cacheblend_rag.evaluation.quality.statistics import interval
 from cacheblend_rag.fusor.selection import (
     SelectBoundary,
     SelectForeseen,
@@ -116,7 +117,7 @@ class Search:
         Of the model.
     tolerance : float
         Mean KL divergence from full prefill that is allowed, in nats a token. The upper end of the 95%
-        interval must keep it, on the prompts of the search and on those held back.
+        interval must keep it on the prompts held back, on those of the search the mean.
     """
 
     def __init__(self, trials: TrialSet, checks: TrialSet, layers: int, tolerance: float) -> None:
@@ -124,46 +125,49 @@ class Search:
         self._layers, self._tolerance = layers, tolerance
         self._good: dict[str, Tried] = {}
         self._failed: set[str] = set()  # of these, on the prompts held back
+        self._dearer: dict[str, SelectionRule] = {}  # what comes next where a rule fails
 
     def run(self) -> Finding:
         """Search, choose and check."""
         reuse = self._trials.try_rule(SelectNone())
         # As a rule whose share can be raised later, and that recomputes nothing now.
         if self._passes(SelectHKVD((1,), 0.0)):
-            chosen, checked = self._checked([*self._good.values()])
+            chosen, checked = self._checked()
             if chosen is not None:  # nothing is cheaper
                 return Finding(chosen, checked, reuse, (), None, (chosen,))
         for make, steps in self._without_check():
             self._least(make, steps)
-        self._checked(self._by_work())
+        self._checked()
         layers, untried_from = self._measure_layers()
         for found in self._promising(layers):
             self._schedule(found.layer, found.metric, found.least_ratio or RATIOS[-1])
         decisive = _decisive(layers, self._tolerance, reuse.divergence.mean)
         for make in self._with_check(decisive, layers):
             self._least(make)
-        chosen, checked = self._checked(self._by_work())
+        chosen, checked = self._checked()
         return Finding(chosen, checked, reuse, tuple(layers), decisive, tuple(self._by_work()), untried_from)
 
     def _by_work(self) -> list[Tried]:
-        return sorted(self._good.values(), key=lambda one: one.work)
+        return sorted(self._good.values(), key=_work)
 
     def _passes(self, rule: SelectionRule) -> bool:
         """Whether a rule keeps the tolerance on the prompts of the search."""
         tried = self._trials.try_rule(rule.fit(self._layers), self._tolerance)
-        good = tried.whole and tried.divergence.high <= self._tolerance
+        good = tried.whole and tried.divergence.mean <= self._tolerance
         if good and tried.work <= MOST_WORK:
             self._good[repr(tried.rule)] = tried
         return good
 
     def _least(self, make: _Make, steps: Sequence[float] = RATIOS) -> float | None:
         """The first of some steps of rising work that keeps the tolerance, by halving; None if the last does not."""
-        if not steps or not self._passes(make(steps[-1])):
+        rules = [make(step).fit(self._layers) for step in steps]
+        self._dearer |= {repr(cheap): dear for cheap, dear in pairwise(rules)}
+        if not rules or not self._passes(rules[-1]):
             return None
         low, high = -1, len(steps) - 1  # the first fails or is not there, the second passes
         while high - low > 1:
             middle = (low + high) // 2
-            if self._passes(make(steps[middle])):
+            if self._passes(rules[middle]):
                 high = middle
             else:
                 low = middle
@@ -267,19 +271,28 @@ class Search:
 
     # The choice ---------------------------------------------------------------------------------
 
-    def _checked(self, tried: Sequence[Tried]) -> tuple[Tried | None, Tried | None]:
-        """The cheapest whose interval keeps the tolerance on prompts it was not searched on, and on all together.
+    def _checked(self) -> tuple[Tried | None, Tried | None]:
+        """The cheapest whose interval keeps the tolerance on prompts it was not searched on, and what it did there.
 
-        The mean of the few prompts held back is not enough: divergence sits in a few prompts of many.
+        A mean is not enough: divergence sits in a few prompts of many.
         """
-        for one in tried:
+        waiting = self._by_work()
+        while waiting:
+            one = waiting.pop(0)
             checked = self._checks.try_rule(one.rule, self._tolerance)
             _log.info("%s: work %.1f%%, divergence %.4g", one.rule, 100 * one.work, checked.divergence.mean)
-            both = interval((*one.divergences, *checked.divergences))
-            if checked.whole and max(checked.divergence.high, both.high) <= self._tolerance:
+            if checked.whole and checked.divergence.high <= self._tolerance:
                 return one, checked
             self._failed.add(repr(one.rule))
+            dearer = self._dearer.get(repr(one.rule))
+            if dearer is not None and repr(dearer) not in self._good and self._passes(dearer):
+                known = [self._good[repr(dearer)]] if repr(dearer) in self._good else []
+                waiting = sorted([*waiting, *known], key=_work)
         return None, None
+
+
+def _work(tried: Tried) -> float:
+    return tried.work
 
 
 def _scheduled(shares: Sequence[float], metric: str) -> SelectionRule:
