@@ -117,11 +117,11 @@ class BlendSettings:
     tolerance : float
         Mean KL divergence from full prefill that was allowed, in nats a token.
     divergence, highest : float
-        What it was on prompts that had no part in the search, and the upper end of its 95% interval.
+        What it was, and the upper end of its 95% interval over prompts.
     work : float
         Mean work as a share of full prefill's.
     prompts : int
-        Prompts that were searched on.
+        Prompts that this was measured on.
     """
 
     selection: str

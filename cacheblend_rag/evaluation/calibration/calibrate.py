@@ -36,8 +36,7 @@ class CalibrationOptions:
     tolerance : float
         Mean KL divergence from full prefill that is allowed, in nats a token.
     check_share : float
-        Share of the prompts that have no part in the search and check its result. Their interval decides, so they are
-        the more.
+        Share of the prompts that have no part in the search and check its result.
     most : int
         Prompts on which rules are tried, of those that are searched on: half of them the ones that full KV reuse gets
         most wrong, the others to stand for the rest. Of those that check the result, twice as many.
@@ -158,20 +157,20 @@ def _end_ids(engine: BlendEngine) -> list[int]:
 
 def settings_of(found: Finding, tolerance: float) -> BlendSettings:
     """What a finding says about how to blend."""
-    prompts = len(found.reuse.divergences)
     if found.chosen is None or found.checked is None:
+        prompts = len(found.reuse.divergences)
         return BlendSettings("all", recompute_ratio=1.0, tolerance=tolerance, prompts=prompts)
-    rule, seen = found.chosen.rule, found.checked.divergence
+    rule, seen = found.chosen.rule, found.chosen.joined(found.checked)
     values = {option.name: getattr(rule, option.name) for option in fields(rule)}  # type: ignore[arg-type]
     return BlendSettings(
         selection=_name(rule),
         **{name: _plain(values[name]) for name in SHARED_OPTIONS if name in values},
         selection_options={name: _plain(value) for name, value in values.items() if name not in SHARED_OPTIONS},
         tolerance=tolerance,
-        divergence=seen.mean,
-        highest=seen.high,
-        work=found.checked.work,
-        prompts=prompts,
+        divergence=seen.divergence.mean,
+        highest=seen.divergence.high,
+        work=seen.work,
+        prompts=len(seen.divergences),
     )
 
 
@@ -211,9 +210,11 @@ def report(settings: BlendSettings, found: Finding) -> str:
         lines += ["", f"deviation points at the tokens that matter from layer {found.decisive_layer} on"]
     elif found.layers:
         lines += ["", "deviation points at the tokens that matter on none of these layers"]
+    if any(layer.least_ratio is None for layer in found.layers) and found.chosen is not None:
+        lines.append("shares that cost more than what is chosen were not tried")
     if found.untried_from is not None:
         lines.append(f"checks from layer {found.untried_from} on were not tried: they cost more than what is chosen")
-    if not settings.tolerates:
+    if found.checked is None:
         lines.append(
             "this model does not tolerate blending: nothing that saves work stays within "
             f"{settings.tolerance:g} nats a token of full prefill; auto will prefill every prompt in full"
@@ -229,6 +230,6 @@ def report(settings: BlendSettings, found: Finding) -> str:
     lines.append(
         f"chosen: {settings.selection}{at}, {share} {shares}: {settings.work:.1%} of full prefill's work, divergence "
         f"{settings.divergence:.4f} (95% interval to {settings.highest:.4f}) where {settings.tolerance:g} is allowed, "
-        "on prompts that had no part in the search"
+        f"{found.checked.divergence.mean:.4f} on the prompts that had no part in the search"
     )
     return "\n".join(lines)

@@ -1,14 +1,13 @@
 """The search: from which layer deviation points at the right tokens, and the cheapest schedule that reaches it.
 
 1. Rules without a check, at their least share; of `SelectForeseen`, on the layers whose queries tell most, and with
-   bounds in place of shares too. The cheapest of them that also keeps the tolerance on prompts that had no part in the
-   search bounds what is worth trying next.
+   bounds in place of shares too. The cheapest of them that keeps the tolerance bounds what is worth trying next.
 2. For each check layer and metric, all rows before it and a share after it: the least share within the
    tolerance. The first layer that needs hardly more than any later one is the decisive layer.
 3. For the most promising, fewer rows on the layers before: first a falling share for all at once, then
    layer by layer. Then other rules with a check.
-4. From the least work upward, whatever also keeps the tolerance on the prompts held back. Of a rule that does not, the
-   next share or bound is tried.
+4. From the least work upward, whatever keeps the tolerance, prompts that were held back until then included. Of a rule
+   that does not, the next share or bound is tried.
 """
 
 from __future__ import annotations
@@ -45,6 +44,7 @@ _HEADS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2)
 _PROBE = 0.05  # share at which check layers are compared
 _PROBE_BOUND = 0.6  # bound at which layers of stored queries are: few rows in every prompt tell too little
 _POINTLESS = 0.8  # of what full reuse loses: what is no better points at nothing
+_SLACK = 1.5  # of the tolerance: the prompts of the search are too few to drop what is a little beyond it
 _REFINED = 3  # check layers and metrics whose schedule is searched
 _TELLING = 2  # layers whose stored queries are looked at with every share
 # A rule that does more work than this is not worth its trouble.
@@ -63,7 +63,8 @@ class LayerFinding:
     divergence : float
         Mean KL divergence with all rows before the layer and 5% from it on.
     least_ratio : float or None
-        Least share from it on that stays within the tolerance; None if none of those tried does.
+        Least share from it on that stays within the tolerance; None if none of those tried does. Shares that cost more
+        than what was found already, however few rows come before the check, are not tried.
     """
 
     layer: int
@@ -90,7 +91,7 @@ class Finding:
         The first of these layers that points at the right tokens hardly worse than the best one; None if 5% of the rows
         help nowhere.
     tried : tuple of Tried
-        All rules within the tolerance on the prompts of the search, least work first.
+        All rules that may keep the tolerance by the prompts of the search, least work first.
     untried_from : int or None
         First layer on which no check was tried, since it costs more than what was found; None if there is none.
     """
@@ -117,14 +118,14 @@ class Search:
         Of the model.
     tolerance : float
         Mean KL divergence from full prefill that is allowed, in nats a token. The upper end of the 95%
-        interval must keep it on the prompts held back, on those of the search the mean.
+        interval must keep it on all prompts, and the mean on those held back.
     """
 
     def __init__(self, trials: TrialSet, checks: TrialSet, layers: int, tolerance: float) -> None:
         self._trials, self._checks = trials, checks
         self._layers, self._tolerance = layers, tolerance
         self._good: dict[str, Tried] = {}
-        self._failed: set[str] = set()  # of these, on the prompts held back
+        self._failed: set[str] = set()  # of these, with the prompts held back
         self._dearer: dict[str, SelectionRule] = {}  # what comes next where a rule fails
 
     def run(self) -> Finding:
@@ -151,9 +152,10 @@ class Search:
         return sorted(self._good.values(), key=_work)
 
     def _passes(self, rule: SelectionRule) -> bool:
-        """Whether a rule keeps the tolerance on the prompts of the search."""
-        tried = self._trials.try_rule(rule.fit(self._layers), self._tolerance)
-        good = tried.whole and tried.divergence.mean <= self._tolerance
+        """Whether a rule may keep the tolerance, by the prompts of the search."""
+        allowed = _SLACK * self._tolerance
+        tried = self._trials.try_rule(rule.fit(self._layers), allowed)
+        good = tried.whole and tried.divergence.mean <= allowed
         if good and tried.work <= MOST_WORK:
             self._good[repr(tried.rule)] = tried
         return good
@@ -184,9 +186,14 @@ class Search:
                 return found, layer
             for metric in ("v", "k", "kv") if layer == 1 else ("v", "k"):
                 probe = self._trials.try_rule(SelectHKVD((layer,), _PROBE, metric=metric).fit(self._layers))
-                least = self._least(lambda ratio, at=layer, by=metric: SelectHKVD((at,), ratio, metric=by))  # type: ignore[misc]
+                shares = [ratio for ratio in RATIOS if self._share_pays(ratio)]
+                least = self._least(lambda ratio, at=layer, by=metric: SelectHKVD((at,), ratio, metric=by), shares)  # type: ignore[misc]
                 found.append(LayerFinding(layer, metric, probe.divergence.mean, least))
         return found, None
+
+    def _share_pays(self, share: float) -> bool:
+        """Whether a share can be worth trying behind a check, whose layers before it keep no less."""
+        return self._can_pay((1 + share * (self._trials.depth - 1)) / self._trials.depth)
 
     def _can_pay(self, work: float) -> bool:
         """Whether this work is no more than that of the cheapest rule known, those that failed a check apart."""
@@ -213,8 +220,8 @@ class Search:
             return
         higher = [share for share in RATIOS if share >= ratio][:2]
         for share in higher:
-            if not self._can_pay((1 + share * (self._trials.depth - 1)) / self._trials.depth):
-                break  # even with no more rows before the check
+            if not self._share_pays(share):
+                break
             heads = [head for head in _HEADS if head >= share]
 
             def funnel(power: float, last: float = share) -> tuple[float, ...]:
@@ -272,16 +279,18 @@ class Search:
     # The choice ---------------------------------------------------------------------------------
 
     def _checked(self) -> tuple[Tried | None, Tried | None]:
-        """The cheapest whose interval keeps the tolerance on prompts it was not searched on, and what it did there.
+        """The cheapest that keeps the tolerance, and what it did on prompts it was not searched on.
 
-        A mean is not enough: divergence sits in a few prompts of many.
+        Divergence sits in a few prompts of many, so neither a mean nor a few prompts are enough: the interval over
+        all of them decides.
         """
         waiting = self._by_work()
         while waiting:
             one = waiting.pop(0)
             checked = self._checks.try_rule(one.rule, self._tolerance)
             _log.info("%s: work %.1f%%, divergence %.4g", one.rule, 100 * one.work, checked.divergence.mean)
-            if checked.whole and checked.divergence.high <= self._tolerance:
+            together = one.joined(checked)
+            if together.whole and max(checked.divergence.mean, together.divergence.high) <= self._tolerance:
                 return one, checked
             self._failed.add(repr(one.rule))
             dearer = self._dearer.get(repr(one.rule))

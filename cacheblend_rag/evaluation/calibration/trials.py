@@ -52,6 +52,12 @@ class Tried:
         """Mean with its 95% interval over prompts."""
         return interval(self.divergences)
 
+    def joined(self, other: Tried) -> Tried:
+        """The same rule on these prompts and on others."""
+        counts = len(self.divergences), len(other.divergences)
+        work = (counts[0] * self.work + counts[1] * other.work) / sum(counts)
+        return Tried(self.rule, (*self.divergences, *other.divergences), work, self.whole and other.whole)
+
 
 @dataclass(frozen=True)
 class _Trial:
