@@ -23,7 +23,7 @@ from cacheblend_rag.evaluation.calibration.calibrate import (
     settings_of,
 )
 from cacheblend_rag.evaluation.calibration.prompts import case_prompts, chunk_prompts, question_prompts
-from cacheblend_rag.evaluation.calibration.search import Finding, Search
+from cacheblend_rag.evaluation.calibration.search import Finding, LayerFinding, Search, _decisive
 from cacheblend_rag.evaluation.calibration.trials import TrialSet, Tried
 from cacheblend_rag.evaluation.quality.methods import settings_rule, variants
 from cacheblend_rag.evaluation.quality.statistics import interval
@@ -160,6 +160,14 @@ def test_where_a_rule_fails_the_next_bound_is_tried(models: dict[str, Any], monk
     finding = Search(searched, checks, 6, TOLERANCE).run()
     assert finding.chosen is not None
     assert finding.chosen.rule == SelectForeseen(0.3, finding.chosen.rule.query_layers, 0.5)
+
+
+def test_a_layer_that_points_at_nothing_is_not_decisive() -> None:
+    """However near it comes to the best one, where that keeps little more than full reuse."""
+    layers = [LayerFinding(layer, "k", lost, None) for layer, lost in ((1, 0.019), (8, 0.018), (9, 0.014), (10, 0.013))]
+    assert _decisive(layers, 0.01, reuse=0.0193) == 9
+    assert _decisive(layers[:2], 0.01, reuse=0.0193) is None
+    assert _decisive([], 0.01, reuse=0.0193) is None
 
 
 @pytest.mark.parametrize("holds", [True, False])

@@ -312,7 +312,8 @@ def _scheduled(shares: Sequence[float], metric: str) -> SelectionRule:
 def _decisive(layers: Sequence[LayerFinding], tolerance: float, reuse: float) -> int | None:
     """The first layer that does hardly worse than the best of all."""
     best = min((found.divergence for found in layers), default=inf)
-    if best > max(tolerance, _POINTLESS * reuse):
+    pointless = max(tolerance, _POINTLESS * reuse)
+    if best > pointless:
         return None
-    near = max(tolerance, 1.5 * best)
+    near = min(pointless, max(tolerance, 1.5 * best))
     return next(found.layer for found in layers if found.divergence <= near)
