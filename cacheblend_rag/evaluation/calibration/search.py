@@ -63,8 +63,8 @@ class LayerFinding:
     divergence : float
         Mean KL divergence with all rows before the layer and 5% from it on.
     least_ratio : float or None
-        Least share from it on that stays within the tolerance; None if none of those tried does. Shares that cost more
-        than what was found already, however few rows come before the check, are not tried.
+        Least share from it on that may keep the tolerance, by the prompts of the search; None if none of those tried
+        does. Shares that cost more than what was found already, however few rows come before the check, are not tried.
     """
 
     layer: int
