@@ -58,7 +58,8 @@ def read_back(record: KVRecord, form: RecordFormat) -> list[tuple[torch.Tensor, 
 def bound(name: str, exact: torch.Tensor, axis: int) -> torch.Tensor:
     """Most an element may be off: half a step of its codec, and the rounding of its element type."""
     wide = exact.float()
-    rounding = wide.abs() * 2 * torch.finfo(exact.dtype).eps
+    kind = torch.finfo(exact.dtype)
+    rounding = wide.abs() * 2 * kind.eps + kind.smallest_normal * kind.eps  # and one step where steps shrink no more
     if name == "int4":
         group = {1: 64, 2: 32}[axis]
         pieces = wide.split(group, dim=axis)
