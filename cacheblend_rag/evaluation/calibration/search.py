@@ -149,7 +149,7 @@ class Search:
         return Finding(chosen, checked, reuse, tuple(layers), decisive, tuple(self._by_work()), untried_from)
 
     def _by_work(self) -> list[Tried]:
-        return sorted(self._good.values(), key=_work)
+        return sorted(self._good.values(), key=lambda one: one.work)
 
     def _passes(self, rule: SelectionRule) -> bool:
         """Whether a rule may keep the tolerance, by the prompts of the search."""
@@ -284,9 +284,8 @@ class Search:
         Divergence sits in a few prompts of many, so neither a mean nor a few prompts are enough: the interval over
         all of them decides.
         """
-        waiting = self._by_work()
-        while waiting:
-            one = waiting.pop(0)
+        while waiting := [one for one in self._by_work() if repr(one.rule) not in self._failed]:
+            one = waiting[0]
             checked = self._checks.try_rule(one.rule, self._tolerance)
             _log.info("%s: work %.1f%%, divergence %.4g", one.rule, 100 * one.work, checked.divergence.mean)
             together = one.joined(checked)
@@ -294,14 +293,9 @@ class Search:
                 return one, checked
             self._failed.add(repr(one.rule))
             dearer = self._dearer.get(repr(one.rule))
-            if dearer is not None and repr(dearer) not in self._good and self._passes(dearer):
-                known = [self._good[repr(dearer)]] if repr(dearer) in self._good else []
-                waiting = sorted([*waiting, *known], key=_work)
+            if dearer is not None:
+                self._passes(dearer)
         return None, None
-
-
-def _work(tried: Tried) -> float:
-    return tried.work
 
 
 def _scheduled(shares: Sequence[float], metric: str) -> SelectionRule:
