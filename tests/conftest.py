@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Processes that share the cores take one thread each; set before torch is imported, and for their children.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if shutil.which("nvidia-smi") is None:
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels for GPUs run on the CPU; read when Triton is imported
 
 
 @pytest.fixture(scope="session", autouse=True)

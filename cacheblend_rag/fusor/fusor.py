@@ -137,8 +137,8 @@ class _Pass:
         self.ahead: tuple[torch.Tensor, ...] = ()
         self.deviation: torch.Tensor | None = None
         self._begin()
-        self.hidden = adapter.embed([plan.input_ids[row] for row in self._rows.tolist()])  # [rows, hidden]
-        self._narrowed()
+        ids = torch.tensor(plan.input_ids, dtype=torch.long).to(adapter.device)
+        self.hidden = adapter.embed(ids[self._rows])  # [rows, hidden]
 
     def _begin(self) -> None:
         """Sort the positions, and ask the rule which of the reused ones layer 0 computes."""
@@ -156,13 +156,10 @@ class _Pass:
         reused[-1] = False  # the last row is always computed, so no rule decides on it
         candidates = reused.nonzero()[:, 0].to(device)
         self._offsets = self._offsets.to(device)
-        always_rows = always.nonzero()[:, 0].to(device)
-        self._attention = self._score(always_rows) if len(candidates) else None
-        self._foreseen = self._foresee(always_rows) if len(candidates) else None
-        chosen = torch.zeros(self._tokens, dtype=torch.bool, device=device)
-        chosen[candidates[self._rule.begin(self._view(candidates))]] = True
-        self._rows = (chosen | always.to(device)).nonzero()[:, 0]  # [rows], rising
-        self._optional = chosen[self._rows]  # [rows], true where a rule decides
+        self._always = always.nonzero()[:, 0].to(device)
+        self._attention = self._score(self._always) if len(candidates) else None
+        self._foreseen = self._foresee(self._always) if len(candidates) else None
+        self._keep(candidates[self._rule.begin(self._view(candidates))])
 
     def _score(self, always: torch.Tensor) -> torch.Tensor | None:
         """The question's attention to all positions, if the rule wants it."""
@@ -209,19 +206,27 @@ class _Pass:
             self._turned.append(kv)
         return self._turned[layer]
 
-    def _narrowed(self) -> None:
+    def _keep(self, chosen: torch.Tensor) -> None:
+        """Keep these of the rows a rule decides on, and all others.
+
+        How many they are follows from sizes alone: asking a GPU would wait for all that it still has to do.
+        """
+        self._chosen = chosen  # [chosen], positions, rising
+        self._narrowed(torch.cat((self._always, chosen)).sort().values)
+
+    def _narrowed(self, rows: torch.Tensor) -> None:
         """Everything that depends on which rows are kept."""
-        self._kept_rotaries = self._rotaries.at(self._rows).to(self._adapter.dtype)
+        self._rows = rows  # [rows], positions, rising
+        self._kept_rotaries = self._rotaries.at(rows).to(self._adapter.dtype)
         self._masks: dict[int | None, torch.Tensor | None] = {}
-        self._recomputed_now = int(self._optional.sum())
 
     def prefill_layer(self, layer: int) -> LayerKV:
         """Fuse one layer; its buffers then hold rotated keys and values of all positions."""
         kv = self._kv(layer)
-        if self._rule.checks(layer) and self._recomputed_now:
+        if self._rule.checks(layer) and len(self._chosen):
             self._check(layer, kv)
         self.computed.append(self._rows)
-        self.recomputed.append(self._recomputed_now)
+        self.recomputed.append(len(self._chosen))
         if layer == self._adapter.num_layers - 1:
             self._end(layer, kv)
         self.hidden = self._adapter.run_layer(
@@ -234,8 +239,8 @@ class _Pass:
         rows, rotaries = self._rows[:-1], self._rotaries.at(self._rows[:-1])
         if len(rows):
             self._adapter.write_kv(layer, self.hidden[:-1], kv, rows, rotaries)
-        self._rows, self._optional, self.hidden = self._rows[-1:], self._optional[-1:], self.hidden[-1:]
-        self._narrowed()
+        self.hidden = self.hidden[-1:]
+        self._narrowed(self._rows[-1:])
 
     def _turn(self, layer: int, kv: LayerKV) -> None:
         """Rotate stored keys to their positions, in place; computed rows among them are overwritten later."""
@@ -253,20 +258,17 @@ class _Pass:
 
     def _check(self, layer: int, kv: LayerKV) -> None:
         """Let the rule drop rows before this layer."""
-        candidates = self._optional.nonzero()[:, 0]
-        positions = self._rows[candidates]
+        before, positions = self._rows, self._chosen
+        candidates = torch.searchsorted(before, positions)
         measure = _Measure(self._adapter, layer, self.hidden[candidates], kv, positions, self._rotaries)
         view = LayerView(**vars(self._view(positions)), layer=layer, measure=measure)
-        kept = ~self._optional
-        kept[candidates[self._rule.keep(view)]] = True
+        self._keep(positions[self._rule.keep(view)])
         if measure.first is not None:
             self.projected.append(Projected(layer, measure.keys, measure.values))
             if self.deviation is None:
                 self.deviation = torch.full((self._tokens,), float("nan"), device=positions.device)
                 self.deviation[positions] = measure.first
-        stay = kept.nonzero()[:, 0]
-        self._rows, self._optional, self.hidden = self._rows[stay], self._optional[stay], self.hidden[stay]
-        self._narrowed()
+        self.hidden = self.hidden[torch.searchsorted(before, self._rows)]
 
     def _mask(self, window: int | None) -> torch.Tensor | None:
         if window not in self._masks:

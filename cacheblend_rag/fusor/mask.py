@@ -11,6 +11,8 @@ __all__ = ["kept_mask", "row_mask"]
 
 def kept_mask(adapter: ModelAdapter, rows: torch.Tensor, tokens: int, window: int | None) -> torch.Tensor | None:
     """`row_mask` in the form the model's attention takes, see `ModelAdapter.kernel_mask`."""
+    if adapter.told_positions:
+        return adapter.position_mask(rows, tokens, window)
     return adapter.kernel_mask(row_mask(rows, tokens, window), rows, tokens, window)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,12 +102,13 @@ def work_share(shape: ModelShape, tokens: int, done: RowsDone, layers: int | Non
     if layers < depth:
         raise ConfigError("layers", layers, f"use {depth} or more, the layers of the model")
     added = layers - depth
-    spent = [_rows(layer, rows) for layer, rows in zip(shape.layers, done.computed, strict=True)]
+    seen = _Counted()
+    spent = [_work(layer, seen[rows]) for layer, rows in zip(shape.layers, done.computed, strict=True)]
     checks = sum(p.keys * shape.layers[p.layer].keys + p.values * shape.layers[p.layer].values for p in done.projected)
-    checks += sum(_rows(layer, rows) for layer, rows in zip(shape.layers, done.ahead, strict=False))
+    checks += sum(_work(layer, seen[rows]) for layer, rows in zip(shape.layers, done.ahead, strict=False))
     checks += sum(one.seen * shape.layers[one.layer].attention for one in done.looked)
-    scoring = sum(_rows(layer, rows) for layer, rows in zip(shape.layers, done.scored, strict=False))
-    total = sum(spent) - _spared(shape.layers[-1], done) + added * spent[-1] + checks
+    scoring = sum(_work(layer, seen[rows]) for layer, rows in zip(shape.layers, done.scored, strict=False))
+    total = sum(spent) - _spared(shape.layers[-1], seen[done.computed[-1]], done.ended) + added * spent[-1] + checks
     total += scoring * layers / depth + shape.head
     return total / prefill_work(shape, tokens, layers)
 
@@ -121,22 +123,45 @@ def prefill_work(shape: ModelShape, tokens: int, layers: int | None = None) -> f
     layers : int, optional
         Scale to a model of so many layers, as in `work_share`.
     """
-    every = torch.arange(tokens)
-    full = [_rows(layer, every) for layer in shape.layers]
+    every = _Seen(range(tokens))
+    full = [_work(layer, every) for layer in shape.layers]
     added = 0 if layers is None else layers - len(full)
     return sum(full) + added * full[-1] + shape.head
 
 
-def _spared(last: LayerShape, done: RowsDone) -> float:
+class _Seen:
+    """How many rows there are and how many keys they see, counted once for all layers that share them."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        self.places = places
+        self._keys: dict[int | None, float] = {}
+
+    def keys(self, window: int | None) -> float:
+        """Over all rows."""
+        if window not in self._keys:
+            seen = (place + 1 if window is None else min(place + 1, window) for place in self.places)
+            self._keys[window] = float(sum(seen))
+        return self._keys[window]
+
+
+class _Counted:
+    """`_Seen` of tensors that live on meanwhile. Each is copied from a GPU once, which waits for what that still does."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Seen] = {}
+
+    def __getitem__(self, rows: torch.Tensor) -> _Seen:
+        if id(rows) not in self._known:
+            self._known[id(rows)] = _Seen(rows.tolist())
+        return self._known[id(rows)]
+
+
+def _spared(last: LayerShape, rows: _Seen, ended: int | None) -> float:
     """What the rows of the last layer did not do."""
-    rows = done.computed[-1]
-    stopped = rows[: 0 if done.ended is None else len(rows) - done.ended]
-    return _rows(last, stopped) - len(stopped) * (last.keys + last.values)
+    stopped = _Seen(rows.places[: 0 if ended is None else len(rows.places) - ended])
+    return _work(last, stopped) - len(stopped.places) * (last.keys + last.values)
 
 
-def _rows(layer: LayerShape, rows: torch.Tensor) -> float:
+def _work(layer: LayerShape, rows: _Seen) -> float:
     """Multiply-adds of some rows on a layer."""
-    seen = rows.double() + 1
-    if layer.window is not None:
-        seen = seen.clamp_max(layer.window)
-    return layer.linear * len(rows) + layer.attention * float(seen.sum())
+    return layer.linear * len(rows.places) + layer.attention * rows.keys(layer.window)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
 from itertools import cycle
 from typing import Protocol
 
 import torch
 
+from cacheblend_rag.loading.streamed import side_stream
 from cacheblend_rag.store.base import ReadsInPlace, StoredKV, copy_layer
 
 __all__ = ["DirectLane", "Lane", "PinnedLane", "lane_to"]
@@ -55,7 +55,7 @@ class PinnedLane:
     """
 
     def __init__(self, records: Sequence[StoredKV], dtype: torch.dtype, device: torch.device) -> None:
-        self._device, self._stream = device, _side_stream(device)
+        self._device, self._stream = device, side_stream(device)
         infos = [record.info for record in records if isinstance(record, ReadsInPlace)]
         shape = [max((getattr(info, name) for info in infos), default=0) for name in ("kv_heads", "tokens", "head_dim")]
         buffers = [torch.empty((2, *shape), dtype=dtype, pin_memory=True) for _ in range(2)]
@@ -82,12 +82,6 @@ class PinnedLane:
         keys.copy_(held[0], non_blocking=True)
         values.copy_(held[1], non_blocking=True)
         sent.record(self._stream)
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all passes on a device: memory that one stream gave back serves the next pass."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def lane_to(records: Sequence[StoredKV], dtype: torch.dtype, device: torch.device) -> Lane:

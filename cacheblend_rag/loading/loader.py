@@ -13,6 +13,7 @@ import torch
 
 from cacheblend_rag.errors import RecordError
 from cacheblend_rag.loading.lanes import Lane, lane_to
+from cacheblend_rag.loading.streamed import blocks_of, load_streamed
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.store.base import StoredKV
 
@@ -124,8 +125,12 @@ class LayerReader:
                     self._lane.put(place.record, layer, keys[0, :, span], values[0, :, span])
                 except (RecordError, OSError) as error:
                     raise RecordLost(place.key, str(error)) from error
-        self.clock.seconds += time.perf_counter() - started
+        self.took(time.perf_counter() - started)
         return LayerKV(keys, values)
+
+    def took(self, seconds: float) -> None:
+        """Count time spent reading."""
+        self.clock.seconds += seconds
 
     @cached_property
     def _lane(self) -> Lane:
@@ -163,7 +168,8 @@ def load_as_it_pays(reader: LayerReader) -> Iterator[LayerKV]:
     memory is never read ahead on a CPU: if its first layer was slow, that was the memory it is copied to.
     """
     if reader.device.type != "cpu":
-        yield from load_ahead(reader)
+        blocks = blocks_of(reader)
+        yield from load_ahead(reader) if blocks is None else load_streamed(reader, blocks)
         return
     if all(place.record.medium == "memory" for place in reader.placements):
         yield from load_plainly(reader)

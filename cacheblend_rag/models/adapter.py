@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Cache, DynamicCache
@@ -16,6 +16,7 @@ from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.models.attention import (
     ROW_ATTENTION,
     additive,
+    by_position,
     fits_causal_kernel,
     in_blocks,
     row_attention,
@@ -24,7 +25,8 @@ from cacheblend_rag.models.attention import (
 from cacheblend_rag.models.caches import Enough, LastLayer, ScatterCache
 from cacheblend_rag.models.families import family_of
 from cacheblend_rag.models.fingerprint import fingerprint
-from cacheblend_rag.models.growing import let_grow
+from cacheblend_rag.models.gpu import has_kernels
+from cacheblend_rag.models.growing import GrowingLayer, let_grow
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.models.modes import evaluating, is_compiled
 from cacheblend_rag.models.parts import misshapen, part_of
@@ -33,6 +35,9 @@ from cacheblend_rag.models.queries import as_kv_layers
 from cacheblend_rag.models.rope import Rotaries, rotate, unrotate
 from cacheblend_rag.models.rowwise import computed_in_blocks, row_by_row
 from cacheblend_rag.models.shape import ModelShape, layer_shape
+
+if TYPE_CHECKING:
+    from cacheblend_rag.models.gpu.layer import FusedLayer
 
 __all__ = ["ModelAdapter", "Prefill"]
 
@@ -93,6 +98,7 @@ class ModelAdapter:
         self.kv_heads = int(self.config.num_key_value_heads)
         self.heads = int(self.config.num_attention_heads)
         self._find_names()
+        self._fused: list[FusedLayer] = []  # within `blending`, where all layers are plain
 
     def _by_layer(self, read: Callable[[Any, int], Any]) -> list[Any]:
         """What the config says of each layer."""
@@ -157,11 +163,22 @@ class ModelAdapter:
         before = self.config._attn_implementation
         if before != "eager":
             self.config._attn_implementation = use_row_attention() if self.model._supports_sdpa else "eager"
+        self._fused = self._fused_layers()
         try:
             with evaluating(self.model), torch.no_grad(), computed_in_blocks(self._row_by_row):
                 yield
         finally:
             self.config._attn_implementation = before
+
+    def _fused_layers(self) -> list[FusedLayer]:
+        """The layers by kernels that know rows, where there are such kernels and every layer is plain."""
+        if not has_kernels(self.device):
+            return []
+        from cacheblend_rag.models.gpu.layer import FusedLayer, is_plain
+
+        if not all(is_plain(layer, self.head_dim) for layer in self.layers):
+            return []
+        return [FusedLayer(layer) for layer in self.layers]
 
     @cached_property
     def _row_by_row(self) -> list[torch.nn.Module]:
@@ -171,9 +188,9 @@ class ModelAdapter:
         attention = {self._attention(layer) for layer in range(self.num_layers)}
         return row_by_row(part for layer in self.layers for part in layer.children() if part not in attention)
 
-    def embed(self, ids: Sequence[int]) -> torch.Tensor:
+    def embed(self, ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Input of layer 0, ``[tokens, hidden]``."""
-        inputs = torch.tensor(ids, dtype=torch.long, device=self.device)
+        inputs = torch.as_tensor(ids, dtype=torch.long, device=self.device)
         embedded: torch.Tensor = self._decoder.embed_tokens(inputs)
         multiplier = getattr(self.config, "embedding_multiplier", None)
         return embedded if multiplier is None else embedded * multiplier
@@ -275,6 +292,25 @@ class ModelAdapter:
         by_head = projected.view(len(projected), -1, self.head_dim).transpose(0, 1)
         return by_head if norm is None else norm(by_head[None])[0]
 
+    def position_mask(self, rows: torch.Tensor, tokens: int, window: int | None) -> torch.Tensor | None:
+        """What stands for a mask where layers are told positions; parameters as in `kernel_mask`.
+
+        Raises
+        ------
+        ValueError
+            If they are not told positions.
+        """
+        if not self.told_positions:
+            raise ValueError("these layers need a mask")
+        if window is not None and window >= tokens:
+            window = None
+        return None if len(rows) == tokens and window is None else by_position(rows[:, None], rows, window)
+
+    @property
+    def told_positions(self) -> bool:
+        """Whether layers now run by kernels that know rows: within `blending`, on some devices, for plain layers."""
+        return bool(self._fused) and self.config._attn_implementation == ROW_ATTENTION
+
     def kernel_mask(
         self, mask: torch.Tensor | None, rows: torch.Tensor, tokens: int, window: int | None
     ) -> torch.Tensor | None:
@@ -305,7 +341,7 @@ class ModelAdapter:
         if not fused:
             return additive(mask, self.dtype, torch.finfo(self.dtype).min)
         group = self.heads // self.kv_heads
-        return in_blocks(additive(mask, self.dtype, float("-inf")), rows, window, group)
+        return by_position(in_blocks(additive(mask, self.dtype, float("-inf")), rows, window, group), rows, window)
 
     def run_layer(
         self,
@@ -336,6 +372,8 @@ class ModelAdapter:
         Tensor, [rows, hidden]
         """
         rotary = rotaries.layer(layer)
+        if self.told_positions and rotary.cos.shape[-1] == self.head_dim:
+            return self._fused[layer](hidden, kv, rows, rotary, mask)
         out = self.layers[layer](
             hidden[None],
             attention_mask=mask,
@@ -376,11 +414,10 @@ class ModelAdapter:
         cache = let_grow(DynamicCache(config=self.config))
         for number, kv in enumerate(layers):
             layer = cache.layers[number]
-            if layer.is_sliding:
+            if isinstance(layer, GrowingLayer):
+                layer.hold(kv.keys, kv.values)
+            else:
                 layer.update(kv.keys, kv.values)
-                continue
-            layer.lazy_initialization(kv.keys, kv.values)
-            layer.keys, layer.values = kv.keys, kv.values
         return cache
 
     def prefill(self, ids: Sequence[int]) -> Prefill:

@@ -11,10 +11,13 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 
+from cacheblend_rag.models.gpu import has_kernels
+
 __all__ = [
     "ROW_ATTENTION",
     "Block",
     "additive",
+    "by_position",
     "fits_causal_kernel",
     "in_blocks",
     "row_attention",
@@ -50,6 +53,23 @@ class Block:
     rows: slice
     seen: slice
     mask: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where kept rows lie, for a kernel that needs no more of a mask."""
+
+    rows: torch.Tensor
+    window: int | None
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        """Attention of the rows, ``[1, rows, heads, head_dim]``."""
+        from cacheblend_rag.models.gpu.attention import attend_from
+
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attend_from(query[0], key[0], value[0], self.rows, self.window, scaling)[None]
 
 
 # What transformers hands to attention functions that can do with it: soft caps, attention sinks, learned biases.
@@ -101,6 +121,8 @@ def row_attention(
     lacking = [name for name in _NOT_FUSED if others.get(name) is not None]
     if lacking:
         raise ValueError(f"fused attention lacks {lacking[0]!r}; load the model with attn_implementation='eager'")
+    if (places := getattr(attention_mask, "places", None)) is not None:
+        return places.attend(query, key, value, scaling), None
     grouped = query.shape[1] != key.shape[1]
     if grouped and key.device.type != "cpu":
         copies = query.shape[1] // key.shape[1]
@@ -157,6 +179,13 @@ def in_blocks(mask: torch.Tensor, rows: torch.Tensor, window: int | None, group:
         part = mask[:, :, start:stop, first:last]
         blocks.append(Block(slice(start, stop), slice(first, last), part.repeat(1, 1, group, 1) if fold else part))
     mask.blocks = tuple(blocks)  # type: ignore[attr-defined]
+    return mask
+
+
+def by_position(mask: torch.Tensor, rows: torch.Tensor, window: int | None) -> torch.Tensor:
+    """The mask, carrying what a GPU's kernel wants to know in its place; parameters as in `in_blocks`."""
+    if has_kernels(rows.device):
+        mask.places = _Places(rows, window)  # type: ignore[attr-defined]
     return mask
 
 

@@ -53,6 +53,11 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     values: torch.Tensor
     _room: _Room | None = None
 
+    def hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Begin with these keys and values, which are taken over."""
+        self.dtype, self.device = keys.dtype, keys.device
+        self.keys, self.values, self.is_initialized = keys, values, True
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:

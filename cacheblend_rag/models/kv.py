@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["LayerKV", "SegmentKV"]
+__all__ = ["JoinedKV", "LayerKV", "SegmentKV"]
 
 
 @dataclass(frozen=True)
@@ -41,3 +41,28 @@ class SegmentKV:
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
     rotated: bool
+
+
+@dataclass(frozen=True)
+class JoinedKV(SegmentKV):
+    """KV of a segment whose layers lie one behind the other: a GPU takes several with one copy.
+
+    Parameters
+    ----------
+    block : Tensor, [layers, 2, kv_heads, tokens, head_dim]
+        What ``keys`` and ``values`` are views of.
+    """
+
+    block: torch.Tensor
+
+    @classmethod
+    def of(cls, kv: SegmentKV, device: torch.device) -> JoinedKV:
+        """A copy on a device; on a CPU in pinned memory, from which a GPU reads without the processor's help."""
+        shape = (len(kv.keys), 2, *kv.keys[0].shape)
+        block = torch.empty(shape, dtype=kv.keys[0].dtype, device=device, pin_memory=device.type == "cpu")
+        for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
+            block[layer, 0].copy_(keys.detach(), non_blocking=True)
+            block[layer, 1].copy_(values.detach(), non_blocking=True)
+        if kv.keys[0].is_cuda or block.is_cuda:
+            torch.cuda.synchronize()
+        return cls(tuple(block[:, 0]), tuple(block[:, 1]), kv.rotated, block)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from cacheblend_rag.models.gpu import has_kernels
+
 __all__ = ["Layout", "Rotaries", "Rotary", "rotate", "rotate_in_place", "unrotate"]
 
 # Pairs of dimensions that are turned at a time on a CPU.
@@ -137,17 +139,30 @@ def unrotate(keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
 
 def _turn(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None:
     """Turn pairs of dimensions in place; what lies behind them is left alone (a partial rotation)."""
-    pairs = cos.shape[-1]
-    if interleaved:
-        first, second = keys[..., : 2 * pairs : 2], keys[..., 1 : 2 * pairs : 2]
-    else:
-        first, second = keys[..., :pairs], keys[..., pairs : 2 * pairs]
+    if has_kernels(keys.device) and _fits_kernel(keys, cos, sin):
+        from cacheblend_rag.models.gpu.rowwise import turn
+
+        turn(keys, cos, sin, interleaved)
+        return
+    first, second = _pairs(keys, cos.shape[-1], interleaved)
     tokens = keys.shape[-2]
     # On a CPU what is needed besides is kept small: fresh memory costs more than the arithmetic.
     step = max(1, _BLOCK * tokens // max(1, first.numel())) if keys.device.type == "cpu" else max(1, tokens)
     for start in range(0, tokens, step):
         at = slice(start, start + step)
         _turn_pairs(first[..., at, :], second[..., at, :], cos[..., at, :], sin[..., at, :])
+
+
+def _pairs(keys: torch.Tensor, pairs: int, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the dimensions that turn together."""
+    if interleaved:
+        return keys[..., : 2 * pairs : 2], keys[..., 1 : 2 * pairs : 2]
+    return keys[..., :pairs], keys[..., pairs : 2 * pairs]
+
+
+def _fits_kernel(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    whole = keys.dim() == 4 and len(keys) == 1 and keys.stride(-1) == 1
+    return whole and cos.dim() == 2 and cos.stride() == sin.stride()
 
 
 def _turn_pairs(first: torch.Tensor, second: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ from cacheblend_rag.models.kv import SegmentKV
 
 __all__ = [
     "Claims",
+    "HasBlock",
     "KVRecord",
     "KVStore",
     "ReadsInPlace",
@@ -146,6 +147,16 @@ class ReadsInPlace(Protocol):
 
     def read_into(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write one layer into place; see `copy_layer`."""
+        ...
+
+
+@runtime_checkable
+class HasBlock(Protocol):
+    """A record that lies in memory whole, its layers one behind the other."""
+
+    @property
+    def block(self) -> torch.Tensor | None:
+        """Keys and values of all layers, ``[layers, 2, kv_heads, tokens, head_dim]``, on a GPU or pinned; or None."""
         ...
 
 

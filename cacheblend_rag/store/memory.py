@@ -10,7 +10,7 @@ import torch
 
 from cacheblend_rag.config import parse_bytes
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.models.kv import SegmentKV
+from cacheblend_rag.models.kv import JoinedKV, SegmentKV
 from cacheblend_rag.store.base import Claims, KVRecord, RecordInfo, StoredKV, StoreStats
 from cacheblend_rag.store.codecs import CODECS
 
@@ -35,6 +35,11 @@ class MemoryRecord:
         """See `StoredKV.read_layer`."""
         return self.record.kv.keys[layer], self.record.kv.values[layer]
 
+    @property
+    def block(self) -> torch.Tensor | None:
+        """See `HasBlock`; None where no GPU is in use."""
+        return self.record.kv.block if isinstance(self.record.kv, JoinedKV) else None
+
     def close(self) -> None:
         """Nothing is held open."""
 
@@ -47,7 +52,7 @@ class MemoryStore(Claims):
     size_limit : int or str
         Bytes the records may take.
     device : str or torch.device
-        Where records are kept: ``"cpu"``, or a GPU.
+        Where records are kept: ``"cpu"``, or a GPU. On a CPU beside a GPU in use, in pinned memory.
     on_evict : callable, optional
         Called with the key and the record when a record has been evicted to make room.
     """
@@ -109,6 +114,8 @@ class MemoryStore(Claims):
 
     def _moved(self, record: KVRecord) -> KVRecord:
         kv = record.kv
+        if kv.keys and (self.device.type == "cuda" or torch.cuda.is_initialized()):
+            return KVRecord(record.info, JoinedKV.of(kv, self.device))
         keys = tuple(tensor.detach().to(self.device) for tensor in kv.keys)
         values = tuple(tensor.detach().to(self.device) for tensor in kv.values)
         return KVRecord(record.info, SegmentKV(keys, values, kv.rotated))

@@ -1,0 +1,125 @@
+"""Records in memory to a GPU, some layers at a time, on a stream of its own: no thread reads, and nothing is waited for."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Protocol
+
+import torch
+
+from cacheblend_rag.models.gpu import has_kernels
+from cacheblend_rag.models.kv import LayerKV
+from cacheblend_rag.store.base import HasBlock, StoredKV
+
+__all__ = ["blocks_of", "load_streamed", "side_stream"]
+
+# Layers that are copied together: the pass should not wait long for the first ones, and each call takes the host time.
+_GROUPS = (1, 1, 2, 4)
+# Groups that are under way before their layers are asked for.
+_AHEAD = 3
+
+
+class _Placed(Protocol):
+    @property
+    def record(self) -> StoredKV: ...
+    @property
+    def start(self) -> int: ...
+
+
+class _Reader(Protocol):
+    """What is needed of a `LayerReader`."""
+
+    @property
+    def placements(self) -> Sequence[_Placed]: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    def took(self, seconds: float) -> None: ...
+
+
+def blocks_of(reader: _Reader) -> list[torch.Tensor] | None:
+    """The records of a prompt as they lie in memory; None if one of them does not, or cannot be copied as it is."""
+    blocks = [place.record.block if isinstance(place.record, HasBlock) else None for place in reader.placements]
+    found = [block for block in blocks if block is not None and _fits(block, reader)]
+    return found if has_kernels(reader.device) and len(found) == len(blocks) else None
+
+
+def _fits(block: torch.Tensor, reader: _Reader) -> bool:
+    here = block.device == reader.device if block.is_cuda else block.is_pinned()
+    return here and block.dtype == reader.dtype and len(block) >= reader.layers
+
+
+def load_streamed(reader: _Reader, blocks: Sequence[torch.Tensor]) -> Iterator[LayerKV]:
+    """Copy layers ahead of their use; the pass's stream waits for those of a layer, its host does not.
+
+    Parameters
+    ----------
+    reader : LayerReader
+        What to read.
+    blocks : sequence of Tensor
+        What `blocks_of` found.
+    """
+    stream, pass_stream = side_stream(reader.device), torch.cuda.current_stream(reader.device)
+    stream.wait_stream(pass_stream)  # records may only now be written by what was queued before
+    groups, waiting = _groups(reader.layers), deque[tuple[torch.Tensor, torch.cuda.Event]]()
+    try:
+        for group in groups:
+            waiting.append(_copied(reader, blocks, group, stream))
+            if len(waiting) >= _AHEAD:
+                yield from _ready(*waiting.popleft(), pass_stream)
+        while waiting:
+            yield from _ready(*waiting.popleft(), pass_stream)
+    finally:
+        if waiting:  # the pass was given up: records may go, and must not while they are read
+            stream.synchronize()
+
+
+def _groups(layers: int) -> Iterator[slice]:
+    """Layers in groups: small ones first, then of one size."""
+    start, sizes = 0, iter(_GROUPS)
+    while start < layers:
+        stop = min(layers, start + next(sizes, _GROUPS[-1]))
+        yield slice(start, stop)
+        start = stop
+
+
+def _copied(
+    reader: _Reader, blocks: Sequence[torch.Tensor], layers: slice, stream: torch.cuda.Stream
+) -> tuple[torch.Tensor, torch.cuda.Event]:
+    """Buffers of some layers, ``[layers, 2, 1, kv_heads, tokens, head_dim]``, and what says that they are filled."""
+    from cacheblend_rag.models.gpu.placing import place
+
+    started, done = time.perf_counter(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    shape = (layers.stop - layers.start, 2, reader.kv_heads, reader.tokens, reader.head_dim)
+    with torch.cuda.stream(stream):
+        target = torch.empty(shape, dtype=reader.dtype, device=reader.device)
+        parts = [block[layers].to(reader.device, non_blocking=True) for block in blocks]
+        place(parts, [place.start for place in reader.placements], target)
+        done.record(stream)
+    reader.took(time.perf_counter() - started)
+    return target[:, :, None], done
+
+
+def _ready(target: torch.Tensor, done: torch.cuda.Event, pass_stream: torch.cuda.Stream) -> Iterator[LayerKV]:
+    pass_stream.wait_event(done)
+    target.record_stream(pass_stream)
+    for layer in target:
+        yield LayerKV(layer[0], layer[1])
+
+
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all passes on a device: memory that one stream gave back serves the next pass."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

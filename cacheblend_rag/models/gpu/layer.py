@@ -1,0 +1,90 @@
+"""Decoder layers of the plain form, computed in fourteen calls where transformers makes some fifty.
+
+For the few rows that blending keeps, making calls takes a GPU's host longer than the GPU takes for the arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from cacheblend_rag.models.attention import row_attention
+from cacheblend_rag.models.gpu.rowwise import add_and_normalise, gate, normalise, place_rows
+from cacheblend_rag.models.kv import LayerKV
+from cacheblend_rag.models.rope import Rotary
+
+__all__ = ["FusedLayer", "is_plain"]
+
+# Layers that are: norm, attention with rotated halves, sum, norm, gated feed-forward network, sum. Others with names
+# like these scale, cap or normalise something besides.
+_PLAIN = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+_LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+_NETWORK = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+def is_plain(layer: nn.Module, head_dim: int) -> bool:
+    """Whether a decoder layer is of the plain form, nothing in it replaced, quantised, hooked or compiled.
+
+    Parameters
+    ----------
+    layer : Module
+        Of a transformers model.
+    head_dim : int
+        Dimensions of a head, all of which turn.
+    """
+    if type(layer).__name__ not in _PLAIN or not type(layer).__module__.startswith("transformers.models."):
+        return False
+    if head_dim % 2 or any(map(_watched, layer.modules())):
+        return False
+    network: Any = layer.mlp
+    activation = getattr(network, "act_fn", None)
+    ordinary = all(type(layer.get_submodule(name)) is nn.Linear for name in (*_LINEAR, *_NETWORK))
+    return ordinary and (type(activation) is nn.SiLU or type(activation).__name__ == "SiLUActivation")
+
+
+def _watched(module: nn.Module) -> bool:
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooks) or module._compiled_call_impl is not None or "forward" in vars(module)
+
+
+class FusedLayer:
+    """A plain decoder layer by kernels that know rows.
+
+    Parameters
+    ----------
+    layer : Module
+        One of which `is_plain` is true. Its weights are read where they are.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self._attention, self._network = layer.self_attn, layer.mlp
+        self._norms = layer.input_layernorm, layer.post_attention_layernorm
+        self._head_norms: tuple[Any, Any] | None = None
+        if hasattr(self._attention, "q_norm"):
+            self._head_norms = self._attention.q_norm, self._attention.k_norm
+
+    def __call__(
+        self, hidden: torch.Tensor, kv: LayerKV, rows: torch.Tensor, rotary: Rotary, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Run the layer on some rows; parameters as in `ModelAdapter.run_layer`."""
+        attention, (first, second) = self._attention, self._norms
+        normed = normalise(hidden, first.weight, first.variance_epsilon)
+        query, keys, values = (_product(normed, part) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
+        norms, eps = None, 0.0
+        if self._head_norms is not None:
+            norms, eps = (self._head_norms[0].weight, self._head_norms[1].weight), self._head_norms[0].variance_epsilon
+        place_rows(query, keys, values, (rotary.cos, rotary.sin), rows, (kv.keys, kv.values), norms, eps)
+        by_head = query.view(1, len(hidden), -1, kv.keys.shape[-1]).transpose(1, 2)  # [1, heads, rows, head_dim]
+        seen, _ = row_attention(attention, by_head, kv.keys, kv.values, mask, scaling=attention.scaling)
+        mixed = _product(seen.reshape(len(hidden), -1), attention.o_proj)
+        hidden, normed = add_and_normalise(hidden, mixed, second.weight, second.variance_epsilon)
+        network = self._network
+        opened = gate(_product(normed, network.gate_proj), _product(normed, network.up_proj))
+        return hidden.add_(_product(opened, network.down_proj))
+
+
+def _product(rows: torch.Tensor, part: Any) -> torch.Tensor:
+    return linear(rows, part.weight, part.bias)

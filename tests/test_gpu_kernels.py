@@ -1,0 +1,179 @@
+"""Kernels for GPUs against what they stand for. Without a GPU, Triton's interpreter runs them on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag.models import adapter, attention, gpu, rope
+from cacheblend_rag.store import MemoryStore
+from tests import tiny
+
+pytest.importorskip("triton")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter computes products in bfloat16 wrongly.
+DTYPES = ["float32", "bfloat16", "float16"] if DEVICE == "cuda" else ["float32", "float16"]
+PROMPT = Prompt("Read this:", [tiny.text(37, 1), tiny.text(20, 2), tiny.text(51, 3)], "What fell?")
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, biases": ("llama", {"attention_bias": True}),
+    "llama, one key for all heads": ("llama", {"num_key_value_heads": 1}),
+    "mistral, window": ("mistral", {"sliding_window": 16}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3, window on some layers": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    ),
+    "gemma2, not plain": ("gemma2", {"attn_logit_softcapping": None}),
+    "glm, rotates a part of each head": ("glm", {"attention_bias": True}),
+}
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernels are in use, on whatever device there is."""
+    if DEVICE == "cpu":
+        for user in (adapter, attention, rope):
+            monkeypatch.setattr(user, "has_kernels", lambda device: True)
+    yield
+
+
+def randn(*shape: int, dtype: str) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(getattr(torch, dtype))
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Equal but for rounding, that of the result's type included."""
+    share = 1e-5 if found.dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.double(), wanted.double(), rtol=share, atol=share)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 70), (5, 5), (20, 131), (70, 200), (130, 300), (600, 700)])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 32), (3, 3, 80), (14, 2, 64), (4, 4, 128), (2, 1, 256)])
+def test_a_row_sees_all_up_to_its_position(
+    heads: int, kv_heads: int, width: int, rows: int, tokens: int, window: int | None, dtype: str
+) -> None:
+    if DEVICE == "cpu" and (rows > 130 or (width != 32 and (rows > 20 or dtype != "float32"))):
+        pytest.skip("too long for the interpreter")
+    from cacheblend_rag.models.gpu.attention import attend_from
+
+    torch.manual_seed(rows)
+    query = randn(rows, heads, width, dtype=dtype).transpose(0, 1)
+    keys, values = (randn(kv_heads, tokens, width, dtype=dtype) for _ in range(2))
+    places = torch.randperm(tokens, device=DEVICE)[:rows].sort().values
+    spread = [part.double().repeat_interleave(heads // kv_heads, 0) for part in (keys, values)]
+    columns = torch.arange(tokens, device=DEVICE)
+    seen = columns[None] <= places[:, None]
+    if window:
+        seen &= columns[None] > places[:, None] - window
+    scores = (query.double() @ spread[0].transpose(1, 2) * width**-0.5).masked_fill(~seen, float("-inf"))
+    wanted = (scores.softmax(-1) @ spread[1]).transpose(0, 1)
+    keys[:, int(places[-1]) + 1 :] = float("nan")  # positions behind the last row are not read
+    values[:, int(places[-1]) + 1 :] = float("nan")
+    near(attend_from(query, keys, values, places, window, width**-0.5), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_and_gates(dtype: str) -> None:
+    from cacheblend_rag.models.gpu.rowwise import add_and_normalise, gate, normalise
+
+    torch.manual_seed(0)
+    rows, more = randn(7, 96, dtype=dtype), randn(7, 96, dtype=dtype)
+    weight = randn(96, dtype=dtype)
+    near(normalise(rows, weight, 1e-5), _normalised(rows, weight))
+    total, normed = add_and_normalise(rows, more, weight, 1e-5)
+    assert torch.equal(total, rows + more)
+    near(normed, _normalised(rows + more, weight))
+    near(gate(rows, more), silu(rows) * more)
+
+
+def _normalised(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = rows.double()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("interleaved", "pairs"), [(False, 16), (True, 16), (False, 12), (True, 6)])
+def test_keys_turn_as_they_do_on_a_cpu(interleaved: bool, pairs: int, dtype: str) -> None:
+    torch.manual_seed(0)
+    whole = randn(1, 3, 50, 32, dtype=dtype)
+    angles = torch.rand(40, pairs, device=DEVICE) * 6
+    tables = [torch.stack((of, of), -1).flatten(1) for of in (angles.cos(), angles.sin())]  # each listed twice
+    cos, sin = (table[:, ::2] for table in tables)
+    wanted = whole.clone()
+    for start in range(0, 40, 10):  # in steps, which the plain form takes on a CPU
+        first, second = rope._pairs(wanted[:, :, 5:45], pairs, interleaved)
+        at = slice(start, start + 10)
+        rope._turn_pairs(first[..., at, :], second[..., at, :], cos[at], sin[at])
+    rope._turn(whole[:, :, 5:45], cos, sin, interleaved)
+    near(whole, wanted)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_equals_one_by_transformers_layers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = fused_by(family, recompute_ratio=0.3, check_layers=(1,))
+    monkeypatch.setattr(adapter.ModelAdapter, "_fused_layers", lambda self: [])
+    for user in (attention, rope):
+        monkeypatch.setattr(user, "has_kernels", lambda device: False)
+    wanted = fused_by(family, recompute_ratio=0.3, check_layers=(1,))
+    assert found.report.computed_tokens == wanted.report.computed_tokens
+    assert max(found.report.recomputed_tokens) > min(found.report.recomputed_tokens) > 0
+    for ours, theirs in zip(found.recomputed, wanted.recomputed, strict=True):
+        assert torch.equal(ours, theirs)
+    _same(found, wanted.logits, wanted.cache.layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recomputing_all_equals_full_prefill(family: str) -> None:
+    found = fused_by(family, recompute_ratio=1.0)
+    with torch.no_grad():
+        plain = _model(family)(torch.tensor([found.input_ids], device=DEVICE), use_cache=True)
+    if "window" in family:
+        torch.testing.assert_close(found.logits, plain.logits[0, -1], atol=1e-4, rtol=1e-4)
+    else:
+        _same(found, plain.logits[0, -1], plain.past_key_values.layers)
+
+
+def _model(family: str) -> Any:
+    name, changes = FAMILIES[family]
+    return tiny.model(name, **changes).to(DEVICE)
+
+
+def fused_by(family: str, **options: Any) -> Any:
+    config = BlendConfig(min_tokens=0, write_back="inline", **options)
+    with BlendEngine(_model(family), tiny.tokenizer(), config=config, store=MemoryStore(device=DEVICE)) as engine:
+        engine.warm(PROMPT.chunks)
+        fused = engine.fuse(PROMPT)
+        assert fused.report.hits == 3
+        return fused
+
+
+def _same(found: Any, logits: torch.Tensor, layers: Any) -> None:
+    torch.testing.assert_close(found.logits, logits, atol=1e-4, rtol=1e-4)
+    for ours, theirs in zip(found.cache.layers, layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(ours.values, theirs.values, atol=1e-4, rtol=1e-4)
+
+
+def test_a_layer_that_is_watched_or_replaced_is_left_to_transformers() -> None:
+    from cacheblend_rag.models.gpu.layer import is_plain
+
+    layer = tiny.model("llama").model.layers[0]
+    assert is_plain(layer, 8)
+    hook = layer.mlp.register_forward_hook(lambda module, given, out: out)
+    assert not is_plain(layer, 8)
+    hook.remove()
+    assert is_plain(layer, 8)
+    layer.mlp.up_proj = torch.nn.Sequential(layer.mlp.up_proj)
+    assert not is_plain(layer, 8)
+    assert not is_plain(tiny.model("gemma2").model.layers[0], 8)
+    assert gpu.has_kernels(torch.device("cpu")) is False
