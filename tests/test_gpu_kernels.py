@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from torch.nn.functional import silu
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.models import adapter, attention, gpu, rope
+from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.store import MemoryStore
 from tests import tiny
 
@@ -35,14 +35,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm, rotates a part of each head": ("glm", {"attention_bias": True}),
 }
 
+SHAPES = [(4, 2, 32), (3, 3, 80), (14, 2, 64), (4, 4, 128), (2, 1, 256)]
+
 
 @pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels are in use, on whatever device there is."""
     if DEVICE == "cpu":
         for user in (adapter, attention, rope):
             monkeypatch.setattr(user, "has_kernels", lambda device: True)
-    yield
 
 
 def randn(*shape: int, dtype: str) -> torch.Tensor:
@@ -58,13 +59,14 @@ def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 70), (5, 5), (20, 131), (70, 200), (130, 300), (600, 700)])
-@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 32), (3, 3, 80), (14, 2, 64), (4, 4, 128), (2, 1, 256)])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), SHAPES)
 def test_a_row_sees_all_up_to_its_position(
     heads: int, kv_heads: int, width: int, rows: int, tokens: int, window: int | None, dtype: str
 ) -> None:
     if DEVICE == "cpu" and (rows > 130 or (width != 32 and (rows > 20 or dtype != "float32"))):
         pytest.skip("too long for the interpreter")
     from cacheblend_rag.models.gpu.attention import attend_from
+    from cacheblend_rag.models.gpu.listed import ListedKV
 
     torch.manual_seed(rows)
     query = randn(rows, heads, width, dtype=dtype).transpose(0, 1)
@@ -79,7 +81,10 @@ def test_a_row_sees_all_up_to_its_position(
     wanted = (scores.softmax(-1) @ spread[1]).transpose(0, 1)
     keys[:, int(places[-1]) + 1 :] = float("nan")  # positions behind the last row are not read
     values[:, int(places[-1]) + 1 :] = float("nan")
-    near(attend_from(query, keys, values, places, window, width**-0.5), wanted)
+    kv = LayerKV(keys[None], values[None])
+    near(attend_from(query, kv, places, window, width**-0.5), wanted)
+    listed = ListedKV(torch.tensor(ListedKV.written(kv), device=DEVICE), kv_heads)
+    near(attend_from(query, listed, places, window, width**-0.5), wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -143,6 +148,38 @@ def test_recomputing_all_equals_full_prefill(family: str) -> None:
         _same(found, plain.logits[0, -1], plain.past_key_values.layers)
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kept", ["host", "gpu"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral, window"])
+def test_recordings_serve_other_prompts(
+    family: str, kept: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, changes = FAMILIES[family]
+    model = tiny.model(name, num_hidden_layers=11, **changes).to(DEVICE, getattr(torch, dtype))
+    config = BlendConfig(min_tokens=0, write_back="inline", recompute_ratio=0.2, check_layers=(1,), metric="v")
+    chunks = [tiny.text(words, seed) for seed, words in enumerate((60, 41, 70, 60))]
+    orders = [(0, 1, 2), (2, 0, 1), (3, 1, 2), (1, 3), (2, 1, 0), (0, 1, 2)]
+    prompts = [Prompt("Read this:", [chunks[at] for at in order], "What fell?") for order in orders]
+    store = MemoryStore(device="cuda" if kept == "gpu" else "cpu")
+    with BlendEngine(model, tiny.tokenizer(), config=config, store=store) as engine:
+        engine.warm(chunks)
+        engine.fuse(prompts[0])  # stores the prefix
+        found = [engine.fuse(prompt) for prompt in prompts]
+        graphs = engine.adapter._graphs
+        assert graphs is not None
+        recordings = [made for size in graphs._sizes.values() for made in size.recordings.values()]
+        assert any(made is not None for made in recordings)
+        monkeypatch.setattr(adapter.ModelAdapter, "_fused_layers", lambda self: [])
+        for ours, prompt in zip(found, prompts, strict=True):
+            theirs = engine.with_config(prefetch=False).fuse(prompt)
+            assert ours.report.computed_tokens == theirs.report.computed_tokens
+            if dtype == "float32":
+                _same(ours, theirs.logits, theirs.cache.layers)
+            else:  # random weights spread rounding far; the same would be said of two of PyTorch's kernels
+                torch.testing.assert_close(ours.logits, theirs.logits, atol=0.5, rtol=0.1)
+
+
 def _model(family: str) -> Any:
     name, changes = FAMILIES[family]
     return tiny.model(name, **changes).to(DEVICE)
@@ -165,15 +202,29 @@ def _same(found: Any, logits: torch.Tensor, layers: Any) -> None:
 
 
 def test_a_layer_that_is_watched_or_replaced_is_left_to_transformers() -> None:
-    from cacheblend_rag.models.gpu.layer import is_plain
+    model = tiny.model("llama").to(DEVICE)
+    blended = adapter.ModelAdapter(model)
 
-    layer = tiny.model("llama").model.layers[0]
-    assert is_plain(layer, 8)
-    hook = layer.mlp.register_forward_hook(lambda module, given, out: out)
-    assert not is_plain(layer, 8)
+    def fused() -> bool:
+        with blended.blending():
+            return blended.told_positions
+
+    assert fused()
+    network = model.model.layers[2].mlp
+    hook = network.register_forward_hook(lambda module, given, out: out)
+    assert not fused()
     hook.remove()
-    assert is_plain(layer, 8)
-    layer.mlp.up_proj = torch.nn.Sequential(layer.mlp.up_proj)
-    assert not is_plain(layer, 8)
-    assert not is_plain(tiny.model("gemma2").model.layers[0], 8)
+    assert fused()
+    network.up_proj = torch.nn.Sequential(network.up_proj)
+    assert not fused()
+    network.up_proj = network.up_proj[0]
+    assert fused()
+    assert not blended.told_positions
+
+
+def test_other_forms_of_layers_are_left_to_transformers() -> None:
+    for family in ("gemma2, not plain", "glm, rotates a part of each head"):
+        blended = adapter.ModelAdapter(_model(family))
+        with blended.blending():
+            assert not blended.told_positions
     assert gpu.has_kernels(torch.device("cpu")) is False

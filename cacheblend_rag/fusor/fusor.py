@@ -19,6 +19,8 @@ from cacheblend_rag.models.rope import Rotaries, rotate_in_place
 
 __all__ = ["Fusion", "FusionPlan", "fuse"]
 
+_TOGETHER = 4  # layers in a call, where that is possible
+
 
 @dataclass(frozen=True)
 class FusionPlan:
@@ -108,7 +110,7 @@ def fuse(
     """
     with adapter.blending():
         state = _Pass(adapter, plan, rule.fit(adapter.num_layers), iter(layers), queries)
-        fused = tuple(state.prefill_layer(number) for number in range(adapter.num_layers))
+        fused = tuple(state.prefill_layers())
         logits = adapter.head(state.hidden[-1])
         done = RowsDone(tuple(state.computed), tuple(state.projected), state.scored, 1, state.looked, state.ahead)
         return Fusion(fused, logits, done.computed, tuple(state.recomputed), state.reused_tokens, state.deviation, done)
@@ -220,19 +222,29 @@ class _Pass:
         self._kept_rotaries = self._rotaries.at(rows).to(self._adapter.dtype)
         self._masks: dict[int | None, torch.Tensor | None] = {}
 
-    def prefill_layer(self, layer: int) -> LayerKV:
-        """Fuse one layer; its buffers then hold rotated keys and values of all positions."""
-        kv = self._kv(layer)
-        if self._rule.checks(layer) and len(self._chosen):
-            self._check(layer, kv)
-        self.computed.append(self._rows)
-        self.recomputed.append(len(self._chosen))
-        if layer == self._adapter.num_layers - 1:
-            self._end(layer, kv)
-        self.hidden = self._adapter.run_layer(
-            layer, self.hidden, kv, self._rows, self._kept_rotaries, self._mask(self._adapter.windows[layer])
-        )
-        return kv
+    def prefill_layers(self) -> Iterator[LayerKV]:
+        """Fuse one layer after another; their buffers then hold rotated keys and values of all positions."""
+        layer, count = 0, self._adapter.num_layers
+        while layer < count:
+            if self._rule.checks(layer) and len(self._chosen):
+                self._check(layer, self._kv(layer))
+            together = 1
+            if self._adapter.replays(len(self._rows)):
+                # Layers that no check parts, the last one aside; KV comes in groups of about as many.
+                free = (at for at in range(layer + 1, count - 1) if self._rule.checks(at))
+                together = max(1, min(_TOGETHER, next(free, count - 1) - layer))
+            yield from self._prefill(layer, layer + together)
+            layer += together
+
+    def _prefill(self, first: int, stop: int) -> list[LayerKV]:
+        """Layers with the same rows."""
+        self.computed += [self._rows] * (stop - first)
+        self.recomputed += [len(self._chosen)] * (stop - first)
+        kvs = [self._kv(layer) for layer in range(first, stop)]
+        if stop == self._adapter.num_layers:
+            self._end(first, kvs[0])
+        self.hidden = self._adapter.run_layers(first, self.hidden, kvs, self._rows, self._kept_rotaries, self._mask)
+        return kvs
 
     def _end(self, layer: int, kv: LayerKV) -> None:
         """Of the last layer, all rows but the last give keys and values only: nothing comes after them."""

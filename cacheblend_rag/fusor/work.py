@@ -139,8 +139,8 @@ class _Seen:
     def keys(self, window: int | None) -> float:
         """Over all rows."""
         if window not in self._keys:
-            seen = (place + 1 if window is None else min(place + 1, window) for place in self.places)
-            self._keys[window] = float(sum(seen))
+            seen = self.places if window is None else [min(place, window - 1) for place in self.places]
+            self._keys[window] = float(len(seen) + sum(seen))
         return self._keys[window]
 
 

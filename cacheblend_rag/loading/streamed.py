@@ -75,12 +75,14 @@ def load_streamed(reader: _Reader, blocks: Sequence[torch.Tensor]) -> Iterator[L
     stream.wait_stream(pass_stream)  # records may only now be written by what was queued before
     groups, waiting = _groups(reader.layers), deque[tuple[torch.Tensor, torch.cuda.Event]]()
     try:
-        for group in groups:
-            waiting.append(_copied(reader, blocks, group, stream))
-            if len(waiting) >= _AHEAD:
-                yield from _ready(*waiting.popleft(), pass_stream)
-        while waiting:
+        ahead = 1  # the pass begins once its first layer is under way
+        while True:
+            while len(waiting) < ahead and (group := next(groups, None)):
+                waiting.append(_copied(reader, blocks, group, stream))
+            if not waiting:
+                return
             yield from _ready(*waiting.popleft(), pass_stream)
+            ahead = _AHEAD
     finally:
         if waiting:  # the pass was given up: records may go, and must not while they are read
             stream.synchronize()

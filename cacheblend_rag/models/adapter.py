@@ -25,7 +25,7 @@ from cacheblend_rag.models.attention import (
 from cacheblend_rag.models.caches import Enough, LastLayer, ScatterCache
 from cacheblend_rag.models.families import family_of
 from cacheblend_rag.models.fingerprint import fingerprint
-from cacheblend_rag.models.gpu import has_kernels
+from cacheblend_rag.models.gpu import MOST_REPLAYED, has_kernels
 from cacheblend_rag.models.growing import GrowingLayer, let_grow
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.models.modes import evaluating, is_compiled
@@ -37,6 +37,7 @@ from cacheblend_rag.models.rowwise import computed_in_blocks, row_by_row
 from cacheblend_rag.models.shape import ModelShape, layer_shape
 
 if TYPE_CHECKING:
+    from cacheblend_rag.models.gpu.graphs import LayerGraphs
     from cacheblend_rag.models.gpu.layer import FusedLayer
 
 __all__ = ["ModelAdapter", "Prefill"]
@@ -98,7 +99,9 @@ class ModelAdapter:
         self.kv_heads = int(self.config.num_key_value_heads)
         self.heads = int(self.config.num_attention_heads)
         self._find_names()
-        self._fused: list[FusedLayer] = []  # within `blending`, where all layers are plain
+        self._plain_layers: list[FusedLayer] | None = None  # once they were wanted; none if not all are plain
+        self._fused: list[FusedLayer] = []  # those in use, within `blending`
+        self._graphs: LayerGraphs | None = None  # recordings of them
 
     def _by_layer(self, read: Callable[[Any, int], Any]) -> list[Any]:
         """What the config says of each layer."""
@@ -174,11 +177,20 @@ class ModelAdapter:
         """The layers by kernels that know rows, where there are such kernels and every layer is plain."""
         if not has_kernels(self.device):
             return []
+        from cacheblend_rag.models.gpu.graphs import LayerGraphs
         from cacheblend_rag.models.gpu.layer import FusedLayer, is_plain
 
-        if not all(is_plain(layer, self.head_dim) for layer in self.layers):
+        if self._plain_layers is None:
+            whole = self.rotary(1).layer(0).cos.shape[-1] == self.head_dim
+            plain = whole and all(is_plain(layer) for layer in self.layers)
+            self._plain_layers = [FusedLayer(layer) for layer in self.layers] if plain else []
+            if plain and self.device.type == "cuda":
+                self._graphs = LayerGraphs(self._plain_layers, self.windows, self.kv_heads)
+        if not all(layer.as_it_was for layer in self._plain_layers):
             return []
-        return [FusedLayer(layer) for layer in self.layers]
+        if self._graphs is not None:
+            self._graphs.settle()
+        return self._plain_layers
 
     @cached_property
     def _row_by_row(self) -> list[torch.nn.Module]:
@@ -269,6 +281,8 @@ class ModelAdapter:
     def _normed(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """What a layer projects: its input, behind a norm where the family has one there."""
         norm = self._family.norm
+        if norm is not None and self.told_positions:
+            return self._fused[layer].normed(hidden)
         return hidden if norm is None else getattr(self.layers[layer], norm)(hidden)
 
     def _project(self, layer: int, normed: torch.Tensor, name: str) -> torch.Tensor:
@@ -372,7 +386,7 @@ class ModelAdapter:
         Tensor, [rows, hidden]
         """
         rotary = rotaries.layer(layer)
-        if self.told_positions and rotary.cos.shape[-1] == self.head_dim:
+        if self.told_positions:
             return self._fused[layer](hidden, kv, rows, rotary, mask)
         out = self.layers[layer](
             hidden[None],
@@ -384,6 +398,32 @@ class ModelAdapter:
         )
         after: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return after[0]
+
+    def run_layers(
+        self,
+        first: int,
+        hidden: torch.Tensor,
+        kvs: Sequence[LayerKV],
+        rows: torch.Tensor,
+        rotaries: Rotaries,
+        masks: Callable[[int | None], torch.Tensor | None],
+    ) -> torch.Tensor:
+        """Several layers in a row, one for each of ``kvs``; parameters as in `run_layer`.
+
+        Parameters
+        ----------
+        masks : callable
+            The mask of layers with a window.
+        """
+        if self._graphs is not None and self.replays(len(rows)):
+            return self._graphs.run(first, kvs, hidden, rows, rotaries.layer(first))
+        for layer, kv in enumerate(kvs, first):
+            hidden = self.run_layer(layer, hidden, kv, rows, rotaries, masks(self.windows[layer]))
+        return hidden
+
+    def replays(self, rows: int) -> bool:
+        """Whether several layers in a row are one call for so many rows."""
+        return self.told_positions and self._graphs is not None and 1 < rows <= MOST_REPLAYED
 
     @contextmanager
     def watching(self, layer: int, seen: list[torch.Tensor]) -> Iterator[None]:

@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from cacheblend_rag.models.gpu import has_kernels
+from cacheblend_rag.models.kv import LayerKV
 
 __all__ = [
     "ROW_ATTENTION",
@@ -69,7 +70,7 @@ class _Places:
         from cacheblend_rag.models.gpu.attention import attend_from
 
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attend_from(query[0], key[0], value[0], self.rows, self.window, scaling)[None]
+        return attend_from(query[0], LayerKV(key, value), self.rows, self.window, scaling)[None]
 
 
 # What transformers hands to attention functions that can do with it: soft caps, attention sinks, learned biases.

@@ -25,6 +25,11 @@ class LayerKV:
     keys: torch.Tensor
     values: torch.Tensor
 
+    @property
+    def kv_heads(self) -> int:
+        """Heads that keys and values have."""
+        return self.keys.shape[1]
+
 
 @dataclass(frozen=True)
 class SegmentKV:

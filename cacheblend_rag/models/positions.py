@@ -13,6 +13,7 @@ from cacheblend_rag.models.rope import Layout, Rotaries, Rotary
 __all__ = ["Positions"]
 
 _ONE_TABLE = ""
+_ROUNDED = 1024  # tables are made for a multiple of so many positions
 
 
 class Positions:
@@ -48,6 +49,8 @@ class Positions:
         )
         self._dynamic = any("dynamic" in rope_type for rope_type in self._types.values())
         self._trained = int(config.max_position_embeddings)
+        # Of the longest prompt so far; the same for all prompts where frequencies do not depend on their length.
+        self._kept: tuple[int, torch.device, Rotaries] | None = None
 
     @property
     def regimes(self) -> tuple[int, ...]:
@@ -75,6 +78,14 @@ class Positions:
 
     def rotaries(self, tokens: int, start: int, regime: int, device: torch.device) -> Rotaries:
         """Cosine and sine of positions ``start`` to ``start + tokens``, in float32."""
+        if start or self._dynamic or self._long:
+            return self._made(tokens, start, regime, device)
+        if self._kept is None or self._kept[0] < tokens or self._kept[1] != device:
+            size = -(-tokens // _ROUNDED) * _ROUNDED
+            self._kept = size, device, self._made(size, 0, regime, device)
+        return self._kept[2].at(slice(tokens))
+
+    def _made(self, tokens: int, start: int, regime: int, device: torch.device) -> Rotaries:
         self.settle(device)
         positions = torch.arange(start, start + tokens, device=device)
         with self.within(regime):

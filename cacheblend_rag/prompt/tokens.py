@@ -19,6 +19,7 @@ __all__ = ["SegmentTokenizer", "Span", "TokenizedPrompt"]
 _ANCHORS = ("\n", ".", "|", "0")
 # Chunks whose ids are remembered: they come back again and again, and a tokenizer takes milliseconds for each.
 _REMEMBERED = 1024
+_PREFIXES = 64  # whose ids are remembered
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class SegmentTokenizer:
         self.start_ids = _start_ids(tokenizer)
         self._anchors = _anchors(tokenizer)
         self._chunk_texts = lru_cache(_REMEMBERED)(self.inner_ids)
+        self._openings = lru_cache(_PREFIXES)(self.opening_ids)
         self.separator_ids = self.inner_ids(separator)
 
     def with_separator(self, separator: str) -> SegmentTokenizer:
@@ -88,8 +90,9 @@ class SegmentTokenizer:
         return other
 
     def forget(self) -> None:
-        """Forget the chunks that are remembered."""
+        """Forget the chunks and prefixes that are remembered."""
         self._chunk_texts.cache_clear()
+        self._openings.cache_clear()
 
     def opening_ids(self, text: str) -> tuple[int, ...]:
         """Ids of a text that stands first: the start ids once, then the text."""
@@ -121,7 +124,7 @@ class SegmentTokenizer:
             If the prompt has no tokens at all.
         """
         alone = not prompt.prefix and not prompt.lead and not prompt.chunks
-        ids = list(self.opening_ids(prompt.prefix or prompt.lead)) if not alone else []
+        ids = list(self._openings(prompt.prefix or prompt.lead)) if not alone else []
         prefix = Span(0, len(ids) if prompt.prefix else min(len(ids), len(self.start_ids)))
         ids += self.inner_ids(prompt.lead) if prompt.prefix else ()
         spans = []

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -306,4 +307,10 @@ def record_key(
 
 
 def _join(ids: Sequence[int]) -> str:
+    return _joined(tuple(ids))
+
+
+@lru_cache(1024)
+def _joined(ids: tuple[int, ...]) -> str:
+    """Remembered: the same chunks come back again and again."""
     return ",".join(map(str, ids))

@@ -10,7 +10,10 @@ from importlib.util import find_spec
 
 import torch
 
-__all__ = ["has_kernels"]
+__all__ = ["MOST_REPLAYED", "has_kernels"]
+
+MOST_REPLAYED = 1024
+"""Rows beyond which a layer's arithmetic takes longer than its calls, so that recordings of them gain nothing."""
 
 
 def has_kernels(device: torch.device) -> bool:

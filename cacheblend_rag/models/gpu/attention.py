@@ -9,20 +9,49 @@ the last row of a block; query heads that share a key read it where it is. The s
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from cacheblend_rag.models.gpu.listed import ListedKV, kernel_arguments
+from cacheblend_rag.models.kv import LayerKV
+
 __all__ = ["attend_from"]
 
 _LOG2E = 1.4426950408889634
-# Rows and positions a program takes at a time: of more rows each key that is read serves more.
-_MOST_ROWS = 128
-_POSITIONS = 64
-# Programs for each multiprocessor, below which the positions are split.
-_BUSY = 2
-_MOST_SPLITS = 16
+# Programs for each multiprocessor, below which the positions are split: they see more or less of them, so with few
+# programs all wait for those of the last rows.
+_BUSY = 6
+_MOST_SPLITS = 8
+
+
+class _Form(NamedTuple):
+    """How the kernel divides its work."""
+
+    rows: int
+    """Rows of a program: of more, each key that is read serves more."""
+    positions: int
+    """Positions taken at a time."""
+    splits: int
+    warps: int
+    stages: int
+
+
+def _form(rows: int, heads: int, padded: int, itemsize: int, multiprocessors: int) -> _Form:
+    size = min(128, max(16, triton.next_power_of_2(rows)))
+    if size > 64 and rows <= 1024:
+        size = 64  # few blocks would leave multiprocessors idle
+    splits = max(1, _BUSY * multiprocessors // (triton.cdiv(rows, size) * heads))
+    small = itemsize < 4 and padded <= 128  # else several stages do not fit
+    return _Form(
+        size,
+        64 if small else 32,
+        min(_MOST_SPLITS, triton.next_power_of_2(splits + 1) // 2),
+        8 if size > 64 else 4,
+        3 if small else 2,
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -40,13 +69,12 @@ def _attend(
     query_head,
     query_row,
     keys_head,
-    keys_row,
     values_head,
-    values_row,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     WINDOWED: tl.constexpr,
+    LISTED: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     POSITIONS: tl.constexpr,
@@ -69,6 +97,12 @@ def _attend(
     steps = tl.cdiv(tl.cdiv(last - first, POSITIONS), SPLITS)
     start = first + split * steps * POSITIONS
     stop = tl.minimum(start + steps * POSITIONS, last)
+    if LISTED:
+        listed = keys
+        keys = tl.multiple_of(tl.load(listed).to(query.dtype), 16)
+        values = tl.multiple_of(tl.load(listed + 1).to(query.dtype), 16)
+        keys_head = tl.load(listed + 2) * WIDTH
+        values_head = keys_head
     keys += (head // GROUP).to(tl.int64) * keys_head
     values += (head // GROUP).to(tl.int64) * values_head
     most = tl.full([ROWS], float("-inf"), tl.float32)
@@ -78,7 +112,7 @@ def _attend(
         position = at + tl.arange(0, POSITIONS)
         inside = position < stop
         k = tl.load(
-            keys + position[None, :] * keys_row + dim[:, None], mask=inside[None, :] & wide[:, None], other=0.0
+            keys + position[None, :] * WIDTH + dim[:, None], mask=inside[None, :] & wide[:, None], other=0.0
         )
         score = tl.dot(q, k, input_precision=PRECISION) * scale
         seen = inside[None, :] & (position[None, :] <= place[:, None])
@@ -91,7 +125,7 @@ def _attend(
         before = tl.exp2(most - base)
         total = total * before + tl.sum(weight, 1)
         v = tl.load(
-            values + position[:, None] * values_row + dim[None, :], mask=inside[:, None] & wide[None, :], other=0.0
+            values + position[:, None] * WIDTH + dim[None, :], mask=inside[:, None] & wide[None, :], other=0.0
         )
         mixed = mixed * before[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
         most = now
@@ -122,8 +156,7 @@ def _join(
 
 def attend_from(
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    kv: LayerKV | ListedKV,
     places: torch.Tensor,
     window: int | None,
     scaling: float,
@@ -133,11 +166,11 @@ def attend_from(
     Parameters
     ----------
     query : Tensor, [heads, rows, head_dim]
-        The last dimension without gaps, as in ``keys`` and ``values``.
-    keys, values : Tensor, [kv_heads, tokens, head_dim]
-        Those of every position up to the last row must be defined.
+        The last dimension without gaps.
+    kv : LayerKV or ListedKV
+        Positions and dimensions without gaps; those of every position up to the last row must be defined.
     places : Tensor, [rows], long
-        Positions of the rows, rising.
+        Positions of the rows, rising; the last may come several times.
     window : int or None
         How many positions a row sees, itself the last of them.
     scaling : float
@@ -151,16 +184,14 @@ def attend_from(
     out = torch.empty((rows, heads, width), dtype=query.dtype, device=query.device)
     if not rows:
         return out
-    size = min(_MOST_ROWS, max(16, triton.next_power_of_2(rows)))
-    if size > 64 and rows <= 8 * size:
-        size = 64  # few blocks would leave multiprocessors idle
-    narrow, padded = query.dtype.itemsize < 4, max(16, triton.next_power_of_2(width))
-    blocks = triton.cdiv(rows, size)
-    splits = min(_MOST_SPLITS, triton.next_power_of_2(max(1, _BUSY * _multiprocessors(query.device) // (blocks * heads))))
-    shape = (rows, heads, splits)
-    parts = torch.empty((*shape, width), dtype=torch.float32, device=query.device) if splits > 1 else out
-    sizes = torch.empty(shape, dtype=torch.float32, device=query.device) if splits > 1 else out
-    _attend[(blocks, heads, splits)](
+    padded, itemsize = max(16, triton.next_power_of_2(width)), query.dtype.itemsize
+    form = _form(rows, heads, padded, itemsize, _multiprocessors(query.device))
+    parts = sizes = out
+    if form.splits > 1:
+        parts = torch.empty((rows, heads, form.splits, width), dtype=torch.float32, device=query.device)
+        sizes = torch.empty((rows, heads, form.splits), dtype=torch.float32, device=query.device)
+    keys, values, keys_head, values_head = kernel_arguments(kv)
+    _attend[(triton.cdiv(rows, form.rows), heads, form.splits)](
         query,
         keys,
         values,
@@ -173,23 +204,22 @@ def attend_from(
         window or 0,
         query.stride(0),
         query.stride(1),
-        keys.stride(0),
-        keys.stride(1),
-        values.stride(0),
-        values.stride(1),
-        GROUP=heads // keys.shape[0],
+        keys_head,
+        values_head,
+        GROUP=heads // kv.kv_heads,
         WIDTH=width,
         PADDED=padded,
         WINDOWED=window is not None,
-        SPLITS=splits,
-        ROWS=size,
-        POSITIONS=_POSITIONS if narrow and padded <= 128 else _POSITIONS // 2,
-        PRECISION="tf32" if narrow else "ieee",  # of products in float32; narrower types have one of their own
-        num_warps=8 if size > 64 else 4,
-        num_stages=3 if narrow and padded <= 128 else 2,
+        LISTED=isinstance(kv, ListedKV),
+        SPLITS=form.splits,
+        ROWS=form.rows,
+        POSITIONS=form.positions,
+        PRECISION="tf32" if itemsize < 4 else "ieee",  # of products in float32; narrower types have one of their own
+        num_warps=form.warps,
+        num_stages=form.stages,
     )
-    if splits > 1:
-        _join[(rows * heads,)](parts, sizes, out, WIDTH=width, PADDED=padded, SPLITS=splits, num_warps=1)
+    if form.splits > 1:
+        _join[(rows * heads,)](parts, sizes, out, WIDTH=width, PADDED=padded, SPLITS=form.splits, num_warps=1)
     return out
 
 

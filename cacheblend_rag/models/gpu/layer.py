@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 from cacheblend_rag.models.attention import row_attention
+from cacheblend_rag.models.gpu.attention import attend_from
+from cacheblend_rag.models.gpu.listed import ListedKV
 from cacheblend_rag.models.gpu.rowwise import add_and_normalise, gate, normalise, place_rows
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Rotary
@@ -25,29 +27,14 @@ _LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_att
 _NETWORK = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
-def is_plain(layer: nn.Module, head_dim: int) -> bool:
-    """Whether a decoder layer is of the plain form, nothing in it replaced, quantised, hooked or compiled.
-
-    Parameters
-    ----------
-    layer : Module
-        Of a transformers model.
-    head_dim : int
-        Dimensions of a head, all of which turn.
-    """
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a decoder layer is of the plain form, nothing in it replaced or quantised; all of a head must turn."""
     if type(layer).__name__ not in _PLAIN or not type(layer).__module__.startswith("transformers.models."):
-        return False
-    if head_dim % 2 or any(map(_watched, layer.modules())):
         return False
     network: Any = layer.mlp
     activation = getattr(network, "act_fn", None)
     ordinary = all(type(layer.get_submodule(name)) is nn.Linear for name in (*_LINEAR, *_NETWORK))
-    return ordinary and (type(activation) is nn.SiLU or type(activation).__name__ == "SiLUActivation")
-
-
-def _watched(module: nn.Module) -> bool:
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return bool(hooks) or module._compiled_call_impl is not None or "forward" in vars(module)
+    return ordinary and type(activation).__name__ in ("SiLU", "SiLUActivation")
 
 
 class FusedLayer:
@@ -60,25 +47,54 @@ class FusedLayer:
     """
 
     def __init__(self, layer: Any) -> None:
+        self._parts = [(owner, name, part) for owner in layer.modules() for name, part in owner.named_children()]
+        self._parts.append((layer, "", layer))
         self._attention, self._network = layer.self_attn, layer.mlp
         self._norms = layer.input_layernorm, layer.post_attention_layernorm
         self._head_norms: tuple[Any, Any] | None = None
         if hasattr(self._attention, "q_norm"):
             self._head_norms = self._attention.q_norm, self._attention.k_norm
 
+    @property
+    def as_it_was(self) -> bool:
+        """Whether no module of the layer was replaced since, nor is watched, compiled or changed in what it computes."""
+        for owner, name, part in self._parts:
+            if name and owner._modules.get(name) is not part:
+                return False
+            if part._forward_hooks or part._forward_pre_hooks or part._compiled_call_impl or "forward" in part.__dict__:
+                return False
+        return True
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """All that the layer computes with."""
+        return [weight for _, _, part in self._parts for weight in part._parameters.values() if weight is not None]
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the layer projects, ``[rows, hidden]``."""
+        return normalise(hidden, self._norms[0].weight, self._norms[0].variance_epsilon)
+
     def __call__(
-        self, hidden: torch.Tensor, kv: LayerKV, rows: torch.Tensor, rotary: Rotary, mask: torch.Tensor | None
+        self, hidden: torch.Tensor, kv: LayerKV | ListedKV, rows: torch.Tensor, rotary: Rotary, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """Run the layer on some rows; parameters as in `ModelAdapter.run_layer`."""
-        attention, (first, second) = self._attention, self._norms
-        normed = normalise(hidden, first.weight, first.variance_epsilon)
+        """Run the layer on some rows; parameters as in `ModelAdapter.run_layer`.
+
+        Behind listed KV only with a mask that tells positions.
+        """
+        attention, second = self._attention, self._norms[1]
+        normed = self.normed(hidden)
         query, keys, values = (_product(normed, part) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
         norms, eps = None, 0.0
         if self._head_norms is not None:
             norms, eps = (self._head_norms[0].weight, self._head_norms[1].weight), self._head_norms[0].variance_epsilon
-        place_rows(query, keys, values, (rotary.cos, rotary.sin), rows, (kv.keys, kv.values), norms, eps)
-        by_head = query.view(1, len(hidden), -1, kv.keys.shape[-1]).transpose(1, 2)  # [1, heads, rows, head_dim]
-        seen, _ = row_attention(attention, by_head, kv.keys, kv.values, mask, scaling=attention.scaling)
+        place_rows(query, keys, values, (rotary.cos, rotary.sin), rows, kv, norms, eps)
+        by_head = query.view(len(hidden), -1, rotary.cos.shape[-1]).transpose(0, 1)  # [heads, rows, head_dim]
+        places = getattr(mask, "places", None)
+        if places is not None:
+            seen = attend_from(by_head, kv, places.rows, places.window, attention.scaling)
+        else:
+            assert isinstance(kv, LayerKV)
+            seen, _ = row_attention(attention, by_head[None], kv.keys, kv.values, mask, scaling=attention.scaling)
         mixed = _product(seen.reshape(len(hidden), -1), attention.o_proj)
         hidden, normed = add_and_normalise(hidden, mixed, second.weight, second.variance_epsilon)
         network = self._network

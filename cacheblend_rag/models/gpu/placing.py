@@ -32,7 +32,7 @@ def _place(
     length = tl.load(lengths + record)
     token, dim = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, PADDED)
     mask = (token < length)[:, None] & (dim < WIDTH)[None, :]
-    source = tl.load(sources + record).to(tl.pointer_type(target.dtype.element_ty))
+    source = tl.multiple_of(tl.load(sources + record).to(target.dtype), 16)
     source += ((layer * HEADS + head) * length + token)[:, None] * WIDTH + dim[None, :]
     into = (layer * HEADS + head) * tokens + tl.load(starts + record) + token
     tl.store(target + into[:, None] * WIDTH + dim[None, :], tl.load(source, mask=mask), mask=mask)
@@ -54,9 +54,8 @@ def place(sources: Sequence[torch.Tensor], starts: Sequence[int], target: torch.
         return
     layers, _, kv_heads, tokens, width = target.shape
     lengths = [source.shape[3] for source in sources]
-    table = torch.tensor(
-        [[source.data_ptr() for source in sources], lengths, list(starts)], dtype=torch.int64, device=target.device
-    )
+    table = torch.tensor([[source.data_ptr() for source in sources], lengths, list(starts)], dtype=torch.int64)
+    table = table.to(target.device, non_blocking=True)  # else the host would wait for all before
     _place[(triton.cdiv(max(lengths), _TOKENS), 2 * kv_heads, layers * len(sources))](
         table[0],
         table[1],

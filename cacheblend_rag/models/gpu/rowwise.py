@@ -10,6 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from cacheblend_rag.models.gpu.listed import ListedKV, kernel_arguments
+from cacheblend_rag.models.kv import LayerKV
+
 __all__ = ["add_and_normalise", "gate", "normalise", "place_rows", "turn"]
 
 _TURNED = 32  # positions that a program turns
@@ -54,6 +57,7 @@ def _place_rows(
     WIDTH: tl.constexpr,
     HALF: tl.constexpr,
     PADDED: tl.constexpr,
+    LISTED: tl.constexpr,
     NORMS: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # type: ignore[no-untyped-def]
@@ -62,6 +66,12 @@ def _place_rows(
     dim = tl.arange(0, PADDED)
     mask = (row < rows)[:, None] & (dim < HALF)[None, :]
     row = row.to(tl.int64)
+    if LISTED:
+        listed = all_keys
+        all_keys = tl.multiple_of(tl.load(listed).to(query.dtype), 16)
+        all_values = tl.multiple_of(tl.load(listed + 1).to(query.dtype), 16)
+        keys_head = tl.load(listed + 2) * WIDTH
+        values_head = keys_head
     if head >= heads + kv_heads:
         head -= heads + kv_heads
         source = values + (row * kv_heads + head)[:, None] * WIDTH + dim[None, :]
@@ -164,7 +174,7 @@ def place_rows(
     values: torch.Tensor,
     rotary: tuple[torch.Tensor, torch.Tensor],
     places: torch.Tensor,
-    into: tuple[torch.Tensor, torch.Tensor],
+    into: LayerKV | ListedKV,
     norms: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
 ) -> None:
@@ -177,17 +187,17 @@ def place_rows(
     rotary : pair of Tensor, each [rows, head_dim]
         Cosine and sine of the rows; dimension i turns with the one half the width further on.
     places : Tensor, [rows], long
-    into : pair of Tensor, each [1, kv_heads, tokens, head_dim]
-        Keys and values of all positions, without gaps.
+    into : LayerKV or ListedKV
+        Keys and values of all positions, those of a head without gaps.
     norms : pair of Tensor, each [head_dim], or None
         Weights of the norms of each head's queries and keys.
     eps : float
         Of these norms.
     """
-    all_keys, all_values = into
+    all_keys, all_values, keys_head, values_head = kernel_arguments(into)
     cos, sin = rotary
     rows, width = cos.shape
-    kv_heads = all_keys.shape[1]
+    kv_heads = into.kv_heads
     heads = query.shape[1] // width
     size = 4 if rows > 512 else 1
     query_norm, keys_norm = norms or (cos, cos)
@@ -206,11 +216,12 @@ def place_rows(
         rows,
         heads,
         kv_heads,
-        all_keys.stride(1),
-        all_values.stride(1),
+        keys_head,
+        values_head,
         WIDTH=width,
         HALF=width // 2,
         PADDED=triton.next_power_of_2(width // 2),
+        LISTED=isinstance(into, ListedKV),
         NORMS=norms is not None,
         ROWS=size,
         num_warps=1,

@@ -1,0 +1,157 @@
+"""Runs of layers recorded as CUDA graphs: one call replays them for any prompt that keeps about as many rows.
+
+Rows are rounded up, the last one repeated; where KV lies is listed (`ListedKV`). A recording is made the second time that a
+size comes: it takes about as long as a pass.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from cacheblend_rag.models.attention import by_position
+from cacheblend_rag.models.gpu.layer import FusedLayer
+from cacheblend_rag.models.gpu.listed import ListedKV
+from cacheblend_rag.models.kv import LayerKV
+from cacheblend_rag.models.rope import Rotary
+
+__all__ = ["LayerGraphs", "rounded"]
+
+_SIZES = 8  # numbers of rows whose recordings are kept
+
+
+@dataclass
+class _Size:
+    """What recordings for one number of rows read and write."""
+
+    hidden: torch.Tensor  # [rows, hidden]
+    places: torch.Tensor  # [rows], long
+    rotary: Rotary  # of the rows
+    recordings: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = field(default_factory=dict)
+    """By first layer and the one behind the last; None where they have run once."""
+
+
+class LayerGraphs:
+    """Recordings of a model's layers.
+
+    Parameters
+    ----------
+    layers : sequence of FusedLayer
+    windows : sequence of int or None
+        Sliding window of each.
+    kv_heads : int
+    """
+
+    def __init__(self, layers: Sequence[FusedLayer], windows: Sequence[int | None], kv_heads: int) -> None:
+        self._layers, self._windows, self._kv_heads = layers, windows, kv_heads
+        self._sizes: OrderedDict[int, _Size] = OrderedDict()
+        self._list: torch.Tensor | None = None  # [layers, 3] int64, see `ListedKV`
+        self._pool: tuple[int, int] | None = None
+        self._addresses: list[int] = []
+        self._lock = threading.Lock()
+
+    def settle(self) -> None:
+        """Forget what was recorded if weights lie elsewhere by now."""
+        found = [weight.data_ptr() for layer in self._layers for weight in layer.weights]
+        if found != self._addresses:
+            self._sizes.clear()
+            self._addresses = found
+
+    def run(
+        self, first: int, kvs: Sequence[LayerKV], hidden: torch.Tensor, places: torch.Tensor, rotary: Rotary
+    ) -> torch.Tensor:
+        """Run layers from ``first`` on, one for each of ``kvs``, whose KV of the rows is overwritten.
+
+        Parameters
+        ----------
+        hidden : Tensor, [rows, hidden]
+        places : Tensor, [rows], long
+        rotary : Rotary
+            Of the rows.
+
+        Returns
+        -------
+        Tensor, [rows, hidden]
+            To be used before the next call.
+        """
+        with self._lock:
+            size = self._filled(hidden, places, rotary)
+            span = (first, first + len(kvs))
+            entries = torch.tensor([ListedKV.written(kv) for kv in kvs])
+            self._listed[slice(*span)].copy_(entries, non_blocking=True)  # else the host would wait for all before
+            recording = size.recordings.get(span)
+            if recording is not None:
+                recording.replay()
+            elif span in size.recordings:
+                size.recordings[span] = self._recorded(size, span)
+            else:
+                self._plainly(size, span)
+                size.recordings[span] = None
+            return size.hidden[: len(hidden)]
+
+    def _filled(self, hidden: torch.Tensor, places: torch.Tensor, rotary: Rotary) -> _Size:
+        """What belongs to so many rows, with these in it."""
+        count = rounded(len(hidden))
+        size = self._sizes.get(count)
+        if size is None:
+            tables = (table.new_empty((count, table.shape[1])) for table in (rotary.cos, rotary.sin))
+            turned = Rotary(*tables, rotary.layout)
+            size = _Size(hidden.new_empty((count, hidden.shape[1])), places.new_empty(count), turned)
+            self._sizes[count] = size
+            if len(self._sizes) > _SIZES:
+                self._sizes.popitem(last=False)
+        self._sizes.move_to_end(count)
+        if self._listed.device != hidden.device:
+            raise ValueError(f"rows lie on {hidden.device}, the model on {self._listed.device}")
+        if hidden.data_ptr() == size.hidden.data_ptr():
+            return size  # they are there, from the layers before
+        pairs = ((hidden, size.hidden), (places, size.places), (rotary.cos, size.rotary.cos), (rotary.sin, size.rotary.sin))
+        for given, kept in pairs:
+            kept[: len(given)] = given
+            if len(given) < count:
+                kept[len(given) :] = given[-1:]
+        return size
+
+    @property
+    def _listed(self) -> torch.Tensor:
+        if self._list is None:
+            device = self._layers[0].weights[0].device
+            self._list = torch.zeros((len(self._layers), 3), dtype=torch.int64, device=device)
+        return self._list
+
+    def _plainly(self, size: _Size, span: tuple[int, int]) -> None:
+        hidden = size.hidden
+        for layer in range(*span):
+            mask = by_position(size.places[:, None], size.places, self._windows[layer])
+            kv = ListedKV(self._listed[layer], self._kv_heads)
+            hidden = self._layers[layer](hidden, kv, size.places, size.rotary, mask)
+        size.hidden.copy_(hidden)
+
+    def _recorded(self, size: _Size, span: tuple[int, int]) -> torch.cuda.CUDAGraph:
+        """Record the layers, and run them."""
+        graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            # Other threads may go on using the GPU meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self._plainly(size, span)
+            finally:
+                graph.capture_end()
+        here.wait_stream(aside)
+        self._pool = self._pool or graph.pool()
+        graph.replay()
+        return graph
+
+
+def rounded(rows: int) -> int:
+    """A number of rows that several like it share, at most a sixth above it or 16 more."""
+    step = 16
+    while rows > 12 * step:
+        step *= 2
+    return -(-rows // step) * step

@@ -1,0 +1,38 @@
+"""KV whose place is told by a list on the GPU: what was recorded for one prompt's buffers then serves another's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cacheblend_rag.models.kv import LayerKV
+
+__all__ = ["ListedKV", "kernel_arguments"]
+
+
+@dataclass(frozen=True)
+class ListedKV:
+    """Keys and values of a layer, as kernels find them through a list.
+
+    Parameters
+    ----------
+    entry : Tensor, [3] int64
+        Address of the keys, of the values, and how many positions each head has.
+    kv_heads : int
+    """
+
+    entry: torch.Tensor
+    kv_heads: int
+
+    @staticmethod
+    def written(kv: LayerKV) -> tuple[int, int, int]:
+        """The entry of a layer whose keys and values are without gaps."""
+        return kv.keys.data_ptr(), kv.values.data_ptr(), kv.keys.shape[2]
+
+
+def kernel_arguments(kv: LayerKV | ListedKV) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """What kernels take as keys and values (or the list in place of both), and the strides of their heads."""
+    if isinstance(kv, ListedKV):
+        return kv.entry, kv.entry, 0, 0
+    return kv.keys, kv.values, kv.keys.stride(1), kv.values.stride(1)
