@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -137,7 +137,8 @@ class _Pass:
         self.scored: tuple[torch.Tensor, ...] = ()
         self.looked: tuple[Looked, ...] = ()
         self.ahead: tuple[torch.Tensor, ...] = ()
-        self.deviation: torch.Tensor | None = None
+        self._deviation: torch.Tensor | None = None
+        self._measured: tuple[torch.Tensor, torch.Tensor] | None = None
         self._begin()
         ids = torch.tensor(plan.input_ids, dtype=torch.long).to(adapter.device)
         self.hidden = adapter.embed(ids[self._rows])  # [rows, hidden]
@@ -162,6 +163,9 @@ class _Pass:
         self._attention = self._score(self._always) if len(candidates) else None
         self._foreseen = self._foresee(self._always) if len(candidates) else None
         self._keep(candidates[self._rule.begin(self._view(candidates))])
+        if len(self._chosen) in (0, len(candidates)):
+            rows = always if not len(self._chosen) else always | reused
+            self._trailing = bool(rows[-len(self._rows) :].all())
 
     def _score(self, always: torch.Tensor) -> torch.Tensor | None:
         """The question's attention to all positions, if the rule wants it."""
@@ -186,11 +190,20 @@ class _Pass:
         foresight = Foresight(
             self._adapter, plan.input_ids, plan.reused, plan.origins, missing, self._queries, self._kv, self._rotaries
         )
-        self.deviation, self.looked = foresight.deviation(layers)
+        self._deviation, self.looked = foresight.deviation(layers)
         if len(missing):
             self.ahead = (missing,) * layers[-1]
             self.projected.append(Projected(layers[-1], len(missing), len(missing)))
-        return self.deviation
+        return self._deviation
+
+    @property
+    def deviation(self) -> torch.Tensor | None:
+        """See `Fusion`; made when the pass is done, which need not wait for it."""
+        if self._deviation is None and self._measured is not None:
+            positions, first = self._measured
+            self._deviation = torch.full((self._tokens,), float("nan"), device=positions.device)
+            self._deviation[positions] = first
+        return self._deviation
 
     def _behind_chunks(self) -> int:
         return max((span.stop for span in (*self._plan.reused, *self._plan.exact)), default=0)
@@ -213,7 +226,7 @@ class _Pass:
 
         How many they are follows from sizes alone: asking a GPU would wait for all that it still has to do.
         """
-        self._chosen = chosen  # [chosen], positions, rising
+        self._chosen, self._trailing = chosen, False  # [chosen], positions, rising
         self._narrowed(torch.cat((self._always, chosen)).sort().values)
 
     def _narrowed(self, rows: torch.Tensor) -> None:
@@ -258,7 +271,7 @@ class _Pass:
         """Rotate stored keys to their positions, in place; computed rows among them are overwritten later."""
         rotary = self._rotaries.of_keys(layer)
         span = slice(self._plan.unrotated.start, self._plan.unrotated.stop)
-        if span.start >= span.stop or rotary is None:
+        if span.start >= span.stop or rotary is None or kv.turned:
             return
         if self._rule.moves_keys:
             rotate_in_place(kv.keys[:, :, span], rotary.at(span))
@@ -277,14 +290,12 @@ class _Pass:
         self._keep(positions[self._rule.keep(view)])
         if measure.first is not None:
             self.projected.append(Projected(layer, measure.keys, measure.values))
-            if self.deviation is None:
-                self.deviation = torch.full((self._tokens,), float("nan"), device=positions.device)
-                self.deviation[positions] = measure.first
+            self._measured = self._measured or (positions, measure.first)
         self.hidden = self.hidden[torch.searchsorted(before, self._rows)]
 
     def _mask(self, window: int | None) -> torch.Tensor | None:
         if window not in self._masks:
-            self._masks[window] = kept_mask(self._adapter, self._rows, self._tokens, window)
+            self._masks[window] = kept_mask(self._adapter, self._rows, self._tokens, window, self._trailing)
         return self._masks[window]
 
 
@@ -307,17 +318,30 @@ class _Measure:
         self.keys = self.values = 0  # rows projected
 
     def __call__(self, metric: str = "v", relative: bool = False) -> torch.Tensor:
-        parts = [self._squares(part) for part in metric]
-        difference = torch.stack([part[0] for part in parts]).sum(dim=0).sqrt()
+        difference = self._length(metric, self._differences)
         if self.first is None:
             self.first = difference
         if not relative:
             return difference
-        size = torch.stack([part[1] for part in parts]).sum(dim=0).sqrt()
-        return difference / size.clamp_min(torch.finfo(torch.float32).tiny)
+        return difference / self._length(metric, self._sizes).clamp_min(torch.finfo(torch.float32).tiny)
 
-    def _squares(self, part: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Squared norms of the difference and of what is new, ``[candidates]`` each."""
+    @staticmethod
+    def _length(metric: str, squares: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Of keys and values together, where both are asked for."""
+        first, *more = (squares(part) for part in metric)
+        return (torch.stack([first, *more]).sum(dim=0) if more else first).sqrt()
+
+    def _differences(self, part: str) -> torch.Tensor:
+        """Squared norms of the difference of what is new and what is stored, ``[candidates]``."""
+        new, stored = self._both(part)
+        return (new - stored[0].index_select(1, self._positions).float()).square().sum(dim=(0, 2))
+
+    def _sizes(self, part: str) -> torch.Tensor:
+        """Squared norms of what is new, ``[candidates]``."""
+        return self._both(part)[0].square().sum(dim=(0, 2))
+
+    def _both(self, part: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """New ``[kv_heads, candidates, head_dim]`` in float32, and stored of all positions."""
         if part not in self._known:
             if part == "k":
                 new = self._adapter.project_keys(self._layer, self._hidden, self._rotaries.at(self._positions))
@@ -325,7 +349,5 @@ class _Measure:
             else:
                 new = self._adapter.project_values(self._layer, self._hidden)
                 stored, self.values = self._kv.values, len(self._positions)
-            new = new.float()  # [kv_heads, candidates, head_dim]
-            difference = new - stored[0].index_select(1, self._positions).float()
-            self._known[part] = (difference.square().sum(dim=(0, 2)), new.square().sum(dim=(0, 2)))
+            self._known[part] = new.float(), stored
         return self._known[part]

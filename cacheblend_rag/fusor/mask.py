@@ -9,10 +9,15 @@ from cacheblend_rag.models.adapter import ModelAdapter
 __all__ = ["kept_mask", "row_mask"]
 
 
-def kept_mask(adapter: ModelAdapter, rows: torch.Tensor, tokens: int, window: int | None) -> torch.Tensor | None:
-    """`row_mask` in the form the model's attention takes, see `ModelAdapter.kernel_mask`."""
+def kept_mask(
+    adapter: ModelAdapter, rows: torch.Tensor, tokens: int, window: int | None, trailing: bool = False
+) -> torch.Tensor | None:
+    """`row_mask` in the form the model's attention takes, see `ModelAdapter.kernel_mask`.
+
+    With ``trailing`` the rows are known to be the last positions, which a GPU is not asked again.
+    """
     if adapter.told_positions:
-        return adapter.position_mask(rows, tokens, window)
+        return adapter.position_mask(rows, tokens, window, trailing)
     return adapter.kernel_mask(row_mask(rows, tokens, window), rows, tokens, window)
 
 

@@ -85,6 +85,8 @@ class LayerReader:
         Where the buffers are made.
     clock : ReadClock
         Counts the time spent reading, on whichever thread.
+    turning : pair of Tensor or None
+        Cosine and sine by which stored keys may be turned to their positions on the way, see `ModelAdapter.turning`.
     """
 
     placements: Sequence[Placement]
@@ -95,6 +97,7 @@ class LayerReader:
     dtype: torch.dtype
     device: torch.device
     clock: ReadClock = field(default_factory=lambda: ReadClock())
+    turning: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def stored_layer_bytes(self) -> int:
@@ -106,7 +109,7 @@ class LayerReader:
         """KV of one layer, read, checked and in place; positions without a record are undefined.
 
         The first of the three interfaces of section 6 of the paper; `synchronize` is the second,
-        the fusor's ``prefill_layer`` the third.
+        the fusor's ``prefill_layers`` the third.
 
         Raises
         ------

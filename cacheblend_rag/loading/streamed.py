@@ -17,7 +17,7 @@ from cacheblend_rag.store.base import HasBlock, StoredKV
 __all__ = ["blocks_of", "load_streamed", "side_stream"]
 
 # Layers that are copied together: the pass should not wait long for the first ones, and each call takes the host time.
-_GROUPS = (1, 1, 2, 4)
+_GROUPS = (1, 1, 2, 4, 8)
 # Groups that are under way before their layers are asked for.
 _AHEAD = 3
 
@@ -46,6 +46,8 @@ class _Reader(Protocol):
     def dtype(self) -> torch.dtype: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def turning(self) -> tuple[torch.Tensor, torch.Tensor] | None: ...
     def took(self, seconds: float) -> None: ...
 
 
@@ -81,7 +83,7 @@ def load_streamed(reader: _Reader, blocks: Sequence[torch.Tensor]) -> Iterator[L
                 waiting.append(_copied(reader, blocks, group, stream))
             if not waiting:
                 return
-            yield from _ready(*waiting.popleft(), pass_stream)
+            yield from _ready(reader, *waiting.popleft(), pass_stream)
             ahead = _AHEAD
     finally:
         if waiting:  # the pass was given up: records may go, and must not while they are read
@@ -100,25 +102,34 @@ def _groups(layers: int) -> Iterator[slice]:
 def _copied(
     reader: _Reader, blocks: Sequence[torch.Tensor], layers: slice, stream: torch.cuda.Stream
 ) -> tuple[torch.Tensor, torch.cuda.Event]:
-    """Buffers of some layers, ``[layers, 2, 1, kv_heads, tokens, head_dim]``, and what says that they are filled."""
-    from cacheblend_rag.models.gpu.placing import place
+    """Buffers of some layers, ``[layers, 2, kv_heads, tokens, head_dim]``, and what says that they are filled."""
+    from cacheblend_rag.models.gpu.placing import Source, place
 
     started, done = time.perf_counter(), torch.cuda.Event()  # type: ignore[no-untyped-call]
     shape = (layers.stop - layers.start, 2, reader.kv_heads, reader.tokens, reader.head_dim)
     with torch.cuda.stream(stream):
         target = torch.empty(shape, dtype=reader.dtype, device=reader.device)
-        parts = [block[layers].to(reader.device, non_blocking=True) for block in blocks]
-        place(parts, [place.start for place in reader.placements], target)
+        parts, sources = [], []  # parts are kept until the copy is queued: then their memory waits for it
+        for block, placed in zip(blocks, reader.placements, strict=True):
+            part, skipped = block, layers.start
+            if not block.is_cuda:
+                part, skipped = block[layers].to(reader.device, non_blocking=True), 0
+                parts.append(part)
+            address = part.data_ptr() + skipped * part.stride(0) * part.itemsize
+            sources.append(Source(address, block.shape[3], placed.start, not placed.record.info.rotated))
+        place(sources, target, reader.turning)
         done.record(stream)
     reader.took(time.perf_counter() - started)
-    return target[:, :, None], done
+    return target, done
 
 
-def _ready(target: torch.Tensor, done: torch.cuda.Event, pass_stream: torch.cuda.Stream) -> Iterator[LayerKV]:
+def _ready(
+    reader: _Reader, target: torch.Tensor, done: torch.cuda.Event, pass_stream: torch.cuda.Stream
+) -> Iterator[LayerKV]:
     pass_stream.wait_event(done)
     target.record_stream(pass_stream)
-    for layer in target:
-        yield LayerKV(layer[0], layer[1])
+    for keys, values in target[:, :, None].unbind():
+        yield LayerKV(keys, values, turned=reader.turning is not None)
 
 
 @cache

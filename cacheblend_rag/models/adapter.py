@@ -32,7 +32,7 @@ from cacheblend_rag.models.modes import evaluating, is_compiled
 from cacheblend_rag.models.parts import misshapen, part_of
 from cacheblend_rag.models.positions import Positions
 from cacheblend_rag.models.queries import as_kv_layers
-from cacheblend_rag.models.rope import Rotaries, rotate, unrotate
+from cacheblend_rag.models.rope import Layout, Rotaries, rotate, unrotate
 from cacheblend_rag.models.rowwise import computed_in_blocks, row_by_row
 from cacheblend_rag.models.shape import ModelShape, layer_shape
 
@@ -99,7 +99,6 @@ class ModelAdapter:
         self.kv_heads = int(self.config.num_key_value_heads)
         self.heads = int(self.config.num_attention_heads)
         self._find_names()
-        self._plain_layers: list[FusedLayer] | None = None  # once they were wanted; none if not all are plain
         self._fused: list[FusedLayer] = []  # those in use, within `blending`
         self._graphs: LayerGraphs | None = None  # recordings of them
 
@@ -175,22 +174,27 @@ class ModelAdapter:
 
     def _fused_layers(self) -> list[FusedLayer]:
         """The layers by kernels that know rows, where there are such kernels and every layer is plain."""
-        if not has_kernels(self.device):
-            return []
-        from cacheblend_rag.models.gpu.graphs import LayerGraphs
-        from cacheblend_rag.models.gpu.layer import FusedLayer, is_plain
-
-        if self._plain_layers is None:
-            whole = self.rotary(1).layer(0).cos.shape[-1] == self.head_dim
-            plain = whole and all(is_plain(layer) for layer in self.layers)
-            self._plain_layers = [FusedLayer(layer) for layer in self.layers] if plain else []
-            if plain and self.device.type == "cuda":
-                self._graphs = LayerGraphs(self._plain_layers, self.windows, self.kv_heads)
-        if not all(layer.as_it_was for layer in self._plain_layers):
+        if not has_kernels(self.device) or not all(layer.as_it_was for layer in self._plain_layers):
             return []
         if self._graphs is not None:
             self._graphs.settle()
         return self._plain_layers
+
+    @cached_property
+    def _plain_layers(self) -> list[FusedLayer]:
+        """The layers, if all are plain and turn their keys in one way."""
+        from cacheblend_rag.models.gpu.graphs import LayerGraphs
+        from cacheblend_rag.models.gpu.layer import FusedLayer, is_plain
+
+        rotary = self.rotary(1)
+        whole = rotary.layer(0).cos.shape[-1] == self.head_dim and len(rotary.tables) == 1 and all(rotary.turns)
+        whole = whole and rotary.layer(0).layout == Layout()
+        if not whole or not all(map(is_plain, self.layers)):
+            return []
+        layers = [FusedLayer(layer) for layer in self.layers]
+        if self.device.type == "cuda":
+            self._graphs = LayerGraphs(layers, self.windows, self.kv_heads)
+        return layers
 
     @cached_property
     def _row_by_row(self) -> list[torch.nn.Module]:
@@ -213,6 +217,18 @@ class ModelAdapter:
         With ``regime``, as part of a longer prompt of that frequency regime.
         """
         return self._positions.rotaries(tokens, start, regime, self.device)
+
+    def turning(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Cosine and sine by which a GPU turns stored keys as it copies them; None where that is not done.
+
+        Returns
+        -------
+        pair of Tensor, each [tokens, head_dim / 2] float32, or None
+            The same for all layers; dimension i turns with the one half the width further on.
+        """
+        if not has_kernels(self.device) or not self._plain_layers:
+            return None
+        return self.rotary(tokens).layer(0).frequencies()
 
     def project_values(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Values of the rows on a layer, ``[kv_heads, rows, head_dim]``.
@@ -306,8 +322,12 @@ class ModelAdapter:
         by_head = projected.view(len(projected), -1, self.head_dim).transpose(0, 1)
         return by_head if norm is None else norm(by_head[None])[0]
 
-    def position_mask(self, rows: torch.Tensor, tokens: int, window: int | None) -> torch.Tensor | None:
+    def position_mask(
+        self, rows: torch.Tensor, tokens: int, window: int | None, trailing: bool = False
+    ) -> torch.Tensor | None:
         """What stands for a mask where layers are told positions; parameters as in `kernel_mask`.
+
+        With ``trailing`` the rows are known to be the last positions.
 
         Raises
         ------
@@ -318,7 +338,9 @@ class ModelAdapter:
             raise ValueError("these layers need a mask")
         if window is not None and window >= tokens:
             window = None
-        return None if len(rows) == tokens and window is None else by_position(rows[:, None], rows, window)
+        # Many rows at the end are what PyTorch's causal kernel is best at; of few, ours takes the keys in parts.
+        causal = window is None and (trailing or len(rows) == tokens) and 2 * len(rows) >= tokens
+        return None if causal else by_position(rows[:, None], rows, window)
 
     @property
     def told_positions(self) -> bool:

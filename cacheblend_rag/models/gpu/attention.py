@@ -23,7 +23,7 @@ __all__ = ["attend_from"]
 _LOG2E = 1.4426950408889634
 # Programs for each multiprocessor, below which the positions are split: they see more or less of them, so with few
 # programs all wait for those of the last rows.
-_BUSY = 6
+_BUSY = 3
 _MOST_SPLITS = 8
 
 
@@ -35,21 +35,17 @@ class _Form(NamedTuple):
     positions: int
     """Positions taken at a time."""
     splits: int
-    warps: int
     stages: int
 
 
 def _form(rows: int, heads: int, padded: int, itemsize: int, multiprocessors: int) -> _Form:
-    size = min(128, max(16, triton.next_power_of_2(rows)))
-    if size > 64 and rows <= 1024:
-        size = 64  # few blocks would leave multiprocessors idle
+    size = min(64, max(16, triton.next_power_of_2(rows)))
     splits = max(1, _BUSY * multiprocessors // (triton.cdiv(rows, size) * heads))
     small = itemsize < 4 and padded <= 128  # else several stages do not fit
     return _Form(
         size,
         64 if small else 32,
         min(_MOST_SPLITS, triton.next_power_of_2(splits + 1) // 2),
-        8 if size > 64 else 4,
         3 if small else 2,
     )
 
@@ -215,7 +211,7 @@ def attend_from(
         ROWS=form.rows,
         POSITIONS=form.positions,
         PRECISION="tf32" if itemsize < 4 else "ieee",  # of products in float32; narrower types have one of their own
-        num_warps=form.warps,
+        num_warps=4,
         num_stages=form.stages,
     )
     if form.splits > 1:

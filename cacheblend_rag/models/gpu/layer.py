@@ -49,6 +49,8 @@ class FusedLayer:
     def __init__(self, layer: Any) -> None:
         self._parts = [(owner, name, part) for owner in layer.modules() for name, part in owner.named_children()]
         self._parts.append((layer, "", layer))
+        held = ((part._parameters, name) for _, _, part in self._parts for name in part._parameters)
+        self._held = [(own, name) for own, name in held if own[name] is not None]
         self._attention, self._network = layer.self_attn, layer.mlp
         self._norms = layer.input_layernorm, layer.post_attention_layernorm
         self._head_norms: tuple[Any, Any] | None = None
@@ -68,7 +70,7 @@ class FusedLayer:
     @property
     def weights(self) -> list[torch.Tensor]:
         """All that the layer computes with."""
-        return [weight for _, _, part in self._parts for weight in part._parameters.values() if weight is not None]
+        return [held[name] for held, name in self._held]
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the layer projects, ``[rows, hidden]``."""

@@ -1,71 +1,108 @@
-"""Stored KV of several layers and records into the buffers of a prompt, by one call."""
+"""Stored KV of several layers and records into the buffers of a prompt, keys turned on the way, by one call."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["place"]
+__all__ = ["Source", "place"]
 
 _TOKENS = 64  # of a record, that a program copies
+
+
+class Source(NamedTuple):
+    """Some layers of a record on the GPU, ``[layers, 2, kv_heads, tokens of the record, head_dim]`` without gaps.
+
+    Parameters
+    ----------
+    address : int
+        Where they begin.
+    tokens : int
+    start : int
+        Position in the prompt at which the record begins.
+    turns : bool
+        Whether its keys still need their rotation.
+    """
+
+    address: int
+    tokens: int
+    start: int
+    turns: bool
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _place(
     sources,
-    lengths,
-    starts,
     target,
+    cos,
+    sin,
     records,
     tokens,
+    table_row,
     HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
     PADDED: tl.constexpr,
+    TURNS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # type: ignore[no-untyped-def]
     """Some tokens of one head of the keys or values of one layer of one record."""
     block, head, which = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    layer, record = which // records, which % records
-    length = tl.load(lengths + record)
+    layer, entry = which // records, sources + which % records * 4
+    length, start = tl.load(entry + 1), tl.load(entry + 2)
     token, dim = block * TOKENS + tl.arange(0, TOKENS), tl.arange(0, PADDED)
-    mask = (token < length)[:, None] & (dim < WIDTH)[None, :]
-    source = tl.multiple_of(tl.load(sources + record).to(target.dtype), 16)
-    source += ((layer * HEADS + head) * length + token)[:, None] * WIDTH + dim[None, :]
-    into = (layer * HEADS + head) * tokens + tl.load(starts + record) + token
-    tl.store(target + into[:, None] * WIDTH + dim[None, :], tl.load(source, mask=mask), mask=mask)
+    mask = (token < length)[:, None] & (dim < HALF)[None, :]
+    source = tl.multiple_of(tl.load(entry).to(target.dtype), 16)
+    source += ((layer * 2 * HEADS + head) * length + token)[:, None] * (2 * HALF) + dim[None, :]
+    into = target + ((layer * 2 * HEADS + head) * tokens + start + token)[:, None] * (2 * HALF) + dim[None, :]
+    first, second = tl.load(source, mask=mask), tl.load(source + HALF, mask=mask)
+    if TURNS:
+        turned = mask & (head < HEADS) & (tl.load(entry + 3) != 0)
+        table = (start + token)[:, None] * table_row + dim[None, :]
+        c, s = tl.load(cos + table, mask=turned, other=1.0), tl.load(sin + table, mask=turned, other=0.0)
+        x, y = first.to(tl.float32), second.to(tl.float32)
+        first, second = (x * c - y * s).to(first.dtype), (y * c + x * s).to(second.dtype)
+    tl.store(into, first, mask=mask)
+    tl.store(into + HALF, second, mask=mask)
 
 
-def place(sources: Sequence[torch.Tensor], starts: Sequence[int], target: torch.Tensor) -> None:
+def place(
+    sources: Sequence[Source], target: torch.Tensor, turning: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> None:
     """Copy records to their places.
 
     Parameters
     ----------
-    sources : sequence of Tensor, each [layers, 2, kv_heads, tokens of the record, head_dim]
-        Without gaps, of the type of the target and on its device.
-    starts : sequence of int
-        Where in the prompt each begins.
+    sources : sequence of Source
+        Of the type of the target and on its device.
     target : Tensor, [layers, 2, kv_heads, tokens, head_dim]
         Without gaps. Positions of no record are left as they are.
+    turning : pair of Tensor, each [tokens, head_dim / 2], float32, optional
+        Cosine and sine of all positions, of like strides, by which keys turn; each dimension with the one half the
+        width further on. Without them no key is turned.
     """
     if not sources:
         return
     layers, _, kv_heads, tokens, width = target.shape
-    lengths = [source.shape[3] for source in sources]
-    table = torch.tensor([[source.data_ptr() for source in sources], lengths, list(starts)], dtype=torch.int64)
+    table = torch.tensor(sources, dtype=torch.int64)
     table = table.to(target.device, non_blocking=True)  # else the host would wait for all before
-    _place[(triton.cdiv(max(lengths), _TOKENS), 2 * kv_heads, layers * len(sources))](
-        table[0],
-        table[1],
-        table[2],
+    cos, sin = turning or (target, target)
+    blocks = triton.cdiv(max(source.tokens for source in sources), _TOKENS)
+    _place[(blocks, 2 * kv_heads, layers * len(sources))](
+        table,
         target,
+        cos,
+        sin,
         len(sources),
         tokens,
-        HEADS=2 * kv_heads,
-        WIDTH=width,
-        PADDED=triton.next_power_of_2(width),
+        cos.stride(0),
+        HEADS=kv_heads,
+        HALF=width // 2,
+        PADDED=triton.next_power_of_2(width // 2),
+        TURNS=turning is not None,
         TOKENS=_TOKENS,
         num_warps=4,
     )
