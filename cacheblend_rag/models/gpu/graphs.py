@@ -51,6 +51,7 @@ class LayerGraphs:
         self._sizes: OrderedDict[int, _Size] = OrderedDict()
         self._list: torch.Tensor | None = None  # [layers, 3] int64, see `ListedKV`
         self._pool: tuple[int, int] | None = None
+        self._aside: torch.cuda.Stream | None = None
         self._addresses: list[int] = []
         self._lock = threading.Lock()
 
@@ -134,16 +135,17 @@ class LayerGraphs:
     def _recorded(self, size: _Size, span: tuple[int, int]) -> torch.cuda.CUDAGraph:
         """Record the layers, and run them."""
         graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(here)
-        with torch.cuda.stream(aside):
+        if self._aside is None:  # one for all: streams come from a small pool, and others of it are in use
+            self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._aside.wait_stream(here)
+        with torch.cuda.stream(self._aside):
             # Other threads may go on using the GPU meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 self._plainly(size, span)
             finally:
                 graph.capture_end()
-        here.wait_stream(aside)
+        here.wait_stream(self._aside)
         self._pool = self._pool or graph.pool()
         graph.replay()
         return graph
