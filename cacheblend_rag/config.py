@@ -171,8 +171,8 @@ class BlendConfig:
     size_limit : int or str
         Bytes the KV store may take, as a number or as text such as ``"20GB"``.
     memory_limit : int or str
-        Bytes of memory that hold copies of records above a folder; 0 for none. ``"auto"`` is none for an engine;
-        applications such as ``ask`` and ``serve`` choose for themselves.
+        Bytes of memory that hold copies of records above a folder; 0 for none. ``"auto"`` is a quarter of what is free
+        if the model is on a GPU, else none; applications such as ``ask`` and ``serve`` then choose for themselves.
     codec : {"raw", "fp8", "int8", "int4"}
         How the KV of chunks is written to disk: as it is, or in fewer bits (docs/kv-record.md).
     compress : bool

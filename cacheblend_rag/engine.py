@@ -92,9 +92,9 @@ class BlendEngine:
         self.config = config or BlendConfig()
         self.model, self.tokenizer = model, tokenizer
         self._owns_store = store is None or isinstance(store, (str, os.PathLike))
-        self.store = open_store(store, self.config)
-        segments = SegmentTokenizer(tokenizer, self.config.separator)
         adapter = ModelAdapter(model, like=self.config.like or None)
+        self.store = open_store(store, self.config, beside_gpu=adapter.device.type == "cuda")
+        segments = SegmentTokenizer(tokenizer, self.config.separator)
         if self.config.check_model:
             check_adapter(adapter)
         self._pipeline = Pipeline(adapter, segments, self.config, self.store, fingerprint)

@@ -88,13 +88,19 @@ class FolderRAGOptions:
         stay in memory. A ratio that was chosen is the share that is recomputed, whatever a prompt needs.
         """
         config = self.config
-        if config.memory_limit == "auto":
+        if config.memory_limit == "auto" and not self._on_gpu:
             config = replace(config, memory_limit=_MEMORY_LIMIT)
         if not self._reference or names_rule(config):
             return config
         blended = replace(config, **BLENDING)
         asked = config.recompute_ratio
         return blended if isinstance(asked, str) else replace(blended, **asked_share(blended, asked))
+
+    @property
+    def _on_gpu(self) -> bool:
+        import torch
+
+        return torch.cuda.is_available() if self.device == "auto" else self.device.startswith("cuda")
 
     @property
     def _reference(self) -> bool:

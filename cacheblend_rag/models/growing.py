@@ -62,7 +62,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add rows; all keys and values, ``[batch, kv_heads, tokens, head_dim]``."""
-        if self.get_seq_length() == 0 or torch.is_grad_enabled():  # writing in place would disturb a graph
+        # Writing in place would disturb a graph. On a GPU a copy takes less time than the calls it saves.
+        if self.get_seq_length() == 0 or torch.is_grad_enabled() or key_states.device.type != "cpu":
             self._room = None
             keys, values = super().update(key_states, value_states)
             return keys, values

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.models.memory import free_memory
 from cacheblend_rag.store.base import KVStore
 from cacheblend_rag.store.disk import DiskStore
 from cacheblend_rag.store.memory import MemoryStore
@@ -14,8 +15,21 @@ from cacheblend_rag.store.tiered import TieredStore
 __all__ = ["open_store"]
 
 
-def open_store(store: KVStore | str | os.PathLike[str] | None, config: BlendConfig) -> KVStore:
+_SHARE = 4  # of the memory that is free, the part that holds copies of records for a GPU, unless told otherwise
+
+
+def open_store(
+    store: KVStore | str | os.PathLike[str] | None, config: BlendConfig, *, beside_gpu: bool = False
+) -> KVStore:
     """A store in memory, in a folder (with memory above it, if there should be some), or the one given.
+
+    Parameters
+    ----------
+    store : KVStore or path, optional
+    config : BlendConfig
+    beside_gpu : bool
+        Whether the model is on a GPU. Reading a folder then takes about as long as computing anew, so unless told
+        otherwise records that were read stay in memory.
 
     Raises
     ------
@@ -28,5 +42,8 @@ def open_store(store: KVStore | str | os.PathLike[str] | None, config: BlendConf
         return MemoryStore(config.store_bytes)
     if isinstance(store, (str, os.PathLike)):
         disk = DiskStore(store, config.store_bytes, form=RecordFormat(config.codec, config.compress))
-        return TieredStore([MemoryStore(config.memory_bytes), disk]) if config.memory_bytes else disk
+        memory = config.memory_bytes
+        if beside_gpu and config.memory_limit == "auto":
+            memory = (free_memory() or 0) // _SHARE
+        return TieredStore([MemoryStore(memory), disk]) if memory else disk
     return store
