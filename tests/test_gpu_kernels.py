@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter computes products in bfloat16 wrongly.
 DTYPES = ["float32", "bfloat16", "float16"] if DEVICE == "cuda" else ["float32", "float16"]
-PROMPT = Prompt("Read this:", [tiny.text(37, 1), tiny.text(20, 2), tiny.text(51, 3)], "What fell?")
+PROMPT = Prompt("Read this:", [tiny.text(13, 1), tiny.text(8, 2), tiny.text(17, 3)], "What fell?")
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, biases": ("llama", {"attention_bias": True}),
@@ -31,7 +31,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
     ),
-    "gemma2, not plain": ("gemma2", {"attn_logit_softcapping": None}),
+    "gemma2, not plain": ("gemma2", {"attn_logit_softcapping": None, "num_hidden_layers": 4}),
     "glm, rotates a part of each head": ("glm", {"attention_bias": True}),
 }
 
@@ -154,7 +154,7 @@ def test_records_come_to_their_places_turned(turns: bool, dtype: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pass_equals_one_by_transformers_layers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = fused_by(family, recompute_ratio=0.3, check_layers=(1,))
-    monkeypatch.setattr(adapter.ModelAdapter, "_fused_layers", lambda self: [])
+    monkeypatch.setattr(adapter.ModelAdapter, "_plain_layers", None)
     for user in (attention, rope):
         monkeypatch.setattr(user, "has_kernels", lambda device: False)
     wanted = fused_by(family, recompute_ratio=0.3, check_layers=(1,))
@@ -165,7 +165,7 @@ def test_a_pass_equals_one_by_transformers_layers(family: str, monkeypatch: pyte
     _same(found, wanted.logits, wanted.cache.layers)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "mistral, window", "qwen3"])
 def test_recomputing_all_equals_full_prefill(family: str) -> None:
     found = fused_by(family, recompute_ratio=1.0)
     with torch.no_grad():
@@ -180,9 +180,7 @@ def test_recomputing_all_equals_full_prefill(family: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kept", ["host", "gpu"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral, window"])
-def test_recordings_serve_other_prompts(
-    family: str, kept: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recordings_serve_other_prompts(family: str, kept: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, changes = FAMILIES[family]
     model = tiny.model(name, num_hidden_layers=11, **changes).to(DEVICE, getattr(torch, dtype))
     config = BlendConfig(min_tokens=0, write_back="inline", recompute_ratio=0.2, check_layers=(1,), metric="v")
@@ -194,11 +192,10 @@ def test_recordings_serve_other_prompts(
         engine.warm(chunks)
         engine.fuse(prompts[0])  # stores the prefix
         found = [engine.fuse(prompt) for prompt in prompts]
-        graphs = engine.adapter._graphs
-        assert graphs is not None
+        graphs = engine.adapter._plain_layers.graphs
         recordings = [made for size in graphs._sizes.values() for made in size.recordings.values()]
         assert any(made is not None for made in recordings)
-        monkeypatch.setattr(adapter.ModelAdapter, "_fused_layers", lambda self: [])
+        monkeypatch.setitem(vars(engine.adapter), "_plain_layers", None)
         for ours, prompt in zip(found, prompts, strict=True):
             theirs = engine.with_config(prefetch=False).fuse(prompt)
             assert ours.report.computed_tokens == theirs.report.computed_tokens
@@ -210,7 +207,7 @@ def test_recordings_serve_other_prompts(
 
 def _model(family: str) -> Any:
     name, changes = FAMILIES[family]
-    return tiny.model(name, **changes).to(DEVICE)
+    return tiny.model(name, **{"num_hidden_layers": 3} | changes).to(DEVICE)
 
 
 def fused_by(family: str, **options: Any) -> Any:

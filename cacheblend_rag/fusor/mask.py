@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.attention import as_places
 
 __all__ = ["kept_mask", "row_mask"]
 
@@ -17,7 +18,7 @@ def kept_mask(
     With ``trailing`` the rows are known to be the last positions, which a GPU is not asked again.
     """
     if adapter.told_positions:
-        return adapter.position_mask(rows, tokens, window, trailing)
+        return as_places(rows, tokens, window, trailing)
     return adapter.kernel_mask(row_mask(rows, tokens, window), rows, tokens, window)
 
 

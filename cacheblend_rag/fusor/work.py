@@ -145,7 +145,7 @@ class _Seen:
 
 
 class _Counted:
-    """`_Seen` of tensors that live on meanwhile. Each is copied from a GPU once, which waits for what that still does."""
+    """`_Seen` of tensors that live on meanwhile, each copied from a GPU once: that waits for what it still does."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Seen] = {}

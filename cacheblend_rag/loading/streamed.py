@@ -1,4 +1,4 @@
-"""Records in memory to a GPU, some layers at a time, on a stream of its own: no thread reads, and nothing is waited for."""
+"""Records in memory to a GPU, some layers at a time, on a stream of its own: no thread reads, and none waits."""
 
 from __future__ import annotations
 

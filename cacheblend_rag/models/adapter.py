@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -15,48 +14,28 @@ from transformers.cache_utils import DynamicLayer
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.models.attention import (
     ROW_ATTENTION,
-    additive,
-    by_position,
-    fits_causal_kernel,
-    in_blocks,
+    as_added,
     row_attention,
     use_row_attention,
 )
 from cacheblend_rag.models.caches import Enough, LastLayer, ScatterCache
 from cacheblend_rag.models.families import family_of
 from cacheblend_rag.models.fingerprint import fingerprint
-from cacheblend_rag.models.gpu import MOST_REPLAYED, has_kernels
+from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.growing import GrowingLayer, let_grow
-from cacheblend_rag.models.kv import LayerKV, SegmentKV
+from cacheblend_rag.models.kv import LayerKV, Prefill, SegmentKV
 from cacheblend_rag.models.modes import evaluating, is_compiled
 from cacheblend_rag.models.parts import misshapen, part_of
 from cacheblend_rag.models.positions import Positions
-from cacheblend_rag.models.queries import as_kv_layers
-from cacheblend_rag.models.rope import Layout, Rotaries, rotate, unrotate
+from cacheblend_rag.models.rope import Rotaries, rotate
 from cacheblend_rag.models.rowwise import computed_in_blocks, row_by_row
+from cacheblend_rag.models.segments import cut_out, noting_inputs
 from cacheblend_rag.models.shape import ModelShape, layer_shape
 
 if TYPE_CHECKING:
-    from cacheblend_rag.models.gpu.graphs import LayerGraphs
-    from cacheblend_rag.models.gpu.layer import FusedLayer
+    from cacheblend_rag.models.gpu.plain import PlainLayers
 
 __all__ = ["ModelAdapter", "Prefill"]
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """Result of the model's own forward pass over a prompt.
-
-    Parameters
-    ----------
-    cache : transformers Cache
-        KV of all positions.
-    logits : Tensor, [vocab]
-        Logits of the last position.
-    """
-
-    cache: Any
-    logits: torch.Tensor
 
 
 class ModelAdapter:
@@ -99,8 +78,7 @@ class ModelAdapter:
         self.kv_heads = int(self.config.num_key_value_heads)
         self.heads = int(self.config.num_attention_heads)
         self._find_names()
-        self._fused: list[FusedLayer] = []  # those in use, within `blending`
-        self._graphs: LayerGraphs | None = None  # recordings of them
+        self._kernels: PlainLayers | None = None  # in use, within `blending`
 
     def _by_layer(self, read: Callable[[Any, int], Any]) -> list[Any]:
         """What the config says of each layer."""
@@ -165,36 +143,27 @@ class ModelAdapter:
         before = self.config._attn_implementation
         if before != "eager":
             self.config._attn_implementation = use_row_attention() if self.model._supports_sdpa else "eager"
-        self._fused = self._fused_layers()
+        plain = self._plain_layers
+        self._kernels = plain if plain is not None and plain.as_they_were() else None
         try:
             with evaluating(self.model), torch.no_grad(), computed_in_blocks(self._row_by_row):
                 yield
         finally:
             self.config._attn_implementation = before
 
-    def _fused_layers(self) -> list[FusedLayer]:
-        """The layers by kernels that know rows, where there are such kernels and every layer is plain."""
-        if not has_kernels(self.device) or not all(layer.as_it_was for layer in self._plain_layers):
-            return []
-        if self._graphs is not None:
-            self._graphs.settle()
-        return self._plain_layers
-
     @cached_property
-    def _plain_layers(self) -> list[FusedLayer]:
-        """The layers, if all are plain and turn their keys in one way."""
-        from cacheblend_rag.models.gpu.graphs import LayerGraphs
-        from cacheblend_rag.models.gpu.layer import FusedLayer, is_plain
+    def _plain_layers(self) -> PlainLayers | None:
+        """The layers by kernels that know rows, where there are such kernels and all layers are plain."""
+        if not has_kernels(self.device):
+            return None
+        from cacheblend_rag.models.gpu.plain import plain_layers
 
-        rotary = self.rotary(1)
-        whole = rotary.layer(0).cos.shape[-1] == self.head_dim and len(rotary.tables) == 1 and all(rotary.turns)
-        whole = whole and rotary.layer(0).layout == Layout()
-        if not whole or not all(map(is_plain, self.layers)):
-            return []
-        layers = [FusedLayer(layer) for layer in self.layers]
-        if self.device.type == "cuda":
-            self._graphs = LayerGraphs(layers, self.windows, self.kv_heads)
-        return layers
+        return plain_layers(self.layers, self.windows, self.kv_heads, self.head_dim, self.rotary(1), self.device)
+
+    @property
+    def told_positions(self) -> bool:
+        """Whether layers now run by kernels that know rows: within `blending`, on some devices, for plain layers."""
+        return self._kernels is not None and self.config._attn_implementation == ROW_ATTENTION
 
     @cached_property
     def _row_by_row(self) -> list[torch.nn.Module]:
@@ -226,9 +195,7 @@ class ModelAdapter:
         pair of Tensor, each [tokens, head_dim / 2] float32, or None
             The same for all layers; dimension i turns with the one half the width further on.
         """
-        if not has_kernels(self.device) or not self._plain_layers:
-            return None
-        return self.rotary(tokens).layer(0).frequencies()
+        return None if self._plain_layers is None else self.rotary(tokens).layer(0).frequencies()
 
     def project_values(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Values of the rows on a layer, ``[kv_heads, rows, head_dim]``.
@@ -297,8 +264,8 @@ class ModelAdapter:
     def _normed(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """What a layer projects: its input, behind a norm where the family has one there."""
         norm = self._family.norm
-        if norm is not None and self.told_positions:
-            return self._fused[layer].normed(hidden)
+        if self._kernels is not None and self.told_positions:
+            return self._kernels[layer].normed(hidden)
         return hidden if norm is None else getattr(self.layers[layer], norm)(hidden)
 
     def _project(self, layer: int, normed: torch.Tensor, name: str) -> torch.Tensor:
@@ -322,31 +289,6 @@ class ModelAdapter:
         by_head = projected.view(len(projected), -1, self.head_dim).transpose(0, 1)
         return by_head if norm is None else norm(by_head[None])[0]
 
-    def position_mask(
-        self, rows: torch.Tensor, tokens: int, window: int | None, trailing: bool = False
-    ) -> torch.Tensor | None:
-        """What stands for a mask where layers are told positions; parameters as in `kernel_mask`.
-
-        With ``trailing`` the rows are known to be the last positions.
-
-        Raises
-        ------
-        ValueError
-            If they are not told positions.
-        """
-        if not self.told_positions:
-            raise ValueError("these layers need a mask")
-        if window is not None and window >= tokens:
-            window = None
-        # Many rows at the end are what PyTorch's causal kernel is best at; of few, ours takes the keys in parts.
-        causal = window is None and (trailing or len(rows) == tokens) and 2 * len(rows) >= tokens
-        return None if causal else by_position(rows[:, None], rows, window)
-
-    @property
-    def told_positions(self) -> bool:
-        """Whether layers now run by kernels that know rows: within `blending`, on some devices, for plain layers."""
-        return bool(self._fused) and self.config._attn_implementation == ROW_ATTENTION
-
     def kernel_mask(
         self, mask: torch.Tensor | None, rows: torch.Tensor, tokens: int, window: int | None
     ) -> torch.Tensor | None:
@@ -369,15 +311,7 @@ class ModelAdapter:
         Tensor or None, [1, 1, rows, tokens], in the model's element type
         """
         fused = self.config._attn_implementation == ROW_ATTENTION
-        if mask is None:
-            count = len(rows)
-            if fused and fits_causal_kernel(count, tokens, self.device):
-                return None
-            mask = torch.ones(1, 1, count, tokens, dtype=torch.bool, device=self.device).tril(tokens - count)
-        if not fused:
-            return additive(mask, self.dtype, torch.finfo(self.dtype).min)
-        group = self.heads // self.kv_heads
-        return by_position(in_blocks(additive(mask, self.dtype, float("-inf")), rows, window, group), rows, window)
+        return as_added(mask, rows, tokens, window, self.heads // self.kv_heads, self.dtype, fused)
 
     def run_layer(
         self,
@@ -408,8 +342,8 @@ class ModelAdapter:
         Tensor, [rows, hidden]
         """
         rotary = rotaries.layer(layer)
-        if self.told_positions:
-            return self._fused[layer](hidden, kv, rows, rotary, mask)
+        if self._kernels is not None and self.told_positions:
+            return self._kernels[layer](hidden, kv, rows, rotary, mask)
         out = self.layers[layer](
             hidden[None],
             attention_mask=mask,
@@ -437,15 +371,15 @@ class ModelAdapter:
         masks : callable
             The mask of layers with a window.
         """
-        if self._graphs is not None and self.replays(len(rows)):
-            return self._graphs.run(first, kvs, hidden, rows, rotaries.layer(first))
+        if self._kernels is not None and self.replays(len(rows)):
+            return self._kernels.run(first, kvs, hidden, rows, rotaries.layer(first))
         for layer, kv in enumerate(kvs, first):
             hidden = self.run_layer(layer, hidden, kv, rows, rotaries, masks(self.windows[layer]))
         return hidden
 
     def replays(self, rows: int) -> bool:
         """Whether several layers in a row are one call for so many rows."""
-        return self.told_positions and self._graphs is not None and 1 < rows <= MOST_REPLAYED
+        return self._kernels is not None and self.told_positions and self._kernels.replays(rows)
 
     @contextmanager
     def watching(self, layer: int, seen: list[torch.Tensor]) -> Iterator[None]:
@@ -534,39 +468,11 @@ class ModelAdapter:
         inputs = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows], device=self.device)
         layers = [*(DynamicLayer() for _ in self.layers[1:]), LastLayer()]
         with self._plain(), computed_in_blocks(self._row_by_row), self._positions.within(regime):
-            with self._noting_inputs(query_layers) as hidden, suppress(Enough):
+            with noting_inputs(self.layers, query_layers) as hidden, suppress(Enough):
                 self._decoder(inputs, past_key_values=Cache(layers=layers), use_cache=True)
             queries = [[self.project_queries(at, rows[first:]) for rows in hidden[at]] for at in query_layers]
         rotaries = self.rotary(longest - first, first, regime)
-        keys: list[list[torch.Tensor]] = [[] for _ in rows]
-        values: list[list[torch.Tensor]] = [[] for _ in rows]
-        for number in range(len(self.layers)):
-            layer = layers.pop(0)  # its memory goes as that of the segments comes
-            turned = unrotate(layer.keys[:, :, first:], rotaries.of_keys(number))  # [segments, kv_heads, tokens, dim]
-            for row, ids in enumerate(segments):
-                keys[row].append(_copied(turned[row, :, : len(ids)]))
-                values[row].append(_copied(layer.values[row, :, first : first + len(ids)]))
-        for row, ids in enumerate(segments):
-            for of_layer in queries:
-                for part, other in as_kv_layers(of_layer[row][:, : len(ids)], self.kv_heads):
-                    keys[row].append(part)
-                    values[row].append(other)
-        return [SegmentKV(tuple(k), tuple(v), rotated=False) for k, v in zip(keys, values, strict=True)]
-
-    @contextmanager
-    def _noting_inputs(self, layers: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
-        """Within this, the input of some layers is noted, ``[batch, tokens, hidden]``."""
-        noted: dict[int, torch.Tensor] = {}
-
-        def noting(layer: int) -> Callable[[Any, Any, Any], None]:
-            return lambda module, given, named: noted.update({layer: given[0] if given else named["hidden_states"]})
-
-        hooks = [self.layers[at].register_forward_pre_hook(noting(at), with_kwargs=True) for at in layers]
-        try:
-            yield noted
-        finally:
-            for hook in hooks:
-                hook.remove()
+        return cut_out(layers, queries, list(map(len, segments)), first, rotaries, self.kv_heads)
 
     @property
     def _kv_width(self) -> int:
@@ -580,11 +486,6 @@ class ModelAdapter:
         self._positions.settle(self.device)
         with evaluating(self.model), torch.no_grad():
             yield
-
-
-def _copied(part: torch.Tensor) -> torch.Tensor:
-    """The same in memory of its own: a view would keep the whole batch alive."""
-    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _scaled(logits: torch.Tensor, config: Any) -> torch.Tensor:

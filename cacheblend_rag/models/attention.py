@@ -18,8 +18,9 @@ __all__ = [
     "ROW_ATTENTION",
     "Block",
     "additive",
+    "as_added",
+    "as_places",
     "by_position",
-    "fits_causal_kernel",
     "in_blocks",
     "row_attention",
     "use_row_attention",
@@ -209,9 +210,56 @@ def _behind(
     return out[:, :, before:]
 
 
-def fits_causal_kernel(rows: int, tokens: int, device: torch.device) -> bool:
-    """Whether attention of the last rows over all positions costs less without a mask."""
-    return device.type == "cuda" or 2 * rows >= tokens
+def as_added(
+    mask: torch.Tensor | None,
+    rows: torch.Tensor,
+    tokens: int,
+    window: int | None,
+    group: int,
+    dtype: torch.dtype,
+    fused: bool,
+) -> torch.Tensor | None:
+    """A mask as attention adds it; parameters as in `ModelAdapter.kernel_mask`.
+
+    Parameters
+    ----------
+    group : int
+        Query heads that share a key.
+    dtype : torch.dtype
+        Of the model.
+    fused : bool
+        Whether `row_attention` takes it, rather than the plain form of attention.
+    """
+    if mask is None:
+        # Attention of the last rows over all positions costs less without a mask, unless they are few.
+        if fused and (rows.device.type == "cuda" or 2 * len(rows) >= tokens):
+            return None
+        mask = torch.ones(1, 1, len(rows), tokens, dtype=torch.bool, device=rows.device).tril(tokens - len(rows))
+    if not fused:
+        return additive(mask, dtype, torch.finfo(dtype).min)
+    return by_position(in_blocks(additive(mask, dtype, float("-inf")), rows, window, group), rows, window)
+
+
+def as_places(rows: torch.Tensor, tokens: int, window: int | None, trailing: bool) -> torch.Tensor | None:
+    """What stands for a mask where layers are `ModelAdapter.told_positions`.
+
+    Parameters
+    ----------
+    rows, tokens, window
+        As in `ModelAdapter.kernel_mask`.
+    trailing : bool
+        Whether the rows are known to be the last positions: a GPU is not asked where they are.
+
+    Returns
+    -------
+    Tensor or None
+        Tells `row_attention` and layers by kernels where the rows lie; None if they take PyTorch's causal kernel.
+    """
+    if window is not None and window >= tokens:
+        window = None
+    # Many rows at the end are what PyTorch's causal kernel is best at; of few, ours takes the keys in parts.
+    causal = window is None and (trailing or len(rows) == tokens) and 2 * len(rows) >= tokens
+    return None if causal else by_position(rows[:, None], rows, window)
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype, hidden: float) -> torch.Tensor:

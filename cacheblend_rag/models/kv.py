@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-__all__ = ["JoinedKV", "LayerKV", "SegmentKV"]
+__all__ = ["JoinedKV", "LayerKV", "Prefill", "SegmentKV"]
 
 
 @dataclass(frozen=True)
@@ -74,3 +75,19 @@ class JoinedKV(SegmentKV):
         if kv.keys[0].is_cuda or block.is_cuda:
             torch.cuda.synchronize()
         return cls(tuple(block[:, 0]), tuple(block[:, 1]), kv.rotated, block)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Result of the model's own forward pass over a prompt.
+
+    Parameters
+    ----------
+    cache : transformers Cache
+        KV of all positions.
+    logits : Tensor, [vocab]
+        Logits of the last position.
+    """
+
+    cache: Any
+    logits: torch.Tensor

@@ -114,7 +114,7 @@ class MemoryStore(Claims):
 
     def _moved(self, record: KVRecord) -> KVRecord:
         kv = record.kv
-        if kv.keys and (self.device.type == "cuda" or torch.cuda.is_initialized()):
+        if kv.keys and (self.device.type == "cuda" or torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
             return KVRecord(record.info, JoinedKV.of(kv, self.device))
         keys = tuple(tensor.detach().to(self.device) for tensor in kv.keys)
         values = tuple(tensor.detach().to(self.device) for tensor in kv.values)

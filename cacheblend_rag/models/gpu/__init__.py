@@ -10,10 +10,7 @@ from importlib.util import find_spec
 
 import torch
 
-__all__ = ["MOST_REPLAYED", "has_kernels"]
-
-MOST_REPLAYED = 1024
-"""Rows beyond which a layer's arithmetic takes longer than its calls, so that recordings of them gain nothing."""
+__all__ = ["has_kernels"]
 
 
 def has_kernels(device: torch.device) -> bool:

@@ -1,9 +1,9 @@
 """Attention of rows that lie anywhere in the prompt, over the positions up to each: a Triton kernel.
 
 PyTorch's kernels know a causal triangle or a dense mask. Kept rows are neither: with a mask they work on all positions,
-half of which no row sees, and leave the fastest kernels. This one is told where each row lies and skips what lies behind
-the last row of a block; query heads that share a key read it where it is. The steps are those of FlashAttention-2 (Dao,
-2023), with the keys split over several programs where there are few rows.
+half of which no row sees, and leave the fastest kernels. This one is told where each row lies and skips what is behind
+the last row of a block; query heads that share a key read it where it is. The steps are those of FlashAttention-2
+(Dao, 2023), with the keys split over several programs where there are few rows.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _form(rows: int, heads: int, padded: int, itemsize: int, multiprocessors: in
     )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _attend(
     query,
     keys,
@@ -75,7 +75,7 @@ def _attend(
     ROWS: tl.constexpr,
     POSITIONS: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """One block of rows of one head over one part of the positions they see."""
     block, head, split = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
@@ -107,9 +107,7 @@ def _attend(
     for at in range(start, stop, POSITIONS):
         position = at + tl.arange(0, POSITIONS)
         inside = position < stop
-        k = tl.load(
-            keys + position[None, :] * WIDTH + dim[:, None], mask=inside[None, :] & wide[:, None], other=0.0
-        )
+        k = tl.load(keys + position[None, :] * WIDTH + dim[:, None], mask=inside[None, :] & wide[:, None], other=0.0)
         score = tl.dot(q, k, input_precision=PRECISION) * scale
         seen = inside[None, :] & (position[None, :] <= place[:, None])
         if WINDOWED:
@@ -120,9 +118,7 @@ def _attend(
         weight = tl.exp2(score - base[:, None])
         before = tl.exp2(most - base)
         total = total * before + tl.sum(weight, 1)
-        v = tl.load(
-            values + position[:, None] * WIDTH + dim[None, :], mask=inside[:, None] & wide[None, :], other=0.0
-        )
+        v = tl.load(values + position[:, None] * WIDTH + dim[None, :], mask=inside[:, None] & wide[None, :], other=0.0)
         mixed = mixed * before[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
         most = now
     mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -135,10 +131,8 @@ def _attend(
         tl.store(sizes + index, tl.where(total == 0.0, float("-inf"), most + tl.log2(total)), mask=live)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _join(
-    parts, sizes, out, WIDTH: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr
-):  # type: ignore[no-untyped-def]
+@triton.jit
+def _join(parts, sizes, out, WIDTH: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr):
     """A row's head from what the parts of the positions gave it, each weighed by its sum of exponentials."""
     index = tl.program_id(0).to(tl.int64)
     split, dim = tl.arange(0, SPLITS), tl.arange(0, PADDED)

@@ -1,7 +1,7 @@
 """Runs of layers recorded as CUDA graphs: one call replays them for any prompt that keeps about as many rows.
 
-Rows are rounded up, the last one repeated; where KV lies is listed (`ListedKV`). A recording is made the second time that a
-size comes: it takes about as long as a pass.
+Rows are rounded up, the last one repeated; where KV lies is listed (`ListedKV`). A recording is made the second time
+that a size comes: it takes about as long as a pass.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ class LayerGraphs:
         self._layers, self._windows, self._kv_heads = layers, windows, kv_heads
         self._sizes: OrderedDict[int, _Size] = OrderedDict()
         self._list: torch.Tensor | None = None  # [layers, 3] int64, see `ListedKV`
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None
         self._aside: torch.cuda.Stream | None = None
         self._addresses: list[int] = []
         self._lock = threading.Lock()
@@ -99,8 +100,8 @@ class LayerGraphs:
         count = rounded(len(hidden))
         size = self._sizes.get(count)
         if size is None:
-            tables = (table.new_empty((count, table.shape[1])) for table in (rotary.cos, rotary.sin))
-            turned = Rotary(*tables, rotary.layout)
+            cos, sin = (table.new_empty((count, table.shape[1])) for table in (rotary.cos, rotary.sin))
+            turned = Rotary(cos, sin, rotary.layout)
             size = _Size(hidden.new_empty((count, hidden.shape[1])), places.new_empty(count), turned)
             self._sizes[count] = size
             if len(self._sizes) > _SIZES:
@@ -110,7 +111,12 @@ class LayerGraphs:
             raise ValueError(f"rows lie on {hidden.device}, the model on {self._listed.device}")
         if hidden.data_ptr() == size.hidden.data_ptr():
             return size  # they are there, from the layers before
-        pairs = ((hidden, size.hidden), (places, size.places), (rotary.cos, size.rotary.cos), (rotary.sin, size.rotary.sin))
+        pairs = (
+            (hidden, size.hidden),
+            (places, size.places),
+            (rotary.cos, size.rotary.cos),
+            (rotary.sin, size.rotary.sin),
+        )
         for given, kept in pairs:
             kept[: len(given)] = given
             if len(given) < count:

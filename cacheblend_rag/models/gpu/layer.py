@@ -59,7 +59,7 @@ class FusedLayer:
 
     @property
     def as_it_was(self) -> bool:
-        """Whether no module of the layer was replaced since, nor is watched, compiled or changed in what it computes."""
+        """Whether no module of the layer was replaced since, nor is watched, compiled or computes otherwise."""
         for owner, name, part in self._parts:
             if name and owner._modules.get(name) is not part:
                 return False
@@ -77,7 +77,12 @@ class FusedLayer:
         return normalise(hidden, self._norms[0].weight, self._norms[0].variance_epsilon)
 
     def __call__(
-        self, hidden: torch.Tensor, kv: LayerKV | ListedKV, rows: torch.Tensor, rotary: Rotary, mask: torch.Tensor | None
+        self,
+        hidden: torch.Tensor,
+        kv: LayerKV | ListedKV,
+        rows: torch.Tensor,
+        rotary: Rotary,
+        mask: torch.Tensor | None,
     ) -> torch.Tensor:
         """Run the layer on some rows; parameters as in `ModelAdapter.run_layer`.
 
@@ -85,7 +90,9 @@ class FusedLayer:
         """
         attention, second = self._attention, self._norms[1]
         normed = self.normed(hidden)
-        query, keys, values = (_product(normed, part) for part in (attention.q_proj, attention.k_proj, attention.v_proj))
+        query, keys, values = (
+            _product(normed, part) for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
         norms, eps = None, 0.0
         if self._head_norms is not None:
             norms, eps = (self._head_norms[0].weight, self._head_norms[1].weight), self._head_norms[0].variance_epsilon
@@ -94,8 +101,9 @@ class FusedLayer:
         places = getattr(mask, "places", None)
         if places is not None:
             seen = attend_from(by_head, kv, places.rows, places.window, attention.scaling)
+        elif isinstance(kv, ListedKV):
+            raise ValueError("listed KV needs a mask that tells positions")
         else:
-            assert isinstance(kv, LayerKV)
             seen, _ = row_attention(attention, by_head[None], kv.keys, kv.values, mask, scaling=attention.scaling)
         mixed = _product(seen.reshape(len(hidden), -1), attention.o_proj)
         hidden, normed = add_and_normalise(hidden, mixed, second.weight, second.variance_epsilon)

@@ -34,7 +34,7 @@ class Source(NamedTuple):
     turns: bool
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _place(
     sources,
     target,
@@ -48,7 +48,7 @@ def _place(
     PADDED: tl.constexpr,
     TURNS: tl.constexpr,
     TOKENS: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """Some tokens of one head of the keys or values of one layer of one record."""
     block, head, which = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     layer, entry = which // records, sources + which % records * 4
@@ -60,9 +60,10 @@ def _place(
     into = target + ((layer * 2 * HEADS + head) * tokens + start + token)[:, None] * (2 * HALF) + dim[None, :]
     first, second = tl.load(source, mask=mask), tl.load(source + HALF, mask=mask)
     if TURNS:
-        turned = mask & (head < HEADS) & (tl.load(entry + 3) != 0)
+        turns = (tl.load(entry + 3) * (head < HEADS).to(tl.int64)).to(tl.float32)  # 0 for values and what is turned
         table = (start + token)[:, None] * table_row + dim[None, :]
-        c, s = tl.load(cos + table, mask=turned, other=1.0), tl.load(sin + table, mask=turned, other=0.0)
+        c = tl.load(cos + table, mask=mask, other=1.0) * turns + (1.0 - turns)
+        s = tl.load(sin + table, mask=mask, other=0.0) * turns
         x, y = first.to(tl.float32), second.to(tl.float32)
         first, second = (x * c - y * s).to(first.dtype), (y * c + x * s).to(second.dtype)
     tl.store(into, first, mask=mask)

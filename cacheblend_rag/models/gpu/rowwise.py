@@ -1,7 +1,7 @@
 """What a decoder layer does row by row between its products: Triton kernels that read and write each row once.
 
-transformers spells a norm, a rotation or a gate out in five to ten calls of PyTorch. On a GPU the few rows that blending
-keeps are computed faster than that many calls are made.
+transformers spells a norm, a rotation or a gate out in five to ten calls of PyTorch. A GPU computes the few rows that
+blending keeps faster than that many calls are made.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ __all__ = ["add_and_normalise", "gate", "normalise", "place_rows", "turn"]
 _TURNED = 32  # positions that a program turns
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _normalise(
-    rows, added, weight, total, out, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr
-):  # type: ignore[no-untyped-def]
+@triton.jit
+def _normalise(rows, added, weight, total, out, eps, WIDTH: tl.constexpr, PADDED: tl.constexpr, ADDS: tl.constexpr):
     """RMS norm of one row, of a sum if there is something to add; rounded where transformers rounds."""
     at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, PADDED)
     dim = tl.arange(0, PADDED)
@@ -36,7 +34,7 @@ def _normalise(
     tl.store(out + at, (x * scale).to(row.dtype), mask=wide)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _place_rows(
     query,
     keys,
@@ -60,7 +58,7 @@ def _place_rows(
     LISTED: tl.constexpr,
     NORMS: tl.constexpr,
     ROWS: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """Some rows of one head: queries are turned in place, keys turned and values copied to their positions."""
     row, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     dim = tl.arange(0, PADDED)
@@ -106,8 +104,8 @@ def _place_rows(
         tl.store(target + HALF, (y * c + x * s).to(kind), mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _gate(gates, ups, out, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit
+def _gate(gates, ups, out, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     x = tl.load(gates + at, mask=inside, other=0.0)
@@ -116,7 +114,7 @@ def _gate(gates, ups, out, count, BLOCK: tl.constexpr):  # type: ignore[no-untyp
     tl.store(out + at, (opened * tl.load(ups + at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _turn(
     keys,
     cos,
@@ -131,13 +129,15 @@ def _turn(
     PAIRS: tl.constexpr,
     PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
-):  # type: ignore[no-untyped-def]
+):
     """Pairs of dimensions of one head at some positions, turned in place, in float32."""
     token, pair = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, PADDED)
     mask = (token < tokens)[:, None] & (pair < PAIRS)[None, :]
     table = token[:, None].to(tl.int64) * table_row + pair[None, :] * table_step
     c, s = tl.load(cos + table, mask=mask, other=0.0), tl.load(sin + table, mask=mask, other=0.0)
-    at = keys + tl.program_id(1).to(tl.int64) * keys_head + token[:, None].to(tl.int64) * keys_row + pair[None, :] * step
+    at = (
+        keys + tl.program_id(1).to(tl.int64) * keys_head + token[:, None].to(tl.int64) * keys_row + pair[None, :] * step
+    )
     first = tl.load(at, mask=mask, other=0.0)
     x, y = first.to(tl.float32), tl.load(at + second, mask=mask, other=0.0).to(tl.float32)
     tl.store(at, (x * c - y * s).to(first.dtype), mask=mask)
@@ -149,9 +149,7 @@ def normalise(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
     out, width = torch.empty_like(rows), rows.shape[1]
     padded = triton.next_power_of_2(width)
     warps = 8 if padded > 2048 else 4
-    _normalise[(len(rows),)](
-        rows, rows, weight, out, out, eps, WIDTH=width, PADDED=padded, ADDS=False, num_warps=warps
-    )
+    _normalise[(len(rows),)](rows, rows, weight, out, out, eps, WIDTH=width, PADDED=padded, ADDS=False, num_warps=warps)
     return out
 
 

@@ -1,0 +1,76 @@
+"""A model whose layers are all of the plain form, by kernels that know where rows lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cacheblend_rag.models.gpu.graphs import LayerGraphs
+from cacheblend_rag.models.gpu.layer import FusedLayer, is_plain
+from cacheblend_rag.models.kv import LayerKV
+from cacheblend_rag.models.rope import Layout, Rotaries, Rotary
+
+__all__ = ["PlainLayers", "plain_layers"]
+
+_MOST_REPLAYED = 1024  # rows; of more, a layer's arithmetic takes longer than its calls
+
+
+class PlainLayers:
+    """The layers of a model, each by itself or several in one call.
+
+    Parameters
+    ----------
+    layers : sequence of Module
+        All of which `is_plain` is true.
+    windows : sequence of int or None
+        Sliding window of each.
+    kv_heads : int
+    device : torch.device
+    """
+
+    def __init__(
+        self, layers: Sequence[Any], windows: Sequence[int | None], kv_heads: int, device: torch.device
+    ) -> None:
+        self._layers = [FusedLayer(layer) for layer in layers]
+        self.graphs = LayerGraphs(self._layers, windows, kv_heads) if device.type == "cuda" else None
+
+    def as_they_were(self) -> bool:
+        """Whether they may still be used: nothing in them was replaced, and nobody watches them."""
+        if not all(layer.as_it_was for layer in self._layers):
+            return False
+        if self.graphs is not None:
+            self.graphs.settle()
+        return True
+
+    def __getitem__(self, layer: int) -> FusedLayer:
+        return self._layers[layer]
+
+    def replays(self, rows: int) -> bool:
+        """Whether several layers in a row are one call for so many rows."""
+        return self.graphs is not None and 1 < rows <= _MOST_REPLAYED
+
+    def run(
+        self, first: int, kvs: Sequence[LayerKV], hidden: torch.Tensor, rows: torch.Tensor, rotary: Rotary
+    ) -> torch.Tensor:
+        """Several layers in one call, see `LayerGraphs.run`."""
+        if self.graphs is None:
+            raise ValueError("there are no recordings on this device")
+        return self.graphs.run(first, kvs, hidden, rows, rotary)
+
+
+def plain_layers(
+    layers: Sequence[Any],
+    windows: Sequence[int | None],
+    kv_heads: int,
+    head_dim: int,
+    rotaries: Rotaries,
+    device: torch.device,
+) -> PlainLayers | None:
+    """The layers, if all are plain and all turn whole heads in one way; ``rotaries`` of any position."""
+    rotary = rotaries.layer(0)
+    alike = len(rotaries.tables) == 1 and all(rotaries.turns) and rotary.layout == Layout()
+    if not alike or rotary.cos.shape[-1] != head_dim or not all(map(is_plain, layers)):
+        return None
+    return PlainLayers(layers, windows, kv_heads, device)

@@ -1,0 +1,77 @@
+"""KV of segments cut out of a pass over several, and the inputs of layers noted on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from cacheblend_rag.models.kv import SegmentKV
+from cacheblend_rag.models.queries import as_kv_layers
+from cacheblend_rag.models.rope import Rotaries, unrotate
+
+__all__ = ["cut_out", "noting_inputs"]
+
+
+@contextmanager
+def noting_inputs(layers: Sequence[torch.nn.Module], wanted: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
+    """Within this, the input of some layers is noted, ``[batch, tokens, hidden]``."""
+    noted: dict[int, torch.Tensor] = {}
+
+    def noting(layer: int) -> Callable[[Any, Any, Any], None]:
+        return lambda module, given, named: noted.update({layer: given[0] if given else named["hidden_states"]})
+
+    hooks = [layers[at].register_forward_pre_hook(noting(at), with_kwargs=True) for at in wanted]
+    try:
+        yield noted
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def cut_out(
+    layers: list[Any],
+    queries: Sequence[Sequence[torch.Tensor]],
+    lengths: Sequence[int],
+    first: int,
+    rotaries: Rotaries,
+    kv_heads: int,
+) -> list[SegmentKV]:
+    """KV of each segment of a batch, keys with their rotation undone; none shares memory with another.
+
+    Parameters
+    ----------
+    layers : list of cache layers
+        With ``keys`` and ``values`` of ``[segments, kv_heads, tokens, head_dim]``; they are taken off it, so that their
+        memory goes as that of the segments comes.
+    queries : sequence of sequence of Tensor, each [heads, tokens behind the context, head_dim]
+        For each layer whose queries are stored, those of every segment.
+    lengths : sequence of int
+        Tokens of each segment; what is behind them is padding.
+    first : int
+        Position at which segments begin.
+    rotaries : Rotaries
+        Of the positions from there on.
+    kv_heads : int
+    """
+    keys: list[list[torch.Tensor]] = [[] for _ in lengths]
+    values: list[list[torch.Tensor]] = [[] for _ in lengths]
+    for number in range(len(layers)):
+        layer = layers.pop(0)
+        turned = unrotate(layer.keys[:, :, first:], rotaries.of_keys(number))  # [segments, kv_heads, tokens, dim]
+        for row, length in enumerate(lengths):
+            keys[row].append(_copied(turned[row, :, :length]))
+            values[row].append(_copied(layer.values[row, :, first : first + length]))
+    for of_layer in queries:
+        for row, length in enumerate(lengths):
+            for part, other in as_kv_layers(of_layer[row][:, :length], kv_heads):
+                keys[row].append(part)
+                values[row].append(other)
+    return [SegmentKV(tuple(k), tuple(v), rotated=False) for k, v in zip(keys, values, strict=True)]
+
+
+def _copied(part: torch.Tensor) -> torch.Tensor:
+    """The same in memory of its own: a view would keep the whole batch alive."""
+    return part.clone(memory_format=torch.contiguous_format)
