@@ -247,6 +247,15 @@ def test_a_layer_that_is_watched_or_replaced_is_left_to_transformers() -> None:
     assert not blended.told_positions
 
 
+def test_numbers_of_rows_are_rounded_up_by_little() -> None:
+    from cacheblend_rag.models.gpu.graphs import rounded
+
+    sizes = [rounded(rows) for rows in range(1, 1025)]
+    assert sizes == sorted(sizes)
+    assert all(rows <= size <= max(rows + 15, rows * 7 / 6) for rows, size in enumerate(sizes, 1))
+    assert len(set(sizes)) < 50
+
+
 def test_other_forms_of_layers_are_left_to_transformers() -> None:
     for family in ("gemma2, not plain", "glm, rotates a part of each head"):
         blended = adapter.ModelAdapter(_model(family))

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from cacheblend_rag.models import rope
+from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.rope import Layout, Rotary, rotate, rotate_in_place, unrotate
+from tests import tiny
 
 TOKENS, WIDTH, ROTATED = 37, 24, 16
 
@@ -56,3 +58,13 @@ def test_nothing_to_turn_is_no_fault() -> None:
     empty = torch.empty(1, 2, 0, WIDTH)
     rotate_in_place(empty, rotary(Layout()).at(slice(0, 0)))
     assert empty.shape == (1, 2, 0, WIDTH)
+
+
+def test_tables_are_those_of_a_shorter_prompt_after_a_longer_one() -> None:
+    for rope in tiny.ALL_ROPE_TYPES:
+        used, fresh = (ModelAdapter(tiny.model("llama", rope)) for _ in range(2))
+        used.rotary(1500)
+        for tokens in (40, 300):
+            ours, theirs = used.rotary(tokens).layer(0), fresh.rotary(tokens).layer(0)
+            assert torch.equal(ours.cos, theirs.cos)
+            assert torch.equal(ours.sin, theirs.sin)

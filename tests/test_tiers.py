@@ -8,18 +8,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cacheblend_rag import Prompt
+from cacheblend_rag import BlendConfig, Prompt
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.evaluation.faults import record_of
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, StoredKV, TieredStore
+from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, StoredKV, TieredStore, open_store
 from tests import tiny
 from tests.probes import Hooked, engine_of
 
@@ -349,3 +350,17 @@ def test_warming_waits_for_another_and_does_its_work_if_it_gives_up(tmp_path: Pa
         assert reports[0].computed + reports[0].present == 3
         assert engine.fuse(PROMPT).report.hits == 3
     store.close()
+
+
+def test_beside_a_gpu_records_that_were_read_stay_in_memory_unless_told_otherwise(tmp_path: Path) -> None:
+    plain, left, told = BlendConfig(), BlendConfig(memory_limit=0), BlendConfig(memory_limit="1MB")
+    with closing(open_store(tmp_path, plain)) as store:
+        assert isinstance(store, DiskStore)
+    with closing(open_store(tmp_path, left, beside_gpu=True)) as store:
+        assert isinstance(store, DiskStore)
+    with closing(open_store(tmp_path, plain, beside_gpu=True)) as store:
+        assert isinstance(store, TieredStore)
+        assert store.tiers[0].size_limit > 10**8
+    with closing(open_store(tmp_path, told, beside_gpu=True)) as store:
+        assert isinstance(store, TieredStore)
+        assert store.tiers[0].size_limit == 10**6
