@@ -61,8 +61,8 @@ def test_nothing_to_turn_is_no_fault() -> None:
 
 
 def test_tables_are_those_of_a_shorter_prompt_after_a_longer_one() -> None:
-    for rope in tiny.ALL_ROPE_TYPES:
-        used, fresh = (ModelAdapter(tiny.model("llama", rope)) for _ in range(2))
+    for kind in tiny.ALL_ROPE_TYPES:
+        used, fresh = (ModelAdapter(tiny.model("llama", kind)) for _ in range(2))
         used.rotary(1500)
         for tokens in (40, 300):
             ours, theirs = used.rotary(tokens).layer(0), fresh.rotary(tokens).layer(0)
