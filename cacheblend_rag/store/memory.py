@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from cacheblend_rag.store.base import Claims, KVRecord, RecordInfo, StoredKV, St
 from cacheblend_rag.store.codecs import CODECS
 
 __all__ = ["MemoryRecord", "MemoryStore"]
+
+_log = logging.getLogger(__name__)
 
 
 class MemoryRecord:
@@ -52,7 +55,9 @@ class MemoryStore(Claims):
     size_limit : int or str
         Bytes the records may take.
     device : str or torch.device
-        Where records are kept: ``"cpu"``, or a GPU. On a CPU beside a GPU in use, in pinned memory.
+        Where records are kept: ``"cpu"``, or a GPU.
+    pinned : bool
+        Keep all records on a CPU in pinned memory, from which a GPU reads fast; those a GPU computed always are.
     on_evict : callable, optional
         Called with the key and the record when a record has been evicted to make room.
     """
@@ -65,11 +70,12 @@ class MemoryStore(Claims):
         size_limit: int | str = 10 * 10**9,
         *,
         device: str | torch.device = "cpu",
+        pinned: bool = False,
         on_evict: Callable[[str, StoredKV], None] | None = None,
     ) -> None:
         super().__init__()
         self._size_limit = parse_bytes(size_limit)
-        self.device = torch.device(device)
+        self.device, self._pinned = torch.device(device), pinned
         self.on_evict = on_evict
         self._records: OrderedDict[str, KVRecord] = OrderedDict()
         self._volume = 0
@@ -114,8 +120,13 @@ class MemoryStore(Claims):
 
     def _moved(self, record: KVRecord) -> KVRecord:
         kv = record.kv
-        if kv.keys and (self.device.type == "cuda" or torch.cuda.is_initialized()):  # type: ignore[no-untyped-call]
-            return KVRecord(record.info, JoinedKV.of(kv, self.device))
+        if kv.keys and (self._pinned or kv.keys[0].is_cuda or self.device.type == "cuda"):
+            try:
+                return KVRecord(record.info, JoinedKV.of(kv, self.device))
+            except RuntimeError as error:  # the system bounds how much may be pinned
+                if self.device.type == "cuda":
+                    raise
+                _log.warning("a record could not be kept in pinned memory, and will come to the GPU slowly: %s", error)
         keys = tuple(tensor.detach().to(self.device) for tensor in kv.keys)
         values = tuple(tensor.detach().to(self.device) for tensor in kv.values)
         return KVRecord(record.info, SegmentKV(keys, values, kv.rotated))

@@ -45,5 +45,5 @@ def open_store(
         memory = config.memory_bytes
         if beside_gpu and config.memory_limit == "auto":
             memory = (free_memory() or 0) // _SHARE
-        return TieredStore([MemoryStore(memory), disk]) if memory else disk
+        return TieredStore([MemoryStore(memory, pinned=beside_gpu), disk]) if memory else disk
     return store

@@ -6,6 +6,7 @@ that a size comes: it takes about as long as a pass.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from cacheblend_rag.models.rope import Rotary
 
 __all__ = ["LayerGraphs", "rounded"]
 
+_log = logging.getLogger(__name__)
 _SIZES = 8  # numbers of rows whose recordings are kept
 
 
@@ -37,7 +39,7 @@ class _Size:
 
 
 class LayerGraphs:
-    """Recordings of a model's layers.
+    """Recordings of a model's layers, for one pass at a time: rows lie in them from one call of it to the next.
 
     Parameters
     ----------
@@ -55,6 +57,7 @@ class LayerGraphs:
         self._aside: torch.cuda.Stream | None = None
         self._addresses: list[int] = []
         self._lock = threading.Lock()
+        self._failed = False
 
     def settle(self) -> None:
         """Forget what was recorded if weights lie elsewhere by now."""
@@ -85,15 +88,23 @@ class LayerGraphs:
             span = (first, first + len(kvs))
             entries = torch.tensor([ListedKV.written(kv) for kv in kvs])
             self._listed[slice(*span)].copy_(entries, non_blocking=True)  # else the host would wait for all before
-            recording = size.recordings.get(span)
-            if recording is not None:
-                recording.replay()
-            elif span in size.recordings:
-                size.recordings[span] = self._recorded(size, span)
-            else:
-                self._plainly(size, span)
-                size.recordings[span] = None
+            self._replay(size, span)
             return size.hidden[: len(hidden)]
+
+    def _replay(self, size: _Size, span: tuple[int, int]) -> None:
+        """Run the layers, by their recording where there is one; they are recorded the second time they run."""
+        recording = size.recordings.get(span)
+        if recording is None and span in size.recordings and not self._failed:
+            try:
+                recording = size.recordings[span] = self._recorded(size, span)
+            except RuntimeError as error:
+                self._failed = True  # nothing has run yet, and all goes on without
+                _log.warning("layers could not be recorded, so passes take the host longer: %s", error)
+        if recording is not None:
+            recording.replay()
+        else:
+            self._plainly(size, span)
+            size.recordings.setdefault(span, None)
 
     def _filled(self, hidden: torch.Tensor, places: torch.Tensor, rotary: Rotary) -> _Size:
         """What belongs to so many rows, with these in it."""
@@ -139,7 +150,7 @@ class LayerGraphs:
         size.hidden.copy_(hidden)
 
     def _recorded(self, size: _Size, span: tuple[int, int]) -> torch.cuda.CUDAGraph:
-        """Record the layers, and run them."""
+        """Record the layers, without running them."""
         graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         if self._aside is None:  # one for all: streams come from a small pool, and others of it are in use
             self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -153,7 +164,6 @@ class LayerGraphs:
                 graph.capture_end()
         here.wait_stream(self._aside)
         self._pool = self._pool or graph.pool()
-        graph.replay()
         return graph
 
 

@@ -34,6 +34,7 @@ def is_plain(layer: nn.Module) -> bool:
     network: Any = layer.mlp
     activation = getattr(network, "act_fn", None)
     ordinary = all(type(layer.get_submodule(name)) is nn.Linear for name in (*_LINEAR, *_NETWORK))
+    ordinary = ordinary and len({weight.dtype for weight in layer.parameters()}) == 1
     return ordinary and type(activation).__name__ in ("SiLU", "SiLUActivation")
 
 
@@ -59,13 +60,13 @@ class FusedLayer:
 
     @property
     def as_it_was(self) -> bool:
-        """Whether no module of the layer was replaced since, nor is watched, compiled or computes otherwise."""
+        """Whether no module of the layer was replaced since, is watched, compiled, quantised or computes otherwise."""
         for owner, name, part in self._parts:
             if name and owner._modules.get(name) is not part:
                 return False
             if part._forward_hooks or part._forward_pre_hooks or part._compiled_call_impl or "forward" in part.__dict__:
                 return False
-        return True
+        return all(type(weight) is nn.Parameter for weight in self.weights)
 
     @property
     def weights(self) -> list[torch.Tensor]:
