@@ -1,4 +1,4 @@
-"""Decoder layers of the plain form, computed in fourteen calls where transformers makes some fifty.
+"""Decoder layers of the plain form, computed in fourteen calls where transformers makes some forty.
 
 For the few rows that blending keeps, making calls takes a GPU's host longer than the GPU takes for the arithmetic.
 """
