@@ -12,7 +12,7 @@ import torch
 
 from cacheblend_rag.errors import GenerationError
 from cacheblend_rag.loading import LayerReader, Placement, load_plainly
-from cacheblend_rag.loading.loader import ReadClock
+from cacheblend_rag.loading.reader import ReadClock
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.queries import from_kv_layers, kv_layers_for

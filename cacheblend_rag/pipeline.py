@@ -17,7 +17,7 @@ from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
 from cacheblend_rag.fusor.foreseen import Queries
 from cacheblend_rag.fusor.work import work_share
 from cacheblend_rag.loading import ChunkKV, load_as_it_pays, load_plainly
-from cacheblend_rag.loading.loader import ReadClock, RecordLost
+from cacheblend_rag.loading.reader import ReadClock, RecordLost
 from cacheblend_rag.lookup import Found, Segment, Waited, read_queries, reader_of
 from cacheblend_rag.making import store_missing
 from cacheblend_rag.models.adapter import ModelAdapter

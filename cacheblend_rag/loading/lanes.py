@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from itertools import cycle
 from typing import Protocol
 
 import torch
 
-from cacheblend_rag.loading.streamed import side_stream
 from cacheblend_rag.store.base import ReadsInPlace, StoredKV, copy_layer
 
-__all__ = ["DirectLane", "Lane", "PinnedLane", "lane_to"]
+__all__ = ["DirectLane", "Lane", "PinnedLane", "lane_to", "side_stream"]
 
 
 class Lane(Protocol):
@@ -82,6 +82,12 @@ class PinnedLane:
         keys.copy_(held[0], non_blocking=True)
         values.copy_(held[1], non_blocking=True)
         sent.record(self._stream)
+
+
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all passes on a device: memory that one stream gave back serves the next pass."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def lane_to(records: Sequence[StoredKV], dtype: torch.dtype, device: torch.device) -> Lane:

@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
-from cacheblend_rag.errors import RecordError
-from cacheblend_rag.loading.lanes import Lane, lane_to
+from cacheblend_rag.loading.reader import LayerReader
 from cacheblend_rag.loading.streamed import blocks_of, load_streamed
 from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.store.base import StoredKV
 
 __all__ = [
-    "LayerReader",
-    "Placement",
-    "ReadClock",
-    "RecordLost",
     "load_ahead",
     "load_as_it_pays",
     "load_plainly",
@@ -35,109 +27,6 @@ _FAST = 10**9
 # others; with two, the loader stood still meanwhile and the pass waited for it later. Buffers that are filled early
 # take no memory that the prompt's cache would not take in the end.
 _AHEAD = 8
-
-
-class RecordLost(RecordError):  # noqa: N818 - an event the engine recovers from, not a fault of the caller
-    """A record failed while its layers were read.
-
-    Parameters
-    ----------
-    key : str
-        Key of the record.
-    reason : str
-        What went wrong.
-    """
-
-    def __init__(self, key: str, reason: str) -> None:
-        self.key = key
-        super().__init__(f"KV record {key} was lost while loading: {reason}")
-
-
-@dataclass(frozen=True)
-class Placement:
-    """A stored record and the position in the prompt at which it begins."""
-
-    key: str
-    record: StoredKV
-    start: int
-
-
-class ReadClock:
-    """Seconds spent reading."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-
-@dataclass(frozen=True)
-class LayerReader:
-    """Reads one layer of all records into buffers that span the prompt.
-
-    Parameters
-    ----------
-    placements : sequence of Placement
-        Records and where they go.
-    layers, kv_heads, tokens, head_dim : int
-        Shape of the prompt's KV.
-    dtype : torch.dtype
-        Element type of the model.
-    device : torch.device
-        Where the buffers are made.
-    clock : ReadClock
-        Counts the time spent reading, on whichever thread.
-    turning : pair of Tensor or None
-        Cosine and sine by which stored keys may be turned to their positions on the way, see `ModelAdapter.turning`.
-    """
-
-    placements: Sequence[Placement]
-    layers: int
-    kv_heads: int
-    tokens: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    clock: ReadClock = field(default_factory=lambda: ReadClock())
-    turning: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @property
-    def stored_layer_bytes(self) -> int:
-        """Bytes that one layer of all records takes in memory."""
-        tokens = sum(place.record.info.tokens for place in self.placements)
-        return 2 * tokens * self.kv_heads * self.head_dim * self.dtype.itemsize
-
-    def fetch_kv(self, layer: int) -> LayerKV:
-        """KV of one layer, read, checked and in place; positions without a record are undefined.
-
-        The first of the three interfaces of section 6 of the paper; `synchronize` is the second,
-        the fusor's ``prefill_layers`` the third.
-
-        Raises
-        ------
-        RecordLost
-            If a record cannot be read or fails its checksum.
-        """
-        started = time.perf_counter()
-        shape = (1, self.kv_heads, self.tokens, self.head_dim)
-        with self._lane.open():
-            keys = torch.empty(shape, dtype=self.dtype, device=self.device)
-            values = torch.empty(shape, dtype=self.dtype, device=self.device)
-            for place in self.placements:
-                stop = place.start + place.record.info.tokens
-                span = slice(place.start, stop)
-                try:
-                    self._lane.put(place.record, layer, keys[0, :, span], values[0, :, span])
-                except (RecordError, OSError) as error:
-                    raise RecordLost(place.key, str(error)) from error
-        self.took(time.perf_counter() - started)
-        return LayerKV(keys, values)
-
-    def took(self, seconds: float) -> None:
-        """Count time spent reading."""
-        self.clock.seconds += seconds
-
-    @cached_property
-    def _lane(self) -> Lane:
-        return lane_to([place.record for place in self.placements], self.dtype, self.device)
 
 
 def synchronize(layer: Future[LayerKV]) -> LayerKV:

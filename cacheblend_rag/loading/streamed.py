@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from functools import cache
-from typing import Protocol
 
 import torch
 
+from cacheblend_rag.loading.lanes import side_stream
+from cacheblend_rag.loading.reader import LayerReader
 from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.store.base import HasBlock, StoredKV
+from cacheblend_rag.store.base import HasBlock
 
-__all__ = ["blocks_of", "load_streamed", "side_stream"]
+__all__ = ["blocks_of", "load_streamed"]
 
 # Layers that are copied together: the pass should not wait long for the first ones, and each call takes the host time.
 _GROUPS = (1, 1, 2, 4, 8)
@@ -22,48 +22,19 @@ _GROUPS = (1, 1, 2, 4, 8)
 _AHEAD = 3
 
 
-class _Placed(Protocol):
-    @property
-    def record(self) -> StoredKV: ...
-    @property
-    def start(self) -> int: ...
-
-
-class _Reader(Protocol):
-    """What is needed of a `LayerReader`."""
-
-    @property
-    def placements(self) -> Sequence[_Placed]: ...
-    @property
-    def layers(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def turning(self) -> tuple[torch.Tensor, torch.Tensor] | None: ...
-    def took(self, seconds: float) -> None: ...
-
-
-def blocks_of(reader: _Reader) -> list[torch.Tensor] | None:
+def blocks_of(reader: LayerReader) -> list[torch.Tensor] | None:
     """The records of a prompt as they lie in memory; None if one of them does not, or cannot be copied as it is."""
     blocks = [place.record.block if isinstance(place.record, HasBlock) else None for place in reader.placements]
     found = [block for block in blocks if block is not None and _fits(block, reader)]
     return found if has_kernels(reader.device) and len(found) == len(blocks) else None
 
 
-def _fits(block: torch.Tensor, reader: _Reader) -> bool:
+def _fits(block: torch.Tensor, reader: LayerReader) -> bool:
     here = block.device == reader.device if block.is_cuda else block.is_pinned()
     return here and block.dtype == reader.dtype and len(block) >= reader.layers
 
 
-def load_streamed(reader: _Reader, blocks: Sequence[torch.Tensor]) -> Iterator[LayerKV]:
+def load_streamed(reader: LayerReader, blocks: Sequence[torch.Tensor]) -> Iterator[LayerKV]:
     """Copy layers ahead of their use; the pass's stream waits for those of a layer, its host does not.
 
     Parameters
@@ -100,7 +71,7 @@ def _groups(layers: int) -> Iterator[slice]:
 
 
 def _copied(
-    reader: _Reader, blocks: Sequence[torch.Tensor], layers: slice, stream: torch.cuda.Stream
+    reader: LayerReader, blocks: Sequence[torch.Tensor], layers: slice, stream: torch.cuda.Stream
 ) -> tuple[torch.Tensor, torch.cuda.Event]:
     """Buffers of some layers, ``[layers, 2, kv_heads, tokens, head_dim]``, and what says that they are filled."""
     from cacheblend_rag.models.gpu.placing import Source, place
@@ -124,15 +95,9 @@ def _copied(
 
 
 def _ready(
-    reader: _Reader, target: torch.Tensor, done: torch.cuda.Event, pass_stream: torch.cuda.Stream
+    reader: LayerReader, target: torch.Tensor, done: torch.cuda.Event, pass_stream: torch.cuda.Stream
 ) -> Iterator[LayerKV]:
     pass_stream.wait_event(done)
     target.record_stream(pass_stream)
     for keys, values in target[:, :, None].unbind():
         yield LayerKV(keys, values, turned=reader.turning is not None)
-
-
-@cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all passes on a device: memory that one stream gave back serves the next pass."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
