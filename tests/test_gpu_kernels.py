@@ -247,6 +247,25 @@ def test_a_layer_that_is_watched_or_replaced_is_left_to_transformers() -> None:
     assert not blended.told_positions
 
 
+def test_kernels_that_do_not_run_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from cacheblend_rag.models.gpu import rowwise
+
+    def failing(*given: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(rowwise, "normalise", failing)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: torch.zeros(shape))
+    for capability, told in (((7, 5), False), ((9, 0), True)):
+        gpu._run_on.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=capability: of)
+        assert gpu.has_kernels(torch.device("cuda")) is False
+        assert ("Failed to find C compiler" in caplog.text) is told
+    gpu._run_on.cache_clear()
+
+
 def test_numbers_of_rows_are_rounded_up_by_little() -> None:
     from cacheblend_rag.models.gpu.graphs import rounded
 
