@@ -12,12 +12,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from cacheblend_rag.errors import UnsupportedModelError
-from cacheblend_rag.models.attention import (
-    ROW_ATTENTION,
-    as_added,
-    row_attention,
-    use_row_attention,
-)
+from cacheblend_rag.models.attention import ROW_ATTENTION, as_added, row_attention, use_row_attention
 from cacheblend_rag.models.caches import Enough, LastLayer, ScatterCache
 from cacheblend_rag.models.families import family_of
 from cacheblend_rag.models.fingerprint import fingerprint
@@ -163,7 +158,12 @@ class ModelAdapter:
     @property
     def told_positions(self) -> bool:
         """Whether layers now run by kernels that know rows: within `blending`, on some devices, for plain layers."""
-        return self._kernels is not None and self.config._attn_implementation == ROW_ATTENTION
+        return self._in_use is not None
+
+    @property
+    def _in_use(self) -> PlainLayers | None:
+        """The layers by kernels, where they now stand for transformers' own."""
+        return self._kernels if self.config._attn_implementation == ROW_ATTENTION else None
 
     @cached_property
     def _row_by_row(self) -> list[torch.nn.Module]:
@@ -264,8 +264,8 @@ class ModelAdapter:
     def _normed(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """What a layer projects: its input, behind a norm where the family has one there."""
         norm = self._family.norm
-        if self._kernels is not None and self.told_positions:
-            return self._kernels[layer].normed(hidden)
+        if (kernels := self._in_use) is not None:
+            return kernels[layer].normed(hidden)
         return hidden if norm is None else getattr(self.layers[layer], norm)(hidden)
 
     def _project(self, layer: int, normed: torch.Tensor, name: str) -> torch.Tensor:
@@ -342,8 +342,8 @@ class ModelAdapter:
         Tensor, [rows, hidden]
         """
         rotary = rotaries.layer(layer)
-        if self._kernels is not None and self.told_positions:
-            return self._kernels[layer](hidden, kv, rows, rotary, mask)
+        if (kernels := self._in_use) is not None:
+            return kernels[layer](hidden, kv, rows, rotary, mask)
         out = self.layers[layer](
             hidden[None],
             attention_mask=mask,
@@ -371,15 +371,15 @@ class ModelAdapter:
         masks : callable
             The mask of layers with a window.
         """
-        if self._kernels is not None and self.replays(len(rows)):
-            return self._kernels.run(first, kvs, hidden, rows, rotaries.layer(first))
+        if (kernels := self._in_use) is not None and kernels.replays(len(rows)):
+            return kernels.run(first, kvs, hidden, rows, rotaries.layer(first))
         for layer, kv in enumerate(kvs, first):
             hidden = self.run_layer(layer, hidden, kv, rows, rotaries, masks(self.windows[layer]))
         return hidden
 
     def replays(self, rows: int) -> bool:
         """Whether several layers in a row are one call for so many rows."""
-        return self._kernels is not None and self.told_positions and self._kernels.replays(rows)
+        return (kernels := self._in_use) is not None and kernels.replays(rows)
 
     @contextmanager
     def watching(self, layer: int, seen: list[torch.Tensor]) -> Iterator[None]:

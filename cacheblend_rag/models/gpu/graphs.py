@@ -52,7 +52,8 @@ class LayerGraphs:
     def __init__(self, layers: Sequence[FusedLayer], windows: Sequence[int | None], kv_heads: int) -> None:
         self._layers, self._windows, self._kv_heads = layers, windows, kv_heads
         self._sizes: OrderedDict[int, _Size] = OrderedDict()
-        self._list: torch.Tensor | None = None  # [layers, 3] int64, see `ListedKV`
+        device = layers[0].weights[0].device
+        self._listed = torch.zeros((len(layers), 3), dtype=torch.int64, device=device)  # see `ListedKV`
         self._pool: Any = None
         self._aside: torch.cuda.Stream | None = None
         self._addresses: list[int] = []
@@ -118,8 +119,6 @@ class LayerGraphs:
             if len(self._sizes) > _SIZES:
                 self._sizes.popitem(last=False)
         self._sizes.move_to_end(count)
-        if self._listed.device != hidden.device:
-            raise ValueError(f"rows lie on {hidden.device}, the model on {self._listed.device}")
         if hidden.data_ptr() == size.hidden.data_ptr():
             return size  # they are there, from the layers before
         pairs = (
@@ -133,13 +132,6 @@ class LayerGraphs:
             if len(given) < count:
                 kept[len(given) :] = given[-1:]
         return size
-
-    @property
-    def _listed(self) -> torch.Tensor:
-        if self._list is None:
-            device = self._layers[0].weights[0].device
-            self._list = torch.zeros((len(self._layers), 3), dtype=torch.int64, device=device)
-        return self._list
 
     def _plainly(self, size: _Size, span: tuple[int, int]) -> None:
         hidden = size.hidden

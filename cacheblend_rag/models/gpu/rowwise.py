@@ -146,22 +146,33 @@ def _turn(
 
 def normalise(rows: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMS norm of each row ``[rows, width]``; all without gaps."""
-    out, width = torch.empty_like(rows), rows.shape[1]
-    padded = triton.next_power_of_2(width)
-    warps = 8 if padded > 2048 else 4
-    _normalise[(len(rows),)](rows, rows, weight, out, out, eps, WIDTH=width, PADDED=padded, ADDS=False, num_warps=warps)
-    return out
+    return _normalised(rows, None, weight, eps)[1]
 
 
 def add_and_normalise(
     rows: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of both ``[rows, width]``, and its RMS norm."""
-    total, out, width = torch.empty_like(rows), torch.empty_like(rows), rows.shape[1]
+    return _normalised(rows, added, weight, eps)
+
+
+def _normalised(
+    rows: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows, or their sum with what is added, and the norm of that."""
+    total, out, width = rows if added is None else torch.empty_like(rows), torch.empty_like(rows), rows.shape[1]
     padded = triton.next_power_of_2(width)
-    warps = 8 if padded > 2048 else 4
     _normalise[(len(rows),)](
-        rows, added, weight, total, out, eps, WIDTH=width, PADDED=padded, ADDS=True, num_warps=warps
+        rows,
+        rows if added is None else added,
+        weight,
+        total,
+        out,
+        eps,
+        WIDTH=width,
+        PADDED=padded,
+        ADDS=added is not None,
+        num_warps=8 if padded > 2048 else 4,
     )
     return total, out
 
