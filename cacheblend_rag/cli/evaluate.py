@@ -13,7 +13,7 @@ from cacheblend_rag.cli.arguments import add_arguments, data_folder
 if TYPE_CHECKING:
     from cacheblend_rag.engine import BlendEngine
     from cacheblend_rag.evaluation.quality.choosing import Ranker
-    from cacheblend_rag.evaluation.quality.runner import EvalOptions
+    from cacheblend_rag.evaluation.quality.runner import EvalOptions, Part
     from cacheblend_rag.evaluation.quality.sources import CaseSource
     from cacheblend_rag.loading import BlendSettings
 
@@ -85,6 +85,23 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
         help="what tables and plots are led by (exact match for the reference archive, else by task)",
     )
     parser.add_argument("--no-plots", action="store_true", help="leave the drawing out")
+    parser.add_argument(
+        "--part",
+        metavar="K/N",
+        help="measure every N-th question, from the K-th on; sum up without it when all have run",
+    )
+
+
+def _part(text: str | None) -> Part | None:
+    from cacheblend_rag.errors import ConfigError
+    from cacheblend_rag.evaluation.quality.runner import Part
+
+    if text is None:
+        return None
+    number, _, of = text.partition("/")
+    if not (number.isdecimal() and of.isdecimal()):
+        raise ConfigError("part", text, "use K/N, such as 1/4 for the first of four parts")
+    return Part(int(number), int(of))
 
 
 def _split(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
@@ -107,10 +124,14 @@ def _counts(text: str) -> int | dict[str, int]:
 def _eval(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.config import BlendConfig, parse_bytes
     from cacheblend_rag.engine import BlendEngine
+    from cacheblend_rag.errors import ConfigError
     from cacheblend_rag.evaluation.analysis import import_pyplot
     from cacheblend_rag.evaluation.quality.sources import open_source
     from cacheblend_rag.reference import MODEL_PATH
 
+    part = _part(parsed.part)
+    if part and parsed.what == "figures":
+        raise ConfigError("part", parsed.part, "leave it out; only a run can be measured in parts")
     if not parsed.no_plots or parsed.what == "figures":
         import_pyplot()  # better missed now than after hours
     options, out = _options(parsed), Path(parsed.out)
@@ -136,7 +157,7 @@ def _eval(parsed: argparse.Namespace) -> int:
     ) as engine:
         if parsed.what == "figures":
             return _figures(parsed, engine, source, options)
-        return _run(parsed, engine, source, options)
+        return _run(parsed, engine, source, options, part)
 
 
 def _options(parsed: argparse.Namespace) -> EvalOptions:
@@ -180,13 +201,19 @@ def _measure(parsed: argparse.Namespace) -> str | None:
     return measure
 
 
-def _run(parsed: argparse.Namespace, engine: BlendEngine, source: CaseSource, options: EvalOptions) -> int:
+def _run(
+    parsed: argparse.Namespace, engine: BlendEngine, source: CaseSource, options: EvalOptions, part: Part | None
+) -> int:
     from cacheblend_rag.evaluation.quality.plots import draw_run
     from cacheblend_rag.evaluation.quality.runner import Evaluation
     from cacheblend_rag.evaluation.quality.summary import write_summary
 
     out, ranker, measure = Path(parsed.out), _ranker(parsed.retrieve, source, max(options.chunks)), _measure(parsed)
     evaluation = Evaluation(engine, source, options, ranker, _calibrated(parsed, engine), retrieval=parsed.retrieve)
+    if part:
+        evaluation.run(out, part=part)
+        print(f"part {part.number} of {part.of} is done; without --part all of them are summed up", file=sys.stderr)
+        return 0
     run = evaluation.run(out)
     rows = write_summary(run, out, parsed.against, measure)
     if not parsed.no_plots:

@@ -53,8 +53,8 @@ def arguments(model: Path, questions: Path, out: Path, *more: str) -> list[str]:
     return ["eval", *where, "--methods", METHODS_RUN, *common, "--attention", "2", *more]
 
 
-def lines_of(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+def lines_of(out: Path, name: str = "results.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / name).read_text(encoding="utf-8").splitlines()]
 
 
 def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -115,6 +115,45 @@ def test_other_settings_are_refused_in_the_same_folder(
     assert (out / "results.jsonl").stat().st_size == size
 
 
+def test_parts_sum_up_to_a_whole_run(killed: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    questions, out = killed / "questions.jsonl", killed / "parts"
+    command = arguments(model_folder, questions, out)
+    for part in ("1/2", "2/2"):
+        assert main([*command, "--part", part]) == 0
+        assert not (out / "table.md").exists()
+    seen = [[line["case"] for line in lines_of(out, f"results-{number}-of-2.jsonl")[1:]] for number in (1, 2)]
+    assert seen == [[f"q{number}" for number in range(first, 12, 2)] for first in (0, 1)]
+    assert main([*command, "--part", "1/3"]) == 0, "all of it is there, in parts of another size"
+    assert main(command) == 0
+    assert len(lines_of(out)) == 1, "nothing was left to measure"
+    alone = killed / "alone"
+    assert main(arguments(model_folder, questions, alone)) == 0
+    summed = [json.loads((folder / "summary.json").read_text(encoding="utf-8"))["rows"] for folder in (out, alone)]
+    for row in summed[0] + summed[1]:
+        del row["ttft"], row["ttft_ratio"]
+    assert summed[0] == summed[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [("4", "K/N"), ("0/4", "from 1 to 4"), ("5/4", "from 1 to 4"), ("1/0", "1")]
+)
+def test_a_part_that_is_none_is_refused(
+    given: str, said: str, model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions = write_questions(tmp_path / "questions.jsonl", 2)
+    assert main(arguments(model_folder, questions, tmp_path / "out", "--part", given)) == 2
+    message = capsys.readouterr().err
+    assert "part" in message
+    assert said in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_figures_are_not_made_in_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    where = ["--data", "reference:dev", "--out", str(tmp_path / "out"), "--part", "1/2"]
+    assert main(["eval", "figures", *where]) == 2
+    assert "only a run can be measured in parts" in capsys.readouterr().err
+
+
 def test_malformed_lines_reach_the_user(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_questions(tmp_path / "questions.jsonl", 2)
     path.write_text(path.read_text() + "{broken\n", encoding="utf-8")
@@ -143,6 +182,26 @@ def test_a_journal_keeps_others_out_and_tells_what_is_damaged(tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="can be written"):
         Journal(tmp_path / "file", {})
+
+
+def test_parts_of_a_journal_are_written_side_by_side(tmp_path: Path) -> None:
+    with Journal(tmp_path, {"seed": 1}, "1-of-2") as one:
+        one.append({"case": "a"})
+        with pytest.raises(ConfigError, match="a run is writing"), Journal(tmp_path, {"seed": 1}, "1-of-2"):
+            pass
+        with pytest.raises(ConfigError, match="a run is writing"), Journal(tmp_path, {"seed": 1}):
+            pass
+        with (tmp_path / "results-1-of-2.jsonl").open("ab") as file:
+            file.write(b'{"case": "b')  # it is just being written
+        with Journal(tmp_path, {"seed": 1}, "2-of-2") as two:
+            assert two.lines == [{"case": "a"}]
+            two.append({"case": "c"})
+        with pytest.raises(ConfigError, match="seed was 1, not 2"), Journal(tmp_path, {"seed": 2}, "2-of-2"):
+            pass
+    with Journal(tmp_path, {"seed": 1}) as whole:
+        assert whole.lines == [{"case": "a"}, {"case": "c"}]
+        with pytest.raises(ConfigError, match="a run is writing"), Journal(tmp_path, {"seed": 1}):
+            pass
 
 
 # What is measured ---------------------------------------------------------------------------

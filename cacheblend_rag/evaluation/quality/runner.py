@@ -9,8 +9,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,13 @@ from cacheblend_rag.evaluation.quality.subject import Subject
 from cacheblend_rag.loading import BlendSettings
 from cacheblend_rag.prompt import Prompt, SegmentTokenizer
 
-__all__ = ["WORKLOADS", "EvalOptions", "EvalRun", "Evaluation"]
+__all__ = ["WORKLOADS", "EvalOptions", "EvalRun", "Evaluation", "Part"]
 
 WORKLOADS = ("plain", "extended")
 _VERSION = 2
 _WEIGHED = 12  # prompts by which a ratio is found for some work
 _log = logging.getLogger(__name__)
+_Place = tuple[int, int, str]  # number of chunks, their tokens, question
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,39 @@ class EvalOptions:
 
 
 @dataclass(frozen=True)
+class Part:
+    """A share of the questions, for one of several processes; by default all of them.
+
+    Parameters
+    ----------
+    number, of : int
+        Which of so many parts, counted from 1.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such part.
+    """
+
+    number: int = 1
+    of: int = 1
+
+    def __post_init__(self) -> None:
+        check_whole("part", self.of, 1)
+        if not 1 <= self.number <= self.of:
+            raise ConfigError("part", self.number, f"use a number from 1 to {self.of}")
+
+    @property
+    def name(self) -> str:
+        """Of the file with its results; empty for all questions."""
+        return f"{self.number}-of-{self.of}" if self.of > 1 else ""
+
+    def has(self, number: int) -> bool:
+        """Whether a question is in it; parts take turns, so that each is like all."""
+        return number % self.of == self.number - 1
+
+
+@dataclass(frozen=True)
 class EvalRun:
     """What came out.
 
@@ -134,6 +169,9 @@ class EvalRun:
 
     settings: dict[str, Any]
     lines: list[dict[str, Any]]
+
+
+_ALL = Part()
 
 
 class Evaluation:
@@ -200,13 +238,16 @@ class Evaluation:
             **asdict(self._options),
         }
 
-    def run(self, folder: Path, *, progress: bool | None = None) -> EvalRun:
+    def run(self, folder: Path, *, part: Part = _ALL, progress: bool | None = None) -> EvalRun:
         """Measure what is not measured yet; what was is read from the folder.
 
         Parameters
         ----------
         folder : path
             Keeps results question by question: a run that was killed goes on where it was.
+        part : Part
+            Measure these alone. Several processes can write to one folder, each with a part; a run without one then
+            has the results of all.
         progress : bool, optional
             Show a progress bar; by default if standard error is a terminal.
 
@@ -216,24 +257,32 @@ class Evaluation:
             If the folder holds a run with other settings.
         """
         subject = Subject(self._engine, self._options.max_new_tokens, self._options.answers)
-        points = [(count, length) for count in self._options.chunks for length in self._options.chunk_tokens]
-        total = sum(len(self._pools[count]) for count, _ in points)
-        with Journal(folder, self.settings) as journal:
-            done = {(line["chunks"], line["chunk_tokens"], line["case"]) for line in journal.lines}
+        places = self._places()
+        wanted = {place: at for place, at in places.items() if part.has(at[0])}
+        with Journal(folder, self.settings, part.name) as journal:
+            left = wanted.keys() - {_place(line) for line in journal.lines}
             hidden = None if progress is None else not progress
-            with tqdm(total=total, initial=len(done), desc="evaluating", unit="question", disable=hidden) as bar:
-                for count, length in points:
-                    left = [
-                        (number, case)
-                        for number, case in enumerate(self._pools[count])
-                        if (count, length, case.id) not in done
-                    ]
-                    named = self._named(count, length) if left else []
-                    for number, case in left:
+            done = len(wanted) - len(left)
+            with tqdm(total=len(wanted), initial=done, desc="evaluating", unit="question", disable=hidden) as bar:
+                waiting = (place for place in wanted if place in left)
+                for (count, length), group in groupby(waiting, key=lambda place: (place[0], place[1])):
+                    named = self._named(count, length)
+                    for place in group:
+                        number, case = places[place]
                         found = self._measure(subject, case, count, length, number, named)
                         journal.append({"chunks": count, "chunk_tokens": length, **found})
                         bar.update()
-            return EvalRun(self.settings, journal.lines)
+            lines = {_place(line): line for line in journal.lines}  # parts of different sizes may have one in common
+        return EvalRun(self.settings, [lines[place] for place in places if place in lines])
+
+    def _places(self) -> dict[_Place, tuple[int, EvalCase]]:
+        """All that is to be measured, with the number of the question."""
+        return {
+            (count, length, case.id): (number, case)
+            for count in self._options.chunks
+            for length in self._options.chunk_tokens
+            for number, case in enumerate(self._pools[count])
+        }
 
     def _named(self, count: int, length: int) -> list[Variant]:
         """All methods for prompts of so many chunks of a length: how much work a ratio is depends on them."""
@@ -288,6 +337,10 @@ class Evaluation:
         warmed = self._engine.warm(prompt.chunks, progress=False)
         measured = subject.measure(chosen, prompt, _turned(named, number), attention=number < self._options.attention)
         return {**about, "tokens": tokens, "cold": bool(warmed.computed and self._extended), "results": measured}
+
+
+def _place(line: Mapping[str, Any]) -> _Place:
+    return line["chunks"], line["chunk_tokens"], line["case"]
 
 
 def _turned(named: Sequence[Variant], number: int) -> Iterator[Variant]:
