@@ -53,16 +53,22 @@ def foreseen(
     for of in kv if undefined else ():
         for part in (of.keys, of.values):
             part[:, :, [*missing, *range(spans[-1].stop, part.shape[2])]] = float("nan")
+    inside = torch.zeros(len(plan.input_ids), dtype=torch.bool)
+    for span in spans:
+        inside[span.start : span.stop] = True
+
+    def asked(layer: int) -> torch.Tensor:
+        queries = prepared._asked(layer).clone()
+        queries[:, ~inside] = float("nan")
+        return queries
+
     foresight = Foresight(
         adapter, plan.input_ids, spans, plan.origins[: len(spans)], torch.tensor(missing, dtype=torch.long),
-        prepared._asked, kv.__getitem__, adapter.rotary(len(plan.input_ids)),
+        asked, kv.__getitem__, adapter.rotary(len(plan.input_ids)),
     )  # fmt: skip
     with adapter.blending():
         found, looked = foresight.deviation(layers)
     assert [one.layer for one in looked] == list(layers)
-    inside = torch.zeros(len(found), dtype=torch.bool)
-    for span in spans:
-        inside[span.start : span.stop] = True
     assert torch.equal(found.isnan(), ~inside)
     return found
 

@@ -84,13 +84,14 @@ class Foresight:
         """How far each row's attention on a layer moves, as a share of the mean length of what it was."""
         moved = torch.full((len(self.ids),), float("nan"), device=self.adapter.device)
         asked, kv = self.queries(layer), self._kv(layer)
+        first = min(span.start for span in self.spans)
+        # One call for all chunks; what it makes of the rows between them, whose queries are undefined, is not looked at.
+        among = self._attended(layer, asked, kv, slice(first, self._tokens))
         length, tokens = torch.zeros((), device=self.adapter.device), sum(map(len, self.spans))
         for span, origin in zip(self.spans, self.origins, strict=True):
             rows = slice(span.start, span.stop)
-            before = LayerKV(kv.keys[:, :, : span.stop], kv.values[:, :, : span.stop])
-            alone = _alone(kv, span, origin, self.rotaries.of_keys(layer))
-            among, apart = (self._attended(layer, asked[:, rows], of, rows) for of in (before, alone))
-            moved[rows] = (among - apart).norm(dim=1)
+            apart = self._attended(layer, asked, _alone(kv, span, origin, self.rotaries.of_keys(layer)), rows)
+            moved[rows] = (among[span.start - first : span.stop - first] - apart).norm(dim=1)
             length += apart.norm(dim=1).sum() / tokens
         return moved / length.clamp_min(torch.finfo(length.dtype).tiny)
 
@@ -115,17 +116,19 @@ class Foresight:
         kv = self.layer_kv(layer)
         return LayerKV(kv.keys[:, :, : self._tokens], kv.values[:, :, : self._tokens])
 
-    def _attended(self, layer: int, queries: torch.Tensor, kv: LayerKV, rows: slice) -> torch.Tensor:
-        """Attention of the last positions of some KV over all of it, ``[rows, heads * head_dim]`` float32."""
-        adapter, tokens = self.adapter, kv.keys.shape[2]
+    def _attended(self, layer: int, asked: torch.Tensor, kv: LayerKV, rows: slice) -> torch.Tensor:
+        """Attention of some rows over KV at whose end they stand, ``[rows, heads * head_dim]`` float32."""
+        adapter, tokens, queries = self.adapter, kv.keys.shape[2], asked[:, rows]
         places = torch.arange(tokens - queries.shape[1], tokens, device=adapter.device)
-        mask = kept_mask(adapter, places, tokens, adapter.windows[layer])
+        mask = kept_mask(adapter, places, tokens, adapter.windows[layer], trailing=True)
         return adapter.attend(layer, queries, kv, self.rotaries.at(rows), mask).flatten(1).float()
 
 
 def _alone(kv: LayerKV, span: range, origin: int, rotary: Rotary | None) -> LayerKV:
     """KV of a chunk and of what it was computed behind, which is turned to where it would stand directly before it."""
     context, chunk, moved = slice(origin), slice(span.start, span.stop), slice(span.start - origin, span.start)
+    if not origin:
+        return LayerKV(kv.keys[:, :, chunk], kv.values[:, :, chunk])
     keys = kv.keys[:, :, context]
     if rotary is not None:
         keys = rotate(unrotate(keys, rotary.at(context)), rotary.at(moved))
