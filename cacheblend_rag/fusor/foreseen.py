@@ -85,7 +85,7 @@ class Foresight:
         moved = torch.full((len(self.ids),), float("nan"), device=self.adapter.device)
         asked, kv = self.queries(layer), self._kv(layer)
         first = min(span.start for span in self.spans)
-        # One call for all chunks; what it makes of the rows between them, whose queries are undefined, is not looked at.
+        # One call for all chunks. Between them queries are undefined, and what becomes of them is not looked at.
         among = self._attended(layer, asked, kv, slice(first, self._tokens))
         length, tokens = torch.zeros((), device=self.adapter.device), sum(map(len, self.spans))
         for span, origin in zip(self.spans, self.origins, strict=True):
