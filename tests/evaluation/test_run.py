@@ -19,6 +19,7 @@ from langchain_core.documents import Document
 from transformers import AutoTokenizer
 
 from cacheblend_rag.cli import main
+from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.evaluation.analysis import import_pyplot
 from cacheblend_rag.evaluation.prepared import PreparedPrompt
@@ -31,8 +32,9 @@ from cacheblend_rag.evaluation.quality.methods import METHODS, rule_of, variants
 from cacheblend_rag.evaluation.quality.plots import draw_run
 from cacheblend_rag.evaluation.quality.prompts import build_prompt
 from cacheblend_rag.evaluation.quality.runner import EvalOptions, EvalRun, Evaluation
-from cacheblend_rag.evaluation.quality.sources import FileCases
+from cacheblend_rag.evaluation.quality.sources import FileCases, open_source
 from cacheblend_rag.evaluation.quality.statistics import Interval
+from cacheblend_rag.evaluation.quality.subject import Subject
 from cacheblend_rag.evaluation.quality.summary import MethodRow, least_work, no_worse, summarise, write_summary
 from cacheblend_rag.fusor.selection import SelectGradual, SelectHKVD, SelectQuery
 from cacheblend_rag.langchain import CacheBlendLLM
@@ -244,6 +246,22 @@ def test_what_a_run_measures(run: EvalRun) -> None:
     assert deviations["full"] == 0
     assert deviations["prefix"] is None
     assert deviations["reuse"] > deviations["hkvd 0.2"] > deviations["hkvd 1"] >= 0
+
+
+def test_an_answer_as_long_as_the_gold_one_is_not_cut(tmp_path: Path) -> None:
+    """Of comparisons of the reference archive many are longer than the 32 tokens that answers usually take."""
+    source = open_source("reference:dev", form="auto", limit=None, per_kind={"comparison": 6}, seed=0, shuffled=False)
+    with BlendEngine.from_pretrained(MODEL_PATH, dtype="float32", device="cpu") as engine:
+        subject = Subject(engine)
+        lengths = {case.id: subject.answer_tokens(case) for case in source.cases(6)}
+        assert min(lengths.values()) == 32
+        assert {Subject(engine, 4).answer_tokens(case) for case in source.cases(6)} == {4}
+        options = EvalOptions(methods=("full",), style="stuff", order="retrieved", attention=0)
+        run = Evaluation(engine, source, options).run(tmp_path, progress=False)
+    long = [line["results"][0] for line in run.lines if lengths[line["case"]] > 32]
+    assert len(long) > 1
+    assert any(result["forced_exact"] for result in long)
+    assert [result["em"] for result in long] == [float(result["forced_exact"]) for result in long]
 
 
 def test_the_order_of_methods_turns_so_that_none_is_always_warm(run: EvalRun) -> None:

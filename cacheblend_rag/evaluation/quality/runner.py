@@ -36,7 +36,7 @@ from cacheblend_rag.prompt import Prompt, SegmentTokenizer
 __all__ = ["WORKLOADS", "EvalOptions", "EvalRun", "Evaluation", "Part"]
 
 WORKLOADS = ("plain", "extended")
-_VERSION = 2
+_VERSION = 3
 _WEIGHED = 12  # prompts by which a ratio is found for some work
 _log = logging.getLogger(__name__)
 _Place = tuple[int, int, str]  # number of chunks, their tokens, question
@@ -73,7 +73,7 @@ class EvalOptions:
     chat : bool
         Put the prompt into the tokenizer's chat template.
     max_new_tokens : int
-        Of an answer; 0 takes 32, 128 or 512 by task.
+        Of an answer; 0 takes 32, 128 or 512 by task, and more where a gold answer is longer.
     answers : bool
         Whether answers are generated; without, only divergence, agreement and whether greedy decoding
         would write the gold answer, which is much faster.

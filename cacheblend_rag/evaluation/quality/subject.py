@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,7 +47,7 @@ class Subject:
     engine : BlendEngine
         Its store holds the chunks.
     max_new_tokens : int
-        Of an answer; 0 takes what suits the task.
+        Of an answer; 0 takes what suits the task, and what its gold answers take.
     answers : bool
         Whether answers are generated.
     """
@@ -57,24 +56,29 @@ class Subject:
         self.engine, self.answers, self._most = engine, answers, max_new_tokens
         self.segments = SegmentTokenizer(engine.tokenizer, engine.config.separator)
         self._views: dict[str, BlendEngine] = {}
+        self._chains: dict[int, DocumentChains] = {}
 
-    @cached_property
-    def chains(self) -> DocumentChains:
+    def chains(self, case: EvalCase) -> DocumentChains:
         """What asks of each chunk by itself."""
-        return DocumentChains(self.engine, self.answer_tokens("qa"))
+        most = self.answer_tokens(case)
+        if most not in self._chains:
+            self._chains[most] = DocumentChains(self.engine, most)
+        return self._chains[most]
 
-    def answer_tokens(self, task: str) -> int:
-        """Most tokens generated for an answer."""
-        return self._most or _NEW_TOKENS[task]
+    def answer_tokens(self, case: EvalCase) -> int:
+        """Most tokens generated for an answer: what suits the task, but no fewer than its gold answers take."""
+        return self._most or max(_NEW_TOKENS[case.task], *(len(self._answer_ids(gold)) for gold in case.answers))
 
     def room(self, case: EvalCase) -> int:
         """Tokens an answer may take, generated or gold."""
-        return max(self.answer_tokens(case.task), len(self.gold_ids(case, "")))
+        return max(self.answer_tokens(case), len(self.gold_ids(case, "")))
 
     def gold_ids(self, case: EvalCase, suffix: str) -> list[int]:
         """Ids of the first gold answer behind a prompt's suffix, and the end token."""
-        space = "" if suffix[-1:].isspace() else " "
-        ids = list(self.segments.inner_ids(space + case.answers[0]))[: _GOLD - 1]
+        return self._answer_ids(case.answers[0], "" if suffix[-1:].isspace() else " ")
+
+    def _answer_ids(self, answer: str, space: str = " ") -> list[int]:
+        ids = list(self.segments.inner_ids(space + answer))[: _GOLD - 1]
         end = self.engine.tokenizer.eos_token_id
         return ids if end is None else [*ids, int(end)]
 
@@ -106,7 +110,7 @@ class _Asked:
         self._gold = subject.gold_ids(case, prompt.suffix)
         self._warm = False
         self._full: torch.Tensor | None = None  # full prefill's log-probabilities over the gold answer
-        self._answers = GreedyAnswers(self._engine, self._ids, subject.answer_tokens(case.task))
+        self._answers = GreedyAnswers(self._engine, self._ids, subject.answer_tokens(case))
         self._prepared = (
             PreparedPrompt(self._engine.adapter, subject.segments, prompt) if attention and prompt.chunks else None
         )
@@ -196,7 +200,7 @@ class _Asked:
     def by_chain(self, variant: Variant) -> dict[str, Any]:
         """Measure a chain that asks of each chunk by itself; it has no prompt to compare token by token."""
         question = self._case.question or "Summarize the news."
-        found = self._subject.chains.answer(variant.method, question, self._prompt.chunks)
+        found = self._subject.chains(self._case).answer(variant.method, question, self._prompt.chunks)
         calls = list(found.calls)
         if variant.method == "map_reduce" and calls:
             calls[-1] = (calls[-1][0], 0)  # what the last call writes is the answer itself
