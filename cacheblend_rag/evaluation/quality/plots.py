@@ -142,7 +142,7 @@ def draw_least_work(rows: Sequence[MethodRow], measure: str, name: str, path: Pa
         axis.plot([p[place] for p, _ in having], [r.ttft for _, r in having], marker="o", label=f"loss ≤ {LOSS}")
         for point, row in having:
             text = row.label.replace(":", "\n") + f"\n{row.work:.0%} work"  # options below the name
-            where = {"textcoords": "offset points", "xytext": (0, -8), "ha": "center", "va": "top"}
+            where = {"textcoords": "offset points", "xytext": (0, 8), "ha": "center", "va": "bottom"}
             axis.annotate(text, (point[place], row.ttft), fontsize="x-small", **where)
         axis.set_xticks([point[place] for point in points])
         axis.margins(x=0.15)
