@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from cacheblend_rag.store.base import ReadsInPlace, StoredKV, copy_layer
+from cacheblend_rag.store.base import StoredKV, copy_layer, reads_in_place
 
 __all__ = ["DirectLane", "Lane", "PinnedLane", "lane_to", "side_stream"]
 
@@ -56,7 +56,7 @@ class PinnedLane:
 
     def __init__(self, records: Sequence[StoredKV], dtype: torch.dtype, device: torch.device) -> None:
         self._device, self._stream = device, side_stream(device)
-        infos = [record.info for record in records if isinstance(record, ReadsInPlace)]
+        infos = [record.info for record in records if reads_in_place(record)]
         shape = [max((getattr(info, name) for info in infos), default=0) for name in ("kv_heads", "tokens", "head_dim")]
         buffers = [torch.empty((2, *shape), dtype=dtype, pin_memory=True) for _ in range(2)]
         self._buffers = cycle([(buffer, torch.cuda.Event()) for buffer in buffers])  # type: ignore[no-untyped-call]
@@ -70,7 +70,7 @@ class PinnedLane:
 
     def put(self, record: StoredKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """See `Lane.put`."""
-        if not isinstance(record, ReadsInPlace):
+        if not reads_in_place(record):
             # In memory already, and if that is the GPU's, perhaps only now being written by what was queued before.
             self._stream.wait_stream(torch.cuda.default_stream(self._device))
             copy_layer(record, layer, keys, values)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 
@@ -24,6 +24,7 @@ __all__ = [
     "StoreStats",
     "StoredKV",
     "copy_layer",
+    "reads_in_place",
     "record_key",
 ]
 
@@ -142,13 +143,21 @@ class StoredKV(Protocol):
         ...
 
 
-@runtime_checkable
-class ReadsInPlace(Protocol):
+class ReadsInPlace(StoredKV, Protocol):
     """A record that can read a layer into buffers it is given, without making some of its own."""
 
     def read_into(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write one layer into place; see `copy_layer`."""
         ...
+
+
+def reads_in_place(record: StoredKV) -> TypeGuard[ReadsInPlace]:
+    """Whether a record is a `ReadsInPlace`.
+
+    Asked for every layer of every record: `isinstance` of a protocol takes Python as long as copying a layer of a small
+    model.
+    """
+    return hasattr(record, "read_into")
 
 
 @runtime_checkable
@@ -176,10 +185,8 @@ def copy_layer(record: StoredKV, layer: int, keys: torch.Tensor, values: torch.T
     RecordError
         As for `StoredKV.read_layer`.
     """
-    # Asking whether it is a `ReadsInPlace` takes Python as long as copying a layer of a small model.
-    read_into = getattr(record, "read_into", None)
-    if read_into is not None:
-        read_into(layer, keys, values)
+    if reads_in_place(record):
+        record.read_into(layer, keys, values)
         return
     stored_keys, stored_values = record.read_layer(layer)
     keys.copy_(stored_keys)

@@ -258,14 +258,14 @@ class Evaluation:
         """
         subject = Subject(self._engine, self._options.max_new_tokens, self._options.answers)
         places = self._places()
-        wanted = {place: at for place, at in places.items() if part.has(at[0])}
+        wanted = [place for place, (number, _) in places.items() if part.has(number)]
         with Journal(folder, self.settings, part.name) as journal:
-            left = wanted.keys() - {_place(line) for line in journal.lines}
+            done = {_place(line) for line in journal.lines}
+            left = [place for place in wanted if place not in done]
             hidden = None if progress is None else not progress
-            done = len(wanted) - len(left)
-            with tqdm(total=len(wanted), initial=done, desc="evaluating", unit="question", disable=hidden) as bar:
-                waiting = (place for place in wanted if place in left)
-                for (count, length), group in groupby(waiting, key=lambda place: (place[0], place[1])):
+            known = len(wanted) - len(left)
+            with tqdm(total=len(wanted), initial=known, desc="evaluating", unit="question", disable=hidden) as bar:
+                for (count, length), group in groupby(left, key=lambda place: (place[0], place[1])):
                     named = self._named(count, length)
                     for place in group:
                         number, case = places[place]
