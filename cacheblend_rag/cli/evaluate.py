@@ -28,7 +28,12 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "eval", help="hold every method against full prefill, on questions with passages", description=__doc__
     )
     parser.add_argument("what", nargs="?", choices=("run", "figures"), default="run", help="a run, or paper figures")
-    parser.add_argument("--data", required=True, metavar="FILE", help='questions, or "reference:dev", "reference:test"')
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="FILE",
+        help='questions, or "reference:dev", "reference:test", "reference:wide-test"…',
+    )
     parser.add_argument("--out", required=True, metavar="FOLDER", help="keeps results; a killed run goes on there")
     add_arguments(parser, "model")
     parser.add_argument("--methods", type=_names, default=("full", "prefix", "reuse", "hkvd"), metavar="A,B,…")

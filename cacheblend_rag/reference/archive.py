@@ -1,7 +1,9 @@
 """The town archive: entities, facts and passages, all made from a seed.
 
 A passage either names its subject (a profile), or names it by its role alone and so depends on the profile that
-tells whose role it is (a sequel about one subject, or a report from an event about several people).
+tells whose role it is (a sequel about one subject, or a report from an event about several people). In a wide town
+passages are longer, and some sequels call their subject by what it is to another ("the founder of Hulwyn"): these
+depend on the profile of that other, which tells who it is.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ from dataclasses import dataclass, field
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.reference.names import SPLITS, Split, draw, draw_people
-from cacheblend_rag.reference.passages import Sayable, write_profile, write_report, write_sequel
+from cacheblend_rag.reference.passages import PLAIN, Sayable, Style, write_profile, write_report, write_sequel
 from cacheblend_rag.reference.relations import (
+    BRIDGES,
     PROFILE_RELATIONS,
     RELATIONS,
     REPORT_RELATIONS,
@@ -20,6 +23,7 @@ from cacheblend_rag.reference.relations import (
     EntityKind,
     Relation,
 )
+from cacheblend_rag.reference.wide import WIDE, WIDE_RELATIONS
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,26 @@ class Fact:
     value: str
     passage: int
     event: str = ""
-    named: bool = True
-    """False where the passage names the subject by role only."""
+    called: str = ""
+    """What the passage calls the subject, without an article, where it does not name it."""
+    whose: int = -1
+    """The passage that tells who is called so."""
+
+    @property
+    def named(self) -> bool:
+        """Whether the passage names the subject."""
+        return not self.called
+
+    @property
+    def described(self) -> bool:
+        """Whether the passage calls the subject by what it is to another, not by its role."""
+        return self.called not in ("", self.subject.role)
+
+
+def description_of(fact: Fact) -> str | None:
+    """Return what its value, another entity, is by this fact ("founder of Hulwyn"), or None."""
+    words = BRIDGES.get((fact.subject.kind, fact.relation.key))
+    return None if words is None or not fact.named else words.format(n=fact.subject.name)
 
 
 @dataclass(frozen=True)
@@ -66,7 +88,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class TownSize:
-    """How much a town holds."""
+    """How much a town holds; ``facts`` a passage and subject at most, ``wide`` for longer passages of more kinds."""
 
     people: int = 22
     companies: int = 8
@@ -75,6 +97,7 @@ class TownSize:
     sequels: int = 14
     company_sequels: int = 4
     facts: int = 4
+    wide: bool = False
 
     def __post_init__(self) -> None:
         limits = {"people": (3, 45), "companies": (2, 20), "places": (2, 30), "events": (1, 12), "facts": (1, 5)}
@@ -93,6 +116,7 @@ class Town:
 
     split: Split
     seed: int
+    wide: bool
     entities: tuple[Entity, ...]
     facts: tuple[Fact, ...]
     passages: tuple[Passage, ...]
@@ -102,8 +126,12 @@ class Town:
         return self.entities.index(entity)
 
 
+WIDE_SIZE = TownSize(companies=12, sequels=18, company_sequels=10, wide=True)
+"""A town of the wider archive."""
 NUMBERS = {"year": (1800, 1989), "number": (12, 980)}
 """Lowest and highest of the numbers that relations have for values."""
+_DESCRIBED = 0.7
+"""Share of a wide town's sequels that describe their subject, of those that can."""
 
 
 @dataclass
@@ -115,6 +143,10 @@ class _Draft:
     facts: list[Fact] = field(default_factory=list)
     passages: list[Passage] = field(default_factory=list)
     spare: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def style(self) -> Style:
+        return WIDE if self.size.wide else PLAIN
 
     def of_kind(self, kind: EntityKind) -> list[Entity]:
         return [entity for entity in self.entities if entity.kind == kind]
@@ -129,16 +161,29 @@ class _Draft:
             return self.rng.choice([name for name in self.spare[source] if name != subject.name])
         return self.rng.choice(VALUES[source])
 
-    def tell(self, subject: Entity, keys: list[str], event: str = "", *, named: bool = True) -> list[Sayable]:
+    def tell(
+        self, subject: Entity, keys: list[str], event: str = "", called: str = "", whose: int = -1
+    ) -> list[Sayable]:
         """Invent a fact for each relation and record it for the passage about to be written."""
         sayable = []
+        relations = WIDE_RELATIONS if self.size.wide else RELATIONS
         for key in keys:
-            relation = RELATIONS[subject.kind][key]
-            fact = Fact(subject, relation, self.value(relation, subject), len(self.passages), event, named)
-            self.facts.append(fact)
-            said = subject.name if named else f"the {subject.role}"
-            sayable.append(Sayable(relation.statements, fact.value, (said,), subject.pronoun))
+            relation = relations[subject.kind][key]
+            value = self.value(relation, subject)
+            self.facts.append(Fact(subject, relation, value, len(self.passages), event, called, whose))
+            said = f"the {called}" if called else subject.name
+            sayable.append(Sayable(relation.statements, value, (said,), subject.pronoun))
         return sayable
+
+    def by_role(self, subject: Entity, keys: list[str], event: str = "") -> list[Sayable]:
+        """Invent facts of somebody named by role alone."""
+        return self.tell(subject, keys, event, subject.role, self.entities.index(subject))
+
+    def description(self, subject: Entity) -> tuple[str, int] | None:
+        """What a subject is to another, and which profile tells it; of several one at random."""
+        told = [(description_of(fact), fact.passage) for fact in self.facts if fact.value == subject.name]
+        known = [(words, passage) for words, passage in told if words]
+        return self.rng.choice(known) if known else None
 
 
 def _people_the_town(draft: _Draft) -> None:
@@ -170,9 +215,7 @@ def _write_profiles(draft: _Draft) -> dict[Entity, list[str]]:
         draft.rng.shuffle(keys)
         count = min(len(keys), draft.size.facts)
         told, left[entity] = keys[:count], keys[count:]
-        prose = write_profile(
-            draft.rng, entity.kind, entity.name, entity.role, entity.pronoun, draft.tell(entity, told)
-        )
+        prose = write_profile(draft.rng, draft.style, entity.kind, entity.name, entity.role, draft.tell(entity, told))
         draft.passages.append(Passage(len(draft.passages), prose.title, prose.text, said=prose.said))
     return left
 
@@ -185,15 +228,17 @@ def _write_dependents(draft: _Draft, left: dict[Entity, list[str]]) -> None:
         keys = left[entity][: size.facts]
         if not keys:
             continue
-        prose = write_sequel(draft.rng, entity.kind, entity.role, draft.tell(entity, keys, named=False))
-        profile = draft.entities.index(entity)
-        draft.passages.append(Passage(len(draft.passages), prose.title, prose.text, (profile,), prose.said))
+        described = draft.description(entity) if size.wide and draft.rng.random() < _DESCRIBED else None
+        called, whose = described or (entity.role, draft.entities.index(entity))
+        facts = draft.tell(entity, keys, called=called, whose=whose)
+        prose = write_sequel(draft.rng, draft.style, entity.kind, called, facts)
+        draft.passages.append(Passage(len(draft.passages), prose.title, prose.text, (whose,), prose.said))
     report_keys = [relation.key for relation in REPORT_RELATIONS]
     for event in draft.of_kind("event"):
         people = draft.rng.sample(draft.of_kind("person"), 3)
         keys = draft.rng.sample(report_keys, 2)
-        groups = [draft.tell(person, keys, event.name, named=False) for person in people]
-        prose = write_report(draft.rng, event.name, groups)
+        groups = [draft.by_role(person, keys, event.name) for person in people]
+        prose = write_report(draft.rng, draft.style, event.name, groups)
         needs = tuple(draft.entities.index(person) for person in people)
         draft.passages.append(Passage(len(draft.passages), prose.title, prose.text, needs, prose.said))
 
@@ -217,7 +262,8 @@ def build_town(seed: int, split: Split = "train", size: TownSize | None = None) 
     """
     if split not in SPLITS:
         raise ConfigError("split", split, f"choose one of {', '.join(SPLITS)}")
-    draft = _Draft(random.Random(f"town/{split}/{seed}"), split, size or TownSize())
+    size = size or TownSize()
+    draft = _Draft(random.Random(f"town/{split}/{seed}"), split, size)
     _people_the_town(draft)
     _write_dependents(draft, _write_profiles(draft))
-    return Town(split, seed, tuple(draft.entities), tuple(draft.facts), tuple(draft.passages))
+    return Town(split, seed, size.wide, tuple(draft.entities), tuple(draft.facts), tuple(draft.passages))

@@ -8,14 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from cacheblend_rag.reference.archive import NUMBERS, Entity, Fact, Passage, Town, TownSize, build_town
+from cacheblend_rag.reference.archive import NUMBERS, Entity, Fact, Passage, Town, TownSize, build_town, description_of
 from cacheblend_rag.reference.names import Split
 from cacheblend_rag.reference.prompts import FORMATS, SEPARATORS, PromptFormat
 from cacheblend_rag.reference.questions import (
-    QUESTION_KINDS,
+    WIDE_KINDS,
     Question,
     QuestionKind,
     ask_all,
@@ -26,21 +23,19 @@ from cacheblend_rag.reference.relations import COMPARISONS, RELATIONS
 from cacheblend_rag.reference.sequences import (
     ANSWER_WEIGHT,
     VALUE_WEIGHT,
+    Called,
     Chunk,
     Line,
-    Look,
     TrainingSequence,
     copy_sequence,
     ids_within,
-    introduction_in,
+    knowing,
     spans_told,
     weigh,
 )
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float32]
-
 _TRAIN_SIZE = TownSize(people=10, companies=4, places=4, events=3, sequels=8, company_sequels=3)
+_WIDE_SIZE = TownSize(people=10, companies=6, places=4, events=3, sequels=9, company_sequels=5, wide=True)
 
 
 @dataclass(frozen=True)
@@ -70,6 +65,8 @@ class Stage:
         Weight of the guidance how to read; see `cacheblend_rag.reference.loss`.
     bare_comparisons : float
         Share of sequences that only compare numbers, each told in the answer itself.
+    wide : float
+        Share of towns of the wider archive.
     """
 
     name: str
@@ -83,36 +80,7 @@ class Stage:
     pool: int = 0
     about: float = 0.0
     bare_comparisons: float = 0.0
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Sequences and the positions whose next token counts.
-
-    ``ids`` [rows, length]; ``positions``, ``targets``, ``weights``, ``question`` [rows, kept]. ``question`` numbers
-    the question a position answers, over the whole batch, and is -1 for context; ``kinds`` [questions].
-    ``about_positions`` [rows, chosen] are positions in passages, ``about`` the first id of the name of whoever is
-    written about there, -1 where that cannot be told. ``owners``, ``sources``, ``rests``, ``firsts`` and ``seconds``
-    [rows, chosen, 3] hold positions and the stretch that each should look at (first, behind the last), -1: none.
-    ``number_positions`` [rows, chosen] are positions of the last digits of numbers, ``sizes`` [rows, chosen, kinds] say
-    where in the range of its kind (`NUMBERS`) each lies, from 0 to 1; NaN for other kinds and where there is none.
-    """
-
-    ids: Ints
-    positions: Ints
-    targets: Ints
-    weights: Floats
-    question: Ints
-    kinds: Ints
-    about_positions: Ints
-    about: Ints
-    owners: Ints
-    sources: Ints
-    rests: Ints
-    firsts: Ints
-    seconds: Ints
-    number_positions: Ints
-    sizes: Floats
+    wide: float = 0.0
 
 
 def _by_role(rng: random.Random, subject: Entity, facts: Sequence[Fact]) -> tuple[Line, Line, list[Question]]:
@@ -144,7 +112,7 @@ def _by_role(rng: random.Random, subject: Entity, facts: Sequence[Fact]) -> tupl
 def subjects_of(town: Town, passage: Passage) -> dict[str, Entity]:
     """Return what the subjects of a passage are called in it."""
     facts = (fact for fact in town.facts if fact.passage == passage.index)
-    return {fact.subject.name if fact.named else fact.subject.role: fact.subject for fact in facts}
+    return {fact.called or fact.subject.name: fact.subject for fact in facts}
 
 
 def _bare_question(rng: random.Random, kind: QuestionKind, fact: Fact, name: str) -> Question:
@@ -216,7 +184,8 @@ class SequenceMaker:
             if stage.name.startswith("copy"):
                 yield copy_sequence(self._rng, stage.length, stage.pool or self._vocab)
                 continue
-            town = build_town(self._rng.getrandbits(48), self._split, _TRAIN_SIZE)
+            wide = stage.wide > 0 and self._rng.random() < stage.wide
+            town = build_town(self._rng.getrandbits(48), self._split, _WIDE_SIZE if wide else _TRAIN_SIZE)
             questions = [item for item in ask_all(town) if item.kind in stage.kinds]
             codes = self._encode([passage.chunk for passage in town.passages])
             chunks = [self._passage(town, *pair) for pair in zip(town.passages, codes, strict=True)]
@@ -230,14 +199,22 @@ class SequenceMaker:
 
     def _passage(self, town: Town, passage: Passage, code: Any) -> Chunk:
         text = passage.chunk
-        facts = (fact for fact in town.facts if fact.passage == passage.index)
+        facts = [fact for fact in town.facts if fact.passage == passage.index]
         told = spans_told(text, code, dict(zip(facts, passage.said, strict=True)))
         about = self._about(text, code, subjects_of(town, passage))
-        if passage.index >= len(town.entities):
-            return Chunk(list(code.ids), about=about, by_role=True, told=told)
-        subject = town.entities[passage.index]
-        introduces = introduction_in(text, code, self._first_id(subject.name), subject)
-        return Chunk(list(code.ids), about=about, introduces=introduces, told=told)
+        calls = {self._first_id(fact.subject.name): fact.called for fact in facts if fact.called}
+        return Chunk(list(code.ids), [], about, self._introduced(text, code, facts), calls, told)
+
+    def _introduced(self, text: str, code: Any, facts: Sequence[Fact]) -> dict[Called, range]:
+        """Whom a passage that names its subjects tells to be called what."""
+        found: dict[Called, range | None] = {}
+        for fact in facts:
+            subject, words = fact.subject, description_of(fact)
+            if fact.named and subject.role:
+                found[self._first_id(subject.name), subject.role] = knowing(text, code, subject.name, subject.role)
+            if words:
+                found[self._first_id(fact.value), words] = knowing(text, code, subject.name, fact.value)
+        return {called: knows for called, knows in found.items() if knows is not None}
 
     def _first_id(self, name: str) -> int:
         if name not in self._first_ids:
@@ -320,7 +297,7 @@ class SequenceMaker:
             sequence.context(list(asked.ids))
             start, first = len(sequence.ids), len(sequence.ids) + len(given.ids)
             sequence.context(list(given.ids), [0.0] * len(given.ids))
-            sequence.answer([*said.ids, self._eos], [*weights, ANSWER_WEIGHT], QUESTION_KINDS.index("comparison"))
+            sequence.answer([*said.ids, self._eos], [*weights, ANSWER_WEIGHT], WIDE_KINDS.index("comparison"))
             numbers = [start + at for at in self.numbers_in(given.ids)]
             sequence.look_at_numbers(start, range(first + best.start, first + best.stop), numbers)
         return sequence
@@ -329,14 +306,17 @@ class SequenceMaker:
         """Encode bare lines; what a role says about its owner is unknown before the line that tells whose it is."""
         chunks, introduced = [], set[str]()
         for line, code in zip(lines, self._encode([line.text for line in lines]), strict=True):
-            name, by_role = line.subject.name, line.text.startswith(f"The {line.subject.role}") and bool(line.told)
+            name, role = line.subject.name, line.subject.role
+            by_role = line.text.startswith(f"The {role}") and bool(line.told)
             if name in line.text:
                 introduced.add(name)
-            called = {name: line.subject, line.subject.role or name: line.subject} if name in introduced else {}
+            called = {name: line.subject, role or name: line.subject} if name in introduced else {}
             weights, about = weigh(code, line.marked, line.weight), self._about(line.text, code, called)
-            introduces = None if by_role else introduction_in(line.text, code, self._first_id(name), line.subject)
+            one = (self._first_id(name), role)
+            knows = knowing(line.text, code, name, role) if role and not by_role else None
+            calls = {one[0]: role} if by_role else {}
             told = spans_told(line.text, code, line.told)
-            chunks.append(Chunk(list(code.ids), weights, about, introduces, by_role, told))
+            chunks.append(Chunk(list(code.ids), weights, about, {one: knows} if knows else {}, calls, told))
         return chunks
 
     def _prompt(
@@ -348,13 +328,14 @@ class SequenceMaker:
         by_kind: dict[str, list[Question]] = {kind: [] for kind in stage.kinds}
         for question in questions:
             by_kind[question.kind].append(question)
+        by_kind = {kind: found for kind, found in by_kind.items() if found}
         shared: dict[int, set[str]] = {}
         for fact in town.facts:
             shared.setdefault(fact.passage, set()).add(fact.relation.key)
         chosen: list[int] = []
         told: set[str] = set()  # relations in the chosen passages
-        kinds, kind_weights = list(stage.kinds), list(stage.kinds.values())
-        for kind in rng.choices(kinds, kind_weights, k=40):
+        kinds = list(by_kind)
+        for kind in rng.choices(kinds, [stage.kinds[kind] for kind in kinds], k=40):
             # Of a few, take the one whose passages tell most of what others tell too.
             few = rng.sample(by_kind[kind], min(5, len(by_kind[kind])))
             needs = max(few, key=lambda one: sum(len(told & shared.get(index, set())) for index in one.needs)).needs
@@ -371,13 +352,12 @@ class SequenceMaker:
         drawn = rng.choices(open_kinds, [stage.kinds[kind] for kind in open_kinds], k=90)
         asked = [rng.choice(askable[kind]) for kind in drawn]
         # Before the passage that says who is meant, nobody can tell yet whom a reference is about.
-        introduced: set[int] = set()
+        introduced: set[Called] = set()
         read = []
-        for index in order:
-            if index < len(town.entities):
-                introduced.add(self._first_id(town.entities[index].name))
-            about = [label if label in introduced else -1 for label in chunks[index].about]
-            read.append(replace(chunks[index], about=about))
+        for chunk in (chunks[index] for index in order):
+            introduced.update(chunk.introduces)
+            unknown = {label for label, called in chunk.calls.items() if (label, called) not in introduced}
+            read.append(replace(chunk, about=[-1 if label in unknown else label for label in chunk.about]))
         return self._assemble(stage, read, asked)
 
     def _assemble(self, stage: Stage, chunks: Sequence[Chunk], asked: Sequence[Question]) -> TrainingSequence:
@@ -406,86 +386,16 @@ class SequenceMaker:
             counted = {at for ids in named for at in ids}
             weights = [VALUE_WEIGHT if at in counted else ANSWER_WEIGHT for at in range(len(answer.ids))]
             # An answer that begins with a name is about its bearer, as a passage is: both get the same code for it.
-            simple = question.kind in ("within", "reference") and not question.sentence.startswith("The ")
+            simple = question.kind in ("within", "reference", "described") and not question.sentence.startswith("The ")
             about = answer.ids[0] if simple else -1
-            kind = QUESTION_KINDS.index(question.kind)
+            kind = WIDE_KINDS.index(question.kind)
             first = len(sequence.ids)
             sequence.answer([*answer.ids, self._eos], [*weights, ANSWER_WEIGHT], kind, about)
             for fact, value in values.items():
                 if fact in told:
                     sequence.look_for_value(range(first + value.start, first + value.stop), told[fact])
-            if question.kind == "comparison":
+            if question.kind in ("comparison", "judged"):
                 ends = [first + at for at in self.numbers_in(answer.ids)]
                 sequence.look_at_numbers(first, range(first + named[0].start, first + named[0].stop), ends)
         sequence.pad(stage.length + 1, self._eos)
         return sequence
-
-
-def _keep_some(rng: np.random.Generator, kept: Ints, looks: Sequence[Look], length: int) -> None:
-    """Put a random choice of looks into ``kept`` [chosen, 3]."""
-    inside = [look for look in looks if look[0] < length]
-    for at, index in enumerate(rng.permutation(len(inside))[: len(kept)]):
-        kept[at] = inside[index]
-
-
-def _size_some(rng: np.random.Generator, positions: Ints, sizes: Floats, numbers: dict[int, int]) -> None:
-    """Fill in numbers and their sizes; some of them if there are more than fit."""
-    chosen = list(numbers) if len(numbers) <= len(positions) else rng.choice(list(numbers), len(positions), False)
-    for row, at in enumerate(chosen):
-        for kind, (low, high) in enumerate(NUMBERS.values()):
-            if low <= numbers[at] <= high:
-                positions[row], sizes[row, kind] = at, (numbers[at] - low) / (high - low)
-
-
-def make_batches(maker: SequenceMaker, stage: Stage, seed: int) -> Iterator[Batch]:
-    """Yield batches without end.
-
-    Every answer token counts; of the context a random share does, so that a third of all positions count (half while
-    copying).
-    """
-    rng = np.random.default_rng(seed)
-    source = maker.sequences(stage)
-    kept = stage.length // (2 if stage.name.startswith("copy") else 3)
-    while True:
-        rows = [next(source) for _ in range(stage.rows)]
-        shape = (stage.rows, kept)
-        batch = Batch(
-            np.zeros((stage.rows, stage.length), np.int64),
-            np.zeros(shape, np.int64),
-            np.zeros(shape, np.int64),
-            np.zeros(shape, np.float32),
-            np.full(shape, -1, np.int64),
-            np.array([kind for row in rows for kind in row.kinds], np.int64),
-            np.zeros((stage.rows, stage.length // 5), np.int64),
-            np.full((stage.rows, stage.length // 5), -1, np.int64),
-            np.full((stage.rows, stage.length // 8, 3), -1, np.int64),
-            np.full((stage.rows, stage.length // 32, 3), -1, np.int64),
-            np.full((stage.rows, stage.length // 16, 3), -1, np.int64),
-            np.full((stage.rows, stage.length // 32, 3), -1, np.int64),
-            np.full((stage.rows, stage.length // 32, 3), -1, np.int64),
-            np.zeros((stage.rows, stage.length // 16), np.int64),
-            np.full((stage.rows, stage.length // 16, len(NUMBERS)), np.nan, np.float32),
-        )
-        first = 0
-        for number, row in enumerate(rows):
-            ids = np.array(row.ids[: stage.length + 1], np.int64)
-            weights = np.array(row.weights[1 : stage.length + 1], np.float32)
-            question = np.array(row.question[1 : stage.length + 1], np.int64)
-            counts = weights >= ANSWER_WEIGHT
-            answer, other = np.flatnonzero(counts), np.flatnonzero(~counts)
-            fill = rng.choice(other, size=max(0, kept - len(answer)), replace=False)
-            at = np.concatenate([answer, fill])[:kept]
-            batch.ids[number] = ids[:-1]
-            batch.positions[number] = at
-            batch.targets[number] = ids[at + 1]
-            batch.weights[number] = weights[at]
-            batch.question[number] = np.where(question[at] >= 0, question[at] + first, -1)
-            first += len(row.kinds)
-            about = np.array(row.about[: stage.length], np.int64)
-            known = rng.permutation(np.flatnonzero(about >= 0))[: batch.about.shape[1]]
-            batch.about_positions[number, : len(known)] = known
-            batch.about[number, : len(known)] = about[known]
-            for name in ("owners", "sources", "rests", "firsts", "seconds"):
-                _keep_some(rng, getattr(batch, name)[number], getattr(row, name), stage.length)
-            _size_some(rng, batch.number_positions[number], batch.sizes[number], maker.numbers_in(ids[:-1].tolist()))
-        yield batch

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.reference import DOCUMENTS_PATH, EMBEDDER_PATH, MODEL_PATH, QUESTIONS_PATH
-from cacheblend_rag.reference.archive import build_town
+from cacheblend_rag.reference.archive import WIDE_SIZE, build_town
 from cacheblend_rag.reference.bundle import read_questions
 from cacheblend_rag.reference.names import Split
 from cacheblend_rag.reference.prompts import DEFAULT_SEPARATOR, STUFF, PromptFormat
-from cacheblend_rag.reference.questions import QUESTION_KINDS, ask_all, sample_prompt
+from cacheblend_rag.reference.questions import QUESTION_KINDS, WIDE_KINDS, ask_all, sample_prompt
 
 if TYPE_CHECKING:
     from cacheblend_rag.engine import BlendEngine
@@ -82,7 +82,13 @@ def wilson(right: int, count: int) -> tuple[float, float]:
 
 
 def held_out_cases(
-    per_kind: int, *, passages: int = 6, split: Split = "test", seed: int = 0, shuffled: bool = False
+    per_kind: int,
+    *,
+    passages: int = 6,
+    split: Split = "test",
+    seed: int = 0,
+    shuffled: bool = False,
+    wide: bool = False,
 ) -> list[Case]:
     """Sample cases from fresh towns of a split: the passages needed and distractors from the same town.
 
@@ -94,16 +100,19 @@ def held_out_cases(
         Passages a prompt.
     shuffled : bool
         Whether a passage may stand before the one that says who is meant.
+    wide : bool
+        Whether the towns are those of the wider archive, with questions of more kinds.
     """
     rng = random.Random(f"held-out/{split}/{seed}")
+    kinds, size = (WIDE_KINDS, WIDE_SIZE) if wide else (QUESTION_KINDS, None)
     cases: list[Case] = []
-    left = dict.fromkeys(QUESTION_KINDS, per_kind)
+    left = dict.fromkeys(kinds, per_kind)
     town_seed = 1_000 * (seed + 1)
     while any(left.values()):
-        town = build_town(town_seed, split)
+        town = build_town(town_seed, split, size)
         town_seed += 1
         asked = ask_all(town)
-        for kind in QUESTION_KINDS:
+        for kind in kinds:
             of_kind = [question for question in asked if question.kind == kind]
             for question in rng.sample(of_kind, min(left[kind], 8, len(of_kind))):
                 sample = sample_prompt(rng, town, question, passages, shuffled=shuffled)
@@ -224,6 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--split", choices=("dev", "test"), default="test")
     parser.add_argument("--shuffled", action="store_true", help="fully random order of passages")
+    parser.add_argument("--wide", action="store_true", help="the wider archive")
     parser.add_argument("--retrieve", action="store_true", help="the bundled archive, passages by the embedder")
     parser.add_argument("--selection", help="blend by this rule instead of a full prefill: hkvd, none, …")
     parser.add_argument("--ratio", type=float, default=0.15, help="recompute ratio of the rule")
@@ -236,7 +246,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = retrieved_cases(passages=args.passages)
     else:
         cases = held_out_cases(
-            args.per_kind, passages=args.passages, split=args.split, seed=args.seed, shuffled=args.shuffled
+            args.per_kind,
+            passages=args.passages,
+            split=args.split,
+            seed=args.seed,
+            shuffled=args.shuffled,
+            wide=args.wide,
         )
     rule = {"recompute_ratio": args.ratio, "check_layers": (args.check_layer,)}
     if args.query_layer is not None:

@@ -1,15 +1,12 @@
-"""Prose: turning facts into titled passages of 60 to 120 words."""
+"""Prose: turning facts into titled passages."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cacheblend_rag.reference.relations import EntityKind
-
-MIN_WORDS = 60
-MAX_WORDS = 120
 
 _OPENERS: dict[EntityKind, tuple[str, ...]] = {
     "person": (
@@ -134,6 +131,34 @@ _REPORT_TITLES = ("Report from {n}", "A day at {n}", "Scenes from {n}", "{n} in 
 
 
 @dataclass(frozen=True)
+class Style:
+    """How passages are written.
+
+    Parameters
+    ----------
+    words : tuple of int
+        Least and most words of a passage.
+    targets : tuple of int
+        How many words a passage is to have at least; one of them is drawn for each.
+    openers, role_openers, report_openers : dict or tuple of str
+        First sentences of profiles, sequels (``{role}`` alone) and reports.
+    fillers, closers : dict or tuple of str
+        Sentences that state no fact, mixed in until the passage is long enough; ``{y}`` is any year.
+    """
+
+    words: tuple[int, int]
+    targets: tuple[int, ...]
+    openers: Mapping[EntityKind, tuple[str, ...]]
+    role_openers: Mapping[EntityKind, tuple[str, ...]]
+    report_openers: tuple[str, ...]
+    fillers: Mapping[EntityKind, tuple[str, ...]]
+    closers: tuple[str, ...]
+
+
+PLAIN = Style((60, 120), (60, 60, 70, 85), _OPENERS, _ROLE_OPENERS, _REPORT_OPENERS, _FILLERS, _CLOSERS)
+
+
+@dataclass(frozen=True)
 class Sayable:
     """One fact, ready to be said: its statement templates, value and what its subject may be called."""
 
@@ -155,13 +180,15 @@ def _say(rng: random.Random, fact: Sayable, *, may_use_pronoun: bool, clear: boo
     return template.format(S=capital, s=subject, s_obj=objective, v=fact.value)
 
 
-def _fit(rng: random.Random, sentences: list[str], fillers: Sequence[str]) -> str:
+def _fit(rng: random.Random, style: Style, sentences: list[str], fillers: Sequence[str]) -> str:
     """Mix in sentences that state no fact until the text is long enough."""
-    target = rng.choice((MIN_WORDS, MIN_WORDS, 70, 85))
+    least, target = style.words[0], rng.choice(style.targets)
     spare = rng.sample(list(fillers), len(fillers))
     words = sum(len(sentence.split()) for sentence in sentences)
-    while words < target or words < MIN_WORDS:
-        extra = spare.pop() if spare else rng.choice(_CLOSERS)
+    while words < target or words < least:
+        extra = spare.pop() if spare else rng.choice(style.closers)
+        if "{y}" in extra:
+            extra = extra.format(y=rng.randint(1800, 1989))
         sentences.insert(rng.randint(1, len(sentences)), extra)
         words += len(extra.split())
     return " ".join(sentences)
@@ -177,30 +204,32 @@ class Prose:
 
 
 def write_profile(
-    rng: random.Random, kind: EntityKind, name: str, role: str, pronoun: str, facts: Sequence[Sayable]
+    rng: random.Random, style: Style, kind: EntityKind, name: str, role: str, facts: Sequence[Sayable]
 ) -> Prose:
     """Write a passage that names its subject and, for all but places, tells its role."""
-    opener = rng.choice(_OPENERS[kind]).format(n=name, role=role)
+    opener = rng.choice(style.openers[kind]).format(n=name, role=role)
     said = tuple(_say(rng, fact, may_use_pronoun=True) for fact in facts)
-    return Prose(rng.choice(_TITLES[kind]).format(n=name), _fit(rng, [opener, *said], _FILLERS[kind]), said)
+    title = rng.choice(_TITLES[kind]).format(n=name)
+    return Prose(title, _fit(rng, style, [opener, *said], style.fillers[kind]), said)
 
 
-def write_sequel(rng: random.Random, kind: EntityKind, role: str, facts: Sequence[Sayable]) -> Prose:
-    """Write a passage that names its subject by role and pronoun only."""
-    opener = rng.choice(_ROLE_OPENERS[kind]).format(role=role)
+def write_sequel(rng: random.Random, style: Style, kind: EntityKind, called: str, facts: Sequence[Sayable]) -> Prose:
+    """Write a passage that calls its subject by role, or by another description, and pronoun only."""
+    opener = rng.choice(style.role_openers[kind]).format(role=called)
     said = tuple(_say(rng, fact, may_use_pronoun=True) for fact in facts)
-    return Prose(rng.choice(_NEUTRAL_TITLES), _fit(rng, [opener, *said], _FILLERS[kind]), said)
+    return Prose(rng.choice(_NEUTRAL_TITLES), _fit(rng, style, [opener, *said], style.fillers[kind]), said)
 
 
-def write_report(rng: random.Random, event: str, groups: Sequence[Sequence[Sayable]]) -> Prose:
+def write_report(rng: random.Random, style: Style, event: str, groups: Sequence[Sequence[Sayable]]) -> Prose:
     """Write a report from an event about several people, each named by role only.
 
     ``groups`` holds one sequence of facts a person; a person's facts stand together and the first names the role.
     """
-    sentences = [rng.choice(_REPORT_OPENERS).format(n=event)]
+    sentences = [rng.choice(style.report_openers).format(n=event)]
     said: list[str] = []
     for group in groups:
         parts = [_say(rng, fact, may_use_pronoun=index > 0, clear=True) for index, fact in enumerate(group)]
         sentences.append(" ".join(parts))
         said += parts
-    return Prose(rng.choice(_REPORT_TITLES).format(n=event), _fit(rng, sentences, _FILLERS["event"]), tuple(said))
+    title = rng.choice(_REPORT_TITLES).format(n=event)
+    return Prose(title, _fit(rng, style, sentences, style.fillers["event"]), tuple(said))

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.reference.archive import Entity, Fact, Town
-from cacheblend_rag.reference.relations import BRIDGES, COMPARISONS, ROLES
+from cacheblend_rag.reference.archive import Entity, Fact, Town, description_of
+from cacheblend_rag.reference.relations import COMPARISONS, ROLES
 
-QuestionKind = Literal["within", "reference", "bridge", "comparison"]
+QuestionKind = Literal["within", "reference", "bridge", "comparison", "described", "traced", "chain", "judged"]
 QUESTION_KINDS: tuple[QuestionKind, ...] = ("within", "reference", "bridge", "comparison")
+WIDE_KINDS: tuple[QuestionKind, ...] = (*QUESTION_KINDS, "described", "traced", "chain", "judged")
+"""What a wide town is asked."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,11 @@ class Question:
     ----------
     id : str
         Unique over all towns and splits.
-    kind : {"within", "reference", "bridge", "comparison"}
-        Within one passage; across passages by reference; two hops through a named bridge; comparison of two.
+    kind : str
+        ``within`` one passage; across passages by ``reference``; two hops through a named ``bridge``; ``comparison`` of
+        two. Of wide towns also: ``described``, across passages by what somebody is to another; ``traced``, a bridge to
+        somebody whose fact is told by reference; ``chain``, three hops; ``judged``, a comparison of numbers told by
+        reference.
     question, sentence : str
         What is asked, and the full gold sentence, which restates the question.
     answers : tuple of str
@@ -92,12 +97,14 @@ class _Asker:
 def _ask_facts(asker: _Asker) -> None:
     for fact in asker.town.facts:
         subject = fact.subject
-        profile = asker.town.profile_of(subject)
         question, sentence = _ask(asker.rng, fact, subject.name), f"{subject.name} {predicate_of(fact)}."
         if fact.named:
             asker.add("within", question, sentence, fact.value, (fact.passage,), fact)
             continue
-        asker.add("reference", question, sentence, fact.value, (profile, fact.passage), fact)
+        if fact.described:
+            asker.add("described", question, sentence, fact.value, told_by(fact), fact)
+            continue
+        asker.add("reference", question, sentence, fact.value, told_by(fact), fact)
         role = f"the {subject.role}"
         question, sentence = _ask(asker.rng, fact, role), f"{role} {predicate_of(fact)}."
         asker.add("within", question, sentence, fact.value, (fact.passage,), fact)
@@ -115,32 +122,65 @@ def _ask_roles(asker: _Asker) -> None:
             asker.add("within", question, f"{entity.name} is the {entity.role}.", entity.role, (index,))
 
 
-def _ask_bridges(asker: _Asker) -> None:
-    by_subject: dict[str, list[Fact]] = {}
-    for fact in asker.town.facts:
-        if fact.named:
-            by_subject.setdefault(fact.subject.name, []).append(fact)
+def told_by(*facts: Fact) -> tuple[int, ...]:
+    """Return the passages that tell some facts and who they are about, who is meant first."""
+    return tuple(dict.fromkeys(index for fact in facts for index in (fact.whose, fact.passage) if index >= 0))
+
+
+def _by_subject(facts: Sequence[Fact], *, named: bool) -> dict[str, list[Fact]]:
+    found: dict[str, list[Fact]] = {}
+    for fact in facts:
+        if fact.named == named:
+            found.setdefault(fact.subject.name, []).append(fact)
+    return found
+
+
+def _ask_bridges(asker: _Asker, *, named: bool = True) -> None:
+    """Ask for a second fact through a first, named one; the second is told by name, or by reference."""
+    by_subject = _by_subject(asker.town.facts, named=named)
     for first in asker.town.facts:
-        description = BRIDGES.get((first.subject.kind, first.relation.key))
-        if description is None or not first.named:
+        words = description_of(first)
+        if words is None:
             continue
-        described = description.format(n=first.subject.name)
-        for second in by_subject[first.value]:
+        described = f"the {words}"
+        for second in by_subject.get(first.value, []):
             if second.value == first.subject.name:
                 continue
-            link = "who" if second.subject.kind == "person" else "which"
-            sentence = f"{described} is {first.value}, {link} {predicate_of(second)}."
+            sentence = f"{described} is {first.value}, {_link(second)} {predicate_of(second)}."
             question = _ask(asker.rng, second, described)
-            asker.add("bridge", question, sentence, second.value, (first.passage, second.passage), first, second)
+            kind: QuestionKind = "bridge" if named else "traced"
+            asker.add(kind, question, sentence, second.value, told_by(first, second), first, second)
 
 
-def _ask_comparisons(asker: _Asker) -> None:
+def _link(fact: Fact) -> str:
+    return "who" if fact.subject.kind == "person" else "which"
+
+
+def _ask_chains(asker: _Asker) -> None:
+    by_subject = _by_subject(asker.town.facts, named=True)
+    bridges = [(fact, f"the {words}") for fact in asker.town.facts if (words := description_of(fact))]
+    for first, one in bridges:
+        for second, other in bridges:
+            if second.subject.name != first.value or second.value == first.subject.name:
+                continue
+            told = f"{one} is {first.value} and {other} is {second.value}"
+            asked = other.replace(first.value, one)
+            for third in by_subject.get(second.value, []):
+                if third.value in (first.value, first.subject.name):
+                    continue
+                sentence = f"{told}, {_link(third)} {predicate_of(third)}."
+                facts = (first, second, third)
+                asker.add("chain", _ask(asker.rng, third, asked), sentence, third.value, told_by(*facts), *facts)
+
+
+def _ask_comparisons(asker: _Asker, *, named: bool = True) -> None:
+    """Ask which of two has more, by numbers told of them by name, or by reference."""
     for kind, comparisons in COMPARISONS.items():
         for comparison in comparisons:
             facts = [
                 fact
                 for fact in asker.town.facts
-                if fact.named and fact.subject.kind == kind and fact.relation.key == comparison.relation
+                if fact.named == named and fact.subject.kind == kind and fact.relation.key == comparison.relation
             ]
             asker.rng.shuffle(facts)
             pairs = [(one, two) for at, one in enumerate(facts) for two in facts[at + 1 : at + 4]]
@@ -154,7 +194,8 @@ def _ask_comparisons(asker: _Asker) -> None:
                     f"so {best.subject.name} {comparison.verdict}."
                 )
                 question = asker.rng.choice(comparison.questions).format(**names)
-                asker.add("comparison", question, sentence, best.subject.name, (one.passage, two.passage), one, two)
+                asked: QuestionKind = "comparison" if named else "judged"
+                asker.add(asked, question, sentence, best.subject.name, told_by(one, two), one, two)
 
 
 def ask_all(town: Town) -> tuple[Question, ...]:
@@ -164,6 +205,10 @@ def ask_all(town: Town) -> tuple[Question, ...]:
     _ask_roles(asker)
     _ask_bridges(asker)
     _ask_comparisons(asker)
+    if town.wide:
+        _ask_bridges(asker, named=False)
+        _ask_chains(asker)
+        _ask_comparisons(asker, named=False)
     return tuple(asker.found)
 
 
@@ -224,6 +269,7 @@ def entity_names(town: Town) -> frozenset[str]:
 
 __all__ = [
     "QUESTION_KINDS",
+    "WIDE_KINDS",
     "Entity",
     "PromptSample",
     "Question",
@@ -233,4 +279,5 @@ __all__ = [
     "order_passages",
     "predicate_of",
     "sample_prompt",
+    "told_by",
 ]

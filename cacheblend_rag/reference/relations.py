@@ -346,13 +346,13 @@ PROFILE_RELATIONS: dict[EntityKind, tuple[str, ...]] = {
 }
 
 BRIDGES: dict[tuple[EntityKind, str], str] = {
-    ("company", "founder"): "the founder of {n}",
-    ("person", "employer"): "the employer of {n}",
-    ("person", "birthplace"): "the birthplace of {n}",
-    ("event", "organiser"): "the organiser of {n}",
-    ("event", "host"): "the host of {n}",
+    ("company", "founder"): "founder of {n}",
+    ("person", "employer"): "employer of {n}",
+    ("person", "birthplace"): "birthplace of {n}",
+    ("event", "organiser"): "organiser of {n}",
+    ("event", "host"): "host of {n}",
 }
-"""Relations whose value is another entity of the town, and how that entity is described through them."""
+"""Relations whose value is another entity of the town, and what that entity is then."""
 
 COMPARISONS: dict[EntityKind, tuple[Comparison, ...]] = {
     "person": (

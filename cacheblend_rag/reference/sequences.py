@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cacheblend_rag.reference.archive import Entity, Fact
-from cacheblend_rag.reference.questions import QUESTION_KINDS
+from cacheblend_rag.reference.questions import WIDE_KINDS
 
 VALUE_WEIGHT, ANSWER_WEIGHT, CONTEXT_WEIGHT = 3.0, 1.0, 0.1
-COPY_KIND = len(QUESTION_KINDS)
-KIND_NAMES = (*QUESTION_KINDS, "copy")
+COPY_KIND = len(WIDE_KINDS)
+KIND_NAMES = (*WIDE_KINDS, "copy")
 
 Look = tuple[int, int, int]
 """A position, and the first and last-but-one of the positions that it should look at."""
+Called = tuple[int, str]
+"""The first id of a name, and what its bearer is called: its role, or what it is to another."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,10 @@ class Chunk:
         Empty for plain context.
     about : list of int
         For each id the first id of the name of whoever is written about, -1 before any mention.
-    introduces : tuple, optional
-        First id of a name, and the ids (first, behind the last) that know both the name and the role.
-    by_role : bool
-        Whether it calls its subjects by role alone.
+    introduces : dict
+        Whom it tells to be called what, with the ids that know both the name and what its bearer is called.
+    calls : dict
+        What it calls its subjects where it does not name them, by the first ids of their names.
     told : dict
         The facts it tells, with the ids from the value to the end of the words for each.
     """
@@ -62,8 +64,8 @@ class Chunk:
     ids: list[int]
     weights: list[float] = field(default_factory=list)
     about: list[int] = field(default_factory=list)
-    introduces: Look | None = None
-    by_role: bool = False
+    introduces: Mapping[Called, range] = field(default_factory=dict)
+    calls: Mapping[int, str] = field(default_factory=dict)
     told: Mapping[Fact, range] = field(default_factory=dict)
 
 
@@ -97,18 +99,19 @@ class TrainingSequence:
 
     def chunks(self, chunks: Sequence[Chunk], before: Sequence[int]) -> dict[Fact, range]:
         """Add chunks, each behind the ids ``before``; return where each fact is told."""
-        introduced: dict[int, tuple[int, int]] = {}
+        introduced: dict[Called, range] = {}
         told: dict[Fact, range] = {}
         for chunk in chunks:
             self.context(before)
             start = len(self.ids)
             self.context(chunk.ids, chunk.weights, chunk.about)
-            if chunk.by_role:
-                known = ((start + at, introduced.get(label)) for at, label in enumerate(chunk.about))
-                self.owners += [(at, *where) for at, where in known if where]
-            if chunk.introduces:
-                name, first, end = chunk.introduces
-                introduced[name] = (start + first, start + end)
+            for at, label in enumerate(chunk.about if chunk.calls else ()):
+                where = introduced.get((label, chunk.calls.get(label, "")))
+                if where is not None:
+                    self.owners.append((start + at, where.start, where.stop))
+            introduced |= {
+                one: range(start + knows.start, start + knows.stop) for one, knows in chunk.introduces.items()
+            }
             told |= {fact: range(start + span.start, start + span.stop) for fact, span in chunk.told.items()}
         return told
 
@@ -158,6 +161,10 @@ class TrainingSequence:
         self.about += [-1] * rest
 
 
+def _moved(span: range, by: int) -> range:
+    return range(span.start + by, span.stop + by)
+
+
 def copy_sequence(rng: random.Random, length: int, vocab: int) -> TrainingSequence:
     """Random ids from a small vocabulary of the sequence's own; stretches come again at random distances.
 
@@ -199,11 +206,8 @@ def spans_told(text: str, code: Any, told: Mapping[Fact, str]) -> dict[Fact, ran
     return spans
 
 
-def introduction_in(text: str, code: Any, name: int, subject: Entity) -> Look | None:
-    """Return from where on a text has named its subject and told the role, if it does both."""
-    found = [re.search(rf"\b{re.escape(words)}\b", text) for words in (subject.name, subject.role) if words]
+def knowing(text: str, code: Any, *told: str) -> range | None:
+    """Return the ids from where on a text has told all of these words, if it does."""
+    found = [re.search(rf"\b{re.escape(words)}\b", text) for words in told]
     ends = [match.end() for match in found if match]
-    if len(ends) < 2:
-        return None
-    knowing = ids_within(code, max(ends) - 1, len(text))
-    return name, knowing.start, knowing.stop
+    return ids_within(code, max(ends) - 1, len(text)) if len(ends) == len(told) else None

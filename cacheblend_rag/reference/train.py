@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.element_type import in_hardware
 from cacheblend_rag.reference import MODEL_PATH
-from cacheblend_rag.reference.curriculum import Batch, SequenceMaker, Stage, make_batches
+from cacheblend_rag.reference.batches import Batch, make_batches
+from cacheblend_rag.reference.curriculum import SequenceMaker, Stage
 from cacheblend_rag.reference.grow import ARCHITECTURES, Places, grow, parse_places, spread
 from cacheblend_rag.reference.loss import GUIDED, Guidance, Probes, TrainingLoss
 from cacheblend_rag.reference.sequences import COPY_KIND, KIND_NAMES
@@ -43,6 +44,29 @@ STAGES: tuple[Stage, ...] = (
     Stage("compare", 640, 14, 1e-3, _ALL, (2, 3, 4), target=0.9, about=0.5, bare_comparisons=0.75),
     Stage("all", 1536, 6, 1e-3, _ALL, (5, 6, 6, 9, 12), 0.15, target=2.0, about=0.5, bare_comparisons=0.35),
 )
+WIDER = Stage(
+    "wide",
+    3584,
+    3,
+    1e-3,
+    {
+        "within": 0.10,
+        "reference": 0.20,
+        "bridge": 0.10,
+        "comparison": 0.15,
+        "described": 0.15,
+        "traced": 0.10,
+        "chain": 0.08,
+        "judged": 0.12,
+    },
+    (5, 6, 6, 8, 10, 14, 17),
+    0.15,
+    target=2.0,
+    about=0.5,
+    bare_comparisons=0.2,
+    wide=0.75,
+)
+"""Takes the place of the last stage where the wider archive is to be read (``--wide``)."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +88,8 @@ class TrainOptions:
 
     ``steps`` bounds the steps of every stage but the last (0: no bound); the last stage runs ``final_tokens`` while
     the learning rate falls to a twentieth. ``start`` names an exported model: training then begins with its weights
-    at the stage ``begin`` (default: the last), unless there is a checkpoint to go on from. ``places`` says which layer
+    at the stage ``begin`` (default: the last), unless there is a checkpoint to go on from. ``wide`` has the wider
+    archive read in the last stage. ``places`` says which layer
     of it each layer begins as (default: spread evenly over those that there shall be).
     """
 
@@ -77,6 +102,7 @@ class TrainOptions:
     checkpoint: Path | None = None
     start: Path | None = None
     begin: str | None = None
+    wide: bool = False
     places: Places | None = None
     guidance: Guidance = field(default_factory=Guidance)
 
@@ -179,8 +205,9 @@ def _accuracy(batch: Batch, right: np.ndarray[Any, np.dtype[np.bool_]]) -> dict[
 class Trainer:
     """Runs the stages, keeps a checkpoint from which a run can go on, exports the model."""
 
-    def __init__(self, options: TrainOptions, shape: Shape, stages: Sequence[Stage] = STAGES) -> None:
-        self.options, self.shape, self.stages = options, shape, tuple(stages)
+    def __init__(self, options: TrainOptions, shape: Shape, stages: Sequence[Stage] | None = None) -> None:
+        known = (*STAGES[:-1], WIDER) if options.wide else STAGES
+        self.options, self.shape, self.stages = options, shape, tuple(stages or known)
         if shape.architecture != "llama" and options.start is None:
             raise ConfigError("start", None, f"give a trained model that a {shape.architecture} can begin with")
         torch.manual_seed(options.seed)
@@ -361,6 +388,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hidden", type=int, default=Shape.hidden)
     parser.add_argument("--mlp", type=int, default=Shape.mlp)
     parser.add_argument("--heads", type=int, default=Shape.heads)
+    parser.add_argument("--wide", action="store_true", help="the wider archive in the last stage")
     parser.add_argument("--no-compile", action="store_true")
     return parser
 
@@ -392,6 +420,7 @@ def read_options(argv: Sequence[str] | None = None) -> tuple[TrainOptions, Shape
         checkpoint=args.checkpoint,
         start=args.start,
         begin=args.begin,
+        wide=args.wide,
         places=places,
         guidance=guidance,
     )

@@ -237,8 +237,13 @@ def test_the_reference_archive_s_splits() -> None:
     assert len({case.kind for case in four}) == len(four)
     assert all(passage.support for case in four for passage in case.passages)
     assert {case.group for case in four} == {"town 4000"}
+    wide = open_source("reference:wide-test", per_kind={"described": 2, "within": 1}).cases(6)
+    assert Counter(case.kind for case in wide) == {"described": 2, "within": 1}
+    assert len({case.id for case in wide} | {case.id for case in open_source("reference:test").cases(6)}) == 203
     with pytest.raises(ConfigError, match="data"):
         open_source("reference:train")
+    with pytest.raises(ConfigError, match="per_kind"):
+        open_source("reference:test", per_kind={"described": 1})
     with pytest.raises(ConfigError, match="per_kind"):
         open_source("reference:dev", per_kind=0)
 

@@ -9,7 +9,7 @@ import pytest
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.reference.measure import Case, held_out_cases, measure, normalise, wilson
 from cacheblend_rag.reference.prompts import FORMATS, PLAIN
-from cacheblend_rag.reference.questions import QUESTION_KINDS
+from cacheblend_rag.reference.questions import QUESTION_KINDS, WIDE_KINDS
 
 CASES = held_out_cases(3)
 
@@ -20,6 +20,13 @@ def test_cases_are_seeded_and_of_every_kind() -> None:
     assert {case.kind for case in CASES} == set(QUESTION_KINDS)
     assert all(len(case.chunks) == 6 for case in CASES)
     assert all(any(case.value in chunk for chunk in case.chunks) for case in CASES)
+
+
+def test_the_wider_archive_asks_more_kinds_of_longer_prompts() -> None:
+    wide = held_out_cases(2, passages=20, wide=True)
+    assert [[case.kind for case in wide].count(kind) for kind in WIDE_KINDS] == [2] * len(WIDE_KINDS)
+    assert all(len(case.chunks) == 20 for case in wide)
+    assert min(len(chunk.split()) for case in wide for chunk in case.chunks) > 100
 
 
 def test_an_answer_function_sees_the_prompt_and_is_scored_by_kind() -> None:

@@ -17,13 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.reference.archive import build_town
-from cacheblend_rag.reference.curriculum import SequenceMaker, Stage, make_batches, values_named
+from cacheblend_rag.reference.batches import make_batches
+from cacheblend_rag.reference.curriculum import SequenceMaker, Stage, values_named
 from cacheblend_rag.reference.grow import grow
 from cacheblend_rag.reference.loss import Guidance, Probes, TrainingLoss, looking
 from cacheblend_rag.reference.questions import ask_all
 from cacheblend_rag.reference.sequences import ANSWER_WEIGHT, KIND_NAMES, TrainingSequence
 from cacheblend_rag.reference.tokenizer import train_tokenizer
-from cacheblend_rag.reference.train import STAGES, Shape, Trainer, TrainOptions, build_model, read_options
+from cacheblend_rag.reference.train import STAGES, WIDER, Shape, Trainer, TrainOptions, build_model, read_options
 
 TINY = Shape(layers=3, hidden=128, heads=2, kv_heads=1, head_dim=32, mlp=64)
 
@@ -34,7 +35,7 @@ def tokenizer() -> Any:
 
 
 def stage_of(name: str) -> Stage:
-    return next(stage for stage in STAGES if stage.name == name)
+    return next(stage for stage in (*STAGES, WIDER) if stage.name == name)
 
 
 def in_order(tokenizer: Any, name: str, seed: int, count: int, **changes: Any) -> Iterator[TrainingSequence]:
@@ -56,7 +57,7 @@ def test_an_untrained_model_already_looks_for_what_followed() -> None:
     assert found.mean() > 0.5
 
 
-@pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
+@pytest.mark.parametrize("stage", [*STAGES, WIDER], ids=lambda stage: stage.name)
 def test_batches_are_seeded_and_mark_the_answers(tokenizer: Any, stage: Stage) -> None:
     batch = next(make_batches(SequenceMaker(tokenizer, 3), stage, 3))
     again = next(make_batches(SequenceMaker(tokenizer, 3), stage, 3))
@@ -339,6 +340,28 @@ def test_roles_are_looked_up_where_their_owners_are_introduced(tokenizer: Any, n
             # Whoever is written about here was written about there.
             assert sequence.about[at] in sequence.about[start:end]
     assert found > 20
+
+
+def test_a_description_is_looked_up_where_the_other_tells_it(tokenizer: Any) -> None:
+    found = 0
+    for sequence in in_order(tokenizer, "wide", 2, 12, wide=1.0, bare_comparisons=0.0):
+        for at, start, end in sequence.owners:
+            assert start < end <= at
+            # The name of whoever is written about was told by then, in a passage about another: a description.
+            if sequence.about[at] not in sequence.about[start:end]:
+                assert sequence.about[at] in sequence.ids[:end]
+                text = tokenizer.decode(sequence.ids[max(0, at - 300) : at + 1])
+                assert re.search(r"\b[Tt]he (founder|employer|organiser) of [A-Z]", text)
+                found += 1
+    assert found > 20
+
+
+def test_the_wider_archive_is_read_in_the_last_stage_alone(tmp_path: Path) -> None:
+    options, shape = read_options(["--out", str(tmp_path), "--wide"])
+    stages = Trainer(options, shape).stages
+    assert stages[:-1] == STAGES[:-1]
+    assert stages[-1] is WIDER
+    assert not any(stage.wide for stage in STAGES)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])

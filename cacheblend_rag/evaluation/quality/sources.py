@@ -11,11 +11,12 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.quality.cases import EvalCase, Passage
 from cacheblend_rag.evaluation.quality.datasets import load_cases
 from cacheblend_rag.reference.measure import Case, held_out_cases
-from cacheblend_rag.reference.questions import QUESTION_KINDS
+from cacheblend_rag.reference.questions import QUESTION_KINDS, WIDE_KINDS, QuestionKind
 
 __all__ = ["CaseSource", "FileCases", "ReferenceCases", "open_source", "reference_case"]
 
 _REFERENCE = "reference:"
+_WIDE = "wide-"
 
 
 class CaseSource(Protocol):
@@ -44,7 +45,8 @@ class ReferenceCases:
 
     Parameters
     ----------
-    split : {"dev", "test"}
+    split : {"dev", "test", "wide-dev", "wide-test"}
+        The latter of the wider archive.
     per_kind : int or mapping of str to int
         Questions of each kind, or of those that are named.
     seed : int
@@ -61,31 +63,39 @@ class ReferenceCases:
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        check_choice("data", self.split, ("dev", "test"))
+        check_choice("data", self.split, ("dev", "test", "wide-dev", "wide-test"))
         for kind in self._counts:
-            check_choice("per_kind", kind, QUESTION_KINDS)
+            check_choice("per_kind", kind, self._kinds)
+
+    @property
+    def _wide(self) -> bool:
+        return self.split.startswith(_WIDE)
+
+    @property
+    def _kinds(self) -> tuple[QuestionKind, ...]:
+        return WIDE_KINDS if self._wide else QUESTION_KINDS
 
     @property
     def _counts(self) -> Mapping[str, int]:
         same = self.per_kind
-        return dict.fromkeys(QUESTION_KINDS, same) if isinstance(same, int) else same
+        return dict.fromkeys(self._kinds, same) if isinstance(same, int) else same
 
     def cases(self, chunks: int) -> list[EvalCase]:
         """See `CaseSource.cases`."""
-        split = "dev" if self.split == "dev" else "test"
         found = held_out_cases(
             max(self._counts.values()),
             passages=chunks,
-            split=split,  # type: ignore[arg-type]
+            split="dev" if self.split.endswith("dev") else "test",
             seed=self.seed,
             shuffled=self.shuffled,
+            wide=self._wide,
         )
         placed: list[tuple[float, EvalCase]] = []
         taken = dict.fromkeys(self._counts, 0)
         for number, case in enumerate(found):
             if taken.get(case.kind, 0) < (wanted := self._counts.get(case.kind, 0)):
                 placed.append(
-                    ((taken[case.kind] + 0.5) / wanted, reference_case(case, f"{split}-{self.seed}-{number}"))
+                    ((taken[case.kind] + 0.5) / wanted, reference_case(case, f"{self.split}-{self.seed}-{number}"))
                 )
                 taken[case.kind] += 1
         return [case for _, case in sorted(placed, key=lambda one: one[0])][: self.limit]
@@ -106,7 +116,7 @@ def open_source(
     seed: int = 0,
     shuffled: bool = False,
 ) -> CaseSource:
-    """Questions of a file, or of ``reference:dev`` and ``reference:test``.
+    """Questions of a file, or of a split of the reference archive: ``reference:`` and a name of `ReferenceCases`.
 
     Raises
     ------
