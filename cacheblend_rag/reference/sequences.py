@@ -109,10 +109,8 @@ class TrainingSequence:
                 where = introduced.get((label, chunk.calls.get(label, "")))
                 if where is not None:
                     self.owners.append((start + at, where.start, where.stop))
-            introduced |= {
-                one: range(start + knows.start, start + knows.stop) for one, knows in chunk.introduces.items()
-            }
-            told |= {fact: range(start + span.start, start + span.stop) for fact, span in chunk.told.items()}
+            introduced |= {called: _moved(span, start) for called, span in chunk.introduces.items()}
+            told |= {fact: _moved(span, start) for fact, span in chunk.told.items()}
         return told
 
     def answer(self, ids: Sequence[int], weights: Sequence[float], kind: int, about: int = -1) -> None:

@@ -44,29 +44,21 @@ STAGES: tuple[Stage, ...] = (
     Stage("compare", 640, 14, 1e-3, _ALL, (2, 3, 4), target=0.9, about=0.5, bare_comparisons=0.75),
     Stage("all", 1536, 6, 1e-3, _ALL, (5, 6, 6, 9, 12), 0.15, target=2.0, about=0.5, bare_comparisons=0.35),
 )
-WIDER = Stage(
-    "wide",
-    3584,
-    3,
-    1e-3,
-    {
-        "within": 0.10,
-        "reference": 0.20,
-        "bridge": 0.10,
-        "comparison": 0.15,
-        "described": 0.15,
-        "traced": 0.10,
-        "chain": 0.08,
-        "judged": 0.12,
-    },
-    (5, 6, 6, 8, 10, 14, 17),
-    0.15,
-    target=2.0,
-    about=0.5,
-    bare_comparisons=0.2,
-    wide=0.75,
+_WIDE = {
+    "within": 0.10,
+    "reference": 0.20,
+    "bridge": 0.10,
+    "comparison": 0.15,
+    "described": 0.15,
+    "traced": 0.10,
+    "chain": 0.08,
+    "judged": 0.12,
+}
+WIDER: tuple[Stage, ...] = (
+    Stage("wide", 2048, 5, 1e-3, _WIDE, (5, 6, 6, 8), 0.15, target=0.9, about=0.5, bare_comparisons=0.2, wide=0.8),
+    Stage("long", 3584, 3, 7e-4, _WIDE, (6, 10, 14, 17), 0.15, target=2.0, about=0.5, bare_comparisons=0.2, wide=0.8),
 )
-"""Takes the place of the last stage where the wider archive is to be read (``--wide``)."""
+"""Take the place of the last stage where the wider archive is to be read (``--wide``)."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +81,7 @@ class TrainOptions:
     ``steps`` bounds the steps of every stage but the last (0: no bound); the last stage runs ``final_tokens`` while
     the learning rate falls to a twentieth. ``start`` names an exported model: training then begins with its weights
     at the stage ``begin`` (default: the last), unless there is a checkpoint to go on from. ``wide`` has the wider
-    archive read in the last stage. ``places`` says which layer
+    archive read at the end, in two stages. ``places`` says which layer
     of it each layer begins as (default: spread evenly over those that there shall be).
     """
 
@@ -206,7 +198,7 @@ class Trainer:
     """Runs the stages, keeps a checkpoint from which a run can go on, exports the model."""
 
     def __init__(self, options: TrainOptions, shape: Shape, stages: Sequence[Stage] | None = None) -> None:
-        known = (*STAGES[:-1], WIDER) if options.wide else STAGES
+        known = (*STAGES[:-1], *WIDER) if options.wide else STAGES
         self.options, self.shape, self.stages = options, shape, tuple(stages or known)
         if shape.architecture != "llama" and options.start is None:
             raise ConfigError("start", None, f"give a trained model that a {shape.architecture} can begin with")
@@ -388,7 +380,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hidden", type=int, default=Shape.hidden)
     parser.add_argument("--mlp", type=int, default=Shape.mlp)
     parser.add_argument("--heads", type=int, default=Shape.heads)
-    parser.add_argument("--wide", action="store_true", help="the wider archive in the last stage")
+    parser.add_argument("--wide", action="store_true", help="the wider archive in two last stages, wide and long")
     parser.add_argument("--no-compile", action="store_true")
     return parser
 
