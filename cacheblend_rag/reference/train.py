@@ -45,13 +45,13 @@ STAGES: tuple[Stage, ...] = (
     Stage("all", 1536, 6, 1e-3, _ALL, (5, 6, 6, 9, 12), 0.15, target=2.0, about=0.5, bare_comparisons=0.35),
 )
 _WIDE = {
-    "within": 0.10,
-    "reference": 0.20,
-    "bridge": 0.10,
-    "comparison": 0.15,
-    "described": 0.15,
-    "traced": 0.10,
-    "chain": 0.08,
+    "within": 0.08,
+    "reference": 0.16,
+    "bridge": 0.08,
+    "comparison": 0.12,
+    "described": 0.12,
+    "traced": 0.12,
+    "chain": 0.20,
     "judged": 0.12,
 }
 WIDER: tuple[Stage, ...] = (
