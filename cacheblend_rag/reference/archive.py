@@ -9,6 +9,7 @@ depend on the profile of that other, which tells who it is.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cacheblend_rag.errors import ConfigError
@@ -61,10 +62,13 @@ class Fact:
         return self.called not in ("", self.subject.role)
 
 
-def description_of(fact: Fact) -> str | None:
-    """Return what its value, another entity, is by this fact ("founder of Hulwyn"), or None."""
-    words = BRIDGES.get((fact.subject.kind, fact.relation.key))
-    return None if words is None or not fact.named else words.format(n=fact.subject.name)
+def bridges_in(facts: Iterable[Fact]) -> list[tuple[Fact, str]]:
+    """Return the named facts whose value is another entity, each with what that one is by it: "founder of Hulwyn"."""
+    return [
+        (fact, BRIDGES[fact.subject.kind, fact.relation.key].format(n=fact.subject.name))
+        for fact in facts
+        if fact.named and (fact.subject.kind, fact.relation.key) in BRIDGES
+    ]
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class TownSize:
 
 @dataclass(frozen=True)
 class Town:
-    """A whole archive."""
+    """A whole archive; its first passages are the profiles, in the order of the entities."""
 
     split: Split
     seed: int
@@ -120,10 +124,6 @@ class Town:
     entities: tuple[Entity, ...]
     facts: tuple[Fact, ...]
     passages: tuple[Passage, ...]
-
-    def profile_of(self, entity: Entity) -> int:
-        """Return the index of the passage that names ``entity``: profiles stand in the order of entities."""
-        return self.entities.index(entity)
 
 
 WIDE_SIZE = TownSize(companies=12, sequels=18, company_sequels=10, wide=True)
@@ -181,8 +181,7 @@ class _Draft:
 
     def description(self, subject: Entity) -> tuple[str, int] | None:
         """What a subject is to another, and which profile tells it; of several one at random."""
-        told = [(description_of(fact), fact.passage) for fact in self.facts if fact.value == subject.name]
-        known = [(words, passage) for words, passage in told if words]
+        known = [(words, fact.passage) for fact, words in bridges_in(self.facts) if fact.value == subject.name]
         return self.rng.choice(known) if known else None
 
 

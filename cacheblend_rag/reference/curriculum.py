@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cacheblend_rag.reference.archive import NUMBERS, Entity, Fact, Passage, Town, TownSize, build_town, description_of
+from cacheblend_rag.reference.archive import NUMBERS, Entity, Fact, Passage, Town, TownSize, bridges_in, build_town
 from cacheblend_rag.reference.names import Split
 from cacheblend_rag.reference.prompts import FORMATS, SEPARATORS, PromptFormat
 from cacheblend_rag.reference.questions import (
@@ -207,14 +207,11 @@ class SequenceMaker:
 
     def _introduced(self, text: str, code: Any, facts: Sequence[Fact]) -> dict[Called, range]:
         """Whom a passage that names its subjects tells to be called what."""
-        found: dict[Called, range | None] = {}
-        for fact in facts:
-            subject, words = fact.subject, description_of(fact)
-            if fact.named and subject.role:
-                found[self._first_id(subject.name), subject.role] = knowing(text, code, subject.name, subject.role)
-            if words:
-                found[self._first_id(fact.value), words] = knowing(text, code, subject.name, fact.value)
-        return {called: knows for called, knows in found.items() if knows is not None}
+        named = {fact.subject for fact in facts if fact.named}
+        told = [(subject.name, subject.role, subject.role) for subject in named if subject.role]
+        told += [(fact.value, words, fact.subject.name) for fact, words in bridges_in(facts)]
+        known = {(self._first_id(name), called): knowing(text, code, name, by) for name, called, by in told}
+        return {called: knows for called, knows in known.items() if knows is not None}
 
     def _first_id(self, name: str) -> int:
         if name not in self._first_ids:

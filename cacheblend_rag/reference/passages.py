@@ -136,8 +136,6 @@ class Style:
 
     Parameters
     ----------
-    words : tuple of int
-        Least and most words of a passage.
     targets : tuple of int
         How many words a passage is to have at least; one of them is drawn for each.
     openers, role_openers, report_openers : dict or tuple of str
@@ -146,7 +144,6 @@ class Style:
         Sentences that state no fact, mixed in until the passage is long enough; ``{y}`` is any year.
     """
 
-    words: tuple[int, int]
     targets: tuple[int, ...]
     openers: Mapping[EntityKind, tuple[str, ...]]
     role_openers: Mapping[EntityKind, tuple[str, ...]]
@@ -155,7 +152,7 @@ class Style:
     closers: tuple[str, ...]
 
 
-PLAIN = Style((60, 120), (60, 60, 70, 85), _OPENERS, _ROLE_OPENERS, _REPORT_OPENERS, _FILLERS, _CLOSERS)
+PLAIN = Style((60, 60, 70, 85), _OPENERS, _ROLE_OPENERS, _REPORT_OPENERS, _FILLERS, _CLOSERS)
 
 
 @dataclass(frozen=True)
@@ -182,10 +179,10 @@ def _say(rng: random.Random, fact: Sayable, *, may_use_pronoun: bool, clear: boo
 
 def _fit(rng: random.Random, style: Style, sentences: list[str], fillers: Sequence[str]) -> str:
     """Mix in sentences that state no fact until the text is long enough."""
-    least, target = style.words[0], rng.choice(style.targets)
+    target = rng.choice(style.targets)
     spare = rng.sample(list(fillers), len(fillers))
     words = sum(len(sentence.split()) for sentence in sentences)
-    while words < target or words < least:
+    while words < target:
         extra = spare.pop() if spare else rng.choice(style.closers)
         if "{y}" in extra:
             extra = extra.format(y=rng.randint(1800, 1989))

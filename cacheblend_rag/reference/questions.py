@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.reference.archive import Entity, Fact, Town, description_of
+from cacheblend_rag.reference.archive import Entity, Fact, Town, bridges_in
 from cacheblend_rag.reference.relations import COMPARISONS, ROLES
 
 QuestionKind = Literal["within", "reference", "bridge", "comparison", "described", "traced", "chain", "judged"]
@@ -102,9 +102,9 @@ def _ask_facts(asker: _Asker) -> None:
             asker.add("within", question, sentence, fact.value, (fact.passage,), fact)
             continue
         if fact.described:
-            asker.add("described", question, sentence, fact.value, told_by(fact), fact)
+            asker.add("described", question, sentence, fact.value, _told_by(fact), fact)
             continue
-        asker.add("reference", question, sentence, fact.value, told_by(fact), fact)
+        asker.add("reference", question, sentence, fact.value, _told_by(fact), fact)
         role = f"the {subject.role}"
         question, sentence = _ask(asker.rng, fact, role), f"{role} {predicate_of(fact)}."
         asker.add("within", question, sentence, fact.value, (fact.passage,), fact)
@@ -122,7 +122,7 @@ def _ask_roles(asker: _Asker) -> None:
             asker.add("within", question, f"{entity.name} is the {entity.role}.", entity.role, (index,))
 
 
-def told_by(*facts: Fact) -> tuple[int, ...]:
+def _told_by(*facts: Fact) -> tuple[int, ...]:
     """Return the passages that tell some facts and who they are about, who is meant first."""
     return tuple(dict.fromkeys(index for fact in facts for index in (fact.whose, fact.passage) if index >= 0))
 
@@ -138,10 +138,7 @@ def _by_subject(facts: Sequence[Fact], *, named: bool) -> dict[str, list[Fact]]:
 def _ask_bridges(asker: _Asker, *, named: bool = True) -> None:
     """Ask for a second fact through a first, named one; the second is told by name, or by reference."""
     by_subject = _by_subject(asker.town.facts, named=named)
-    for first in asker.town.facts:
-        words = description_of(first)
-        if words is None:
-            continue
+    for first, words in bridges_in(asker.town.facts):
         described = f"the {words}"
         for second in by_subject.get(first.value, []):
             if second.value == first.subject.name:
@@ -149,7 +146,7 @@ def _ask_bridges(asker: _Asker, *, named: bool = True) -> None:
             sentence = f"{described} is {first.value}, {_link(second)} {predicate_of(second)}."
             question = _ask(asker.rng, second, described)
             kind: QuestionKind = "bridge" if named else "traced"
-            asker.add(kind, question, sentence, second.value, told_by(first, second), first, second)
+            asker.add(kind, question, sentence, second.value, _told_by(first, second), first, second)
 
 
 def _link(fact: Fact) -> str:
@@ -158,19 +155,19 @@ def _link(fact: Fact) -> str:
 
 def _ask_chains(asker: _Asker) -> None:
     by_subject = _by_subject(asker.town.facts, named=True)
-    bridges = [(fact, f"the {words}") for fact in asker.town.facts if (words := description_of(fact))]
+    bridges = bridges_in(asker.town.facts)
     for first, one in bridges:
         for second, other in bridges:
             if second.subject.name != first.value or second.value == first.subject.name:
                 continue
-            told = f"{one} is {first.value} and {other} is {second.value}"
-            asked = other.replace(first.value, one)
+            told = f"the {one} is {first.value} and the {other} is {second.value}"
+            asked = f"the {other.replace(first.value, f'the {one}')}"
             for third in by_subject.get(second.value, []):
                 if third.value in (first.value, first.subject.name):
                     continue
                 sentence = f"{told}, {_link(third)} {predicate_of(third)}."
                 facts = (first, second, third)
-                asker.add("chain", _ask(asker.rng, third, asked), sentence, third.value, told_by(*facts), *facts)
+                asker.add("chain", _ask(asker.rng, third, asked), sentence, third.value, _told_by(*facts), *facts)
 
 
 def _ask_comparisons(asker: _Asker, *, named: bool = True) -> None:
@@ -195,7 +192,7 @@ def _ask_comparisons(asker: _Asker, *, named: bool = True) -> None:
                 )
                 question = asker.rng.choice(comparison.questions).format(**names)
                 asked: QuestionKind = "comparison" if named else "judged"
-                asker.add(asked, question, sentence, best.subject.name, told_by(one, two), one, two)
+                asker.add(asked, question, sentence, best.subject.name, _told_by(one, two), one, two)
 
 
 def ask_all(town: Town) -> tuple[Question, ...]:
@@ -279,5 +276,4 @@ __all__ = [
     "order_passages",
     "predicate_of",
     "sample_prompt",
-    "told_by",
 ]

@@ -80,9 +80,9 @@ class TrainOptions:
 
     ``steps`` bounds the steps of every stage but the last (0: no bound); the last stage runs ``final_tokens`` while
     the learning rate falls to a twentieth. ``start`` names an exported model: training then begins with its weights
-    at the stage ``begin`` (default: the last), unless there is a checkpoint to go on from. ``wide`` has the wider
-    archive read at the end, in two stages. ``places`` says which layer
-    of it each layer begins as (default: spread evenly over those that there shall be).
+    at the stage ``begin`` (default: the last), unless there is a checkpoint to go on from. ``places`` says which layer
+    of it each layer begins as (default: spread evenly over those that there shall be). ``wide`` has the wider archive
+    read at the end, in two stages.
     """
 
     out: Path

@@ -243,7 +243,6 @@ WIDE_RELATIONS: dict[EntityKind, dict[str, Relation]] = {
     kind: {key: _wider(kind, relation) for key, relation in relations.items()} for kind, relations in RELATIONS.items()
 }
 WIDE = Style(
-    words=(100, 150),
     targets=(100, 110, 120, 130),
     openers=_joined(PLAIN.openers, _OPENERS),
     role_openers=_joined(PLAIN.role_openers, _ROLE_OPENERS),
