@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.element_type import in_hardware
 from cacheblend_rag.reference import MODEL_PATH
+from cacheblend_rag.reference.attention import PRODUCT_ATTENTION, products_are_faster
 from cacheblend_rag.reference.batches import Batch, make_batches
 from cacheblend_rag.reference.curriculum import SequenceMaker, Stage
 from cacheblend_rag.reference.grow import ARCHITECTURES, Places, grow, parse_places, spread
@@ -46,13 +47,13 @@ STAGES: tuple[Stage, ...] = (
 )
 _WIDE = {
     "within": 0.08,
-    "reference": 0.16,
+    "reference": 0.14,
     "bridge": 0.08,
-    "comparison": 0.12,
-    "described": 0.12,
-    "traced": 0.12,
-    "chain": 0.20,
-    "judged": 0.12,
+    "comparison": 0.10,
+    "described": 0.16,
+    "traced": 0.14,
+    "chain": 0.15,
+    "judged": 0.15,
 }
 WIDER: tuple[Stage, ...] = (
     Stage("wide", 2048, 5, 1e-3, _WIDE, (5, 6, 6, 8), 0.15, target=0.9, about=0.5, bare_comparisons=0.2, wide=0.8),
@@ -218,6 +219,8 @@ class Trainer:
             self._resume(options.checkpoint)
         elif options.start is not None:
             self._start_from(options.start)
+        if products_are_faster(self.device, narrow=self.narrow):
+            self.model.set_attn_implementation(PRODUCT_ATTENTION)
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
