@@ -81,7 +81,11 @@ class Steering:
         self._layers, self._model = layers, model
         self.rule = make_rule(self.config).fit(layers)
         self._ratio = self.config.ratio if self.settings is None else self.settings.least_ratio
-        self._rules = {self._ratio: self.rule}
+        self._usual = self._ratio
+        if self.settings is not None and self.rule.bounded:
+            # Its ratio is what a few prompts need; the share of the others is below the work they were seen to take.
+            self._usual = round(min(self._ratio, self.settings.work), 6)
+        self._rules = {self._ratio: self.rule, self._usual: self.rule}
         self.least_ratio = 0.0
         """No rule keeps a smaller share than this; a quality guard raises it."""
 
@@ -99,7 +103,7 @@ class Steering:
         bounds = TASKS[self.config.task]
         if self.settings is None:
             return bounds
-        return RatioBounds(self.settings.least_ratio, max(bounds.highest, self.settings.least_ratio), bounds.step)
+        return RatioBounds(self._usual, max(bounds.highest, self._usual), bounds.step)
 
     def choose(self, chunks: Sequence[ChunkKV], tokens: int, computed: int, medium: str) -> Choice:
         """Choose for a request.

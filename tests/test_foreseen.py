@@ -20,7 +20,7 @@ from cacheblend_rag.fusor import fuse
 from cacheblend_rag.fusor.foreseen import Foresight
 from cacheblend_rag.fusor.selection import SelectForeseen, SelectNone, StartView, make_rule
 from cacheblend_rag.fusor.work import work_share
-from cacheblend_rag.loading import BlendSettings, LoadingController, MachineProfile
+from cacheblend_rag.loading import BlendSettings, ChunkKV, Device, LoadingController, MachineProfile, PrefillProfile
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.families import FAMILIES
 from cacheblend_rag.models.kv import LayerKV
@@ -163,6 +163,33 @@ def test_a_bound_keeps_what_moves_farther(options: dict[str, float], kept: list[
     rule = SelectForeseen(**{"recompute_ratio": 0.75, "query_layers": (1,)} | options)
     view = StartView(torch.arange(4), torch.arange(4), 4, foreseen=torch.tensor([0.1, 0.9, 0.3, 0.2]))
     assert rule.begin(view).tolist() == kept
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"bound": 0.8}, [2, 6]),
+        ({"bound": 0.8, "following": 1}, [2, 3, 6]),
+        ({"bound": 0.8, "following": 2}, [2, 3, 4, 6]),
+        ({"bound": 0.8, "following": 9}, [2, 3, 4, 6]),
+        ({"bound": 0.15, "following": 1}, [0, 1, 2, 3, 5, 6]),
+        ({"bound": 0.8, "following": 2, "recompute_ratio": 0.3}, [2, 3]),
+        ({"recompute_ratio": 0.6, "following": 1}, [2, 3, 5, 6]),
+        ({"recompute_ratio": 1.0, "bound": 2.0, "following": 1}, [0, 1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_what_follows_counts_as_moving_as_far(options: dict[str, float], kept: list[int]) -> None:
+    """Positions 10 to 14 are one stretch, 16 and 17 another."""
+    rule = SelectForeseen(**{"recompute_ratio": 0.9, "query_layers": (1,)} | options)  # type: ignore[arg-type]
+    positions = torch.tensor([10, 11, 12, 13, 14, 16, 17])
+    view = StartView(positions, positions, 7, foreseen=torch.tensor([0.2, 0.1, 1.0, 0.05, 0.1, 0.3, 0.9]))
+    assert rule.begin(view).tolist() == kept
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_fewer_tokens_than_may_follow_are_no_fault(count: int) -> None:
+    view = StartView(torch.arange(count), torch.arange(count), count, foreseen=torch.ones(count))
+    assert SelectForeseen(0.9, (1,), 0.5, following=3).begin(view).tolist() == list(range(int(0.9 * count)))
 
 
 def test_a_bound_counts_in_a_prompt_what_is_above_it() -> None:
@@ -325,6 +352,9 @@ def test_options_are_checked() -> None:
     for layers in ((), (-1,), (2, 1), "2"):
         with pytest.raises(ConfigError, match="query_layers"):
             SelectForeseen(0.1, layers)  # type: ignore[arg-type]
+    for following in (-1, 1.5, True):
+        with pytest.raises(ConfigError, match=r"following.*whole number"):
+            SelectForeseen(0.1, (1,), following=following)  # type: ignore[arg-type]
     for bad in ((-1,), (2, 2), 3):
         with pytest.raises(ConfigError, match="query_layers"):
             BlendConfig(query_layers=bad)  # type: ignore[arg-type]
@@ -358,12 +388,29 @@ def test_what_was_calibrated_says_what_records_hold() -> None:
     assert of(selection="none", query_layers=(3,)).config.query_layers == (3,)
 
 
+@pytest.mark.parametrize(("loading", "ratio"), [(0.01, 0.12), (0.2, 0.12), (0.4, 0.32), (0.8, 0.47)])
+def test_a_bound_is_planned_with_what_it_usually_takes(loading: float, ratio: float) -> None:
+    """Not with its highest share, which few prompts need; time spent waiting for slow storage is used all the same."""
+    options = {"bound": 0.9, "following": 1}
+    settings = BlendSettings("foreseen", (1,), 0.5, query_layers=(2,), selection_options=options, work=0.12)
+    profile = MachineProfile(
+        {"m": PrefillProfile(0, 1e-3, 0)}, {"disk": Device("disk", 6e6 / loading)}, {"m": settings}
+    )
+    steering = Steering(BlendConfig(), 24, "m", LoadingController(profile))
+    chosen = steering.choose([ChunkKV(150, 10**6)] * 6, 1000, 100, "disk")
+    assert chosen.plan is not None
+    assert chosen.ratio == pytest.approx(ratio)
+    assert chosen.plan.recompute_seconds == pytest.approx(0.1 + 0.9 * ratio)
+    lowest = 0.0 if ratio == 0.12 else ratio
+    assert chosen.rule == SelectForeseen(0.5, (2,), bound=0.9, lowest_ratio=lowest, following=1)
+
+
 def test_calibrate_looks_for_the_layer_that_tells_most() -> None:
     segments = SegmentTokenizer(tiny.tokenizer(), " # # ")
     trials = TrialSet(ModelAdapter(tiny.model()), segments, [PROMPT], answer_tokens=2)
     telling = Search(trials, trials, 4, 0.01)._telling()
     means = {
-        layer: trials.try_rule(SelectForeseen(0.3, (layer,), 0.6)).divergence.mean for layer in range(3)
+        layer: trials.try_rule(SelectForeseen(0.5, (layer,), 0.6)).divergence.mean for layer in range(3)
     }  # the last layer's would move no KV
     assert telling == sorted(means, key=means.__getitem__)[:2]
 
@@ -384,9 +431,9 @@ def test_a_calibration_finds_the_highest_bound_within_the_tolerance() -> None:
     told: Any = _Told()
     found = Search(told, told, 4, 0.01).run()
     assert found.chosen is not None
-    assert found.chosen.rule == SelectForeseen(0.3, (2,), bound=0.8)
+    assert found.chosen.rule == SelectForeseen(0.5, (2,), bound=0.8, following=1)
     settings = settings_of(found, 0.01)
-    assert settings.selection_options == {"bound": 0.8, "lowest_ratio": 0.0}
-    assert "bound 0.8, lowest_ratio 0.0, share at most 30.0%" in report(settings, found)
+    assert settings.selection_options == {"bound": 0.8, "lowest_ratio": 0.0, "following": 1}
+    assert "bound 0.8, lowest_ratio 0.0, following 1, share at most 50.0%" in report(settings, found)
     controller = LoadingController(MachineProfile(blends={"this model": settings}))
     assert Steering(BlendConfig(), 4, "this model", controller).rule == found.chosen.rule

@@ -28,8 +28,8 @@ QUESTIONS_PATH = _HERE / "questions.jsonl"
 BLENDING: dict[str, Any] = {
     "selection": "foreseen",
     "query_layers": (2,),
-    "recompute_ratio": 0.3,
-    "selection_options": {"bound": 0.8},
+    "recompute_ratio": 0.5,
+    "selection_options": {"bound": 0.9, "following": 1},
 }
 
 __all__ = ["BLENDING", "DOCUMENTS_PATH", "EMBEDDER_PATH", "MODEL_PATH", "QUESTIONS_PATH"]

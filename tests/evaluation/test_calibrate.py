@@ -43,6 +43,7 @@ from tests import tiny
 from tests.probes import engine_of
 
 TOLERANCE = 0.05
+COUNT = 24  # prompts that models are calibrated on
 
 
 def prompts(first: int, count: int) -> list[Prompt]:
@@ -72,7 +73,7 @@ def found(models: dict[str, Any]) -> dict[str, tuple[BlendSettings, Finding]]:
     for name, model in models.items():
         with engine_of(model) as engine:
             options = CalibrationOptions(tolerance=TOLERANCE, answer_tokens=8)
-            results[name] = calibrate(engine, prompts(0, 12), options, progress=False)
+            results[name] = calibrate(engine, prompts(0, COUNT), options, progress=False)
     return results
 
 
@@ -129,7 +130,7 @@ def test_no_cheaper_rule_was_passed_over(
     assert finding.chosen is not None
     assert [tried.work for tried in finding.tried] == sorted(tried.work for tried in finding.tried)
     segments = SegmentTokenizer(tiny.tokenizer(), " # # ")
-    _, checks = _divided(prompts(0, 12), 0.67)
+    _, checks = _divided(prompts(0, COUNT), 0.67)
     assert len(checks) == 8
     held_back = TrialSet(ModelAdapter(models["middling"]), segments, checks, answer_tokens=8, end_ids=[2])
     for tried in finding.tried[: finding.tried.index(finding.chosen)]:
@@ -159,7 +160,7 @@ def test_where_a_rule_fails_the_next_bound_is_tried(models: dict[str, Any], monk
     monkeypatch.setattr(TrialSet, "try_rule", looked_up)
     finding = Search(searched, checks, 6, TOLERANCE).run()
     assert finding.chosen is not None
-    assert finding.chosen.rule == SelectForeseen(0.3, finding.chosen.rule.query_layers, 0.5)
+    assert finding.chosen.rule == SelectForeseen(0.5, finding.chosen.rule.query_layers, 0.5, following=1)
 
 
 def test_a_layer_that_points_at_nothing_is_not_decisive() -> None:
@@ -265,16 +266,16 @@ def test_a_search_that_was_killed_goes_on_where_it_was(
         with monkeypatch.context() as patch:
             patch.setattr(TrialSet, "_tried", counted)
             with pytest.raises(KeyboardInterrupt):
-                calibrate(engine, prompts(0, 12), options, folder=tmp_path, progress=False)
+                calibrate(engine, prompts(0, COUNT), options, folder=tmp_path, progress=False)
         before = kept()
         assert [line["rule"] for line in before] == tried
-        assert calibrate(engine, prompts(0, 12), options, folder=tmp_path, progress=False) == found["middling"]
+        assert calibrate(engine, prompts(0, COUNT), options, folder=tmp_path, progress=False) == found["middling"]
         after = kept()
         assert after[:15] == before
         whole = [(line["set"], line["rule"]) for line in after if line["whole"]]
         assert len(whole) == len(set(whole)) > 10, "what was found is not tried again"
         wider = replace(options, tolerance=2 * TOLERANCE)
-        settings, _ = calibrate(engine, prompts(0, 12), wider, folder=tmp_path, progress=False)
+        settings, _ = calibrate(engine, prompts(0, COUNT), wider, folder=tmp_path, progress=False)
         assert settings.work <= found["middling"][0].work
         assert len(kept()) - len(after) < len(after) / 2, "another tolerance tries what is new"
         with pytest.raises(ConfigError, match="prompts was"):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import inf
 
@@ -39,7 +40,7 @@ RATIOS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7)
 """Shares that are tried."""
 BOUNDS = (1.4, 1.2, 1.1, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Bounds that are tried, by rising work."""
-_BOUNDED = 0.3  # most rows that a rule with a bound keeps, so that no prompt takes much longer than others
+_BOUNDED = 0.5  # most rows that a rule with a bound keeps, so that no prompt takes nearly as long as a full prefill
 _HEADS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2)
 _PROBE = 0.05  # share at which check layers are compared
 _PROBE_BOUND = 0.6  # bound at which layers of stored queries are: few rows in every prompt tell too little
@@ -247,7 +248,7 @@ class Search:
 
     def _without_check(self) -> Iterator[tuple[_Make, Sequence[float]]]:
         for layer in self._telling():
-            yield lambda bound, at=layer: SelectForeseen(_BOUNDED, (at,), bound), BOUNDS  # type: ignore[misc]
+            yield partial(_bounded, layer), BOUNDS
             yield lambda ratio, at=layer: SelectForeseen(ratio, (at,)), RATIOS  # type: ignore[misc]
         yield SelectBoundary, RATIOS
         # What the question attends to, on the usual layers or on a late one: which is better differs too.
@@ -296,6 +297,11 @@ class Search:
             if dearer is not None:
                 self._passes(dearer)
         return None, None
+
+
+def _bounded(layer: int, bound: float) -> SelectionRule:
+    """As many rows as stored queries of a layer foresee to move by more than a bound, and the one behind each."""
+    return SelectForeseen(_BOUNDED, (layer,), bound, following=1)
 
 
 def _scheduled(shares: Sequence[float], metric: str) -> SelectionRule:

@@ -34,6 +34,7 @@ _PARSED: dict[str, Callable[[str], Any]] = {
     "metric": str,
     "bound": float,
     "lowest_ratio": float,
+    "following": int,
     "seed": int,
 }
 

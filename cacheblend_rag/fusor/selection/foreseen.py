@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from cacheblend_rag.checks import check_bound, check_fit, check_layer_list, check_share
+from cacheblend_rag.checks import check_bound, check_fit, check_layer_list, check_share, check_whole
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection.base import FixedRule, SelectionRule, StartView, above
 
@@ -33,12 +33,16 @@ class SelectForeseen(FixedRule):
         little. At 0 the share alone decides.
     lowest_ratio : float
         Lowest share that is recomputed, however little moves; at most the highest.
+    following : int
+        How many tokens right behind a token count as moving no less than it does. What looks one token back passes
+        on what was learned there, and stored queries do not foresee that.
     """
 
     recompute_ratio: float = 0.15
     query_layers: Sequence[int] = field(default=())
     bound: float = 0.0
     lowest_ratio: float = 0.0
+    following: int = 0
 
     def __post_init__(self) -> None:
         check_share("recompute_ratio", self.recompute_ratio)
@@ -47,6 +51,7 @@ class SelectForeseen(FixedRule):
             raise ConfigError("query_layers", self.query_layers, remedy)
         check_layer_list("query_layers", self.query_layers, lowest=0)
         check_bound(self.bound, self.lowest_ratio, self.recompute_ratio)
+        check_whole("following", self.following)
 
     def fit(self, layers: int) -> SelectionRule:
         """See `SelectionRule.fit`."""
@@ -63,4 +68,15 @@ class SelectForeseen(FixedRule):
         if view.foreseen is None:
             return view.positions.new_empty(0)
         lowest = self.lowest_ratio if self.bound else self.recompute_ratio
-        return above(view.foreseen, self.bound, lowest, self.recompute_ratio, view.reused_tokens)
+        scores = _passed_on(view.foreseen, view.positions, self.following)
+        return above(scores, self.bound, lowest, self.recompute_ratio, view.reused_tokens)
+
+
+def _passed_on(scores: torch.Tensor, positions: torch.Tensor, following: int) -> torch.Tensor:
+    """Scores of rising positions, none lower than those of so many positions right before it."""
+    highest = scores
+    for back in range(1, following + 1):
+        near = positions[back:] - positions[:-back] == back
+        before = scores[:-back].masked_fill(~near, -torch.inf)
+        highest = torch.cat((highest[:back], torch.maximum(highest[back:], before)))
+    return highest
