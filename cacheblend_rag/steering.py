@@ -83,7 +83,8 @@ class Steering:
         self._ratio = self.config.ratio if self.settings is None else self.settings.least_ratio
         self._usual = self._ratio
         if self.settings is not None and self.rule.bounded:
-            # Its ratio is what a few prompts need; the share of the others is below the work they were seen to take.
+            # Its ratio is the most, which few prompts need. What it keeps in the mean is less than the work it was seen
+            # to take, which counts the question too.
             self._usual = round(min(self._ratio, self.settings.work), 6)
         self._rules = {self._ratio: self.rule, self._usual: self.rule}
         self.least_ratio = 0.0
