@@ -165,10 +165,19 @@ def test_where_a_rule_fails_the_next_bound_is_tried(models: dict[str, Any], monk
 
 def test_a_layer_that_points_at_nothing_is_not_decisive() -> None:
     """However near it comes to the best one, where that keeps little more than full reuse."""
-    layers = [LayerFinding(layer, "k", lost, None) for layer, lost in ((1, 0.019), (8, 0.018), (9, 0.014), (10, 0.013))]
+    at = ((1, 0.019), (8, 0.018), (9, 0.014), (10, 0.013))
+    layers = [LayerFinding(layer, "k", lost, 0.02, None) for layer, lost in at]
     assert _decisive(layers, 0.01, reuse=0.0193) == 9
     assert _decisive(layers[:2], 0.01, reuse=0.0193) is None
     assert _decisive([], 0.01, reuse=0.0193) is None
+
+
+def test_a_layer_behind_which_nothing_is_read_is_not_decisive() -> None:
+    """There nothing diverges whatever is kept, so deviation points at nothing."""
+    read = [LayerFinding(layer, "k", lost, 0.03, None) for layer, lost in ((2, 0.03), (3, 0.012), (7, 0.03))]
+    unread = [LayerFinding(layer, "k", 0.0, 0.0, 0.01) for layer in (8, 9)]
+    assert _decisive(read + unread, 0.01, reuse=0.03) == 3
+    assert _decisive(unread, 0.01, reuse=0.03) is None
 
 
 @pytest.mark.parametrize("holds", [True, False])

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from cacheblend_rag.checks import check_above_zero, check_whole
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.calibration.search import Finding, Search
+from cacheblend_rag.evaluation.calibration.search import PROBE, Finding, Search
 from cacheblend_rag.evaluation.calibration.trials import TrialSet
 from cacheblend_rag.evaluation.profiling import keep_profile
 from cacheblend_rag.evaluation.quality.journal import Journal
@@ -202,10 +202,12 @@ def report(settings: BlendSettings, found: Finding) -> str:
     """What was found, in words and a table."""
     lines = [f"full KV reuse is {found.reuse.divergence.mean:.4f} nats a token from full prefill"]
     if found.layers:
-        lines += ["", "layer  metric  divergence with 5% after it  least share within the tolerance"]
+        head = f"layer  metric  divergence with {PROBE:.0%} after it  with none  least share within the tolerance"
+        lines += ["", head]
     for layer in found.layers:
         least = "none" if layer.least_ratio is None else f"{layer.least_ratio:.1%}"
-        lines.append(f"{layer.layer:>5}  {layer.metric:<6}  {layer.divergence:>27.4f}  {least:>32}")
+        lost = f"{layer.divergence:>28.4f}  {layer.without:>9.4f}"
+        lines.append(f"{layer.layer:>5}  {layer.metric:<6}  {lost}  {least:>32}")
     if found.decisive_layer:
         lines += ["", f"deviation points at the tokens that matter from layer {found.decisive_layer} on"]
     elif found.layers:

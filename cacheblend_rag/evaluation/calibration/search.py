@@ -33,16 +33,17 @@ from cacheblend_rag.fusor.selection import (
 )
 from cacheblend_rag.fusor.selection.query import third_quarter
 
-__all__ = ["BOUNDS", "RATIOS", "Finding", "LayerFinding", "Search"]
+__all__ = ["BOUNDS", "PROBE", "RATIOS", "Finding", "LayerFinding", "Search"]
 
 _log = logging.getLogger(__name__)
 RATIOS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7)
 """Shares that are tried."""
 BOUNDS = (1.4, 1.2, 1.1, 1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 """Bounds that are tried, by rising work."""
+PROBE = 0.15
+"""Share at which check layers are compared, the paper's: with fewer rows than answers need all layers look alike."""
 _BOUNDED = 0.5  # most rows that a rule with a bound keeps, so that no prompt takes nearly as long as a full prefill
 _HEADS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2)
-_PROBE = 0.05  # share at which check layers are compared
 _PROBE_BOUND = 0.6  # bound at which layers of stored queries are: few rows in every prompt tell too little
 _POINTLESS = 0.8  # of what full reuse loses: what is no better points at nothing
 _SLACK = 1.5  # of the tolerance: the prompts of the search are too few to drop what is a little beyond it
@@ -62,7 +63,10 @@ class LayerFinding:
     layer : int
     metric : str
     divergence : float
-        Mean KL divergence with all rows before the layer and 5% from it on.
+        Mean KL divergence with all rows before the layer and 15% from it on.
+    without : float
+        The same with none from it on. Where that is small, answers read nothing from the layer on, and deviation there
+        has nothing to point at.
     least_ratio : float or None
         Least share from it on that may keep the tolerance, by the prompts of the search; None if none of those tried
         does. Shares that cost more than what was found already, however few rows come before the check, are not tried.
@@ -71,6 +75,7 @@ class LayerFinding:
     layer: int
     metric: str
     divergence: float
+    without: float
     least_ratio: float | None
 
 
@@ -89,8 +94,8 @@ class Finding:
     layers : tuple of LayerFinding
         Empty if full reuse keeps the tolerance, so that nothing had to be found.
     decisive_layer : int or None
-        The first of these layers that points at the right tokens hardly worse than the best one; None if 5% of the rows
-        help nowhere.
+        The first of these layers that points at the right tokens hardly worse than the best one, of those where
+        something is left to point at; None if 15% of the rows help nowhere.
     tried : tuple of Tried
         All rules that may keep the tolerance by the prompts of the search, least work first.
     untried_from : int or None
@@ -185,11 +190,12 @@ class Search:
             # The first layer is computed in full, the others up to the check with a fifth of the rows at least.
             if not self._can_pay((1 + 0.2 * (layer - 1)) / self._trials.depth):
                 return found, layer
+            without = self._trials.try_rule(SelectHKVD((layer,), 0.0).fit(self._layers)).divergence.mean
             for metric in ("v", "k", "kv") if layer == 1 else ("v", "k"):
-                probe = self._trials.try_rule(SelectHKVD((layer,), _PROBE, metric=metric).fit(self._layers))
+                probe = self._trials.try_rule(SelectHKVD((layer,), PROBE, metric=metric).fit(self._layers))
                 shares = [ratio for ratio in RATIOS if self._share_pays(ratio)]
                 least = self._least(lambda ratio, at=layer, by=metric: SelectHKVD((at,), ratio, metric=by), shares)  # type: ignore[misc]
-                found.append(LayerFinding(layer, metric, probe.divergence.mean, least))
+                found.append(LayerFinding(layer, metric, probe.divergence.mean, without, least))
         return found, None
 
     def _share_pays(self, share: float) -> bool:
@@ -311,9 +317,10 @@ def _scheduled(shares: Sequence[float], metric: str) -> SelectionRule:
 
 def _decisive(layers: Sequence[LayerFinding], tolerance: float, reuse: float) -> int | None:
     """The first layer that does hardly worse than the best of all."""
-    best = min((found.divergence for found in layers), default=inf)
+    asked = [found for found in layers if found.without > tolerance]
+    best = min((found.divergence for found in asked), default=inf)
     pointless = max(tolerance, _POINTLESS * reuse)
     if best > pointless:
         return None
     near = min(pointless, max(tolerance, 1.5 * best))
-    return next(found.layer for found in layers if found.divergence <= near)
+    return next(found.layer for found in asked if found.divergence <= near)
