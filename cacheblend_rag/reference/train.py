@@ -57,7 +57,8 @@ _WIDE = {
 }
 WIDER: tuple[Stage, ...] = (
     Stage("wide", 2048, 5, 1e-3, _WIDE, (5, 6, 6, 8), 0.15, target=0.9, about=0.5, bare_comparisons=0.2, wide=0.8),
-    Stage("long", 3584, 3, 7e-4, _WIDE, (6, 10, 14, 17), 0.15, target=2.0, about=0.5, bare_comparisons=0.2, wide=0.8),
+    Stage("long", 3584, 3, 7e-4, _WIDE, (6, 10, 14, 17), 0.15, target=0.9, about=0.5, bare_comparisons=0.2, wide=0.8),
+    Stage("settle", 2048, 5, 8e-4, _WIDE, (5, 6, 6, 8), 0.15, target=2.0, about=0.5, bare_comparisons=0.2, wide=0.8),
 )
 """Take the place of the last stage where the wider archive is to be read (``--wide``)."""
 
@@ -83,7 +84,7 @@ class TrainOptions:
     the learning rate falls to a twentieth. ``start`` names an exported model: training then begins with its weights
     at the stage ``begin`` (default: the last), unless there is a checkpoint to go on from. ``places`` says which layer
     of it each layer begins as (default: spread evenly over those that there shall be). ``wide`` has the wider archive
-    read at the end, in two stages.
+    read at the end, in three stages.
     """
 
     out: Path
@@ -383,7 +384,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hidden", type=int, default=Shape.hidden)
     parser.add_argument("--mlp", type=int, default=Shape.mlp)
     parser.add_argument("--heads", type=int, default=Shape.heads)
-    parser.add_argument("--wide", action="store_true", help="the wider archive in two last stages, wide and long")
+    parser.add_argument("--wide", action="store_true", help="the wider archive at the end: stages wide, long, settle")
     parser.add_argument("--no-compile", action="store_true")
     return parser
 

@@ -141,6 +141,8 @@ def test_no_cheaper_rule_was_passed_over(
     for layer in finding.layers:
         assert layer.least_ratio is None or 0 < layer.least_ratio <= 0.7
     by_layer = {layer.layer: layer.divergence for layer in finding.layers}
+    lowest = {layer.layer: layer.at_lowest for layer in finding.layers}
+    assert lowest[max(lowest)] < lowest[1], "all rows before the check were computed"
     assert finding.decisive_layer is not None
     assert by_layer[max(by_layer)] < by_layer[1], "the later the check, the better it points"
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from cacheblend_rag.checks import check_above_zero, check_whole
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.calibration.search import PROBE, Finding, Search
+from cacheblend_rag.evaluation.calibration.search import PROBE, RATIOS, Finding, Search
 from cacheblend_rag.evaluation.calibration.trials import TrialSet
 from cacheblend_rag.evaluation.profiling import keep_profile
 from cacheblend_rag.evaluation.quality.journal import Journal
@@ -202,11 +202,11 @@ def report(settings: BlendSettings, found: Finding) -> str:
     """What was found, in words and a table."""
     lines = [f"full KV reuse is {found.reuse.divergence.mean:.4f} nats a token from full prefill"]
     if found.layers:
-        head = f"layer  metric  divergence with {PROBE:.0%} after it  with none  least share within the tolerance"
-        lines += ["", head]
+        compared = f"divergence with {PROBE:.0%} after it  with {RATIOS[0]:.0%}"
+        lines += ["", f"layer  metric  {compared}  least share within the tolerance"]
     for layer in found.layers:
         least = "none" if layer.least_ratio is None else f"{layer.least_ratio:.1%}"
-        lost = f"{layer.divergence:>28.4f}  {layer.without:>9.4f}"
+        lost = f"{layer.divergence:>28.4f}  {layer.at_lowest:>7.4f}"
         lines.append(f"{layer.layer:>5}  {layer.metric:<6}  {lost}  {least:>32}")
     if found.decisive_layer:
         lines += ["", f"deviation points at the tokens that matter from layer {found.decisive_layer} on"]

@@ -64,9 +64,9 @@ class LayerFinding:
     metric : str
     divergence : float
         Mean KL divergence with all rows before the layer and 15% from it on.
-    without : float
-        The same with none from it on. Where that is small, answers read nothing from the layer on, and deviation there
-        has nothing to point at.
+    at_lowest : float
+        The same with the lowest share, 1%. Where that is small already, answers read nothing from the layer on, and
+        deviation there has nothing to point at.
     least_ratio : float or None
         Least share from it on that may keep the tolerance, by the prompts of the search; None if none of those tried
         does. Shares that cost more than what was found already, however few rows come before the check, are not tried.
@@ -75,7 +75,7 @@ class LayerFinding:
     layer: int
     metric: str
     divergence: float
-    without: float
+    at_lowest: float
     least_ratio: float | None
 
 
@@ -190,12 +190,13 @@ class Search:
             # The first layer is computed in full, the others up to the check with a fifth of the rows at least.
             if not self._can_pay((1 + 0.2 * (layer - 1)) / self._trials.depth):
                 return found, layer
-            without = self._trials.try_rule(SelectHKVD((layer,), 0.0).fit(self._layers)).divergence.mean
+            # A share of nothing would compute no layer before the check either.
+            at_lowest = self._trials.try_rule(SelectHKVD((layer,), RATIOS[0]).fit(self._layers)).divergence.mean
             for metric in ("v", "k", "kv") if layer == 1 else ("v", "k"):
                 probe = self._trials.try_rule(SelectHKVD((layer,), PROBE, metric=metric).fit(self._layers))
                 shares = [ratio for ratio in RATIOS if self._share_pays(ratio)]
                 least = self._least(lambda ratio, at=layer, by=metric: SelectHKVD((at,), ratio, metric=by), shares)  # type: ignore[misc]
-                found.append(LayerFinding(layer, metric, probe.divergence.mean, without, least))
+                found.append(LayerFinding(layer, metric, probe.divergence.mean, at_lowest, least))
         return found, None
 
     def _share_pays(self, share: float) -> bool:
@@ -317,7 +318,7 @@ def _scheduled(shares: Sequence[float], metric: str) -> SelectionRule:
 
 def _decisive(layers: Sequence[LayerFinding], tolerance: float, reuse: float) -> int | None:
     """The first layer that does hardly worse than the best of all."""
-    asked = [found for found in layers if found.without > tolerance]
+    asked = [found for found in layers if found.at_lowest > tolerance]
     best = min((found.divergence for found in asked), default=inf)
     pointless = max(tolerance, _POINTLESS * reuse)
     if best > pointless:
