@@ -195,7 +195,7 @@ class Search:
             for metric in ("v", "k", "kv") if layer == 1 else ("v", "k"):
                 probe = self._trials.try_rule(SelectHKVD((layer,), PROBE, metric=metric).fit(self._layers))
                 shares = [ratio for ratio in RATIOS if self._share_pays(ratio)]
-                least = self._least(lambda ratio, at=layer, by=metric: SelectHKVD((at,), ratio, metric=by), shares)  # type: ignore[misc]
+                least = self._least(partial(SelectHKVD, (layer,), metric=metric), shares)
                 found.append(LayerFinding(layer, metric, probe.divergence.mean, at_lowest, least))
         return found, None
 
@@ -256,11 +256,11 @@ class Search:
     def _without_check(self) -> Iterator[tuple[_Make, Sequence[float]]]:
         for layer in self._telling():
             yield partial(_bounded, layer), BOUNDS
-            yield lambda ratio, at=layer: SelectForeseen(ratio, (at,)), RATIOS  # type: ignore[misc]
+            yield partial(SelectForeseen, query_layers=(layer,)), RATIOS
         yield SelectBoundary, RATIOS
         # What the question attends to, on the usual layers or on a late one: which is better differs too.
         for on in dict.fromkeys((third_quarter(self._layers), self._late)):
-            yield lambda ratio, of=on: SelectQuery(ratio, of), RATIOS  # type: ignore[misc]
+            yield partial(SelectQuery, score_layers=on), RATIOS
 
     def _with_check(self, decisive: int | None, layers: Sequence[LayerFinding]) -> Iterator[_Make]:
         if not layers:  # a check on the first layer costs too much already
