@@ -67,8 +67,9 @@ def foreseen(
         asked, kv.__getitem__, adapter.rotary(len(plan.input_ids)),
     )  # fmt: skip
     with adapter.blending():
-        found, looked = foresight.deviation(layers)
-    assert [one.layer for one in looked] == list(layers)
+        seen = foresight.look(layers)
+    found = seen.deviation
+    assert [one.layer for one in seen.looked] == list(layers)
     assert torch.equal(found.isnan(), ~inside)
     return found
 
@@ -433,7 +434,7 @@ def test_a_calibration_finds_the_highest_bound_within_the_tolerance() -> None:
     assert found.chosen is not None
     assert found.chosen.rule == SelectForeseen(0.5, (2,), bound=0.8, following=1)
     settings = settings_of(found, 0.01)
-    assert settings.selection_options == {"bound": 0.8, "lowest_ratio": 0.0, "following": 1}
-    assert "bound 0.8, lowest_ratio 0.0, following 1, share at most 50.0%" in report(settings, found)
+    assert settings.selection_options == {"bound": 0.8, "lowest_ratio": 0.0, "following": 1, "samples": 0}
+    assert "bound 0.8, lowest_ratio 0.0, following 1, samples 0, share at most 50.0%" in report(settings, found)
     controller = LoadingController(MachineProfile(blends={"this model": settings}))
     assert Steering(BlendConfig(), 4, "this model", controller).rule == found.chosen.rule

@@ -13,10 +13,31 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Rotaries, Rotary, rotate, unrotate
 
-__all__ = ["Foresight", "Queries"]
+__all__ = ["Foreseen", "Foresight", "Queries"]
 
 Queries = Callable[[int], torch.Tensor]
 """Stored queries of a layer, not rotated, ``[heads, tokens, head_dim]``; undefined outside of chunks."""
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What stored queries say of a prompt.
+
+    Parameters
+    ----------
+    deviation : Tensor, [tokens] float32
+        How far each row's attention moves: the L2 norm of the difference over all heads, as a share of the mean norm
+        of what reused rows attended to by themselves on that layer; its mean over the layers. NaN outside of
+        reused chunks.
+    moves : tuple of Tensor, each [chunk tokens, layers * heads * head_dim] float32
+        The differences themselves, as shares of the same, of each reused chunk.
+    looked : tuple of Looked
+        What was looked at.
+    """
+
+    deviation: torch.Tensor
+    moves: tuple[torch.Tensor, ...]
+    looked: tuple[Looked, ...]
 
 
 @dataclass(frozen=True)
@@ -51,7 +72,7 @@ class Foresight:
     layer_kv: Callable[[int], LayerKV]
     rotaries: Rotaries
 
-    def deviation(self, layers: Sequence[int]) -> tuple[torch.Tensor, tuple[Looked, ...]]:
+    def look(self, layers: Sequence[int]) -> Foreseen:
         """How far the output of a layer's attention moves once a row sees all that stands before it.
 
         The stored query of each row attends to the stored KV of its own chunk and of what that was computed behind,
@@ -65,35 +86,34 @@ class Foresight:
         ----------
         layers : sequence of int
             Layers that are looked at, rising.
-
-        Returns
-        -------
-        Tensor, [tokens] float32, and tuple of Looked
-            The L2 norm of the difference over all heads, as a share of the mean norm of what reused rows attended to
-            by themselves on that layer; its mean over the layers. NaN outside of reused chunks.
         """
         self._compute_missing(layers[-1])
-        shares = torch.stack([self._moved(layer) for layer in layers])
+        by_layer = [self._moves(layer) for layer in layers]
+        deviation = torch.full((len(self.ids),), float("nan"), device=self.adapter.device)
+        for at, span in enumerate(self.spans):
+            lengths = torch.stack([moves[at].norm(dim=1) for moves in by_layer])
+            deviation[span.start : span.stop] = lengths.mean(dim=0)
         seen = sum(
             len(span) * (span.start + origin + len(span) + 1)
             for span, origin in zip(self.spans, self.origins, strict=True)
         )
-        return shares.mean(dim=0), tuple(Looked(layer, seen) for layer in layers)
+        together = tuple(torch.cat(of, dim=1) for of in zip(*by_layer, strict=True))
+        return Foreseen(deviation, together, tuple(Looked(layer, seen) for layer in layers))
 
-    def _moved(self, layer: int) -> torch.Tensor:
-        """How far each row's attention on a layer moves, as a share of the mean length of what it was."""
-        moved = torch.full((len(self.ids),), float("nan"), device=self.adapter.device)
+    def _moves(self, layer: int) -> list[torch.Tensor]:
+        """What each row's attention on a layer moves by, a chunk, as a share of the mean length of what it was."""
         asked, kv = self.queries(layer), self._kv(layer)
         first = min(span.start for span in self.spans)
         # One call for all chunks. Between them queries are undefined, and what becomes of them is not looked at.
         among = self._attended(layer, asked, kv, slice(first, self._tokens))
         length, tokens = torch.zeros((), device=self.adapter.device), sum(map(len, self.spans))
+        moves = []
         for span, origin in zip(self.spans, self.origins, strict=True):
             rows = slice(span.start, span.stop)
             apart = self._attended(layer, asked, _alone(kv, span, origin, self.rotaries.of_keys(layer)), rows)
-            moved[rows] = (among[span.start - first : span.stop - first] - apart).norm(dim=1)
+            moves.append(among[span.start - first : span.stop - first] - apart)
             length += apart.norm(dim=1).sum() / tokens
-        return moved / length.clamp_min(torch.finfo(length.dtype).tiny)
+        return [move / length.clamp_min(torch.finfo(length.dtype).tiny) for move in moves]
 
     def _compute_missing(self, last: int) -> None:
         """KV of what is not stored, up to a layer."""

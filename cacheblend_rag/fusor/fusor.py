@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fusor.foreseen import Foresight, Queries
+from cacheblend_rag.fusor.correction import Correction, sampled_rows
+from cacheblend_rag.fusor.foreseen import Foreseen, Foresight, Queries
 from cacheblend_rag.fusor.mask import kept_mask
 from cacheblend_rag.fusor.scoring import question_attention
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView
-from cacheblend_rag.fusor.work import Looked, Projected, RowsDone
+from cacheblend_rag.fusor.work import Corrected, Projected, RowsDone
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Rotaries, rotate_in_place
@@ -112,7 +113,7 @@ def fuse(
         state = _Pass(adapter, plan, rule.fit(adapter.num_layers), iter(layers), queries)
         fused = tuple(state.prefill_layers())
         logits = adapter.head(state.hidden[-1])
-        done = RowsDone(tuple(state.computed), tuple(state.projected), state.scored, 1, state.looked, state.ahead)
+        done = state.done()
         return Fusion(fused, logits, done.computed, tuple(state.recomputed), state.reused_tokens, state.deviation, done)
 
 
@@ -135,8 +136,9 @@ class _Pass:
         self.recomputed: list[int] = []
         self.projected: list[Projected] = []
         self.scored: tuple[torch.Tensor, ...] = ()
-        self.looked: tuple[Looked, ...] = ()
         self.ahead: tuple[torch.Tensor, ...] = ()
+        self._foreseen: Foreseen | None = None
+        self._samples: list[torch.Tensor] = []
         self._deviation: torch.Tensor | None = None
         self._measured: tuple[torch.Tensor, torch.Tensor] | None = None
         self._begin()
@@ -163,6 +165,7 @@ class _Pass:
         self._attention = self._score(self._always) if len(candidates) else None
         self._foreseen = self._foresee(self._always) if len(candidates) else None
         self._keep(candidates[self._rule.begin(self._view(candidates))])
+        self._correction = self._corrected_by() if self._samples else None
         if len(self._chosen) in (0, len(candidates)):
             rows = always if not len(self._chosen) else always | reused
             self._trailing = bool(rows[-len(self._rows) :].all())
@@ -179,7 +182,7 @@ class _Pass:
         self.scored = scores.scored
         return scores.attention
 
-    def _foresee(self, always: torch.Tensor) -> torch.Tensor | None:
+    def _foresee(self, always: torch.Tensor) -> Foreseen | None:
         """What stored queries say of all positions, if the rule wants it."""
         plan, layers = self._plan, self._rule.query_layers
         if not layers:
@@ -190,15 +193,31 @@ class _Pass:
         foresight = Foresight(
             self._adapter, plan.input_ids, plan.reused, plan.origins, missing, self._queries, self._kv, self._rotaries
         )
-        self._deviation, self.looked = foresight.deviation(layers)
+        foreseen = foresight.look(layers)
+        if self._rule.samples:
+            self._samples = sampled_rows(plan.reused, foreseen.moves, self._rule.samples)
         if len(missing):
             self.ahead = (missing,) * layers[-1]
             self.projected.append(Projected(layers[-1], len(missing), len(missing)))
-        return self._deviation
+        return foreseen
+
+    def _corrected_by(self) -> Correction | None:
+        """What rows that are not recomputed are given on every layer but the first, where nothing deviates."""
+        moves = self._foreseen.moves if self._foreseen else ()
+        return Correction.of(self._plan.reused, moves, self._samples, self._chosen)
+
+    def done(self) -> RowsDone:
+        """All that was worked on."""
+        looked = self._foreseen.looked if self._foreseen else ()
+        by = self._correction
+        corrected = Corrected(len(by.rows), by.pairs) if by else Corrected(0, 0)
+        return RowsDone(tuple(self.computed), tuple(self.projected), self.scored, 1, looked, self.ahead, corrected)
 
     @property
     def deviation(self) -> torch.Tensor | None:
         """See `Fusion`; made when the pass is done, which need not wait for it."""
+        if self._foreseen is not None:
+            return self._foreseen.deviation
         if self._deviation is None and self._measured is not None:
             positions, first = self._measured
             self._deviation = torch.full((self._tokens,), float("nan"), device=positions.device)
@@ -210,8 +229,10 @@ class _Pass:
 
     def _view(self, positions: torch.Tensor) -> StartView:
         """What a rule sees of some positions."""
-        attention, foreseen = (None if of is None else of[positions] for of in (self._attention, self._foreseen))
-        return StartView(positions, self._offsets[positions], self.reused_tokens, attention, foreseen)
+        attention = None if self._attention is None else self._attention[positions]
+        foreseen = None if self._foreseen is None else self._foreseen.deviation[positions]
+        sampled = torch.isin(positions, torch.cat(self._samples)) if self._samples else None
+        return StartView(positions, self._offsets[positions], self.reused_tokens, attention, foreseen, sampled)
 
     def _kv(self, layer: int) -> LayerKV:
         """A layer's stored KV, keys rotated; each layer is taken from the loader once, in order."""
@@ -242,7 +263,7 @@ class _Pass:
             if self._rule.checks(layer) and len(self._chosen):
                 self._check(layer, self._kv(layer))
             together = 1
-            if self._adapter.replays(len(self._rows)):
+            if self._correction is None and self._adapter.replays(len(self._rows)):
                 # Layers that no check parts, the last one aside; KV comes in groups of about as many.
                 free = (at for at in range(layer + 1, count - 1) if self._rule.checks(at))
                 together = max(1, min(_TOGETHER, next(free, count - 1) - layer))
@@ -254,6 +275,9 @@ class _Pass:
         self.computed += [self._rows] * (stop - first)
         self.recomputed += [len(self._chosen)] * (stop - first)
         kvs = [self._kv(layer) for layer in range(first, stop)]
+        if self._correction is not None and first:
+            recomputed = self.hidden[torch.searchsorted(self._rows, self._correction.rows)]
+            self._correction.write(self._adapter, first, recomputed, kvs[0], self._rotaries)
         if stop == self._adapter.num_layers:
             self._end(first, kvs[0])
         self.hidden = self._adapter.run_layers(first, self.hidden, kvs, self._rows, self._kept_rotaries, self._mask)

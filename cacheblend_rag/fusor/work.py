@@ -10,7 +10,7 @@ import torch
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.shape import LayerShape, ModelShape
 
-__all__ = ["Looked", "Projected", "RowsDone", "prefill_work", "work_share"]
+__all__ = ["Corrected", "Looked", "Projected", "RowsDone", "prefill_work", "work_share"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,22 @@ class Looked:
 
 
 @dataclass(frozen=True)
+class Corrected:
+    """What it took on every layer but the first to correct rows by others.
+
+    Parameters
+    ----------
+    rows : int
+        Rows whose keys and values were projected for it.
+    pairs : int
+        Of these rows and those that were corrected, over which deviation was spread.
+    """
+
+    rows: int
+    pairs: int
+
+
+@dataclass(frozen=True)
 class RowsDone:
     """All rows a pass worked on.
 
@@ -63,6 +79,8 @@ class RowsDone:
         What stored queries attended to.
     ahead : tuple of Tensor, each [rows] long
         Positions computed before that, because they were not stored, layer by layer as far as was needed.
+    corrected : Corrected
+        What it took to correct rows that were not computed.
     """
 
     computed: tuple[torch.Tensor, ...]
@@ -71,13 +89,14 @@ class RowsDone:
     ended: int | None = None
     looked: tuple[Looked, ...] = ()
     ahead: tuple[torch.Tensor, ...] = ()
+    corrected: Corrected = Corrected(0, 0)
 
 
 def work_share(shape: ModelShape, tokens: int, done: RowsDone, layers: int | None = None) -> float:
     """Work of a pass as a share of a full prefill's.
 
     Counted are the linear layers by rows, attention by row and visible key, the projections of
-    checks, attention of stored queries, the scoring pass, and the output head once. The question's rows
+    checks, attention of stored queries, corrections, the scoring pass, and the output head once. The question's rows
     are rows like others.
 
     Parameters
@@ -109,6 +128,8 @@ def work_share(shape: ModelShape, tokens: int, done: RowsDone, layers: int | Non
     checks += sum(one.seen * shape.layers[one.layer].attention for one in done.looked)
     scoring = sum(_work(layer, seen[rows]) for layer, rows in zip(shape.layers, done.scored, strict=False))
     total = sum(spent) - _spared(shape.layers[-1], seen[done.computed[-1]], done.ended) + added * spent[-1] + checks
+    corrections = [_correction(layer, done.corrected) for layer in shape.layers]
+    total += sum(corrections[1:]) + added * corrections[-1]
     total += scoring * layers / depth + shape.head
     return total / prefill_work(shape, tokens, layers)
 
@@ -165,3 +186,8 @@ def _spared(last: LayerShape, rows: _Seen, ended: int | None) -> float:
 def _work(layer: LayerShape, rows: _Seen) -> float:
     """Multiply-adds of some rows on a layer."""
     return layer.linear * len(rows.places) + layer.attention * rows.keys(layer.window)
+
+
+def _correction(layer: LayerShape, done: Corrected) -> float:
+    """Multiply-adds of correcting rows on a layer; what is spread costs no more than attention over as many keys."""
+    return done.rows * (layer.keys + layer.values) + done.pairs * layer.attention

@@ -35,6 +35,7 @@ _PARSED: dict[str, Callable[[str], Any]] = {
     "bound": float,
     "lowest_ratio": float,
     "following": int,
+    "samples": int,
     "seed": int,
 }
 

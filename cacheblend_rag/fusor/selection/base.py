@@ -48,7 +48,10 @@ class StartView:
         recomputed but what is always computed. None if the rule scores no layers.
     foreseen : Tensor or None, [candidates], float32
         How far attention moves once each sees other chunks, foreseen from its stored query on the rule's
-        `SelectionRule.query_layers`; see `Foresight.deviation`. None if the rule names none.
+        `SelectionRule.query_layers`; see `Foreseen`. None if the rule names none.
+    sampled : Tensor or None, [candidates], bool
+        Those that are to tell what the rest of their chunk deviates by; see `SelectionRule.samples`. None if the
+        rule wants none.
     """
 
     positions: torch.Tensor
@@ -56,6 +59,7 @@ class StartView:
     reused_tokens: int
     attention: torch.Tensor | None = None
     foreseen: torch.Tensor | None = None
+    sampled: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class LayerView(StartView):
 
     Parameters
     ----------
-    positions, offsets, reused_tokens, attention, foreseen
+    positions, offsets, reused_tokens, attention, foreseen, sampled
         As in `StartView`.
     layer : int
         Number of the layer.
@@ -117,6 +121,11 @@ class SelectionRule(ABC):
     def query_layers(self) -> Sequence[int]:
         """Layers whose stored queries are looked at before layer 0; records must hold them."""
         return ()
+
+    @property
+    def samples(self) -> int:
+        """How many rows of a chunk that moves as a whole are to tell what its other rows deviate by (`Correction`)."""
+        return 0
 
     def begin(self, view: StartView) -> torch.Tensor:
         """Indices into ``view.positions`` of the rows computed on layer 0, rising, ``[kept]`` long."""

@@ -18,7 +18,7 @@ __all__ = ["SelectForeseen"]
 class SelectForeseen(FixedRule):
     """Recompute, on every layer, the tokens whose attention moves most once they see other chunks.
 
-    That is foreseen from stored queries (`Foresight.deviation`), so no layer is computed in full; the report
+    That is foreseen from stored queries (`Foresight`), so no layer is computed in full; the report
     counts the work of looking.
 
     Parameters
@@ -36,6 +36,9 @@ class SelectForeseen(FixedRule):
     following : int
         How many tokens right behind a token count as moving no less than it does. What looks one token back passes
         on what was learned there, and stored queries do not foresee that.
+    samples : int
+        How many tokens of each chunk that moves as a whole are recomputed besides, evenly spaced, to tell what
+        those of its tokens deviate by that are not (`Correction`). At 0 what is not recomputed stays as it was stored.
     """
 
     recompute_ratio: float = 0.15
@@ -43,6 +46,7 @@ class SelectForeseen(FixedRule):
     bound: float = 0.0
     lowest_ratio: float = 0.0
     following: int = 0
+    samples: int = 0
 
     def __post_init__(self) -> None:
         check_share("recompute_ratio", self.recompute_ratio)
@@ -52,6 +56,7 @@ class SelectForeseen(FixedRule):
         check_layer_list("query_layers", self.query_layers, lowest=0)
         check_bound(self.bound, self.lowest_ratio, self.recompute_ratio)
         check_whole("following", self.following)
+        check_whole("samples", self.samples)
 
     def fit(self, layers: int) -> SelectionRule:
         """See `SelectionRule.fit`."""
@@ -69,6 +74,8 @@ class SelectForeseen(FixedRule):
             return view.positions.new_empty(0)
         lowest = self.lowest_ratio if self.bound else self.recompute_ratio
         scores = _passed_on(view.foreseen, view.positions, self.following)
+        if view.sampled is not None:
+            scores = scores.masked_fill(view.sampled, torch.inf)
         return above(scores, self.bound, lowest, self.recompute_ratio, view.reused_tokens)
 
 
