@@ -416,25 +416,30 @@ def test_calibrate_looks_for_the_layer_that_tells_most() -> None:
     assert telling == sorted(means, key=means.__getitem__)[:2]
 
 
+@dataclasses.dataclass(frozen=True)
 class _Told:
-    """Trials in which only some bounds on the queries of layer 2 keep the tolerance."""
+    """Trials in which only some bounds on the queries of layer 2 keep the tolerance, with so many samples or more."""
 
+    samples: int = 0
     depth = 4
 
     def try_rule(self, rule: Any, tolerance: float = float("inf")) -> Tried:
         telling = isinstance(rule, SelectForeseen) and tuple(rule.query_layers) == (2,)
-        good = telling and 0 < rule.bound <= 0.8
+        good = telling and 0 < rule.bound <= 0.8 and rule.samples >= self.samples
         work = 0.2 - 0.1 * getattr(rule, "bound", 0.0)
         return Tried(rule, (0.001 if good else 0.5 if telling else 1.0,) * 6, work, whole=True)
 
 
-def test_a_calibration_finds_the_highest_bound_within_the_tolerance() -> None:
-    told: Any = _Told()
+@pytest.mark.parametrize(("needed", "samples"), [(0, 0), (1, 20)])
+def test_a_calibration_finds_the_highest_bound_within_the_tolerance(needed: int, samples: int) -> None:
+    """And takes samples only where bounds alone do not do."""
+    told: Any = _Told(needed)
     found = Search(told, told, 4, 0.01).run()
     assert found.chosen is not None
-    assert found.chosen.rule == SelectForeseen(0.5, (2,), bound=0.8, following=1)
+    assert found.chosen.rule == SelectForeseen(0.5, (2,), bound=0.8, following=1, samples=samples)
     settings = settings_of(found, 0.01)
-    assert settings.selection_options == {"bound": 0.8, "lowest_ratio": 0.0, "following": 1, "samples": 0}
-    assert "bound 0.8, lowest_ratio 0.0, following 1, samples 0, share at most 50.0%" in report(settings, found)
+    assert settings.selection_options == {"bound": 0.8, "lowest_ratio": 0.0, "following": 1, "samples": samples}
+    described = f"bound 0.8, lowest_ratio 0.0, following 1, samples {samples}, share at most 50.0%"
+    assert described in report(settings, found)
     controller = LoadingController(MachineProfile(blends={"this model": settings}))
     assert Steering(BlendConfig(), 4, "this model", controller).rule == found.chosen.rule

@@ -19,8 +19,8 @@ from cacheblend_rag.models.rope import Rotaries, rotate, unrotate
 
 __all__ = ["Correction", "sampled_rows"]
 
-_MOVED = 0.25
-"""A chunk moves as a whole if its rows have more in common, in mean lengths of what attention gave them alone."""
+_MOVED = 0.3
+"""A chunk moves as a whole if its rows move by more in the mean, in mean lengths of what attention gave them alone."""
 _RIDGE = 1.0
 _blocks: Callable[..., torch.Tensor] = torch.block_diag  # which has no types
 _FEWEST = 3  # rows: of fewer, what one shows and what all show cannot be told apart
@@ -46,8 +46,7 @@ def sampled_rows(spans: Sequence[range], moves: Sequence[torch.Tensor], count: i
     found = []
     for span, move in zip(spans, moves, strict=True):
         even = torch.linspace(0, len(span) - 1, min(count, len(span)), device=move.device).round().long()
-        common = move.median(dim=0).values.norm() > _MOVED
-        found.append(span.start + (even if common else even[:0]))
+        found.append(span.start + (even if move.mean(dim=0).norm() > _MOVED else even[:0]))
     return found
 
 

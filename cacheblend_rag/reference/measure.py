@@ -240,6 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check-layer", type=int, default=1, help="layer of the rule's check")
     parser.add_argument("--query-layer", type=int, help="layer whose stored queries the rule looks at")
     parser.add_argument("--bound", type=float, help="bound of foreseen or threshold; --ratio is then the most")
+    parser.add_argument("--samples", type=int, help="of foreseen: tokens that tell what a chunk deviates by")
     parser.add_argument("--following", type=int, help="of foreseen: tokens behind each that count as moving no less")
     args = parser.parse_args(argv)
     loaded = load_model(args.model, device="cpu")
@@ -257,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rule: dict[str, Any] = {"recompute_ratio": args.ratio, "check_layers": (args.check_layer,)}
     if args.query_layer is not None:
         rule["query_layers"] = (args.query_layer,)
-    options = {"bound": args.bound, "following": args.following}
+    options = {"bound": args.bound, "following": args.following, "samples": args.samples}
     rule["selection_options"] = {name: value for name, value in options.items() if value is not None}
     results = measure(_answer(loaded.model, loaded.tokenizer, args.selection, rule), cases)
     for result in results:
