@@ -93,10 +93,12 @@ class Correction:
         Parameters
         ----------
         spans, moves, samples
-            As of `sampled_rows`.
+            As `sampled_rows` takes and gives them; nothing where nothing is sampled.
         chosen : Tensor, [chosen] long
             Positions that are recomputed, rising.
         """
+        if not samples:
+            return None
         fitted = []
         for span, move, sample in zip(spans, moves, samples, strict=True):
             known = torch.zeros(len(span), dtype=torch.bool, device=move.device)

@@ -97,8 +97,8 @@ class Foresight:
             len(span) * (span.start + origin + len(span) + 1)
             for span, origin in zip(self.spans, self.origins, strict=True)
         )
-        together = tuple(torch.cat(of, dim=1) for of in zip(*by_layer, strict=True))
-        return Foreseen(deviation, together, tuple(Looked(layer, seen) for layer in layers))
+        moves = by_layer[0] if len(layers) == 1 else [torch.cat(of, dim=1) for of in zip(*by_layer, strict=True)]
+        return Foreseen(deviation, tuple(moves), tuple(Looked(layer, seen) for layer in layers))
 
     def _moves(self, layer: int) -> list[torch.Tensor]:
         """What each row's attention on a layer moves by, a chunk, as a share of the mean length of what it was."""

@@ -9,11 +9,11 @@ import torch
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.correction import Correction, sampled_rows
-from cacheblend_rag.fusor.foreseen import Foreseen, Foresight, Queries
+from cacheblend_rag.fusor.foreseen import Foresight, Queries
 from cacheblend_rag.fusor.mask import kept_mask
 from cacheblend_rag.fusor.scoring import question_attention
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView
-from cacheblend_rag.fusor.work import Corrected, Projected, RowsDone
+from cacheblend_rag.fusor.work import Corrected, Looked, Projected, RowsDone
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Rotaries, rotate_in_place
@@ -137,7 +137,8 @@ class _Pass:
         self.projected: list[Projected] = []
         self.scored: tuple[torch.Tensor, ...] = ()
         self.ahead: tuple[torch.Tensor, ...] = ()
-        self._foreseen: Foreseen | None = None
+        self.looked: tuple[Looked, ...] = ()
+        self._moves: tuple[torch.Tensor, ...] = ()
         self._samples: list[torch.Tensor] = []
         self._deviation: torch.Tensor | None = None
         self._measured: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -165,7 +166,8 @@ class _Pass:
         self._attention = self._score(self._always) if len(candidates) else None
         self._foreseen = self._foresee(self._always) if len(candidates) else None
         self._keep(candidates[self._rule.begin(self._view(candidates))])
-        self._correction = self._corrected_by() if self._samples else None
+        self._correction = Correction.of(plan.reused, self._moves, self._samples, self._chosen)
+        self._moves = ()  # as large as the input of a layer
         if len(self._chosen) in (0, len(candidates)):
             rows = always if not len(self._chosen) else always | reused
             self._trailing = bool(rows[-len(self._rows) :].all())
@@ -182,7 +184,7 @@ class _Pass:
         self.scored = scores.scored
         return scores.attention
 
-    def _foresee(self, always: torch.Tensor) -> Foreseen | None:
+    def _foresee(self, always: torch.Tensor) -> torch.Tensor | None:
         """What stored queries say of all positions, if the rule wants it."""
         plan, layers = self._plan, self._rule.query_layers
         if not layers:
@@ -194,30 +196,23 @@ class _Pass:
             self._adapter, plan.input_ids, plan.reused, plan.origins, missing, self._queries, self._kv, self._rotaries
         )
         foreseen = foresight.look(layers)
+        self._deviation, self.looked = foreseen.deviation, foreseen.looked
         if self._rule.samples:
-            self._samples = sampled_rows(plan.reused, foreseen.moves, self._rule.samples)
+            self._moves, self._samples = foreseen.moves, sampled_rows(plan.reused, foreseen.moves, self._rule.samples)
         if len(missing):
             self.ahead = (missing,) * layers[-1]
             self.projected.append(Projected(layers[-1], len(missing), len(missing)))
-        return foreseen
-
-    def _corrected_by(self) -> Correction | None:
-        """What rows that are not recomputed are given on every layer but the first, where nothing deviates."""
-        moves = self._foreseen.moves if self._foreseen else ()
-        return Correction.of(self._plan.reused, moves, self._samples, self._chosen)
+        return self._deviation
 
     def done(self) -> RowsDone:
         """All that was worked on."""
-        looked = self._foreseen.looked if self._foreseen else ()
         by = self._correction
         corrected = Corrected(len(by.rows), by.pairs) if by else Corrected(0, 0)
-        return RowsDone(tuple(self.computed), tuple(self.projected), self.scored, 1, looked, self.ahead, corrected)
+        return RowsDone(tuple(self.computed), tuple(self.projected), self.scored, 1, self.looked, self.ahead, corrected)
 
     @property
     def deviation(self) -> torch.Tensor | None:
         """See `Fusion`; made when the pass is done, which need not wait for it."""
-        if self._foreseen is not None:
-            return self._foreseen.deviation
         if self._deviation is None and self._measured is not None:
             positions, first = self._measured
             self._deviation = torch.full((self._tokens,), float("nan"), device=positions.device)
@@ -229,8 +224,7 @@ class _Pass:
 
     def _view(self, positions: torch.Tensor) -> StartView:
         """What a rule sees of some positions."""
-        attention = None if self._attention is None else self._attention[positions]
-        foreseen = None if self._foreseen is None else self._foreseen.deviation[positions]
+        attention, foreseen = (None if of is None else of[positions] for of in (self._attention, self._foreseen))
         sampled = torch.isin(positions, torch.cat(self._samples)) if self._samples else None
         return StartView(positions, self._offsets[positions], self.reused_tokens, attention, foreseen, sampled)
 
@@ -275,7 +269,7 @@ class _Pass:
         self.computed += [self._rows] * (stop - first)
         self.recomputed += [len(self._chosen)] * (stop - first)
         kvs = [self._kv(layer) for layer in range(first, stop)]
-        if self._correction is not None and first:
+        if self._correction is not None and first:  # KV of layer 0 never deviates
             recomputed = self.hidden[torch.searchsorted(self._rows, self._correction.rows)]
             self._correction.write(self._adapter, first, recomputed, kvs[0], self._rotaries)
         if stop == self._adapter.num_layers:
