@@ -215,6 +215,18 @@ def test_ratio_1_is_full_prefill(family: str) -> None:
     assert fused.fusion.done.corrected == Corrected(0, 0)
 
 
+@pytest.mark.usefixtures("all_move")
+def test_in_bfloat16_it_is_hardly_less_exact_than_stored_kv() -> None:
+    def error(rule: Any) -> float:
+        fine, coarse = (fused_of(tiny.model().to(dtype), rule)[1].fusion for dtype in (torch.float32, torch.bfloat16))
+        assert torch.equal(fine.computed[-1], coarse.computed[-1])
+        pairs = list(zip(fine.layers, coarse.layers, strict=True))
+        assert all(theirs.keys.dtype == theirs.values.dtype == torch.bfloat16 for _, theirs in pairs)
+        return float(sum((ours.values - theirs.values).abs().mean() for ours, theirs in pairs))
+
+    assert 0 < error(SAMPLING) < 1.5 * error(SelectNone())
+
+
 def test_without_chunks_that_move_as_a_whole_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(correction, "_MOVED", 9.0)
     model = tiny.model()
