@@ -110,7 +110,7 @@ def test_it_is_ridge_regression_worth_what_it_explains_of_rows_left_out() -> Non
     assert found is not None
     deviation = torch.randn(len(found.rows), heads, width, generator=torch.Generator().manual_seed(2))
     deviation += 2 * found.rows[:, None, None].div(20).floor()
-    told, expected = found.told(deviation), {}
+    told, expected = found.told(deviation.transpose(0, 1)).transpose(0, 1), {}
     for span, move, sample in zip(SPANS, moved, samples, strict=True):
         features = torch.cat((move / move.norm(dim=1).mean(), torch.ones(len(span), 1)), dim=1).double()
         rows = [row for row in span if row in chosen.tolist()]
@@ -142,10 +142,10 @@ def test_what_explains_nothing_is_not_given() -> None:
     samples = sampled_rows(SPANS, moves(), 8)
     found = Correction.of(SPANS, moves(), samples, torch.cat(samples))
     assert found is not None
-    noise = torch.randn(len(found.rows), 2, 4, generator=torch.Generator().manual_seed(3))
-    alike = torch.ones(len(found.rows), 2, 4)
-    assert found.told(torch.cat((noise[:, :1], alike[:, :1]), dim=1))[:, 1].min() > 0.7
-    signs = torch.tensor([1.0, -1.0]).repeat(len(found.rows))[: len(found.rows), None, None]
+    noise = torch.randn(1, len(found.rows), 4, generator=torch.Generator().manual_seed(3))
+    alike = torch.ones(1, len(found.rows), 4)
+    assert found.told(torch.cat((noise, alike)))[1].min() > 0.7
+    signs = torch.tensor([1.0, -1.0]).repeat(len(found.rows))[None, : len(found.rows), None]
     assert found.told(signs * alike).abs().max() < 0.1
     assert found.told(torch.zeros_like(alike)).abs().max() == 0
 
@@ -187,7 +187,7 @@ def test_rows_not_recomputed_get_what_the_others_show(family: str) -> None:
         for name, at in (("rows", found.rows), ("places", found.places)):
             keys = unturned(kv.keys, at) - unturned(before.keys, at)
             values = kv.values[0][:, at] - before.values[0][:, at]
-            differences[name] = torch.cat((keys, values)).transpose(0, 1)
+            differences[name] = torch.cat((keys, values))
         expected = found.told(differences["rows"]) if layer else torch.zeros_like(differences["places"])
         torch.testing.assert_close(differences["places"], expected, atol=2e-4, rtol=1e-3)
         given = max(given, float(expected.abs().max()))

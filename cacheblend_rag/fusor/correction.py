@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.models.rope import Rotaries, rotate, unrotate
+from cacheblend_rag.models.rope import Rotaries, rotate_in_place, unrotate
 
 __all__ = ["Correction", "sampled_rows"]
 
@@ -60,25 +61,22 @@ class Correction:
         Positions of recomputed rows.
     places : Tensor, [places] long
         Positions of the other rows of their chunks.
-    weights : Tensor, [places, rows] float32
-        What each place is given of each row's deviation; 0 across chunks.
+    weights : tuple of (slice, Tensor [places of a chunk, rows of it] float32)
+        Chunk by chunk, which of the rows are of it, and what each of its places is given of each row's deviation.
     left_out : Tensor, [rows, rows] float32
         Maps deviations of the rows to what each is told wrong by the others of its chunk.
     counted : Tensor, [chunks, rows] float32
         1 for the sampled rows of each chunk, by which is judged what the regression is worth.
-    chunk : Tensor, [places] long
-        Which chunk each place is of.
-    pairs : int
-        Of a row and a place of its chunk, over which a layer's deviation is spread.
+    chunk : Tensor, [rows] long
+        Which chunk each row is of.
     """
 
     rows: torch.Tensor
     places: torch.Tensor
-    weights: torch.Tensor
+    weights: tuple[tuple[slice, torch.Tensor], ...]
     left_out: torch.Tensor
     counted: torch.Tensor
     chunk: torch.Tensor
-    pairs: int
 
     @classmethod
     def of(
@@ -112,12 +110,16 @@ class Correction:
         return cls(
             torch.cat([start + of.nonzero()[:, 0] for start, of in zip(starts, taken, strict=True)]),
             torch.cat([start + (~of).nonzero()[:, 0] for start, of in zip(starts, taken, strict=True)]),
-            _blocks(*weights),
+            tuple(zip(_consecutive([of.shape[1] for of in weights]), weights, strict=True)),
             _blocks(*left_out),
             _blocks(*counted),
-            torch.cat([torch.full_like(of[~of], at, dtype=torch.long) for at, of in enumerate(taken)]),
-            sum(of.numel() for of in weights),
+            torch.cat([torch.full_like(of[of], at, dtype=torch.long) for at, of in enumerate(taken)]),
         )
+
+    @property
+    def pairs(self) -> int:
+        """Of a row and a place of its chunk, over which a layer's deviation is spread."""
+        return sum(weights.numel() for _, weights in self.weights)
 
     def told(self, deviation: torch.Tensor) -> torch.Tensor:
         """What the places deviate by, as far as the rows tell it.
@@ -127,19 +129,18 @@ class Correction:
 
         Parameters
         ----------
-        deviation : Tensor, [rows, heads, width] float32
+        deviation : Tensor, [heads, rows, width] float32
             Of the rows.
 
         Returns
         -------
-        Tensor, [places, heads, width] float32
+        Tensor, [heads, places, width] float32
         """
-        flat = deviation.flatten(1)
-        wrong = (self.left_out @ flat).view_as(deviation)
-        unexplained, all_of_it = (self.counted @ of.square().sum(dim=2) for of in (wrong, deviation))
-        worth = 1 - unexplained / all_of_it.clamp_min(torch.finfo(torch.float32).tiny)  # [chunks, heads]
-        told = (self.weights @ flat).view(-1, *deviation.shape[1:])
-        return told * worth.clamp_min(0)[self.chunk][..., None]
+        wrong = self.left_out @ deviation
+        unexplained, all_of_it = (of.square().sum(dim=2) @ self.counted.T for of in (wrong, deviation))
+        worth = 1 - unexplained / all_of_it.clamp_min(torch.finfo(torch.float32).tiny)  # [heads, chunks]
+        given = deviation * worth.clamp_min(0)[:, self.chunk, None]
+        return torch.cat([weights @ given[:, rows] for rows, weights in self.weights], dim=1)
 
     def write(self, adapter: ModelAdapter, layer: int, hidden: torch.Tensor, kv: LayerKV, rotaries: Rotaries) -> None:
         """Add it to the KV of a layer; deviation of keys is that before their rotation.
@@ -158,12 +159,17 @@ class Correction:
         at, rotary = rotaries.at(self.rows), rotaries.of_keys(layer)
         keys = adapter.project_keys(layer, hidden, at).float() - kv.keys[0][:, self.rows].float()
         values = adapter.project_values(layer, hidden).float() - kv.values[0][:, self.rows].float()
-        unturned = unrotate(keys, at.of_keys(layer))
-        told = self.told(torch.cat((unturned, values)).transpose(0, 1)).transpose(0, 1)
+        told = self.told(torch.cat((unrotate(keys, at.of_keys(layer)), values)))
         told_keys, told_values = told[: len(keys)], told[len(keys) :]
-        turned = rotate(told_keys.contiguous(), None if rotary is None else rotary.at(self.places))
-        for stored, more in ((kv.keys[0], turned), (kv.values[0], told_values)):
-            stored[:, self.places] = (stored[:, self.places].float() + more).to(stored.dtype)
+        if rotary is not None:
+            rotate_in_place(told_keys, rotary.at(self.places))
+        for stored, more in ((kv.keys[0], told_keys), (kv.values[0], told_values)):
+            stored[:, self.places] = (stored[:, self.places] + more).to(stored.dtype)  # in float32
+
+
+def _consecutive(counts: Sequence[int]) -> list[slice]:
+    """Slices of so many each, one behind the other."""
+    return [slice(stop - count, stop) for stop, count in zip(accumulate(counts), counts, strict=True)]
 
 
 def _regression(move: torch.Tensor, known: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
