@@ -23,8 +23,8 @@ __all__ = ["Correction", "sampled_rows"]
 _MOVED = 0.3
 """A chunk moves as a whole if its rows move by more in the mean, in mean lengths of what attention gave them alone."""
 _RIDGE = 1.0
-_blocks: Callable[..., torch.Tensor] = torch.block_diag  # which has no types
 _FEWEST = 3  # rows: of fewer, what one shows and what all show cannot be told apart
+_blocks: Callable[..., torch.Tensor] = torch.block_diag  # which has no types
 
 
 def sampled_rows(spans: Sequence[range], moves: Sequence[torch.Tensor], count: int) -> list[torch.Tensor]:
