@@ -157,7 +157,8 @@ def test_where_a_rule_fails_the_next_bound_is_tried(models: dict[str, Any], monk
     def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0) -> Tried:
         bound = getattr(rule, "bound", 0.0) if isinstance(rule, SelectForeseen) else 0.0
         good = bound > 0 and (trials is searched or bound <= 0.5)
-        return Tried(rule, (0.0 if good else 1.0,) * 6, 0.15 - 0.1 * bound, True)
+        work = 0.15 - 0.1 * bound + 0.001 * getattr(rule, "samples", 0)
+        return Tried(rule, (0.0 if good else 1.0,) * 6, work, True)
 
     monkeypatch.setattr(TrialSet, "try_rule", looked_up)
     finding = Search(searched, checks, 6, TOLERANCE).run()
