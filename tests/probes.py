@@ -10,7 +10,10 @@ from typing import Any
 import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag.evaluation.prepared import PreparedPrompt
+from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
+from cacheblend_rag.prompt import SegmentTokenizer
 from cacheblend_rag.report import FusedKV
 from cacheblend_rag.store import KVRecord, KVStore, MemoryStore, StoredKV
 from cacheblend_rag.store.wrapped import WrappedStore
@@ -26,6 +29,11 @@ def engine_of(model: Any = None, tokenizer: Any = None, store: Any = None, **opt
     model = tiny.model() if model is None else model
     tokenizer = tiny.tokenizer() if tokenizer is None else tokenizer
     return BlendEngine(model, tokenizer, config=BlendConfig(**options), store=store)
+
+
+def prepared_of(model: Any) -> PreparedPrompt:
+    """The prompt, its chunks stored, to be fused by many rules."""
+    return PreparedPrompt(ModelAdapter(model), SegmentTokenizer(tiny.tokenizer(), " # # "), PROMPT)
 
 
 def assert_same(ours: FusedKV, theirs: FusedKV) -> None:

@@ -19,14 +19,13 @@ from cacheblend_rag.fusor.correction import Correction, sampled_rows
 from cacheblend_rag.fusor.foreseen import Foresight
 from cacheblend_rag.fusor.selection import SelectForeseen, SelectNone, StartView
 from cacheblend_rag.fusor.work import Corrected, RowsDone, work_share
-from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.rope import unrotate
 from cacheblend_rag.models.shape import LayerShape, ModelShape
 from cacheblend_rag.prompt import SegmentTokenizer
 from cacheblend_rag.reference import MODEL_PATH
 from cacheblend_rag.store import MemoryStore
 from tests import tiny
-from tests.probes import PROMPT, engine_of
+from tests.probes import PROMPT, engine_of, prepared_of
 
 SPANS = [range(3, 15), range(15, 22), range(24, 40)]
 FAMILIES = [*tiny.FAMILIES, "phi3", "gemma2", "gpt_oss", "olmo2", "glm4", "smollm3"]
@@ -42,8 +41,8 @@ def moves(width: int = 6, alike: float = 1.0) -> list[torch.Tensor]:
     ]
 
 
-def fused_of(model: Any, rule: SelectForeseen, chunks: Any = PROMPT) -> tuple[PreparedPrompt, Any]:
-    prepared = PreparedPrompt(ModelAdapter(model), SegmentTokenizer(tiny.tokenizer(), " # # "), chunks)
+def fused_of(model: Any, rule: Any) -> tuple[PreparedPrompt, Any]:
+    prepared = prepared_of(model)
     return prepared, prepared.fuse(rule)
 
 

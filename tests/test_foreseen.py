@@ -30,15 +30,11 @@ from cacheblend_rag.steering import Steering
 from cacheblend_rag.store import DiskStore, MemoryStore
 from cacheblend_rag.store.record import RecordFormat
 from tests import tiny
-from tests.probes import PROMPT, assert_same, engine_of, record_files
+from tests.probes import PROMPT, assert_same, engine_of, prepared_of, record_files
 
 # Their attention has what fused kernels lack: soft caps, attention sinks, queries scaled by position.
 _APART = ("gemma2", "gpt_oss", "ministral3")
 LOOKING = {"selection": "foreseen", "query_layers": (1,), "recompute_ratio": 0.3}
-
-
-def prepared_of(model: Any) -> PreparedPrompt:
-    return PreparedPrompt(ModelAdapter(model), SegmentTokenizer(tiny.tokenizer(), " # # "), PROMPT)
 
 
 def foreseen(

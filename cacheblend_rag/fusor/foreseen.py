@@ -113,7 +113,7 @@ class Foresight:
             apart = self._attended(layer, asked, _alone(kv, span, origin, self.rotaries.of_keys(layer)), rows)
             moves.append(among[span.start - first : span.stop - first] - apart)
             length += apart.norm(dim=1).sum() / tokens
-        return [move / length.clamp_min(torch.finfo(length.dtype).tiny) for move in moves]
+        return [move.div_(length.clamp_min(torch.finfo(length.dtype).tiny)) for move in moves]
 
     def _compute_missing(self, last: int) -> None:
         """KV of what is not stored, up to a layer."""

@@ -44,7 +44,7 @@ PROBE = 0.15
 """Share at which check layers are compared, the paper's: with fewer rows than answers need all layers look alike."""
 _BOUNDED = 0.5  # most rows that a rule with a bound keeps, so that no prompt takes nearly as long as a full prefill
 _SAMPLES = 20  # rows of a chunk that moves as a whole that are to tell what its other rows deviate by
-_SAMPLED = 0.9  # highest bound beside them: above it they hide on a few prompts what is lost on many
+_SAMPLED_BOUND = 0.9  # highest bound beside them: above it they hide on a few prompts what is lost on many
 _HEADS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2)
 _PROBE_BOUND = 0.6  # bound at which layers of stored queries are: few rows in every prompt tell too little
 _POINTLESS = 0.8  # of what full reuse loses: what is no better points at nothing
@@ -258,7 +258,7 @@ class Search:
     def _without_check(self) -> Iterator[tuple[_Make, Sequence[float]]]:
         for layer in self._telling():
             yield partial(_bounded, layer, 0), BOUNDS
-            yield partial(_bounded, layer, _SAMPLES), [bound for bound in BOUNDS if bound <= _SAMPLED]
+            yield partial(_bounded, layer, _SAMPLES), [bound for bound in BOUNDS if bound <= _SAMPLED_BOUND]
             yield partial(SelectForeseen, query_layers=(layer,)), RATIOS
         yield SelectBoundary, RATIOS
         # What the question attends to, on the usual layers or on a late one: which is better differs too.
