@@ -181,6 +181,10 @@ class BlendConfig:
         Tenants with different salts never share a record.
     like : str
         Treat a model of a family that is not known as one of this family; empty for no such try.
+    max_concurrent : int
+        Most answers that are under way at once. A request that comes is then let in between two tokens of the others,
+        as long as memory has room for its KV, and they take their steps together: each weight is read once for all.
+        What is rounded differs then with what else runs. With 1, requests are answered one after another.
     guard_share : float
         Share of requests that a quality guard checks: a full prefill in the background, when nothing
         else waits, and how far the blended answer was from it. 0 checks none.
@@ -222,6 +226,7 @@ class BlendConfig:
     compress: bool = _option("compress", False, lambda text: _flag(text))
     salt: str = _option("salt", "", str)
     like: str = _option("like", "", str)
+    max_concurrent: int = _option("max_concurrent", 1, int)
     guard_share: float = _option("guard_share", 0.0, float)
     guard_bound: float = _option("guard_bound", 0.1, float)
     pack_weights: bool | str = _option("pack_weights", "auto", lambda text: _flag_or_auto(text), like="auto, on or off")
@@ -242,6 +247,7 @@ class BlendConfig:
         check_choice("write_back", self.write_back, WRITE_BACKS)
         check_choice("codec", self.codec, CODEC_NAMES)
         check_whole("min_tokens", self.min_tokens)
+        check_whole("max_concurrent", self.max_concurrent, 1)
         check_share("guard_share", self.guard_share)
         check_above_zero("guard_bound", self.guard_bound)
         for name in ("keep_final", "prefetch", "compress", "check_model"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -17,7 +17,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from cacheblend_rag.errors import ConfigError, GenerationError
 from cacheblend_rag.models.modes import evaluating
 
-__all__ = ["DecodeOptions", "Decoded", "decode"]
+__all__ = ["DecodeOptions", "Decoded", "Step", "decode"]
+
+Step = Callable[[Mapping[str, Any]], torch.Tensor]
+"""Takes what transformers hands to the model for one token, and gives its logits ``[1, 1, vocab]``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +137,7 @@ def decode(
     options: DecodeOptions,
     on_text: Callable[[str], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
+    step: Step | None = None,
 ) -> Decoded:
     """Generate from a fused cache; its logits give the first token without a second pass.
 
@@ -152,6 +156,8 @@ def decode(
         Called with each piece of text as soon as it is certain.
     cancelled : callable
         Generation stops at the next token once this returns True.
+    step : callable, optional
+        Stands for the model's pass over each token after the first.
 
     Raises
     ------
@@ -165,12 +171,10 @@ def decode(
     ids = torch.tensor([list(input_ids)], device=logits.device)
 
     def continue_from_fused(model: Any, input_ids: torch.Tensor, **arguments: Any) -> Any:
-        return type(model)._sample(_Prefilled(model, logits, cache), input_ids, **arguments)
+        return type(model)._sample(_Prefilled(model, logits, cache, own_step), input_ids, **arguments)
 
-    devices = [logits.device] if logits.device.type == "cuda" else []
-    with evaluating(model), torch.random.fork_rng(devices=devices, enabled=options.seed is not None):
-        if options.seed is not None:
-            torch.manual_seed(options.seed)
+    with evaluating(model), _Chance(options.seed, logits.device) as chance:
+        own_step = chance.apart_from(step) if step is not None else None
         model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -187,17 +191,73 @@ class _Prefilled:
     """A model whose prefill is already done.
 
     transformers' sampling loop asks the model for its prefill and then for one token at a time;
-    this hands it the fused logits first and is the model in everything else.
+    this hands it the fused logits first and is the model in everything else, or in all but its steps.
     """
 
-    def __init__(self, model: Any, logits: torch.Tensor, cache: Any) -> None:
-        self._model, self._logits, self._cache = model, logits, cache
+    def __init__(self, model: Any, logits: torch.Tensor, cache: Any, step: Step | None) -> None:
+        self._model, self._logits, self._cache, self._step = model, logits, cache, step
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
     def _prefill(self, *args: object, **kwargs: object) -> CausalLMOutputWithPast:
         return CausalLMOutputWithPast(logits=self._logits[None, None], past_key_values=self._cache)
+
+    def __call__(self, return_dict: bool = True, **inputs: Any) -> Any:
+        if self._step is None:
+            return self._model(**inputs, return_dict=return_dict)
+        return CausalLMOutputWithPast(logits=self._step(inputs), past_key_values=self._cache)
+
+
+class _Chance:
+    """PyTorch's random numbers, begun anew for one answer; what others draw meanwhile is theirs.
+
+    Parameters
+    ----------
+    seed : int or None
+        None takes them as they come.
+    device : torch.device
+        Where tokens are drawn.
+    """
+
+    def __init__(self, seed: int | None, device: torch.device) -> None:
+        self._seed, self._device = seed, device
+        self._others: list[torch.Tensor] = []  # their state, while this answer draws
+
+    def __enter__(self) -> _Chance:
+        if self._seed is not None:
+            self._others = self._state()
+            torch.manual_seed(self._seed)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._others:
+            self._set(self._others)
+
+    def apart_from(self, step: Step) -> Step:
+        """The step, during which others may draw."""
+        if self._seed is None:
+            return step
+
+        def apart(inputs: Mapping[str, Any]) -> torch.Tensor:
+            own, others = self._state(), self._others
+            self._set(others)
+            self._others = []  # if the step fails, theirs is in place
+            logits = step(inputs)
+            self._others = self._state()
+            self._set(own)
+            return logits
+
+        return apart
+
+    def _state(self) -> list[torch.Tensor]:
+        on_gpu = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
+        return [torch.get_rng_state(), *on_gpu]
+
+    def _set(self, state: Sequence[torch.Tensor]) -> None:
+        torch.set_rng_state(state[0])
+        for of_gpu in state[1:]:
+            torch.cuda.set_rng_state(of_gpu, self._device)
 
 
 class _TextAssembler(StoppingCriteria):  # type: ignore[misc]

@@ -10,11 +10,12 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TypedDict, Unpack, cast
 
+import torch
 from transformers import GenerationConfig
 
 from cacheblend_rag.batching import ReadOnce, by_common_chunks
@@ -23,17 +24,19 @@ from cacheblend_rag.decode import Decoded, DecodeOptions, decode
 from cacheblend_rag.errors import CacheBlendError, ConfigError, GenerationError, PromptError
 from cacheblend_rag.finals import KEY_PREFIX, holds
 from cacheblend_rag.fusor.selfcheck import check_adapter
+from cacheblend_rag.gate import IdleGate
 from cacheblend_rag.guard import QualityGuard
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.loading import load_model
+from cacheblend_rag.models.together import StepsTogether
 from cacheblend_rag.pipeline import Blend, Pipeline
 from cacheblend_rag.prompt import Prompt, SegmentTokenizer, TokenizedPrompt
 from cacheblend_rag.report import FusedKV, Generation, WarmReport
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.streaming import Cancelled, TextStream
 from cacheblend_rag.warming import Warming
-from cacheblend_rag.writeback import IdleGate, WriteBack
+from cacheblend_rag.writeback import WriteBack
 
 __all__ = ["BlendEngine", "DecodeArguments"]
 
@@ -77,7 +80,8 @@ class BlendEngine:
 
     Notes
     -----
-    Requests from several threads are answered one after another.
+    Requests from several threads are answered one after another, or ``max_concurrent`` of them at once: each is
+    let in between two tokens of the others, and from then on they take their steps together.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class BlendEngine:
         self._pipeline = Pipeline(adapter, segments, self.config, self.store, fingerprint)
         self._prefetcher = Prefetcher(self.store)
         self._gate = IdleGate()
+        self._steps = StepsTogether(adapter)
         self._write_back = WriteBack(self._gate)
         self.guard = QualityGuard(self.config)
         self._viewed: BlendEngine | None = None
@@ -266,7 +271,7 @@ class BlendEngine:
     def _answer(
         self, prompt: Prompt, options: DecodeOptions, sink: Cancelled | None, pipeline: Pipeline | None = None
     ) -> Generation:
-        with self._held():
+        with self._held(prompt, options.max_new_tokens):
             cancelled = sink.cancelled if sink else lambda: False
             if cancelled():
                 raise GenerationError("the answer was given up before its turn came")
@@ -282,6 +287,7 @@ class BlendEngine:
                     options=options,
                     on_text=sink.put if sink else None,
                     cancelled=cancelled,
+                    step=self._step if self._several else None,
                 )
             self._keep(self._pipeline.keep_final(blend, decoded.token_ids))
         answer = _generation(fused, decoded, fused_at)
@@ -425,11 +431,28 @@ class BlendEngine:
         raise PromptError(f"prompt={prompt!r} is a {type(prompt).__name__}: give a Prompt or a text")
 
     @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
-        """The model and the store, for one request at a time."""
-        with self._gate:
+    def _held(self, prompt: Prompt | None = None, new_tokens: int | None = None) -> Iterator[None]:
+        """The model and the store: for one request alone, or for a prompt beside others that have begun."""
+        with self._gate.entered(partial(self._beside, prompt, new_tokens)):
             self._check_open()
             yield
+
+    @property
+    def _several(self) -> bool:
+        """Whether answers may be under way at once."""
+        return self.config.max_concurrent > 1 and self._steps.possible
+
+    def _beside(self, prompt: Prompt | None, new_tokens: int | None) -> int:
+        """How many others may be under way when a prompt is begun."""
+        if prompt is None or not self._several:
+            return 0
+        # No tokenizer makes more tokens than there are bytes.
+        size = sum(len(text.encode()) for text in (prompt.prefix, *prompt.chunks, prompt.suffix))
+        return self.config.max_concurrent - 1 if self._steps.fit(size + (new_tokens or 256)) else 0
+
+    def _step(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """One token's pass, together with those of others under way."""
+        return self._gate.step(inputs, self._steps)
 
     def _check_open(self) -> None:
         if self._write_back.closed:

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import CacheBlendError, GenerationError
 from cacheblend_rag.fusor.forcing import answer_log_probs, kl_divergence, prefill_layerwise
+from cacheblend_rag.gate import IdleGate
 from cacheblend_rag.pipeline import Pipeline
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import Generation
-from cacheblend_rag.writeback import IdleGate, Job, WriteBack
+from cacheblend_rag.writeback import Job, WriteBack
 
 __all__ = ["GuardStatus", "QualityGuard"]
 

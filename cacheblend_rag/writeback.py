@@ -11,63 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.gate import IdleGate
 
-__all__ = ["IdleGate", "Job", "WriteBack"]
+__all__ = ["Job", "WriteBack"]
 
 _log = logging.getLogger(__name__)
-
-
-class IdleGate:
-    """One holder at a time, in the order of asking; background work waits until no request does.
-
-    ``with gate:`` is for requests; `when_idle` is for background work, one short step at a time.
-    """
-
-    def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._busy = False
-        self._owner: int | None = None
-        self._depth = 0
-        self._line: deque[object] = deque()  # who waits, the first to ask first
-
-    def __enter__(self) -> None:
-        me = threading.get_ident()
-        with self._condition:
-            if self._owner == me:
-                self._depth += 1
-                return
-            ticket = object()
-            self._line.append(ticket)
-            try:
-                while self._busy or self._line[0] is not ticket:
-                    self._condition.wait()
-            finally:
-                self._line.remove(ticket)
-                self._condition.notify_all()  # whoever is first now may have been waiting for this one
-            self._busy, self._owner, self._depth = True, me, 1
-
-    def __exit__(self, *exc: object) -> None:
-        with self._condition:
-            self._depth -= 1
-            if self._depth == 0:
-                self._busy, self._owner = False, None
-                self._condition.notify_all()
-
-    @property
-    def awaited(self) -> bool:
-        """Whether a request waits for the gate."""
-        return bool(self._line)
-
-    def when_idle(self, work: Callable[[], None]) -> None:
-        """Run ``work`` as the holder once no request holds or awaits the gate."""
-        with self._condition:
-            while self._busy or self._line:
-                self._condition.wait()
-            self._busy, self._owner, self._depth = True, threading.get_ident(), 1
-        try:
-            work()
-        finally:
-            self.__exit__()
 
 
 @dataclass(frozen=True)

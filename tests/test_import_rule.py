@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("pipeline",),
     ("steering", "finals", "lookup"),
     ("prompt", "loading", "fusor", "decode", "streaming", "writeback", "batching", "making"),
-    ("store", "report"),
+    ("store", "report", "gate"),
     ("models",),
     ("config", "checks", "errors"),
 )
@@ -39,6 +39,7 @@ FORBIDDEN = {
     "streaming": ("store", "loading", "fusor", "models", "prompt"),
     "writeback": ("store", "loading", "fusor", "models", "prompt"),
     "report": ("store", "models"),
+    "gate": ("store", "models"),
 }
 # The only homes of an outside package, at module level or within a function.
 HOMES = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -15,8 +14,9 @@ from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import Prompt
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.gate import IdleGate
 from cacheblend_rag.store import MemoryStore
-from cacheblend_rag.writeback import IdleGate, Job, WriteBack
+from cacheblend_rag.writeback import Job, WriteBack
 from tests import tiny
 from tests.probes import Hooked, engine_of
 
@@ -121,51 +121,7 @@ def test_a_miss_asked_twice_is_computed_once(monkeypatch: pytest.MonkeyPatch) ->
     assert len(computed) == 3
 
 
-# Gate and queue -----------------------------------------------------------------------------
-
-
-def test_requests_go_before_background_work() -> None:
-    gate, order = IdleGate(), []
-    started, release = threading.Event(), threading.Event()
-
-    def request(name: str) -> None:
-        with gate:
-            order.append(name)
-
-    def first() -> None:
-        with gate:
-            started.set()
-            release.wait(5)
-            order.append("first")
-
-    threads = [threading.Thread(target=first)]
-    threads[0].start()
-    started.wait(5)
-    threads.append(threading.Thread(target=lambda: gate.when_idle(lambda: order.append("background"))))
-    threads[1].start()
-    time.sleep(0.02)
-    for name in ("second", "third"):
-        threads.append(threading.Thread(target=request, args=(name,)))
-        threads[-1].start()
-    time.sleep(0.05)
-    release.set()
-    for thread in threads:
-        thread.join(5)
-    assert order[0] == "first"
-    assert order[-1] == "background"
-    assert sorted(order[1:3]) == ["second", "third"]
-
-
-def test_a_gate_is_open_again_after_an_error_and_lets_its_holder_in_twice() -> None:
-    gate = IdleGate()
-    with pytest.raises(ZeroDivisionError), gate, gate:
-        raise ZeroDivisionError
-    with pytest.raises(ZeroDivisionError):
-        gate.when_idle(lambda: 1 // 0)
-    other = threading.Thread(target=gate.__enter__)
-    other.start()
-    other.join(5)
-    assert not other.is_alive()
+# The queue ----------------------------------------------------------------------------------
 
 
 def test_a_full_queue_drops_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

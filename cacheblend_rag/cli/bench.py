@@ -39,6 +39,12 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     throughput.add_argument("--load", type=float, action="append", help="rate, as a multiple of full recompute's most")
     throughput.add_argument("--batch", type=int, action="append", help="requests at once (default 1, 2, 4 and 8)")
     throughput.set_defaults(run=_bench_throughput)
+    concurrent = kinds.add_parser("concurrent", help="requests that come at once, several of them under way")
+    _add_shared(concurrent, shape="qwen2.5-0.5b", rounds=3, chunks=3, chunk_tokens=256)
+    concurrent.add_argument("--new-tokens", type=int, default=32)
+    concurrent.add_argument("--limit", type=int, action="append", help="answers under way (default 1 and 4)")
+    concurrent.add_argument("--at-once", type=int, action="append", help="requests (default 1, 2, 4 and 8)")
+    concurrent.set_defaults(run=_bench_concurrent)
     plot = kinds.add_parser("plot", help="draw a result again from its JSON, with nothing measured")
     plot.add_argument("file", metavar="RESULT", help="what one of the other benchmarks printed, or its last line")
     plot.add_argument("--plot", metavar="FILE", required=True, help="the picture to write")
@@ -154,6 +160,16 @@ def _bench_throughput(parsed: argparse.Namespace) -> int:
     if parsed.batch:
         chosen["batches"] = tuple(parsed.batch)
     show(ThroughputOptions(**chosen), parsed.plot)
+    return 0
+
+
+def _bench_concurrent(parsed: argparse.Namespace) -> int:
+    from cacheblend_rag.evaluation.concurrent import ConcurrentOptions, show
+
+    chosen = {**_shared(parsed), **_given(parsed, "new_tokens", "at_once")}
+    if parsed.limit:
+        chosen["limits"] = tuple(parsed.limit)
+    show(ConcurrentOptions(**chosen), parsed.plot)
     return 0
 
 

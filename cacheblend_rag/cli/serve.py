@@ -23,6 +23,7 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add_arguments(serve, "ratio", "max-new-tokens")
     serve.add_argument("--upload-limit", metavar="SIZE", help="of one uploaded file (default 20 MB)")
     serve.add_argument("--queue", type=int, metavar="N", help="requests of one key that may wait (default 64)")
+    serve.add_argument("--concurrent", type=int, metavar="N", help="answers under way at once (default 4; 1 on a GPU)")
     serve.set_defaults(run=_serve)
 
 
@@ -35,7 +36,8 @@ def server_settings(parsed: argparse.Namespace) -> ServerSettings:
     if parsed.upload_limit is not None:
         limits["upload_bytes"] = parse_bytes(parsed.upload_limit, "upload_limit")
     chosen = Limits(**{name: value for name, value in limits.items() if value is not None})
-    return ServerSettings(rag=rag_options(parsed), host=parsed.host, port=parsed.port, limits=chosen)
+    rag = rag_options(parsed)
+    return ServerSettings(rag=rag, host=parsed.host, port=parsed.port, limits=chosen, concurrent=parsed.concurrent)
 
 
 def _serve(parsed: argparse.Namespace) -> int:

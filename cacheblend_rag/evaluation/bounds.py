@@ -12,9 +12,10 @@ from cacheblend_rag.evaluation.baselines import Prefilled
 from cacheblend_rag.evaluation.profiling import measure_gpu_copy, measure_memory, read_files
 from cacheblend_rag.fusor.work import RowsDone, work_share
 from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.memory import token_bytes
 from cacheblend_rag.models.queries import kv_layers_for
 
-__all__ = ["Cost", "cost_of", "kv_rate", "token_bytes"]
+__all__ = ["Cost", "cost_of", "kv_rate"]
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,6 @@ def cost_of(adapter: ModelAdapter, tokens: int, done: Prefilled) -> Cost:
         return Cost(report.work, round((report.reused_tokens + chunks * queries) * token_bytes(adapter)))
     computed = tuple(torch.arange(tokens - rows, tokens) for rows in done.computed)
     return Cost(work_share(adapter.shape, tokens, RowsDone(computed)))
-
-
-def token_bytes(adapter: ModelAdapter) -> int:
-    """Bytes of a token's keys and values on all layers, in the model's element type."""
-    return 2 * adapter.num_layers * adapter.kv_heads * adapter.head_dim * adapter.dtype.itemsize
 
 
 def kv_rate(engine: BlendEngine) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation import hit_rates, overlap, scaling, throughput
+from cacheblend_rag.evaluation import concurrent, hit_rates, overlap, scaling, throughput
 from cacheblend_rag.evaluation.analysis import pyplot_for
 from cacheblend_rag.evaluation.bench_plots import draw_decode, draw_store, draw_ttft, draw_warm
 
@@ -44,6 +44,7 @@ KINDS = {
     "bench loading": Kind(("alone", "rows"), overlap.draw),
     "bench scaling": Kind(("growth", "rows"), scaling.draw),
     "bench throughput": Kind(("served", "rows", "batches"), throughput.draw),
+    "bench concurrent": Kind(("under_way", "prompt_tokens"), concurrent.draw),
     "evaluation.hit_rates": Kind(("content", "chained"), hit_rates.draw),
 }
 

@@ -401,7 +401,7 @@ class ModelAdapter:
             self.config._attn_implementation = before
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits ``[vocab]`` from the output ``[hidden]`` of the last layer at one position."""
+        """Logits ``[…, vocab]`` from the output ``[…, hidden]`` of the last layer."""
         logits: torch.Tensor = self.model.lm_head(self._decoder.norm(hidden[None]))[0]
         return _scaled(logits, self.config)
 

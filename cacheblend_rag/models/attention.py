@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = [
     "as_places",
     "by_position",
     "in_blocks",
+    "refuse_unfused",
     "row_attention",
     "use_row_attention",
 ]
@@ -120,9 +122,7 @@ def row_attention(
     A kernel works on what a mask hides too. Kept rows lie all over the prompt and see half of it on
     average, so they are taken block by block (`in_blocks`), each with what it can see.
     """
-    lacking = [name for name in _NOT_FUSED if others.get(name) is not None]
-    if lacking:
-        raise ValueError(f"fused attention lacks {lacking[0]!r}; load the model with attn_implementation='eager'")
+    refuse_unfused(others)
     if (places := getattr(attention_mask, "places", None)) is not None:
         return places.attend(query, key, value, scaling), None
     grouped = query.shape[1] != key.shape[1]
@@ -136,6 +136,19 @@ def row_attention(
         parts = [_attend(query, key, value, block, scaling, grouped) for block in blocks]
         out = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
     return out.transpose(1, 2).contiguous(), None
+
+
+def refuse_unfused(others: Mapping[str, Any]) -> None:
+    """Refuse what transformers hands to an attention function and fused kernels cannot do.
+
+    Raises
+    ------
+    ValueError
+        If something of the kind is there.
+    """
+    lacking = [name for name in _NOT_FUSED if others.get(name) is not None]
+    if lacking:
+        raise ValueError(f"fused attention lacks {lacking[0]!r}; load the model with attn_implementation='eager'")
 
 
 def _attend(

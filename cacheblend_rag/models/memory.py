@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-__all__ = ["free_memory"]
+import torch
+
+if TYPE_CHECKING:
+    from cacheblend_rag.models.adapter import ModelAdapter
+
+__all__ = ["free_memory", "free_memory_on", "token_bytes"]
 
 # Of a control group of either version: its folder, limit, use, and files kept in memory that give way.
 _V2 = ("", "memory.max", "memory.current", "inactive_file")
@@ -23,6 +29,21 @@ def free_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup"
     if available is None:
         return None
     return max(0, min([1024 * available, *_within_groups(proc / "self" / "cgroup", groups)]))
+
+
+def free_memory_on(device: torch.device) -> int | None:
+    """Bytes that tensors may still take on a device, what PyTorch keeps there for later included; None if unknown."""
+    if device.type == "cpu":
+        return free_memory()
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def token_bytes(adapter: ModelAdapter) -> int:
+    """Bytes of a token's keys and values on all layers, in the model's element type."""
+    return 2 * adapter.num_layers * adapter.kv_heads * adapter.head_dim * adapter.dtype.itemsize
 
 
 def _within_groups(own: Path, groups: Path) -> list[int]:

@@ -7,6 +7,7 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -23,10 +24,10 @@ _NEWEST = 0.2
 
 
 class Turn:
-    """A place at the model; leaving it ends what still runs there and lets the next one in."""
+    """A place at the model, or all of them; leaving ends what still runs there and lets the next one in."""
 
-    def __init__(self, line: Line, tenant: str) -> None:
-        self._line, self._tenant = line, tenant
+    def __init__(self, line: Line, tenant: str, places: int) -> None:
+        self._line, self._tenant, self._places = line, tenant, places
         self._streams: list[TextStream] = []
         self._threads: list[asyncio.Future[Any]] = []
         self._began = time.monotonic()
@@ -54,7 +55,7 @@ class Turn:
                 for stream in self._streams:
                     await asyncio.to_thread(stream.close)
             finally:
-                self._line.passed_on(time.monotonic() - self._began)
+                self._line.passed_on(time.monotonic() - self._began, self._places)
 
     async def give_way(self) -> bool:
         """Let all who wait go first, and come back; whether anybody waited.
@@ -67,7 +68,7 @@ class Turn:
         if self._left or not self._line.waiting:
             return False
         await self.leave()
-        await self._line.place(self._tenant)
+        await self._line.place(self._tenant, self._places)
         self._began, self._left = time.monotonic(), False
         return True
 
@@ -78,6 +79,14 @@ class Turn:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.leave()
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """Who waits, and for how many places."""
+
+    come: asyncio.Future[None]
+    places: int
 
 
 class Line:
@@ -96,7 +105,7 @@ class Line:
     def __init__(self, places: int, limit: int, patience: float) -> None:
         self._places, self._limit, self._patience = places, limit, patience
         self._free = places
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
         self._mean = 1.0
 
     @property
@@ -113,66 +122,81 @@ class Line:
         """Seconds after which there will probably be room again."""
         return max(1, min(300, math.ceil(self._mean * (self.waiting + 1) / self._places)))
 
-    async def turn(self, tenant: str) -> Turn:
+    async def turn(self, tenant: str, *, alone: bool = False) -> Turn:
         """Wait for a place.
+
+        Parameters
+        ----------
+        tenant : str
+        alone : bool
+            Take all places: nobody else is served meanwhile.
 
         Raises
         ------
         Problem
             429 if too many of this tenant wait already, 503 if it took too long.
         """
-        if not self._free and len(self._waiting.get(tenant, ())) >= self._limit:
+        places = self._places if alone else 1
+        if not self._has(places) and len(self._waiting.get(tenant, ())) >= self._limit:
             raise Problem(
                 429, "busy", "too many requests wait already; try again later", retry_after=self.retry_after()
             )
-        await self.place(tenant)
-        return Turn(self, tenant)
+        await self.place(tenant, places)
+        return Turn(self, tenant, places)
 
-    async def place(self, tenant: str) -> None:
-        """Wait for a place behind all of this tenant's who wait, however many they are.
+    async def place(self, tenant: str, places: int) -> None:
+        """Wait for so many places behind all of this tenant's who wait, however many they are.
 
         Raises
         ------
         Problem
             503 if it took too long.
         """
-        if self._free:
-            self._free -= 1
+        if self._has(places):
+            self._free -= places
             return
-        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        mine = _Waiting(asyncio.get_running_loop().create_future(), places)
         self._waiting.setdefault(tenant, deque()).append(mine)
         try:
             async with asyncio.timeout(self._patience):
-                await mine
+                await mine.come
         except BaseException as error:
-            if mine.done() and not mine.cancelled():  # the place came, but nobody is there to take it
-                self._let_in()
+            if mine.come.done() and not mine.come.cancelled():  # places came, but nobody is there to take them
+                self._free += places
             else:
                 self._withdraw(tenant, mine)
+            self._let_in()
             if isinstance(error, TimeoutError):
                 retry = self.retry_after()
                 raise Problem(503, "overloaded", "no place at the model in time", retry_after=retry) from None
             raise
 
-    def passed_on(self, seconds: float) -> None:
-        """A place is free again."""
+    def passed_on(self, seconds: float, places: int = 1) -> None:
+        """Places are free again."""
         self._mean += _NEWEST * (seconds - self._mean)
+        self._free += places
         self._let_in()
 
+    def _has(self, places: int) -> bool:
+        """Whether so many are free, and nobody waits who would go before."""
+        return not self._waiting and self._free >= places
+
     def _let_in(self) -> None:
+        """Let in who is next, as far as there are places; who needs more of them is waited for."""
         while self._waiting:
             tenant, queue = next(iter(self._waiting.items()))
+            if not queue[0].come.done() and queue[0].places > self._free:
+                return
             next_one = queue.popleft()
             if queue:
                 self._waiting.move_to_end(tenant)
             else:
                 del self._waiting[tenant]
-            if not next_one.done():
-                next_one.set_result(None)
-                return
-        self._free += 1
+            if not next_one.come.done():
+                self._free -= next_one.places
+                next_one.come.set_result(None)
 
-    def _withdraw(self, tenant: str, one: asyncio.Future[None]) -> None:
+    def _withdraw(self, tenant: str, one: _Waiting) -> None:
         queue = self._waiting.get(tenant)
         if queue is not None and one in queue:
             queue.remove(one)

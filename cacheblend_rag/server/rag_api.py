@@ -115,7 +115,7 @@ async def create_collection(here: Here, body: NewCollection) -> CollectionInfo:
 async def delete_collection(here: Here, request: Request, id: str) -> Response:
     """Delete a collection, its documents and their KV."""
     here.own(id)
-    async with await unless_gone(request, here.service.line.turn(here.tenant.name)) as turn:
+    async with await unless_gone(request, here.service.line.turn(here.tenant.name, alone=True)) as turn:
         await turn.in_thread(here.library.delete, id)
     return Response(status_code=204)
 
@@ -207,7 +207,8 @@ async def delete_document(here: Here, request: Request, id: str, document: str) 
     """Delete a document and its KV."""
     collection = here.own(id)
     if not await asyncio.to_thread(here.service.ingestion.dismiss, collection, document):
-        async with await unless_gone(request, here.service.line.turn(here.tenant.name)) as turn:
+        # Alone, for an answer under way would store the KV of what is deleted again.
+        async with await unless_gone(request, here.service.line.turn(here.tenant.name, alone=True)) as turn:
             await turn.in_thread(collection.remove, document)
     return Response(status_code=204)
 
@@ -309,7 +310,7 @@ async def compare(here: Here, request: Request, id: str, body: CompareBody) -> E
     collection, service = here.collection(id), here.service
     _check_question(here, body.question, "question")
     engine = _engine(here, collection, body)
-    turn = await unless_gone(request, service.line.turn(here.tenant.name))
+    turn = await unless_gone(request, service.line.turn(here.tenant.name, alone=True))
 
     async def rows() -> AsyncIterator[str]:
         most = service.answer_tokens(None)

@@ -49,6 +49,7 @@ _NOTICE = (
     "questions about it. For other documents start the server with a model and an embedder of your choice, such as "
     "cacheblend-rag serve --model Qwen/Qwen3-1.7B --embedder sentence-transformers/all-MiniLM-L6-v2"
 )
+_CONCURRENT = 4  # answers under way at once, where nothing else is said
 _ENGINES = 128
 
 
@@ -68,7 +69,9 @@ class Service:
     def __init__(self, settings: ServerSettings) -> None:
         self.settings, self.limits, self.started = settings, settings.limits, int(time.time())
         self.rag = FolderRAG(settings.rag)
-        self.engine = self.rag.engine
+        # On a GPU steps of several have not been measured.
+        concurrent = settings.concurrent or (_CONCURRENT if self.rag.engine.adapter.device.type == "cpu" else 1)
+        self.engine = self.rag.engine.with_config(max_concurrent=concurrent)
         self.template = getattr(self.engine.tokenizer, "chat_template", None)
         if not self.template:
             self.engine.tokenizer.chat_template = _PLAIN_TEMPLATE  # a tokenizer of our own
@@ -80,7 +83,7 @@ class Service:
         self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
         self._making = threading.Lock()
         self.sessions = {name: Session(self, self._tenant(name)) for name in self.keys.names}
-        self.line = Line(1, self.limits.queue, self.limits.queue_seconds)  # the engine serves one at a time
+        self.line = Line(concurrent, self.limits.queue, self.limits.queue_seconds)
         self.metrics = Metrics(lambda: self.line.waiting, lambda: self.line.served, self.store_stats)
         self.ingestion = Ingestion(self.limits, self.metrics)
         self.ingestion.warm_base(self.engine, self.base.texts())

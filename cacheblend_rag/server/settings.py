@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
+from cacheblend_rag.checks import check_whole
 from cacheblend_rag.config import ENV_PREFIX
 from cacheblend_rag.errors import ConfigError
 
@@ -118,6 +119,8 @@ class ServerSettings:
     api_keys : mapping of str to str
         Key of each tenant, by its name; without any, whoever reaches the server is one tenant.
     limits : Limits
+    concurrent : int, optional
+        Answers that may be under way at once (`BlendConfig.max_concurrent`); by default 4 on a CPU, else 1.
 
     Raises
     ------
@@ -130,8 +133,11 @@ class ServerSettings:
     port: int = 8000
     api_keys: Mapping[str, str] = field(default_factory=keys_from_environment, repr=False)
     limits: Limits = field(default_factory=Limits)
+    concurrent: int | None = None
 
     def __post_init__(self) -> None:
+        if self.concurrent is not None:
+            check_whole("concurrent", self.concurrent, 1)
         keys = list(self.api_keys.values())
         if len(set(keys)) < len(keys) or any(len(key) < _SHORTEST_KEY or not key.isascii() for key in keys):
             raise ConfigError(

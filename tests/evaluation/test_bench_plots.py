@@ -94,6 +94,16 @@ RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
         },
         {"full recompute, p99", "blended, mean of them", "blended, last of them"},
     ),
+    "bench concurrent": (
+        {
+            "options": {**HERE["options"], "limits": [1, 4], "at_once": [2]},
+            "prompt_tokens": 90,
+            "under_way": [
+                {"at_once": 2, "limit": limit, "first": 1.0, "answer": 2.0, "tokens_a_second": 5.0} for limit in (1, 4)
+            ],
+        },
+        {"one after another", "up to 4 under way", "requests at once"},
+    ),
     "evaluation.hit_rates": (
         {"content": [0.5] * 24, "chained": [0.1] * 24},
         {"by content", "chained by prefix"},
@@ -149,7 +159,9 @@ def test_what_is_no_result_is_named_with_what_is_expected(
     assert not (tmp_path / "plot.svg").exists()
 
 
-@pytest.mark.parametrize("module", ["ttft", "storing", "warming", "decoding", "overlap", "scaling", "throughput"])
+@pytest.mark.parametrize(
+    "module", ["ttft", "storing", "warming", "decoding", "overlap", "scaling", "throughput", "concurrent"]
+)
 @pytest.mark.parametrize(
     ("plot", "hint"),
     [

@@ -22,10 +22,10 @@ from cacheblend_rag.fusor.selection import (
     SelectThreshold,
 )
 from cacheblend_rag.fusor.selection.raising import keep_at_least
+from cacheblend_rag.gate import IdleGate
 from cacheblend_rag.guard import GuardStatus
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.prompt import SegmentTokenizer
-from cacheblend_rag.writeback import IdleGate
 from tests import tiny
 from tests.probes import engine_of
 

@@ -12,8 +12,8 @@ from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.documents import Document
 
+from cacheblend_rag.gate import IdleGate
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
-from cacheblend_rag.writeback import IdleGate
 from tests.langchain.models import Ended, FixedRetriever, passages, tiny_engine
 from tests.langchain.test_matrix import PROMPT
 

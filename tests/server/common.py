@@ -47,12 +47,13 @@ def settings_for(
     *,
     limits: Limits | None = None,
     keys: dict[str, str] | None = None,
+    concurrent: int | None = None,
     **more: Any,
 ) -> ServerSettings:
     """Settings of a server over the tiny model."""
     config = BlendConfig(min_tokens=0, recompute_ratio=0.3, size_limit="500MB", **more)
     rag = FolderRAGOptions(model=model, docs=docs, data_dir=data, max_new_tokens=6, device="cpu", config=config)
-    return ServerSettings(rag=rag, port=0, api_keys=keys or {}, limits=limits or Limits())
+    return ServerSettings(rag=rag, port=0, api_keys=keys or {}, limits=limits or Limits(), concurrent=concurrent)
 
 
 class Running:

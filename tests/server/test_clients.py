@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,17 @@ import torch
 
 from cacheblend_rag.evaluation.load import run_load
 from cacheblend_rag.server.settings import Limits
-from tests.server.common import Running, client_of, process_logits, read_events, running, settings_for
+from tests import tiny
+from tests.server.common import (
+    Running,
+    client_of,
+    new_collection,
+    process_logits,
+    read_events,
+    running,
+    settings_for,
+    upload,
+)
 
 ASK = "/api/collections/archive/ask"
 QUESTION = {"question": "Which leaf fell?", "max_tokens": 400}
@@ -48,7 +59,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
 def narrow(model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server with room for one that is served and one that waits, and little patience."""
     limits = Limits(queue=1, answer_seconds=2.0, queue_seconds=0.5, answer_tokens=400)
-    with running(settings_for(model, docs, tmp_path_factory.mktemp("data"), limits=limits)) as made:
+    with running(settings_for(model, docs, tmp_path_factory.mktemp("data"), limits=limits, concurrent=1)) as made:
         yield made
 
 
@@ -90,14 +101,14 @@ def test_who_leaves_before_the_whole_answer_frees_its_place(
     until(lambda: gone(server) == before + 1)
 
 
-def test_who_leaves_the_queue_is_not_served(server: Running, slow: Slow) -> None:
-    with client_of(server) as client, client.stream("POST", ASK, json=QUESTION) as answer:
+def test_who_leaves_the_queue_is_not_served(narrow: Running, slow: Slow) -> None:
+    with client_of(narrow) as client, client.stream("POST", ASK, json=QUESTION) as answer:
         pieces = answer.iter_text()
         next(pieces)
         with pytest.raises(httpx.ReadTimeout):
             client.post(ASK, json=QUESTION, timeout=httpx.Timeout(30, read=0.3))
-        until(lambda: server.service.line.waiting == 0)
-    until(lambda: server.service.line.served == 0)
+        until(lambda: narrow.service.line.waiting == 0)
+    until(lambda: narrow.service.line.served == 0)
 
 
 def test_too_many_are_told_to_come_again(narrow: Running, slow: Slow) -> None:
@@ -120,6 +131,36 @@ def test_too_many_are_told_to_come_again(narrow: Running, slow: Slow) -> None:
         second.join()
         assert waiting[0].status_code == 503  # its patience ended first
     until(lambda: narrow.service.line.served == 0)
+
+
+def test_answers_come_side_by_side(server: Running, slow: Slow) -> None:
+    """Two streams are read in turn: neither waits for the other's end."""
+    with client_of(server) as client, ExitStack() as streams:
+        answers = [streams.enter_context(client.stream("POST", ASK, json=QUESTION)) for _ in range(2)]
+        pieces = [answer.iter_text() for answer in answers]
+        for one in pieces:
+            assert next(one).startswith("event: sources")
+            assert "event: token" in next(one)
+        assert server.service.line.served == 2
+    until(lambda: server.service.line.served == 0)
+
+
+def test_deleting_waits_for_answers_under_way(server: Running, slow: Slow) -> None:
+    """An answer that has found a passage may store its KV; what is deleted is not to come back."""
+    with client_of(server) as client:
+        mine = new_collection(client)
+        upload(client, mine, {"leaf.txt": tiny.text(80, 5)})
+        with client.stream("POST", f"/api/collections/{mine}/ask", json=QUESTION) as answer:
+            pieces = answer.iter_text()
+            assert next(pieces).startswith("event: sources")
+            gone: list[httpx.Response] = []
+            deleting = threading.Thread(target=lambda: gone.append(client.delete(f"/api/collections/{mine}")))
+            deleting.start()
+            until(lambda: server.service.line.waiting == 1)
+            assert not gone
+        deleting.join(30)
+        assert gone[0].status_code == 204
+    until(lambda: server.service.line.served == 0)
 
 
 def test_an_answer_that_takes_too_long_ends(narrow: Running, slow: Slow) -> None:

@@ -117,3 +117,52 @@ async def test_who_goes_away_while_giving_way_leaves_no_gap() -> None:
     assert refused.value.status == 503
     await (await stays).leave()
     assert (line.waiting, line.served) == (0, 0)
+
+
+async def test_several_places_are_taken_at_once_and_all_of_them_by_who_must_be_alone() -> None:
+    line, events = Line(2, 10, 10.0), []
+
+    async def ask(name: str, alone: bool = False) -> None:
+        async with await line.turn("a", alone=alone):
+            events.append((name, line.served))
+
+    first, second = await line.turn("a"), await line.turn("a")
+    assert line.served == 2
+    waiting = [asyncio.create_task(ask(*one)) for one in (("alone", True), ("later",), ("last",))]
+    await soon()
+    await first.leave()
+    await soon()
+    assert (events, line.waiting) == ([], 3)  # a place is free, and nobody goes before who waits for all
+    await second.leave()
+    await asyncio.gather(*waiting)
+    assert [name for name, _ in events] == ["alone", "later", "last"]
+    assert events[0] == ("alone", 2)
+    assert (line.waiting, line.served) == (0, 0)
+
+
+async def test_who_must_be_alone_and_goes_away_lets_the_others_in() -> None:
+    line = Line(2, 10, 0.05)
+    first = await line.turn("a")
+    alone = asyncio.create_task(line.turn("a", alone=True))
+    later = asyncio.create_task(line.turn("b"))
+    await soon()
+    assert line.waiting == 2
+    alone.cancel()
+    other = await later
+    with pytest.raises(Problem) as late:
+        await line.turn("a", alone=True)
+    assert late.value.status == 503
+    await first.leave()
+    await other.leave()
+    assert (line.waiting, line.served) == (0, 0)
+    async with await line.turn("a", alone=True) as turn:
+        assert line.served == 2
+        waiting = asyncio.create_task(line.turn("a"))
+        back = asyncio.create_task(turn.give_way())
+        other = await waiting
+        await soon()
+        assert (line.served, back.done()) == (1, False)
+        await other.leave()
+        assert await back
+        assert line.served == 2  # alone again
+    assert (line.waiting, line.served) == (0, 0)

@@ -1,0 +1,128 @@
+"""One token each of several answers in one pass: every weight is read once for all of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.attention import refuse_unfused
+from cacheblend_rag.models.memory import free_memory_on, token_bytes
+from cacheblend_rag.models.modes import evaluating, is_compiled
+
+__all__ = ["StepsTogether"]
+
+_ATTENTION = "cacheblend_rag_together"
+
+
+class StepsTogether:
+    """Takes the next step of answers, each with a cache of its own length.
+
+    Parameters
+    ----------
+    adapter : ModelAdapter
+
+    Attributes
+    ----------
+    possible : bool
+        Whether several answers of the model can be under way at once.
+    """
+
+    def __init__(self, adapter: ModelAdapter) -> None:
+        self._adapter = adapter
+        model = adapter.model
+        eager = model.config._attn_implementation == "eager" or not model._supports_sdpa
+        # Plain attention has what fused kernels lack, and a compiled model is one of fixed passes.
+        self._one_by_one = eager or is_compiled(model)
+        # Frequencies that change with the length of a text would be those of whichever came last.
+        self.possible = adapter.regime(sys.maxsize) == 0
+        self._token_bytes = token_bytes(adapter)
+
+    def fit(self, tokens: int) -> bool:
+        """Whether memory has room for the KV of so many tokens, and as much again for the pass that makes it."""
+        free = free_memory_on(self._adapter.device)
+        return free is None or 2 * tokens * self._token_bytes <= free
+
+    def __call__(self, asked: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
+        """Logits of each step, ``[1, 1, vocab]``; one alone is the model's own pass.
+
+        Parameters
+        ----------
+        asked : sequence of mapping
+            What transformers' generation hands to the model for each: ``input_ids`` ``[1, 1]``,
+            ``past_key_values`` and more. The caches grow.
+        """
+        model = self._adapter.model
+        if len(asked) == 1 or self._one_by_one or any(one["input_ids"].shape != (1, 1) for one in asked):
+            return [model(**one, return_dict=True).logits for one in asked]
+        before = model.config._attn_implementation
+        AttentionInterface.register(_ATTENTION, _attend_apart)
+        model.config._attn_implementation = _ATTENTION
+        try:
+            with evaluating(model), torch.no_grad():
+                return list(self._pass(asked)[:, None, None])
+        finally:
+            model.config._attn_implementation = before
+
+    def _pass(self, asked: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+        """Logits, ``[answers, vocab]``."""
+        adapter, caches = self._adapter, [one["past_key_values"] for one in asked]
+        lengths = torch.tensor([cache.get_seq_length() for cache in caches], device=adapter.device)
+        rotaries = adapter.rotary(int(lengths.max()) + 1).at(lengths).to(adapter.dtype)
+        hidden = adapter.embed(torch.cat([one["input_ids"] for one in asked]))  # [answers, 1, hidden]
+        for number, layer in enumerate(adapter.layers):
+            rotary = rotaries.layer(number)
+            out = layer(
+                hidden,
+                attention_mask=None,
+                position_ids=lengths[:, None],
+                past_key_values=_Apart([cache.layers[number] for cache in caches]),
+                use_cache=True,
+                position_embeddings=(rotary.cos[:, None], rotary.sin[:, None]),
+            )
+            hidden = out[0] if isinstance(out, tuple) else out
+        return adapter.head(hidden[:, 0])
+
+
+class _Apart:
+    """Hands each answer's new row to the layer of its own cache."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._layers = layers
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new rows as they came, carrying what each answer sees."""
+        pairs = zip(self._layers, keys[:, None], values[:, None], strict=True)
+        keys.apart = [layer.update(key, value) for layer, key, value in pairs]  # type: ignore[attr-defined]
+        return keys, values
+
+
+def _attend_apart(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one row each of several answers over its own keys, ``[answers, 1, heads, head_dim]``.
+
+    A newest row sees all that its cache gives it, be it behind a window or not, so there is no mask, and heads that
+    share a key attend as rows of one head.
+    """
+    refuse_unfused(others)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = key.apart  # type: ignore[attr-defined]
+    rows = [
+        scaled_dot_product_attention(own.reshape(1, keys.shape[1], -1, own.shape[-1]), keys, values, scale=scaling)
+        for own, (keys, values) in zip(query, seen, strict=True)
+    ]
+    return torch.cat([one.reshape(1, 1, query.shape[1], -1) for one in rows]), None
