@@ -1,4 +1,4 @@
-"""Several prompts one after another: those with chunks in common together, each record read once."""
+"""Several prompts: those with chunks in common together, each record read once."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def by_common_chunks(prompts: Sequence[Sequence[str]]) -> list[int]:
 class ReadOnce:
     """A KV store in front of another that keeps what was read for the prompts that follow.
 
-    All but `open` and `delete` is the other store's.
+    All but `open` and `delete` is the other store's. Several threads may use it.
 
     Parameters
     ----------
@@ -57,42 +57,48 @@ class ReadOnce:
     def __init__(self, store: KVStore, limit: int = 10**9, records: int = 128) -> None:
         self._store, self._limit, self._records = store, limit, records
         self._held: OrderedDict[str, _Held] = OrderedDict()
+        self._lock = threading.Lock()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
     def open(self, key: str) -> StoredKV | None:
         """See `KVStore.open`."""
-        held = self._held.get(key)
-        if held is None:
-            record = self._store.open(key)
-            if record is None:
-                return None
-            held = self._held[key] = _Held(record)
-        self._held.move_to_end(key)
-        held.borrow()
-        return held
+        with self._lock:
+            held = self._held.get(key)
+            if held is None:
+                record = self._store.open(key)
+                if record is None:
+                    return None
+                held = self._held[key] = _Held(record)
+            self._held.move_to_end(key)
+            held.borrow()
+            return held
 
     def delete(self, key: str) -> bool:
         """See `KVStore.delete`."""
-        if key in self._held:
-            self._held.pop(key).let_go()
+        with self._lock:
+            held = self._held.pop(key, None)
+        if held is not None:
+            held.let_go()
         return self._store.delete(key)
 
     def next_prompt(self) -> None:
         """Let go of what is too much, the longest unused first."""
-        size = sum(held.size for held in self._held.values())
-        while self._held and (size > self._limit or len(self._held) > self._records):
-            _, held = self._held.popitem(last=False)
-            size -= held.size
-            held.let_go()
+        with self._lock:
+            size = sum(held.size for held in self._held.values())
+            while self._held and (size > self._limit or len(self._held) > self._records):
+                _, held = self._held.popitem(last=False)
+                size -= held.size
+                held.let_go()
 
     def __enter__(self) -> ReadOnce:
         return self
 
     def __exit__(self, *error: object) -> None:
-        while self._held:
-            self._held.popitem()[1].let_go()
+        with self._lock:
+            while self._held:
+                self._held.popitem()[1].let_go()
 
 
 class _Held:

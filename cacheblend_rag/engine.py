@@ -34,7 +34,7 @@ from cacheblend_rag.pipeline import Blend, Pipeline
 from cacheblend_rag.prompt import Prompt, SegmentTokenizer, TokenizedPrompt
 from cacheblend_rag.report import FusedKV, Generation, WarmReport
 from cacheblend_rag.store import KVStore, open_store
-from cacheblend_rag.streaming import Cancelled, TextStream
+from cacheblend_rag.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead
 from cacheblend_rag.warming import Warming
 from cacheblend_rag.writeback import WriteBack
 
@@ -232,26 +232,26 @@ class BlendEngine:
 
     def generate_batch(self, prompts: Iterable[Prompt | str], **options: Unpack[DecodeArguments]) -> list[Generation]:
         """Answer several prompts; see `stream_batch`. Answers come in the order of the prompts."""
-        answers = {number: stream.complete() for number, stream in self.stream_batch(prompts, **options)}
+        with contextlib.closing(self.stream_batch(prompts, **options)) as streams:
+            answers = {number: stream.complete() for number, stream in streams}
         return [answers[number] for number in range(len(answers))]
 
     def stream_batch(
         self, prompts: Iterable[Prompt | str], *, timeout: float | None = None, **options: Unpack[DecodeArguments]
-    ) -> Iterator[tuple[int, TextStream]]:
-        """Answer several prompts one by one, each chunk read once while prompts need it.
+    ) -> NumberedStreams:
+        """Answer several prompts, ``max_concurrent`` of them at once, each chunk read once while prompts need it.
 
         Returns
         -------
-        iterator of (int, TextStream)
+        generator of (int, TextStream)
             The number of a prompt and its stream, to be read before the next is taken. Prompts
-            with chunks in common come together.
+            with chunks in common come together. Closing it ends those that were begun ahead.
         """
         parsed = [self._prompt(prompt) for prompt in prompts]
-        return self._streams(parsed, DecodeOptions(**options), timeout)
+        streams = self._streams(parsed, DecodeOptions(**options), timeout)
+        return begun_ahead(streams, self.config.max_concurrent if self._several else 1)
 
-    def _streams(
-        self, prompts: list[Prompt], options: DecodeOptions, timeout: float | None
-    ) -> Iterator[tuple[int, TextStream]]:
+    def _streams(self, prompts: list[Prompt], options: DecodeOptions, timeout: float | None) -> NumberedStreams:
         with ReadOnce(self.store) as shared:
             pipeline = copy.copy(self._pipeline)
             pipeline.store = cast(KVStore, shared)
@@ -401,7 +401,8 @@ class BlendEngine:
         self, prompts: Iterable[Prompt | str], **options: Unpack[DecodeArguments]
     ) -> list[Generation]:
         """`generate_batch` without blocking the event loop; being cancelled stops it."""
-        answers = {number: await stream.acomplete() for number, stream in self.stream_batch(prompts, **options)}
+        with contextlib.closing(self.stream_batch(prompts, **options)) as streams:
+            answers = {number: await stream.acomplete() for number, stream in streams}
         return [answers[number] for number in range(len(answers))]
 
     async def afuse(self, prompt: Prompt | str) -> FusedKV:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,7 +18,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.noticing import known_chunks, written_forms
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import BlendReport, Generation, WarmReport
-from cacheblend_rag.streaming import TextStream
+from cacheblend_rag.streaming import NumberedStreams, TextStream
 
 __all__ = ["ModelFields"]
 
@@ -266,8 +267,8 @@ class ModelFields(BaseModel):
         """Whole answers, in the order of the prompts."""
         answers: dict[int, Generation] = {}
         for attempt in self._attempts():
-            with attempt:
-                for number, stream in self._streams(prompts, arguments, overrides):
+            with attempt, closing(self._streams(prompts, arguments, overrides)) as streams:
+                for number, stream in streams:
                     answers[number] = stream.complete()
         return [answers[number] for number in range(len(prompts))]
 
@@ -276,14 +277,14 @@ class ModelFields(BaseModel):
     ) -> list[Generation]:
         answers: dict[int, Generation] = {}
         for attempt in self._attempts():
-            with attempt:
-                for number, stream in self._streams(prompts, arguments, overrides):
+            with attempt, closing(self._streams(prompts, arguments, overrides)) as streams:
+                for number, stream in streams:
                     answers[number] = await stream.acomplete()
         return [answers[number] for number in range(len(prompts))]
 
     def _streams(
         self, prompts: Sequence[Prompt], arguments: DecodeArguments, overrides: dict[str, Any]
-    ) -> Iterator[tuple[int, TextStream]]:
+    ) -> NumberedStreams:
         return self.engine.stream_batch(prompts, timeout=overrides.get("timeout", self.timeout), **arguments)
 
     def _attempts(self) -> Iterator[AttemptManager]:

@@ -8,12 +8,13 @@ import contextvars
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 
 from cacheblend_rag.errors import GenerationError, GenerationTimeoutError
 from cacheblend_rag.report import Generation
 
-__all__ = ["Cancelled", "TextStream"]
+__all__ = ["Cancelled", "NumberedStreams", "TextStream", "begun_ahead"]
 
 
 class Cancelled:
@@ -76,7 +77,7 @@ class TextStream(Iterator[str], AsyncIterator[str]):
         return self._outcome.result if self._done else None
 
     def __next__(self) -> str:
-        self._begin()
+        self.begin()
         if self._done:
             raise StopIteration
         try:
@@ -94,7 +95,7 @@ class TextStream(Iterator[str], AsyncIterator[str]):
     async def __anext__(self) -> str:
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
         self._sink.call_on_arrival(lambda: loop.call_soon_threadsafe(arrived.set))
-        self._begin()
+        self.begin()
         while not self._done:
             arrived.clear()  # what comes after this line sets it again
             try:
@@ -132,6 +133,21 @@ class TextStream(Iterator[str], AsyncIterator[str]):
             pass
         return self._whole()
 
+    def begin(self) -> None:
+        """Start generating before anything is asked for; doing so twice is harmless."""
+        if self._thread is not None or self._done:
+            return
+        if self._timeout is not None:
+            self._deadline = time.monotonic() + self._timeout
+        # The thread knows nothing of this object, so that dropping it ends the generation.
+        self._thread = threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(_generate, self._answer, self._sink, self._outcome),
+            name="blend-stream",
+            daemon=True,
+        )
+        self._thread.start()
+
     def cancel(self) -> None:
         """Stop generating at the next token; nothing is waited for."""
         self._sink.cancel()
@@ -145,20 +161,6 @@ class TextStream(Iterator[str], AsyncIterator[str]):
 
     def __del__(self) -> None:
         self._sink.cancel()
-
-    def _begin(self) -> None:
-        if self._thread is not None or self._done:
-            return
-        if self._timeout is not None:
-            self._deadline = time.monotonic() + self._timeout
-        # The thread knows nothing of this object, so that dropping it ends the generation.
-        self._thread = threading.Thread(
-            target=contextvars.copy_context().run,
-            args=(_generate, self._answer, self._sink, self._outcome),
-            name="blend-stream",
-            daemon=True,
-        )
-        self._thread.start()
 
     def _end(self) -> None:
         given_up, self._done = self._done, True
@@ -180,6 +182,44 @@ class TextStream(Iterator[str], AsyncIterator[str]):
         if self.result is None:
             raise GenerationError("the generation was stopped before its answer was complete")
         return self.result
+
+
+NumberedStreams = Generator[tuple[int, TextStream], None, None]
+"""Streams with the numbers of their prompts."""
+
+
+def begun_ahead(streams: NumberedStreams, at_once: int) -> NumberedStreams:
+    """The streams in their order, the next ones of which generate while one is read.
+
+    Parameters
+    ----------
+    streams : generator of (int, TextStream)
+        Closed at the end.
+    at_once : int
+        Streams that generate at once. With 1, each begins when it is read.
+
+    Yields
+    ------
+    int, TextStream
+        To be read to its end before the next is taken. Those that were begun and never taken are ended.
+    """
+    if at_once == 1:
+        yield from streams
+        return
+    begun: deque[tuple[int, TextStream]] = deque()
+    try:
+        with contextlib.closing(streams):
+            for one in streams:
+                begun.append(one)
+                for _, stream in begun if len(begun) > 1 else ():  # one alone needs no thread
+                    stream.begin()
+                if len(begun) == at_once:
+                    yield begun.popleft()
+            while begun:
+                yield begun.popleft()
+    finally:
+        for _, stream in begun:
+            stream.cancel()
 
 
 class _Outcome:

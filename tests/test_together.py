@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -288,6 +289,53 @@ def test_a_stream_given_up_leaves_the_others_alone(engine: BlendEngine) -> None:
         assert stays.result(20).token_ids == alone
         reading.join(20)
     assert held.tokens < 400
+
+
+# Batches ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["sync", "async"])
+def test_the_prompts_of_a_batch_are_under_way_at_once(engine: BlendEngine, passes: list[int], form: str) -> None:
+    alone = [engine.generate(prompt, max_new_tokens=20).token_ids for prompt in PROMPTS]
+    passes.clear()
+    prompts = [*PROMPTS, *PROMPTS]
+    if form == "sync":
+        found = engine.generate_batch(prompts, max_new_tokens=20)
+    else:
+        found = asyncio.run(engine.agenerate_batch(prompts, max_new_tokens=20))
+    assert [one.token_ids for one in found] == [*alone, *alone]
+    assert max(passes) == 4
+    assert sum(passes) == 8 * 19
+
+
+def test_a_batch_of_one_is_answered_on_the_thread_that_asks(engine: BlendEngine) -> None:
+    threads: list[threading.Thread] = []
+
+    class Looking(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            threads.append(threading.current_thread())
+            return scores
+
+    engine.generate_batch(PROMPTS[:1], max_new_tokens=2, logits_processor=[Looking()])
+    assert threads == [threading.current_thread()] * 2
+
+
+def test_a_batch_that_fails_ends_what_was_begun_ahead(engine: BlendEngine) -> None:
+    class Failing(LogitsProcessor):
+        tokens = 0
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.tokens += 1
+            if input_ids.shape[1] == shortest + 3:
+                raise ZeroDivisionError
+            scores[:, 2] = float("-inf")  # the others do not end by themselves
+            return scores
+
+    shortest, failing = len(engine.tokenize(PROMPTS[0]).input_ids), Failing()
+    with pytest.raises(ZeroDivisionError):
+        engine.generate_batch(PROMPTS, max_new_tokens=10_000, logits_processor=[failing])
+    until(lambda: not engine._gate._begun)
+    assert failing.tokens < 1_000
 
 
 # Trouble ------------------------------------------------------------------------------------
