@@ -170,17 +170,24 @@ def test_a_layer_that_points_at_nothing_is_not_decisive() -> None:
     """However near it comes to the best one, where that keeps little more than full reuse."""
     at = ((1, 0.019), (8, 0.018), (9, 0.014), (10, 0.013))
     layers = [LayerFinding(layer, "k", lost, 0.02, None) for layer, lost in at]
-    assert _decisive(layers, 0.01, reuse=0.0193) == 9
-    assert _decisive(layers[:2], 0.01, reuse=0.0193) is None
-    assert _decisive([], 0.01, reuse=0.0193) is None
+    assert _decisive(layers, reuse=0.0193) == 9
+    assert _decisive(layers[:2], reuse=0.0193) is None
+    assert _decisive([], reuse=0.0193) is None
 
 
 def test_a_layer_behind_which_nothing_is_read_is_not_decisive() -> None:
     """There nothing diverges whatever is kept, so deviation points at nothing."""
     read = [LayerFinding(layer, "k", lost, 0.03, None) for layer, lost in ((2, 0.03), (3, 0.012), (7, 0.03))]
     unread = [LayerFinding(layer, "k", 0.0, 0.0, 0.01) for layer in (8, 9)]
-    assert _decisive(read + unread, 0.01, reuse=0.03) == 3
-    assert _decisive(unread, 0.01, reuse=0.03) is None
+    assert _decisive(read + unread, reuse=0.03) == 3
+    assert _decisive(unread, reuse=0.03) is None
+
+
+def test_the_decisive_layer_has_nothing_to_do_with_the_tolerance() -> None:
+    """Where full reuse is hardly beyond it, every layer keeps it, and one alone points at the right tokens."""
+    at = ((1, "v", 0.0097, 0.0101), (2, "k", 0.0094, 0.0099), (3, "v", 0.0033, 0.0099), (3, "k", 0.0018, 0.0099))
+    layers = [LayerFinding(layer, metric, lost, lowest, 0.01) for layer, metric, lost, lowest in at]
+    assert _decisive(layers, reuse=0.0101) == 3
 
 
 @pytest.mark.parametrize("holds", [True, False])

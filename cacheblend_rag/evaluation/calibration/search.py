@@ -48,6 +48,8 @@ _SAMPLED_BOUND = 0.9  # highest bound beside them: above it they hide on a few p
 _HEADS = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2)
 _PROBE_BOUND = 0.6  # bound at which layers of stored queries are: few rows in every prompt tell too little
 _POINTLESS = 0.8  # of what full reuse loses: what is no better points at nothing
+_READ = 0.5  # of that: where the least share loses no more, answers read little from the layer on
+_NEAR = 0.1  # of that: what all good layers may differ by
 _SLACK = 1.5  # of the tolerance: the prompts of the search are too few to drop what is a little beyond it
 _REFINED = 3  # check layers and metrics whose schedule is searched
 _TELLING = 2  # layers whose stored queries are looked at with every share
@@ -150,7 +152,7 @@ class Search:
         layers, untried_from = self._measure_layers()
         for found in self._promising(layers):
             self._schedule(found.layer, found.metric, found.least_ratio or RATIOS[-1])
-        decisive = _decisive(layers, self._tolerance, reuse.divergence.mean)
+        decisive = _decisive(layers, reuse.divergence.mean)
         for make in self._with_check(decisive, layers):
             self._least(make)
         chosen, checked = self._checked()
@@ -319,12 +321,11 @@ def _scheduled(shares: Sequence[float], metric: str) -> SelectionRule:
     return SelectGradual((1,), max(shares), tuple(shares), metric)
 
 
-def _decisive(layers: Sequence[LayerFinding], tolerance: float, reuse: float) -> int | None:
-    """The first layer that does hardly worse than the best of all."""
-    asked = [found for found in layers if found.at_lowest > tolerance]
+def _decisive(layers: Sequence[LayerFinding], reuse: float) -> int | None:
+    """The first layer that does hardly worse than the best of all, by what full reuse loses and not by what may be."""
+    asked = [found for found in layers if found.at_lowest > _READ * reuse]
     best = min((found.divergence for found in asked), default=inf)
-    pointless = max(tolerance, _POINTLESS * reuse)
-    if best > pointless:
+    if best > _POINTLESS * reuse:
         return None
-    near = min(pointless, max(tolerance, 1.5 * best))
+    near = min(_POINTLESS * reuse, max(_NEAR * reuse, 1.5 * best))
     return next(found.layer for found in asked if found.divergence <= near)
