@@ -193,7 +193,8 @@ class BlendConfig:
     pack_weights : bool or "auto"
         Keep copies of linear weights in the order in which oneDNN multiplies by them: faster for few rows, on a
         CPU in bfloat16, for as much memory again. ``"auto"`` does where the processor has such arithmetic of its
-        own and copies take at most a quarter of the free memory; True refuses a model that cannot gain.
+        own and copies take at most a quarter of the free memory; True refuses a model that cannot gain. In float32
+        ``"auto"`` multiplies by oneDNN, without copies, where that is faster than what PyTorch calls.
     check_model : bool
         Once at load, blend a dozen tokens and compare with the model's own forward pass, so that
         a transformers version that has moved is refused instead of answering wrongly.

@@ -19,6 +19,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.models.direct import DirectProducts, multiplies_directly
 from cacheblend_rag.models.element_type import in_hardware
 from cacheblend_rag.models.memory import free_memory
 from cacheblend_rag.models.modes import is_compiled
@@ -29,7 +30,7 @@ __all__ = ["Packing", "packed_products"]
 _log = logging.getLogger(__name__)
 
 Packing = Callable[[], AbstractContextManager[None]]
-"""Gives a context within which a model multiplies by packed weights."""
+"""Gives a context within which a model multiplies by packed weights, or by oneDNN."""
 
 # Float16 gains nothing on processors without arithmetic for it; float32 too little (docs/performance.md).
 _DTYPE = torch.bfloat16
@@ -46,7 +47,7 @@ _TOLERANCE = 0.02
 
 
 def packed_products(model: nn.Module, parts: Iterable[nn.Module], option: bool | str, *, anew: bool) -> Packing:
-    """Let the linear layers of a model multiply by packed weights, where that helps.
+    """Let the linear layers of a model multiply by packed weights, or in float32 by oneDNN, where that helps.
 
     Parameters
     ----------
@@ -68,6 +69,8 @@ def packed_products(model: nn.Module, parts: Iterable[nn.Module], option: bool |
     if option is False:
         return nullcontext
     layers = list(dict.fromkeys(layer for part in parts for layer in part.modules() if type(layer) is nn.Linear))
+    if option == "auto" and multiplies_directly(model, layers):
+        return DirectProducts(layers).in_use
     with _table_lock:
         known = _by_model.get(model)
         packed = known() if known is not None else None
