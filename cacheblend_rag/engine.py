@@ -187,6 +187,10 @@ class BlendEngine:
         """Layers whose queries are stored with the KV of chunks."""
         return self._pipeline.query_layers
 
+    def products(self) -> contextlib.AbstractContextManager[None]:
+        """Within this the model multiplies as it does while the engine runs it; see ``pack_weights``."""
+        return self._pipeline.packed()
+
     def tokenize(self, prompt: Prompt | str) -> TokenizedPrompt:
         """The ids of a prompt and where its segments lie."""
         return self._pipeline.tokenizer.tokenize(self._prompt(prompt))
@@ -277,7 +281,7 @@ class BlendEngine:
                 raise GenerationError("the answer was given up before its turn came")
             blend = (pipeline or self._pipeline).blend(prompt, cancelled)
             fused, fused_at = blend.fused, time.perf_counter()
-            with self._pipeline.packed():
+            with self.products():
                 decoded = decode(
                     self.model,
                     self.tokenizer,

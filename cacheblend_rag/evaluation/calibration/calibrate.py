@@ -118,7 +118,8 @@ def calibrate(
             )
 
         sets = trials("searched", searched, options.most), trials("checks", checks, 2 * options.most)
-        found = Search(*sets, engine.adapter.num_layers, options.tolerance).run()
+        with engine.products():
+            found = Search(*sets, engine.adapter.num_layers, options.tolerance).run()
     return settings_of(found, options.tolerance), found
 
 

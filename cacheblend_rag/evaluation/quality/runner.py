@@ -264,7 +264,8 @@ class Evaluation:
             left = [place for place in wanted if place not in done]
             hidden = None if progress is None else not progress
             known = len(wanted) - len(left)
-            with tqdm(total=len(wanted), initial=known, desc="evaluating", unit="question", disable=hidden) as bar:
+            bar = tqdm(total=len(wanted), initial=known, desc="evaluating", unit="question", disable=hidden)
+            with bar, self._engine.products():  # full prefill too is computed so
                 for (count, length), group in groupby(left, key=lambda place: (place[0], place[1])):
                     named = self._named(count, length)
                     for place in group:
