@@ -191,7 +191,9 @@ def profile_machine(
     devices = {"disk": measure_folder(path.parent, size), "memory": measure_memory()}
     if engine.adapter.device.type == "cuda":
         devices["gpu"] = measure_gpu_copy(engine.adapter.device)
-    prefill = measure_blend(engine, fit_prefill(measure_prefill(engine.adapter, lengths)), lengths)
+    with engine.products():  # as requests are computed
+        prefill = fit_prefill(measure_prefill(engine.adapter, lengths))
+    prefill = measure_blend(engine, prefill, lengths)
     return keep_profile(engine.store, MachineProfile({engine.fingerprint: prefill}, devices))
 
 

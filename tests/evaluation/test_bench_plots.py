@@ -15,7 +15,17 @@ from cacheblend_rag.cli import main
 from cacheblend_rag.evaluation.redraw import KINDS, draw_file
 
 PAGES = Path(__file__).parents[2] / "docs" / "benchmarks"
-DRAWN = ("ttft-qwen2.5-0.5b-float32", "ttft-qwen2.5-0.5b-bfloat16", "store", "warm", "decode", "loading", "hit-rates")
+DRAWN = (
+    "ttft-qwen2.5-0.5b-float32",
+    "ttft-qwen2.5-0.5b-float32-avx512",
+    "ttft-qwen2.5-0.5b-bfloat16",
+    "store",
+    "warm",
+    "decode",
+    "loading",
+    "hit-rates",
+    "concurrent-bfloat16",
+)
 HERE = {
     "options": {"shape": "tiny", "dtype": "float32", "chunks": 2, "chunk_tokens": 40, "requests": 4, "new_tokens": 3},
     "machine": {"processor": "Abacus", "device": "cpu"},
