@@ -99,7 +99,7 @@ def steps_of(model: Any, texts: list[list[int]], count: int) -> tuple[list[torch
 
 
 def check_together(model: Any, together: bool) -> None:
-    texts = [list(range(3, 3 + length)) for length in (5, 40, 12)]
+    texts = [list(range(3, 3 + length)) for length in (5, 90, 12)]
     expected, caches = steps_of(model, texts, 4)
     steps = StepsTogether(ModelAdapter(model))
     assert steps.possible
@@ -144,6 +144,23 @@ def test_steps_together_are_those_of_each_alone(family: str, rope: str) -> None:
 @pytest.mark.parametrize("family", sorted(WINDOWS))
 def test_beyond_windows_too(family: str) -> None:
     check_together(tiny.model(family, **WINDOWS[family]), True)
+
+
+def test_who_runs_the_model_meanwhile_gets_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model()
+    steps, found = StepsTogether(ModelAdapter(model)), []
+    expected = tiny.full_prefill(model, list(range(3, 40))).logits
+    taken = StepsTogether._pass
+
+    def beside_another(self: StepsTogether, asked: Any) -> torch.Tensor:
+        assert model.config._attn_implementation != "sdpa"
+        found.append(tiny.full_prefill(model, list(range(3, 40))).logits)
+        return taken(self, asked)
+
+    monkeypatch.setattr(StepsTogether, "_pass", beside_another)
+    caches = [steps._adapter.prefill([3, 4, 5]).cache for _ in range(2)]
+    steps([{"input_ids": torch.tensor([[5]]), "past_key_values": cache} for cache in caches])
+    torch.testing.assert_close(found[0], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_model_that_attends_plainly_takes_its_steps_one_by_one() -> None:

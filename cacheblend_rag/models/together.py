@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.attention import refuse_unfused
+from cacheblend_rag.models.attention import refuse_unfused, row_attention
 from cacheblend_rag.models.memory import free_memory_on, token_bytes
 from cacheblend_rag.models.modes import evaluating, is_compiled
 
@@ -119,8 +119,10 @@ def _attend_apart(
     A newest row sees all that its cache gives it, be it behind a window or not, so there is no mask, and heads that
     share a key attend as rows of one head.
     """
+    seen: list[tuple[torch.Tensor, torch.Tensor]] | None = getattr(key, "apart", None)
+    if seen is None:  # somebody else runs the model meanwhile
+        return row_attention(module, query, key, value, attention_mask, dropout, scaling, **others)
     refuse_unfused(others)
-    seen: list[tuple[torch.Tensor, torch.Tensor]] = key.apart  # type: ignore[attr-defined]
     rows = [
         scaled_dot_product_attention(own.reshape(1, keys.shape[1], -1, own.shape[-1]), keys, values, scale=scaling)
         for own, (keys, values) in zip(query, seen, strict=True)

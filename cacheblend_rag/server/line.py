@@ -105,6 +105,8 @@ class Line:
     def __init__(self, places: int, limit: int, patience: float) -> None:
         self._places, self._limit, self._patience = places, limit, patience
         self._free = places
+        self.served = 0
+        """Requests that are served now."""
         self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
         self._mean = 1.0
 
@@ -112,11 +114,6 @@ class Line:
     def waiting(self) -> int:
         """Requests that wait now."""
         return sum(map(len, self._waiting.values()))
-
-    @property
-    def served(self) -> int:
-        """Requests that are served now."""
-        return self._places - self._free
 
     def retry_after(self) -> int:
         """Seconds after which there will probably be room again."""
@@ -153,7 +150,7 @@ class Line:
             503 if it took too long.
         """
         if self._has(places):
-            self._free -= places
+            self._give(places)
             return
         mine = _Waiting(asyncio.get_running_loop().create_future(), places)
         self._waiting.setdefault(tenant, deque()).append(mine)
@@ -162,7 +159,7 @@ class Line:
                 await mine.come
         except BaseException as error:
             if mine.come.done() and not mine.come.cancelled():  # places came, but nobody is there to take them
-                self._free += places
+                self._take_back(places)
             else:
                 self._withdraw(tenant, mine)
             self._let_in()
@@ -174,8 +171,16 @@ class Line:
     def passed_on(self, seconds: float, places: int = 1) -> None:
         """Places are free again."""
         self._mean += _NEWEST * (seconds - self._mean)
-        self._free += places
+        self._take_back(places)
         self._let_in()
+
+    def _give(self, places: int) -> None:
+        self._free -= places
+        self.served += 1
+
+    def _take_back(self, places: int) -> None:
+        self._free += places
+        self.served -= 1
 
     def _has(self, places: int) -> bool:
         """Whether so many are free, and nobody waits who would go before."""
@@ -193,7 +198,7 @@ class Line:
             else:
                 del self._waiting[tenant]
             if not next_one.come.done():
-                self._free -= next_one.places
+                self._give(next_one.places)
                 next_one.come.set_result(None)
 
     def _withdraw(self, tenant: str, one: _Waiting) -> None:
