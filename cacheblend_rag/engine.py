@@ -438,7 +438,10 @@ class BlendEngine:
     @contextlib.contextmanager
     def _held(self, prompt: Prompt | None = None, new_tokens: int | None = None) -> Iterator[None]:
         """The model and the store: for one request alone, or for a prompt beside others that have begun."""
-        with self._gate.entered(partial(self._beside, prompt, new_tokens)):
+        texts = () if prompt is None else (prompt.prefix, *prompt.chunks, prompt.suffix)
+        # No tokenizer makes more tokens than there are bytes.
+        tokens = sum(len(text.encode()) for text in texts) + (new_tokens or 256)
+        with self._gate.entered(partial(self._beside, tokens if texts else None)):
             self._check_open()
             yield
 
@@ -447,13 +450,10 @@ class BlendEngine:
         """Whether answers may be under way at once."""
         return self.config.max_concurrent > 1 and self._steps.possible
 
-    def _beside(self, prompt: Prompt | None, new_tokens: int | None) -> int:
-        """How many others may be under way when a prompt is begun."""
-        if prompt is None or not self._several:
-            return 0
-        # No tokenizer makes more tokens than there are bytes.
-        size = sum(len(text.encode()) for text in (prompt.prefix, *prompt.chunks, prompt.suffix))
-        return self.config.max_concurrent - 1 if self._steps.fit(size + (new_tokens or 256)) else 0
+    def _beside(self, tokens: int | None) -> int:
+        """How many others may be under way when a prompt of so many tokens at most is begun; None wants to be alone."""
+        fits = tokens is not None and self._several and self._steps.fit(tokens)
+        return self.config.max_concurrent - 1 if fits else 0
 
     def _step(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """One token's pass, together with those of others under way."""

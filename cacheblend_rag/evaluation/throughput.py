@@ -8,7 +8,7 @@ Every method begins with nothing stored. Arrivals are Poisson. The queue in fron
 answers one request after another in their order, is then computed from these times for each rate: it
 is the same for all methods, and no machine has to be waited for. From the same times it is computed
 what requests wait that stand in the queue at once, in batches of several sizes (Fig. 15c of the paper).
-The engine has no batched blending: the requests of a batch, too, are answered one after another.
+The requests of a batch, too, are answered one after another here.
 """
 
 from __future__ import annotations

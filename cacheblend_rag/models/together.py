@@ -35,10 +35,8 @@ class StepsTogether:
 
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter = adapter
-        model = adapter.model
-        eager = model.config._attn_implementation == "eager" or not model._supports_sdpa
-        # Plain attention has what fused kernels lack, and a compiled model is one of fixed passes.
-        self._one_by_one = eager or is_compiled(model)
+        # A compiled model is one of fixed passes, and families without SDPA attend by what fused kernels lack.
+        self._one_by_one = is_compiled(adapter.model) or not adapter.model._supports_sdpa
         # Frequencies that change with the length of a text would be those of whichever came last.
         self.possible = adapter.regime(sys.maxsize) == 0
         self._token_bytes = token_bytes(adapter)
@@ -58,9 +56,10 @@ class StepsTogether:
             ``past_key_values`` and more. The caches grow.
         """
         model = self._adapter.model
-        if len(asked) == 1 or self._one_by_one or any(one["input_ids"].shape != (1, 1) for one in asked):
-            return [model(**one, return_dict=True).logits for one in asked]
         before = model.config._attn_implementation
+        alone = len(asked) == 1 or self._one_by_one or before == "eager"
+        if alone or any(one["input_ids"].shape != (1, 1) for one in asked):
+            return [model(**one, return_dict=True).logits for one in asked]
         AttentionInterface.register(_ATTENTION, _attend_apart)
         model.config._attn_implementation = _ATTENTION
         try:
