@@ -438,10 +438,12 @@ class BlendEngine:
     @contextlib.contextmanager
     def _held(self, prompt: Prompt | None = None, new_tokens: int | None = None) -> Iterator[None]:
         """The model and the store: for one request alone, or for a prompt beside others that have begun."""
-        texts = () if prompt is None else (prompt.prefix, *prompt.chunks, prompt.suffix)
-        # No tokenizer makes more tokens than there are bytes.
-        tokens = sum(len(text.encode()) for text in texts) + (new_tokens or 256)
-        with self._gate.entered(partial(self._beside, tokens if texts else None)):
+        gate: contextlib.AbstractContextManager[None] = self._gate
+        if prompt is not None and self._several:
+            # No tokenizer makes more tokens than there are bytes.
+            size = sum(len(text.encode()) for text in (prompt.prefix, *prompt.chunks, prompt.suffix))
+            gate = self._gate.entered(partial(self._beside, size + (new_tokens or 256)))
+        with gate:
             self._check_open()
             yield
 
@@ -450,10 +452,9 @@ class BlendEngine:
         """Whether answers may be under way at once."""
         return self.config.max_concurrent > 1 and self._steps.possible
 
-    def _beside(self, tokens: int | None) -> int:
-        """How many others may be under way when a prompt of so many tokens at most is begun; None wants to be alone."""
-        fits = tokens is not None and self._several and self._steps.fit(tokens)
-        return self.config.max_concurrent - 1 if fits else 0
+    def _beside(self, tokens: int) -> int:
+        """How many others may be under way when a prompt of so many tokens at most is begun."""
+        return self.config.max_concurrent - 1 if self._steps.fit(tokens) else 0
 
     def _step(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """One token's pass, together with those of others under way."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.evaluation.prepared import PreparedPrompt
@@ -45,6 +47,19 @@ def assert_same(ours: FusedKV, theirs: FusedKV) -> None:
         assert torch.equal(mine.values, other.values)
     for mine, other in zip(ours.recomputed, theirs.recomputed, strict=True):
         assert torch.equal(mine, other)
+
+
+def until(true: Callable[[], object]) -> None:
+    """Wait for something that other threads bring about."""
+    ends = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < ends
+        time.sleep(0.002)
+
+
+def untouched(model: nn.Module) -> bool:
+    """Whether nothing stands for the ``forward`` of any module."""
+    return not any("forward" in vars(module) for module in model.modules())
 
 
 def record_files(folder: Path) -> list[Path]:

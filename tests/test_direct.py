@@ -12,12 +12,12 @@ from torch import nn
 
 from cacheblend_rag.models import direct
 from tests import tiny
-from tests.probes import CHUNKS, PROMPT, engine_of
+from tests.probes import CHUNKS, PROMPT, engine_of, untouched
 
 
 def _has_products() -> bool:
     try:
-        direct._product(torch.ones(1, 2), torch.ones(3, 2), None)
+        direct.onednn_product(torch.ones(1, 2), torch.ones(3, 2), None)
     except (AttributeError, RuntimeError):
         return False
     return True
@@ -41,18 +41,14 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> None:
 def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
     """Shapes of the rows of each product by oneDNN."""
     shapes: list[tuple[int, ...]] = []
-    inner = direct._product
+    inner = direct.onednn_product
 
     def counted(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         shapes.append(tuple(rows.shape))
         return inner(rows, weight, bias)
 
-    monkeypatch.setattr(direct, "_product", counted)
+    monkeypatch.setattr(direct, "onednn_product", counted)
     return shapes
-
-
-def untouched(model: nn.Module) -> bool:
-    return not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "qwen3_moe"])
@@ -146,7 +142,7 @@ def test_contexts_overlap_in_several_threads(faster: None) -> None:
 
 @pytest.mark.parametrize(("factor", "faster"), [(2.0, True), (1.1, False), (0.5, False)])
 def test_which_is_faster_is_timed(monkeypatch: pytest.MonkeyPatch, factor: float, faster: bool) -> None:
-    now, multiply, linear = [0.0], direct._product, nn.functional.linear
+    now, multiply, linear = [0.0], direct.onednn_product, nn.functional.linear
 
     def taking(seconds: float, way: Any) -> Any:
         def timed(*given: Any) -> Any:
@@ -156,9 +152,11 @@ def test_which_is_faster_is_timed(monkeypatch: pytest.MonkeyPatch, factor: float
         return timed
 
     monkeypatch.setattr(direct.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(direct, "_product", taking(1.0, multiply))
+    monkeypatch.setattr(direct, "onednn_product", taking(1.0, multiply))
     monkeypatch.setattr(nn.functional, "linear", taking(factor, linear))
+    state = torch.random.get_rng_state()
     assert direct.onednn_is_faster.__wrapped__() is faster
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("wrong", [RuntimeError(), AttributeError(), None])
@@ -168,6 +166,6 @@ def test_where_it_fails_or_is_wrong_it_is_left_alone(monkeypatch: pytest.MonkeyP
             raise wrong
         return torch.zeros(len(rows), len(weight))
 
-    monkeypatch.setattr(direct, "_product", product)
+    monkeypatch.setattr(direct, "onednn_product", product)
     monkeypatch.setattr(direct, "_FASTER", 0.0)
     assert direct.onednn_is_faster.__wrapped__() is False

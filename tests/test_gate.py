@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from cacheblend_rag.gate import IdleGate
-
-
-def until(true: Callable[[], object]) -> None:
-    ends = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < ends
-        time.sleep(0.001)
+from tests.probes import until
 
 
 def doubled(given: Sequence[int]) -> list[int]:

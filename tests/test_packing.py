@@ -23,7 +23,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models import packing
 from cacheblend_rag.models.memory import free_memory
 from tests import tiny
-from tests.probes import CHUNKS, PROMPT, engine_of
+from tests.probes import CHUNKS, PROMPT, engine_of, untouched
 
 
 def _has_bfloat16() -> bool:
@@ -45,13 +45,13 @@ def even_small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of each product by a packed weight."""
     rows: list[int] = []
-    inner = packing._product
+    inner = packing.onednn_product
 
     def counted(given: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         rows.append(given.shape[-2])
         return inner(given, packed, bias)
 
-    monkeypatch.setattr(packing, "_product", counted)
+    monkeypatch.setattr(packing, "onednn_product", counted)
     return rows
 
 
@@ -69,10 +69,6 @@ def copies(engine: BlendEngine) -> list[Any]:
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
-
-
-def untouched(model: nn.Module) -> bool:
-    return not any("forward" in vars(module) for module in model.modules())
 
 
 # The same results ---------------------------------------------------------------------------
@@ -428,9 +424,11 @@ def test_operations_that_have_gone_leave_the_plain_path(
         if broken == "later product":
             engine.fuse(PROMPT)
         if broken == "wrong product":
-            monkeypatch.setattr(packing, "_product", lambda rows, packed, bias: rows.new_zeros(len(rows), len(packed)))
+            monkeypatch.setattr(
+                packing, "onednn_product", lambda rows, packed, bias: rows.new_zeros(len(rows), len(packed))
+            )
         elif broken != "packing":
-            monkeypatch.setattr(packing, "_product", _raise)
+            monkeypatch.setattr(packing, "onednn_product", _raise)
         for _ in range(2):
             assert error(engine.fuse(PROMPT).logits, expected) < 0.03
         assert caplog.text.count("weights are not packed") == 1

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,20 +19,13 @@ from cacheblend_rag.models.families import FAMILIES
 from cacheblend_rag.models.together import StepsTogether
 from cacheblend_rag.report import Generation
 from tests import tiny
-from tests.probes import engine_of
+from tests.probes import engine_of, until
 from tests.test_families import EAGER_ONLY, WINDOWS
 
 PROMPTS = [
     Prompt("Read this:", [tiny.text(23 + 9 * number, number), tiny.text(31, 9)], "What fell? " * (number + 1))
     for number in range(4)
 ]
-
-
-def until(true: Callable[[], object]) -> None:
-    ends = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < ends
-        time.sleep(0.002)
 
 
 def all_at_once(engine: BlendEngine, prompts: list[Prompt], **options: Any) -> list[Generation]:

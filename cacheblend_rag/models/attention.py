@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,6 @@ __all__ = [
     "as_places",
     "by_position",
     "in_blocks",
-    "refuse_unfused",
     "row_attention",
     "use_row_attention",
 ]
@@ -102,6 +101,7 @@ def row_attention(
     ----------
     query : Tensor, [batch, heads, rows, head_dim]
     key, value : Tensor, [batch, kv_heads, tokens, head_dim]
+        Keys may carry, as ``apart``, the keys and values that each row of a batch sees in their place.
     attention_mask : Tensor or None, [1, 1, rows, tokens]
         Added to the scores. Without one the rows are the last positions, and each sees itself and
         all before it.
@@ -122,7 +122,11 @@ def row_attention(
     A kernel works on what a mask hides too. Kept rows lie all over the prompt and see half of it on
     average, so they are taken block by block (`in_blocks`), each with what it can see.
     """
-    refuse_unfused(others)
+    lacking = [name for name in _NOT_FUSED if others.get(name) is not None]
+    if lacking:
+        raise ValueError(f"fused attention lacks {lacking[0]!r}; load the model with attn_implementation='eager'")
+    if (apart := getattr(key, "apart", None)) is not None:
+        return _attend_apart(query, apart, scaling), None
     if (places := getattr(attention_mask, "places", None)) is not None:
         return places.attend(query, key, value, scaling), None
     grouped = query.shape[1] != key.shape[1]
@@ -138,17 +142,19 @@ def row_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def refuse_unfused(others: Mapping[str, Any]) -> None:
-    """Refuse what transformers hands to an attention function and fused kernels cannot do.
+def _attend_apart(
+    query: torch.Tensor, seen: Sequence[tuple[torch.Tensor, torch.Tensor]], scaling: float | None
+) -> torch.Tensor:
+    """Attention of one row each of several answers over its own keys and values, ``[answers, 1, heads, head_dim]``.
 
-    Raises
-    ------
-    ValueError
-        If something of the kind is there.
+    A newest row sees all that its cache gives it, be it behind a window or not, so there is no mask, and heads that
+    share a key attend as rows of one head.
     """
-    lacking = [name for name in _NOT_FUSED if others.get(name) is not None]
-    if lacking:
-        raise ValueError(f"fused attention lacks {lacking[0]!r}; load the model with attn_implementation='eager'")
+    rows = [
+        scaled_dot_product_attention(own.reshape(1, keys.shape[1], -1, own.shape[-1]), keys, values, scale=scaling)
+        for own, (keys, values) in zip(query, seen, strict=True)
+    ]
+    return torch.cat([one.reshape(1, 1, query.shape[1], -1) for one in rows])
 
 
 def _attend(

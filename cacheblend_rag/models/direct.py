@@ -8,19 +8,17 @@ an engine runs the model.
 from __future__ import annotations
 
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import torch
 from torch import nn
 
 from cacheblend_rag.models.modes import is_compiled
-from cacheblend_rag.models.stand_in import StandIn
+from cacheblend_rag.models.stand_in import StandIn, StandIns
 
-__all__ = ["DirectProducts", "multiplies_directly", "onednn_is_faster"]
+__all__ = ["DirectProducts", "multiplies_directly", "onednn_is_faster", "onednn_product"]
 
 # Multiply-adds below which the longer call costs more than the product (one core of an AMD EPYC with AVX-512: 20 rows
 # by 256 x 256 in 31 and 29 us, 4 rows by 704 x 256 in 30 and 34, one row by 1536 x 576 in 52 and 52).
@@ -37,7 +35,7 @@ def multiplies_directly(model: nn.Module, layers: Iterable[nn.Linear]) -> bool:
     return some and not is_compiled(model) and onednn_is_faster()
 
 
-class DirectProducts:
+class DirectProducts(StandIns["_Forward"]):
     """The linear layers of a model, to multiply by oneDNN for a while.
 
     Parameters
@@ -46,25 +44,7 @@ class DirectProducts:
     """
 
     def __init__(self, layers: Iterable[nn.Linear]) -> None:
-        self._forwards = [_Forward(layer) for layer in layers]
-        self._lock = threading.Lock()
-        self._users = 0
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Within this, they do. Contexts may nest, and overlap in several threads."""
-        with self._lock:
-            self._users += 1
-            for forward in self._forwards:
-                forward.put()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    for forward in self._forwards:
-                        forward.remove()
+        super().__init__(map(_Forward, layers))
 
 
 class _Forward(StandIn):
@@ -77,8 +57,8 @@ class _Forward(StandIn):
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         module = self.module
         if _fits(input, module):
-            return _product(input, module.weight, module.bias)
-        output: torch.Tensor = type(module).forward(module, input)
+            return onednn_product(input, module.weight, module.bias)
+        output: torch.Tensor = self.plainly(input)
         return output
 
 
@@ -92,7 +72,8 @@ def _fits(rows: torch.Tensor, module: nn.Linear) -> bool:
     return alike and not traced and rows.numel() * weight.shape[0] >= _LEAST
 
 
-def _product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def onednn_product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """``rows @ weight.T + bias`` by oneDNN, the weight as it is or in an order of oneDNN's own."""
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, weight, bias, "none", [], "")
     return product
 
@@ -102,10 +83,11 @@ def onednn_is_faster() -> bool:
     """Whether oneDNN multiplies float32 faster here than what PyTorch calls; timed once a process, in some 20 ms."""
     if not torch.backends.mkldnn.enabled:
         return False
-    rows, weight = torch.rand(_ROWS, _WIDTH, device="cpu"), torch.rand(_WIDTH, _WIDTH, device="cpu")
+    chance = torch.Generator("cpu").manual_seed(0)  # the global one is the caller's
+    rows, weight = (torch.rand(count, _WIDTH, device="cpu", generator=chance) for count in (_ROWS, _WIDTH))
     ways: tuple[Callable[[], torch.Tensor], ...] = (
         lambda: nn.functional.linear(rows, weight),
-        lambda: _product(rows, weight, None),
+        lambda: onednn_product(rows, weight, None),
     )
     try:
         with torch.inference_mode():

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +19,11 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.models.direct import DirectProducts, multiplies_directly
+from cacheblend_rag.models.direct import DirectProducts, multiplies_directly, onednn_product
 from cacheblend_rag.models.element_type import in_hardware
 from cacheblend_rag.models.memory import free_memory
 from cacheblend_rag.models.modes import is_compiled
-from cacheblend_rag.models.stand_in import StandIn
+from cacheblend_rag.models.stand_in import StandIn, StandIns
 
 __all__ = ["Packing", "packed_products"]
 
@@ -176,11 +176,11 @@ class _Forward(StandIn):
             bias = module.bias
             if _fits(input, copy.width) and (bias is None or bias.dtype is _DTYPE):
                 try:
-                    return _product(input, copy.packed, bias)
+                    return onednn_product(input, copy.packed, bias)
                 except (RuntimeError, AttributeError, TypeError) as error:
                     self.copy = None
                     self._trouble.note(error)
-        output: torch.Tensor = type(module).forward(module, input)
+        output: torch.Tensor = self.plainly(input)
         return output
 
     def weight(self) -> nn.Parameter | None:
@@ -207,14 +207,12 @@ class _Trouble:
             _log.warning("weights are not packed any more, products are plain: %s", error)
 
 
-class _PackedWeights:
+class _PackedWeights(StandIns[_Forward]):
     """Packed copies of the linear weights of one model."""
 
     def __init__(self, layers: Iterable[nn.Linear]) -> None:
-        self._lock = threading.Lock()
+        super().__init__(())
         self._trouble = _Trouble()
-        self._users = 0
-        self._forwards: list[_Forward] = []
         self.renew(layers)
 
     @property
@@ -230,22 +228,8 @@ class _PackedWeights:
             self._forwards = [_Forward(layer, self._trouble) for layer in layers]
             self._samples: torch.Tensor | None = None
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Within this, layers multiply by their copies. Contexts may nest, and overlap in several threads."""
-        with self._lock:
-            self._refresh()
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    self._remove()
-
     @torch.no_grad()
-    def _refresh(self) -> None:
+    def _put(self) -> None:
         """Bring copies up to date, and put them to use."""
         if self._trouble.seen or not torch.backends.mkldnn.enabled:
             self._drop()
@@ -258,10 +242,6 @@ class _PackedWeights:
         for forward in self._forwards:
             if forward.copy is not None:
                 forward.put()
-
-    def _remove(self) -> None:
-        for forward in self._forwards:
-            forward.remove()
 
     def _drop(self) -> None:
         for forward in self._forwards:
@@ -313,16 +293,11 @@ def _fits(rows: torch.Tensor, width: int) -> bool:
     return ordinary and not plain and rows.shape[-1] == width and rows.numel() > 0
 
 
-def _product(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, packed, bias, "none", [], "")
-    return product
-
-
 def _agrees(weight: torch.Tensor, packed: torch.Tensor) -> bool:
     """Whether the packed form gives the product that the weight gives."""
     rows = torch.arange(3 * weight.shape[1], dtype=torch.float32, device="cpu").cos().view(3, -1).to(_DTYPE)
     plain = nn.functional.linear(rows, weight).float()
-    return bool((_product(rows, packed, None).float() - plain).norm() <= _TOLERANCE * plain.norm())
+    return bool((onednn_product(rows, packed, None).float() - plain).norm() <= _TOLERANCE * plain.norm())
 
 
 def _samples(weights: list[nn.Parameter]) -> torch.Tensor:

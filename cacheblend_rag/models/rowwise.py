@@ -61,17 +61,16 @@ class _InBlocks(StandIn):
     __slots__ = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        plain: Any = type(self.module).forward
         rows = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(rows, torch.Tensor) or rows.dim() < 2 or torch.is_grad_enabled():
-            return plain(self.module, *args, **kwargs)
+            return self.plainly(*args, **kwargs)
         size = max(1, _ROWS // max(1, rows.shape[:-2].numel()))  # rows of a batch count together
         blocks = torch.split(rows, size, dim=-2)
         if len(blocks) == 1:
-            return plain(self.module, rows)
-        first = plain(self.module, blocks[0])
+            return self.plainly(rows)
+        first = self.plainly(blocks[0])
         out = first.new_empty((*rows.shape[:-1], first.shape[-1]))
         out[..., :size, :] = first
         for number, block in enumerate(blocks[1:], 1):
-            out[..., number * size : (number + 1) * size, :] = plain(self.module, block)
+            out[..., number * size : (number + 1) * size, :] = self.plainly(block)
         return out

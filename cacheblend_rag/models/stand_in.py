@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import types
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-__all__ = ["StandIn"]
+__all__ = ["StandIn", "StandIns"]
+
+_Forward = TypeVar("_Forward", bound="StandIn")
 
 
 class StandIn:
@@ -30,6 +35,46 @@ class StandIn:
         if self.module.__dict__.get("forward") is self:
             del self.module.__dict__["forward"]
 
+    def plainly(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module itself gives."""
+        return type(self.module).forward(self.module, *args, **kwargs)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model that is made meanwhile has the plain ``forward``, bound to its own module."""
         return types.MethodType, (type(self.module).forward, self.module)
+
+
+class StandIns(Generic[_Forward]):
+    """Stand-ins for a model's modules, in their places while anybody wants them there.
+
+    Parameters
+    ----------
+    forwards : iterable of StandIn
+    """
+
+    def __init__(self, forwards: Iterable[_Forward]) -> None:
+        self._forwards = list(forwards)
+        self._lock = threading.Lock()
+        self._users = 0
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Within this they stand for their modules. Contexts may nest, and overlap in several threads."""
+        with self._lock:
+            self._put()
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._remove()
+
+    def _put(self) -> None:
+        for forward in self._forwards:
+            forward.put()
+
+    def _remove(self) -> None:
+        for forward in self._forwards:
+            forward.remove()

@@ -7,17 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
 
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.attention import refuse_unfused, row_attention
 from cacheblend_rag.models.memory import free_memory_on, token_bytes
-from cacheblend_rag.models.modes import evaluating, is_compiled
+from cacheblend_rag.models.modes import is_compiled
 
 __all__ = ["StepsTogether"]
-
-_ATTENTION = "cacheblend_rag_together"
 
 
 class StepsTogether:
@@ -56,17 +51,11 @@ class StepsTogether:
             ``past_key_values`` and more. The caches grow.
         """
         model = self._adapter.model
-        before = model.config._attn_implementation
-        alone = len(asked) == 1 or self._one_by_one or before == "eager"
+        alone = len(asked) == 1 or self._one_by_one or model.config._attn_implementation == "eager"
         if alone or any(one["input_ids"].shape != (1, 1) for one in asked):
             return [model(**one, return_dict=True).logits for one in asked]
-        AttentionInterface.register(_ATTENTION, _attend_apart)
-        model.config._attn_implementation = _ATTENTION
-        try:
-            with evaluating(model), torch.no_grad():
-                return list(self._pass(asked)[:, None, None])
-        finally:
-            model.config._attn_implementation = before
+        with self._adapter.blending():
+            return list(self._pass(asked)[:, None, None])
 
     def _pass(self, asked: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         """Logits, ``[answers, vocab]``."""
@@ -97,33 +86,7 @@ class _Apart:
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new rows as they came, carrying what each answer sees."""
+        """The new rows as they came, carrying what each answer sees, for `row_attention`."""
         pairs = zip(self._layers, keys[:, None], values[:, None], strict=True)
         keys.apart = [layer.update(key, value) for layer, key, value in pairs]  # type: ignore[attr-defined]
         return keys, values
-
-
-def _attend_apart(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention of one row each of several answers over its own keys, ``[answers, 1, heads, head_dim]``.
-
-    A newest row sees all that its cache gives it, be it behind a window or not, so there is no mask, and heads that
-    share a key attend as rows of one head.
-    """
-    seen: list[tuple[torch.Tensor, torch.Tensor]] | None = getattr(key, "apart", None)
-    if seen is None:  # somebody else runs the model meanwhile
-        return row_attention(module, query, key, value, attention_mask, dropout, scaling, **others)
-    refuse_unfused(others)
-    rows = [
-        scaled_dot_product_attention(own.reshape(1, keys.shape[1], -1, own.shape[-1]), keys, values, scale=scaling)
-        for own, (keys, values) in zip(query, seen, strict=True)
-    ]
-    return torch.cat([one.reshape(1, 1, query.shape[1], -1) for one in rows]), None

@@ -118,8 +118,8 @@ def calibrate(
             )
 
         sets = trials("searched", searched, options.most), trials("checks", checks, 2 * options.most)
-        with engine.products():
-            found = Search(*sets, engine.adapter.num_layers, options.tolerance).run()
+        stack.enter_context(engine.products())
+        found = Search(*sets, engine.adapter.num_layers, options.tolerance).run()
     return settings_of(found, options.tolerance), found
 
 
