@@ -12,6 +12,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 
+from cacheblend_rag.models.direct_attention import attend_behind, attend_directly, attends_directly, rows_of_block
 from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.kv import LayerKV
 
@@ -51,11 +52,14 @@ class Block:
         Of the kept rows, and of all positions.
     mask : Tensor, [1, 1, rows, seen] or [1, 1, group * rows, seen]
         That part of the mask; in the second form, for heads that share a key attending as rows of one head.
+    direct : bool
+        Whether to compute it by `attend_directly`; then all blocks are.
     """
 
     rows: slice
     seen: slice
     mask: torch.Tensor
+    direct: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ def row_attention(
         return _attend_apart(query, apart, scaling), None
     if (places := getattr(attention_mask, "places", None)) is not None:
         return places.attend(query, key, value, scaling), None
-    grouped = query.shape[1] != key.shape[1]
+    grouped, dtype = query.shape[1] != key.shape[1], query.dtype
     if grouped and key.device.type != "cpu":
         copies = query.shape[1] // key.shape[1]
         key, value, grouped = repeat_kv(key, copies), repeat_kv(value, copies), False
@@ -137,9 +141,11 @@ def row_attention(
         out = _behind(query, key, value, scaling, grouped)
     else:
         blocks = getattr(attention_mask, "blocks", None) or (_whole(attention_mask),)
+        if blocks[0].direct:
+            query, key, value = query.float(), key.float(), value.float()
         parts = [_attend(query, key, value, block, scaling, grouped) for block in blocks]
         out = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous().to(dtype), None
 
 
 def _attend_apart(
@@ -162,6 +168,8 @@ def _attend(
 ) -> torch.Tensor:
     """Attention of one block, ``[batch, heads, rows, head_dim]``."""
     query, key, value = query[:, :, block.rows], key[:, :, block.seen], value[:, :, block.seen]
+    if block.direct:
+        return attend_directly(query, key, value, block.mask, scaling)
     batch, heads, rows, width = query.shape
     folded = block.mask.shape[2] > rows
     if folded:
@@ -190,15 +198,19 @@ def in_blocks(mask: torch.Tensor, rows: torch.Tensor, window: int | None, group:
     count, tokens = mask.shape[2:]
     if mask.device.type != "cpu" or not count:
         return mask
-    fold = group > 1 and (count < _FEW_ROWS if mask.itemsize < 4 else count * tokens * group <= _MOST_FOLDED)
-    number = max(1, min(_MOST_BLOCKS, count // (_FOLDED_ROWS if fold else _BLOCK_ROWS)))
+    if direct := attends_directly(count, group, mask.dtype, mask.device):
+        fold, number = False, -(-count // rows_of_block(group))
+    else:
+        fold = group > 1 and (count < _FEW_ROWS if mask.itemsize < 4 else count * tokens * group <= _MOST_FOLDED)
+        number = max(1, min(_MOST_BLOCKS, count // (_FOLDED_ROWS if fold else _BLOCK_ROWS)))
     places, size, blocks = rows.tolist(), -(-count // number), []
     for start in range(0, count, size):
         stop = min(start + size, count)
         first = 0 if window is None or number == 1 else max(0, places[start] - window + 1)
         last = tokens if number == 1 else places[stop - 1] + 1
         part = mask[:, :, start:stop, first:last]
-        blocks.append(Block(slice(start, stop), slice(first, last), part.repeat(1, 1, group, 1) if fold else part))
+        part = part.repeat(1, 1, group, 1) if fold else part
+        blocks.append(Block(slice(start, stop), slice(first, last), part, direct))
     mask.blocks = tuple(blocks)  # type: ignore[attr-defined]
     return mask
 
@@ -222,6 +234,8 @@ def _behind(
     if before and query.device.type == "cuda":
         bias: Any = causal_lower_right(query.shape[2], key.shape[2])
         return scaled_dot_product_attention(query, key, value, bias, scale=scaling, enable_gqa=grouped)
+    if attends_directly(query.shape[2], query.shape[1] // key.shape[1], query.dtype, query.device):
+        return attend_behind(query.float(), key.float(), value.float(), scaling)
     # Kernels align the causal triangle with the first row, so rows of zeros stand for what is before.
     # They cost less than a dense mask, of which half is never seen.
     padded = pad(query, (0, 0, before, 0)) if before else query
