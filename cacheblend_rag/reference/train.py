@@ -55,10 +55,12 @@ _WIDE = {
     "chain": 0.15,
     "judged": 0.15,
 }
+_MANY = _WIDE | {"comparison": 0.18, "chain": 0.18}
 WIDER: tuple[Stage, ...] = (
     Stage("wide", 2048, 5, 1e-3, _WIDE, (5, 6, 6, 8), 0.15, target=0.9, about=0.5, bare_comparisons=0.2, wide=0.8),
     Stage("long", 3584, 3, 7e-4, _WIDE, (6, 10, 14, 17), 0.15, target=0.9, about=0.5, bare_comparisons=0.2, wide=0.8),
-    Stage("settle", 2048, 5, 8e-4, _WIDE, (5, 6, 6, 8), 0.15, target=2.0, about=0.5, bare_comparisons=0.2, wide=0.8),
+    Stage("settle", 2048, 5, 8e-4, _WIDE, (5, 6, 6, 8), 0.15, target=0.97, about=0.5, bare_comparisons=0.2, wide=0.8),
+    Stage("many", 4352, 2, 8e-4, _MANY, (6, 6, 6, 10, 15, 20), 0.15, 2.0, about=0.5, bare_comparisons=0.2, wide=0.8),
 )
 """Take the place of the last stage where the wider archive is to be read (``--wide``)."""
 
@@ -82,9 +84,9 @@ class TrainOptions:
 
     ``steps`` bounds the steps of every stage but the last (0: no bound); the last stage runs ``final_tokens`` while
     the learning rate falls to a twentieth. ``start`` names an exported model: training then begins with its weights
-    at the stage ``begin`` (default: the last), unless there is a checkpoint to go on from. ``places`` says which layer
-    of it each layer begins as (default: spread evenly over those that there shall be). ``wide`` has the wider archive
-    read at the end, in three stages.
+    at the stage ``begin`` (default: the last), unless there is a checkpoint to go on from. ``end`` names the stage that
+    is the last. ``places`` says which layer of it each layer begins as (default: spread evenly over those that there
+    shall be). ``wide`` has the wider archive read at the end, in four stages.
     """
 
     out: Path
@@ -96,6 +98,7 @@ class TrainOptions:
     checkpoint: Path | None = None
     start: Path | None = None
     begin: str | None = None
+    end: str | None = None
     wide: bool = False
     places: Places | None = None
     guidance: Guidance = field(default_factory=Guidance)
@@ -196,12 +199,20 @@ def _accuracy(batch: Batch, right: np.ndarray[Any, np.dtype[np.bool_]]) -> dict[
     }
 
 
+def _stage_number(stages: Sequence[Stage], field: str, name: str) -> int:
+    names = [stage.name for stage in stages]
+    if name not in names:
+        raise ConfigError(field, name, f"name one of the stages: {', '.join(names)}")
+    return names.index(name)
+
+
 class Trainer:
     """Runs the stages, keeps a checkpoint from which a run can go on, exports the model."""
 
     def __init__(self, options: TrainOptions, shape: Shape, stages: Sequence[Stage] | None = None) -> None:
-        known = (*STAGES[:-1], *WIDER) if options.wide else STAGES
-        self.options, self.shape, self.stages = options, shape, tuple(stages or known)
+        known = tuple(stages or ((*STAGES[:-1], *WIDER) if options.wide else STAGES))
+        self.options, self.shape = options, shape
+        self.stages = known if options.end is None else known[: _stage_number(known, "end", options.end) + 1]
         if shape.architecture != "llama" and options.start is None:
             raise ConfigError("start", None, f"give a trained model that a {shape.architecture} can begin with")
         torch.manual_seed(options.seed)
@@ -247,11 +258,7 @@ class Trainer:
         vocabulary = AutoTokenizer.from_pretrained(folder).get_vocab()
         if vocabulary != self.tokenizer.get_vocab():
             raise ConfigError("start", str(folder), "use a model with this archive's vocabulary, or none")
-        names = [stage.name for stage in self.stages]
-        begin = self.options.begin or names[-1]
-        if begin not in names:
-            raise ConfigError("begin", begin, f"name one of the stages: {', '.join(names)}")
-        self.stage_index = names.index(begin)
+        self.stage_index = _stage_number(self.stages, "begin", self.options.begin or self.stages[-1].name)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         count, wanted = model.config.num_hidden_layers, self.shape
         places = self.options.places or spread(count, wanted.layers)
@@ -374,6 +381,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--checkpoint", type=Path, help="file to go on from, kept up to date")
     parser.add_argument("--start", type=Path, help="exported model whose weights training begins with")
     parser.add_argument("--begin", help="stage to begin with those weights (default: the last)")
+    parser.add_argument("--end", help="stage to end with (default: the last that there is)")
     parser.add_argument("--architecture", choices=ARCHITECTURES, default=Shape.architecture)
     parser.add_argument("--layers", type=int, help=f"default: as --start or --arrange has, else {Shape.layers}")
     parser.add_argument(
@@ -384,7 +392,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hidden", type=int, default=Shape.hidden)
     parser.add_argument("--mlp", type=int, default=Shape.mlp)
     parser.add_argument("--heads", type=int, default=Shape.heads)
-    parser.add_argument("--wide", action="store_true", help="the wider archive at the end: stages wide, long, settle")
+    parser.add_argument("--wide", action="store_true", help="the wider archive at the end: wide, long, settle, many")
     parser.add_argument("--no-compile", action="store_true")
     return parser
 
@@ -416,6 +424,7 @@ def read_options(argv: Sequence[str] | None = None) -> tuple[TrainOptions, Shape
         checkpoint=args.checkpoint,
         start=args.start,
         begin=args.begin,
+        end=args.end,
         wide=args.wide,
         places=places,
         guidance=guidance,

@@ -208,6 +208,10 @@ def test_a_stage_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytes
     Trainer(options, TINY).export()
     with pytest.raises(ConfigError, match="begin"):
         Trainer(replace(options, start=tmp_path, begin="middle"), TINY)
+    with pytest.raises(ConfigError, match="end"):
+        Trainer(replace(options, end="middle"), TINY)
+    with pytest.raises(ConfigError, match="begin"):
+        Trainer(replace(options, start=tmp_path, begin="all", end="compare"), TINY)
     with pytest.raises(ConfigError, match="places"):
         Trainer(replace(options, start=tmp_path, places=(0, 1)), TINY)
 
@@ -359,6 +363,8 @@ def test_a_description_is_looked_up_where_the_other_tells_it(tokenizer: Any) -> 
 def test_the_wider_archive_is_read_at_the_end_alone(tmp_path: Path) -> None:
     options, shape = read_options(["--out", str(tmp_path), "--wide"])
     assert Trainer(options, shape).stages == (*STAGES[:-1], *WIDER)
+    options, _ = read_options(["--out", str(tmp_path), "--wide", "--end", "settle"])
+    assert [stage.name for stage in Trainer(options, shape).stages][-3:] == ["wide", "long", "settle"]
     assert all(stage.wide for stage in WIDER)
     assert not any(stage.wide for stage in STAGES)
 
