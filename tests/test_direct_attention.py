@@ -29,7 +29,9 @@ TIMED = direct_attention._is_faster.__wrapped__
 def everything_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct_attention, "_is_faster", lambda dtype: True)
     monkeypatch.setattr(direct_attention, "_LEAST", 0)
+    monkeypatch.setattr(direct_attention, "_LEAST_SCORES", 0)
     monkeypatch.setattr(direct_attention, "_ROWS", 12)
+    monkeypatch.setattr(direct_attention, "_STEP", 4)
 
 
 @pytest.fixture
@@ -63,8 +65,10 @@ def test_without_a_mask_rows_are_the_last_positions(
     seen = torch.ones(rows, TOKENS, dtype=torch.bool).tril(TOKENS - rows)
     torch.testing.assert_close(found, plainly(query, key, value, seen), rtol=1e-5, atol=1e-6)
     size = 12 * kv_heads // 4
-    assert len(blocks) == 2 * batch * kv_heads * -(-rows // size)
-    assert max(count for count, _ in blocks) == min(rows, size) * 4 // kv_heads
+    first = (TOKENS - rows) // size  # blocks begin at multiples of their size, wherever the rows do
+    assert len(blocks) == 2 * batch * kv_heads * (-(-TOKENS // size) - first)
+    largest = max(count for count, _ in blocks)
+    assert largest == 12 if rows >= 2 * size else largest <= 12
 
 
 @pytest.mark.parametrize("window", [None, 7, 30])
@@ -80,6 +84,8 @@ def test_kept_rows_see_what_the_mask_shows(rows: int, kv_heads: int, window: int
         parts = mask.blocks  # type: ignore[attr-defined]
         assert all(part.direct for part in parts)
         assert len(parts) == -(-rows // (12 * kv_heads // 4))
+        lengths = {part.seen.stop - part.seen.start for part in parts if part.seen.stop < TOKENS}
+        assert all(length % 4 == 0 for length in lengths), "few shapes"
         found, _ = row_attention(torch.nn.Identity(), query, key, value, mask, scaling=0.3)
     expected = plainly(query * (0.3 * 8**0.5), key, value, seen)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
@@ -112,20 +118,24 @@ def test_bfloat16_is_rounded_at_the_end_alone(masked: bool) -> None:
 
 def test_what_cannot_gain_is_left_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, attends = torch.device("cpu"), direct_attention.attends_directly
-    assert not attends(20, 4, torch.float32, cpu), "gradients need the kernel"
+    assert not attends(20, 4, 50, torch.float32, cpu), "gradients need the kernel"
     with torch.no_grad():
-        assert attends(20, 4, torch.float32, cpu)
-        assert attends(20, 4, torch.bfloat16, cpu)
-        assert not attends(20, 4, torch.float64, cpu)
-        assert not attends(20, 4, torch.float32, torch.device("meta"))
+        assert attends(20, 4, 50, torch.float32, cpu)
+        assert attends(20, 4, 50, torch.bfloat16, cpu)
+        assert not attends(20, 4, 50, torch.float64, cpu)
+        assert not attends(20, 4, 50, torch.float32, torch.device("meta"))
         with torch.autocast("cpu", torch.bfloat16):
-            assert not attends(20, 4, torch.float32, cpu)
+            assert not attends(20, 4, 50, torch.float32, cpu)
         monkeypatch.setattr(direct_attention, "_LEAST", 81)
-        assert not attends(20, 4, torch.float32, cpu)
-        assert attends(21, 4, torch.float32, cpu)
+        assert not attends(20, 4, 50, torch.float32, cpu)
+        assert attends(21, 4, 50, torch.float32, cpu)
+        monkeypatch.setattr(direct_attention, "_LEAST_SCORES", 21 * 4 * 50 + 1)
+        assert not attends(21, 4, 50, torch.float32, cpu)
+        assert attends(21, 4, 51, torch.float32, cpu)
+        monkeypatch.setattr(direct_attention, "_LEAST_SCORES", 0)
         monkeypatch.setattr(direct_attention, "_is_faster", lambda dtype: dtype is torch.bfloat16)
-        assert not attends(21, 4, torch.float32, cpu)
-        assert attends(21, 4, torch.bfloat16, cpu)
+        assert not attends(21, 4, 50, torch.float32, cpu)
+        assert attends(21, 4, 50, torch.bfloat16, cpu)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,7 +12,13 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv
 
-from cacheblend_rag.models.direct_attention import attend_behind, attend_directly, attends_directly, rows_of_block
+from cacheblend_rag.models.direct_attention import (
+    attend_behind,
+    attend_directly,
+    attends_directly,
+    few_lengths,
+    rows_of_block,
+)
 from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.kv import LayerKV
 
@@ -198,16 +204,19 @@ def in_blocks(mask: torch.Tensor, rows: torch.Tensor, window: int | None, group:
     count, tokens = mask.shape[2:]
     if mask.device.type != "cpu" or not count:
         return mask
-    if direct := attends_directly(count, group, mask.dtype, mask.device):
-        fold, number = False, -(-count // rows_of_block(group))
+    fold, direct = False, attends_directly(count, group, tokens, mask.dtype, mask.device)
+    if direct:
+        size = rows_of_block(group)
     else:
         fold = group > 1 and (count < _FEW_ROWS if mask.itemsize < 4 else count * tokens * group <= _MOST_FOLDED)
         number = max(1, min(_MOST_BLOCKS, count // (_FOLDED_ROWS if fold else _BLOCK_ROWS)))
-    places, size, blocks = rows.tolist(), -(-count // number), []
+        size = -(-count // number)
+    places, blocks = rows.tolist(), []
     for start in range(0, count, size):
         stop = min(start + size, count)
-        first = 0 if window is None or number == 1 else max(0, places[start] - window + 1)
-        last = tokens if number == 1 else places[stop - 1] + 1
+        first = 0 if window is None or size >= count else max(0, places[start] - window + 1)
+        last = tokens if size >= count else places[stop - 1] + 1
+        first, last = few_lengths(first, last, tokens) if direct else (first, last)
         part = mask[:, :, start:stop, first:last]
         part = part.repeat(1, 1, group, 1) if fold else part
         blocks.append(Block(slice(start, stop), slice(first, last), part, direct))
@@ -234,7 +243,8 @@ def _behind(
     if before and query.device.type == "cuda":
         bias: Any = causal_lower_right(query.shape[2], key.shape[2])
         return scaled_dot_product_attention(query, key, value, bias, scale=scaling, enable_gqa=grouped)
-    if attends_directly(query.shape[2], query.shape[1] // key.shape[1], query.dtype, query.device):
+    group = query.shape[1] // key.shape[1]
+    if attends_directly(query.shape[2], group, key.shape[2], query.dtype, query.device):
         return attend_behind(query.float(), key.float(), value.float(), scaling)
     # Kernels align the causal triangle with the first row, so rows of zeros stand for what is before.
     # They cost less than a dense mask, of which half is never seen.

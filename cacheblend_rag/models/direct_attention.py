@@ -14,33 +14,43 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cacheblend_rag.models.direct import faster_by, onednn_product
 
-__all__ = ["attend_behind", "attend_directly", "attends_directly", "rows_of_block"]
+__all__ = ["attend_behind", "attend_directly", "attends_directly", "few_lengths", "rows_of_block"]
 
 # Rows of one product, of all heads that share a key: enough for it to be fast, few enough for the scores to stay in a
 # processor's cache. With fewer than the least the calls cost more than they save (float32, two cores of an AMD EPYC
 # with AVX-512; 14 heads for 2, 3,124 tokens: 7 rows 0.17 and 0.20 ms, 217 rows 2.6 and 1.4; 12 heads of their own,
 # 1,000 tokens: 31 rows 0.9 and 1.0, 190 rows 4.4 and 3.0).
 _ROWS, _LEAST = 448, 64
+# oneDNN prepares a product when it first sees its shape, in half a millisecond or one (and keeps 1,024). So blocks have
+# as many rows as fit and see a multiple of so many positions: other prompts come to the same shapes, but for the ends;
+# and so few scores are left to the kernel (a prompt of its own each time, 40,000 scores a layer: a tenth slower).
+_STEP, _LEAST_SCORES = 64, 2**18
 # How much faster it has to be, with so many rows and tokens.
 _FASTER, _TIMED_ROWS, _TIMED_TOKENS = 1.2, 64, 1024
 
 
-def attends_directly(rows: int, group: int, dtype: torch.dtype, device: torch.device) -> bool:
+def attends_directly(rows: int, group: int, tokens: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether attention is better computed here, as things are now.
 
     Parameters
     ----------
-    rows, group : int
-        Rows, and heads that share a key.
+    rows, group, tokens : int
+        Rows, heads that share a key, and positions in all.
     """
-    plain = dtype in (torch.float32, torch.bfloat16) and device.type == "cpu" and rows * group >= _LEAST
+    plain = dtype in (torch.float32, torch.bfloat16) and device.type == "cpu"
+    many = rows * group >= _LEAST and rows * group * tokens >= _LEAST_SCORES
     traced = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-    return plain and not traced and _is_faster(dtype)
+    return plain and many and not traced and _is_faster(dtype)
 
 
 def rows_of_block(group: int) -> int:
     """How many rows to take at once, where so many heads share a key."""
     return max(1, _ROWS // group)
+
+
+def few_lengths(first: int, last: int, tokens: int) -> tuple[int, int]:
+    """Widen what a block sees, ``first`` to ``last`` of so many positions, to one of few lengths."""
+    return first - first % _STEP, min(tokens, last + -last % _STEP)
 
 
 def attend_directly(
@@ -74,15 +84,14 @@ def attend_directly(
 
 def attend_behind(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
     """Causal attention of rows that are the last positions; parameters and result as in `attend_directly`."""
-    count, size = query.shape[2], rows_of_block(query.shape[1] // key.shape[1])
-    before = key.shape[2] - count
+    tokens, size = key.shape[2], rows_of_block(query.shape[1] // key.shape[1])
+    before = tokens - query.shape[2]
     later = query.new_full((1, 1, size, size), float("-inf")).triu(1)
     out = torch.empty_like(query)
-    for start in range(0, count, size):
-        rows = slice(start, min(start + size, count))
-        known, number = slice(0, before + rows.stop), rows.stop - start
-        hidden = later[:, :, :number, :number]
-        out[:, :, rows] = attend_directly(query[:, :, rows], key[:, :, known], value[:, :, known], hidden, scaling)
+    for block in range(before // size, -(-tokens // size)):  # at places that do not hang on how much is before
+        start, stop = max(before, block * size), min(tokens, (block + 1) * size)
+        rows, hidden = slice(start - before, stop - before), later[:, :, : stop - start, : stop - start]
+        out[:, :, rows] = attend_directly(query[:, :, rows], key[:, :, :stop], value[:, :, :stop], hidden, scaling)
     return out
 
 
