@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,17 +12,9 @@ from torch import nn
 from cacheblend_rag.models import direct
 from tests import tiny
 from tests.probes import CHUNKS, PROMPT, engine_of, untouched
+from tests.products import has_products, note_products, pretend_to_take
 
-
-def _has_products() -> bool:
-    try:
-        direct.onednn_product(torch.ones(1, 2), torch.ones(3, 2), None)
-    except (AttributeError, RuntimeError):
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not _has_products(), reason="this PyTorch has no float32 products by oneDNN")
+pytestmark = pytest.mark.skipif(not has_products(), reason="this PyTorch has no float32 products by oneDNN")
 
 
 @pytest.fixture(autouse=True)
@@ -38,17 +29,9 @@ def faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def products(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the rows of each product by oneDNN."""
-    shapes: list[tuple[int, ...]] = []
-    inner = direct.onednn_product
-
-    def counted(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        shapes.append(tuple(rows.shape))
-        return inner(rows, weight, bias)
-
-    monkeypatch.setattr(direct, "onednn_product", counted)
-    return shapes
+    return note_products(monkeypatch, direct)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "qwen3_moe"])
@@ -142,18 +125,8 @@ def test_contexts_overlap_in_several_threads(faster: None) -> None:
 
 @pytest.mark.parametrize(("factor", "faster"), [(2.0, True), (1.1, False), (0.5, False)])
 def test_which_is_faster_is_timed(monkeypatch: pytest.MonkeyPatch, factor: float, faster: bool) -> None:
-    now, multiply, linear = [0.0], direct.onednn_product, nn.functional.linear
-
-    def taking(seconds: float, way: Any) -> Any:
-        def timed(*given: Any) -> Any:
-            now[0] += seconds
-            return way(*given)
-
-        return timed
-
-    monkeypatch.setattr(direct.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(direct, "onednn_product", taking(1.0, multiply))
-    monkeypatch.setattr(nn.functional, "linear", taking(factor, linear))
+    pretend_to_take(monkeypatch, direct, "onednn_product", 1.0)
+    pretend_to_take(monkeypatch, nn.functional, "linear", factor)
     state = torch.random.get_rng_state()
     assert direct.onednn_is_faster.__wrapped__() is faster
     assert torch.equal(torch.random.get_rng_state(), state)

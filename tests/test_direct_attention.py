@@ -10,16 +10,16 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from cacheblend_rag.fusor.mask import row_mask
-from cacheblend_rag.models import direct, direct_attention
+from cacheblend_rag.models import direct_attention
 from cacheblend_rag.models.attention import additive, in_blocks, row_attention
 from cacheblend_rag.prompt import Prompt
 from tests import tiny
 from tests.probes import engine_of
+from tests.products import has_products, note_products, pretend_to_take
 from tests.test_attention import plainly
-from tests.test_direct import _has_products
 from tests.test_invariants import MODELS, model_named
 
-pytestmark = pytest.mark.skipif(not _has_products(), reason="this PyTorch has no float32 products by oneDNN")
+pytestmark = pytest.mark.skipif(not has_products(), reason="this PyTorch has no float32 products by oneDNN")
 
 TOKENS = 61
 TIMED = direct_attention._is_faster.__wrapped__
@@ -37,15 +37,7 @@ def everything_directly(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the rows of each product by oneDNN."""
-    shapes: list[tuple[int, ...]] = []
-    inner = direct_attention.onednn_product
-
-    def counted(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        shapes.append(tuple(rows.shape))
-        return inner(rows, weight, bias)
-
-    monkeypatch.setattr(direct_attention, "onednn_product", counted)
-    return shapes
+    return note_products(monkeypatch, direct_attention)
 
 
 def _drawn(rows: int, kv_heads: int, tokens: int = TOKENS, batch: int = 1) -> list[torch.Tensor]:
@@ -143,18 +135,8 @@ def test_what_cannot_gain_is_left_to_the_kernel(monkeypatch: pytest.MonkeyPatch)
 def test_which_is_faster_is_timed(
     monkeypatch: pytest.MonkeyPatch, factor: float, faster: bool, dtype: torch.dtype
 ) -> None:
-    now = [0.0]
-
-    def taking(seconds: float, way: Any) -> Any:
-        def timed(*given: Any) -> Any:
-            now[0] += seconds
-            return way(*given)
-
-        return timed
-
-    monkeypatch.setattr(direct.time, "perf_counter", lambda: now[0])
-    for name, seconds in (("attend_directly", 1.0), ("scaled_dot_product_attention", factor)):
-        monkeypatch.setattr(direct_attention, name, taking(seconds, getattr(direct_attention, name)))
+    pretend_to_take(monkeypatch, direct_attention, "attend_directly", 1.0)
+    pretend_to_take(monkeypatch, direct_attention, "scaled_dot_product_attention", factor)
     state = torch.random.get_rng_state()
     with torch.no_grad():
         assert TIMED(dtype) is faster
