@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from itertools import pairwise
 
 from cacheblend_rag.errors import ConfigError
@@ -13,6 +15,8 @@ __all__ = [
     "check_choice",
     "check_fit",
     "check_layer_list",
+    "check_model_and_tokenizer",
+    "check_names",
     "check_share",
     "check_shares",
     "check_whole",
@@ -87,6 +91,29 @@ def check_layer_list(name: str, layers: object, lowest: int = 1) -> None:
         raise ConfigError(name, layers, f"use layers from {lowest} on{reason}")
     if list(layers) != sorted(set(layers)):
         raise ConfigError(name, layers, "list each layer once, in rising order")
+
+
+def check_names(given: Iterable[tuple[str, object]], known: Sequence[str]) -> None:
+    """Names of options that there are; the error gives the nearest."""
+    for name, value in given:
+        if name not in known:
+            nearest = get_close_matches(name, known, n=1)
+            remedy = f"did you mean {nearest[0]!r}?" if nearest else "use one of " + ", ".join(sorted(known))
+            raise ConfigError(name, value, f"there is no such option; {remedy}")
+
+
+def check_model_and_tokenizer(model: object, tokenizer: object) -> None:
+    """A model and its tokenizer, in this order."""
+    if isinstance(model, (str, os.PathLike)):
+        raise ConfigError("model", model, "use from_pretrained (or from_model_id) for a path or an id")
+    if hasattr(model, "convert_tokens_to_ids"):
+        raise ConfigError("model", type(model).__name__, "give the model first and its tokenizer second")
+    if not callable(getattr(model, "forward", None)):
+        raise ConfigError("model", type(model).__name__, "give a causal language model of transformers")
+    if not hasattr(tokenizer, "convert_tokens_to_ids"):
+        given = None if tokenizer is None else type(tokenizer).__name__
+        remedy = "give the model's tokenizer, such as AutoTokenizer.from_pretrained(name of the model)"
+        raise ConfigError("tokenizer", given, remedy)
 
 
 def check_fit(name: str, wanted: Sequence[int], layers: int) -> None:

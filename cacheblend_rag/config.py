@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from cacheblend_rag.checks import (
     check_above_zero,
@@ -23,28 +23,34 @@ from cacheblend_rag.errors import ConfigError
 __all__ = [
     "CODEC_NAMES",
     "CONDITIONS",
+    "DEFAULT_EMBEDDER",
+    "DEFAULT_MODEL",
     "ENV_PREFIX",
     "LOWEST_RATIOS",
     "METRICS",
     "RULE_OPTIONS",
     "WRITE_BACKS",
     "BlendConfig",
+    "BlendOptions",
+    "Option",
     "default_data_path",
+    "flag_from_environment",
     "parse_bytes",
 ]
 
 ENV_PREFIX = "CACHEBLEND_RAG_"
+# Names of the starter models, which commands use unless another model is named.
+DEFAULT_MODEL = "smollm2"
+DEFAULT_EMBEDDER = "minilm"
 CONDITIONS = ("sink", "prefix")
 METRICS = ("v", "k", "kv")
 WRITE_BACKS = ("background", "inline", "off")
-RULE_OPTIONS = ("selection", "check_layers", "recompute_ratios", "metric", "query_layers", "selection_options")
-"""Options that say which tokens are recomputed, the ratio apart."""
 # r* of the paper for question answering; the other is a starting value.
 LOWEST_RATIOS = {"answer": 0.15, "summary": 0.10}
 CODEC_NAMES = ("raw", "fp8", "int8", "int4")
 
 _T = TypeVar("_T")
-_DEFAULTS: dict[str, object] = {}  # by option; not in the field's metadata, which pydantic would read
+_OPTIONS: dict[str, Option] = {}  # by name; not in the field's metadata, which pydantic would read
 _UNITS = {
     "": 1,
     "k": 10**3,
@@ -97,20 +103,100 @@ def _ratios(text: str) -> tuple[float, ...]:
     return tuple(float(part) for part in text.split(",") if part.strip())
 
 
-def _option(name: str, default: _T, parse: Callable[[str], object], like: str = "", hashed: bool = True) -> Any:
-    """A dataclass field whose default is read from ``CACHEBLEND_RAG_<NAME>`` when that is set."""
+@dataclass(frozen=True)
+class Option:
+    """What is known of an option of `BlendConfig` besides its type.
 
-    def make() -> object:
-        text = os.environ.get(ENV_PREFIX + name.upper())
-        if text is None:
-            return default
+    Parameters
+    ----------
+    name : str
+    default : object
+        Its value when neither the caller nor the environment says anything.
+    parse : callable
+        Reads it from text.
+    like : str
+        A value as it is written in the environment; by default the default.
+    rule : bool
+        Whether it says which tokens are recomputed, the ratio apart.
+    flag : str
+        Its name on the command line, without dashes; empty if it has none there.
+    metavar, help, shown : str
+        What the command line shows of it, and of its default if that is not as it is written.
+    """
+
+    name: str
+    default: Any
+    parse: Callable[[str], object]
+    like: str = ""
+    rule: bool = False
+    flag: str = ""
+    metavar: str = ""
+    help: str = ""
+    shown: str = ""
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        return ENV_PREFIX + self.name.upper()
+
+    def from_environment(self) -> Any:
+        """Its value in the environment, else its default."""
+        text = os.environ.get(self.variable)
+        return self.default if text is None else self.read(text, self.variable)
+
+    def read(self, text: str, source: str) -> Any:
+        """Its value from text.
+
+        Raises
+        ------
+        ConfigError
+            If the text is no such value; the message names its source.
+        """
         try:
-            return parse(text)
+            return self.parse(text)
+        except ConfigError as error:
+            raise ConfigError(source, text, error.remedy) from error
         except ValueError as error:
-            raise ConfigError(ENV_PREFIX + name.upper(), text, f"use a value like {like or repr(default)}") from error
+            raise ConfigError(source, text, f"use a value like {self.like or repr(self.default)}") from error
 
-    _DEFAULTS[name] = default
-    return field(default_factory=make, hash=None if hashed else False)
+
+def _option(
+    name: str, default: _T, parse: Callable[[str], object], like: str = "", *, hashed: bool = True, **more: Any
+) -> Any:
+    """A dataclass field whose default is read from its environment variable when that is set; see `Option`."""
+    option = _OPTIONS[name] = Option(name, default, parse, like, **more)
+    return field(default_factory=option.from_environment, hash=None if hashed else False)
+
+
+class BlendOptions(TypedDict, total=False):
+    """The options of `BlendConfig`, for functions that take them one by one."""
+
+    separator: str
+    split_at_separator: bool
+    recompute_ratio: float | str
+    task: str
+    selection: Any
+    check_layers: tuple[int, ...]
+    recompute_ratios: tuple[float, ...]
+    metric: str
+    query_layers: tuple[int, ...]
+    selection_options: Mapping[str, Any]
+    min_tokens: int
+    condition: str
+    write_back: str
+    keep_final: bool
+    prefetch: bool
+    size_limit: int | str
+    memory_limit: int | str
+    codec: str
+    compress: bool
+    salt: str
+    like: str
+    max_concurrent: int
+    guard_share: float
+    guard_bound: float
+    pack_weights: bool | str
+    check_model: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +209,11 @@ class BlendConfig:
     Parameters
     ----------
     separator : str
-        Text between segments. Its token ids open each chunk and are stored with it.
+        Text between the segments of a `Prompt` that does not say what stands between its chunks, and around a
+        chunk whose KV is computed ahead of time. Prompts of chains are read as they were written.
+    split_at_separator : bool
+        Split a prompt that comes as one text at every separator. Leave it off where text comes from outside: a
+        question that holds the separator would be split, too.
     recompute_ratio : float or "auto"
         Share of the reused chunk tokens that is recomputed on every layer from the check layer
         on, from 0 to 1 (section 4.3 of the CacheBlend paper; 0.15 there); the most, for a rule
@@ -193,8 +283,9 @@ class BlendConfig:
     pack_weights : bool or "auto"
         Keep copies of linear weights in the order in which oneDNN multiplies by them: faster for few rows, on a
         CPU in bfloat16, for as much memory again. ``"auto"`` does where the processor has such arithmetic of its
-        own and copies take at most a quarter of the free memory; True refuses a model that cannot gain. In float32
-        ``"auto"`` multiplies by oneDNN, without copies, where that is faster than what PyTorch calls.
+        own and copies take at most a quarter of the machine's memory. True refuses a model that cannot gain. In
+        float32 ``"auto"`` multiplies by oneDNN, without copies, on AMD's processors with AVX-512. With False linear
+        layers multiply as PyTorch does.
     check_model : bool
         Once at load, blend a dozen tokens and compare with the model's own forward pass, so that
         a transformers version that has moved is refused instead of answering wrongly.
@@ -205,23 +296,40 @@ class BlendConfig:
         If a value is out of range or unknown; the message names the option and the remedy.
     """
 
-    separator: str = _option("separator", " # # ", str)
-    recompute_ratio: float | str = _option("recompute_ratio", "auto", lambda text: _ratio(text), like="0.15 or auto")
+    separator: str = _option("separator", "\n\n", str)
+    split_at_separator: bool = _option("split_at_separator", False, lambda text: _flag(text))
+    recompute_ratio: float | str = _option(
+        "recompute_ratio",
+        "auto",
+        lambda text: _ratio(text),
+        like="0.15 or auto",
+        flag="ratio",
+        metavar="R",
+        help="recompute ratio, 0 to 1",
+    )
     task: str = _option("task", "answer", str)
-    selection: Any = _option("selection", "hkvd", str)  # noqa: RUF009
-    check_layers: tuple[int, ...] = _option("check_layers", (1,), _layers)
-    recompute_ratios: tuple[float, ...] = _option("recompute_ratios", (), _ratios, like="'0.2,0.1'")
-    metric: str = _option("metric", "k", str)
-    query_layers: tuple[int, ...] = _option("query_layers", (), _layers, like="'6'")
+    selection: Any = _option("selection", "hkvd", str, rule=True)  # noqa: RUF009
+    check_layers: tuple[int, ...] = _option("check_layers", (1,), _layers, rule=True)
+    recompute_ratios: tuple[float, ...] = _option("recompute_ratios", (), _ratios, like="'0.2,0.1'", rule=True)
+    metric: str = _option("metric", "k", str, rule=True)
+    query_layers: tuple[int, ...] = _option("query_layers", (), _layers, like="'6'", rule=True)
     selection_options: Mapping[str, Any] = _option(
-        "selection_options", {}, json.loads, like="""'{"seed": 1}'""", hashed=False
+        "selection_options", {}, json.loads, like="""'{"seed": 1}'""", hashed=False, rule=True
     )
     min_tokens: int = _option("min_tokens", 256, int)
     condition: str = _option("condition", "sink", str)
     write_back: str = _option("write_back", "background", str)
     keep_final: bool = _option("keep_final", False, lambda text: _flag(text))
     prefetch: bool = _option("prefetch", True, lambda text: _flag(text))
-    size_limit: int | str = _option("size_limit", 10 * 10**9, lambda text: parse_bytes(text))
+    size_limit: int | str = _option(
+        "size_limit",
+        10 * 10**9,
+        lambda text: parse_bytes(text),
+        flag="size-limit",
+        metavar="SIZE",
+        shown="10 GB",
+        help='bytes the KV store may take, such as "20GB"',
+    )
     memory_limit: int | str = _option("memory_limit", "auto", lambda text: _memory_limit(text))
     codec: str = _option("codec", "raw", str)
     compress: bool = _option("compress", False, lambda text: _flag(text))
@@ -251,7 +359,7 @@ class BlendConfig:
         check_whole("max_concurrent", self.max_concurrent, 1)
         check_share("guard_share", self.guard_share)
         check_above_zero("guard_bound", self.guard_bound)
-        for name in ("keep_final", "prefetch", "compress", "check_model"):
+        for name in ("split_at_separator", "keep_final", "prefetch", "compress", "check_model"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "use True or False")
         if self.pack_weights != "auto" and not isinstance(self.pack_weights, bool):
@@ -261,7 +369,7 @@ class BlendConfig:
                 raise ConfigError(name, getattr(self, name), f"use a text; {remedy}")
         check_layer_list("check_layers", self.check_layers)
         object.__setattr__(self, "check_layers", tuple(self.check_layers))
-        if self.query_layers != ():
+        if self.query_layers not in ((), []):
             check_layer_list("query_layers", self.query_layers, lowest=0)
         object.__setattr__(self, "query_layers", tuple(self.query_layers))
         check_shares("recompute_ratios", self.recompute_ratios)
@@ -270,6 +378,11 @@ class BlendConfig:
         if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
             raise ConfigError("selection_options", options, 'use a dict of options, such as {"seed": 1}')
         object.__setattr__(self, "selection_options", dict(options))
+
+    @property
+    def text_separator(self) -> str:
+        """Where a prompt that comes as one text is split; empty for nowhere."""
+        return self.separator if self.split_at_separator else ""
 
     @property
     def store_bytes(self) -> int:
@@ -292,9 +405,27 @@ class BlendConfig:
         return tuple(f.name for f in fields(cls))
 
     @classmethod
+    def options(cls) -> tuple[Option, ...]:
+        """What is known of each option, in their order."""
+        return tuple(_OPTIONS[name] for name in cls.names())
+
+    @classmethod
     def default(cls, name: str) -> Any:
         """What an option is when neither the caller nor the environment says anything."""
-        return _DEFAULTS[name]
+        return _OPTIONS[name].default
+
+    def asdict(self) -> dict[str, Any]:
+        """All options by name, as JSON would have them; ``BlendConfig(**config.asdict())`` is the same again."""
+        values = {name: getattr(self, name) for name in self.names()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    def changed(self) -> dict[str, Any]:
+        """The options that differ from their defaults."""
+        return {name: value for name in self.names() if (value := getattr(self, name)) != self.default(name)}
+
+
+RULE_OPTIONS = tuple(option.name for option in BlendConfig.options() if option.rule)
+"""Options that say which tokens are recomputed, the ratio apart."""
 
 
 def _ratio(text: str) -> float | str:
@@ -310,6 +441,22 @@ def _memory_limit(value: int | str) -> int | str:
 
 def _flag_or_auto(text: str) -> bool | str:
     return "auto" if text.strip().lower() == "auto" else _flag(text)
+
+
+def flag_from_environment(name: str, default: bool) -> bool:
+    """A choice of ``CACHEBLEND_RAG_<NAME>`` that is no option of the engine.
+
+    Raises
+    ------
+    ConfigError
+        If the variable holds something else than on or off.
+    """
+    variable = ENV_PREFIX + name.upper()
+    text = os.environ.get(variable)
+    try:
+        return default if text is None else _flag(text)
+    except ValueError as error:
+        raise ConfigError(variable, text, "use on or off") from error
 
 
 def _flag(text: str) -> bool:

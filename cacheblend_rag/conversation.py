@@ -12,7 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import TemplateError
+
 from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.prompt.formats import CHAT
 
 __all__ = [
     "CALL_END",
@@ -24,6 +27,7 @@ __all__ = [
     "offers_tools",
     "opening",
     "parse_calls",
+    "question_turns",
     "render_turns",
 ]
 
@@ -114,6 +118,26 @@ def render_turns(
         list(turns), tools=tools or None, tokenize=False, add_generation_prompt=True, **(options or {})
     )
     return str(written)
+
+
+def question_turns(tokenizer: Any, context: str, question: str) -> list[dict[str, str]]:
+    """A question about retrieved text as messages for a chat template.
+
+    Parameters
+    ----------
+    tokenizer : transformers tokenizer
+        With a chat template. Where that has no place for a system message, all goes into the question.
+    context : str
+        The retrieved text.
+    question : str
+    """
+    told = CHAT.prefix + context
+    turns = [{"role": "system", "content": told}, {"role": "user", "content": question}]
+    try:
+        written = tokenizer.apply_chat_template(turns, tokenize=False)
+    except TemplateError:
+        written = ""
+    return turns if told.strip() in written else [{"role": "user", "content": f"{told}\n\nQuestion: {question}"}]
 
 
 def check_choice(choice: Any, names: Sequence[str]) -> str | None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from transformers import GenerationConfig
@@ -17,10 +17,25 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from cacheblend_rag.errors import ConfigError, GenerationError
 from cacheblend_rag.models.modes import evaluating
 
-__all__ = ["DecodeOptions", "Decoded", "Step", "decode"]
+__all__ = ["DecodeArguments", "DecodeOptions", "Decoded", "Step", "decode"]
 
 Step = Callable[[Mapping[str, Any]], torch.Tensor]
 """Takes what transformers hands to the model for one token, and gives its logits ``[1, 1, vocab]``."""
+
+
+class DecodeArguments(TypedDict, total=False):
+    """The options of `DecodeOptions`, for functions that take them one by one."""
+
+    max_new_tokens: int | None
+    stop: str | Sequence[str]
+    temperature: float | None
+    do_sample: bool | None
+    top_p: float | None
+    top_k: int | None
+    repetition_penalty: float | None
+    seed: int | None
+    generation_config: GenerationConfig | None
+    logits_processor: Sequence[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +50,15 @@ class DecodeOptions:
         Texts that end the answer; they are not part of it.
     temperature : float or None
         0 decodes greedily; None takes the generation config's choice when one is given, else 0.
+    do_sample : bool or None
+        False decodes greedily. True samples, at ``temperature`` or at the generation config's. None leaves the
+        choice to ``temperature``.
     top_p : float or None
         Nucleus sampling, above 0 to 1.
+    top_k : int or None
+        Sample among so many of the likeliest tokens; 0 for all.
+    repetition_penalty : float or None
+        Above 1, tokens that the prompt or the answer holds already become less likely; 1 changes nothing.
     seed : int or None
         Makes sampling repeatable.
     generation_config : GenerationConfig or None
@@ -47,13 +69,16 @@ class DecodeOptions:
     Raises
     ------
     ConfigError
-        If a value is out of range.
+        If a value is out of range, or would be without effect.
     """
 
     max_new_tokens: int | None = None
     stop: str | Sequence[str] = ()
     temperature: float | None = None
+    do_sample: bool | None = None
     top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
     seed: int | None = None
     generation_config: GenerationConfig | None = None
     logits_processor: Sequence[Any] = ()
@@ -66,10 +91,35 @@ class DecodeOptions:
         _check("max_new_tokens", self.max_new_tokens, int, lambda n: n >= 1, "use a whole number, 1 or more")
         _check("temperature", self.temperature, Real, lambda t: t >= 0, "use 0 for greedy decoding, or more")
         _check("top_p", self.top_p, Real, lambda p: 0 < p <= 1, "use a number above 0, up to 1")
+        _check("top_k", self.top_k, int, lambda k: k >= 0, "use a whole number, 0 for no limit")
+        _check("repetition_penalty", self.repetition_penalty, Real, lambda p: p > 0, "use a number above 0")
+        self._check_sampling()
         _check("seed", self.seed, int, lambda n: True, "use a whole number")
         for name in ("num_beams", "num_return_sequences"):
             count = getattr(self.generation_config, name, None) or 1
             _check(name, count, int, lambda n: n == 1, "use 1; a prompt has one answer here")
+
+    def _check_sampling(self) -> None:
+        """Refuse options that contradict one another, or that greedy decoding would leave without effect."""
+        if self.do_sample not in (None, True, False):
+            raise ConfigError("do_sample", self.do_sample, "use True, False or None")
+        if self.do_sample and self.temperature == 0:
+            raise ConfigError("do_sample", True, "use a temperature above 0 with it; temperature=0 decodes greedily")
+        if self.do_sample is False and self.temperature:
+            remedy = f"leave it out to sample at temperature={self.temperature}, or leave out the temperature"
+            raise ConfigError("do_sample", False, remedy)
+        for name in ("top_k", "top_p"):
+            value = getattr(self, name)
+            if value not in (None, 0, 1, 1.0) and self._greedy and self.temperature != 0:
+                raise ConfigError(
+                    name, value, "use it with do_sample=True or a temperature; greedy decoding ignores it"
+                )
+
+    @property
+    def _greedy(self) -> bool:
+        if self.do_sample is not None:
+            return not self.do_sample
+        return self.temperature == 0 or (self.temperature is None and self.generation_config is None)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -82,13 +132,15 @@ class DecodeOptions:
         config = copy.deepcopy(self.generation_config or model.generation_config)
         if self.max_new_tokens is not None or (config.max_new_tokens is None and config.max_length is None):
             config.max_new_tokens, config.max_length = self.max_new_tokens or 256, None
-        greedy = self.temperature == 0 or (self.temperature is None and self.generation_config is None)
-        if greedy:
+        if self._greedy:
             config.do_sample, config.temperature, config.top_p, config.top_k = False, None, None, None
-        elif self.temperature is not None:
-            config.do_sample, config.temperature = True, float(self.temperature)
-        if self.top_p is not None and not greedy:
-            config.top_p = self.top_p
+        else:
+            config.do_sample = self.do_sample or self.temperature is not None or config.do_sample
+            for name in ("temperature", "top_p", "top_k"):
+                if (value := getattr(self, name)) is not None:
+                    setattr(config, name, value)
+        if self.repetition_penalty is not None:
+            config.repetition_penalty = float(self.repetition_penalty)
         if config.eos_token_id is None:
             config.eos_token_id = tokenizer.eos_token_id
         if config.pad_token_id is None:

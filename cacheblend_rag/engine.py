@@ -10,28 +10,29 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, Unpack, cast
 
 import torch
-from transformers import GenerationConfig
 
 from cacheblend_rag.batching import ReadOnce, by_common_chunks
+from cacheblend_rag.checks import check_model_and_tokenizer
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.decode import Decoded, DecodeOptions, decode
+from cacheblend_rag.decode import DecodeArguments, Decoded, DecodeOptions, decode
 from cacheblend_rag.errors import CacheBlendError, ConfigError, GenerationError, PromptError
 from cacheblend_rag.finals import KEY_PREFIX, holds
 from cacheblend_rag.fusor.selfcheck import check_adapter
 from cacheblend_rag.gate import IdleGate
 from cacheblend_rag.guard import QualityGuard
 from cacheblend_rag.loading import Prefetcher
+from cacheblend_rag.lookup import Segment
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.models.together import StepsTogether
-from cacheblend_rag.pipeline import Blend, Pipeline
-from cacheblend_rag.prompt import Prompt, SegmentTokenizer, TokenizedPrompt
+from cacheblend_rag.pipeline import OTHER_FORM, Blend, Pipeline
+from cacheblend_rag.prompt import Prompt, PromptTokenizer, TokenizedPrompt
 from cacheblend_rag.report import FusedKV, Generation, WarmReport
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead
@@ -41,18 +42,6 @@ from cacheblend_rag.writeback import WriteBack
 __all__ = ["BlendEngine", "DecodeArguments"]
 
 _log = logging.getLogger(__name__)
-
-
-class DecodeArguments(TypedDict, total=False):
-    """Keyword arguments of `BlendEngine.generate`; see `DecodeOptions`."""
-
-    max_new_tokens: int | None
-    stop: str | Sequence[str]
-    temperature: float | None
-    top_p: float | None
-    seed: int | None
-    generation_config: GenerationConfig | None
-    logits_processor: Sequence[Any]
 
 
 class BlendEngine:
@@ -76,13 +65,17 @@ class BlendEngine:
     UnsupportedModelError
         If the model's family is not known, or its layers do not act as the family's should.
     ConfigError
-        If an option does not fit the model.
+        If an option does not fit the model, or model and tokenizer are none.
 
     Notes
     -----
     Requests from several threads are answered one after another, or ``max_concurrent`` of them at once: each is
     let in between two tokens of the others, and from then on they take their steps together.
+
+    An engine made by `from_pretrained` can be pickled and copied: the copy loads the model and opens the store anew.
     """
+
+    _reopen: Callable[..., BlendEngine] | None = None  # makes the same again, of a config
 
     def __init__(
         self,
@@ -93,12 +86,13 @@ class BlendEngine:
         store: KVStore | str | os.PathLike[str] | None = None,
         fingerprint: str | None = None,
     ) -> None:
+        check_model_and_tokenizer(model, tokenizer)
         self.config = config or BlendConfig()
         self.model, self.tokenizer = model, tokenizer
         self._owns_store = store is None or isinstance(store, (str, os.PathLike))
         adapter = ModelAdapter(model, like=self.config.like or None)
         self.store = open_store(store, self.config, beside_gpu=adapter.device.type == "cuda")
-        segments = SegmentTokenizer(tokenizer, self.config.separator)
+        segments = PromptTokenizer(tokenizer, self.config.separator)
         if self.config.check_model:
             check_adapter(adapter)
         self._pipeline = Pipeline(adapter, segments, self.config, self.store, fingerprint)
@@ -143,7 +137,19 @@ class BlendEngine:
             If either cannot be loaded.
         """
         loaded = load_model(model, device=device, dtype=dtype, **model_kwargs)
-        return cls(loaded.model, loaded.tokenizer, config=config, store=store, fingerprint=loaded.fingerprint())
+        made = cls(loaded.model, loaded.tokenizer, config=config, store=store, fingerprint=loaded.fingerprint())
+        if made._owns_store:
+            folder = None if store is None else os.path.abspath(cast(str, store))
+            made._reopen = partial(
+                cls.from_pretrained, os.fspath(model), store=folder, device=device, dtype=dtype, **model_kwargs
+            )
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._reopen is None:
+            remedy = "make it by from_pretrained (or from_model_id), with a folder for its store, and it can be"
+            raise ConfigError("engine", "made of objects that cannot be copied or pickled", remedy)
+        return partial(self._reopen, config=self.config), ()
 
     def with_config(self, **changes: Any) -> BlendEngine:
         """An engine over the same model and store with other options.
@@ -203,10 +209,11 @@ class BlendEngine:
         Parameters
         ----------
         prompt : Prompt or str
-            A text is split at every separator; without one it is answered by plain prefill.
+            A text is answered by plain prefill, unless ``split_at_separator`` is set.
         **options
-            See `DecodeOptions`: ``max_new_tokens``, ``stop``, ``temperature``, ``top_p``,
-            ``seed``, ``generation_config``, ``logits_processor``.
+            ``max_new_tokens``, ``stop``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``,
+            ``repetition_penalty``, ``seed``, ``generation_config``, ``logits_processor``; `DecodeOptions` explains
+            each.
 
         Raises
         ------
@@ -299,7 +306,9 @@ class BlendEngine:
         return answer
 
     def _keep(self, blend: Blend) -> None:
-        """Store what was missing, now or when nothing else waits."""
+        """Store what was missing, now or when nothing else waits; nothing in a store that cannot be written."""
+        if getattr(self.store, "read_only", False):
+            return
         for key, job in blend.write_back.items():
             if self.config.write_back == "background":
                 self._write_back.submit(key, job)
@@ -327,12 +336,12 @@ class BlendEngine:
             Show a progress bar; by default if standard error is a terminal.
         """
         self._check_open()
-        segments = (self._pipeline.chunk_segment(text, prefix) for text in _texts(chunks))
+        segments = self._segments(chunks, prefix)
         return Warming(self._pipeline, self._held).run(segments, progress)
 
     def estimate_bytes(self, chunks: Iterable[str]) -> int:
         """Bytes the KV of chunks will take in the store; nothing is computed."""
-        segments = {s.key: s for s in (self._pipeline.chunk_segment(text) for text in _texts(chunks))}
+        segments = {segment.key: segment for segment in self._segments(chunks)}
         return sum(self.store.record_bytes(self._pipeline.record_info(segment)) for segment in segments.values())
 
     def prefetch(self, chunks: Iterable[str], *, prefix: str = "") -> None:
@@ -346,7 +355,7 @@ class BlendEngine:
         chunks, prefix
             As for `warm`.
         """
-        self._prefetcher.submit(self._pipeline.chunk_segment(text, prefix).key for text in _texts(chunks))
+        self._prefetcher.submit(segment.key for segment in self._segments(chunks, prefix))
 
     def forget(self, chunks: Iterable[str], *, prefix: str = "") -> int:
         """Erase the stored KV of chunks.
@@ -360,8 +369,10 @@ class BlendEngine:
         self.flush()
         forms = [self._pipeline.chunk_forms(text, prefix) for text in _texts(chunks)]
         keys = {segment.key for segments in forms for segment in segments}
+        for key in [*keys]:
+            keys.update(other for other, _ in self.store.infos(key + OTHER_FORM))
         # Prompts that were kept whole have their chunks in them.
-        ids = [segments[0].token_ids for segments in forms]
+        ids = [segments[0].token_ids for segments in forms if segments]
         kept = list(self.store.infos(KEY_PREFIX)) if ids else []
         keys.update(key for key, info in kept if any(holds(info, chunk) for chunk in ids))
         self._pipeline.tokenizer.forget()
@@ -428,11 +439,17 @@ class BlendEngine:
 
     # Helpers -------------------------------------------------------------------------------
 
+    def _segments(self, chunks: Iterable[str], prefix: str = "") -> Iterator[Segment]:
+        """What is stored of chunks; texts too short to have tokens of their own are left out."""
+        found = (self._pipeline.chunk_segment(text, prefix) for text in _texts(chunks))
+        return (segment for segment in found if segment is not None)
+
     def _prompt(self, prompt: Prompt | str) -> Prompt:
         if isinstance(prompt, Prompt):
             return prompt
         if isinstance(prompt, str):
-            return Prompt.parse(prompt, self.config.separator)
+            separator = self.config.text_separator
+            return Prompt.parse(prompt, separator) if separator else Prompt(suffix=prompt)
         raise PromptError(f"prompt={prompt!r} is a {type(prompt).__name__}: give a Prompt or a text")
 
     @contextlib.contextmanager
@@ -441,7 +458,7 @@ class BlendEngine:
         gate: contextlib.AbstractContextManager[None] = self._gate
         if prompt is not None and self._several:
             # No tokenizer makes more tokens than there are bytes.
-            size = sum(len(text.encode()) for text in (prompt.prefix, *prompt.chunks, prompt.suffix))
+            size = len(prompt.written(self.config.separator).text.encode())
             gate = self._gate.entered(partial(self._beside, size + (new_tokens or 256)))
         with gate:
             self._check_open()

@@ -151,6 +151,6 @@ def _continued(split: TokenizedPrompt, tokens: int) -> TokenizedPrompt:
     return dataclasses.replace(
         split,
         prefix=Span(0, tokens),
-        chunks=tuple(span for span in split.chunks if span.start >= tokens),
+        located=tuple(chunk for chunk in split.located if chunk.span.start >= tokens),
         suffix=Span(max(tokens, split.suffix.start), max(tokens, split.suffix.stop)),
     )

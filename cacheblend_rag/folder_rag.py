@@ -13,19 +13,21 @@ from typing import Any
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
-from langchain_core.outputs import LLMResult
+from langchain_core.embeddings import Embeddings
+from langchain_core.messages import BaseMessage
+from langchain_core.outputs import ChatGeneration, LLMResult
+from langchain_core.prompts import ChatPromptTemplate
 
-from cacheblend_rag.config import BlendConfig, default_data_path
+from cacheblend_rag.app.collection import ARTICLES_PATH
+from cacheblend_rag.config import DEFAULT_EMBEDDER, DEFAULT_MODEL, BlendConfig, default_data_path
+from cacheblend_rag.conversation import question_turns
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.errors import ConfigError, MissingExtraError
-from cacheblend_rag.fusor.selection.raising import asked_share
-from cacheblend_rag.langchain import CacheBlendLLM, known_chunks
+from cacheblend_rag.errors import ConfigError, DocumentError, MissingExtraError
+from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.reference import BLENDING, DOCUMENTS_PATH, EMBEDDER_PATH, MODEL_PATH
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.retrieval.index import FolderIndex, IndexReport
-from cacheblend_rag.steering import names_rule
 
 # Bytes for chunks that come back: those of one prompt and more in most models, little beside the model.
 _MEMORY_LIMIT = 256 * 2**20
@@ -40,10 +42,10 @@ class FolderRAGOptions:
     Parameters
     ----------
     docs : path
-        Folder of documents; by default the bundled archive.
+        Folder of documents; by default the bundled articles.
     model, embedder : str or path
-        Id or path of the model and of the sentence-transformers model; by default the bundled
-        reference ones.
+        Id or path of the model and of the sentence-transformers model; by default the starter models
+        `DEFAULT_MODEL` and `DEFAULT_EMBEDDER` of `cacheblend_rag.config`.
     top_k : int
         Chunks retrieved for a question, by L2 distance.
     max_new_tokens : int
@@ -56,9 +58,9 @@ class FolderRAGOptions:
         Options of the engine.
     """
 
-    docs: str | os.PathLike[str] = DOCUMENTS_PATH
-    model: str | os.PathLike[str] = MODEL_PATH
-    embedder: str | os.PathLike[str] = EMBEDDER_PATH
+    docs: str | os.PathLike[str] = ARTICLES_PATH
+    model: str | os.PathLike[str] = DEFAULT_MODEL
+    embedder: str | os.PathLike[str] = DEFAULT_EMBEDDER
     top_k: int = 6
     max_new_tokens: int = 64
     data_dir: str | os.PathLike[str] | None = None
@@ -76,35 +78,18 @@ class FolderRAGOptions:
         return Path(self.data_dir) if self.data_dir is not None else default_data_path()
 
     @property
-    def foreign_documents(self) -> bool:
-        """Whether the reference model is asked about text it was not made for."""
-        return self._reference and Path(self.docs).resolve() != DOCUMENTS_PATH
-
-    @property
     def blending(self) -> BlendConfig:
-        """Options of the engine, with what suits an application where nothing was chosen.
-
-        The reference model is blended by the rule that suits it, and copies of what was read last
-        stay in memory. A ratio that was chosen is the share that is recomputed, whatever a prompt needs.
-        """
+        """Options of the engine; copies of what was read last stay in memory, unless something else was chosen."""
         config = self.config
         if config.memory_limit == "auto" and not self._on_gpu:
             config = replace(config, memory_limit=_MEMORY_LIMIT)
-        if not self._reference or names_rule(config):
-            return config
-        blended = replace(config, **BLENDING)
-        asked = config.recompute_ratio
-        return blended if isinstance(asked, str) else replace(blended, **asked_share(blended, asked))
+        return config
 
     @property
     def _on_gpu(self) -> bool:
         import torch
 
         return torch.cuda.is_available() if self.device == "auto" else self.device.startswith("cuda")
-
-    @property
-    def _reference(self) -> bool:
-        return os.fspath(self.model) == os.fspath(MODEL_PATH)
 
 
 @dataclass(frozen=True)
@@ -144,6 +129,8 @@ class FolderRAG:
 
     def __init__(self, options: FolderRAGOptions) -> None:
         self.options = options
+        if not Path(options.docs).is_dir():
+            raise DocumentError(f"docs={os.fspath(options.docs)!r} is no folder: name one that holds your documents")
         folder = options.data_path
         self.engine = BlendEngine.from_pretrained(
             options.model,
@@ -152,14 +139,16 @@ class FolderRAG:
             device=options.device,
             dtype=options.dtype,
         )
-        self.llm = CacheBlendLLM.from_engine(self.engine, max_new_tokens=options.max_new_tokens)
-        name = hashlib.sha256(str(Path(options.docs).resolve()).encode()).hexdigest()[:16]
-        self.index = FolderIndex(
-            options.docs,
-            embedder=SentenceTransformerEmbeddings(os.fspath(options.embedder)),
-            index_dir=folder / "indexes" / name,
-            on_delete=self._forget,
-        )
+        chats = bool(getattr(self.engine.tokenizer, "chat_template", None))
+        model = ChatCacheBlend if chats else CacheBlendLLM
+        self.llm = model.from_engine(self.engine, max_new_tokens=options.max_new_tokens)
+        self.index = self.index_of(options.docs, SentenceTransformerEmbeddings(os.fspath(options.embedder)))
+
+    def index_of(self, docs: str | os.PathLike[str], embedder: Embeddings) -> FolderIndex:
+        """The index of a folder of documents, kept in the data folder."""
+        name = hashlib.sha256(str(Path(docs).resolve()).encode()).hexdigest()[:16]
+        index_dir = self.options.data_path / "indexes" / name
+        return FolderIndex(docs, embedder=embedder, index_dir=index_dir, on_delete=self._forget)
 
     def _forget(self, texts: Sequence[str]) -> None:
         known_chunks.discard(texts)
@@ -183,7 +172,10 @@ class FolderRAG:
             raise ConfigError("question", question, "ask something")
         seen = _Seen()
         result = self._chain().invoke({"query": question}, {"callbacks": [seen]})
-        return Answer(result["result"].strip(), result["source_documents"], seen.info, self.llm.notice(seen.prompt))
+        return Answer(result["result"].strip(), result["source_documents"], seen.info, self._segments(seen))
+
+    def _segments(self, seen: _Seen) -> Prompt:
+        return self.llm.segments(seen.messages) if isinstance(self.llm, ChatCacheBlend) else self.llm.notice(seen.text)
 
     def _chain(self) -> Any:
         try:
@@ -191,12 +183,17 @@ class FolderRAG:
         except ImportError as error:
             raise MissingExtraError("langchain-classic", "langchain") from error
         retriever = self.index.store.as_retriever(search_kwargs={"k": self.options.top_k})
+        own = {"chain_type_kwargs": {"prompt": self._chat_prompt()}} if isinstance(self.llm, ChatCacheBlend) else {}
         with warnings.catch_warnings():
             # RetrievalQA is deprecated in favour of create_retrieval_chain; both are supported.
             warnings.simplefilter("ignore")
             return RetrievalQA.from_chain_type(
-                self.llm, chain_type="stuff", retriever=retriever, return_source_documents=True
+                self.llm, chain_type="stuff", retriever=retriever, return_source_documents=True, **own
             )
+
+    def _chat_prompt(self) -> ChatPromptTemplate:
+        turns = question_turns(self.engine.tokenizer, "{context}", "{question}")
+        return ChatPromptTemplate.from_messages([(turn["role"], turn["content"]) for turn in turns])
 
     def close(self) -> None:
         """Store what waits and release the model."""
@@ -215,11 +212,17 @@ class _Seen(BaseCallbackHandler):
     """Keeps the finished prompt and what the model said of its work."""
 
     def __init__(self) -> None:
-        self.prompt = ""
+        self.text = ""
+        self.messages: list[BaseMessage] = []
         self.info: dict[str, Any] = {}
 
     def on_llm_start(self, serialized: dict[str, Any], prompts: list[str], **kwargs: Any) -> None:
-        self.prompt = prompts[0]
+        self.text = prompts[0]
+
+    def on_chat_model_start(self, serialized: dict[str, Any], messages: list[list[BaseMessage]], **kwargs: Any) -> None:
+        self.messages = messages[0]
 
     def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
-        self.info = dict(response.generations[0][0].generation_info or {})
+        made = response.generations[0][0]
+        said = made.message.response_metadata if isinstance(made, ChatGeneration) else made.generation_info
+        self.info = dict(said or {})

@@ -40,6 +40,8 @@ class Segment:
         Key of its record.
     regime : int
         Frequency regime it is computed in; see `ModelAdapter.regime`.
+    head : int
+        How many of the context's last ids belong to this segment alone; see `ChunkTokens`.
     """
 
     kind: str
@@ -47,6 +49,17 @@ class Segment:
     token_ids: tuple[int, ...]
     key: str
     regime: int = 0
+    head: int = 0
+
+    @property
+    def shared_ids(self) -> tuple[int, ...]:
+        """The part of its context that other segments have in common with it."""
+        return self.context_ids[: len(self.context_ids) - self.head]
+
+    @property
+    def own_ids(self) -> tuple[int, ...]:
+        """What is computed behind `shared_ids`: the rest of its context, then its ids."""
+        return self.context_ids[len(self.context_ids) - self.head :] + self.token_ids
 
 
 @dataclass(frozen=True)

@@ -3,40 +3,87 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, Self
+from typing import Any, Self, TypedDict, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 from tenacity import AttemptManager, Retrying, retry_if_exception, stop_after_attempt
 
-from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine import BlendEngine, DecodeArguments
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.checks import check_names
+from cacheblend_rag.config import BlendConfig, BlendOptions
+from cacheblend_rag.decode import DecodeArguments, DecodeOptions
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.noticing import known_chunks, written_forms
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.report import BlendReport, Generation, WarmReport
+from cacheblend_rag.report import AnswerStats, BlendReport, Generation, Tally, WarmReport
 from cacheblend_rag.streaming import NumberedStreams, TextStream
 
-__all__ = ["ModelFields"]
+__all__ = ["AnswerFields", "EngineFields", "ModelFields"]
 
-# Options of the engine that say what an answer is made of and where its KV is kept.
-_SETTINGS = (
-    "separator",
-    "selection",
-    "recompute_ratio",
-    "check_layers",
-    "recompute_ratios",
-    "metric",
-    "selection_options",
-    "min_tokens",
-    "condition",
-    "write_back",
-    "salt",
-    "like",
-)
+# What users of other packages write, where it says what holds here anyway; anything else is refused with the remedy.
+_HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
+    "n": ((1,), "a prompt has one answer here; ask for more by a batch with other seeds"),
+    "num_return_sequences": ((1,), "a prompt has one answer here; ask for more by a batch with other seeds"),
+    "num_beams": ((1,), "answers are decoded without beams"),
+    "return_full_text": ((False,), "an answer never repeats its prompt"),
+    "skip_prompt": ((True,), "an answer never repeats its prompt"),
+    "stream": ((True, False), "use stream or invoke"),
+    "streaming": ((True, False), "use stream or invoke"),
+    "stream_usage": ((True,), "usage is always told"),
+    "parallel_tool_calls": ((True,), "the model decides how many tools it calls"),
+    "strict": ((False,), "answers are not held to a schema while they are written"),
+    "response_format": ((), "use with_structured_output"),
+    "batch_size": ((), "use max_concurrent"),
+    "backend": (("pt", "default"), "models are run by PyTorch"),
+    "torch_dtype": ((), "use dtype"),
+    "device_map": ((), "give it in model_kwargs"),
+    "quantization_config": ((), "give it in model_kwargs"),
+    "trust_remote_code": ((False,), "give it in model_kwargs"),
+}
+# Dicts in which other packages take options of generation.
+_NESTED = ("pipeline_kwargs", "generate_kwargs")
+_DECODING = tuple(name for name in DecodeArguments.__annotations__ if name != "stop")
+
+
+class AnswerFields(TypedDict, total=False):
+    """Fields that the models of every adapter take, whoever made their engine; `ModelFields` explains each."""
+
+    model_name: str
+    max_new_tokens: int | None
+    max_tokens: int | None
+    temperature: float | None
+    do_sample: bool | None
+    top_p: float | None
+    top_k: int | None
+    repetition_penalty: float | None
+    seed: int | None
+    stop: list[str]
+    generation_config: Any
+    logits_processor: list[Any]
+    timeout: float | None
+    max_retries: int
+    track: bool
+    report_input_ids: bool
+    pipeline_kwargs: dict[str, Any]
+    generate_kwargs: dict[str, Any]
+
+
+class EngineFields(BlendOptions, total=False):
+    """What an engine is made of: options of `BlendConfig` one by one, and what `ModelFields` explains."""
+
+    engine: BlendEngine
+    config: BlendConfig | None
+    model_id: str | None
+    store: str | None
+    device: str
+    dtype: str
+    model_kwargs: dict[str, Any]
+    blend: dict[str, Any]
 
 
 class ModelFields(BaseModel):
@@ -46,10 +93,16 @@ class ModelFields(BaseModel):
     ----------
     engine : BlendEngine
         What answers. Without one, it is made of the fields that follow.
-    model_id, store, device, dtype, model_kwargs
-        See `from_model_id`.
+    model_id : str
+        Model that an engine is made of: a folder, or an id that transformers can resolve.
+    store : str, optional
+        Folder where KV is kept; memory if there is none.
+    device, dtype : str
+        Where the model runs and in which element type, as for `BlendEngine.from_pretrained`.
+    model_kwargs : dict
+        Passed on to transformers' ``from_pretrained``: ``device_map``, ``quantization_config``, …
     config : BlendConfig
-        Options of an engine that is made here.
+        Options of an engine that is made here. Each may also be given by itself, such as ``recompute_ratio=0.2``.
     blend : dict
         The same as a plain dict; afterwards what the engine uses, whoever made it.
     model_name : str
@@ -59,8 +112,14 @@ class ModelFields(BaseModel):
         config's, else 256.
     temperature : float, optional
         0 decodes greedily; by default the generation config decides if there is one, else 0.
+    do_sample : bool, optional
+        False decodes greedily; True samples, at ``temperature`` or at the generation config's.
     top_p : float, optional
         Nucleus sampling.
+    top_k : int, optional
+        Sample among so many of the likeliest tokens.
+    repetition_penalty : float, optional
+        Above 1, tokens that were there already become less likely.
     seed : int, optional
         Makes sampling repeatable.
     stop : list of str
@@ -75,17 +134,22 @@ class ModelFields(BaseModel):
     max_retries : int
         How often a call that ran out of device memory is tried again, after what torch holds
         unused is given back. Nothing else that goes wrong locally passes by itself.
-    keep_glue : bool
-        Keep the white space between chunks as the chain wrote it, instead of the separator.
     track : bool
         Whether constructing this model switches the tracking of retrievers on.
     report_input_ids : bool
         Give the ids the model was fed with each answer; they are many.
+    pipeline_kwargs, generate_kwargs : dict
+        Some of these fields, in the form in which pipelines of transformers take them.
 
     Raises
     ------
     ConfigError
-        If there is neither an engine nor a model to make one of, or ``timeout`` is not above 0.
+        If there is neither an engine nor a model to make one of, a field is not known, or a value cannot be used.
+
+    Notes
+    -----
+    A model made by its id can be copied and pickled: the copy loads it anew. Calls take the options from
+    ``max_new_tokens`` to ``logits_processor`` and ``timeout``, too; those of a call win. What is not known is refused.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), populate_by_name=True)
@@ -101,31 +165,85 @@ class ModelFields(BaseModel):
     model_name: str = ""
     max_new_tokens: int | None = Field(default=None, alias="max_tokens")
     temperature: float | None = None
+    do_sample: bool | None = None
     top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
     seed: int | None = None
     stop: list[str] = Field(default_factory=list)
     generation_config: Any = Field(default=None, exclude=True, repr=False)
     logits_processor: list[Any] = Field(default_factory=list, exclude=True, repr=False)
     timeout: float | None = None
     max_retries: int = 0
-    keep_glue: bool = False
     track: bool = True
     report_input_ids: bool = False
+
+    _tally: Tally = PrivateAttr(default_factory=Tally)
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise _own_error(error) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, given: Any) -> Any:
+        """Refuse fields that are not known, and put those of the engine together."""
+        if not isinstance(given, dict):
+            return given
+        known = {name for name, field in cls.model_fields.items()} | {"max_tokens"}
+        fields = _settle(given, (*known, *BlendConfig.names()))
+        if "max_tokens" in fields and fields.get("max_new_tokens", fields["max_tokens"]) != fields["max_tokens"]:
+            raise ConfigError("max_tokens", fields["max_tokens"], "give max_new_tokens or max_tokens, not both")
+        options = {name: fields.pop(name) for name in BlendConfig.names() if name in fields}
+        engine = fields.get("engine")
+        if engine is None:
+            return {**fields, "blend": {**fields.get("blend", {}), **options}}
+        if not isinstance(engine, BlendEngine):
+            remedy = "give a BlendEngine, or use from_model for a model with its tokenizer and from_model_id for a name"
+            raise ConfigError("engine", type(engine).__name__, remedy)
+        used = engine.config.asdict()
+        check_names(fields.get("blend", {}).items(), tuple(used))
+        for name, value in {**fields.get("blend", {}), **options}.items():
+            if _plain(value) != used[name]:
+                raise ConfigError(name, value, f"give it to the engine: engine.with_config({name}={value!r})")
+        return fields
 
     def model_post_init(self, context: Any, /) -> None:
         """Make the engine if there is none, switch on tracking, and name the model."""
         super().model_post_init(context)
+        if self.timeout is not None and self.timeout <= 0:
+            raise ConfigError("timeout", self.timeout, "use a number of seconds above 0, or None")
+        DecodeOptions(**self._arguments(None, {}))
         if self.engine is None:
             self.engine = self._make_engine()
-        config = self.engine.config
-        self.blend = {name: _plain(getattr(config, name)) for name in _SETTINGS}
+        self.blend = self.engine.config.asdict()
         if not self.model_name:
             path = getattr(self.engine.model.config, "_name_or_path", "")
             self.model_name = self.model_id or str(path or "local")
-        if self.timeout is not None and self.timeout <= 0:
-            raise ConfigError("timeout", self.timeout, "use a number of seconds above 0, or None")
         if self.track:
             self._begin_tracking()
+
+    def __getstate__(self) -> dict[Any, Any]:
+        # Not LlamaIndex's, which leaves out what cannot be pickled.
+        return BaseModel.__getstate__(self)
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        BaseModel.__setstate__(self, state)
+        if self.track:
+            self._begin_tracking()
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        if self.engine is None:  # while it is made
+            return
+        yield "model", self.model_name
+        yield "store", str(getattr(self.engine.store, "folder", None) or "memory")
+        yield from self.engine.config.changed().items()
+        for name in (*_DECODING, "stop", "timeout"):
+            field = ModelFields.model_fields[name]
+            if field.repr and (value := getattr(self, name)) != field.get_default(call_default_factory=True):
+                yield name, value
 
     def _begin_tracking(self) -> None:
         """Learn of what retrievers return from now on; each adapter knows how."""
@@ -139,9 +257,11 @@ class ModelFields(BaseModel):
     def _make_engine(self) -> BlendEngine:
         if self.model_id is None:
             raise ConfigError("engine", None, "give an engine, or a model_id to make one of")
+        check_names(self.blend.items(), BlendConfig.names())
+        config = dataclasses.replace(self.config, **self.blend) if self.config else BlendConfig(**self.blend)
         return BlendEngine.from_pretrained(
             self.model_id,
-            config=self.config or BlendConfig(**self.blend),
+            config=config,
             store=self.store,
             device=self.device,
             dtype=self.dtype,
@@ -149,55 +269,26 @@ class ModelFields(BaseModel):
         )
 
     @classmethod
-    def from_model_id(
-        cls,
-        model_id: str | os.PathLike[str],
-        *,
-        config: BlendConfig | None = None,
-        store: str | os.PathLike[str] | None = None,
-        device: str = "auto",
-        dtype: str = "auto",
-        model_kwargs: dict[str, Any] | None = None,
-        **fields: Any,
-    ) -> Self:
-        """Load a model by id or path; see `BlendEngine.from_pretrained`.
-
-        Parameters
-        ----------
-        store : path, optional
-            Folder where KV is kept; memory if there is none.
-        model_kwargs : dict, optional
-            Passed on to transformers' ``from_pretrained``: ``device_map``, ``quantization_config``, …
-        **fields
-            Fields of this class, such as ``max_new_tokens``.
-        """
-        return cls(
-            model_id=os.fspath(model_id),
-            config=config,
-            store=None if store is None else os.fspath(store),
-            device=device,
-            dtype=dtype,
-            model_kwargs=model_kwargs or {},
-            **fields,
-        )
+    def _of_id(cls, model_id: str | os.PathLike[str], store: str | os.PathLike[str] | None, **fields: Any) -> Self:
+        """A model made by its id or path."""
+        if not isinstance(model_id, (str, os.PathLike)):
+            remedy = "give a path or an id; use from_model for a model with its tokenizer"
+            raise ConfigError("model_id", type(model_id).__name__, remedy)
+        if store is not None and not isinstance(store, (str, os.PathLike)):
+            remedy = (
+                "give a folder; for a store of your own use from_engine(BlendEngine.from_pretrained(…, store=store))"
+            )
+            raise ConfigError("store", type(store).__name__, remedy)
+        return cls(model_id=os.fspath(model_id), store=None if store is None else os.fspath(store), **fields)
 
     @classmethod
-    def from_engine(cls, engine: BlendEngine, **fields: Any) -> Self:
-        """Wrap an engine the user has."""
-        return cls(engine=engine, **fields)
-
-    @classmethod
-    def from_model(
-        cls,
-        model: Any,
-        tokenizer: Any,
-        *,
-        config: BlendConfig | None = None,
-        store: str | os.PathLike[str] | None = None,
-        **fields: Any,
-    ) -> Self:
-        """Take a transformers model and its tokenizer that the user has; nothing is left behind on them."""
-        return cls(engine=BlendEngine(model, tokenizer, config=config, store=store), **fields)
+    def _of_model(cls, model: Any, tokenizer: Any, store: Any, config: BlendConfig | None, fields: Any) -> Self:
+        """A model made of objects the user has."""
+        options = {name: fields[name] for name in BlendConfig.names() if name in fields}
+        own = {name: value for name, value in fields.items() if name not in options}
+        if options:
+            config = dataclasses.replace(config or BlendConfig(), **options)
+        return cls(engine=BlendEngine(model, tokenizer, config=config, store=store), **own)
 
     # Documents -------------------------------------------------------------------------------
 
@@ -243,23 +334,52 @@ class ModelFields(BaseModel):
 
     # Answering -------------------------------------------------------------------------------
 
-    def _arguments(self, stop: list[str] | None, overrides: dict[str, Any]) -> DecodeArguments:
-        """Decoding options of one call."""
-        arguments = DecodeArguments(
-            max_new_tokens=overrides.get("max_tokens", self.max_new_tokens),
-            temperature=self.temperature,
-            top_p=self.top_p,
-            seed=self.seed,
-            stop=[*self.stop, *(stop or [])],
-            generation_config=self.generation_config,
-            logits_processor=self.logits_processor,
-        )
-        given = {name: overrides[name] for name in DecodeArguments.__annotations__ if name in overrides}
-        arguments.update(given)  # type: ignore[typeddict-item]
-        return arguments
+    def stats(self) -> AnswerStats:
+        """What was asked of this model so far, and how much of it was found in the store."""
+        return self._tally.stats()
+
+    @property
+    def last_report(self) -> BlendReport | None:
+        """How the last answer that was read on this thread was made; None if there was none."""
+        return self._tally.last
+
+    def _arguments(
+        self, stop: list[str] | None, overrides: Mapping[str, Any], also: Sequence[str] = ()
+    ) -> DecodeArguments:
+        """Decoding options of one call.
+
+        Parameters
+        ----------
+        stop : list of str
+            Texts that end this answer, too.
+        overrides : dict
+            What the call was given.
+        also : sequence of str
+            Other names that the call takes.
+
+        Raises
+        ------
+        ConfigError
+            If it was given something else.
+        """
+        given = _settle(overrides, ("max_tokens", "timeout", *_DECODING, *also), self.model_name)
+        if "max_tokens" in given:
+            given = {"max_new_tokens": given["max_tokens"], **given}
+        own = {name: getattr(self, name) for name in _DECODING}
+        # A call that says how tokens are chosen overrules all that contradicts it.
+        if given.get("do_sample") is False:
+            own |= dict.fromkeys(("temperature", "top_p", "top_k"))
+        elif given.get("do_sample") and own["temperature"] == 0:
+            own["temperature"] = None
+        elif given.get("temperature") is not None:
+            own["do_sample"] = None
+        own |= {name: given[name] for name in _DECODING if name in given}
+        return cast(DecodeArguments, {"stop": [*self.stop, *(stop or [])], **own})
 
     def _open(self, prompt: Prompt, arguments: DecodeArguments, overrides: dict[str, Any]) -> TextStream:
-        return self.engine.stream(prompt, timeout=overrides.get("timeout", self.timeout), **arguments)
+        stream = self.engine.stream(prompt, timeout=overrides.get("timeout", self.timeout), **arguments)
+        stream.on_result = self._tally.note
+        return stream
 
     def _complete(
         self, prompts: Sequence[Prompt], arguments: DecodeArguments, overrides: dict[str, Any]
@@ -269,6 +389,7 @@ class ModelFields(BaseModel):
         for attempt in self._attempts():
             with attempt, closing(self._streams(prompts, arguments, overrides)) as streams:
                 for number, stream in streams:
+                    stream.on_result = self._tally.note
                     answers[number] = stream.complete()
         return [answers[number] for number in range(len(prompts))]
 
@@ -279,6 +400,7 @@ class ModelFields(BaseModel):
         for attempt in self._attempts():
             with attempt, closing(self._streams(prompts, arguments, overrides)) as streams:
                 for number, stream in streams:
+                    stream.on_result = self._tally.note
                     answers[number] = await stream.acomplete()
         return [answers[number] for number in range(len(prompts))]
 
@@ -317,6 +439,43 @@ def _print(message: str) -> None:
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
+
+
+def _settle(given: Mapping[str, Any], known: Sequence[str], model_name: str = "") -> dict[str, Any]:
+    """The options that were given, those in nested dicts beside the others, without those that say nothing new.
+
+    Raises
+    ------
+    ConfigError
+        If one is not known, is given twice, or says what is not so here.
+    """
+    settled = dict(given)
+    for outer in _NESTED:
+        for name, value in (settled.pop(outer, None) or {}).items():
+            if name in settled:
+                raise ConfigError(outer, {name: value}, f"leave {name!r} out; it is given beside {outer}, too")
+            settled[name] = value
+    for name in [name for name in settled if name not in known]:
+        fits, remedy = _HARMLESS.get(name, ((), ""))
+        if name == "model" and model_name:
+            fits, remedy = (model_name,), f"this model is what it was loaded as, {model_name!r}"
+        if name.startswith("ls_"):  # LangChain's notes for tracing
+            del settled[name]
+        elif remedy:
+            value = settled.pop(name)
+            if value is not None and value not in fits:
+                raise ConfigError(name, value, remedy)
+    check_names(settled.items(), known)
+    return settled
+
+
+def _own_error(error: ValidationError) -> CacheBlendError:
+    """The error of ours that pydantic has wrapped, or one that says the same of the first field."""
+    first, *_ = error.errors()
+    own = first.get("ctx", {}).get("error")
+    if isinstance(own, CacheBlendError):
+        return own
+    return ConfigError(".".join(map(str, first["loc"])), first["input"], first["msg"])
 
 
 def _passes(error: BaseException) -> bool:

@@ -10,7 +10,7 @@ touch:
 
 1. texts that came with the request itself (documents of a tool's answer, of the same run);
 2. the process-wide registry `known_chunks`;
-3. explicit separators: next to chunks that are known, or on their own where none is;
+3. separators, if that was asked for: next to chunks that are known, or on their own where none is;
 4. texts the caller quotes, such as its own earlier answers.
 
 Known texts come before separators only where both lie on each other: a separator inside a
@@ -24,7 +24,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from cacheblend_rag.errors import ConfigError
@@ -56,13 +56,10 @@ class Match:
     ----------
     start, stop : int
         First character, and the one after the last.
-    bare : bool
-        Whether it stands in the prompt without a separator; see `Prompt`.
     """
 
     start: int
     stop: int
-    bare: bool = False
 
 
 class _Squeezed:
@@ -260,14 +257,13 @@ class _Taken:
 def notice(
     text: str,
     known: ChunkRegistry | Sequence[ChunkRegistry],
-    separator: str,
+    separator: str = "",
     *,
-    keep_glue: bool = False,
     parts: Sequence[tuple[int, int]] | None = None,
     questions_from: int | None = None,
     quotes: Iterable[str] = (),
 ) -> Prompt:
-    """Make a prompt of a finished text.
+    """Make a prompt of a finished text; what the model reads is that text, unchanged.
 
     Parameters
     ----------
@@ -276,10 +272,8 @@ def notice(
     known : ChunkRegistry or sequence of ChunkRegistry
         Known chunks; with several registries, those of the first win over those of the next.
     separator : str
-        The engine's separator. One that is white space alone never makes a chunk of what is not
-        known.
-    keep_glue : bool
-        Keep all glue as it is written.
+        What stands between two of these is a chunk too; empty for no such chunks. See
+        `BlendConfig.split_at_separator`.
     parts : sequence of (int, int), optional
         The stretches within which separators count (the contents of messages); by default the
         whole text.
@@ -287,29 +281,24 @@ def notice(
         From this character on the text may hold questions: nothing of it becomes part of the
         prefix, which is stored.
     quotes : iterable of str
-        Texts to reuse that are no documents, such as earlier answers; they stand without separator.
+        Texts to reuse that are no documents, such as earlier answers.
 
     Returns
     -------
     Prompt
-        A text without any chunk is all suffix, or split at its separators if it has some.
+        A text without any chunk is all suffix.
     """
     sources = (known,) if isinstance(known, ChunkRegistry) else known
     squeezed, taken = _Squeezed(text), _Taken()
     for source in sources:
         taken.offer(source.matches(squeezed))
-    says = bool(separator.strip())  # white space stands everywhere and sets nothing apart
-    if not taken.matches and parts is None:
-        return Prompt.parse(text, separator) if says else Prompt(suffix=text)
     alone = not taken.matches
-    for start, stop in ([(0, len(text))] if parts is None else parts) if says else ():
+    for start, stop in ([(0, len(text))] if parts is None else parts) if separator else ():
         taken.offer(list(_set_apart(text, start, stop, taken.matches, separator, alone)))
     quoted = ChunkRegistry(texts=quotes)
     if len(quoted):
-        taken.offer(replace(match, bare=True) for match in quoted.matches(squeezed))
-    if not taken.matches:
-        return Prompt(suffix=text)
-    return rebuild(text, taken.matches, separator, keep_glue=keep_glue, questions_from=questions_from)
+        taken.offer(quoted.matches(squeezed))
+    return rebuild(text, taken.matches, questions_from=questions_from)
 
 
 def _set_apart(
@@ -340,61 +329,27 @@ def _pieces(text: str, start: int, stop: int, separator: str) -> list[tuple[int,
     return [*pieces, (start, stop)]
 
 
-def rebuild(
-    text: str,
-    matches: Sequence[Match],
-    separator: str,
-    *,
-    keep_glue: bool = False,
-    questions_from: int | None = None,
-) -> Prompt:
-    """Make a prompt of a text and the chunks found in it.
-
-    White-space glue between chunks, and the separator itself, gives way to the separator; glue
-    that says something stays as text that is always computed. What stands before and after the
-    chunks becomes prefix and suffix.
+def rebuild(text: str, matches: Sequence[Match], *, questions_from: int | None = None) -> Prompt:
+    """Make a prompt of a text and the chunks found in it; joined again it is that very text.
 
     Parameters
     ----------
     text : str
         The finished prompt.
     matches : sequence of Match
-        Chunks in it, in order, not overlapping; at least one.
-    separator : str
-        The engine's separator.
-    keep_glue : bool
-        Keep all glue as it is written.
+        Chunks in it, in order, not overlapping. Without any, the text is all suffix.
     questions_from : int, optional
         Nothing from this character on becomes part of the prefix.
     """
+    if not matches:
+        return Prompt(suffix=text)
     first, last = matches[0], matches[-1]
-    before, after = text[: first.start], text[last.stop :]
-    between = [(text[a.stop : b.start], b.bare) for a, b in pairwise(matches)]
-    glue = [part if bare else _glue(part, separator, keep_glue) for part, bare in between]
-    before = before if first.bare else _without_last(before, separator)
+    before = text[: first.start]
     cut = len(before) if questions_from is None else min(questions_from, len(before))
     return Prompt(
         prefix=before[:cut],
-        lead=before[cut:],
+        preamble=before[cut:],
         chunks=[text[match.start : match.stop] for match in matches],
-        suffix=after if last.bare else _without_first(after, separator),
-        glue=glue if any(glue) else (),
-        bare=[number for number, match in enumerate(matches) if match.bare],
+        between=[text[one.stop : other.start] for one, other in pairwise(matches)],
+        suffix=text[last.stop :],
     )
-
-
-def _glue(text: str, separator: str, keep: bool) -> str:
-    """What stays of the text before a chunk, which its separator opens."""
-    text = _without_last(text, separator)
-    says_nothing = text.strip() in ("", separator.strip())
-    return "" if says_nothing and not keep else text
-
-
-def _without_last(text: str, separator: str) -> str:
-    at = text.rfind(separator)
-    return text[:at] if at >= 0 and not text[at + len(separator) :].strip() else text
-
-
-def _without_first(text: str, separator: str) -> str:
-    at = text.find(separator)
-    return text[at + len(separator) :] if at >= 0 and not text[:at].strip() else text

@@ -25,13 +25,16 @@ from cacheblend_rag.models.fingerprint import fingerprint_in
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.models.packing import Packing, packed_products
 from cacheblend_rag.models.queries import kv_layers_for
-from cacheblend_rag.prompt import Prompt, SegmentTokenizer, Span, TokenizedPrompt
+from cacheblend_rag.prompt import Prompt, PromptTokenizer, Span, TokenizedChunk, TokenizedPrompt
 from cacheblend_rag.report import BlendReport, FusedKV, Seconds
 from cacheblend_rag.steering import Choice, Steering, controller_beside
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, record_key
 from cacheblend_rag.writeback import Job
 
-__all__ = ["Blend", "Pipeline"]
+__all__ = ["OTHER_FORM", "Blend", "Pipeline"]
+
+# Stands in the key of a chunk whose ids differ in one prompt, behind the key under which the chunk is usually stored.
+OTHER_FORM = "-as-"
 
 _log = logging.getLogger(__name__)
 # Bytes of a layer below which handing it to another thread costs more than reading it.
@@ -63,7 +66,7 @@ class Pipeline:
     Parameters
     ----------
     adapter : ModelAdapter
-    tokenizer : SegmentTokenizer
+    tokenizer : PromptTokenizer
     config : BlendConfig
     store : KVStore
     fingerprint : str, optional
@@ -73,7 +76,7 @@ class Pipeline:
     def __init__(
         self,
         adapter: ModelAdapter,
-        tokenizer: SegmentTokenizer,
+        tokenizer: PromptTokenizer,
         config: BlendConfig,
         store: KVStore,
         fingerprint: str | None = None,
@@ -83,7 +86,7 @@ class Pipeline:
         self._steering = Steering(config, adapter.num_layers, self.fingerprint, controller_beside(store))
         self.packed = self._packing(anew=True)
 
-    def with_config(self, config: BlendConfig, tokenizer: SegmentTokenizer) -> Pipeline:
+    def with_config(self, config: BlendConfig, tokenizer: PromptTokenizer) -> Pipeline:
         """The same model and store with other options; the model is not hashed again."""
         other = object.__new__(Pipeline)
         other.__dict__.update(self.__dict__)
@@ -114,7 +117,9 @@ class Pipeline:
         """Let no prompt be blended with a smaller recompute ratio from now on."""
         self._steering.least_ratio = max(ratio, self._steering.least_ratio)
 
-    def segment(self, kind: str, context_ids: tuple[int, ...], token_ids: tuple[int, ...], regime: int = 0) -> Segment:
+    def segment(
+        self, kind: str, context_ids: tuple[int, ...], token_ids: tuple[int, ...], regime: int = 0, head: int = 0
+    ) -> Segment:
         """Describe a segment and derive its key."""
         key = record_key(
             fingerprint=fingerprint_in(self.fingerprint, regime),
@@ -124,26 +129,42 @@ class Pipeline:
             token_ids=token_ids,
             query_layers=self.query_layers if kind == "chunk" else (),
         )
-        return Segment(kind, context_ids, token_ids, key, regime)
+        return Segment(kind, context_ids, token_ids, key, regime, head)
 
-    def chunk_segment(self, text: str, prefix: str = "") -> Segment:
-        """The segment of a chunk; ``prefix`` matters only if chunks are computed behind it."""
-        first, *_ = self.chunk_forms(text, prefix)
+    def chunk_segment(self, text: str, prefix: str = "") -> Segment | None:
+        """The segment of a chunk, or None if the text is too short to have one.
+
+        Parameters
+        ----------
+        text : str
+        prefix : str
+            Matters only if chunks are computed behind it.
+        """
+        first, *_ = self.chunk_forms(text, prefix) or (None,)
+        if first is None:
+            return None
         regime = self.adapter.regime(len(first.context_ids) + len(first.token_ids)) or 0
-        return self.segment("chunk", first.context_ids, first.token_ids, regime)
+        return self._chunk(first.shared_ids, self.tokenizer.chunk(text).head, first.token_ids, regime)
 
     def chunk_forms(self, text: str, prefix: str = "") -> list[Segment]:
         """All segments under which a chunk may be stored, one a frequency regime."""
-        behind_prefix = self.config.condition == "prefix" and prefix
-        context = self.tokenizer.opening_ids(prefix) if behind_prefix else self.tokenizer.start_ids
-        ids = self.tokenizer.chunk_ids(text)
-        return [self.segment("chunk", context, ids, regime) for regime in self.adapter.regimes]
+        chunk = self.tokenizer.chunk(text)
+        if not chunk.ids:
+            return []
+        context = self.tokenizer.context_ids(text, prefix if self.config.condition == "prefix" else "")
+        return [self._chunk(context, chunk.head, chunk.ids, regime) for regime in self.adapter.regimes]
+
+    def _chunk(
+        self, context_ids: tuple[int, ...], head: tuple[int, ...], token_ids: tuple[int, ...], regime: int
+    ) -> Segment:
+        return self.segment("chunk", context_ids + head, token_ids, regime, len(head))
 
     def compute(self, segments: Sequence[Segment]) -> list[KVRecord]:
-        """Compute the KV of segments behind the same context and of the same regime, in one pass."""
-        first, ids = segments[0], [segment.token_ids for segment in segments]
+        """Compute the KV of segments behind the same shared context and of the same regime, in one pass."""
+        first, ids = segments[0], [segment.own_ids for segment in segments]
+        heads = [segment.head for segment in segments]
         with self.packed():
-            computed = self.adapter.segments_kv(first.context_ids, ids, first.regime, self.query_layers)
+            computed = self.adapter.segments_kv(first.shared_ids, ids, first.regime, self.query_layers, heads)
         return [self._record(segment, kv) for segment, kv in zip(segments, computed, strict=True)]
 
     def record_info(self, segment: Segment) -> RecordInfo:
@@ -306,19 +327,34 @@ class Pipeline:
         start = self.tokenizer.start_ids
         regime = self.adapter.regime(len(split.input_ids)) or 0
         prefix = self.segment("prefix", (), prefix_ids, regime) if len(prefix_ids) > len(start) else None
-        context = prefix_ids if self.config.condition == "prefix" else start
+        behind_prefix = self.config.condition == "prefix" and prefix is not None
         records: dict[str, StoredKV] = {}
         if kept is not None:
             split = kept.split
             prefix = Segment("final", (), split.ids(split.prefix), kept.key, regime)
             records[kept.key] = kept.record
-        chunks = tuple(self.segment("chunk", context, split.ids(span), regime) for span in split.chunks)
+        chunks = tuple(
+            self._located(chunk, split.ids(chunk.span), prefix_ids if behind_prefix else None, regime)
+            for chunk in split.located
+        )
         if not self._steering.rule.reads_store:
             return split, Found(None, chunks, {})
         for segment in (*([prefix] if prefix else []), *chunks):
-            if segment.key not in records and (record := self._open(segment)) is not None:
+            if segment.token_ids and segment.key not in records and (record := self._open(segment)) is not None:
                 records[segment.key] = record
         return split, Found(prefix, chunks, records)
+
+    def _located(
+        self, chunk: TokenizedChunk, ids: tuple[int, ...], context: tuple[int, ...] | None, regime: int
+    ) -> Segment:
+        """The segment of a chunk as it stands in a prompt; ids that it has nowhere else are a record of their own."""
+        own = self.tokenizer.chunk(chunk.text)
+        behind = self.tokenizer.context_ids(chunk.text) if context is None else context
+        usual = self._chunk(behind, own.head, own.ids, regime)
+        if chunk.usual:
+            return usual
+        segment = self._chunk(behind, (), ids, regime)
+        return dataclasses.replace(segment, key=f"{usual.key}{OTHER_FORM}{segment.key}")
 
     def _open(self, segment: Segment) -> StoredKV | None:
         record = self.store.open(segment.key)
@@ -341,7 +377,7 @@ class Pipeline:
     def _plan(self, split: TokenizedPrompt, found: Found) -> FusionPlan:
         """Sort the stored segments into exact and reused ones."""
         exact: list[range] = []
-        reused: dict[range, int] = {}  # where each began when it was computed
+        reused: dict[range, tuple[int, ...]] = {}  # with what each was computed behind
         unrotated: list[Span] = []
         if found.prefix is not None and found.prefix.key in found.records:
             exact.append(_range(split.prefix))
@@ -353,7 +389,7 @@ class Pipeline:
             if in_place:
                 exact.append(_range(span))
             else:
-                reused[_range(span)] = len(segment.context_ids)
+                reused[_range(span)] = segment.context_ids
         turn = range(unrotated[0].start, unrotated[-1].stop) if unrotated else range(0)
         question = _range(split.suffix) if len(split.suffix) else None
         return FusionPlan(split.input_ids, exact, list(reused), turn, list(reused.values()), question)
@@ -400,7 +436,7 @@ class Pipeline:
             held = sum(tensor.nbytes for tensor in kv.keys + kv.values)
             jobs[prefix.key] = Job(lambda: self.store.put(prefix.key, self._record(prefix, kv)), held)
         for segment in found.chunks:
-            if segment.key not in found.records:
+            if segment.token_ids and segment.key not in found.records:
                 jobs[segment.key] = Job(partial(self.compute_and_store, [segment]))
         return jobs
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import threading
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-__all__ = ["BlendReport", "Expected", "FusedKV", "Generation", "Seconds", "WarmReport"]
+__all__ = [
+    "AnswerStats",
+    "BlendReport",
+    "Expected",
+    "FusedKV",
+    "Generation",
+    "Seconds",
+    "Tally",
+    "WarmReport",
+]
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ class BlendReport:
     input_ids : tuple of int
         Ids the model was fed.
     prefix_tokens, chunk_tokens, suffix_tokens : int
-        Tokens of each part; glue between chunks counts as neither.
+        Tokens of each part; text between chunks counts as neither.
     hits, misses : int
         Chunks that were read from the store, and chunks that were not there.
     chunk_media : tuple of str
@@ -202,7 +212,7 @@ class WarmReport:
     present : int
         Chunks that were stored already, or given twice.
     skipped : int
-        Chunks left out because the store would have passed its size limit.
+        Chunks left out because the store would have passed its size limit, or cannot be written.
     tokens : int
         Tokens computed.
     bytes : int
@@ -217,3 +227,66 @@ class WarmReport:
     tokens: int
     bytes: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class AnswerStats:
+    """What was asked of a model, and how much of it was found in the store.
+
+    Parameters
+    ----------
+    requests : int
+        Prompts that were answered.
+    matched : int
+        Prompts in which at least one known chunk was found, whether its KV was stored or not.
+    hits, misses : int
+        Chunks of those prompts whose KV was read from the store, and chunks whose KV was not there.
+    reused_tokens : int
+        Tokens whose KV was read from the store.
+    """
+
+    requests: int = 0
+    matched: int = 0
+    hits: int = 0
+    misses: int = 0
+    reused_tokens: int = 0
+
+    @property
+    def unmatched_share(self) -> float:
+        """Share of prompts in which no known chunk was found; 0 before the first."""
+        return 1 - self.matched / self.requests if self.requests else 0.0
+
+
+class Tally:
+    """Counts answers, from any thread; a copy begins anew."""
+
+    def __init__(self) -> None:
+        self._stats = AnswerStats()
+        self._lock = threading.Lock()
+        self._here = threading.local()
+
+    def note(self, answer: Generation) -> None:
+        """An answer is complete and was read on this thread."""
+        report = self._here.last = answer.report
+        with self._lock:
+            seen = self._stats
+            self._stats = replace(
+                seen,
+                requests=seen.requests + 1,
+                matched=seen.matched + (report.hits + report.misses > 0),
+                hits=seen.hits + report.hits,
+                misses=seen.misses + report.misses,
+                reused_tokens=seen.reused_tokens + report.reused_tokens,
+            )
+
+    def stats(self) -> AnswerStats:
+        """All answers so far."""
+        return self._stats
+
+    @property
+    def last(self) -> BlendReport | None:
+        """Report of the last answer on this thread."""
+        return getattr(self._here, "last", None)
+
+    def __reduce__(self) -> tuple[type[Tally], tuple[()]]:
+        return Tally, ()

@@ -24,7 +24,7 @@ from cacheblend_rag.loading import (
 )
 from cacheblend_rag.report import Expected
 
-__all__ = ["Choice", "Steering", "controller_beside", "names_rule", "profile_path"]
+__all__ = ["Choice", "Steering", "controller_beside", "profile_path"]
 
 _log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class Steering:
             self.controller.note(choice.plan.device, choice.plan.load_seconds, read)
 
 
-def names_rule(config: BlendConfig) -> bool:
+def _names_rule(config: BlendConfig) -> bool:
     """Whether any option that says which tokens are recomputed, the ratio apart, differs from its default."""
     return any(getattr(config, name) != BlendConfig.default(name) for name in RULE_OPTIONS)
 
@@ -187,7 +187,7 @@ def _calibrated(config: BlendConfig, model: str, controller: LoadingController |
     settings = controller.blends.get(model) if controller is not None else None
     if settings is None or config.recompute_ratio != "auto":
         return None
-    if names_rule(config):
+    if _names_rule(config):
         return None
     if not settings.tolerates:
         _log.warning(

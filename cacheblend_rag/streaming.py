@@ -70,6 +70,8 @@ class TextStream(Iterator[str], AsyncIterator[str]):
         self._outcome = _Outcome()
         self._thread: threading.Thread | None = None
         self._done = False
+        self.on_result: Callable[[Generation], object] | None = None
+        """Called once with the whole answer, on the thread that reads the stream to its end."""
 
     @property
     def result(self) -> Generation | None:
@@ -164,6 +166,9 @@ class TextStream(Iterator[str], AsyncIterator[str]):
 
     def _end(self) -> None:
         given_up, self._done = self._done, True
+        told, self.on_result = self.on_result, None
+        if told is not None and self._outcome.result is not None and not given_up:
+            told(self._outcome.result)
         if self._thread is not None:
             self._thread.join()  # it put its last piece and has nothing more to do
         error = self._outcome.error

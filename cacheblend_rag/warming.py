@@ -44,11 +44,11 @@ def in_batches(segments: Iterable[Segment], tokens: int) -> Iterator[list[Segmen
     Yields
     ------
     list of Segment
-        The longest first; all behind the same context and of the same regime.
+        The longest first; all behind the same shared context and of the same regime.
     """
     groups: dict[tuple[tuple[int, ...], int], list[Segment]] = {}
     for segment in segments:
-        groups.setdefault((segment.context_ids, segment.regime), []).append(segment)
+        groups.setdefault((segment.shared_ids, segment.regime), []).append(segment)
     for group in groups.values():
         batch: list[Segment] = []
         wanted = longest = 0
@@ -97,11 +97,12 @@ class Warming:
         """
         started = time.perf_counter()
         given = list(segments)
+        writable = not getattr(self._store, "read_only", False)
         new = {segment.key: segment for segment in given if not self._store.contains(segment.key)}
         self._sizes = {key: self._store.record_bytes(self._pipeline.record_info(new[key])) for key in new}
         hidden = None if progress is None else not progress
         with tqdm(total=len(new), desc="warming", unit="chunk", disable=hidden) as bar:
-            done, elsewhere = self._store_what_fits(deque(new.values()), bar.update)
+            done, elsewhere = self._store_what_fits(deque(new.values() if writable else ()), bar.update)
         for segment in elsewhere:  # another computes these; if it gives up, they are ours after all
             with self._store.claim(segment.key, wait=_PATIENCE):
                 pass

@@ -2,29 +2,19 @@
 
 from langchain_core.messages import BaseMessage, HumanMessage, SystemMessage
 
+from cacheblend_rag.app.collection import ARTICLES_PATH
 from cacheblend_rag.langchain import ChatCacheBlend
-from cacheblend_rag.reference import DOCUMENTS_PATH, EMBEDDER_PATH, MODEL_PATH
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.retrieval.index import build_index
 
-# The bundled model has no chat template of its own; larger models bring one.
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ {'system': 'System', 'user': '\nHuman'}.get(m.role, '\nAI') }}: "
-    "{{ m.content }}{% endfor %}{{ '\nAI:' }}"
-)
-QUESTIONS = [
-    "Which company does Lars Mardahl work for?",
-    "Which animal does the gardener keep?",
-    "What did the locksmith win at Velvetmas?",
-]
+QUESTIONS = ["When was Surtsey first seen?", "When did the eruption of Surtsey end?"]
 
-embedder = SentenceTransformerEmbeddings(str(EMBEDDER_PATH))
-store = build_index(DOCUMENTS_PATH, embedder=embedder, index_dir="blend_data/index").index.store
-chat = ChatCacheBlend.from_model_id(MODEL_PATH, store="blend_data/kv", max_new_tokens=64)
-chat.engine.tokenizer.chat_template = TEMPLATE
-retriever = store.as_retriever(search_kwargs={"k": 4})
+embedder = SentenceTransformerEmbeddings("minilm")
+store = build_index(ARTICLES_PATH, embedder=embedder, index_dir="blend_data/index").index.store
+chat = ChatCacheBlend.from_model_id("smollm2", store="blend_data/kv", max_new_tokens=32)
+retriever = store.as_retriever(search_kwargs={"k": 2})
 
-turns: list[BaseMessage] = [SystemMessage("Answer from the passages.")]
+turns: list[BaseMessage] = [SystemMessage("Answer from the passages, in one short sentence.")]
 for question in QUESTIONS:
     passages = "\n\n".join(document.page_content for document in retriever.invoke(question))
     turns.append(HumanMessage(f"{passages}\n\n{question}"))

@@ -3,16 +3,16 @@
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.memory import ChatMemoryBuffer
 
+from cacheblend_rag.app.collection import ARTICLES_PATH
 from cacheblend_rag.llama_index import CacheBlendLLM
 from cacheblend_rag.llama_index.embedding import SentenceTransformerEmbedding
-from cacheblend_rag.reference import DOCUMENTS_PATH, EMBEDDER_PATH, MODEL_PATH
 
-documents = [Document(text=path.read_text(), id_=path.name) for path in sorted(DOCUMENTS_PATH.glob("*.md"))]
-index = VectorStoreIndex.from_documents(documents, embed_model=SentenceTransformerEmbedding(EMBEDDER_PATH))
-llm = CacheBlendLLM.from_model_id(MODEL_PATH, store="blend_data/kv", max_new_tokens=64)
+documents = [Document(text=path.read_text(), id_=path.name) for path in sorted(ARTICLES_PATH.glob("*.md"))]
+index = VectorStoreIndex.from_documents(documents, embed_model=SentenceTransformerEmbedding("minilm"))
+llm = CacheBlendLLM.from_model_id("smollm2", store="blend_data/kv", max_new_tokens=24)
 chat = index.as_chat_engine(
-    chat_mode="context", llm=llm, similarity_top_k=6, memory=ChatMemoryBuffer.from_defaults(token_limit=4000)
+    chat_mode="context", llm=llm, similarity_top_k=2, memory=ChatMemoryBuffer.from_defaults(token_limit=4000)
 )
-for question in ("Which company does Lars Mardahl work for?", "Where does Lars Mardahl live?"):
+for question in ("When was Surtsey first seen?", "When did the eruption of Surtsey end?"):
     print(f"{question} {chat.chat(question)}")
     llm.engine.flush()  # only so that the second turn finds all that the first one stores

@@ -4,9 +4,9 @@ from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 
-from cacheblend_rag.llama_index import CacheBlendEvent, CacheBlendLLM, warm_index
+from cacheblend_rag.app.collection import ARTICLES_PATH
+from cacheblend_rag.llama_index import CacheBlendEvent, CacheBlendLLM
 from cacheblend_rag.llama_index.embedding import SentenceTransformerEmbedding
-from cacheblend_rag.reference import DOCUMENTS_PATH, EMBEDDER_PATH, MODEL_PATH
 
 
 class Print(BaseEventHandler):
@@ -18,10 +18,11 @@ class Print(BaseEventHandler):
 
 
 get_dispatcher().add_event_handler(Print())
-documents = [Document(text=path.read_text(), id_=path.name) for path in sorted(DOCUMENTS_PATH.glob("*.md"))]
-index = VectorStoreIndex.from_documents(documents, embed_model=SentenceTransformerEmbedding(EMBEDDER_PATH))
-llm = CacheBlendLLM.from_model_id(MODEL_PATH, store="blend_data/kv", max_new_tokens=64)
-warm_index(index, llm)
-engine = index.as_query_engine(llm=llm, similarity_top_k=6, streaming=True)
-for piece in engine.query("Which animal does the gardener keep?").response_gen:
-    print(piece, end="", flush=True)
+documents = [Document(text=path.read_text(), id_=path.name) for path in sorted(ARTICLES_PATH.glob("*.md"))]
+index = VectorStoreIndex.from_documents(documents, embed_model=SentenceTransformerEmbedding("minilm"))
+llm = CacheBlendLLM.from_model_id("smollm2", store="blend_data/kv", max_new_tokens=24)
+engine = index.as_query_engine(llm=llm, similarity_top_k=2, streaming=True)
+for question in ("When was Surtsey first seen?", "When did the eruption of Surtsey end?"):
+    for piece in engine.query(question).response_gen:
+        print(piece, end="", flush=True)
+    llm.engine.flush()  # the nodes of the first question are stored now, not only when nothing else is asked

@@ -1,4 +1,4 @@
-"""Nothing that runs here reaches a model hub or leaves anything in the home folder."""
+"""Nothing that runs here reaches a model hub, or leaves anything but the starter models in the home folder."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+_CACHE_HOME = os.environ.get("XDG_CACHE_HOME")  # before any test sets another
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Processes that share the cores take one thread each; set before torch is imported, and for their children.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,6 +27,38 @@ def fingerprints_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cacheblend_rag.models.identity._cache_file", lambda: path)
         yield
+
+
+def _starter(name: str) -> Path:
+    """A starter model in the real cache of whoever runs the tests, fetched once a machine as a user does."""
+    from cacheblend_rag.models.starters import starter_folder
+
+    with pytest.MonkeyPatch.context() as patch:
+        if _CACHE_HOME is None:
+            patch.delenv("XDG_CACHE_HOME", raising=False)
+        else:
+            patch.setenv("XDG_CACHE_HOME", _CACHE_HOME)
+        return starter_folder(name)
+
+
+@pytest.fixture(scope="session")
+def smollm2_folder() -> Path:
+    """Folder of the starter language model, for tests marked ``pretrained``."""
+    return _starter("smollm2")
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf(smollm2_folder: Path) -> Path:
+    """The GGUF file that the starter language model was converted from."""
+    from cacheblend_rag.models.starters import STARTERS
+
+    return smollm2_folder / STARTERS["smollm2"].weights
+
+
+@pytest.fixture(scope="session")
+def minilm_folder() -> Path:
+    """Folder of the starter embedder, for tests marked ``pretrained``."""
+    return _starter("minilm")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.evaluation.prepared import PreparedPrompt
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.prompt import SegmentTokenizer
+from cacheblend_rag.prompt import PromptTokenizer
 from cacheblend_rag.report import FusedKV
 from cacheblend_rag.store import KVRecord, KVStore, MemoryStore, StoredKV
 from cacheblend_rag.store.wrapped import WrappedStore
@@ -35,7 +35,7 @@ def engine_of(model: Any = None, tokenizer: Any = None, store: Any = None, **opt
 
 def prepared_of(model: Any) -> PreparedPrompt:
     """The prompt, its chunks stored, to be fused by many rules."""
-    return PreparedPrompt(ModelAdapter(model), SegmentTokenizer(tiny.tokenizer(), " # # "), PROMPT)
+    return PreparedPrompt(ModelAdapter(model), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator), PROMPT)
 
 
 def assert_same(ours: FusedKV, theirs: FusedKV) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from cacheblend_rag.prompt import Prompt
 from tests import tiny
 from tests.probes import engine_of
 from tests.test_invariants import model_named
+from tests.tolerance import assert_close, assert_layers_close, assert_logits_close
 
 TOKENS = 37
 
@@ -33,7 +36,7 @@ def test_without_a_mask_rows_are_the_last_positions(rows: int, kv_heads: int) ->
     found, nothing = row_attention(torch.nn.Identity(), query, key, value, None)
     seen = torch.ones(rows, TOKENS, dtype=torch.bool).tril(TOKENS - rows)
     assert nothing is None
-    torch.testing.assert_close(found, plainly(query, key, value, seen), rtol=1e-5, atol=1e-6)
+    assert_close(found, plainly(query, key, value, seen), terms=8 + TOKENS)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -47,7 +50,7 @@ def test_scattered_rows_see_what_the_mask_shows(window: int | None, kv_heads: in
     assert seen is not None
     mask = additive(seen, torch.float32, float("-inf"))
     found, _ = row_attention(torch.nn.Identity(), query, key, value, mask)
-    torch.testing.assert_close(found, plainly(query, key, value, seen), rtol=1e-5, atol=1e-6)
+    assert_close(found, plainly(query, key, value, seen), terms=8 + TOKENS)
 
 
 @pytest.mark.parametrize("window", [None, 7, 90])
@@ -68,7 +71,7 @@ def test_blocks_of_rows_give_what_the_whole_gives(kv_heads: int, count: int, win
         assert sum(block.seen.stop - block.seen.start for block in blocks) < len(blocks) * tokens
     assert [block.mask.shape[2] for block in blocks] == [group * len(rows[block.rows]) for block in blocks]
     found, _ = row_attention(torch.nn.Identity(), query, key, value, mask)
-    torch.testing.assert_close(found, plainly(query, key, value, seen), rtol=1e-5, atol=1e-6)
+    assert_close(found, plainly(query, key, value, seen), terms=8 + tokens)
 
 
 def test_heads_are_folded_where_that_pays() -> None:
@@ -112,14 +115,13 @@ def test_the_model_keeps_its_own_attention() -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral, window"])
 def test_a_prompt_fused_in_blocks_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = Prompt("Read this:", [tiny.text(40, 1), tiny.text(50, 2), tiny.text(30, 3)], "What fell in the end?")
-    with engine_of(model_named(name), recompute_ratio=0.4) as engine:
+    model: Any = model_named(name)
+    with engine_of(model, selection="random", recompute_ratio=0.4) as engine:  # whichever way rows deviate
         engine.warm(prompt.chunks, progress=False)
         engine.fuse(prompt)
         whole = engine.fuse(prompt)
         monkeypatch.setattr("cacheblend_rag.models.attention._BLOCK_ROWS", 3)
         parted = engine.fuse(prompt)
     assert len(whole.recomputed[2]) > 24  # eight blocks of at least three rows
-    torch.testing.assert_close(parted.logits, whole.logits, rtol=1e-4, atol=1e-5)
-    for one, other in zip(parted.cache.layers, whole.cache.layers, strict=True):
-        torch.testing.assert_close(one.keys, other.keys, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-5)
+    assert_logits_close(parted.logits, whole.logits, model, len(parted.input_ids))
+    assert_layers_close(parted.cache.layers, whole.cache.layers, model)

@@ -103,7 +103,7 @@ def test_what_is_too_much_is_let_go_but_not_while_it_is_read() -> None:
 def test_a_batch_answers_as_single_prompts_do() -> None:
     texts = [tiny.text(12, seed) for seed in range(4)]
     prompts = [f"Use: # # {texts[a]} # # {texts[b]} # # What?" for a, b in ((0, 1), (2, 3), (1, 0))]
-    with engine_of(recompute_ratio=0.5) as engine:
+    with engine_of(recompute_ratio=0.5, separator=" # # ", split_at_separator=True) as engine:
         engine.warm(texts, progress=False)
         alone = [engine.generate(prompt, max_new_tokens=3).token_ids for prompt in prompts]
         together = engine.generate_batch(prompts, max_new_tokens=3)

@@ -10,10 +10,10 @@ import pytest
 from transformers import MistralConfig
 
 from cacheblend_rag.cli import main
-from cacheblend_rag.reference import EMBEDDER_PATH
 from cacheblend_rag.store import DiskStore
 from tests import tiny
 from tests.test_store import files
+from tests.toy import EMBEDDER_PATH
 
 
 @pytest.fixture(scope="module")

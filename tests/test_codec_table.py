@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from cacheblend_rag.evaluation.codec_table import main
+from docs.benchmarks.scripts.codec_table import main
 
 
 def test_every_codec_answers_the_same_questions(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from cacheblend_rag.errors import CacheBlendError, ConfigError
 
 FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "separator": ("\n##\n", "\n##\n"),
+    "split_at_separator": ("yes", True),
     "recompute_ratio": ("0.25", 0.25),
     "task": ("summary", "summary"),
     "selection": ("none", "none"),

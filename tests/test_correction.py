@@ -13,7 +13,6 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.prepared import PreparedPrompt
 from cacheblend_rag.evaluation.quality.choosing import choose
 from cacheblend_rag.evaluation.quality.prompts import build_prompt
-from cacheblend_rag.evaluation.quality.sources import ReferenceCases
 from cacheblend_rag.fusor import correction
 from cacheblend_rag.fusor.correction import Correction, sampled_rows
 from cacheblend_rag.fusor.foreseen import Foresight
@@ -21,11 +20,13 @@ from cacheblend_rag.fusor.selection import SelectForeseen, SelectNone, StartView
 from cacheblend_rag.fusor.work import Corrected, RowsDone, work_share
 from cacheblend_rag.models.rope import unrotate
 from cacheblend_rag.models.shape import LayerShape, ModelShape
-from cacheblend_rag.prompt import SegmentTokenizer
-from cacheblend_rag.reference import MODEL_PATH
+from cacheblend_rag.prompt import PromptTokenizer
 from cacheblend_rag.store import MemoryStore
 from tests import tiny
 from tests.probes import PROMPT, engine_of, prepared_of
+from tests.tolerance import assert_logits_close
+from tests.toy import MODEL_PATH
+from tests.toy.cases import ToyCases
 
 SPANS = [range(3, 15), range(15, 22), range(24, 40)]
 FAMILIES = [*tiny.FAMILIES, "phi3", "gemma2", "gpt_oss", "olmo2", "glm4", "smollm3"]
@@ -197,7 +198,7 @@ def correction_moves(prepared: PreparedPrompt) -> list[torch.Tensor]:
     """What is foreseen, over KV that nothing has been written to."""
     fused, plan = prepared.fuse(SelectNone()).fusion, prepared.plan
     foresight = Foresight(
-        prepared.adapter, plan.input_ids, plan.reused, plan.origins, torch.empty(0, dtype=torch.long),
+        prepared.adapter, plan.input_ids, plan.reused, plan.contexts, torch.empty(0, dtype=torch.long),
         prepared._asked, fused.layers.__getitem__, prepared.adapter.rotary(len(plan.input_ids)),
     )  # fmt: skip
     with prepared.adapter.blending():
@@ -210,7 +211,7 @@ def test_ratio_1_is_full_prefill(family: str) -> None:
     model = tiny.model(family)
     prepared, fused = fused_of(model, dataclasses.replace(SAMPLING, recompute_ratio=1.0))
     expected = tiny.full_prefill(model, list(prepared.tokens.input_ids)).logits[0, -1]
-    torch.testing.assert_close(fused.fusion.logits, expected, atol=1e-4, rtol=1e-4)
+    assert_logits_close(fused.fusion.logits, expected, model, len(prepared.tokens.input_ids))
     assert fused.fusion.done.corrected == Corrected(0, 0)
 
 
@@ -271,11 +272,11 @@ def test_its_work_is_that_of_every_layer_but_the_first() -> None:
 
 
 def test_where_passages_move_as_a_whole_it_comes_nearer_to_full_prefill() -> None:
-    """Of what the rows that are not recomputed deviate by, the bundled model's sampled rows tell more than half."""
+    """Of what the rows that are not recomputed deviate by, the toy's sampled rows tell more than half."""
     with BlendEngine.from_pretrained(MODEL_PATH, store=MemoryStore(), dtype="float32", device="cpu") as engine:
-        adapter, segments = engine.adapter, SegmentTokenizer(engine.tokenizer, engine.config.separator)
+        adapter, segments = engine.adapter, PromptTokenizer(engine.tokenizer, engine.config.separator)
     left = stored_off = 0.0
-    for case in ReferenceCases("dev", {"reference": 6}, 0, False).cases(6):
+    for case in ToyCases("dev", {"reference": 6}, 0, False).cases(6):
         chosen = choose(case, 6, order="random", ranker=None, keep_support=False, seed=0)
         prepared = PreparedPrompt(adapter, segments, build_prompt(chosen, "stuff"))
         fused = prepared.fuse(SelectForeseen(0.5, (2,), bound=0.9, following=1, samples=20)).fusion

@@ -39,7 +39,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "cut by a byte": lambda path: _cut(path, path.stat().st_size - 1),
     "flipped in the header": lambda path: _flip(path, 40),
     "flipped in layer 0": lambda path: _flip(path, 4096 + 10),
-    "flipped in the last layer": lambda path: _flip(path, path.stat().st_size - 4096 - 10),
+    "flipped in the last layer": lambda path: _flip(path, path.stat().st_size - 4096 + 10),
 }
 
 
@@ -51,7 +51,7 @@ def never_stored(missing: int, **options: Any) -> FusedKV:
 
 
 def file_of(folder: Path, chunk: str) -> Path:
-    ids = json.dumps(list(engine_of()._pipeline.tokenizer.chunk_ids(chunk)), separators=(",", ":")).encode()
+    ids = json.dumps(list(engine_of()._pipeline.tokenizer.chunk(chunk).ids), separators=(",", ":")).encode()
     (found,) = [path for path in record_files(folder) if b'"token_ids":' + ids in path.read_bytes()]
     return found
 
@@ -90,7 +90,7 @@ def test_a_record_damaged_while_it_is_loaded_is_dropped(
     with engine_of(store=store, recompute_ratio=0.2, prefetch=prefetch, write_back="off") as engine:
         engine.warm(CHUNKS)
         path = file_of(tmp_path, CHUNKS[victim])
-        ids = engine._pipeline.tokenizer.chunk_ids(CHUNKS[victim])
+        ids = engine._pipeline.tokenizer.chunk(CHUNKS[victim]).ids
         (key,) = [key for key, record in store.kept.items() if record.info.token_ids == ids]
         if layer is None:
             store.opened = lambda opened: _cut(path, 4096 + 5) if opened == key and path.exists() else None

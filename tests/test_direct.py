@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import platform
 import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models import direct
 from tests import tiny
 from tests.probes import CHUNKS, PROMPT, engine_of, untouched
-from tests.products import has_products, note_products, pretend_to_take
+from tests.products import has_products, note_products
+from tests.tolerance import assert_layers_close, assert_logits_close
 
 pytestmark = pytest.mark.skipif(not has_products(), reason="this PyTorch has no float32 products by oneDNN")
 
@@ -24,8 +30,8 @@ def even_small_products_are_direct(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "onednn_is_faster", lambda: True)
+def preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "prefers_onednn", lambda: True)
 
 
 @pytest.fixture
@@ -35,7 +41,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "qwen3_moe"])
-def test_results_are_the_models_own(faster: None, products: list[tuple[int, ...]], family: str) -> None:
+def test_results_are_the_models_own(preferred: None, products: list[tuple[int, ...]], family: str) -> None:
     model = tiny.model(family)
     expected: dict[float, Any] = {}
     for option in (False, "auto"):
@@ -46,26 +52,25 @@ def test_results_are_the_models_own(faster: None, products: list[tuple[int, ...]
             if option is False:
                 expected = {"fused": fused, "answer": answer}
                 continue
-            torch.testing.assert_close(fused.logits, expected["fused"].logits, atol=1e-4, rtol=1e-4)
-            for mine, other in zip(fused.cache.layers, expected["fused"].cache.layers, strict=True):
-                torch.testing.assert_close(mine.keys, other.keys, atol=1e-4, rtol=1e-4)
+            assert_logits_close(fused.logits, expected["fused"].logits, model, len(fused.input_ids))
+            assert_layers_close(fused.cache.layers, expected["fused"].cache.layers, model)
             assert answer.token_ids == expected["answer"].token_ids
             everything = engine.with_config(recompute_ratio=1.0).fuse(PROMPT)
             plain = tiny.full_prefill(model, everything.input_ids).logits[0, -1]
-            torch.testing.assert_close(everything.logits, plain, atol=1e-4, rtol=1e-4)
+            assert_logits_close(everything.logits, plain, model, len(everything.input_ids))
     assert untouched(model)
 
 
-def test_where_it_is_not_faster_nothing_changes(
+def test_where_it_is_not_preferred_nothing_changes(
     monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]]
 ) -> None:
-    monkeypatch.setattr(direct, "onednn_is_faster", lambda: False)
+    monkeypatch.setattr(direct, "prefers_onednn", lambda: False)
     with engine_of(tiny.model()) as engine:
         engine.generate(PROMPT, max_new_tokens=2)
     assert not products
 
 
-def test_what_is_no_plain_product_is_computed_as_ever(faster: None, products: list[tuple[int, ...]]) -> None:
+def test_what_is_no_plain_product_is_computed_as_ever(preferred: None, products: list[tuple[int, ...]]) -> None:
     class Own(nn.Linear):
         pass
 
@@ -92,7 +97,7 @@ def test_what_is_no_plain_product_is_computed_as_ever(faster: None, products: li
 
 
 def test_small_products_are_plain(
-    faster: None, products: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    preferred: None, products: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(direct, "_LEAST", 32 * 3)
     layer = nn.Linear(8, 4)
@@ -102,7 +107,7 @@ def test_small_products_are_plain(
     assert products == [(3, 8), (4, 8)]
 
 
-def test_contexts_overlap_in_several_threads(faster: None) -> None:
+def test_contexts_overlap_in_several_threads(preferred: None) -> None:
     layer = nn.Linear(8, 4)
     products = direct.DirectProducts([layer])
     inside, go = threading.Event(), threading.Event()
@@ -123,22 +128,79 @@ def test_contexts_overlap_in_several_threads(faster: None) -> None:
     assert "forward" not in vars(layer)
 
 
-@pytest.mark.parametrize(("factor", "faster"), [(2.0, True), (1.1, False), (0.5, False)])
-def test_which_is_faster_is_timed(monkeypatch: pytest.MonkeyPatch, factor: float, faster: bool) -> None:
-    pretend_to_take(monkeypatch, direct, "onednn_product", 1.0)
-    pretend_to_take(monkeypatch, nn.functional, "linear", factor)
+# Which processors ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., bool]]:
+    """Who multiplies on some processor, as a new process would decide."""
+
+    def chosen(vendor: str, able: str, *, mkl: bool = True, said: str | None = None) -> bool:
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: able)
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
+        monkeypatch.setattr(direct, "_is_amd", lambda: vendor == "AuthenticAMD")
+        if said is None:
+            monkeypatch.delenv(direct.ONEDNN_VARIABLE, raising=False)
+        else:
+            monkeypatch.setenv(direct.ONEDNN_VARIABLE, said)
+        direct._chosen.cache_clear()
+        return direct.prefers_onednn()
+
+    yield chosen
+    monkeypatch.undo()
+    direct._chosen.cache_clear()
+
+
+def test_it_is_for_amds_processors_with_avx512(choose: Callable[..., bool]) -> None:
+    assert choose("AuthenticAMD", "AVX512")
+    assert not choose("AuthenticAMD", "AVX512", mkl=False), "what PyTorch calls then was not measured"
+    assert not choose("AuthenticAMD", "AVX2")
+    assert not choose("AuthenticAMD", "DEFAULT")
+    assert not choose("GenuineIntel", "AVX512")
+    assert not choose("", "DEFAULT")
+
+
+def test_the_environment_says_otherwise(choose: Callable[..., bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose("GenuineIntel", "AVX2", said="on")
+    assert not choose("AuthenticAMD", "AVX512", said="off")
+    assert choose("AuthenticAMD", "AVX512", said="auto")
+    with pytest.raises(ConfigError, match=r"CACHEBLEND_RAG_ONEDNN='yes' .* use 'auto', 'on' or 'off'"):
+        choose("AuthenticAMD", "AVX512", said="yes")
+    assert choose("AuthenticAMD", "AVX512", said="on")
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    assert not direct.prefers_onednn(), "who switches oneDNN off gets none"
+
+
+def test_no_clock_is_looked_at(choose: Callable[..., bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    def clock() -> float:
+        raise AssertionError("a clock")
+
+    for name in ("perf_counter", "monotonic", "time"):
+        monkeypatch.setattr(time, name, clock)
     state = torch.random.get_rng_state()
-    assert direct.onednn_is_faster.__wrapped__() is faster
+    assert choose("AuthenticAMD", "AVX512")
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+def test_the_maker_is_read_from_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "cpuinfo"
+    for vendor in ("AuthenticAMD", "GenuineIntel"):
+        file.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nmodel name\t: one\n")
+        assert direct._is_amd(file) == (vendor == "AuthenticAMD")
+        monkeypatch.setattr(platform, "processor", lambda vendor=vendor: f"x86 Family 25 Model 17, {vendor}")
+        assert direct._is_amd(tmp_path / "none") == (vendor == "AuthenticAMD")
+
+
 @pytest.mark.parametrize("wrong", [RuntimeError(), AttributeError(), None])
-def test_where_it_fails_or_is_wrong_it_is_left_alone(monkeypatch: pytest.MonkeyPatch, wrong: Exception | None) -> None:
+def test_where_it_fails_or_is_wrong_it_is_left_alone(
+    choose: Callable[..., bool], monkeypatch: pytest.MonkeyPatch, wrong: Exception | None
+) -> None:
     def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if wrong is not None:
             raise wrong
-        return torch.zeros(len(rows), len(weight))
+        return nn.functional.linear(rows, weight) * 1.001
 
     monkeypatch.setattr(direct, "onednn_product", product)
-    monkeypatch.setattr(direct, "_FASTER", 0.0)
-    assert direct.onednn_is_faster.__wrapped__() is False
+    assert not choose("AuthenticAMD", "AVX512")
+    with pytest.raises(ConfigError, match="use 'auto' or 'off'"):
+        choose("AuthenticAMD", "AVX512", said="on")

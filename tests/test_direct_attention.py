@@ -1,4 +1,4 @@
-"""Attention by oneDNN's products: what PyTorch's kernel gives, used where it is faster alone."""
+"""Attention by oneDNN's products: what PyTorch's kernel gives, used on some processors alone."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from cacheblend_rag.models.attention import additive, in_blocks, row_attention
 from cacheblend_rag.prompt import Prompt
 from tests import tiny
 from tests.probes import engine_of
-from tests.products import has_products, note_products, pretend_to_take
+from tests.products import has_products, note_products
 from tests.test_attention import plainly
 from tests.test_invariants import MODELS, model_named
+from tests.tolerance import assert_close, assert_layers_close, assert_logits_close
 
 pytestmark = pytest.mark.skipif(not has_products(), reason="this PyTorch has no float32 products by oneDNN")
 
 TOKENS = 61
-TIMED = direct_attention._is_faster.__wrapped__
+AGREES = direct_attention._agrees.__wrapped__
 
 
 @pytest.fixture(autouse=True)
 def everything_directly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_attention, "_is_faster", lambda dtype: True)
+    assert direct_attention._agrees()  # its own products, once a process, are not counted
+    monkeypatch.setattr(direct_attention, "prefers_onednn", lambda: True)
     monkeypatch.setattr(direct_attention, "_LEAST", 0)
     monkeypatch.setattr(direct_attention, "_LEAST_SCORES", 0)
     monkeypatch.setattr(direct_attention, "_ROWS", 12)
@@ -55,7 +57,7 @@ def test_without_a_mask_rows_are_the_last_positions(
     with torch.no_grad():
         found, _ = row_attention(torch.nn.Identity(), query, key, value, None)
     seen = torch.ones(rows, TOKENS, dtype=torch.bool).tril(TOKENS - rows)
-    torch.testing.assert_close(found, plainly(query, key, value, seen), rtol=1e-5, atol=1e-6)
+    assert_close(found, plainly(query, key, value, seen), terms=8 + TOKENS)
     size = 12 * kv_heads // 4
     first = (TOKENS - rows) // size  # blocks begin at multiples of their size, wherever the rows do
     assert len(blocks) == 2 * batch * kv_heads * (-(-TOKENS // size) - first)
@@ -80,7 +82,7 @@ def test_kept_rows_see_what_the_mask_shows(rows: int, kv_heads: int, window: int
         assert all(length % 4 == 0 for length in lengths), "few shapes"
         found, _ = row_attention(torch.nn.Identity(), query, key, value, mask, scaling=0.3)
     expected = plainly(query * (0.3 * 8**0.5), key, value, seen)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert_close(found, expected, terms=8 + TOKENS)
 
 
 def test_keys_and_values_need_not_lie_in_one_piece() -> None:
@@ -105,7 +107,9 @@ def test_bfloat16_is_rounded_at_the_end_alone(masked: bool) -> None:
     expected = plainly(query.float(), key.float(), value.float(), seen).bfloat16()
     assert found.dtype is torch.bfloat16
     assert found.is_contiguous()
-    torch.testing.assert_close(found, expected, rtol=2**-8, atol=1e-6)
+    # What two sums in float32 are apart may fall to either side of a rounding.
+    apart = (8 + TOKENS) * torch.finfo(torch.float32).eps * float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=torch.finfo(torch.bfloat16).eps, atol=apart)
 
 
 def test_what_cannot_gain_is_left_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,22 +129,12 @@ def test_what_cannot_gain_is_left_to_the_kernel(monkeypatch: pytest.MonkeyPatch)
         assert not attends(21, 4, 50, torch.float32, cpu)
         assert attends(21, 4, 51, torch.float32, cpu)
         monkeypatch.setattr(direct_attention, "_LEAST_SCORES", 0)
-        monkeypatch.setattr(direct_attention, "_is_faster", lambda dtype: dtype is torch.bfloat16)
+        monkeypatch.setattr(direct_attention, "_agrees", lambda: False)
         assert not attends(21, 4, 50, torch.float32, cpu)
-        assert attends(21, 4, 50, torch.bfloat16, cpu)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("factor", "faster"), [(2.0, True), (1.1, False), (0.5, False)])
-def test_which_is_faster_is_timed(
-    monkeypatch: pytest.MonkeyPatch, factor: float, faster: bool, dtype: torch.dtype
-) -> None:
-    pretend_to_take(monkeypatch, direct_attention, "attend_directly", 1.0)
-    pretend_to_take(monkeypatch, direct_attention, "scaled_dot_product_attention", factor)
-    state = torch.random.get_rng_state()
-    with torch.no_grad():
-        assert TIMED(dtype) is faster
-    assert torch.equal(torch.random.get_rng_state(), state)
+        monkeypatch.setattr(direct_attention, "_agrees", lambda: True)
+        monkeypatch.setattr(direct_attention, "prefers_onednn", lambda: False)
+        assert not attends(21, 4, 50, torch.float32, cpu)
+        assert not attends(21, 4, 50, torch.bfloat16, cpu)
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -153,9 +147,9 @@ def test_a_softmax_that_spoils_what_it_reads_is_noticed(right: bool, monkeypatch
         return softmax(scores, dim, out=out)
 
     monkeypatch.setattr(torch, "softmax", spoiling)
-    monkeypatch.setattr(direct_attention, "_FASTER", 0.0)
-    with torch.no_grad():
-        assert TIMED(torch.float32) is right
+    state = torch.random.get_rng_state()
+    assert AGREES() is right
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -164,21 +158,20 @@ def test_a_blended_prompt_is_the_same(
 ) -> None:
     prompt = Prompt("Read this:", [tiny.text(40, 1), tiny.text(50, 2), tiny.text(30, 3)], "What fell in the end?")
     model: Any = model_named(name)
-    with engine_of(model, recompute_ratio=0.4) as engine:
+    # Not by deviation: beyond a window rows deviate by rounding alone, so that which ones are kept would be chance.
+    with engine_of(model, selection="random", recompute_ratio=0.4) as engine:
         engine.warm(prompt.chunks, progress=False)
         directly = engine.fuse(prompt)
         assert blocks
         everything = engine.with_config(recompute_ratio=1.0).fuse(prompt)
         blocks.clear()
-        monkeypatch.setattr(direct_attention, "_is_faster", lambda dtype: False)
+        monkeypatch.setattr(direct_attention, "prefers_onednn", lambda: False)
         plain = engine.fuse(prompt)
         assert not blocks
-    torch.testing.assert_close(directly.logits, plain.logits, rtol=1e-4, atol=1e-5)
-    for one, other in zip(directly.cache.layers, plain.cache.layers, strict=True):
-        torch.testing.assert_close(one.keys, other.keys, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(one.values, other.values, rtol=1e-4, atol=1e-5)
+    assert_logits_close(directly.logits, plain.logits, model, len(directly.input_ids))
+    assert_layers_close(directly.cache.layers, plain.cache.layers, model)
     prefilled = tiny.full_prefill(model, everything.input_ids).logits[0, -1]
-    torch.testing.assert_close(everything.logits, prefilled, rtol=1e-4, atol=1e-4)
+    assert_logits_close(everything.logits, prefilled, model, len(everything.input_ids))
 
 
 def test_the_kernel_is_what_it_is_held_against() -> None:
@@ -186,4 +179,4 @@ def test_the_kernel_is_what_it_is_held_against() -> None:
     with torch.no_grad():
         found = direct_attention.attend_behind(query, key, value, None)
     expected = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert_close(found, expected, terms=8 + TOKENS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,13 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from cacheblend_rag.models import element_type
+from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.models import element_type, memory
 from cacheblend_rag.models.element_type import type_to_load
 from cacheblend_rag.models.loading import load_geometry, load_model
 from tests import tiny
+from tests.probes import PROMPT
 
 CPU = torch.device("cpu")
 
@@ -28,7 +30,7 @@ def saved(tmp_path: Path) -> Path:
 @pytest.fixture
 def in_software(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(element_type, "in_hardware", lambda dtype: False)
-    monkeypatch.setattr(element_type, "free_memory", lambda: 10**9)
+    monkeypatch.setattr(element_type, "total_memory", lambda: 10**9)
 
 
 @pytest.fixture
@@ -57,29 +59,38 @@ def test_a_type_that_the_processor_multiplies_stays(saved: Path, with_hardware: 
     assert load_geometry(saved)[0].dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(("free", "said"), [(1000, "1000 are free"), (None, "how many are free is not known")])
-def test_where_memory_is_short_it_stays_and_the_remedy_is_told(
-    saved: Path,
-    in_software: None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    free: Any,
-    said: str,
+def test_a_memory_that_is_too_small_is_said_with_the_remedy(
+    saved: Path, in_software: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(element_type, "free_memory", lambda: free)
-    with caplog.at_level(logging.WARNING):
-        assert loaded(saved) == torch.bfloat16
-    assert "has no bfloat16 arithmetic" in caplog.text
-    assert "dtype='float32'" in caplog.text
-    assert said in caplog.text
+    monkeypatch.setattr(element_type, "total_memory", lambda: 1000)
+    for load in (load_model, load_geometry):
+        with pytest.raises(ConfigError, match=r"dtype='auto' .* use dtype='bfloat16', .* a memory of 1,000"):
+            load(saved)
+    assert loaded(saved, dtype="bfloat16") == torch.bfloat16
+    assert loaded(saved, dtype="float32") == torch.float32
 
 
 def test_room_is_reckoned_for_all_weights(saved: Path, in_software: None, monkeypatch: pytest.MonkeyPatch) -> None:
     config = AutoConfig.from_pretrained(saved)
     needed = sum(4 * parameter.numel() for parameter in tiny.model().parameters())
-    for free, expected in ((2 * needed, "float32"), (2 * needed - 1, "auto")):
-        monkeypatch.setattr(element_type, "free_memory", lambda free=free: free)
-        assert type_to_load(config, CPU) == expected
+    for total in (-(-needed * 4 // 3), None):
+        monkeypatch.setattr(element_type, "total_memory", lambda total=total: total)
+        assert type_to_load(config, CPU) == "float32"
+    monkeypatch.setattr(element_type, "total_memory", lambda: needed * 4 // 3 - 1)
+    with pytest.raises(ConfigError):
+        type_to_load(config, CPU)
+
+
+def test_a_store_of_one_day_is_found_on_the_next(
+    saved: Path, in_software: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else takes memory meanwhile."""
+    config = BlendConfig(min_tokens=0, write_back="inline")
+    for free, hits in ((2**40, 0), (1, 3)):
+        monkeypatch.setattr(memory, "free_memory", lambda *given, free=free: free)
+        with BlendEngine.from_pretrained(saved, store=tmp_path / "kv", config=config) as engine:
+            assert engine.adapter.dtype == torch.float32
+            assert engine.fuse(PROMPT).report.hits == hits
 
 
 def test_float32_gpus_and_quantised_weights_are_left_alone(saved: Path, in_software: None) -> None:

@@ -19,6 +19,7 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.families import FAMILIES
 from cacheblend_rag.models.rope import rotate
 from tests import tiny
+from tests.tolerance import assert_close, assert_layers_close, assert_logits_close, terms_of
 
 THREE_CHUNKS = Prompt("Read this:", [tiny.text(37, 1), tiny.text(20, 2), tiny.text(51, 3)], "What fell?")
 ONE_CHUNK = Prompt("Read this:", [tiny.text(51, 3)], "What fell?")
@@ -52,10 +53,8 @@ def engine_of(model: Any, **options: Any) -> BlendEngine:
 def assert_equals_plain(fused: Any, model: Any) -> None:
     """Logits and cache are those of the model's own prefill."""
     plain = tiny.full_prefill(model, fused.input_ids)
-    torch.testing.assert_close(fused.logits, plain.logits[0, -1], atol=1e-4, rtol=1e-4)
-    for ours, theirs in zip(fused.cache.layers, plain.past_key_values.layers, strict=True):
-        torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(ours.values, theirs.values, atol=1e-4, rtol=1e-4)
+    assert_logits_close(fused.logits, plain.logits[0, -1], model, len(fused.input_ids))
+    assert_layers_close(fused.cache.layers, plain.past_key_values.layers, model)
 
 
 def plain_tokens(model: Any, ids: list[int], count: int) -> list[int]:
@@ -148,13 +147,14 @@ def test_projections_are_those_of_the_layers(family: str) -> None:
         torch.testing.assert_close(adapter.embed(ids), inputs[0])
         rotaries = adapter.rotary(len(ids))
         stored = adapter.segment_kv((), ids)
+        terms = 3 * model.config.hidden_size  # a norm, the product, a norm of keys
         for number, layer in enumerate(cache.layers):
             keys, values = layer.keys[0], layer.values[0]
-            torch.testing.assert_close(adapter.project_values(number, inputs[number]), values)
+            assert_close(adapter.project_values(number, inputs[number]), values, terms)
             found = adapter.project_keys(number, inputs[number], rotaries)
-            torch.testing.assert_close(found, keys, atol=1e-5, rtol=1e-5)
+            assert_close(found, keys, terms)
             turned = rotate(stored.keys[number], rotaries.of_keys(number))
-            torch.testing.assert_close(turned, keys, atol=1e-5, rtol=1e-5)
+            assert_close(turned, keys, terms_of(model, len(ids), number + 1))
 
 
 @pytest.mark.parametrize(("family", "attention"), kernels(sorted(FAMILIES)))

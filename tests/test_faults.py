@@ -22,7 +22,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.evaluation.faults import (
+from cacheblend_rag.report import FusedKV
+from cacheblend_rag.store import DiskStore
+from docs.benchmarks.scripts.faults import (
     DamageTrials,
     crowd,
     kill_while_writing,
@@ -30,9 +32,7 @@ from cacheblend_rag.evaluation.faults import (
     truncations,
     wrong_records,
 )
-from cacheblend_rag.evaluation.reliability import main
-from cacheblend_rag.report import FusedKV
-from cacheblend_rag.store import DiskStore
+from docs.benchmarks.scripts.reliability import main
 from tests import tiny
 from tests.probes import CHUNKS, PROMPT, Hooked, assert_same, engine_of
 from tests.test_store import alter, files
@@ -192,8 +192,18 @@ def test_a_folder_that_becomes_read_only(
         assert_same(fused, before)
         assert "could not store" in caplog.text
         assert "Read-only" in caplog.text
+        store = DiskStore(tmp_path / "kv")  # while another has it open, and its journal cannot be made anew
+        assert store.read_only
+        with pytest.raises(StoreError, match="cannot be written"):
+            store.put("key", record_of(1))
+        assert [len(list(store.entries())), store.stats().records] == [1, 1]
+        (entry,) = store.entries()
+        record = store.open(entry.key)
+        assert record is not None
+        record.close()
+        store.close()
         with pytest.raises(StoreError, match="name a folder that can be written"):
-            DiskStore(tmp_path / "kv")
+            DiskStore(tmp_path / "other")
 
 
 def test_clock_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,12 +25,13 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.families import FAMILIES
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.queries import as_kv_layers, from_kv_layers, kv_layers_for
-from cacheblend_rag.prompt import SegmentTokenizer
+from cacheblend_rag.prompt import PromptTokenizer
 from cacheblend_rag.steering import Steering
 from cacheblend_rag.store import DiskStore, MemoryStore
 from cacheblend_rag.store.record import RecordFormat
 from tests import tiny
 from tests.probes import PROMPT, assert_same, engine_of, prepared_of, record_files
+from tests.tolerance import assert_close, assert_logits_close, terms_of
 
 # Their attention has what fused kernels lack: soft caps, attention sinks, queries scaled by position.
 _APART = ("gemma2", "gpt_oss", "ministral3")
@@ -44,7 +45,7 @@ def foreseen(
     adapter, plan = prepared.adapter, prepared.plan
     fused = prepared.fuse(SelectNone()).fusion
     spans = spans or plan.reused
-    missing = [row for span in plan.reused if span not in spans for row in span if row < spans[-1].stop]
+    missing = [row for row in range(spans[-1].stop) if not any(row in span for span in (*plan.exact, *spans))]
     kv = [LayerKV(of.keys.clone(), of.values.clone()) for of in fused.layers]
     for of in kv if undefined else ():
         for part in (of.keys, of.values):
@@ -58,8 +59,9 @@ def foreseen(
         queries[:, ~inside] = float("nan")
         return queries
 
+    contexts = [plan.contexts[plan.reused.index(span)] for span in spans]
     foresight = Foresight(
-        adapter, plan.input_ids, spans, plan.origins[: len(spans)], torch.tensor(missing, dtype=torch.long),
+        adapter, plan.input_ids, spans, contexts, torch.tensor(missing, dtype=torch.long),
         asked, kv.__getitem__, adapter.rotary(len(plan.input_ids)),
     )  # fmt: skip
     with adapter.blending():
@@ -81,19 +83,18 @@ def test_on_layer_0_they_foresee_what_a_full_prefill_does(family: str) -> None:
     hook = model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda _, args: given.append(args[0][0]))
     tiny.full_prefill(model, list(prepared.tokens.input_ids))
     hook.remove()
-    adapter, origin = prepared.adapter, prepared.plan.origins[0]
     expected, lengths = {}, []
-    for span in prepared.plan.reused:
+    for span, context in zip(prepared.plan.reused, prepared.plan.contexts, strict=True):
         hook = model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(
             lambda _, args: given.append(args[0][0])
         )
-        tiny.full_prefill(model, [*prepared.tokens.input_ids[:origin], *prepared.ids(span)])
+        tiny.full_prefill(model, [*context, *prepared.ids(span)])
         hook.remove()
-        alone, among = given[-1][origin:], given[0][span.start : span.stop]
+        alone, among = given[-1][len(context) :], given[0][span.start : span.stop]
         expected[span] = (among - alone).norm(dim=1)
         lengths += alone.norm(dim=1).tolist()
     found = foreseen(prepared, (0,))
-    assert adapter.num_layers == 4
+    assert prepared.adapter.num_layers == 4
     for span, deviation in expected.items():
         share = deviation / (sum(lengths) / len(lengths))
         torch.testing.assert_close(found[span.start : span.stop], share, atol=2e-3, rtol=2e-3)
@@ -219,7 +220,7 @@ def test_segments_in_one_pass_have_the_queries_of_each_alone() -> None:
         assert len(kv.keys) == len(kv.values) == 4 + 2
         assert len(plain.keys) == 4
         for ours, theirs in zip(kv.keys + kv.values, alone.keys + alone.values, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+            assert_close(ours, theirs, terms_of(adapter.model, 1 + len(ids)))
         for ours, theirs in zip(alone.keys, plain.keys, strict=False):
             assert torch.equal(ours, theirs)
     assert not any(layer._forward_pre_hooks for layer in adapter.layers)
@@ -234,9 +235,8 @@ def test_ratio_1_is_full_prefill(family: str) -> None:
     with engine_of(model, **LOOKING | {"recompute_ratio": 1.0}) as engine:
         for _ in range(2):
             fused = engine.fuse(PROMPT)
-            torch.testing.assert_close(
-                fused.logits, tiny.full_prefill(model, fused.input_ids).logits[0, -1], atol=1e-4, rtol=1e-4
-            )
+            plain = tiny.full_prefill(model, fused.input_ids).logits[0, -1]
+            assert_logits_close(fused.logits, plain, model, len(fused.input_ids))
         assert fused.report.hits == 3
 
 
@@ -282,7 +282,7 @@ def test_a_prepared_prompt_sees_what_stored_queries_say() -> None:
         engine.fuse(PROMPT)
         fused = engine.fuse(PROMPT)
     twin = prepared_of(model).fuse(SelectForeseen(0.3, (1,)))
-    torch.testing.assert_close(fused.logits, twin.fusion.logits, atol=1e-4, rtol=1e-4)
+    assert_logits_close(fused.logits, twin.fusion.logits, model, len(fused.input_ids))
     assert twin.work == pytest.approx(fused.report.work)
 
 
@@ -337,7 +337,7 @@ def test_damaged_queries_are_a_miss(tmp_path: Path) -> None:
             path.write_bytes(bytes(content))
         fused = engine.fuse(PROMPT)
         assert fused.report.lost == 3
-        torch.testing.assert_close(fused.logits, never.logits, atol=1e-5, rtol=1e-5)
+        assert_logits_close(fused.logits, never.logits, model, len(fused.input_ids))
         assert engine.fuse(PROMPT).report.hits == 3
     store.close()
 
@@ -403,7 +403,7 @@ def test_a_bound_is_planned_with_what_it_usually_takes(loading: float, ratio: fl
 
 
 def test_calibrate_looks_for_the_layer_that_tells_most() -> None:
-    segments = SegmentTokenizer(tiny.tokenizer(), " # # ")
+    segments = PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
     trials = TrialSet(ModelAdapter(tiny.model()), segments, [PROMPT], answer_tokens=2)
     telling = Search(trials, trials, 4, 0.01)._telling()
     means = {

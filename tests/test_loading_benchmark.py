@@ -13,11 +13,12 @@ import torch
 from cacheblend_rag import Prompt
 from cacheblend_rag.cli import main
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation import hit_rates, overlap
-from cacheblend_rag.evaluation.hit_rates import TraceOptions, simulate
+from cacheblend_rag.evaluation import overlap
 from cacheblend_rag.evaluation.overlap import OverlapOptions
 from cacheblend_rag.evaluation.throttled import ThrottledStore
 from cacheblend_rag.store import DiskStore, MemoryStore
+from docs.benchmarks.scripts import hit_rates
+from docs.benchmarks.scripts.hit_rates import TraceOptions, simulate
 from tests import tiny
 from tests.probes import engine_of
 

@@ -21,32 +21,37 @@ def registry(*texts: str) -> ChunkRegistry:
     return known
 
 
-def test_white_space_between_chunks_gives_way_to_the_separator() -> None:
-    prompt = notice(f"Use this:\n\n{ONE}\n\n{TWO}\n\nQuestion: who?", registry(ONE, TWO), SEPARATOR)
-    assert prompt == Prompt("Use this:\n\n", [ONE, TWO], "\n\nQuestion: who?")
+def written(prompt: Prompt) -> str:
+    """The text that the model reads."""
+    return prompt.written("<separator>").text
 
 
-def test_speaking_glue_stays() -> None:
+def test_what_stands_around_chunks_stays_as_it_is_written() -> None:
     text = f"Use this:\nContext:\n{ONE}\n\nContext:\n{TWO}\n\nQuestion: who?"
-    prompt = notice(text, registry(ONE, TWO), SEPARATOR)
-    assert prompt.prefix == "Use this:\nContext:\n"
-    assert prompt.glue == ("\n\nContext:\n",)
+    prompt = notice(text, registry(ONE, TWO))
+    expected = Prompt("Use this:\nContext:\n", [ONE, TWO], "\n\nQuestion: who?", ["\n\nContext:\n"])
+    assert prompt == expected
+    assert written(prompt) == text
 
 
-def test_all_glue_can_be_kept() -> None:
-    prompt = notice(f"{ONE}\n\n{TWO}", registry(ONE, TWO), SEPARATOR, keep_glue=True)
-    assert prompt.glue == ("\n\n",)
-
-
-def test_explicit_separators_around_known_chunks_are_not_doubled() -> None:
-    prompt = notice(f"Use:{SEPARATOR}{ONE}{SEPARATOR}{TWO}{SEPARATOR}Who?", registry(ONE, TWO), SEPARATOR)
-    assert prompt == Prompt("Use:", [ONE, TWO], "Who?")
+def test_separators_around_known_chunks_are_text() -> None:
+    text = f"Use:{SEPARATOR}{ONE}{SEPARATOR}{TWO}{SEPARATOR}Who?"
+    for separator in ("", SEPARATOR):
+        assert notice(text, registry(ONE, TWO), separator) == Prompt(
+            f"Use:{SEPARATOR}", [ONE, TWO], f"{SEPARATOR}Who?", [SEPARATOR]
+        )
 
 
 def test_separators_inside_known_chunks_and_questions_are_text() -> None:
     tricky = f"A passage that has{SEPARATOR}the separator in it."
     prompt = notice(f"Use: {tricky}\n\nIs{SEPARATOR}this a question?", registry(tricky), SEPARATOR)
-    assert prompt == Prompt("Use: ", [tricky], f"\n\nIs{SEPARATOR}this a question?")
+    assert prompt == Prompt("Use: ", [tricky], f"\n\nIs{SEPARATOR}this a question?", [])
+
+
+@pytest.mark.parametrize("known", [(), (ONE,)])
+def test_nothing_is_split_at_a_separator_unless_asked_for(known: tuple[str, ...]) -> None:
+    text = f"Use:{SEPARATOR}{ONE}{SEPARATOR}a secret{SEPARATOR}Who{SEPARATOR}is it{SEPARATOR}?"
+    assert notice(text, registry(*known)).chunks == known
 
 
 def test_of_overlapping_chunks_the_longest_is_taken() -> None:
@@ -66,7 +71,7 @@ def test_white_space_within_a_chunk_may_differ_and_is_read_as_it_is_written() ->
     folded = " ".join(TWO.split())
     wide = TWO.replace(" ", "  \n ")
     prompt = notice(f"Use: {folded}\n\n{wide}\n\nWho?", registry(TWO), SEPARATOR)
-    assert prompt == Prompt("Use: ", [folded, wide], "\n\nWho?")
+    assert prompt == Prompt("Use: ", [folded, wide], "\n\nWho?", ["\n\n"])
     assert notice(f"Use: {TWO}", registry(folded), SEPARATOR).chunks == (TWO,)
 
 
@@ -87,37 +92,22 @@ def test_unknown_segments_in_a_row_with_known_chunks_are_chunks() -> None:
         f"Use:{SEPARATOR}a new passage{SEPARATOR}{ONE}{SEPARATOR}another{SEPARATOR}{TWO}{SEPARATOR}last{SEPARATOR}Who?"
     )
     prompt = notice(text, registry(ONE, TWO), SEPARATOR)
-    assert prompt == Prompt("Use:", ["a new passage", ONE, "another", TWO, "last"], "Who?")
+    assert prompt.chunks == ("a new passage", ONE, "another", TWO, "last")
+    assert written(prompt) == text
 
 
 def test_separators_a_chain_joined_with_leave_first_and_last_chunk_to_what_is_known() -> None:
     joined = SEPARATOR.join([ONE, "something unknown", TWO])
     prompt = notice(f"Use this.\n\n{joined}\n\nIs{SEPARATOR}it{SEPARATOR}so?", registry(ONE, TWO), SEPARATOR)
     question = f"\n\nIs{SEPARATOR}it{SEPARATOR}so?"
-    assert prompt == Prompt("Use this.\n\n", [ONE, "something unknown", TWO], question)
-
-
-@pytest.mark.parametrize("parts", [None, [(0, 40)]])
-def test_white_space_as_separator_makes_no_chunk_of_a_question(parts: list[tuple[int, int]] | None) -> None:
-    text = f"Use:\n\n{ONE}\n\nTitle: b\n\n{TWO}\n\nQuestion: who?\n\nWhy?\n\nAnswer:"
-    prompt = notice(text, registry(ONE, TWO), "\n\n", parts=parts)
-    assert prompt == Prompt("Use:", [ONE, TWO], "Question: who?\n\nWhy?\n\nAnswer:", glue=["\n\nTitle: b"])
-    assert notice(text, ChunkRegistry(), "\n\n", parts=parts) == Prompt(suffix=text)
-
-
-def test_a_title_before_a_chunk_stays_and_separators_are_not_doubled() -> None:
-    text = f"Title: a\n{ONE}{SEPARATOR}Title: b\n{TWO}{SEPARATOR}\nWho?"
-    prompt = notice(text, registry(ONE, TWO), SEPARATOR)
-    assert prompt.prefix == "Title: a\n"
-    assert prompt.glue == (f"{SEPARATOR}Title: b\n",)
-    assert prompt.suffix == "\nWho?"
+    assert prompt == Prompt("Use this.\n\n", [ONE, "something unknown", TWO], question, [SEPARATOR, SEPARATOR])
 
 
 def test_separators_count_only_within_parts() -> None:
     text = f"[system] Use{SEPARATOR}a chunk{SEPARATOR}\n[user] A{SEPARATOR}B"
     parts = [(9, text.index("\n[user]")), (text.index("A "), len(text))]
     prompt = notice(text, ChunkRegistry(), SEPARATOR, parts=parts)
-    assert prompt == Prompt("[system] Use", ["a chunk"], f"\n[user] A{SEPARATOR}B")
+    assert prompt == Prompt(f"[system] Use{SEPARATOR}", ["a chunk"], f"{SEPARATOR}\n[user] A{SEPARATOR}B", [])
     assert notice(text, ChunkRegistry(), SEPARATOR, parts=[]) == Prompt(suffix=text)
 
 
@@ -125,20 +115,18 @@ def test_nothing_of_a_question_becomes_prefix() -> None:
     text = f"[system] Read. [user] Who built it? [tool] {ONE} [assistant] "
     at = text.index("Who")
     prompt = notice(text, registry(ONE), SEPARATOR, questions_from=at)
-    assert (prompt.prefix, prompt.lead) == ("[system] Read. [user] ", "Who built it? [tool] ")
-    assert notice(text, registry(ONE), SEPARATOR, questions_from=len(text)).lead == ""
+    assert (prompt.prefix, prompt.preamble) == ("[system] Read. [user] ", "Who built it? [tool] ")
+    assert notice(text, registry(ONE), SEPARATOR, questions_from=len(text)).preamble == ""
 
 
-def test_quotes_stand_without_separator_and_keep_their_surroundings() -> None:
+def test_quotes_are_reused_too() -> None:
     answer = "It was the miller's daughter."
     text = f"[user] {ONE} Who? [assistant] {answer} [user] And then? [assistant] "
     prompt = notice(text, registry(ONE), SEPARATOR, quotes=[answer, "", "short"])
     assert prompt.chunks == (ONE, answer)
-    assert prompt.bare == {1}
-    assert prompt.glue == (" Who? [assistant] ",)
-    assert prompt.suffix == " [user] And then? [assistant] "
+    assert written(prompt) == text
     first = notice(f"[assistant] {answer}\n[user] So?", ChunkRegistry(), SEPARATOR, parts=[], quotes=[answer])
-    assert first == Prompt("[assistant] ", [answer], "\n[user] So?", bare=[0])
+    assert first == Prompt("[assistant] ", [answer], "\n[user] So?", [])
 
 
 def test_a_chunk_that_comes_twice_is_two_chunks() -> None:
@@ -159,7 +147,8 @@ def test_a_text_whose_head_is_mostly_white_space_is_known() -> None:
 
 
 def test_without_known_chunks_separators_decide() -> None:
-    assert notice(f"a{SEPARATOR}b{SEPARATOR}c", ChunkRegistry(), SEPARATOR) == Prompt("a", ["b"], "c")
+    split = notice(f"a{SEPARATOR}b{SEPARATOR}c", ChunkRegistry(), SEPARATOR)
+    assert split == Prompt(f"a{SEPARATOR}", ["b"], f"{SEPARATOR}c", [])
     assert notice("only text", ChunkRegistry(), SEPARATOR) == Prompt("", [], "only text")
 
 
@@ -197,12 +186,8 @@ def test_the_limit_is_checked() -> None:
     prefix=st.text(alphabet="xyz \n", max_size=30),
     suffix=st.text(alphabet="xyz \n?", max_size=30),
 )
-def test_nothing_but_white_space_is_lost(chunks: list[str], prefix: str, suffix: str) -> None:
+def test_nothing_is_lost_or_changed(chunks: list[str], prefix: str, suffix: str) -> None:
     text = prefix + "\n\n".join(chunks) + suffix
     prompt = notice(text, registry(*chunks), "<sep>")
-    parts = [prompt.prefix]
-    for number, chunk in enumerate(prompt.chunks):
-        parts += [prompt.glue[number - 1] if number and prompt.glue else "", chunk]
-    rebuilt = "".join([*parts, prompt.suffix])
-    assert "".join(rebuilt.split()) == "".join(text.split())
+    assert written(prompt) == text
     assert prompt.chunks

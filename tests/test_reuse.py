@@ -13,9 +13,12 @@ import pytest
 import torch
 
 from cacheblend_rag import Prompt
+from cacheblend_rag.models.kv import LayerKV
+from cacheblend_rag.prompt import Span
 from cacheblend_rag.store import DiskStore
 from tests import tiny
 from tests.probes import CHUNKS, PROMPT, Hooked, assert_same, engine_of, record_files
+from tests.tolerance import assert_layers_close, assert_logits_close
 
 pytestmark = pytest.mark.usefixtures("even_small_records_are_prefetched")
 
@@ -72,9 +75,8 @@ def test_a_changed_prefix_keeps_the_hits_and_a_known_one_is_reused_exactly() -> 
         tokens = again.report.prefix_tokens
         assert again.report.reused_tokens == again.report.chunk_tokens + tokens
         plain = tiny.full_prefill(model, again.input_ids[:tokens]).past_key_values
-        for ours, theirs in zip(again.cache.layers, plain.layers, strict=True):
-            torch.testing.assert_close(ours.keys[:, :, :tokens], theirs.keys, atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(ours.values[:, :, :tokens], theirs.values, atol=1e-5, rtol=1e-5)
+        reused = [LayerKV(one.keys[:, :, :tokens], one.values[:, :, :tokens]) for one in again.cache.layers]
+        assert_layers_close(reused, plain.layers, model)
         for ours, theirs in zip(again.cache.layers, first.cache.layers, strict=True):
             assert torch.equal(ours.keys[:, :, :tokens], theirs.keys[:, :, :tokens])
         for rows in again.recomputed:
@@ -91,9 +93,8 @@ def test_a_chunk_right_behind_its_prefix_is_exact_without_recompute(family: str)
         assert fused.report.hits == 1
         assert fused.report.recomputed_tokens == (0,) * 4
         plain = tiny.full_prefill(model, fused.input_ids)
-        torch.testing.assert_close(fused.logits, plain.logits[0, -1], atol=1e-4, rtol=1e-4)
-        for ours, theirs in zip(fused.cache.layers, plain.past_key_values.layers, strict=True):
-            torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-4, rtol=1e-4)
+        assert_logits_close(fused.logits, plain.logits[0, -1], model, len(fused.input_ids))
+        assert_layers_close(fused.cache.layers, plain.past_key_values.layers, model)
         assert engine.fuse(Prompt("Another prefix:", CHUNKS[:1], "What fell?")).report.hits == 0
         assert engine.fuse(Prompt("", CHUNKS[:1], "What fell?")).report.hits == 0
         second = engine.fuse(Prompt(one.prefix, CHUNKS[1:], "What fell?"))
@@ -110,7 +111,8 @@ def test_an_exact_chunk_is_never_recomputed() -> None:
         engine.warm(CHUNKS, prefix=PROMPT.prefix)
         fused = engine.fuse(PROMPT)
         split = fused.report.prefix_tokens
-        exact = range(split, split + len(engine._pipeline.tokenizer.chunk_ids(CHUNKS[0])))
+        head = len(engine.tokenize(PROMPT).located[0].head)
+        exact = range(split + head, split + head + len(engine.tokenize(PROMPT).chunks[0]))
         rows = {row for layer in fused.recomputed for row in layer.tolist()}
         assert not rows & set(exact)
         assert rows & set(range(exact.stop, split + fused.report.chunk_tokens))
@@ -123,7 +125,7 @@ def test_a_chunk_right_behind_the_sink_is_exact_too() -> None:
         fused = engine.fuse(Prompt("", CHUNKS[:1], "What fell?"))
         assert fused.report.hits == 1
         plain = tiny.full_prefill(model, fused.input_ids)
-        torch.testing.assert_close(fused.logits, plain.logits[0, -1], atol=1e-4, rtol=1e-4)
+        assert_logits_close(fused.logits, plain.logits[0, -1], model, len(fused.input_ids))
 
 
 # What is computed, what is stored -----------------------------------------------------------
@@ -135,34 +137,55 @@ def test_missing_chunks_and_the_suffix_are_always_computed() -> None:
         fused = engine.fuse(PROMPT)
         split = engine._pipeline.tokenizer.tokenize(PROMPT)
     assert (fused.report.hits, fused.report.misses) == (2, 1)
-    computed = [*range(split.prefix.stop), *range(split.chunks[1].start, split.chunks[1].stop)]
-    computed += range(split.suffix.start, split.suffix.stop)
+    computed = [at for at in range(len(split.input_ids)) if not _within(at, split.chunks[0], split.chunks[2])]
     assert [rows.tolist() for rows in fused.recomputed] == [computed] * 4
 
 
-def test_glue_is_always_computed_and_never_stored() -> None:
+def _within(at: int, *spans: Span) -> bool:
+    return any(span.start <= at < span.stop for span in spans)
+
+
+def test_texts_between_chunks_are_always_computed_and_never_stored() -> None:
     store = Hooked()
-    prompt = Prompt("Read this:", CHUNKS, "What fell?", glue=["\nContext: ", "\nMore: "])
+    prompt = Prompt("Read this: ", CHUNKS, " What fell?", ["\nContext: ", "\nMore: "])
     with engine_of(store=store, selection="none") as engine:
         engine.fuse(prompt)
         fused = engine.fuse(prompt)
-        tokenizer = engine._pipeline.tokenizer
-        split = tokenizer.tokenize(prompt)
+        split = engine.tokenize(prompt)
+        text = engine.tokenizer.decode(split.input_ids[split.chunks[0].stop : split.chunks[1].start])
     assert (fused.report.hits, fused.report.misses) == (3, 0)
-    glue = [*range(split.chunks[0].stop, split.chunks[1].start), *range(split.chunks[1].stop, split.chunks[2].start)]
-    assert split.input_ids[glue[0] : glue[0] + 2] == tokenizer.inner_ids("\nContext: ")[:2]
-    assert fused.recomputed[-1].tolist() == [*glue, *range(split.suffix.start, split.suffix.stop)]
-    assert sorted(store.stored_ids()) == sorted([split.ids(split.prefix), *map(tokenizer.chunk_ids, CHUNKS)])
+    assert "Context:" in text
+    expected = [at for at in range(len(split.input_ids)) if not _within(at, split.prefix, *split.chunks)]
+    assert fused.recomputed[-1].tolist() == expected
+    assert sorted(store.stored_ids()) == sorted([split.ids(split.prefix), *map(split.ids, split.chunks)])
 
 
 @pytest.mark.parametrize("suffix", ["What fell?", "What # # fell # # ?", " # # ", ""])
 def test_nothing_of_the_question_is_stored(suffix: str) -> None:
     store = Hooked()
     with engine_of(store=store) as engine:
-        engine.generate(Prompt("Read # # this:", ["a # # b", "c"], suffix), max_new_tokens=3)
-        tokenizer = engine._pipeline.tokenizer
-        expected = [tokenizer.opening_ids("Read # # this:"), tokenizer.chunk_ids("a # # b"), tokenizer.chunk_ids("c")]
+        prompt = Prompt("Read # # this:", ["a # # b", "c # d"], suffix)
+        engine.generate(prompt, max_new_tokens=3)
+        split = engine.tokenize(prompt)
+        expected = [split.ids(span) for span in (split.prefix, *split.chunks)]
     assert sorted(store.stored_ids()) == sorted(expected)
+
+
+def test_a_chunk_whose_ids_differ_in_a_prompt_is_stored_in_that_form_too() -> None:
+    """A tokenizer that merges pieces across an edge that no usual prompt has."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["<<" + CHUNKS[0][:12]])
+    usual, merged = Prompt("", CHUNKS[:1], "Why?"), Prompt("<<", CHUNKS[:1], " Why?", [])
+    with engine_of(tiny.model(vocab_size=500), tokenizer) as engine:
+        assert engine.tokenize(usual).located[0].usual
+        assert not engine.tokenize(merged).located[0].usual
+        assert engine.tokenize(merged).input_ids == tuple(tokenizer.encode("<<" + CHUNKS[0] + " Why?"))
+        engine.warm(CHUNKS[:1])
+        assert engine.fuse(merged).report.misses == 1
+        assert engine.fuse(merged).report.hits == 1
+        assert engine.forget(CHUNKS[:1]) == 2
+        assert engine.fuse(merged).report.misses == 1
+        assert engine.fuse(usual).report.misses == 1
 
 
 @pytest.mark.parametrize(
@@ -179,13 +202,13 @@ def test_a_text_without_chunks_is_plain_and_leaves_no_trace(prompt: Any) -> None
     assert answer.report.plain
     assert fused.deviation is None
     assert (answer.report.hits, answer.report.misses) == (0, 0)
-    torch.testing.assert_close(fused.logits, expected, atol=1e-5, rtol=1e-5)
+    assert_logits_close(fused.logits, expected, engine.model, len(fused.input_ids))
     assert store.kept == {}
 
 
 def test_few_chunk_tokens_are_answered_plainly_and_stored_nowhere() -> None:
     store = Hooked()
-    tokens = sum(len(engine_of()._pipeline.tokenizer.chunk_ids(chunk)) for chunk in CHUNKS)
+    tokens = sum(len(engine_of()._pipeline.tokenizer.chunk(chunk).ids) for chunk in CHUNKS)
     with engine_of(store=store, min_tokens=tokens + 1) as engine:
         fused = engine.fuse(PROMPT)
         assert fused.report.plain
@@ -195,12 +218,13 @@ def test_few_chunk_tokens_are_answered_plainly_and_stored_nowhere() -> None:
         assert len(store.kept) == 4
 
 
-def test_a_text_is_split_like_the_prompt_it_spells() -> None:
-    with engine_of(recompute_ratio=0.2) as engine:
+def test_a_text_is_split_like_the_prompt_it_spells_if_that_is_asked_for() -> None:
+    with engine_of(recompute_ratio=0.2, separator=" # # ", split_at_separator=True) as engine:
         text = " # # ".join(["Read this:", *CHUNKS, "What fell in the end?"])
         cold, warm = engine.fuse(text), engine.fuse(PROMPT)
         assert cold.input_ids == warm.input_ids
         assert warm.report.hits == 3
+        assert engine.with_config(split_at_separator=False).fuse(text).report.plain
 
 
 # Identity -----------------------------------------------------------------------------------
@@ -221,7 +245,7 @@ def test_only_the_very_same_model_and_salt_hit(tmp_path: Path) -> None:
     assert hits_over(tmp_path, tiny.model(rope="linear")) == (0, False)
     assert hits_over(tmp_path, tiny.model().to(torch.bfloat16)) == (0, False)
     assert hits_over(tmp_path, tiny.model(), salt="tenant") == (0, False)
-    assert hits_over(tmp_path, tiny.model(), separator="\n\n") == (0, True)
+    assert hits_over(tmp_path, tiny.model(), separator=" # # ") == (0, False)
     assert hits_over(tmp_path, tiny.model(), condition="prefix") == (0, True)
     assert hits_over(tmp_path, tiny.model()) == (3, True)
 
@@ -260,8 +284,8 @@ def test_a_record_put_under_a_foreign_key_is_refused(caplog: pytest.LogCaptureFi
         engine.warm([CHUNKS[0], "something else"])
         keys = {record.info.token_ids: key for key, record in store.kept.items()}
         tokenizer = engine._pipeline.tokenizer
-        foreign = store.kept[keys[tokenizer.chunk_ids("something else")]]
-        store.put(keys[tokenizer.chunk_ids(CHUNKS[0])], foreign)
+        foreign = store.kept[keys[tokenizer.chunk("something else").ids]]
+        store.put(keys[tokenizer.chunk(CHUNKS[0]).ids], foreign)
         with caplog.at_level(logging.WARNING):
             fused = engine.fuse(PROMPT)
     assert fused.report.hits == 0

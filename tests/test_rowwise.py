@@ -15,6 +15,7 @@ from cacheblend_rag.models.rowwise import computed_in_blocks, row_by_row
 from cacheblend_rag.prompt import Prompt
 from tests import tiny
 from tests.probes import engine_of
+from tests.tolerance import assert_logits_close
 
 
 @pytest.fixture
@@ -91,14 +92,15 @@ def test_only_ordinary_parts_are_taken() -> None:
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_gives_the_same_in_blocks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = Prompt("Read this:", [tiny.text(40, 1), tiny.text(30, 2)], "What fell in the end?")
-    with engine_of(tiny.model(family), recompute_ratio=0.4, min_tokens=0) as engine:
+    model = tiny.model(family)
+    with engine_of(model, selection="random", recompute_ratio=0.4) as engine:  # whichever way rows deviate
         engine.warm(prompt.chunks, progress=False)
         whole = engine.fuse(prompt)
         monkeypatch.setattr("cacheblend_rag.models.rowwise._ROWS", 7)
         parted = engine.fuse(prompt)
         parts = engine.adapter._row_by_row
     assert parts, "each has norms at least"
-    torch.testing.assert_close(parted.logits, whole.logits, rtol=1e-4, atol=1e-5)
+    assert_logits_close(parted.logits, whole.logits, model, len(parted.input_ids))
 
 
 def test_stored_kv_is_the_same_in_blocks(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from cacheblend_rag.errors import ConfigError, MissingExtraError, RecordError
-from cacheblend_rag.evaluation.faults import record_of, wrong_records
 from cacheblend_rag.store import DiskStore, RecordFormat
 from cacheblend_rag.store.codecs import CODECS
 from cacheblend_rag.store.record import FileRecord, encode_record, record_bytes
 from cacheblend_rag.store.sealing import KEY_VARIABLE, Seal
+from docs.benchmarks.scripts.faults import record_of, wrong_records
 from tests.test_store import files
 
 KEY, OTHER = bytes(range(32)), bytes(32)

@@ -17,10 +17,10 @@ import torch
 
 from cacheblend_rag import BlendConfig, Prompt
 from cacheblend_rag.errors import ConfigError, StoreError
-from cacheblend_rag.evaluation.faults import record_of
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, StoredKV, TieredStore, open_store
+from docs.benchmarks.scripts.faults import record_of
 from tests import tiny
 from tests.probes import Hooked, engine_of
 

@@ -21,6 +21,7 @@ from cacheblend_rag.report import Generation
 from tests import tiny
 from tests.probes import engine_of, until
 from tests.test_families import EAGER_ONLY, WINDOWS
+from tests.tolerance import assert_layers_close, assert_logits_close
 
 PROMPTS = [
     Prompt("Read this:", [tiny.text(23 + 9 * number, number), tiny.text(31, 9)], "What fell? " * (number + 1))
@@ -112,12 +113,10 @@ def check_together(model: Any, together: bool) -> None:
     assert rows == ([3] * 4 if together else [1] * 12)
     assert model.config._attn_implementation == attention
     for of, alone in zip(found, expected, strict=True):
-        torch.testing.assert_close(torch.stack(of), alone, atol=1e-4, rtol=1e-4)
+        assert_logits_close(torch.stack(of), alone, model, 90 + 4)
     for cache, alone in zip(own, caches, strict=True):
         assert cache.get_seq_length() == alone.get_seq_length()
-        for mine, other in zip(cache.layers, alone.layers, strict=True):
-            torch.testing.assert_close(mine.keys, other.keys, atol=1e-4, rtol=1e-4)
-            torch.testing.assert_close(mine.values, other.values, atol=1e-4, rtol=1e-4)
+        assert_layers_close(cache.layers, alone.layers, model)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +151,7 @@ def test_who_runs_the_model_meanwhile_gets_what_it_computes(monkeypatch: pytest.
     monkeypatch.setattr(StepsTogether, "_pass", beside_another)
     caches = [steps._adapter.prefill([3, 4, 5]).cache for _ in range(2)]
     steps([{"input_ids": torch.tensor([[5]]), "past_key_values": cache} for cache in caches])
-    torch.testing.assert_close(found[0], expected, atol=1e-4, rtol=1e-4)
+    assert_logits_close(found[0], expected, model, 37)
 
 
 def test_a_model_that_attends_plainly_takes_its_steps_one_by_one() -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``ask``, ``bench``, ``cache``, ``calibrate``, ``eval``, ``profile`` and ``serve``."""
+"""The command line: ``ask``, ``bench``, ``cache``, ``calibrate``, ``eval``, ``models``, ``profile`` and ``serve``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from cacheblend_rag.cli.bench import add_bench
 from cacheblend_rag.cli.cache import add_cache
 from cacheblend_rag.cli.calibrate import add_calibrate
 from cacheblend_rag.cli.evaluate import add_eval
+from cacheblend_rag.cli.models import add_models
 from cacheblend_rag.cli.profile import add_profile
 from cacheblend_rag.cli.serve import add_serve
 from cacheblend_rag.errors import CacheBlendError
@@ -28,12 +29,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CacheBlendError as error:
         print(f"cacheblend-rag: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("cacheblend-rag: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cacheblend-rag", description="Fast local RAG from stored KV.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (add_ask, add_serve, add_cache, add_profile, add_bench, add_calibrate, add_eval):
+    for add in (add_ask, add_serve, add_models, add_cache, add_profile, add_bench, add_calibrate, add_eval):
         add(commands)
     return parser

@@ -6,23 +6,26 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.config import BlendConfig, default_data_path
+from cacheblend_rag.config import DEFAULT_EMBEDDER, DEFAULT_MODEL, BlendConfig, default_data_path
 
 if TYPE_CHECKING:
     from cacheblend_rag.folder_rag import FolderRAGOptions
 
 __all__ = ["add_arguments", "add_rag_arguments", "data_folder", "rag_options"]
 
+_OF_ENGINE = [option for option in BlendConfig.options() if option.flag]
 _ARGUMENTS: dict[str, dict[str, Any]] = {
-    "docs": {"metavar": "FOLDER", "help": ".txt, .md and .pdf files; the bundled archive by default"},
-    "model": {"metavar": "PATH_OR_ID", "help": "a transformers model; the bundled one by default"},
-    "embedder": {"metavar": "PATH_OR_ID", "help": "a sentence-transformers model; bundled by default"},
-    "size-limit": {"metavar": "SIZE", "help": 'of the KV store, such as "20GB" (default 10 GB)'},
+    "docs": {"metavar": "FOLDER", "help": ".txt, .md and .pdf files; the bundled articles by default"},
+    "model": {"metavar": "PATH_OR_ID", "help": f"a folder, hub id or GGUF file (default: {DEFAULT_MODEL})"},
+    "embedder": {"metavar": "PATH_OR_ID", "help": f"a sentence-transformers model (default: {DEFAULT_EMBEDDER})"},
     "data-dir": {"metavar": "FOLDER", "help": "where index and KV are kept (default: user's cache)"},
     "device": {"default": "auto", "help": '"auto", "cpu", "cuda", …'},
     "dtype": {"default": "auto", "help": '"auto", "float32", "bfloat16" or "float16"'},
-    "ratio": {"type": float, "metavar": "R", "help": "recompute ratio, 0 to 1 (default: auto)"},
     "max-new-tokens": {"type": int, "default": 64, "metavar": "N", "help": "longest answer (default 64)"},
+    **{
+        option.flag: {"metavar": option.metavar, "help": f"{option.help} (default: {option.shown or option.default})"}
+        for option in _OF_ENGINE
+    },
 }
 
 
@@ -55,10 +58,12 @@ def rag_options(parsed: argparse.Namespace) -> FolderRAGOptions:
 
     given = {name: value for name, value in vars(parsed).items() if value is not None}
     names = ("docs", "model", "embedder", "data_dir", "top_k", "max_new_tokens", "device", "dtype")
-    config = {"recompute_ratio": given.get("ratio"), "size_limit": given.get("size_limit")}
+    texts = {option: given.get(option.flag.replace("-", "_")) for option in _OF_ENGINE}
     return FolderRAGOptions(
         **{name: given[name] for name in names if name in given},
-        config=BlendConfig(**{name: value for name, value in config.items() if value is not None}),
+        config=BlendConfig(
+            **{option.name: option.read(text, option.name) for option, text in texts.items() if text is not None}
+        ),
     )
 
 

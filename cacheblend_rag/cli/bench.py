@@ -45,10 +45,6 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     concurrent.add_argument("--limit", type=int, action="append", help="answers under way (default 1 and 4)")
     concurrent.add_argument("--at-once", type=int, action="append", help="requests (default 1, 2, 4 and 8)")
     concurrent.set_defaults(run=_bench_concurrent)
-    plot = kinds.add_parser("plot", help="draw a result again from its JSON, with nothing measured")
-    plot.add_argument("file", metavar="RESULT", help="what one of the other benchmarks printed, or its last line")
-    plot.add_argument("--plot", metavar="FILE", required=True, help="the picture to write")
-    plot.set_defaults(run=_bench_plot)
 
 
 def _add_ttft(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -180,11 +176,4 @@ def _bench_loading(parsed: argparse.Namespace) -> int:
     if parsed.factor:
         chosen["factors"] = tuple(parsed.factor)
     show(OverlapOptions(**chosen), parsed.plot)
-    return 0
-
-
-def _bench_plot(parsed: argparse.Namespace) -> int:
-    from cacheblend_rag.evaluation.redraw import draw_file
-
-    print(f"{draw_file(parsed.file, parsed.plot)}: {parsed.plot}")
     return 0

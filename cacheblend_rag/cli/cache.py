@@ -97,23 +97,23 @@ def _documents(parsed: argparse.Namespace) -> dict[tuple[int, ...], str]:
     """Documents that chunks are from, by the chunks' token ids."""
     if parsed.docs is None:
         return {}
+    from cacheblend_rag.config import DEFAULT_MODEL
     from cacheblend_rag.models.loading import load_geometry
-    from cacheblend_rag.reference import MODEL_PATH
 
-    _, tokenizer = load_geometry(parsed.model or MODEL_PATH)
+    _, tokenizer = load_geometry(parsed.model or DEFAULT_MODEL)
     return _chunks_of(parsed.docs, tokenizer)
 
 
 def _chunks_of(folder: str, tokenizer: Any) -> dict[tuple[int, ...], str]:
     """Token ids of a folder's chunks, each with the document it is from."""
     from cacheblend_rag.config import BlendConfig
-    from cacheblend_rag.prompt import SegmentTokenizer
+    from cacheblend_rag.prompt import PromptTokenizer
     from cacheblend_rag.retrieval.documents import read_folder
     from cacheblend_rag.retrieval.splitting import split
 
-    segments = SegmentTokenizer(tokenizer, BlendConfig().separator)
+    segments = PromptTokenizer(tokenizer, BlendConfig().separator)
     chunks = split(read_folder(folder))
-    return {segments.chunk_ids(chunk.page_content): str(chunk.metadata.get("source", "")) for chunk in chunks}
+    return {segments.chunk(chunk.page_content).ids: str(chunk.metadata.get("source", "")) for chunk in chunks}
 
 
 def _verify(parsed: argparse.Namespace) -> int:
@@ -158,13 +158,13 @@ def _warm(parsed: argparse.Namespace) -> int:
 
 
 def _estimate(parsed: argparse.Namespace) -> int:
+    from cacheblend_rag.config import DEFAULT_MODEL
     from cacheblend_rag.models.loading import load_geometry
-    from cacheblend_rag.reference import MODEL_PATH
     from cacheblend_rag.store import RecordFormat, RecordInfo
     from cacheblend_rag.store.codecs import CODECS
     from cacheblend_rag.store.record import record_bytes
 
-    shape, tokenizer = load_geometry(parsed.model or MODEL_PATH, parsed.dtype)
+    shape, tokenizer = load_geometry(parsed.model or DEFAULT_MODEL, parsed.dtype)
     forms = {name: RecordFormat(name) for name in ([parsed.codec] if parsed.codec else CODECS)}
 
     def info(ids: tuple[int, ...]) -> RecordInfo:

@@ -23,9 +23,8 @@ def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument(
         "--questions", metavar="FILE", help="your own questions, one a line; by default made from names"
     )
-    parser.add_argument(
-        "--data", metavar="FILE", help="prompts of a file of questions, or reference:dev, instead of --docs"
-    )
+    parser.add_argument("--data", metavar="FILE", help="prompts of a file of questions, instead of --docs")
+    parser.add_argument("--prompt", choices=("paper", "stuff"), help="of --data: the paper's (default), or LangChain's")
     parser.add_argument("--tolerance", type=float, default=0.01, metavar="NATS", help="mean divergence a token (0.01)")
     parser.add_argument("--prompts", type=int, default=144, metavar="N", help="two thirds only check the result (144)")
     parser.add_argument("--chunks", type=int, default=6, metavar="N", help="chunks in a prompt (default 6)")
@@ -37,15 +36,14 @@ def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _calibrate(parsed: argparse.Namespace) -> int:
-    from cacheblend_rag.config import BlendConfig
+    from cacheblend_rag.config import DEFAULT_MODEL, BlendConfig
     from cacheblend_rag.engine import BlendEngine
     from cacheblend_rag.evaluation.calibration.calibrate import CalibrationOptions, calibrate, keep_settings, report
-    from cacheblend_rag.reference import MODEL_PATH
 
     options = CalibrationOptions(tolerance=parsed.tolerance, answer_tokens=parsed.answer_tokens, scaled=parsed.scaled)
     prompts = _prompts(parsed)
     with BlendEngine.from_pretrained(
-        parsed.model or MODEL_PATH,
+        parsed.model or DEFAULT_MODEL,
         config=BlendConfig(recompute_ratio=0.15),
         store=data_folder(parsed) / "kv",
         device=parsed.device,
@@ -59,10 +57,10 @@ def _calibrate(parsed: argparse.Namespace) -> int:
 
 
 def _prompts(parsed: argparse.Namespace) -> list[Prompt]:
+    from cacheblend_rag.app.collection import ARTICLES_PATH
     from cacheblend_rag.checks import check_whole
     from cacheblend_rag.errors import ConfigError, DatasetError
     from cacheblend_rag.evaluation.calibration.prompts import case_prompts, chunk_prompts, question_prompts
-    from cacheblend_rag.reference import DOCUMENTS_PATH
     from cacheblend_rag.retrieval.documents import read_folder
     from cacheblend_rag.retrieval.splitting import split
 
@@ -71,8 +69,10 @@ def _prompts(parsed: argparse.Namespace) -> list[Prompt]:
     if parsed.data:
         if parsed.docs or parsed.questions:
             raise ConfigError("data", parsed.data, "use it without --docs and --questions")
-        return case_prompts(parsed.data, parsed.prompts, parsed.chunks, parsed.seed)
-    chunks = split(read_folder(parsed.docs or DOCUMENTS_PATH))
+        return case_prompts(parsed.data, parsed.prompts, parsed.chunks, parsed.seed, parsed.prompt or "paper")
+    if parsed.prompt:
+        raise ConfigError("prompt", parsed.prompt, "use it with --data")
+    chunks = split(read_folder(parsed.docs or ARTICLES_PATH))
     if not parsed.questions:
         return chunk_prompts(chunks, parsed.prompts, parsed.chunks, parsed.seed)
     try:

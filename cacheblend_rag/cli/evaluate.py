@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.evaluation.quality.sources import CaseSource
     from cacheblend_rag.loading import BlendSettings
 
-__all__ = ["add_eval"]
+__all__ = ["Opened", "add_eval", "add_eval_arguments", "open_evaluation"]
 
 _MEMORY = "1GB"  # of KV in memory: a question's chunks are wanted while it is asked, by all methods
 
@@ -27,13 +29,22 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser = commands.add_parser(
         "eval", help="hold every method against full prefill, on questions with passages", description=__doc__
     )
-    parser.add_argument("what", nargs="?", choices=("run", "figures"), default="run", help="a run, or paper figures")
+    add_eval_arguments(parser)
     parser.add_argument(
-        "--data",
-        required=True,
-        metavar="FILE",
-        help='questions, or "reference:dev", "reference:test", "reference:wide-test"…',
+        "--against", type=_names, default=(), metavar="LABEL,…", help='pair all with more methods, such as "hkvd 0.15"'
     )
+    parser.add_argument("--no-plots", action="store_true", help="leave the drawing out")
+    parser.add_argument(
+        "--part",
+        metavar="K/N",
+        help="measure every N-th question, from the K-th on; sum up without it when all have run",
+    )
+    parser.set_defaults(run=_eval)
+
+
+def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
+    """Questions, methods and how answers are made."""
+    parser.add_argument("--data", required=True, metavar="FILE", help="questions with passages")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="keeps results; a killed run goes on there")
     add_arguments(parser, "model")
     parser.add_argument("--methods", type=_names, default=("full", "prefix", "reuse", "hkvd"), metavar="A,B,…")
@@ -46,24 +57,11 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("--order", choices=("retrieved", "random"), default="retrieved")
     _add_questions(parser)
     _add_answers(parser)
-    figures = parser.add_argument_group("figures")
-    figures.add_argument("--only", type=_whole, metavar="N,N,…", help="2, 6, 7, 8, 12, 13, 15, 16; all by default")
-    figures.add_argument("--sweep-chunks", type=_whole, default=(3, 6, 9, 12), metavar="N,N,…")
-    figures.add_argument("--sweep-tokens", type=_whole, default=(100, 200, 300), metavar="N,N,…")
-    figures.add_argument("--prompts", type=int, default=20, help="prompts for figures 6 to 8")
-    parser.set_defaults(run=_eval)
 
 
 def _add_questions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", default="auto", help="of the file; recognised by default")
     parser.add_argument("--limit", type=int, metavar="N", help="only so many questions")
-    parser.add_argument(
-        "--per-kind",
-        type=_counts,
-        default=50,
-        metavar="N",
-        help="questions a kind of the reference archive, or KIND=N,KIND=N,…",
-    )
     parser.add_argument("--retrieve", default="words", metavar="HOW", help='"words", "file", or an embedder')
     parser.add_argument("--support", choices=("always", "retrieved"), default="always", help="passages an answer needs")
     parser.add_argument("--workload", choices=("plain", "extended"), default="plain")
@@ -72,7 +70,7 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_answers(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--prompt", choices=("paper", "stuff"), help="stuff for the reference archive, else paper")
+    parser.add_argument("--prompt", choices=("paper", "stuff"), default="paper", help="the paper's, or LangChain's")
     parser.add_argument("--chat", action="store_true", help="put prompts into the model's chat template")
     parser.add_argument("--max-new-tokens", type=int, default=0, metavar="N", help="of an answer; 0: by task")
     parser.add_argument("--no-answers", action="store_true", help="generate nothing; measure by the gold answers alone")
@@ -82,18 +80,9 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kv", metavar="FOLDER", help='KV store, or "memory" (default: in the folder of results)')
     parser.add_argument(
-        "--against", type=_names, default=(), metavar="LABEL,…", help='pair all with more methods, such as "hkvd 0.15"'
-    )
-    parser.add_argument(
         "--measure",
         choices=("f1", "em", "rouge_l", "forced_exact"),
-        help="what tables and plots are led by (exact match for the reference archive, else by task)",
-    )
-    parser.add_argument("--no-plots", action="store_true", help="leave the drawing out")
-    parser.add_argument(
-        "--part",
-        metavar="K/N",
-        help="measure every N-th question, from the K-th on; sum up without it when all have run",
+        help="what tables and plots are led by (default: by task)",
     )
 
 
@@ -119,62 +108,88 @@ def _split(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
 _names, _numbers, _whole = _split(str), _split(float), _split(int)
 
 
-def _counts(text: str) -> int | dict[str, int]:
-    """How many of each kind, or of those that are named."""
-    if "=" not in text:
-        return int(text)
-    return {kind.strip(): int(count) for kind, _, count in (part.partition("=") for part in text.split(","))}
-
-
 def _eval(parsed: argparse.Namespace) -> int:
-    from cacheblend_rag.config import BlendConfig, parse_bytes
-    from cacheblend_rag.engine import BlendEngine
-    from cacheblend_rag.errors import ConfigError
-    from cacheblend_rag.evaluation.analysis import import_pyplot
-    from cacheblend_rag.evaluation.quality.sources import open_source
-    from cacheblend_rag.reference import MODEL_PATH
+    from cacheblend_rag.evaluation.plotting import import_pyplot
+    from cacheblend_rag.evaluation.quality.plots import draw_run
+    from cacheblend_rag.evaluation.quality.runner import Evaluation
+    from cacheblend_rag.evaluation.quality.summary import write_summary
 
     part = _part(parsed.part)
-    if part and parsed.what == "figures":
-        raise ConfigError("part", parsed.part, "leave it out; only a run can be measured in parts")
-    if not parsed.no_plots or parsed.what == "figures":
+    if not parsed.no_plots:
         import_pyplot()  # better missed now than after hours
-    options, out = _options(parsed), Path(parsed.out)
-    shuffled = parsed.order == "random"
-    source = open_source(
-        parsed.data,
-        form=parsed.format,
-        limit=parsed.limit,
-        per_kind=parsed.per_kind,
-        seed=parsed.seed,
-        shuffled=shuffled,
-    )
+    out, measure = Path(parsed.out), parsed.measure
+    with open_evaluation(parsed) as made:
+        evaluation = Evaluation(
+            made.engine, made.source, made.options, made.ranker, made.calibrated, retrieval=parsed.retrieve
+        )
+        if part:
+            evaluation.run(out, part=part)
+            print(f"part {part.number} of {part.of} is done; without --part all of them are summed up", file=sys.stderr)
+            return 0
+        run = evaluation.run(out)
+        rows = write_summary(run, out, parsed.against, measure)
+        if not parsed.no_plots:
+            draw_run(run, rows, out, measure)
+    print((out / "table.md").read_text(encoding="utf-8"))
+    print(f"results, table and plots are in {out}", file=sys.stderr)
+    return 0
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What the arguments of `add_eval_arguments` name.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+    source : CaseSource
+    options : EvalOptions
+    ranker : Ranker or None
+    calibrated : BlendSettings or None
+        What ``cacheblend-rag calibrate`` found for the model.
+    """
+
+    engine: BlendEngine
+    source: CaseSource
+    options: EvalOptions
+    ranker: Ranker | None
+    calibrated: BlendSettings | None
+
+
+@contextmanager
+def open_evaluation(parsed: argparse.Namespace, source: CaseSource | None = None) -> Iterator[Opened]:
+    """Read the questions, unless they are given, and load the model."""
+    from cacheblend_rag.config import DEFAULT_MODEL, BlendConfig, parse_bytes
+    from cacheblend_rag.engine import BlendEngine
+    from cacheblend_rag.evaluation.quality.sources import open_source
+
+    options = _options(parsed)
+    if source is None:
+        source = open_source(parsed.data, form=parsed.format, limit=parsed.limit)
     size = parsed.size_limit or (_MEMORY if parsed.kv == "memory" else None)
     given: dict[str, Any] = {} if size is None else {"size_limit": parse_bytes(size)}
     fixed: dict[str, Any] = {"min_tokens": 0, "write_back": "inline", "guard_share": 0.0, "keep_final": False}
     config = BlendConfig(recompute_ratio=0.15, **fixed, **given)
     with BlendEngine.from_pretrained(
-        parsed.model or MODEL_PATH,
+        parsed.model or DEFAULT_MODEL,
         config=config,
-        store=None if parsed.kv == "memory" else Path(parsed.kv or out / "kv"),
+        store=None if parsed.kv == "memory" else Path(parsed.kv or Path(parsed.out) / "kv"),
         device=parsed.device,
         dtype=parsed.dtype,
     ) as engine:
-        if parsed.what == "figures":
-            return _figures(parsed, engine, source, options)
-        return _run(parsed, engine, source, options, part)
+        ranker = _ranker(parsed.retrieve, source, max(options.chunks))
+        yield Opened(engine, source, options, ranker, _calibrated(parsed, engine))
 
 
 def _options(parsed: argparse.Namespace) -> EvalOptions:
     from cacheblend_rag.evaluation.quality.runner import EvalOptions
 
-    style = parsed.prompt or ("stuff" if parsed.data.startswith("reference:") else "paper")
     same = ("methods", "works", "chunks", "chunk_tokens", "order", "seed", "workload", "set_size", "chat", "attention")
     return EvalOptions(
         **{name: getattr(parsed, name) for name in same},
         ratios=parsed.ratios or (() if parsed.works else EvalOptions.ratios),
         keep_support=parsed.support == "always",
-        style=style,
+        style=parsed.prompt,
         max_new_tokens=parsed.max_new_tokens,
         answers=not parsed.no_answers,
     )
@@ -197,54 +212,3 @@ def _calibrated(parsed: argparse.Namespace, engine: BlendEngine) -> BlendSetting
 
     profile = MachineProfile.load(data_folder(parsed) / "kv" / "profile.json")
     return profile.blends.get(engine.fingerprint) if profile else None
-
-
-def _measure(parsed: argparse.Namespace) -> str | None:
-    """What leads tables and plots: answers of the reference archive are whole sentences, mostly the same words."""
-    whole = parsed.data.startswith("reference:") and not parsed.no_answers
-    measure: str | None = parsed.measure or ("em" if whole else None)
-    return measure
-
-
-def _run(
-    parsed: argparse.Namespace, engine: BlendEngine, source: CaseSource, options: EvalOptions, part: Part | None
-) -> int:
-    from cacheblend_rag.evaluation.quality.plots import draw_run
-    from cacheblend_rag.evaluation.quality.runner import Evaluation
-    from cacheblend_rag.evaluation.quality.summary import write_summary
-
-    out, ranker, measure = Path(parsed.out), _ranker(parsed.retrieve, source, max(options.chunks)), _measure(parsed)
-    evaluation = Evaluation(engine, source, options, ranker, _calibrated(parsed, engine), retrieval=parsed.retrieve)
-    if part:
-        evaluation.run(out, part=part)
-        print(f"part {part.number} of {part.of} is done; without --part all of them are summed up", file=sys.stderr)
-        return 0
-    run = evaluation.run(out)
-    rows = write_summary(run, out, parsed.against, measure)
-    if not parsed.no_plots:
-        draw_run(run, rows, out, measure)
-    print((out / "table.md").read_text(encoding="utf-8"))
-    print(f"results, table and plots are in {out}", file=sys.stderr)
-    return 0
-
-
-def _figures(parsed: argparse.Namespace, engine: BlendEngine, source: CaseSource, options: EvalOptions) -> int:
-    from cacheblend_rag.evaluation.quality.figures import FIGURES, FigureMaker
-
-    maker = FigureMaker(
-        engine=engine,
-        source=source,
-        options=options,
-        folder=Path(parsed.out),
-        sweep_chunks=parsed.sweep_chunks,
-        sweep_tokens=parsed.sweep_tokens,
-        prompts=parsed.prompts,
-        ranker=_ranker(parsed.retrieve, source, max(options.chunks)),
-        retrieval=parsed.retrieve,
-        calibrated=_calibrated(parsed, engine),
-        measure=_measure(parsed),
-    )
-    for number in parsed.only or FIGURES:
-        for path in maker.make(number):
-            print(path)
-    return 0

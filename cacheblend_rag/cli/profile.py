@@ -21,16 +21,15 @@ def add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _profile(parsed: argparse.Namespace) -> int:
-    from cacheblend_rag.config import parse_bytes
+    from cacheblend_rag.config import DEFAULT_MODEL, parse_bytes
     from cacheblend_rag.engine import BlendEngine
     from cacheblend_rag.errors import ConfigError
     from cacheblend_rag.evaluation.profiling import profile_machine
-    from cacheblend_rag.reference import MODEL_PATH
 
     if min(parsed.lengths) < 1:
         raise ConfigError("lengths", parsed.lengths, "use numbers of tokens, 1 or more")
     size = parse_bytes(parsed.file_size, "file_size")
-    model = parsed.model or MODEL_PATH
+    model = parsed.model or DEFAULT_MODEL
     store = data_folder(parsed) / "kv"
     with BlendEngine.from_pretrained(model, store=store, device=parsed.device, dtype=parsed.dtype) as engine:
         found, path = profile_machine(engine, lengths=parsed.lengths, size=size)

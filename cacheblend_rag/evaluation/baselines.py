@@ -15,11 +15,14 @@ from cacheblend_rag.checks import check_whole
 from cacheblend_rag.decode import Decoded, DecodeOptions, decode
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.evaluation.nearness import FullAnswer, Nearness
+from cacheblend_rag.evaluation.quality.answers import shared_cache
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import BlendReport
 
 __all__ = [
     "METHODS",
+    "Comparison",
     "MethodResult",
     "Prefilled",
     "Timed",
@@ -70,12 +73,15 @@ class MethodResult:
         Median time to first token, in seconds.
     computed : float
         Mean share of the prompt's rows computed a layer.
+    nearness : Nearness
+        How near it is to full recompute.
     """
 
     name: str
     text: str
     ttft: float
     computed: float
+    nearness: Nearness
 
 
 def prefill_methods(engine: BlendEngine, prompt: Prompt) -> dict[str, Callable[[], Prefilled]]:
@@ -203,15 +209,13 @@ def answer_all(
     check_whole("rounds", rounds, 1)
     timed = time_rounds(prefill_methods(engine, prompt), rounds)
     tokens = engine.tokenize(prompt).input_ids
-    return [
-        MethodResult(
-            name,
-            decode_from(engine, tokens, result, options or DecodeOptions()).text,
-            statistics.median(timed.seconds[name]),
-            sum(result.computed) / (len(result.computed) * len(tokens)),
-        )
-        for name, result in timed.last.items()
-    ]
+    comparison = Comparison(engine, tokens, options or DecodeOptions())
+    found: list[MethodResult] = []
+    for name, result in timed.last.items():
+        text, nearness = comparison.answer(result)
+        computed = sum(result.computed) / (len(result.computed) * len(tokens))
+        found.append(MethodResult(name, text, statistics.median(timed.seconds[name]), computed, nearness))
+    return found
 
 
 def decode_from(engine: BlendEngine, ids: Sequence[int], result: Prefilled, options: DecodeOptions) -> Decoded:
@@ -219,3 +223,29 @@ def decode_from(engine: BlendEngine, ids: Sequence[int], result: Prefilled, opti
     return decode(
         engine.model, engine.tokenizer, input_ids=ids, cache=result.cache, logits=result.logits, options=options
     )
+
+
+class Comparison:
+    """Answers of several methods to one prompt, the first of which is full recompute.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+    ids : sequence of int
+        Ids of the prompt.
+    options : DecodeOptions
+    """
+
+    def __init__(self, engine: BlendEngine, ids: Sequence[int], options: DecodeOptions) -> None:
+        self._engine, self._ids, self._options = engine, ids, options
+        self._full: FullAnswer | None = None
+
+    def answer(self, result: Prefilled) -> tuple[str, Nearness]:
+        """The answer that a method's KV leads to, and how near it is to full recompute's."""
+        kept = replace(result, cache=shared_cache(result.cache))
+        decoded = decode_from(self._engine, self._ids, kept, self._options)
+        text = decoded.text.strip()
+        if self._full is None:
+            self._full = FullAnswer(self._engine.adapter, result.cache, result.logits, decoded.token_ids, text)
+            return text, Nearness(0.0, same_answer=True)
+        return text, self._full.nearness(result.cache, result.logits, text)

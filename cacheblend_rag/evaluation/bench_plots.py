@@ -1,6 +1,6 @@
 """What the benchmarks of ways and stores found, drawn as bars that can be told apart without colour.
 
-Each takes pyplot (see `cacheblend_rag.evaluation.analysis.pyplot_for`), what the benchmark's last line says,
+Each takes pyplot (see `cacheblend_rag.evaluation.plotting.pyplot_for`), what the benchmark's last line says,
 and the file to write.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.evaluation.analysis import save_figure
+from cacheblend_rag.evaluation.plotting import save_figure
 
 __all__ = ["draw_decode", "draw_store", "draw_ttft", "draw_warm", "titled"]
 

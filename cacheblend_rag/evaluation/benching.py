@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 from transformers.generation import LogitsProcessor
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.evaluation.analysis import pyplot_for
+from cacheblend_rag.evaluation.plotting import pyplot_for
 from cacheblend_rag.evaluation.shapes import BenchOptions, bench_device, random_model
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.reference import MODEL_PATH
 from cacheblend_rag.report import BlendReport, WarmReport
 from cacheblend_rag.store import KVStore
 
@@ -34,6 +34,7 @@ __all__ = [
     "TokenClock",
     "bench_model",
     "bench_prompt",
+    "bench_tokenizer",
     "chunk_texts",
     "in_turn",
     "machine",
@@ -71,10 +72,23 @@ class TokenClock(LogitsProcessor):  # type: ignore[misc]
 
 
 def bench_model(options: BenchOptions) -> tuple[Any, Any]:
-    """A model of random weights and the bundled tokenizer; from now on torch takes the threads of the options."""
+    """A model of random weights and a tokenizer; from now on torch takes the threads of the options."""
     torch.set_num_threads(options.threads)
     model = random_model(options.shape, dtype=options.dtype, device=options.device)
-    return model, AutoTokenizer.from_pretrained(MODEL_PATH)
+    return model, bench_tokenizer()
+
+
+def bench_tokenizer() -> Any:
+    """A byte-level BPE tokenizer for the text of benchmarks, made on the spot."""
+    inner = Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<s>", "</s>"]
+    trainer = trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    inner.train_from_iterator([_SYSTEM, _QUESTION, f" {_SYSTEM} {_QUESTION}".lower()], trainer)
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="</s>")
 
 
 def bench_prompt(tokenizer: Any, options: BenchOptions) -> Prompt:
@@ -83,10 +97,9 @@ def bench_prompt(tokenizer: Any, options: BenchOptions) -> Prompt:
 
 
 def chunk_texts(tokenizer: Any, count: int, tokens: int) -> list[str]:
-    """So many chunks of about the wanted number of tokens, separator included."""
+    """So many chunks of about the wanted number of tokens."""
     chooser = random.Random(0)
     words = (_SYSTEM + " " + _QUESTION).lower().split()
-    room = tokens - len(tokenizer.encode(BlendConfig().separator, add_special_tokens=False))
     texts = []
     for _ in range(count):
         text = [chooser.choice(words) for _ in range(tokens)]
@@ -94,7 +107,7 @@ def chunk_texts(tokenizer: Any, count: int, tokens: int) -> list[str]:
         def size(length: int, text: list[str] = text) -> int:
             return len(tokenizer.encode(" ".join(text[:length]), add_special_tokens=False))
 
-        texts.append(" ".join(text[: max(1, bisect_right(range(tokens + 1), room, key=size) - 1)]))
+        texts.append(" ".join(text[: max(1, bisect_right(range(tokens + 1), tokens, key=size) - 1)]))
     return texts
 
 

@@ -24,7 +24,6 @@ from transformers import GenerationConfig
 from cacheblend_rag.checks import check_whole
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.analysis import save_figure
 from cacheblend_rag.evaluation.bench_plots import titled
 from cacheblend_rag.evaluation.benching import (
     TokenClock,
@@ -36,6 +35,7 @@ from cacheblend_rag.evaluation.benching import (
     warmed,
 )
 from cacheblend_rag.evaluation.decoding import greedy
+from cacheblend_rag.evaluation.plotting import save_figure
 from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.prompt import Prompt
 

@@ -18,10 +18,10 @@ from typing import Any
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.analysis import save_figure
 from cacheblend_rag.evaluation.baselines import Prefilled, blended, time_rounds
 from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, machine, medians, show_result, table
 from cacheblend_rag.evaluation.blend_timing import fit_blend, time_blends
+from cacheblend_rag.evaluation.plotting import save_figure
 from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.evaluation.throttled import ThrottledStore
 from cacheblend_rag.loading import Device, MachineProfile, PrefillProfile

@@ -12,14 +12,14 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
 from cacheblend_rag.fusor.forcing import prefill_layerwise
 from cacheblend_rag.fusor.scoring import attention_rows
-from cacheblend_rag.fusor.selection import SelectionRule
+from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
 from cacheblend_rag.fusor.work import work_share
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.models.queries import from_kv_layers
-from cacheblend_rag.prompt import Prompt, SegmentTokenizer, TokenizedPrompt
+from cacheblend_rag.prompt import Prompt, PromptTokenizer, TokenizedPrompt
 
-__all__ = ["DEPTH", "Fused", "PreparedPrompt"]
+__all__ = ["DEPTH", "Fused", "PreparedPrompt", "attention_deviation"]
 
 DEPTH = 24
 """Layers of the model to which work is scaled, so that shallow models compare with usual ones."""
@@ -51,29 +51,36 @@ class PreparedPrompt:
     Parameters
     ----------
     adapter : ModelAdapter
-    tokenizer : SegmentTokenizer
+    tokenizer : PromptTokenizer
     prompt : Prompt
         With at least one chunk and a suffix.
 
     Raises
     ------
     ConfigError
-        If it has no chunk or no suffix.
+        If it has no chunk with tokens that can be reused, or no suffix.
     """
 
-    def __init__(self, adapter: ModelAdapter, tokenizer: SegmentTokenizer, prompt: Prompt) -> None:
+    def __init__(self, adapter: ModelAdapter, tokenizer: PromptTokenizer, prompt: Prompt) -> None:
         if not prompt.chunks or not prompt.suffix:
             raise ConfigError("prompt", prompt, "give at least one chunk, and the question as suffix")
         self.adapter = adapter
         self.tokens: TokenizedPrompt = tokenizer.tokenize(prompt)
-        start_ids = tokenizer.start_ids
         self._known: dict[range, SegmentKV] = {}
         self._queries: dict[int, torch.Tensor] = {}
-        self._start_ids, self._regime = start_ids, adapter.regime(len(self.tokens.input_ids)) or 0
-        chunks = [range(span.start, span.stop) for span in self.tokens.chunks]
-        for span in chunks:
-            self._known[span] = adapter.segment_kv(start_ids, self.ids(span), self._regime)
-        in_place = [span for span in chunks if self.tokens.input_ids[: span.start] == start_ids]
+        self._regime = adapter.regime(len(self.tokens.input_ids)) or 0
+        # Ids that each chunk is computed behind.
+        self._contexts = {
+            range(chunk.span.start, chunk.span.stop): tokenizer.context_ids(chunk.text) + chunk.head
+            for chunk in self.tokens.located
+            if len(chunk.span)
+        }
+        if not self._contexts:
+            raise ConfigError("prompt", prompt, "give at least one chunk of more than a word or two")
+        chunks = list(self._contexts)
+        for span, context in self._contexts.items():
+            self._known[span] = adapter.segment_kv(context, self.ids(span), self._regime)
+        in_place = [span for span, context in self._contexts.items() if self.tokens.input_ids[: span.start] == context]
         reused = [span for span in chunks if span not in in_place]
         if prefix := range(self.tokens.prefix.start, self.tokens.prefix.stop):
             self._known[prefix] = adapter.segment_kv((), self.ids(prefix), self._regime)
@@ -83,7 +90,7 @@ class PreparedPrompt:
             exact=in_place,
             reused=reused,
             unrotated=range(0, chunks[-1].stop),
-            origins=[len(start_ids)] * len(reused),
+            contexts=[self._contexts[span] for span in reused],
             question=self.question,
         )
 
@@ -140,7 +147,7 @@ class PreparedPrompt:
             shape = (adapter.heads, len(self.tokens.input_ids), adapter.head_dim)
             queries = torch.zeros(shape, dtype=adapter.dtype, device=adapter.device)
             for span in self.plan.reused:
-                kv = adapter.segment_kv(self._start_ids, self.ids(span), self._regime, (layer,))
+                kv = adapter.segment_kv(self._contexts[span], self.ids(span), self._regime, (layer,))
                 parts = list(zip(kv.keys[first:], kv.values[first:], strict=True))
                 queries[:, span.start : span.stop] = from_kv_layers(parts, adapter.heads)
             while len(self._queries) >= _KEPT_QUERIES:
@@ -161,3 +168,18 @@ class PreparedPrompt:
                 values[0, :, span.start : span.stop] = kv.values[number]
             layers.append(LayerKV(keys, values))
         return layers
+
+
+def attention_deviation(prepared: PreparedPrompt, rule: SelectionRule | None = None) -> torch.Tensor:
+    """How far the question's attention over the context is from full prefill's (section 4.2 of the paper).
+
+    Returns
+    -------
+    Tensor, [layers], float32
+        L2 norm of the difference of the forward attention matrices, mean over heads.
+    """
+    span = slice(prepared.context.start, prepared.context.stop)
+    ours = prepared.attention(prepared.fuse(rule or SelectNone()).fusion.layers)
+    theirs = prepared.attention(prepared.full.layers)
+    differences = [(a[:, :, span] - b[:, :, span]).float() for a, b in zip(ours, theirs, strict=True)]
+    return torch.stack([difference.square().sum(dim=(1, 2)).sqrt().mean() for difference in differences])

@@ -21,8 +21,8 @@ from typing import Any
 
 from cacheblend_rag.checks import check_share, check_whole
 from cacheblend_rag.errors import CacheBlendError, ConfigError
-from cacheblend_rag.evaluation.analysis import save_figure
 from cacheblend_rag.evaluation.benching import machine, show_result, shown_seconds, table
+from cacheblend_rag.evaluation.plotting import save_figure
 from cacheblend_rag.evaluation.scaling_point import PointOptions
 from cacheblend_rag.evaluation.shapes import shape_config
 

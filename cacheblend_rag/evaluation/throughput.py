@@ -19,6 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +30,29 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.decode import DecodeOptions
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.analysis import save_figure
 from cacheblend_rag.evaluation.baselines import Prefilled, decode_from, prefill_behind
 from cacheblend_rag.evaluation.bench_plots import titled
 from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, chunk_texts, machine, show_result, table
 from cacheblend_rag.evaluation.decoding import greedy
-from cacheblend_rag.evaluation.hit_rates import draw_prompt, zipf
+from cacheblend_rag.evaluation.plotting import save_figure
 from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store import MemoryStore
 
-__all__ = ["BATCHES", "LOADS", "Served", "ThroughputOptions", "draw", "in_batches", "measure", "show", "waited"]
+__all__ = [
+    "BATCHES",
+    "LOADS",
+    "Served",
+    "ThroughputOptions",
+    "draw",
+    "draw_prompt",
+    "in_batches",
+    "measure",
+    "show",
+    "waited",
+    "zipf",
+]
 
 LOADS = (0.25, 0.5, 0.75, 0.9, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0)
 BATCHES = (1, 2, 4, 8)
@@ -111,6 +123,22 @@ class Served:
     first: float
     busy: float
     reused: float
+
+
+def zipf(chunks: int, exponent: float) -> list[float]:
+    """Cumulative weights of the ranks by a Zipf law."""
+    return list(accumulate(1 / rank**exponent for rank in range(1, chunks + 1)))
+
+
+def draw_prompt(
+    chooser: random.Random, popular: Sequence[int], weights: Sequence[float], top_k: int
+) -> tuple[int, ...]:
+    """Different chunks, in the order drawn, from those listed by rank and the ranks' cumulative weights."""
+    found: dict[int, None] = {}
+    while len(found) < top_k:
+        (rank,) = chooser.choices(range(len(popular)), cum_weights=weights)
+        found[popular[rank]] = None
+    return tuple(found)
 
 
 def measure(options: ThroughputOptions) -> dict[str, Any]:

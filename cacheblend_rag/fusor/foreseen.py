@@ -51,8 +51,8 @@ class Foresight:
         Ids of the prompt.
     spans : sequence of range
         Positions of the reused chunks.
-    origins : sequence of int
-        Where each began when it was computed.
+    contexts : sequence of sequence of int
+        Ids that each was computed behind.
     missing : Tensor, [missing], long
         Positions before the end of the last of them whose KV is not stored, rising.
     queries : callable
@@ -66,7 +66,7 @@ class Foresight:
     adapter: ModelAdapter
     ids: Sequence[int]
     spans: Sequence[range]
-    origins: Sequence[int]
+    contexts: Sequence[Sequence[int]]
     missing: torch.Tensor
     queries: Queries
     layer_kv: Callable[[int], LayerKV]
@@ -79,6 +79,9 @@ class Foresight:
         as it did when it was computed, and again to all KV before it. The difference is what the row's KV will
         deviate by on the next layer, as far as this layer alone is the cause. Each stored query and key is that of a
         chunk computed alone, so what a row passes on of what it learned from another chunk is not foreseen.
+
+        What a chunk was computed behind is not stored with it. Its first ids, as far as the prompt begins with them,
+        are taken from there. The rest is a separator and the chunk's head: what stands before the chunk here.
 
         What is not stored is computed first, as far as the last of the layers.
 
@@ -94,8 +97,8 @@ class Foresight:
             lengths = torch.stack([moves[at].norm(dim=1) for moves in by_layer])
             deviation[span.start : span.stop] = lengths.mean(dim=0)
         seen = sum(
-            len(span) * (span.start + origin + len(span) + 1)
-            for span, origin in zip(self.spans, self.origins, strict=True)
+            len(span) * (span.start + len(context) + len(span) + 1)
+            for span, context in zip(self.spans, self.contexts, strict=True)
         )
         moves = by_layer[0] if len(layers) == 1 else [torch.cat(of, dim=1) for of in zip(*by_layer, strict=True)]
         return Foreseen(deviation, tuple(moves), tuple(Looked(layer, seen) for layer in layers))
@@ -108,9 +111,11 @@ class Foresight:
         among = self._attended(layer, asked, kv, slice(first, self._tokens))
         length, tokens = torch.zeros((), device=self.adapter.device), sum(map(len, self.spans))
         moves = []
-        for span, origin in zip(self.spans, self.origins, strict=True):
+        for span, context in zip(self.spans, self.contexts, strict=True):
             rows = slice(span.start, span.stop)
-            apart = self._attended(layer, asked, _alone(kv, span, origin, self.rotaries.of_keys(layer)), rows)
+            opening = next((at for at, id in enumerate(context) if self.ids[at] != id), len(context))
+            alone = _alone(kv, span, opening, len(context) - opening, self.rotaries.of_keys(layer))
+            apart = self._attended(layer, asked, alone, rows)
             moves.append(among[span.start - first : span.stop - first] - apart)
             length += apart.norm(dim=1).sum() / tokens
         return [move.div_(length.clamp_min(torch.finfo(length.dtype).tiny)) for move in moves]
@@ -144,15 +149,20 @@ class Foresight:
         return adapter.attend(layer, queries, kv, self.rotaries.at(rows), mask).flatten(1).float()
 
 
-def _alone(kv: LayerKV, span: range, origin: int, rotary: Rotary | None) -> LayerKV:
-    """KV of a chunk and of what it was computed behind, which is turned to where it would stand directly before it."""
-    context, chunk, moved = slice(origin), slice(span.start, span.stop), slice(span.start - origin, span.start)
-    if not origin:
-        return LayerKV(kv.keys[:, :, chunk], kv.values[:, :, chunk])
-    keys = kv.keys[:, :, context]
+def _alone(kv: LayerKV, span: range, opening: int, before: int, rotary: Rotary | None) -> LayerKV:
+    """KV of a chunk and of what it was computed behind.
+
+    That is the prompt's ``opening`` first positions, and ``before`` positions directly before the chunk. The first are
+    turned to where they would stand directly before the others.
+    """
+    begin = max(opening, span.start - before)
+    first, rest, moved = slice(opening), slice(begin, span.stop), slice(begin - opening, begin)
+    if not opening:
+        return LayerKV(kv.keys[:, :, rest], kv.values[:, :, rest])
+    keys = kv.keys[:, :, first]
     if rotary is not None:
-        keys = rotate(unrotate(keys, rotary.at(context)), rotary.at(moved))
+        keys = rotate(unrotate(keys, rotary.at(first)), rotary.at(moved))
     return LayerKV(
-        torch.cat((keys, kv.keys[:, :, chunk]), dim=2),
-        torch.cat((kv.values[:, :, context], kv.values[:, :, chunk]), dim=2),
+        torch.cat((keys, kv.keys[:, :, rest]), dim=2),
+        torch.cat((kv.values[:, :, first], kv.values[:, :, rest]), dim=2),
     )

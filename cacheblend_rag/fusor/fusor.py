@@ -38,9 +38,9 @@ class FusionPlan:
         Positions of the other stored chunks; a selection rule decides on these.
     unrotated : range
         Positions from the first to the last whose stored keys still need their rotation.
-    origins : sequence of int
-        Where each of the reused chunks began when it was computed; needed only by a rule that
-        does not move keys, or that looks at stored queries.
+    contexts : sequence of sequence of int
+        Ids that each of the reused chunks was computed behind; needed only by a rule that does
+        not move keys, or that looks at stored queries.
     question : range or None
         Positions of the question, at the end; by default those behind the last stored chunk.
 
@@ -52,7 +52,7 @@ class FusionPlan:
     exact: Sequence[range]
     reused: Sequence[range]
     unrotated: range
-    origins: Sequence[int] = ()
+    contexts: Sequence[Sequence[int]] = ()
     question: range | None = None
 
 
@@ -193,7 +193,7 @@ class _Pass:
             raise ConfigError("query_layers", (), "name the layers whose queries are stored with the KV of chunks")
         missing = always[always < max(span.stop for span in plan.reused)]
         foresight = Foresight(
-            self._adapter, plan.input_ids, plan.reused, plan.origins, missing, self._queries, self._kv, self._rotaries
+            self._adapter, plan.input_ids, plan.reused, plan.contexts, missing, self._queries, self._kv, self._rotaries
         )
         foreseen = foresight.look(layers)
         self._deviation, self.looked = foreseen.deviation, foreseen.looked
@@ -295,8 +295,8 @@ class _Pass:
             rotate_in_place(kv.keys[:, :, span], rotary.at(span))
             return
         places = torch.arange(self._tokens, device=kv.keys.device)
-        for chunk, origin in zip(self._plan.reused, self._plan.origins, strict=True):
-            places[chunk.start : chunk.stop] += origin - chunk.start
+        for chunk, context in zip(self._plan.reused, self._plan.contexts, strict=True):
+            places[chunk.start : chunk.stop] += len(context) - chunk.start
         rotate_in_place(kv.keys[:, :, span], rotary.at(places[span]))
 
     def _check(self, layer: int, kv: LayerKV) -> None:
@@ -335,7 +335,7 @@ class _Measure:
         self.first: torch.Tensor | None = None  # absolute form of what was measured first
         self.keys = self.values = 0  # rows projected
 
-    def __call__(self, metric: str = "v", relative: bool = False) -> torch.Tensor:
+    def __call__(self, metric: str, relative: bool = False) -> torch.Tensor:
         difference = self._length(metric, self._differences)
         if self.first is None:
             self.first = difference

@@ -79,18 +79,22 @@ def attention_rows(
     dict of int to Tensor, each [heads, watched, tokens]
     """
     found: dict[int, torch.Tensor] = {}
-    cut = len(rows) - watched
-    hidden = adapter.embed([ids[row] for row in rows.tolist()])
+    cut, places = len(rows) - watched, rows.tolist()
+    hidden = adapter.embed([ids[row] for row in places])
     at_rows = rotaries.at(rows).to(adapter.dtype)
     masks: dict[tuple[int | None, int | None], torch.Tensor | None] = {}
 
     def run(layer: int, part: slice) -> torch.Tensor:
         """Some of the rows through a layer."""
-        some, window = rows[part], adapter.windows[layer]
+        some, window, kv = rows[part], adapter.windows[layer], layer_kv(layer)
+        if part.stop is not None:
+            # Behind them, KV of rows that come later is undefined, and a mask does not hide what is not finite.
+            tokens = places[part][-1] + 1
+            kv = LayerKV(kv.keys[:, :, :tokens], kv.values[:, :, :tokens])
         like = part.start, window  # parts that begin alike run in the same form of attention
         if like not in masks:
-            masks[like] = kept_mask(adapter, some, len(ids), window)
-        return adapter.run_layer(layer, hidden[part], layer_kv(layer), some, at_rows.at(part), masks[like])
+            masks[like] = kept_mask(adapter, some, kv.keys.shape[2], window)
+        return adapter.run_layer(layer, hidden[part], kv, some, at_rows.at(part), masks[like])
 
     for layer in range(layers[-1] + 1):
         if layer not in layers:

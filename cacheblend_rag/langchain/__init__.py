@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_rag.langchain.chat import ChatCacheBlend
 from cacheblend_rag.langchain.llm import CacheBlendLLM
 from cacheblend_rag.langchain.retriever import CacheBlendRetriever
+from cacheblend_rag.langchain.searches import track
 from cacheblend_rag.langchain.tracking import known_chunks, switch_off, switch_on, tracking, tracking_off
 from cacheblend_rag.langchain.warming import warm_vectorstore
 
@@ -21,6 +22,7 @@ __all__ = [
     "known_chunks",
     "switch_off",
     "switch_on",
+    "track",
     "tracking",
     "tracking_off",
     "warm_vectorstore",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
@@ -19,7 +19,7 @@ from pydantic import Field
 
 from cacheblend_rag.conversation import CALL_END, HeldBack, check_choice, opening
 from cacheblend_rag.engine import DecodeArguments
-from cacheblend_rag.langchain.fields import BlendFields
+from cacheblend_rag.langchain.fields import AllFields, BlendFields
 from cacheblend_rag.langchain.messages import answer_texts, artifact_texts, places_of, render
 from cacheblend_rag.langchain.tools import call_chunks, parse_answer
 from cacheblend_rag.langchain.tracking import documents_of_run, known_chunks
@@ -30,15 +30,22 @@ from cacheblend_rag.streaming import TextStream
 
 __all__ = ["ChatCacheBlend"]
 
+# What a call may be given beside options of decoding.
+_CALL = ("tools", "tool_choice", "chat_template_kwargs")
+
 
 class ChatCacheBlend(BlendFields, BaseChatModel):
     """A local chat model that reuses the KV cache of retrieved chunks.
 
-    See `BlendFields` for its parameters. Conversations are rendered by the tokenizer's chat
-    template; chunks are noticed inside messages, in documents that tools attached to their
-    answers, and in earlier turns. ``usage_metadata`` counts as ``cache_read`` the tokens whose KV
-    was read and kept, as ``cache_creation`` those whose KV goes into the store; each answer's
-    ``response_metadata`` has its time to first token, hits and misses.
+    Its parameters are those of `BlendFields`: what the engine is made of (``engine``, or ``model_id``, ``store``,
+    ``device``, ``dtype``, ``config`` or its options one by one) and how answers are decoded (``max_new_tokens``,
+    ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``, ``seed``, ``stop``,
+    ``generation_config``, ``logits_processor``, ``timeout``), beside two of its own.
+
+    Conversations are rendered by the tokenizer's chat template; chunks are noticed inside messages, in
+    documents that tools attached to their answers, and in earlier turns. ``usage_metadata`` counts as
+    ``cache_read`` the tokens whose KV was read and kept, as ``cache_creation`` those whose KV goes into the
+    store; each answer's ``response_metadata`` has its time to first token, hits and misses.
 
     Parameters
     ----------
@@ -51,6 +58,9 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
 
     reuse_answers: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+    def __init__(self, **fields: Unpack[AllFields]) -> None:
+        super().__init__(**fields)
 
     @property
     def _llm_type(self) -> str:
@@ -180,14 +190,13 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         prompt = notice(
             text,
             self._known(messages),
-            self.engine.config.separator,
-            keep_glue=self.keep_glue,
+            self.engine.config.text_separator,
             parts=places.parts,
             questions_from=places.questions_from,
             quotes=answer_texts(messages) if self.reuse_answers else (),
         )
         stops = [*(stop or []), CALL_END] if begun else stop
-        return _Request(prompt, self._arguments(stops, overrides), tools, begun)
+        return _Request(prompt, self._arguments(stops, overrides, _CALL), tools, begun)
 
     def _known(self, messages: Sequence[BaseMessage]) -> Sequence[ChunkRegistry]:
         """Where chunks of a conversation are looked for, one after the other."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, Unpack
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LangSmithParams
@@ -12,7 +12,7 @@ from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
 
 from cacheblend_rag import report
-from cacheblend_rag.langchain.fields import BlendFields
+from cacheblend_rag.langchain.fields import AllFields, BlendFields
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.streaming import TextStream
 
@@ -22,10 +22,16 @@ __all__ = ["CacheBlendLLM"]
 class CacheBlendLLM(BlendFields, BaseLLM):
     """A local model that reuses the KV cache of retrieved chunks.
 
-    See `BlendFields` for its parameters. The prompt is not echoed, ``stop`` holds in every mode,
+    Its parameters are those of `BlendFields`: what the engine is made of (``engine``, or ``model_id``, ``store``,
+    ``device``, ``dtype``, ``config`` or its options one by one) and how answers are decoded (``max_new_tokens``,
+    ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``, ``seed``, ``stop``,
+    ``generation_config``, ``logits_processor``, ``timeout``). The prompt is not echoed, ``stop`` holds in every mode,
     and each answer's ``generation_info`` has its time to first token, hits and misses. Prompts of
     one ``batch`` that share chunks are answered one after the other, each chunk read once.
     """
+
+    def __init__(self, **fields: Unpack[AllFields]) -> None:
+        super().__init__(**fields)
 
     @property
     def _llm_type(self) -> str:

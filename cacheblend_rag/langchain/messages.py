@@ -85,7 +85,8 @@ def places_of(text: str, messages: Sequence[BaseMessage]) -> Places:
             behind = at + len(content)
             parts.append((at, behind))
         if not isinstance(message, SystemMessage):
-            questions.append(text.find(content))  # wherever the template has put it first
+            raw = _text(message)
+            questions.append(text.find(raw if raw in text else content))  # wherever the template has put it first
     return Places(tuple(parts), max(0, min(questions, default=len(text))))
 
 

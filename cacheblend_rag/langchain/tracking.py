@@ -1,8 +1,12 @@
 """Learning chunk texts from every retriever of the process.
 
-LangChain offers each run to the handlers of configure hooks. Ours sees the documents a retriever
-returns, in any chain, sync or async, and notes their texts: in the process-wide registry, and for
-the run they belong to. It changes nothing.
+LangChain offers each run to the handlers of configure hooks. Ours sees the documents that a
+retriever, a runnable or a tool returns, in any chain, sync or async, and notes their texts: in the
+process-wide registry, and for the run they belong to. It changes nothing.
+
+A method called on a vector store is no run, and nobody is told of it. Its documents are seen where
+a runnable hands them on, such as a LangGraph node or a lambda that returns them; elsewhere `track`
+makes them known.
 
 Which documents belong to a prompt's run is a hint only: they are looked for first. It is handed
 over by the prompt's text, because plain models are called with many prompts and one run, and
@@ -13,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -21,7 +25,7 @@ from uuid import UUID
 
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
-from langchain_core.messages import BaseMessage
+from langchain_core.messages import BaseMessage, ToolMessage
 from langchain_core.tracers.context import register_configure_hook
 
 from cacheblend_rag.noticing import ChunkRegistry, known_chunks
@@ -29,6 +33,7 @@ from cacheblend_rag.noticing import ChunkRegistry, known_chunks
 __all__ = [
     "RunDocuments",
     "begin_tracking",
+    "documents_in",
     "documents_of_run",
     "known_chunks",
     "prompt_key",
@@ -160,8 +165,8 @@ class _Tracker(BaseCallbackHandler):
     def on_chain_start(self, *args: Any, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any) -> None:
         self.runs.begin(run_id, parent_run_id)
 
-    def on_chain_end(self, *args: Any, run_id: UUID, **kwargs: Any) -> None:
-        self.runs.end(run_id)
+    def on_chain_end(self, outputs: Any, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any) -> None:
+        self._found(documents_in(outputs), run_id, parent_run_id)
 
     def on_chain_error(self, *args: Any, run_id: UUID, **kwargs: Any) -> None:
         self.runs.end(run_id)
@@ -169,8 +174,8 @@ class _Tracker(BaseCallbackHandler):
     def on_tool_start(self, *args: Any, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any) -> None:
         self.runs.begin(run_id, parent_run_id)
 
-    def on_tool_end(self, *args: Any, run_id: UUID, **kwargs: Any) -> None:
-        self.runs.end(run_id)
+    def on_tool_end(self, output: Any, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any) -> None:
+        self._found(documents_in(output), run_id, parent_run_id)
 
     def on_tool_error(self, *args: Any, run_id: UUID, **kwargs: Any) -> None:
         self.runs.end(run_id)
@@ -184,10 +189,7 @@ class _Tracker(BaseCallbackHandler):
     def on_retriever_end(
         self, documents: Sequence[Document], *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
     ) -> None:
-        texts = [document.page_content for document in documents]
-        known_chunks.add(texts)
-        self.runs.add(run_id, parent_run_id, texts)
-        self.runs.end(run_id)
+        self._found([document.page_content for document in documents], run_id, parent_run_id)
 
     def on_llm_start(
         self, serialized: Any, prompts: list[str], *, parent_run_id: UUID | None = None, **kwargs: Any
@@ -203,6 +205,36 @@ class _Tracker(BaseCallbackHandler):
         **kwargs: Any,
     ) -> None:
         self.runs.call(parent_run_id, map(prompt_key, messages))
+
+    def _found(self, texts: Sequence[str], run_id: UUID, parent_run_id: UUID | None) -> None:
+        """A run has ended with these documents."""
+        if texts:
+            known_chunks.add(texts)
+            self.runs.add(run_id, parent_run_id, texts)
+        self.runs.end(run_id)
+
+
+def documents_in(value: Any, depth: int = 4) -> list[str]:
+    """Texts of the documents in what a search, a runnable or a tool returned.
+
+    Parameters
+    ----------
+    value : any
+        Looked into are lists, tuples, mappings, what tools attached to their answers, and LangGraph's commands.
+    depth : int
+        How deep.
+    """
+    if isinstance(value, Document):
+        return [value.page_content]
+    if isinstance(value, str) or depth == 0:
+        return []
+    if isinstance(value, ToolMessage):
+        return documents_in(value.artifact, depth - 1)
+    if isinstance(value, Mapping):
+        return documents_in(list(value.values()), depth)
+    if isinstance(value, (list, tuple)):
+        return [text for one in value for text in documents_in(one, depth - 1)]
+    return documents_in(getattr(value, "update", None), depth - 1) if type(value).__name__ == "Command" else []
 
 
 _tracker = _Tracker()

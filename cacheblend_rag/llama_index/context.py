@@ -98,7 +98,6 @@ def see(
     *,
     hint: Hint | None = None,
     messages: Sequence[ChatMessage] = (),
-    keep_glue: bool = False,
 ) -> Prompt:
     """The segments of a finished prompt.
 
@@ -107,13 +106,11 @@ def see(
     text : str
         The finished prompt.
     separator : str
-        The engine's separator.
+        Where texts are split that hold no known chunk; empty for nowhere.
     hint : Hint, optional
         What its template was filled with.
     messages : sequence of ChatMessage
         The conversation it was made of, if any.
-    keep_glue : bool
-        Keep all glue as it is written.
 
     Returns
     -------
@@ -126,13 +123,13 @@ def see(
     volatile = [*(hint.asked if hint else ()), *_said(text, messages, begin)]
     questions_from = min((at for one in volatile if (at := text.find(one)) >= 0), default=None)
     if hint is None:
-        return notice(text, known_chunks, separator, keep_glue=keep_glue, questions_from=questions_from)
+        return notice(text, known_chunks, separator, questions_from=questions_from)
     found = [match for place in places for match in _chunks(text, place)] if places else _outside(text, hint.asked)
     if not found:
         # Of a template that joins documents by the separator, or no chunks at all.
         parts = [(place.origins[0], place.origins[-1]) for place in places] or None
-        return notice(text, (), separator, keep_glue=keep_glue, parts=parts, questions_from=questions_from)
-    return rebuild(text, found, separator, keep_glue=keep_glue, questions_from=questions_from)
+        return notice(text, (), separator, parts=parts, questions_from=questions_from)
+    return rebuild(text, found, questions_from=questions_from)
 
 
 def _places(text: str, hint: Hint) -> list[_Place]:
@@ -193,9 +190,10 @@ def _occurrences(text: str, one: str) -> Iterator[int]:
 def _said(text: str, messages: Sequence[ChatMessage], context_at: int | None) -> Iterator[str]:
     """What was said in a conversation, but for the message that holds the context."""
     for message in messages:
-        content = (message.content or "").strip()
-        if message.role in _FIXED or not content:
+        content = message.content or ""
+        if message.role in _FIXED or not content.strip():
             continue
+        content = content if content in text else content.strip()
         at = text.find(content)
         if context_at is None or not at <= context_at < at + len(content):
             yield content

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Self, Unpack
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -17,6 +18,7 @@ from llama_index.core.base.llms.types import (
     LLMMetadata,
     ToolCallBlock,
 )
+from llama_index.core.callbacks import CallbackManager
 from llama_index.core.constants import DEFAULT_CONTEXT_WINDOW, DEFAULT_NUM_OUTPUTS
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
 from llama_index.core.instrumentation.span import active_span_id
@@ -27,16 +29,18 @@ from llama_index.core.llms.llm import ToolSelection
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 from llama_index.core.tools import BaseTool
-from pydantic import ValidationError
+from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 
+from cacheblend_rag.config import BlendConfig, BlendOptions
 from cacheblend_rag.conversation import CALL_END, check_choice, offers_tools, opening
-from cacheblend_rag.errors import CacheBlendError, ConfigError
+from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.llama_index.answering import ModelCall, R, Said
 from cacheblend_rag.llama_index.context import CONTEXT_NAMES, Hint, MarkedMessages, MarkedText, see
 from cacheblend_rag.llama_index.events import CacheBlendEvent
 from cacheblend_rag.llama_index.messages import ByTemplate, answer_message
-from cacheblend_rag.llama_index.tracking import switch_on
-from cacheblend_rag.modelfields import ModelFields
+from cacheblend_rag.llama_index.tracking import answers_noted, switch_on
+from cacheblend_rag.modelfields import AnswerFields, EngineFields, ModelFields
 from cacheblend_rag.noticing import chunk_text
 from cacheblend_rag.prompt import Prompt
 
@@ -45,13 +49,43 @@ __all__ = ["CacheBlendLLM"]
 _dispatcher = get_dispatcher(__name__)
 
 
+class LlamaIndexFields(AnswerFields, total=False):
+    """Fields that LlamaIndex's models have beside those of every adapter; `CacheBlendLLM` explains them."""
+
+    callback_manager: CallbackManager
+    rate_limiter: Any
+    system_prompt: str | None
+    messages_to_prompt: Callable[[Sequence[ChatMessage]], str] | None
+    completion_to_prompt: Callable[[str], str] | None
+    output_parser: BaseOutputParser | None
+    pydantic_program_mode: PydanticProgramMode
+    query_wrapper_prompt: BasePromptTemplate | None
+    context_window: int | None
+    is_chat_model: bool | None
+    is_function_calling_model: bool | None
+    normalise_lists: bool
+
+
+class _ModelFields(LlamaIndexFields, BlendOptions, total=False):
+    """Fields of a model that makes its engine."""
+
+
+class _AllFields(LlamaIndexFields, EngineFields, total=False):
+    """Everything that a model may be made of."""
+
+
 class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
     """A local model that reuses the KV cache of retrieved nodes.
 
-    See `ModelFields` for more parameters. Constructing one switches on the tracking of
-    retrievers: the nodes in a prompt of any query engine, chat engine or agent are then
-    recognised by their texts. Each response's ``raw`` says how it was made, and a
-    `CacheBlendEvent` tells the same to tracing.
+    Its parameters are those of `ModelFields`: what the engine is made of (``engine``, or ``model_id``, ``store``,
+    ``device``, ``dtype``, ``config`` or its options one by one) and how answers are decoded (``max_new_tokens``,
+    ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``, ``seed``, ``stop``,
+    ``generation_config``, ``logits_processor``, ``timeout``), beside those below.
+
+    Constructing one switches on the tracking of retrievers: the nodes in a prompt of any query engine, chat
+    engine or agent are then recognised by their texts. Each response's ``raw`` says how it was made, and a
+    `CacheBlendEvent` tells the same to tracing. What a query engine answers has the sums of all calls it took
+    under ``"cacheblend"`` in its ``metadata``.
 
     Parameters
     ----------
@@ -81,14 +115,67 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
     is_function_calling_model: bool | None = None
     normalise_lists: bool = False
 
-    def __init__(self, **fields: Any) -> None:
-        try:
-            super().__init__(**fields)
-        except ValidationError as error:  # pydantic wraps errors of ours
-            for one in error.errors():
-                if isinstance(own := one.get("ctx", {}).get("error"), CacheBlendError):
-                    raise own from None
-            raise
+    def __init__(self, **fields: Unpack[_AllFields]) -> None:
+        super().__init__(**fields)
+
+    @classmethod
+    def from_model_id(
+        cls,
+        model_id: str | os.PathLike[str],
+        *,
+        store: str | os.PathLike[str] | None = None,
+        config: BlendConfig | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        model_kwargs: dict[str, Any] | None = None,
+        **fields: Unpack[_ModelFields],
+    ) -> Self:
+        """Load a model and its tokenizer.
+
+        Parameters
+        ----------
+        model_id : str or path
+            A folder, or an id that transformers can resolve.
+        store : path, optional
+            Folder where KV is kept; memory if there is none.
+        config : BlendConfig, optional
+            Options of the engine; those given by themselves win over it.
+        device : str
+            ``"auto"`` (a GPU if there is one), or a torch device.
+        dtype : str
+            ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        model_kwargs : dict, optional
+            Passed on to transformers' ``from_pretrained``: ``device_map``, ``quantization_config``, …
+        **fields
+            Options of the engine, such as ``recompute_ratio``, and fields of this class, such as ``max_new_tokens``.
+
+        Raises
+        ------
+        ConfigError
+            If a field is not known or has a value it cannot take.
+        ModelLoadError
+            If the model cannot be loaded.
+        """
+        made = {"config": config, "device": device, "dtype": dtype, "model_kwargs": model_kwargs or {}}
+        return cls._of_id(model_id, store, **made, **fields)
+
+    @classmethod
+    def from_engine(cls, engine: BlendEngine, **fields: Unpack[LlamaIndexFields]) -> Self:
+        """Wrap an engine the user has; its options are its own, see `BlendEngine.with_config`."""
+        return cls(engine=engine, **fields)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        tokenizer: Any,
+        *,
+        config: BlendConfig | None = None,
+        store: str | os.PathLike[str] | None = None,
+        **fields: Unpack[_ModelFields],
+    ) -> Self:
+        """Take a transformers model and its tokenizer that the user has; nothing is left behind on them."""
+        return cls._of_model(model, tokenizer, store, config, fields)
 
     def model_post_init(self, context: Any, /) -> None:
         """Make the engine if there is none, and choose how messages are rendered."""
@@ -131,7 +218,8 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
         formatted : bool
             Whether it is as the model shall read it; else ``completion_to_prompt`` wraps it.
         **kwargs
-            ``stop``, ``timeout``, ``max_tokens`` and the other options of `BlendEngine.generate`.
+            ``stop``, ``timeout``, ``max_tokens``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``,
+            ``repetition_penalty``, ``seed``, ``generation_config``, ``logits_processor``.
         """
         return self._completion(prompt, formatted, kwargs).whole()
 
@@ -173,7 +261,7 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
     def _completion(self, prompt: str, formatted: bool, options: dict[str, Any]) -> ModelCall[CompletionResponse]:
         text = prompt if formatted or self.completion_to_prompt is None else self.completion_to_prompt(prompt)
         hint = prompt.hint if isinstance(prompt, MarkedText) else None
-        seen = see(text, self.engine.config.separator, hint=hint, keep_glue=self.keep_glue)
+        seen = see(text, self.engine.config.text_separator, hint=hint)
         info = self._teller()
 
         def respond(said: Said) -> CompletionResponse:
@@ -186,33 +274,40 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
         names = [tool["function"]["name"] for tool in tools or []]
         begun = opening(check_choice(options.get("tool_choice"), names), self.engine.tokenizer)
         hint = messages.hint if isinstance(messages, MarkedMessages) else None
-        text, separator = self._spoken(messages, tools) + begun, self.engine.config.separator
-        seen = see(text, separator, hint=hint, messages=messages, keep_glue=self.keep_glue)
+        text, separator = self._spoken(messages, tools) + begun, self.engine.config.text_separator
+        seen = see(text, separator, hint=hint, messages=messages)
         info = self._teller()
 
         def respond(said: Said) -> ChatResponse:
             message = answer_message(said.text, names if said.answer is not None else ())
             return ChatResponse(message=message, delta=said.rest(message.content or ""), raw=info(said))
 
-        return self._call(seen, options, respond, bool(tools), begun)
+        return self._call(seen, options, respond, ("tools", "tool_choice"), begun)
 
     def _call(
-        self, seen: Prompt, options: dict[str, Any], respond: Callable[[Said], R], tools: bool = False, begun: str = ""
+        self,
+        seen: Prompt,
+        options: dict[str, Any],
+        respond: Callable[[Said], R],
+        also: Sequence[str] = (),
+        begun: str = "",
     ) -> ModelCall[R]:
         stop = options.get("stop") or []
         stops = [*([stop] if isinstance(stop, str) else stop), *([CALL_END] if begun else [])]
         given = {name: value for name, value in options.items() if name != "stop"}
-        return ModelCall(self, seen, self._arguments(stops, given), given, respond, tools, begun)
+        tools = bool(given.get("tools"))
+        return ModelCall(self, seen, self._arguments(stops, given, also), given, respond, tools, begun)
 
     def _teller(self) -> Any:
         """What makes ``raw`` of an answer, and tells tracing of it once."""
-        span = active_span_id.get()
+        span, note = active_span_id.get(), answers_noted()
 
         def info(said: Said) -> dict[str, Any] | None:
             if said.answer is None:
                 return None
             report = said.answer.report
             told = self._info(report)
+            note(report)
             _dispatcher.event(CacheBlendEvent.of(told, span))
             usage = {"prompt_tokens": report.prompt_tokens, "completion_tokens": report.generated_tokens}
             return {**told, "usage": {**usage, "total_tokens": sum(usage.values())}}

@@ -1,31 +1,34 @@
 """Learning node texts from every retriever of the process, by LlamaIndex's own instrumentation.
 
 Retrievers tell of the nodes they return; synthesizers are entered with the nodes that
-post-processors have left of them. Both are noted here, and nothing is changed.
+post-processors have left of them. Both are noted here. Of what they answer, only the metadata are added to.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
+from contextlib import aclosing, closing, contextmanager
 from contextvars import ContextVar
 from inspect import BoundArguments
 from typing import Any
 
+from llama_index.core.base.response.schema import AsyncStreamingResponse, StreamingResponse
 from llama_index.core.instrumentation import get_dispatcher  # type: ignore[attr-defined]
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events import BaseEvent
 from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent
+from llama_index.core.instrumentation.events.synthesis import SynthesizeEndEvent
 from llama_index.core.instrumentation.span import BaseSpan
 from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
 from cacheblend_rag.llama_index.parts import find_parts
 from cacheblend_rag.noticing import ChunkRegistry, chunk_text, known_chunks, note_form
+from cacheblend_rag.report import BlendReport
 
-__all__ = ["RecentNodes", "node_texts", "recent_nodes", "switch_on", "tracking", "tracking_off"]
+__all__ = ["RecentNodes", "answers_noted", "node_texts", "recent_nodes", "switch_on", "tracking", "tracking_off"]
 
 # A rewritten node whose text is one part of the original for this share is found as that part.
 _MOSTLY = 0.8
@@ -87,13 +90,69 @@ class RecentNodes:
 recent_nodes = RecentNodes()
 """Nodes retrieved lately in this process."""
 
+SUMS = "cacheblend"
+"""Name under which ``Response.metadata`` has what all calls of the model for it came to."""
+
+
+class _Synthesis:
+    """The answer that a synthesizer is making, and what its calls of the model came to."""
+
+    def __init__(self, outer: _Synthesis | None) -> None:
+        self.outer = outer
+        self.sums: dict[str, int] = dict.fromkeys(("answers", *_SUMMED), 0)
+        self._lock = threading.Lock()
+
+    def note(self, report: BlendReport) -> None:
+        """One call has answered."""
+        with self._lock:
+            self.sums["answers"] += 1
+            for name in _SUMMED:
+                self.sums[name] += getattr(report, name)
+
+    def pieces(self, stream: Generator[str, None, None]) -> Generator[str, None, None]:
+        """A stream's pieces, made within this."""
+        with closing(stream):
+            while True:
+                token = _synthesis.set(self)
+                try:
+                    piece = next(stream, None)
+                finally:
+                    _synthesis.reset(token)
+                if piece is None:
+                    return
+                yield piece
+
+    async def apieces(self, stream: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        """`pieces` of an asynchronous stream."""
+        async with aclosing(stream):
+            while True:
+                token = _synthesis.set(self)
+                try:
+                    piece = await anext(stream, None)
+                finally:
+                    _synthesis.reset(token)
+                if piece is None:
+                    return
+                yield piece
+
+
+_SUMMED = ("hits", "misses", "reused_tokens", "prompt_tokens", "generated_tokens")
+_synthesis: ContextVar[_Synthesis | None] = ContextVar("cacheblend_rag_llama_index_synthesis", default=None)
+
+
+def answers_noted() -> Callable[[BlendReport], None]:
+    """What takes note of answers for the synthesizer that now calls the model; streams answer after it has ended."""
+    under_way = _synthesis.get()
+    return under_way.note if under_way is not None else lambda report: None
+
+
 _on: ContextVar[bool] = ContextVar("cacheblend_rag_llama_index_tracking", default=True)
 _lock = threading.Lock()
 _registered = False
 
 
 class _Retrieved(BaseEventHandler):
-    """Notes the nodes that retrievers return."""
+    """Notes the nodes that retrievers return, and adds to responses what was reused for them."""
 
     @classmethod
     def class_name(cls) -> str:
@@ -104,18 +163,31 @@ class _Retrieved(BaseEventHandler):
             nodes = [one.node for one in event.nodes]
             known_chunks.add(text for node in nodes for text in node_texts(node))
             recent_nodes.add(nodes)
+        if isinstance(event, SynthesizeEndEvent) and (made := _synthesis.get()) is not None:
+            _synthesis.set(made.outer)
+            response = event.response
+            # The model may be called only when a stream is read; its sums grow until then.
+            if isinstance(response, StreamingResponse):
+                response.response_gen = made.pieces(response.response_gen)
+            elif isinstance(response, AsyncStreamingResponse):
+                response.response_gen = made.apieces(response.response_gen)
+            elif not made.sums["answers"]:  # another model's
+                return
+            response.metadata = {**(response.metadata or {}), SUMS: made.sums}
 
 
 class _Synthesized(BaseSpanHandler[BaseSpan]):
-    """Notes nodes that post-processors have rewritten, as synthesizers are given them."""
+    """Notes that synthesizers begin, and nodes that post-processors have rewritten, as synthesizers are given them."""
 
     @classmethod
     def class_name(cls) -> str:
         return "CacheBlendSynthesized"
 
     def span_enter(self, id_: str, bound_args: BoundArguments, *args: Any, **kwargs: Any) -> None:
-        if _on.get() and id_.partition("-")[0].endswith((".synthesize", ".asynthesize")):
-            _note_rewritten(bound_args.arguments.get("nodes", ()))
+        if id_.partition("-")[0].endswith((".synthesize", ".asynthesize")):
+            _synthesis.set(_Synthesis(_synthesis.get()))
+            if _on.get():
+                _note_rewritten(bound_args.arguments.get("nodes", ()))
 
     def span_exit(self, *args: Any, **kwargs: Any) -> None:
         pass

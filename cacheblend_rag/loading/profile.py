@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError, StoreError
 
 __all__ = ["BlendSettings", "Device", "MachineProfile", "PrefillProfile", "load_devices"]
@@ -125,10 +126,10 @@ class BlendSettings:
     """
 
     selection: str
-    check_layers: tuple[int, ...] = (1,)
+    check_layers: tuple[int, ...] = BlendConfig.default("check_layers")
     recompute_ratio: float = 0.15
     recompute_ratios: tuple[float, ...] = ()
-    metric: str = "v"
+    metric: str = BlendConfig.default("metric")
     selection_options: Mapping[str, Any] = field(default_factory=dict)
     tolerance: float = 0.0
     divergence: float = 0.0

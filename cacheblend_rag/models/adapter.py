@@ -198,13 +198,7 @@ class ModelAdapter:
         return None if self._plain_layers is None else self.rotary(tokens).layer(0).frequencies()
 
     def project_values(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Values of the rows on a layer, ``[kv_heads, rows, head_dim]``.
-
-        Parameters
-        ----------
-        hidden : Tensor, [rows, hidden]
-            Input of the layer.
-        """
+        """Values of the rows on a layer, ``[kv_heads, rows, head_dim]``; ``hidden`` as for keys."""
         return self._values(self._project(layer, self._normed(layer, hidden), self._family.values))
 
     def project_keys(self, layer: int, hidden: torch.Tensor, rotaries: Rotaries) -> torch.Tensor:
@@ -427,7 +421,7 @@ class ModelAdapter:
     def segment_kv(
         self, context_ids: Sequence[int], ids: Sequence[int], regime: int = 0, query_layers: Sequence[int] = ()
     ) -> SegmentKV:
-        """KV of a segment computed behind a context, keys with their rotation undone; see `segments_kv`."""
+        """KV of one segment; see `segments_kv`."""
         return self.segments_kv(context_ids, [ids], regime, query_layers)[0]
 
     def segments_kv(
@@ -436,6 +430,7 @@ class ModelAdapter:
         segments: Sequence[Sequence[int]],
         regime: int = 0,
         query_layers: Sequence[int] = (),
+        heads: Sequence[int] = (),
     ) -> list[SegmentKV]:
         """KV of several segments in one pass, each computed behind the context as if it were alone.
 
@@ -452,17 +447,19 @@ class ModelAdapter:
         regime : int
             They are computed as parts of a prompt of this frequency regime.
         query_layers : sequence of int
-            Layers whose queries are wanted, without rotation; they follow the last layer of the KV, in its
-            form (`as_kv_layers`).
+            Layers whose queries are wanted, not rotated; they follow the KV's last layer, as `as_kv_layers` says.
+        heads : sequence of int
+            How many first tokens of each only serve as its context, and are left out of its KV; by default none.
 
         Returns
         -------
         list of SegmentKV
             In the order of the segments; none shares memory with another.
         """
-        rows = [[*context_ids, *ids] for ids in segments]
+        rows, heads = [[*context_ids, *ids] for ids in segments], heads or [0] * len(segments)
         if len(rows) > 1 and not self._positions.alike(map(len, rows), regime):
-            return [self.segment_kv(context_ids, ids, regime, query_layers) for ids in segments]
+            pairs = zip(segments, heads, strict=True)
+            return [self.segments_kv(context_ids, [ids], regime, query_layers, [head])[0] for ids, head in pairs]
         first, longest = len(context_ids), max(map(len, rows))
         # A token of its own is padding that every model has seen: rows hidden by a mask must still be finite.
         inputs = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows], device=self.device)
@@ -472,7 +469,7 @@ class ModelAdapter:
                 self._decoder(inputs, past_key_values=Cache(layers=layers), use_cache=True)
             queries = [[self.project_queries(at, rows[first:]) for rows in hidden[at]] for at in query_layers]
         rotaries = self.rotary(longest - first, first, regime)
-        return cut_out(layers, queries, list(map(len, segments)), first, rotaries, self.kv_heads)
+        return cut_out(layers, queries, list(map(len, segments)), heads, first, rotaries, self.kv_heads)
 
     @property
     def _kv_width(self) -> int:

@@ -1,38 +1,41 @@
-"""Float32 products of linear layers by oneDNN, where it is faster than what PyTorch calls.
+"""Float32 products of linear layers by oneDNN, on processors where it is faster than what PyTorch calls.
 
-PyTorch multiplies float32 by MKL, which uses the widest instructions on Intel's processors alone; oneDNN, which comes
-along with PyTorch, uses them on any. Nothing is copied, and nothing is left behind: the layers multiply so only while
-an engine runs the model.
+PyTorch multiplies float32 by MKL, which uses AVX-512 on Intel's processors alone. oneDNN comes with PyTorch and uses it
+on any. Nothing is copied, and nothing is left behind: the layers multiply so only while an engine runs the model.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterable
-from functools import cache, partial
+import os
+import platform
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from cacheblend_rag.config import ENV_PREFIX
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.modes import is_compiled
 from cacheblend_rag.models.stand_in import StandIn, StandIns
 
-__all__ = ["DirectProducts", "faster_by", "multiplies_directly", "onednn_is_faster", "onednn_product"]
+__all__ = ["DirectProducts", "multiplies_directly", "onednn_product", "prefers_onednn"]
+
+ONEDNN_VARIABLE = ENV_PREFIX + "ONEDNN"
+"""Environment variable that says who multiplies float32: ``auto`` (by the processor), ``on`` or ``off``."""
 
 # Multiply-adds below which the longer call costs more than the product (one core of an AMD EPYC with AVX-512: 20 rows
 # by 256 x 256 in 31 and 29 us, 4 rows by 704 x 256 in 30 and 34, one row by 1536 x 576 in 52 and 52).
 _LEAST = 2**20
 _SMALLEST = 2**15  # elements of a weight that can come to so many
-# How much faster it has to be, by products of so many rows and a square weight of this width, timed so often.
-_FASTER, _ROWS, _WIDTH, _ROUNDS = 1.3, 96, 1024, 7
 
 
 def multiplies_directly(model: nn.Module, layers: Iterable[nn.Linear]) -> bool:
     """Whether some of a model's linear layers should multiply by oneDNN."""
     weights = [layer.weight for layer in layers]
     some = any(one.dtype is torch.float32 and one.is_cpu and one.numel() >= _SMALLEST for one in weights)
-    return some and not is_compiled(model) and onednn_is_faster()
+    return some and not is_compiled(model) and prefers_onednn()
 
 
 class DirectProducts(StandIns["_Forward"]):
@@ -78,42 +81,58 @@ def onednn_product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     return product
 
 
-@cache
-def onednn_is_faster() -> bool:
-    """Whether oneDNN multiplies float32 faster here than what PyTorch calls; timed once a process, in some 20 ms."""
-    chance = torch.Generator("cpu").manual_seed(0)  # the global one is the caller's
-    rows, weight = (torch.rand(count, _WIDTH, device="cpu", generator=chance) for count in (_ROWS, _WIDTH))
-    usual, direct = partial(nn.functional.linear, rows, weight), partial(onednn_product, rows, weight, None)
-    return faster_by(_FASTER, usual, direct, 1e-4)
+def prefers_onednn() -> bool:
+    """Whether float32 is multiplied by oneDNN here.
 
+    It follows from the processor, never from a measurement: the same input gives the same output in every process.
+    oneDNN is taken on AMD's processors with AVX-512 (docs/performance.md). Elsewhere MKL uses all that the processor
+    has. ``CACHEBLEND_RAG_ONEDNN``, read once a process, says otherwise with ``on`` or ``off``.
 
-def faster_by(
-    least: float, usual: Callable[[], torch.Tensor], direct: Callable[[], torch.Tensor], tolerance: float
-) -> bool:
-    """Whether a way by oneDNN is so many times as fast here as the usual one, and gives the same.
-
-    Parameters
-    ----------
-    tolerance : float
-        Of what they give, relative and absolute.
-
-    Returns
-    -------
-    bool
-        False too where one of them fails.
+    Raises
+    ------
+    ConfigError
+        If the variable has another value, or is ``on`` where oneDNN does not give these products.
     """
-    if not torch.backends.mkldnn.enabled:
+    return bool(torch.backends.mkldnn.enabled) and _chosen()
+
+
+@cache
+def _chosen() -> bool:
+    text = os.environ.get(ONEDNN_VARIABLE, "auto")
+    if text not in ("auto", "on", "off"):
+        raise ConfigError(ONEDNN_VARIABLE, text, "use 'auto', 'on' or 'off'")
+    if text == "off" or (text == "auto" and not _leaves_avx512_unused()):
         return False
-    times: tuple[list[float], ...] = ([], [])
+    agrees = _agrees()
+    if text == "on" and not agrees:
+        raise ConfigError(
+            ONEDNN_VARIABLE, text, "use 'auto' or 'off': oneDNN does not give PyTorch's float32 products here"
+        )
+    return agrees
+
+
+def _leaves_avx512_unused() -> bool:
+    """Whether MKL multiplies for PyTorch on a processor of AMD's with AVX-512."""
+    by_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
+    return bool(by_mkl) and torch.backends.cpu.get_cpu_capability() == "AVX512" and _is_amd()
+
+
+def _is_amd(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    try:
+        said = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # not Linux
+        said = platform.processor()
+    return "AuthenticAMD" in said
+
+
+def _agrees() -> bool:
+    """Whether the private operator that multiplies is there and gives the product; looked at once a process."""
+    chance = torch.Generator("cpu").manual_seed(0)  # the global one is the caller's
+    rows, weight = (torch.rand(count, 64, device="cpu", generator=chance) for count in (8, 16))
     try:
         with torch.inference_mode():
-            if not torch.allclose(direct(), usual(), rtol=tolerance, atol=tolerance):
-                return False
-            for _ in range(_ROUNDS):
-                for way, found in zip((usual, direct), times, strict=True):
-                    started = time.perf_counter()
-                    way()
-                    found.append(time.perf_counter() - started)
+            found, expected = onednn_product(rows, weight, None), nn.functional.linear(rows, weight)
     except (RuntimeError, AttributeError, TypeError):
         return False
-    return statistics.median(times[0]) >= least * statistics.median(times[1])
+    # No element is negative, so each sum is off by its 64 roundings at most.
+    return bool(torch.allclose(found, expected, rtol=64 * torch.finfo(torch.float32).eps, atol=0.0))

@@ -1,8 +1,8 @@
-"""Attention by oneDNN's products in float32, where PyTorch's fused kernel multiplies more slowly.
+"""Attention by oneDNN's products in float32, on processors where PyTorch's fused kernel multiplies more slowly.
 
-The fused kernel calls what linear layers call: in float32 MKL, which uses the widest instructions on Intel's processors
-alone, and without a matrix unit (AMX) it computes bfloat16 at that rate too. Products of oneDNN's are faster there,
-although the scores of a block of rows are written down, and for narrow types nothing is rounded on the way.
+The fused kernel calls what linear layers call: in float32 MKL, which uses AVX-512 on Intel's processors alone. Without
+a matrix unit (AMX) it computes bfloat16 at that rate too. oneDNN's products are faster there, although the scores of a
+block of rows are written down. For narrow types nothing is rounded on the way.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from cacheblend_rag.models.direct import faster_by, onednn_product
+from cacheblend_rag.models.direct import onednn_product, prefers_onednn
 
 __all__ = ["attend_behind", "attend_directly", "attends_directly", "few_lengths", "rows_of_block"]
 
@@ -25,12 +25,10 @@ _ROWS, _LEAST = 448, 64
 # as many rows as fit and see a multiple of so many positions: other prompts come to the same shapes, but for the ends;
 # and so few scores are left to the kernel (a prompt of its own each time, 40,000 scores a layer: a tenth slower).
 _STEP, _LEAST_SCORES = 64, 2**18
-# How much faster it has to be, with so many rows and tokens.
-_FASTER, _TIMED_ROWS, _TIMED_TOKENS = 1.2, 64, 1024
 
 
 def attends_directly(rows: int, group: int, tokens: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether attention is better computed here, as things are now.
+    """Whether attention is computed here: where `prefers_onednn`, and rows and positions are many.
 
     Parameters
     ----------
@@ -40,7 +38,7 @@ def attends_directly(rows: int, group: int, tokens: int, dtype: torch.dtype, dev
     plain = dtype in (torch.float32, torch.bfloat16) and device.type == "cpu"
     many = rows * group >= _LEAST and rows * group * tokens >= _LEAST_SCORES
     traced = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-    return plain and many and not traced and _is_faster(dtype)
+    return plain and many and not traced and prefers_onednn() and _agrees()
 
 
 def rows_of_block(group: int) -> int:
@@ -96,21 +94,22 @@ def attend_behind(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
 
 
 @cache
-def _is_faster(dtype: torch.dtype) -> bool:
-    """Whether this is faster here than PyTorch's kernel, and agrees with it; timed once a process, in some 20 ms.
+def _agrees() -> bool:
+    """Whether this gives what PyTorch's kernel gives; looked at once a process.
 
-    That softmax may overwrite what it reads is nowhere promised, so it is looked at.
+    That softmax may overwrite what it reads is nowhere promised.
     """
     chance = torch.Generator("cpu").manual_seed(0)  # the global one is the caller's
-    shapes = (8, _TIMED_ROWS), (2, _TIMED_TOKENS), (2, _TIMED_TOKENS)
-    query, key, value = (torch.randn(1, *shape, 64, generator=chance, device="cpu") for shape in shapes)
-    mask = query.new_full((1, 1, _TIMED_ROWS, _TIMED_TOKENS), float("-inf")).triu(_TIMED_TOKENS - _TIMED_ROWS + 1)
-    folded, added = query.view(1, 2, -1, 64).to(dtype), mask.to(dtype).repeat(1, 1, 4, 1)  # as `in_blocks` has it
-    keys, values = key.to(dtype), value.to(dtype)
-    torch.empty(2**22, device="cpu")  # what glibc has given back once, as any pass does, it gives from its heap next
-    return faster_by(
-        _FASTER,
-        lambda: scaled_dot_product_attention(folded, keys, values, added).view(query.shape),
-        lambda: attend_directly(query, key, value, mask, None).to(dtype),
-        0.02,
-    )
+    heads, kv_heads, rows, tokens, width = 4, 2, 32, 256, 64
+    shapes = (heads, rows), (kv_heads, tokens), (kv_heads, tokens)
+    query, key, value = (torch.randn(1, *shape, width, generator=chance, device="cpu") for shape in shapes)
+    mask = query.new_full((1, 1, rows, tokens), float("-inf")).triu(tokens - rows + 1)
+    try:
+        with torch.inference_mode():
+            found = attend_directly(query, key, value, mask, None)
+            expected = scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
+    except (RuntimeError, AttributeError, TypeError):
+        return False
+    # Two sums after each other, of as many terms; a wrong softmax is off by a good part of a value.
+    apart = (width + tokens) * torch.finfo(torch.float32).eps * float(value.abs().max())
+    return bool(torch.allclose(found, expected, rtol=0.0, atol=apart))

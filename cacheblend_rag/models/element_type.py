@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from cacheblend_rag.models.memory import free_memory
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.models.memory import total_memory
 
 __all__ = ["in_hardware", "type_to_load"]
 
-_log = logging.getLogger(__name__)
 _IN_HARDWARE = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-# Largest share of the free memory that float32 weights take without being asked for.
-_SHARE_OF_FREE = 0.5
+# Largest share of the machine's memory that float32 weights take without being asked for; KV and passes need the rest.
+_SHARE = 0.75
 
 
 def type_to_load(config: Any, device: torch.device) -> str:
-    """The checkpoint's type, but float32 on a CPU that has no products of that type and room for twice the bytes.
+    """The checkpoint's type, but float32 on a CPU that has no products of that type.
 
-    There, PyTorch multiplies many times more slowly than in float32 (docs/performance.md).
+    There, PyTorch multiplies many times more slowly than in float32 (docs/performance.md). The type follows from the
+    processor and the checkpoint, not from what else runs: KV that was stored on one day is found on the next.
 
     Parameters
     ----------
@@ -32,23 +32,27 @@ def type_to_load(config: Any, device: torch.device) -> str:
     -------
     {"auto", "float32"}
         As transformers' ``from_pretrained`` takes it; ``"auto"`` is the checkpoint's.
+
+    Raises
+    ------
+    ConfigError
+        If float32 weights would take more than three quarters of the machine's memory.
     """
     stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
     if device.type != "cpu" or stored not in _IN_HARDWARE or in_hardware(stored) is not False:
         return "auto"
     if getattr(config, "quantization_config", None) is not None:
         return "auto"
-    needed, free = 4 * _parameters(config), free_memory()
-    if free is not None and needed <= _SHARE_OF_FREE * free:
-        return "float32"
-    _log.warning(
-        "this processor has no %s arithmetic; with dtype='float32' the model would run several times faster, but its "
-        "weights would take %d bytes, and %s",
-        str(stored).removeprefix("torch."),
-        needed,
-        "how many are free is not known" if free is None else f"{free} are free",
-    )
-    return "auto"
+    needed, total = 4 * _parameters(config), total_memory()
+    if total is not None and needed > _SHARE * total:
+        name = str(stored).removeprefix("torch.")
+        raise ConfigError(
+            "dtype",
+            "auto",
+            f"use dtype={name!r}, several times slower here: this processor has no {name} products, and weights in "
+            f"float32 take {needed:,} bytes of a memory of {total:,}",
+        )
+    return "float32"
 
 
 def in_hardware(dtype: torch.dtype) -> bool | None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from cacheblend_rag.config import flag_from_environment
 from cacheblend_rag.errors import ConfigError, ModelLoadError
 from cacheblend_rag.models.element_type import type_to_load
 from cacheblend_rag.models.fingerprint import fingerprint
+from cacheblend_rag.models.gguf import is_gguf, opened_gguf
 from cacheblend_rag.models.identity import files_identity, known_fingerprint, remember_fingerprint
 from cacheblend_rag.models.shape import head_width
+from cacheblend_rag.models.starters import starter_folder, starter_named
 
 __all__ = ["KVGeometry", "LoadedModel", "load_geometry", "load_model"]
 
@@ -49,18 +54,28 @@ class LoadedModel:
 
 
 def load_model(
-    model: str | os.PathLike[str], *, device: str = "auto", dtype: str = "auto", **model_kwargs: Any
+    model: str | os.PathLike[str],
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    keep_converted: bool | None = None,
+    **model_kwargs: Any,
 ) -> LoadedModel:
     """Load through transformers' auto classes.
 
     Parameters
     ----------
     model : str or path
-        A folder, or an id that transformers can resolve.
+        A folder, a GGUF file, an id that transformers can resolve, or the name of a starter model (``"smollm2"``,
+        which is fetched on first use). A folder that has a starter's name is ``"./smollm2"``.
     device : str
         ``"auto"`` (a GPU if there is one), or a torch device.
     dtype : str
         ``"auto"`` (see `type_to_load`), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+    keep_converted : bool, optional
+        Keep what a GGUF file was converted into, in the user's cache, so that the next start takes seconds. Without
+        it, each start converts the file anew. Left out, the environment variable ``CACHEBLEND_RAG_KEEP_CONVERTED``
+        says it, and it is kept if that is not set.
     **model_kwargs
         Passed on to ``from_pretrained``; with any, ``"auto"`` is the checkpoint's element type.
 
@@ -69,28 +84,54 @@ def load_model(
     ModelLoadError
         If the model or the tokenizer cannot be loaded.
     ConfigError
-        If the device or the element type is not known.
+        If the device or the element type is not known, or memory is too small for the type that ``"auto"`` means.
     """
     if dtype not in _DTYPES:
         raise ConfigError("dtype", dtype, "use one of " + ", ".join(map(repr, _DTYPES)))
     target = _device(device)
-    name = os.fspath(model)
+    with _located(model, keep_converted) as (name, stays):
+        loaded, tokenizer, identity = _load(os.fspath(model), name, target, dtype, model_kwargs)
+    return LoadedModel(loaded, tokenizer, os.fspath(model), identity if stays else None)
+
+
+def _load(
+    said: str, name: str, target: torch.device, dtype: str, model_kwargs: dict[str, Any]
+) -> tuple[Any, Any, str | None]:
+    """Model, tokenizer and identity of what lies in a folder or is known by an id."""
     try:
         if dtype == "auto" and not model_kwargs:
             dtype = type_to_load(AutoConfig.from_pretrained(name), target)
         before = None if model_kwargs else files_identity(name, dtype)
         loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **model_kwargs)
         tokenizer = AutoTokenizer.from_pretrained(name)
+    except ConfigError:
+        raise
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ModelLoadError(
-            f"model {name!r} could not be loaded: {error}; name a folder written by save_pretrained, "
-            "or an id that is in the local cache or can be downloaded"
+            f"model {said!r} could not be loaded: {error}; name a folder written by save_pretrained, a GGUF file, "
+            "an id that is in the local cache or can be downloaded, or the starter model 'smollm2'"
         ) from error
     if "device_map" not in model_kwargs:
         loaded = loaded.to(target)
     # What was downloaded just now, or changed meanwhile, is known from the next load on.
     unchanged = before is not None and before == files_identity(name, dtype)
-    return LoadedModel(loaded.eval(), tokenizer, name, before if unchanged else None)
+    return loaded.eval(), tokenizer, before if unchanged else None
+
+
+@contextmanager
+def _located(model: str | os.PathLike[str], keep_converted: bool | None = None) -> Iterator[tuple[str, bool]]:
+    """Folder or id that transformers loads a model from, and whether it stays there."""
+    if keep_converted is None:
+        keep_converted = flag_from_environment("keep_converted", default=True)
+    if not isinstance(keep_converted, bool):
+        raise ConfigError("keep_converted", keep_converted, "use True or False")
+    if (starter := starter_named(model, "language model")) is not None:
+        yield str(starter_folder(starter)), True
+    elif is_gguf(model):
+        with opened_gguf(model, keep_converted) as folder:
+            yield str(folder), keep_converted
+    else:
+        yield os.fspath(model), True
 
 
 @dataclass(frozen=True)
@@ -111,18 +152,22 @@ class KVGeometry:
 
 
 def load_geometry(model: str | os.PathLike[str], dtype: str = "auto") -> tuple[KVGeometry, Any]:
-    """Shape of a model's KV, and its tokenizer; weights are not read.
+    """Shape of a model's KV, and its tokenizer; weights are not read, but a GGUF file is converted first.
 
     Raises
     ------
     ModelLoadError
         If the config or the tokenizer cannot be loaded.
     ConfigError
-        If the element type is not known.
+        If the element type is not known, or memory is too small for the type that ``"auto"`` means.
     """
     if dtype not in _DTYPES:
         raise ConfigError("dtype", dtype, "use one of " + ", ".join(map(repr, _DTYPES)))
-    name = os.fspath(model)
+    with _located(model) as (name, _):
+        return _geometry(os.fspath(model), name, dtype)
+
+
+def _geometry(said: str, name: str, dtype: str) -> tuple[KVGeometry, Any]:
     try:
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -135,8 +180,10 @@ def load_geometry(model: str | os.PathLike[str], dtype: str = "auto") -> tuple[K
             head_dim=head_width(config),
             dtype=str(config.dtype or torch.float32).removeprefix("torch.") if dtype == "auto" else dtype,
         )
+    except ConfigError:
+        raise
     except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
-        raise ModelLoadError(f"config and tokenizer of model {name!r} could not be loaded: {error}") from error
+        raise ModelLoadError(f"config and tokenizer of model {said!r} could not be loaded: {error}") from error
     return geometry, tokenizer
 
 

@@ -1,4 +1,4 @@
-"""How much memory this process may still take."""
+"""How much memory there is, and how much this process may still take."""
 
 from __future__ import annotations
 
@@ -10,11 +10,25 @@ import torch
 if TYPE_CHECKING:
     from cacheblend_rag.models.adapter import ModelAdapter
 
-__all__ = ["free_memory", "free_memory_on", "token_bytes"]
+__all__ = ["free_memory", "free_memory_on", "token_bytes", "total_memory"]
 
 # Of a control group of either version: its folder, limit, use, and files kept in memory that give way.
 _V2 = ("", "memory.max", "memory.current", "inactive_file")
 _V1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def total_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Bytes that this process could take if nothing else ran: of the machine, or of its narrowest control group.
+
+    Returns
+    -------
+    int or None
+        None where the system does not say; only Linux does.
+    """
+    total = _numbers(proc / "meminfo").get("MemTotal")
+    if total is None:
+        return None
+    return min([1024 * total, *(limit for limit, _ in _limits(proc / "self" / "cgroup", groups))])
 
 
 def free_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
@@ -28,7 +42,7 @@ def free_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup"
     available = _numbers(proc / "meminfo").get("MemAvailable")
     if available is None:
         return None
-    return max(0, min([1024 * available, *_within_groups(proc / "self" / "cgroup", groups)]))
+    return max(0, min([1024 * available, *(left for _, left in _limits(proc / "self" / "cgroup", groups))]))
 
 
 def free_memory_on(device: torch.device) -> int | None:
@@ -46,9 +60,9 @@ def token_bytes(adapter: ModelAdapter) -> int:
     return 2 * adapter.num_layers * adapter.kv_heads * adapter.head_dim * adapter.dtype.itemsize
 
 
-def _within_groups(own: Path, groups: Path) -> list[int]:
-    """What each control group that sets a limit leaves."""
-    left = []
+def _limits(own: Path, groups: Path) -> list[tuple[int, int]]:
+    """The limit of each control group that sets one, and what is left of it."""
+    found = []
     for _, controllers, path in _fields(own):
         form = _V2 if not controllers else _V1 if "memory" in controllers.split(",") else None
         if form is None:
@@ -59,8 +73,8 @@ def _within_groups(own: Path, groups: Path) -> list[int]:
         for folder in {groups / root / part for part in (below, *below.parents)}:
             most, used = _number(folder / limit), _number(folder / use)
             if most is not None and used is not None:
-                left.append(most - used + _numbers(folder / "memory.stat").get(inactive, 0))
-    return left
+                found.append((most, most - used + _numbers(folder / "memory.stat").get(inactive, 0)))
+    return found
 
 
 def _fields(path: Path) -> list[list[str]]:

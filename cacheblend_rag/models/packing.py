@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.direct import DirectProducts, multiplies_directly, onednn_product
 from cacheblend_rag.models.element_type import in_hardware
-from cacheblend_rag.models.memory import free_memory
+from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.models.modes import is_compiled
 from cacheblend_rag.models.stand_in import StandIn, StandIns
 
@@ -40,8 +40,8 @@ _ROWS = 256
 _LEAST = 2**15
 # Elements of each weight that are compared when a pass begins.
 _SAMPLES = 8
-# Largest share of the free memory that copies take without being told to.
-_SHARE_OF_FREE = 0.25
+# Largest share of the machine's memory that copies take without being told to; the weights take as much again.
+_SHARE = 0.25
 # Largest relative difference from the plain product; rounding alone gives less than a tenth of it.
 _TOLERANCE = 0.02
 
@@ -107,9 +107,9 @@ def _why_not_unasked(needed: int) -> str | None:
     # Where bfloat16 is not multiplied in hardware, arranging a weight is little beside multiplying by it.
     if not getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)():
         return "this processor has no bfloat16 arithmetic of its own"
-    free = free_memory()
-    if free is None or needed > _SHARE_OF_FREE * free:
-        return f"copies take {needed:,} bytes, of {'an unknown number' if free is None else f'{free:,}'} that are free"
+    total = total_memory()
+    if total is None or needed > _SHARE * total:
+        return f"copies take {needed:,} bytes of a memory of {'unknown size' if total is None else f'{total:,}'}"
     return None
 
 

@@ -35,6 +35,7 @@ def cut_out(
     layers: list[Any],
     queries: Sequence[Sequence[torch.Tensor]],
     lengths: Sequence[int],
+    heads: Sequence[int],
     first: int,
     rotaries: Rotaries,
     kv_heads: int,
@@ -50,6 +51,8 @@ def cut_out(
         For each layer whose queries are stored, those of every segment.
     lengths : sequence of int
         Tokens of each segment; what is behind them is padding.
+    heads : sequence of int
+        How many of these to leave out at each segment's beginning.
     first : int
         Position at which segments begin.
     rotaries : Rotaries
@@ -61,12 +64,12 @@ def cut_out(
     for number in range(len(layers)):
         layer = layers.pop(0)
         turned = unrotate(layer.keys[:, :, first:], rotaries.of_keys(number))  # [segments, kv_heads, tokens, dim]
-        for row, length in enumerate(lengths):
-            keys[row].append(_copied(turned[row, :, :length]))
-            values[row].append(_copied(layer.values[row, :, first : first + length]))
+        for row, (head, length) in enumerate(zip(heads, lengths, strict=True)):
+            keys[row].append(_copied(turned[row, :, head:length]))
+            values[row].append(_copied(layer.values[row, :, first + head : first + length]))
     for of_layer in queries:
-        for row, length in enumerate(lengths):
-            for part, other in as_kv_layers(of_layer[row][:, :length], kv_heads):
+        for row, (head, length) in enumerate(zip(heads, lengths, strict=True)):
+            for part, other in as_kv_layers(of_layer[row][:, head:length], kv_heads):
                 keys[row].append(part)
                 values[row].append(other)
     return [SegmentKV(tuple(k), tuple(v), rotated=False) for k, v in zip(keys, values, strict=True)]

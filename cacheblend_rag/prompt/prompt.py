@@ -7,71 +7,82 @@ from dataclasses import dataclass
 
 from cacheblend_rag.errors import PromptError
 
-__all__ = ["Prompt"]
+__all__ = ["Prompt", "WrittenPrompt"]
+
+
+@dataclass(frozen=True)
+class WrittenPrompt:
+    """The one text that the model reads, and where its segments stand in it.
+
+    Parameters
+    ----------
+    text : str
+        The whole prompt.
+    prefix_stop : int
+        Characters that belong to the prefix.
+    chunks : tuple of (int, int)
+        First character of each chunk, and the one after its last.
+    """
+
+    text: str
+    prefix_stop: int
+    chunks: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, init=False)
 class Prompt:
     """A RAG prompt: what stands before the chunks, the chunks, and what stands after them.
 
-    The model reads ``prefix, lead, separator, chunk, glue, separator, chunk, …, separator,
-    suffix``; without chunks it reads ``prefix, lead, suffix``. Segments are taken as they are: a
-    separator inside one of them is ordinary text.
+    The model reads all of it as one text. With ``between`` the segments are joined exactly as given:
+    ``prefix, preamble, chunk, between, chunk, …, suffix``. Without it the engine's separator stands
+    before each chunk and before the suffix. A separator inside a segment is ordinary text.
 
     Parameters
     ----------
     prefix : str
-        Text before the first chunk (system prompt, instructions).
+        Text before the first chunk (system prompt, instructions). Its KV is stored.
     chunks : iterable of str
         Retrieved texts, in the order in which the model reads them.
     suffix : str
         Text after the last chunk: the question.
-    glue : iterable of str, optional
-        Text between neighbouring chunks that the model must read, ``len(chunks) - 1`` entries.
-        It is computed anew each time and never stored.
-    lead : str
-        Text between prefix and first chunk; computed anew each time and never stored.
-    bare : iterable of int
-        Numbers of chunks before which no separator stands (and none before the suffix, if the
-        last chunk is one): text that is reused in the middle of other text.
+    between : iterable of str, optional
+        Texts between neighbouring chunks, ``len(chunks) - 1`` entries. They are computed each time.
+    preamble : str
+        Text between the prefix and the first chunk. It is computed each time and never stored.
 
     Raises
     ------
     PromptError
-        If a segment is not text, ``glue`` has another length, or ``bare`` names no chunk.
+        If a segment is not text, or ``between`` has another length.
     """
 
     prefix: str
     chunks: tuple[str, ...]
     suffix: str
-    glue: tuple[str, ...]
-    lead: str
-    bare: frozenset[int]
+    between: tuple[str, ...] | None
+    preamble: str
 
     def __init__(
         self,
         prefix: str = "",
         chunks: Iterable[str] = (),
         suffix: str = "",
-        glue: Iterable[str] = (),
+        between: Iterable[str] | None = None,
         *,
-        lead: str = "",
-        bare: Iterable[int] = (),
+        preamble: str = "",
     ) -> None:
-        chunks, glue, bare = _texts("chunks", chunks), _texts("glue", glue), frozenset(bare)
-        for name, text in (("prefix", prefix), ("suffix", suffix), ("lead", lead)):
+        chunks = _texts("chunks", chunks)
+        between = None if between is None else _texts("between", between)
+        for name, text in (("prefix", prefix), ("suffix", suffix), ("preamble", preamble)):
             if not isinstance(text, str):
                 raise PromptError(f"{name}={text!r} is a {type(text).__name__}: give text")
-        if glue and len(glue) != len(chunks) - 1:
-            raise PromptError(f"glue has {len(glue)} entries for {len(chunks)} chunks: give one between each two")
-        if not bare <= set(range(len(chunks))):
-            raise PromptError(f"bare={sorted(bare)} names a chunk that is not there: there are {len(chunks)}")
+        if between is not None and len(between) != max(0, len(chunks) - 1):
+            raise PromptError(f"between has {len(between)} entries for {len(chunks)} chunks: give one between each two")
         object.__setattr__(self, "prefix", prefix)
         object.__setattr__(self, "chunks", chunks)
         object.__setattr__(self, "suffix", suffix)
-        object.__setattr__(self, "glue", glue)
-        object.__setattr__(self, "lead", lead)
-        object.__setattr__(self, "bare", bare)
+        object.__setattr__(self, "between", between)
+        object.__setattr__(self, "preamble", preamble)
 
     @classmethod
     def parse(cls, text: str, separator: str) -> Prompt:
@@ -84,7 +95,28 @@ class Prompt:
         first, *rest = text.split(separator)
         if not rest:
             return cls(suffix=first)
-        return cls(prefix=first, chunks=rest[:-1], suffix=rest[-1])
+        return cls(prefix=first, chunks=rest[:-1], suffix=separator + rest[-1] if len(rest) == 1 else rest[-1])
+
+    def written(self, separator: str) -> WrittenPrompt:
+        """The text that the model reads.
+
+        Parameters
+        ----------
+        separator : str
+            Stands before each chunk and before the suffix, if the texts between chunks are not given.
+        """
+        if not self.chunks:
+            return WrittenPrompt(self.prefix + self.preamble + self.suffix, len(self.prefix), ())
+        before = separator if self.between is None else ""
+        text = self.prefix + self.preamble + before
+        prefix_stop = len(self.prefix) if self.preamble or not self.prefix else len(text)
+        spans: list[tuple[int, int]] = []
+        for number, chunk in enumerate(self.chunks):
+            if number:
+                text += separator if self.between is None else self.between[number - 1]
+            spans.append((len(text), len(text) + len(chunk)))
+            text += chunk
+        return WrittenPrompt(text + before + self.suffix, prefix_stop, tuple(spans))
 
 
 def _texts(name: str, texts: Iterable[str]) -> tuple[str, ...]:

@@ -1,25 +1,30 @@
-"""Token ids of a prompt: each segment is tokenised on its own and the ids are spliced.
+"""Token ids of a prompt, and where its segments lie among them.
 
-Splicing keeps a chunk's ids the same wherever it stands; decoding and encoding again, as some
-implementations do, shifts ids at the seams.
+The whole prompt is tokenised as one text, so the model reads exactly the ids that it would read without this package.
+What of a chunk can be reused are the tokens inside it that do not depend on what stands around it.
 """
 
 from __future__ import annotations
 
 import copy
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from difflib import SequenceMatcher
+from functools import lru_cache, reduce
 from typing import Any
 
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.prompt.prompt import Prompt
 
-__all__ = ["SegmentTokenizer", "Span", "TokenizedPrompt"]
+__all__ = ["ChunkTokens", "PromptTokenizer", "Span", "TokenizedChunk", "TokenizedPrompt"]
 
-_ANCHORS = ("\n", ".", "|", "0")
-# Chunks whose ids are remembered: they come back again and again, and a tokenizer takes milliseconds for each.
+# What stands around a chunk in usual prompts. Tokens that are the same within all of them are its own.
+_SURROUNDINGS = (" ", '"')
+# What the beginning of a text does not merge with.
+_LINE_END = "\n"
+# Chunks whose tokens are remembered: they come back again and again, and a tokenizer takes milliseconds for each.
 _REMEMBERED = 1024
-_PREFIXES = 64  # whose ids are remembered
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,51 @@ class Span:
 
 
 @dataclass(frozen=True)
+class ChunkTokens:
+    """The tokens of a chunk that are the same whatever usually stands around it.
+
+    Parameters
+    ----------
+    head : tuple of int
+        Ids between the separator and these: the chunk's first tokens, which may merge with what stands before it.
+        They are computed in each prompt. When the chunk's KV is computed they stand before its own ids.
+    ids : tuple of int
+        The ids whose KV is stored; empty for a text that is too short.
+    start : int
+        Character at which these begin.
+    before : tuple of int
+        Ids of the separator before the chunk.
+    """
+
+    head: tuple[int, ...]
+    ids: tuple[int, ...]
+    start: int
+    before: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TokenizedChunk:
+    """A chunk in a tokenised prompt.
+
+    Parameters
+    ----------
+    span : Span
+        The tokens that can be reused. They may be none.
+    text : str
+        The chunk as it stands in the prompt, without white space around it.
+    head : tuple of int
+        Ids that stand directly before these when the chunk's KV is computed; see `ChunkTokens`.
+    usual : bool
+        Whether the ids are those under which `PromptTokenizer.chunk` knows the text.
+    """
+
+    span: Span
+    text: str
+    head: tuple[int, ...] = ()
+    usual: bool = True
+
+
+@dataclass(frozen=True)
 class TokenizedPrompt:
     """The ids of a prompt and where its segments lie.
 
@@ -42,17 +92,22 @@ class TokenizedPrompt:
     input_ids : tuple of int
         All ids, in the order in which the model reads them.
     prefix : Span
-        The ids that open the text and the prefix.
-    chunks : tuple of Span
-        One span a chunk, with the separator that opens it.
+        The ids that open the text, and those of the prefix.
+    located : tuple of TokenizedChunk
+        One for each chunk. What lies between them is computed in each prompt.
     suffix : Span
-        Everything after the last chunk, with its separator.
+        Everything after the last chunk.
     """
 
     input_ids: tuple[int, ...]
     prefix: Span
-    chunks: tuple[Span, ...]
+    located: tuple[TokenizedChunk, ...]
     suffix: Span
+
+    @property
+    def chunks(self) -> tuple[Span, ...]:
+        """The tokens of each chunk that can be reused."""
+        return tuple(chunk.span for chunk in self.located)
 
     def ids(self, span: Span) -> tuple[int, ...]:
         """Ids of one segment."""
@@ -60,60 +115,85 @@ class TokenizedPrompt:
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens in all chunks, separators included."""
-        return sum(map(len, self.chunks))
+        """Tokens of all chunks that can be reused."""
+        return sum(len(chunk.span) for chunk in self.located)
 
 
-class SegmentTokenizer:
-    """Tokenises segments so that their ids can be spliced.
+@dataclass(frozen=True)
+class _Encoded:
+    """Ids, with the characters that each of them covers if the tokenizer says so."""
+
+    ids: tuple[int, ...]
+    starts: tuple[int, ...] = ()
+    stops: tuple[int, ...] = ()
+
+    def moved(self, by: int) -> list[tuple[int, int, int]]:
+        """Each id with the first of its characters and the one behind its last, counted from elsewhere."""
+        return [(id, start + by, stop + by) for id, start, stop in zip(self.ids, self.starts, self.stops, strict=True)]
+
+    def within(self, start: int, stop: int) -> Span:
+        """The tokens that lie wholly within these characters; none if that is not known."""
+        first = bisect_left(self.starts, start)
+        last = first
+        while last < len(self.starts) and self.starts[last] < stop and self.stops[last] <= stop:
+            last += 1
+        return Span(first, last)
+
+    def find(self, ids: tuple[int, ...], character: int, position: int) -> Span | None:
+        """Where these ids begin at a character; if characters are not known, where they stand next."""
+        if self.starts:
+            first = bisect_left(self.starts, character)
+            # The bytes of one character may be several tokens.
+            candidates = range(first, bisect_left(self.starts, character + 1))
+        else:
+            candidates = range(position, len(self.ids) - len(ids) + 1)
+        for at in candidates:
+            if self.ids[at] == ids[0] and self.ids[at : at + len(ids)] == ids:
+                return Span(at, at + len(ids))
+        return None
+
+
+class PromptTokenizer:
+    """Tokenises prompts and finds their chunks among the tokens.
 
     Parameters
     ----------
     tokenizer : transformers tokenizer
-        Asked how it opens a text (BOS or nothing) and whether it puts a space before every text.
+        A fast one says which characters each token covers. With another, a chunk is found by its ids alone.
     separator : str
-        Its ids open each chunk, and the suffix behind chunks.
+        Stands before each chunk of a `Prompt` that does not say what stands between its chunks. When the KV of a
+        chunk is computed ahead of time, it stands around the chunk.
     """
 
     def __init__(self, tokenizer: Any, separator: str) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self.separator = tokenizer, separator
         self.start_ids = _start_ids(tokenizer)
-        self._anchors = _anchors(tokenizer)
-        self._chunk_texts = lru_cache(_REMEMBERED)(self.inner_ids)
-        self._openings = lru_cache(_PREFIXES)(self.opening_ids)
-        self.separator_ids = self.inner_ids(separator)
+        self._chunks = lru_cache(_REMEMBERED)(self._chunk)
 
-    def with_separator(self, separator: str) -> SegmentTokenizer:
-        """The same with another separator; what is remembered is shared."""
+    def with_separator(self, separator: str) -> PromptTokenizer:
+        """The same with another separator."""
+        if separator == self.separator:
+            return self
         other = copy.copy(self)
-        other.separator_ids = self.inner_ids(separator)
+        other.separator = separator
+        other._chunks = lru_cache(_REMEMBERED)(other._chunk)
         return other
 
     def forget(self) -> None:
-        """Forget the chunks and prefixes that are remembered."""
-        self._chunk_texts.cache_clear()
-        self._openings.cache_clear()
+        """Forget the chunks that are remembered."""
+        self._chunks.cache_clear()
 
-    def opening_ids(self, text: str) -> tuple[int, ...]:
-        """Ids of a text that stands first: the start ids once, then the text."""
-        ids = self._encode(text)
-        start = self.start_ids
-        return ids if start and ids[: len(start)] == start else start + ids
+    def chunk(self, text: str) -> ChunkTokens:
+        """What of a chunk can be reused; white space around it counts as what stands around it."""
+        return self._chunks(text.strip())
 
-    def inner_ids(self, text: str) -> tuple[int, ...]:
-        """Ids of a text that goes on where another ended: nothing is put before it."""
-        if not text:
-            return ()
-        for anchor in self._anchors:
-            head = self._encode(anchor)
-            ids = self._encode(anchor + text)
-            if ids[: len(head)] == head:  # else the text begins with what merges with the anchor
-                return ids[len(head) :]
-        return self._encode(text)
-
-    def chunk_ids(self, text: str) -> tuple[int, ...]:
-        """Ids of a chunk as it is stored: the separator, then the text."""
-        return self.separator_ids + self._chunk_texts(text)
+    def context_ids(self, text: str, prefix: str = "") -> tuple[int, ...]:
+        """Ids that a chunk is computed behind: what opens a text, the prefix, and the separator."""
+        if not prefix:
+            return self.start_ids + self.chunk(text).before
+        before = prefix + self.separator
+        encoded = self._opening(before + text.strip())
+        return encoded.ids[: self._prefix_stop(encoded, before)]
 
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
         """Tokenise a prompt.
@@ -123,28 +203,84 @@ class SegmentTokenizer:
         PromptError
             If the prompt has no tokens at all.
         """
-        alone = not prompt.prefix and not prompt.lead and not prompt.chunks
-        ids = list(self._openings(prompt.prefix or prompt.lead)) if not alone else []
-        prefix = Span(0, len(ids) if prompt.prefix else min(len(ids), len(self.start_ids)))
-        ids += self.inner_ids(prompt.lead) if prompt.prefix else ()
-        spans = []
-        for number, chunk in enumerate(prompt.chunks):
-            if number and prompt.glue:
-                ids += self.inner_ids(prompt.glue[number - 1])
-            start = len(ids)
-            ids += self._chunk_texts(chunk) if number in prompt.bare else self.chunk_ids(chunk)
-            spans.append(Span(start, len(ids)))
-        start = len(ids)
-        if prompt.chunks and len(prompt.chunks) - 1 not in prompt.bare:
-            ids += self.separator_ids
-        ids += self.opening_ids(prompt.suffix) if alone else self.inner_ids(prompt.suffix)
-        if not ids:
+        written = prompt.written(self.separator)
+        encoded = self._opening(written.text)
+        if not encoded.ids:
             raise PromptError("the prompt is empty: give it a prefix, a chunk or a suffix")
-        return TokenizedPrompt(tuple(ids), prefix, tuple(spans), Span(start, len(ids)))
+        prefix = Span(0, self._prefix_stop(encoded, written.text[: written.prefix_stop]))
+        chunks: list[TokenizedChunk] = []
+        at = prefix.stop
+        for first, last in written.chunks:
+            chunks.append(self._located(encoded, written.text[first:last], first, at))
+            at = chunks[-1].span.stop
+        suffix = Span(at if chunks or prompt.prefix else 0, len(encoded.ids))
+        return TokenizedPrompt(encoded.ids, prefix, tuple(chunks), suffix)
 
-    def _encode(self, text: str) -> tuple[int, ...]:
+    def continued_ids(self, text: str, before: str) -> tuple[int, ...]:
+        """Ids of a text where another ended, such as an answer behind the end of its prompt.
+
+        The ids of what stands before are fixed: where its last token would merge with the text, it does not.
+        """
+        known, ids = self._encode(before).ids, self._encode(before + text).ids
+        if ids[: len(known)] != known:
+            known, ids = self._encode(_LINE_END).ids, self._encode(_LINE_END + text).ids
+        return ids[len(_common(known, ids)) :]
+
+    def _located(self, encoded: _Encoded, text: str, first: int, at: int) -> TokenizedChunk:
+        """A chunk that begins at a character; none of its tokens stand before position ``at``."""
+        own, first = self.chunk(text), first + len(text) - len(text.lstrip())
+        text = text.strip()
+        if not own.ids:
+            return TokenizedChunk(Span(at, at), text)
+        within = encoded.within(first, first + len(text))
+        span = encoded.find(own.ids, first + own.start, at)
+        if span is not None and span.start >= at and (not encoded.starts or span.stop <= within.stop):
+            return TokenizedChunk(span, text, own.head)
+        start = max(at, within.start)
+        return TokenizedChunk(Span(start, max(start, within.stop)), text, usual=False)
+
+    def _prefix_stop(self, encoded: _Encoded, prefix: str) -> int:
+        """How many ids lie within a prefix; those that open a text count even if there is none."""
+        opening = len(self.start_ids)
+        if not prefix:
+            return opening
+        known = encoded.within(0, len(prefix)).stop if encoded.starts else 0
+        return max(opening, known or len(_common(encoded.ids, self._opening(prefix).ids)))
+
+    def _chunk(self, text: str) -> ChunkTokens:
+        separator = self.separator
+        usual = self._encode(separator + text + separator)
+        others = [self._encode(around + text + around) for around in _SURROUNDINGS]
+        if not usual.starts:
+            before = _common(usual.ids, self._encode(separator).ids)
+            ids = reduce(_longest_common, (other.ids for other in others), usual.ids[len(before) :])
+            first = _Encoded(usual.ids).find(ids, 0, len(before)) if ids else None
+            return ChunkTokens(usual.ids[len(before) : first.start] if first else (), ids, 0, before)
+        before = usual.ids[: usual.within(0, len(separator)).stop]
+        known = [set(other.moved(-len(around))) for other, around in zip(others, _SURROUNDINGS, strict=True)]
+        own = usual.within(len(separator), len(separator) + len(text))
+        tokens = usual.moved(-len(separator))[own.start : own.stop]
+        run = _longest_run([all(token in one for one in known) for token in tokens])
+        if not run:
+            return ChunkTokens((), (), 0, before)
+        start, stop = own.start + run.start, own.start + run.stop
+        return ChunkTokens(usual.ids[len(before) : start], usual.ids[start:stop], tokens[run.start][1], before)
+
+    def _opening(self, text: str) -> _Encoded:
+        """A text that stands first: what opens a text, once, then the text."""
+        encoded, start = self._encode(text), self.start_ids
+        if not start or encoded.ids[: len(start)] == start:
+            return encoded
+        none = (0,) * len(start) if encoded.starts else ()
+        return _Encoded(start + encoded.ids, none + encoded.starts, none + encoded.stops)
+
+    def _encode(self, text: str) -> _Encoded:
         # verbose=False: a prompt longer than the tokenizer's limit is the engine's to judge.
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False, verbose=False))
+        if not getattr(self._tokenizer, "is_fast", False):
+            return _Encoded(tuple(self._tokenizer.encode(text, add_special_tokens=False, verbose=False)))
+        found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        starts, stops = zip(*found["offset_mapping"], strict=True) if found["input_ids"] else ((), ())
+        return _Encoded(tuple(found["input_ids"]), tuple(starts), tuple(stops))
 
 
 def _start_ids(tokenizer: Any) -> tuple[int, ...]:
@@ -157,20 +293,25 @@ def _start_ids(tokenizer: Any) -> tuple[int, ...]:
     return ()
 
 
-def _anchors(tokenizer: Any) -> tuple[str, ...]:
-    """Texts behind which the tokenizer puts no space of its own; none if it never puts one.
+def _common(one: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    """The ids with which both begin."""
+    number = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return tuple(one[:number])
 
-    SentencePiece models mark the start of every text with a space, which would stand at every
-    seam of a spliced prompt.
-    """
-    probe = tokenizer.encode("a", add_special_tokens=False)
-    first = tokenizer.convert_ids_to_tokens(probe[0]) if probe else ""
-    if not first.startswith(("▁", "Ġ")):
-        return ()
-    fit = []
-    for anchor in _ANCHORS:
-        head = tokenizer.encode(anchor, add_special_tokens=False)
-        ids = tokenizer.encode(anchor + "a", add_special_tokens=False)
-        if ids[: len(head)] == head and ids[len(head) :] not in ([], probe):
-            fit.append(anchor)
-    return tuple(fit)
+
+def _longest_common(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
+    """The longest stretch of ids that stands in both."""
+    match = SequenceMatcher(None, one, other, autojunk=False).find_longest_match()
+    return one[match.a : match.a + match.size]
+
+
+def _longest_run(flags: Sequence[bool]) -> range:
+    """The longest stretch of true values."""
+    best, start = range(0), 0
+    for at, flag in enumerate([*flags, False]):
+        if flag:
+            continue
+        if at - start > len(best):
+            best = range(start, at)
+        start = at + 1
+    return best

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from langchain_core.embeddings import Embeddings
 
-from cacheblend_rag.errors import ConfigError, EmbedderError
+from cacheblend_rag.errors import ConfigError, EmbedderError, ModelLoadError
+from cacheblend_rag.models.starters import starter_folder, starter_named
 from cacheblend_rag.retrieval.probes import Probes, probe
 from cacheblend_rag.retrieval.vectors import Vectors, as_matrix
 
@@ -31,7 +32,8 @@ class SentenceTransformerEmbeddings(Embeddings):
     Parameters
     ----------
     model : str, path or SentenceTransformer
-        A model hub id, a folder with a saved model, or a loaded model.
+        A model hub id, a folder with a saved model, a loaded model, or the name of a starter model (``"minilm"``,
+        which is fetched on first use). A folder that has a starter's name is ``"./minilm"``.
     batch_size : int
         Texts embedded at once.
     device : str, optional
@@ -61,7 +63,7 @@ class SentenceTransformerEmbeddings(Embeddings):
         self.batch_size = batch_size
         self.show_progress = show_progress
         if isinstance(model, (str, os.PathLike)):
-            self.model = _load(os.fspath(model), device)
+            self.model = _load(model, device)
         elif device is not None:
             raise ConfigError("device", device, "leave it out: a loaded model stays where it is")
         else:
@@ -121,8 +123,13 @@ class SharedEmbeddings(Embeddings):
         return probe(embed)
 
 
-def _load(name: str, device: str | None) -> SentenceTransformer:
-    path = Path(name).expanduser()
+def _load(model: str | os.PathLike[str], device: str | None) -> SentenceTransformer:
+    name = os.fspath(model)
+    try:
+        starter = starter_named(model, "embedder")
+        path = Path(name).expanduser() if starter is None else starter_folder(starter)
+    except ModelLoadError as error:
+        raise EmbedderError(str(error)) from error
     if not path.exists() and (path.is_absolute() or name.startswith((".", "~"))):
         raise EmbedderError(f"the embedding model {name} does not exist; name the folder of a saved model")
     from sentence_transformers import SentenceTransformer

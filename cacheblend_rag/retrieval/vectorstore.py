@@ -20,6 +20,7 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
 
 from cacheblend_rag.errors import ConfigError, EmbedderError
+from cacheblend_rag.noticing import known_chunks
 from cacheblend_rag.retrieval.saved import IndexDamagedError, SavedIndex, read_index, write_index
 from cacheblend_rag.retrieval.vectors import Vectors, as_matrix, check_count, marginal_relevance
 
@@ -44,7 +45,8 @@ class FaissVectorStore(VectorStore):
 
     Scores are L2 distances (not squared), so smaller is nearer. Documents at the same distance
     come in the order of their texts, then of their ids, whatever order they were added in.
-    Methods may be called from several threads.
+    Methods may be called from several threads. Our models know the documents that a search returns,
+    also of a search that no retriever made.
 
     Parameters
     ----------
@@ -289,7 +291,9 @@ class FaissVectorStore(VectorStore):
         self, embedding: list[float], k: int = 4, filter: Filter | None = None, **kwargs: Any
     ) -> list[tuple[Document, float]]:
         """Return the documents nearest to a vector with their L2 distances; see `similarity_search`."""
-        return [(hit.document, hit.distance) for hit in self._search(embedding, k, filter)]
+        hits = self._search(embedding, k, filter)
+        known_chunks.add(hit.document.page_content for hit in hits)
+        return [(hit.document, hit.distance) for hit in hits]
 
     def max_marginal_relevance_search(
         self,
@@ -348,6 +352,7 @@ class FaissVectorStore(VectorStore):
             return []
         query = as_matrix([embedding], 1)[0]
         chosen = marginal_relevance(query, np.stack([hit.vector for hit in hits]), k, lambda_mult)
+        known_chunks.add(hits[row].document.page_content for row in chosen)
         return [hits[row].document for row in chosen]
 
     def _search(

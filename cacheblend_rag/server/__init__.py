@@ -18,7 +18,7 @@ Nothing is imported here, so that the command line stays light.
 ``gatekeeping``             sizes, hosts, origins and headers, before anything else runs
 ``problems``                errors as answers
 ``metrics``, ``logs``       what is counted and what is written down
-``suggestions``             questions the page offers for the bundled archive
+``suggestions``             questions the page offers for the bundled articles
 ``docs_page``               the OpenAPI document as a page
 ==========================  ===============================================================
 """

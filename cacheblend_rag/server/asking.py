@@ -8,18 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cacheblend_rag.conversation import render_turns
+from cacheblend_rag.conversation import question_turns, render_turns
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.prompt import Prompt, TokenizedPrompt
-from cacheblend_rag.reference.prompts import STUFF
+from cacheblend_rag.prompt.formats import STUFF
 from cacheblend_rag.report import Generation
 
 __all__ = ["QuestionPrompt", "report_of", "rule_name"]
 
+# What a "stuff" chain joins documents with.
+CHUNK_SEPARATOR = "\n\n"
+
 
 @dataclass(frozen=True)
 class QuestionPrompt:
-    """How a model is asked about passages: LangChain's stuff prompt, within the chat template if there is one.
+    """How a model is asked about passages: as `FolderRAG` asks it, by its chat template if it has one.
 
     Parameters
     ----------
@@ -45,16 +48,18 @@ class QuestionPrompt:
         """
         # Marks that no document can hold stand for the parts while the template is applied.
         passages, question = (f"<{secrets.token_hex(8)}>" for _ in range(2))
-        text = STUFF.prefix + passages + STUFF.suffix.replace("{q}", question)
         if template:
-            text = render_turns(tokenizer, [{"role": "user", "content": text}])
+            text = render_turns(tokenizer, question_turns(tokenizer, passages, question))
+        else:
+            text = STUFF.prefix + passages + STUFF.suffix.replace("{q}", question)
         prefix, _, rest = text.partition(passages)
         before, _, after = rest.partition(question)
         return cls(prefix, before, after)
 
     def ask(self, question: str, passages: Sequence[str]) -> Prompt:
         """The prompt; whatever passages and question hold, they stay in their places."""
-        return Prompt(self.prefix, passages, self.before + question + self.after)
+        suffix = self.before + question + self.after
+        return Prompt(self.prefix, passages, suffix, [CHUNK_SEPARATOR] * (len(passages) - 1))
 
 
 def report_of(engine: BlendEngine, prompt: Prompt, answer: Generation) -> dict[str, Any]:
@@ -87,7 +92,12 @@ def report_of(engine: BlendEngine, prompt: Prompt, answer: Generation) -> dict[s
             "fuse_s": seconds.fuse,
             "first_token_s": seconds.first_token,
         },
-        "tokens": {"prefix": report.prefix_tokens, "chunks": report.chunk_tokens, "suffix": report.suffix_tokens},
+        "tokens": {
+            "prefix": report.prefix_tokens,
+            "chunks": report.chunk_tokens,
+            "between": len(split.input_ids) - report.prefix_tokens - report.chunk_tokens - report.suffix_tokens,
+            "suffix": report.suffix_tokens,
+        },
         "hits": report.hits,
         "misses": report.misses,
         "chunks": chunks,
@@ -115,7 +125,12 @@ def _tokens(engine: BlendEngine, split: TokenizedPrompt, answer: Generation) -> 
     rows = []
     for at, text in enumerate(_texts(engine.tokenizer, split.input_ids)):
         chunk = chunk_of.get(at)
-        segment = "chunk" if chunk is not None else "suffix" if at >= split.suffix.start else "prefix"
+        if chunk is not None:
+            segment = "chunk"
+        elif at >= split.suffix.start:
+            segment = "suffix"
+        else:
+            segment = "prefix" if at < split.prefix.stop else "between"
         deviation = deviations[at] if at < len(deviations) and math.isfinite(deviations[at]) else None
         rows.append(
             {

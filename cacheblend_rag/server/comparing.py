@@ -10,7 +10,7 @@ from typing import Any
 
 from cacheblend_rag.decode import DecodeOptions
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.evaluation.baselines import decode_from, prefill_methods, time_once
+from cacheblend_rag.evaluation.baselines import Comparison, prefill_methods, time_once
 from cacheblend_rag.prompt import Prompt
 
 __all__ = ["ROUNDS", "compare_all"]
@@ -45,14 +45,21 @@ def compare_all(
     yield []
     rows: dict[str, dict[str, Any]] = {}
     options = DecodeOptions(max_new_tokens=max_new_tokens, temperature=0.0)
-    ids = engine.tokenize(prompt).input_ids
+    comparison = Comparison(engine, engine.tokenize(prompt).input_ids, options)
     for name, method in methods.items():
         engine.flush()  # storing must not run beside what is timed
         took, prefilled = time_once(method)
-        text = decode_from(engine, ids, prefilled, options).text.strip()
+        text, near = comparison.answer(prefilled)
         del prefilled  # others need the memory meanwhile
-        same = text == rows.get("full recompute", {"answer": text})["answer"]
-        rows[name] = {"method": _SHORT[name], "answer": text, "ttft_s": took, "same_as_full": same, "rounds": 0}
+        rows[name] = {
+            "method": _SHORT[name],
+            "answer": text,
+            "ttft_s": took,
+            "same_as_full": near.same_answer,
+            "kl": near.kl,
+            "nearness": near.words,
+            "rounds": 0,
+        }
         yield [rows[name]]
     times: dict[str, list[float]] = {name: [] for name in methods}
     for number in range(1, ROUNDS + 1):

@@ -113,7 +113,12 @@ class _Work:
         if temperature is not None:
             temperature = 0.0 if temperature < _COLDEST else temperature
         return DecodeArguments(
-            max_new_tokens=most, temperature=temperature, top_p=body.top_p, seed=body.seed, stop=body.stops
+            max_new_tokens=most,
+            temperature=temperature,
+            do_sample=True if temperature is None and (body.top_p or 1) < 1 else None,  # who gives it wants sampling
+            top_p=body.top_p,
+            seed=body.seed,
+            stop=body.stops,
         )
 
     def count(self, answer: Generation) -> None:
@@ -169,7 +174,7 @@ class _Completion(_Work):
     def _prompt(self, text: str) -> Prompt:
         if self.documents:
             return Prompt(chunks=self.documents, suffix=text)
-        return notice(text, self.here.tenant.known, self.engine.config.separator)
+        return notice(text, self.here.tenant.known, self.engine.config.text_separator)
 
     def _open(self, prompt: Prompt, turn: Turn) -> Any:
         timeout = self.here.service.limits.answer_seconds
@@ -211,13 +216,14 @@ class _Chat(_Work):
         """Make the prompt."""
         most = self.here.service.answer_tokens(self._body.max_completion_tokens or self._body.max_tokens)
         arguments = self.arguments(most)
-        model = ServedChat.from_engine(
-            self.engine,
+        model = ServedChat(
+            engine=self.engine,
             mine=self.here.tenant.known,
             given=self.documents,
             model_name=self.here.service.model_name,
-            max_new_tokens=most,
+            max_tokens=most,
             temperature=arguments["temperature"],
+            do_sample=arguments["do_sample"],
             top_p=arguments["top_p"],
             seed=arguments["seed"],
         )

@@ -66,7 +66,7 @@ async def state(here: Here) -> State:
     alone = len(service.sessions) == 1  # sizes would tell one tenant what another does
     rule = rule_name(service.engine)
     return State(
-        model=ModelInfo(name=service.model_name, layers=service.engine.adapter.num_layers, reference=service.reference),
+        model=ModelInfo(name=service.model_name, layers=service.engine.adapter.num_layers, starter=service.starter),
         embedder=service.embedder_name,
         collections=[_collection_info(here, one) for one in here.collections()],
         settings=SettingsInfo(
@@ -82,7 +82,6 @@ async def state(here: Here) -> State:
             records=stats.records if stats and alone else None,
         ),
         limits=LimitsInfo(upload_bytes=service.limits.upload_bytes, question_chars=service.limits.question_chars),
-        notice=service.notice,
     )
 
 
@@ -299,9 +298,11 @@ class _Asked:
     responses={
         200: {
             "content": {"text/event-stream": {}},
-            "description": "Events `row`, `error` and `done`. A `row` has `method`, `answer`, `same_as_full`, `ttft_s` "
-            "and `rounds`. It comes with the answer, then again after each round: `ttft_s` is the median of so many "
-            "`rounds`, or that of the one pass that gave the answer while `rounds` is 0.",
+            "description": "Events `row`, `error` and `done`. A `row` has `method`, `answer`, `same_as_full`, `kl`, "
+            "`nearness`, `ttft_s` and `rounds`. `kl` is the mean KL divergence from full recompute, in nats a token "
+            "of its answer; `nearness` says it in words. A row comes with the answer, then again after each round: "
+            "`ttft_s` is the median of so many `rounds`, or that of the one pass that gave the answer while `rounds` "
+            "is 0.",
         }
     },
 )

@@ -61,7 +61,7 @@ class ModelInfo(BaseModel):
 
     name: str
     layers: int
-    reference: bool
+    starter: bool
 
 
 class CollectionInfo(BaseModel):
@@ -116,7 +116,6 @@ class State(BaseModel):
     suggestions: list[Suggestion]
     store: StoreInfo
     limits: LimitsInfo
-    notice: str | None
 
 
 class DocumentInfo(BaseModel):

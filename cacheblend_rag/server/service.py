@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cacheblend_rag.app.collection import ARTICLES_PATH, manual_path
+from cacheblend_rag.config import DEFAULT_MODEL
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.folder_rag import FolderRAG
 from cacheblend_rag.fusor.selection.raising import asked_share
 from cacheblend_rag.noticing import written_forms
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.reference import DOCUMENTS_PATH, MODEL_PATH
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings
 from cacheblend_rag.server.asking import QuestionPrompt
 from cacheblend_rag.server.ingestion import Ingestion
@@ -30,24 +31,20 @@ from cacheblend_rag.server.settings import ServerSettings
 from cacheblend_rag.server.tenants import Keys, Tenant
 from cacheblend_rag.store.base import StoreStats
 
-__all__ = ["BASE_ID", "Service", "Session"]
+__all__ = ["BASE_ID", "MANUAL_ID", "Service", "Session"]
 
 _log = logging.getLogger(__name__)
 
 BASE_ID = "archive"
+MANUAL_ID = "documentation"
 """Id of the collection over the folder the server was started with."""
 
-# For models without a chat template; the reference model was trained on conversations of this form.
+# For models without a chat template.
 _PLAIN_TEMPLATE = (
     "{%- set names = {'system': 'System', 'user': 'Human', 'assistant': 'AI', 'tool': 'Tool'} -%}"
     "{%- for message in messages -%}"
     "{{ names.get(message.role, message.role) + ': ' + message.content + '\n' }}"
     "{%- endfor -%}AI:"
-)
-_NOTICE = (
-    "The bundled model is small: it knows only the kind of text its own archive is made of, and answers short "
-    "questions about it. For other documents start the server with a model and an embedder of your choice, such as "
-    "cacheblend-rag serve --model Qwen/Qwen3-1.7B --embedder sentence-transformers/all-MiniLM-L6-v2"
 )
 _CONCURRENT = 4  # answers under way at once, where nothing else is said
 _ENGINES = 128
@@ -79,6 +76,7 @@ class Service:
         self.rag.update()
         self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings)
         self.base = BaseCollection(BASE_ID, self._base_name(), self.rag.index, self.embeddings)
+        self.fixed = [self.base, *self._manual()]
         self.keys = Keys(settings.api_keys)
         self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
         self._making = threading.Lock()
@@ -88,8 +86,17 @@ class Service:
         self.ingestion = Ingestion(self.limits, self.metrics)
         self.ingestion.warm_base(self.engine, self.base.texts())
 
+    def _manual(self) -> list[BaseCollection]:
+        """The project's own documentation, beside the bundled articles."""
+        manual = manual_path()
+        if not self.bundled or manual is None:
+            return []
+        index = self.rag.index_of(manual, self.embeddings)
+        index.update()
+        return [BaseCollection(MANUAL_ID, "cacheblend_rag documentation", index, self.embeddings)]
+
     def _base_name(self) -> str:
-        return "Bundled archive" if self.bundled else Path(self.settings.rag.docs).name
+        return "Bundled articles" if self.bundled else Path(self.settings.rag.docs).name
 
     def _tenant(self, name: str) -> Tenant:
         salt = self.engine.config.salt if name == Keys.LOCAL and not self.settings.api_keys else None
@@ -97,28 +104,23 @@ class Service:
 
     @property
     def bundled(self) -> bool:
-        """Whether the base documents are the bundled archive."""
-        return Path(self.settings.rag.docs).resolve() == DOCUMENTS_PATH
+        """Whether the base documents are the bundled articles."""
+        return Path(self.settings.rag.docs).resolve() == ARTICLES_PATH
 
     @property
-    def reference(self) -> bool:
-        """Whether the model is the bundled one."""
-        return os.fspath(self.settings.rag.model) == os.fspath(MODEL_PATH)
+    def starter(self) -> bool:
+        """Whether the model is the starter model."""
+        return os.fspath(self.settings.rag.model) == DEFAULT_MODEL
 
     @property
     def model_name(self) -> str:
         """What clients call the model."""
-        return "reference" if self.reference else os.fspath(self.settings.rag.model)
+        return os.fspath(self.settings.rag.model)
 
     @property
     def embedder_name(self) -> str:
         """What clients call the embedder."""
-        return "reference-embedder" if self.reference else os.fspath(self.settings.rag.embedder)
-
-    @property
-    def notice(self) -> str | None:
-        """What people should know of this model."""
-        return _NOTICE if self.reference else None
+        return os.fspath(self.settings.rag.embedder)
 
     @property
     def longest(self) -> float:
@@ -157,8 +159,7 @@ class Service:
         Problem
             413 if the prompt's text is too long, 400 if prompt and answer do not fit the model's window.
         """
-        texts = (prompt.prefix, prompt.lead, *prompt.chunks, *prompt.glue, prompt.suffix)
-        if sum(map(len, texts)) > self.limits.prompt_chars:
+        if len(prompt.written(self.engine.config.separator).text) > self.limits.prompt_chars:
             raise Problem(413, "prompt_too_long", f"a prompt may have {self.limits.prompt_chars:,} characters")
         tokens = len(self.engine.tokenize(prompt).input_ids)
         if tokens + answer_tokens > self.window:
@@ -221,7 +222,7 @@ class Session:
 
     def collections(self) -> list[Collection]:
         """All that this tenant may read."""
-        return [self.service.base, *self.library.collections()]
+        return [*self.service.fixed, *self.library.collections()]
 
     def collection(self, id: str) -> Collection:
         """A collection by its id.
@@ -231,7 +232,7 @@ class Session:
         Problem
             404 if this tenant has none.
         """
-        found = self.service.base if id == BASE_ID else self.library.get(id)
+        found = next((one for one in self.service.fixed if one.id == id), None) or self.library.get(id)
         if found is None:
             raise Problem(404, "no_collection", "there is no such collection")
         return found

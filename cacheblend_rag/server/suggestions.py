@@ -1,33 +1,34 @@
-"""Questions the page offers for the bundled archive; `cacheblend_rag.evaluation.telling` finds such."""
+"""Questions the page offers for the bundled articles."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from cacheblend_rag.reference import DOCUMENTS_PATH
-from cacheblend_rag.reference.bundle import read_questions
+from cacheblend_rag.app import collection
+from cacheblend_rag.errors import DatasetError
 
-__all__ = ["SUGGESTED", "suggestions_for"]
-
-_TELLING = "The answer needs two passages. Compare: full KV reuse gets this wrong."
-# By their wording, each with a note or none. Those that are not in the archive's question file any more are
-# left out; questions of the kind below, which the model answers best, fill up to the number offered.
-SUGGESTED: tuple[tuple[str, str | None], ...] = (
-    ("Which street does Selma Bramdorf live on?", _TELLING),
-    ("Which company does Lars Mardahl work for?", None),
-    ("What did Felix Zanford speak about at Damsonweek?", _TELLING),
-    ("Which company is older, Ethbar or Hulwyn?", None),
-)
-_FILLING = "within"
-_OFFERED = 5
+__all__ = ["suggestions_for"]
 
 
 def suggestions_for(documents: Path) -> list[dict[str, str]]:
-    """Suggested questions for a folder of documents; none but for the bundled archive."""
-    if documents.resolve() != DOCUMENTS_PATH:
+    """Suggested questions for a folder of documents; none but for the bundled articles.
+
+    Raises
+    ------
+    DatasetError
+        If the file of questions is there and cannot be read.
+    """
+    if documents.resolve() != collection.ARTICLES_PATH.resolve() or not collection.QUESTIONS_PATH.exists():
         return []
-    kinds = {one.question: one.kind for one in read_questions()}
-    notes = {text: note for text, note in SUGGESTED if text in kinds}
-    filling = [text for text, kind in kinds.items() if kind == _FILLING and text not in notes]
-    notes |= dict.fromkeys(filling[: max(0, _OFFERED - len(notes))])
-    return [{"question": text, "note": note} if note else {"question": text} for text, note in notes.items()]
+    found = []
+    try:
+        for line in collection.QUESTIONS_PATH.read_text(encoding="utf-8").splitlines():
+            one = json.loads(line)
+            if one["suggested"]:
+                several = len(one["files"]) > 1
+                note = {"note": "The answer needs more than one document."} if several else {}
+                found.append({"question": one["question"], **note})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DatasetError(f"{str(collection.QUESTIONS_PATH)!r} is no file of questions: {error}") from error
+    return found

@@ -13,7 +13,6 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +22,7 @@ import filelock
 from cacheblend_rag.config import parse_bytes
 from cacheblend_rag.errors import RecordError, StoreError
 from cacheblend_rag.store.base import KVRecord, RecordInfo, StoredKV, StoreStats
+from cacheblend_rag.store.readonly import DiskEntry, ReadOnlyCache
 from cacheblend_rag.store.record import FileRecord, RecordFormat, encode_pieces, record_bytes
 from cacheblend_rag.store.sealing import Seal
 
@@ -113,35 +113,14 @@ class _NoPickleDisk(diskcache.Disk):  # type: ignore[misc]
         return (folder / filename).resolve().is_relative_to(folder)
 
 
-@dataclass(frozen=True)
-class DiskEntry:
-    """A record of a disk store, as its index knows it.
-
-    Parameters
-    ----------
-    key : str
-    bytes : int
-        Size of its file.
-    stored_at, used_at : float
-        Seconds since 1970.
-    filename : str
-        Its file, within the folder.
-    """
-
-    key: str
-    bytes: int
-    stored_at: float
-    used_at: float
-    filename: str
-
-
 class DiskStore:
     """A KV store in a folder that processes may share.
 
     Parameters
     ----------
     folder : path
-        Made with mode 0700 when it does not exist: KV can be inverted to the text it came from.
+        Made with mode 0700 when it does not exist: KV can be inverted to the text it came from. One that can be
+        read and not written serves its records; nothing is added to it, and a warning says so.
     size_limit : int or str
         Bytes the records may take.
     form : RecordFormat, optional
@@ -175,9 +154,17 @@ class DiskStore:
         self._size_limit = parse_bytes(size_limit)
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._counting = threading.Lock()
+        self.read_only = False
+        """Whether the folder cannot be written, so that nothing is worth computing for it."""
         try:
-            self._cache = self._opened()
-            self._sweep_now_and_then()
+            index = self.folder / "cache.db"
+            self.read_only = index.is_file() and not (os.access(self.folder, os.W_OK) and os.access(index, os.W_OK))
+            if self.read_only:
+                self._cache: Any = ReadOnlyCache(self.folder, _NoPickleDisk(str(self.folder)))
+                _log.warning("the KV store in %r cannot be written: it is read, and nothing is added", str(self.folder))
+            else:
+                self._cache = self._opened()
+                self._sweep_now_and_then()
         except Exception as error:  # what a data base made by someone else can raise has no end
             raise StoreError(
                 f"cannot open the KV store in {str(self.folder)!r}: {error}; name a folder that can be written"
@@ -231,6 +218,8 @@ class DiskStore:
 
     def put(self, key: str, record: KVRecord) -> None:
         """See `KVStore.put`."""
+        if self.read_only:
+            raise StoreError(f"the KV store in {str(self.folder)!r} cannot be written")
         pieces = encode_pieces(record, self.form, key)
         if (size := sum(map(len, pieces))) > self._size_limit:
             raise StoreError(f"a record of {size} bytes exceeds size_limit={self._size_limit}")
@@ -431,6 +420,8 @@ class DiskStore:
         self._cache.close()
 
     def _count(self, name: str) -> None:
+        if self.read_only:
+            return
         with self._counting:
             self._counts[name] += 1
             many = sum(self._counts.values()) >= 100

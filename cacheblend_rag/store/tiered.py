@@ -55,6 +55,11 @@ class TieredStore:
         return any(_persistent(tier) for tier in self.tiers)
 
     @property
+    def read_only(self) -> bool:
+        """Whether no tier can be written."""
+        return all(getattr(tier, "read_only", False) for tier in self.tiers)
+
+    @property
     def medium(self) -> str:
         """What the nearest tier that keeps records is made of; plans count on it alone, whatever lies above."""
         return str(getattr(self._keeping[0], "medium", ""))

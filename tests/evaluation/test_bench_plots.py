@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.cli import main
-from cacheblend_rag.evaluation.redraw import KINDS, draw_file
+from docs.benchmarks.scripts import redraw
+from docs.benchmarks.scripts.redraw import KINDS, draw_file
 
 PAGES = Path(__file__).parents[2] / "docs" / "benchmarks"
 DRAWN = (
@@ -114,7 +115,7 @@ RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
         },
         {"one after another", "up to 4 under way", "requests at once"},
     ),
-    "evaluation.hit_rates": (
+    "hit_rates": (
         {"content": [0.5] * 24, "chained": [0.1] * 24},
         {"by content", "chained by prefix"},
     ),
@@ -136,7 +137,7 @@ def write(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_drawn_from_its_json(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, plot, again = write(tmp_path, kind), tmp_path / "one.svg", tmp_path / "two.svg"
-    assert main(["bench", "plot", str(source), "--plot", str(plot)]) == 0
+    assert redraw.main([str(source), "--plot", str(plot)]) == 0
     assert capsys.readouterr().out == f"{kind}: {plot}\n"
     assert RESULTS[kind][1] <= said(plot)
     assert draw_file(source, again) == kind
@@ -162,7 +163,7 @@ def test_what_is_no_result_is_named_with_what_is_expected(
     source = tmp_path / "unknown.json"
     if content is not None:
         source.write_text(content, encoding="utf-8")
-    assert main(["bench", "plot", str(source), "--plot", str(tmp_path / "plot.svg")]) == 2
+    assert redraw.main([str(source), "--plot", str(tmp_path / "plot.svg")]) == 2
     error = capsys.readouterr().err
     assert str(source) in error
     assert "the JSON that one of these printed: bench ttft, bench store" in error

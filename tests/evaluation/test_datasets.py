@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from cacheblend_rag.errors import ConfigError, DatasetError
 from cacheblend_rag.evaluation.quality.cases import Passage, digest
 from cacheblend_rag.evaluation.quality.datasets import FORMATS, load_cases
-from cacheblend_rag.evaluation.quality.sources import ReferenceCases, open_source
 from tests.evaluation.conftest import question, write_questions
 
 # The folder of the open question sets, where there is one; see SOURCE.md in it.
@@ -225,44 +223,6 @@ def test_longbench(tmp_path: Path) -> None:
         "Dialogue: B: bye\nSummary: They part.",
     ]
     assert chat.question.endswith("Summary:")
-
-
-def test_the_reference_archive_s_splits() -> None:
-    source = open_source("reference:dev", per_kind=1, seed=3)
-    assert isinstance(source, ReferenceCases)
-    four, again, six = source.cases(4), source.cases(4), source.cases(6)
-    assert four == again
-    assert {len(case.passages) for case in four} == {4}
-    assert {len(case.passages) for case in six} == {6}
-    assert len({case.kind for case in four}) == len(four)
-    assert all(passage.support for case in four for passage in case.passages)
-    assert {case.group for case in four} == {"town 4000"}
-    wide = open_source("reference:wide-test", per_kind={"described": 2, "within": 1}).cases(6)
-    assert Counter(case.kind for case in wide) == {"described": 2, "within": 1}
-    assert len({case.id for case in wide} | {case.id for case in open_source("reference:test").cases(6)}) == 203
-    with pytest.raises(ConfigError, match="data"):
-        open_source("reference:train")
-    with pytest.raises(ConfigError, match="per_kind"):
-        open_source("reference:test", per_kind={"described": 1})
-    with pytest.raises(ConfigError, match="per_kind"):
-        open_source("reference:dev", per_kind=0)
-
-
-def test_kinds_of_the_reference_archive_are_chosen_and_take_turns() -> None:
-    def kinds(per_kind: Any, **more: Any) -> list[str]:
-        return [case.kind for case in open_source("reference:test", per_kind=per_kind, **more).cases(4)]
-
-    four = ["within", "reference", "bridge", "comparison"]
-    assert kinds(3) == 3 * four
-    assert kinds(3, limit=6) == (3 * four)[:6]
-    chosen = kinds({"reference": 8, "bridge": 2})
-    assert Counter(chosen) == {"reference": 8, "bridge": 2}
-    assert [Counter(chosen[at : at + 5])["bridge"] for at in (0, 5)] == [1, 1]
-    assert len({case.group for case in open_source("reference:test", per_kind=20).cases(4)}) > 1
-    with pytest.raises(ConfigError, match="per_kind"):
-        open_source("reference:test", per_kind={"hard": 1})
-    with pytest.raises(ConfigError, match="per_kind"):
-        open_source("reference:test", per_kind={})
 
 
 @pytest.mark.skipif(DATA is None, reason="CACHEBLEND_RAG_TEST_DATA names no folder of question sets")

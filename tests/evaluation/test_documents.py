@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -12,9 +13,11 @@ import pytest
 
 from cacheblend_rag.cli import main
 from cacheblend_rag.evaluation.quality.datasets import load_cases
-from cacheblend_rag.evaluation.quality.figures import FIGURES
 from cacheblend_rag.evaluation.quality.methods import METHODS
 from cacheblend_rag.fusor.selection import RULES
+from docs.benchmarks.scripts.figures import FIGURES
+from tests.toy import MODEL_PATH
+from tests.toy.cases import ToyCases, write_cases
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
@@ -31,7 +34,8 @@ def test_the_first_command_runs(
     program, *arguments = shlex.split(command)
     assert program == "cacheblend-rag"
     monkeypatch.chdir(tmp_path)
-    assert main([*arguments, "--device", "cpu"]) == 0
+    write_cases(ToyCases("dev", 1).cases(6), tmp_path / "questions.jsonl")
+    assert main([*arguments, "--model", str(MODEL_PATH), "--device", "cpu"]) == 0
     assert "| hkvd 0.15 " in capsys.readouterr().out
     names = {path.name for path in (tmp_path / "runs" / "first").iterdir()}
     assert names >= {"results.jsonl", "table.md", "summary.json", "quality-ttft.svg", "quality-kind.svg"}
@@ -45,9 +49,10 @@ def test_a_line_of_our_schema_is_one(tmp_path: Path) -> None:
 
 def test_the_guard_s_example_runs(tmp_path: Path) -> None:
     (code,) = blocks("python")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    assert '"smollm2"' in code
+    code = code.replace('"smollm2"', repr(str(MODEL_PATH)))
+    command, environment = [sys.executable, "-W", "ignore", "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert "measured=1" in done.stdout, done.stderr
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.cli import main
-from cacheblend_rag.evaluation.quality.figures import FIGURES
+from docs.benchmarks.scripts.figures import FIGURES, main
 
 FILES = {15: ("fig15a", "fig15b")}
 
@@ -17,7 +16,7 @@ FILES = {15: ("fig15a", "fig15b")}
 def test_each_figure_by_one_command(
     number: int, model_folder: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["eval", "figures", "--only", str(number), "--data", str(questions), "--model", str(model_folder)]
+    given = ["--only", str(number), "--data", str(questions), "--model", str(model_folder)]
     small = ["--ratios", "0.2,0.6", "--chunks", "3", "--sweep-chunks", "2,3", "--sweep-tokens", "40,80"]
     small += ["--limit", "3", "--prompts", "2", "--max-new-tokens", "3", "--device", "cpu"]
     assert main([*given, "--out", str(tmp_path / "out"), *small]) == 0
@@ -46,6 +45,6 @@ def test_each_figure_by_one_command(
 def test_a_figure_that_is_not_there(
     model_folder: Path, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["eval", "figures", "--only", "3", "--data", str(questions), "--model", str(model_folder)]
+    given = ["--only", "3", "--data", str(questions), "--model", str(model_folder)]
     assert main([*given, "--out", str(tmp_path / "out")]) == 2
     assert "use some of 2, 6, 7" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag import BlendEngine, Prompt
+from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.evaluation.prepared import PreparedPrompt
 from cacheblend_rag.fusor.forcing import answer_log_probs, kl_divergence, prefill_layerwise
 from cacheblend_rag.fusor.selection import (
@@ -25,7 +25,7 @@ from cacheblend_rag.fusor.selection.raising import keep_at_least
 from cacheblend_rag.gate import IdleGate
 from cacheblend_rag.guard import GuardStatus
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.prompt import SegmentTokenizer
+from cacheblend_rag.prompt import PromptTokenizer
 from tests import tiny
 from tests.probes import engine_of
 
@@ -55,7 +55,7 @@ def test_a_check_measures_the_answer_that_was_given(model: Any) -> None:
         answer = engine.generate(PROMPT, max_new_tokens=6)
         engine.flush()
         status = engine.guard.status
-    prepared = PreparedPrompt(ModelAdapter(model), SegmentTokenizer(tiny.tokenizer(), " # # "), PROMPT)
+    prepared = PreparedPrompt(ModelAdapter(model), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator), PROMPT)
     adapter, ids = prepared.adapter, answer.token_ids
     blended = prepared.fuse(SelectHKVD((1,), 0.1)).fusion
     rows = [

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from cacheblend_rag.cli import main
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, MissingExtraError
-from cacheblend_rag.evaluation.analysis import import_pyplot
+from cacheblend_rag.evaluation.plotting import import_pyplot
 from cacheblend_rag.evaluation.prepared import PreparedPrompt
 from cacheblend_rag.evaluation.quality.chains import DocumentChains
 from cacheblend_rag.evaluation.quality.choosing import choose
@@ -32,18 +32,19 @@ from cacheblend_rag.evaluation.quality.methods import METHODS, rule_of, variants
 from cacheblend_rag.evaluation.quality.plots import draw_run
 from cacheblend_rag.evaluation.quality.prompts import build_prompt
 from cacheblend_rag.evaluation.quality.runner import EvalOptions, EvalRun, Evaluation
-from cacheblend_rag.evaluation.quality.sources import FileCases, open_source
+from cacheblend_rag.evaluation.quality.sources import FileCases
 from cacheblend_rag.evaluation.quality.statistics import Interval
 from cacheblend_rag.evaluation.quality.subject import Subject
 from cacheblend_rag.evaluation.quality.summary import MethodRow, least_work, no_worse, summarise, write_summary
 from cacheblend_rag.fusor.selection import SelectGradual, SelectHKVD, SelectQuery
 from cacheblend_rag.langchain import CacheBlendLLM
-from cacheblend_rag.prompt import SegmentTokenizer
-from cacheblend_rag.reference import MODEL_PATH
+from cacheblend_rag.prompt import PromptTokenizer
 from tests import tiny
 from tests.evaluation.conftest import write_questions
 from tests.langchain.models import Script
 from tests.probes import engine_of
+from tests.toy import MODEL_PATH
+from tests.toy.cases import ToyCases
 
 ROOT = Path(__file__).parent.parent.parent
 METHODS_RUN = "full,prefix,reuse,hkvd,boundary,query,mixed,gradual"
@@ -150,12 +151,6 @@ def test_a_part_that_is_none_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_figures_are_not_made_in_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    where = ["--data", "reference:dev", "--out", str(tmp_path / "out"), "--part", "1/2"]
-    assert main(["eval", "figures", *where]) == 2
-    assert "only a run can be measured in parts" in capsys.readouterr().err
-
-
 def test_malformed_lines_reach_the_user(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_questions(tmp_path / "questions.jsonl", 2)
     path.write_text(path.read_text() + "{broken\n", encoding="utf-8")
@@ -249,8 +244,8 @@ def test_what_a_run_measures(run: EvalRun) -> None:
 
 
 def test_an_answer_as_long_as_the_gold_one_is_not_cut(tmp_path: Path) -> None:
-    """Of comparisons of the reference archive many are longer than the 32 tokens that answers usually take."""
-    source = open_source("reference:dev", form="auto", limit=None, per_kind={"comparison": 6}, seed=0, shuffled=False)
+    """Of comparisons of the toy's archive many are longer than the 32 tokens that answers usually take."""
+    source = ToyCases("dev", {"comparison": 6})
     with BlendEngine.from_pretrained(MODEL_PATH, dtype="float32", device="cpu") as engine:
         subject = Subject(engine)
         lengths = {case.id: subject.answer_tokens(case) for case in source.cases(6)}
@@ -386,7 +381,7 @@ def test_work_that_a_rule_cannot_do_with_is_left_out(
         run = Evaluation(engine, FileCases(cases), options).run(tmp_path / "out", progress=False)
         asked = PreparedPrompt(
             engine.adapter,
-            SegmentTokenizer(engine.tokenizer, engine.config.separator),
+            PromptTokenizer(engine.tokenizer, engine.config.separator),
             build_prompt(choose(cases[0], 3), "paper"),
         )
     assert {one.label for one in summarise(run)} == {"full"}

@@ -19,6 +19,7 @@ from cacheblend_rag.evaluation.scaling_point import main as measure_point
 from cacheblend_rag.evaluation.shapes import SHAPES, random_model
 from cacheblend_rag.evaluation.storing import StoreOptions
 from cacheblend_rag.evaluation.warming import prefill_batch
+from docs.benchmarks.scripts import redraw
 from tests import tiny
 from tests.probes import engine_of
 
@@ -71,7 +72,7 @@ def test_records_are_written_found_and_read_in_every_store(
     drawn = tmp_path / "store.svg"
     table, result = run(capsys, "store", *arguments, "--codecs", "raw", "int8", "--plot", str(drawn))
     (tmp_path / "store.txt").write_text("\n".join([*table, json.dumps(result)]), encoding="utf-8")
-    assert main(["bench", "plot", str(tmp_path / "store.txt"), "--plot", str(tmp_path / "again.svg")]) == 0
+    assert redraw.main([str(tmp_path / "store.txt"), "--plot", str(tmp_path / "again.svg")]) == 0
     assert capsys.readouterr().out == f"bench store: {tmp_path / 'again.svg'}\n"
     assert (tmp_path / "again.svg").read_bytes() == drawn.read_bytes()
     stores = ["memory", "disk, raw", "disk, int8", "memory over disk, raw"]

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
-from langchain_core.outputs import LLMResult
+from langchain_core.language_models import BaseChatModel
+from langchain_core.language_models.llms import LLM
+from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.outputs import ChatGeneration, ChatResult, LLMResult
 from langchain_core.retrievers import BaseRetriever
-from transformers.generation import LogitsProcessor
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from transformers.generation import LogitsProcessor, LogitsProcessorList
 
 from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag.langchain.tools import parse_answer
 from tests import tiny
+from tests.tokenizer_kinds import tokenizer_of
 
 TEMPLATE = (
     "{{ bos_token }}{% if tools %}tools: {{ tools | tojson }}\n{% endif %}"
@@ -26,17 +32,17 @@ TEMPLATE = (
 
 
 @cache
-def tiny_parts() -> tuple[Any, Any]:
+def tiny_parts(tokens: str = "byte-level BPE") -> tuple[Any, Any]:
     """A model and a tokenizer that wears a chat template; never changed by tests."""
-    tokenizer = tiny.tokenizer()
+    tokenizer = tokenizer_of(tokens)
     tokenizer.chat_template = TEMPLATE
     return tiny.model(num_hidden_layers=2, max_position_embeddings=8192), tokenizer
 
 
-def tiny_engine(**config: Any) -> BlendEngine:
-    """An engine over the tiny model with a store of its own in memory."""
+def tiny_engine(tokens: str = "byte-level BPE", store: Any = None, **config: Any) -> BlendEngine:
+    """An engine over the tiny model; without a store, with one of its own in memory."""
     options = {"min_tokens": 0, "write_back": "inline", "check_model": False} | config
-    return BlendEngine(*tiny_parts(), config=BlendConfig(**options))
+    return BlendEngine(*tiny_parts(tokens), config=BlendConfig(**options), store=store)
 
 
 def passages(count: int, seed: int = 0, words: int = 24) -> list[Document]:
@@ -57,16 +63,18 @@ class FixedRetriever(BaseRetriever):
 
 
 class Ended(BaseCallbackHandler):
-    """Keeps what models said of each answer."""
+    """Keeps the text of each answer, and what models said of it."""
 
     def __init__(self) -> None:
         self.infos: list[dict[str, Any]] = []
+        self.texts: list[str] = []
 
     def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
         for batch in response.generations:
             for generation in batch:
                 message = getattr(generation, "message", None)
                 self.infos.append(dict(message.response_metadata if message else generation.generation_info or {}))
+                self.texts.append(generation.text)
 
 
 class Script(LogitsProcessor):
@@ -103,14 +111,87 @@ class Script(LogitsProcessor):
         return scores
 
 
-def plain_answer(ids: list[int], count: int) -> str:
+def plain_answer(
+    ids: list[int], count: int, tokens: str = "byte-level BPE", processors: Sequence[LogitsProcessor] = ()
+) -> str:
     """What transformers' own greedy generation writes behind these ids."""
-    model, tokenizer = tiny_parts()
+    model, tokenizer = tiny_parts(tokens)
     out = model.generate(
         torch.tensor([ids]),
         attention_mask=torch.ones(1, len(ids)),
         max_new_tokens=count,
         do_sample=False,
         pad_token_id=0,
+        logits_processor=LogitsProcessorList(processors),
     )
     return str(tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True))
+
+
+class Plain:
+    """transformers alone: what a chain without this package feeds its model.
+
+    Parameters
+    ----------
+    tokens : str
+        Kind of the tokenizer.
+    count : int
+        Most tokens of an answer.
+    processors : sequence of LogitsProcessor
+    """
+
+    def __init__(self, tokens: str, count: int, processors: Sequence[LogitsProcessor] = ()) -> None:
+        self._tokens, self._count, self._processors = tokens, count, processors
+        self.tokenizer = tiny_parts(tokens)[1]
+        self.fed: list[list[int]] = []
+        self.texts: list[str] = []
+
+    def answer(self, ids: list[int]) -> str:
+        """Answer a prompt, and note its ids and the answer."""
+        self.fed.append(ids)
+        self.texts.append(plain_answer(ids, self._count, self._tokens, self._processors))
+        return self.texts[-1]
+
+
+class PlainLLM(LLM):
+    """LangChain's text-in, text-out model over transformers alone."""
+
+    plain: Any
+
+    @property
+    def _llm_type(self) -> str:
+        return "plain"
+
+    def _call(self, prompt: str, stop: list[str] | None = None, **kwargs: Any) -> str:
+        return str(self.plain.answer(self.plain.tokenizer.encode(prompt)))
+
+
+class PlainChat(BaseChatModel):
+    """LangChain's chat model over transformers alone: the chat template gives the ids."""
+
+    plain: Any
+
+    @property
+    def _llm_type(self) -> str:
+        return "plain-chat"
+
+    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> Any:
+        return self.bind(tools=[convert_to_openai_tool(one) for one in tools])
+
+    def _generate(self, messages: list[BaseMessage], *args: Any, tools: Any = None, **kwargs: Any) -> ChatResult:
+        ids = self.plain.tokenizer.apply_chat_template(
+            [_plain_turn(one) for one in messages],
+            tools=tools,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+        )
+        return ChatResult(generations=[ChatGeneration(message=parse_answer(self.plain.answer(ids), tools))])
+
+
+def _plain_turn(message: BaseMessage) -> dict[str, Any]:
+    roles = {"human": "user", "ai": "assistant"}
+    turn: dict[str, Any] = {"role": roles.get(message.type, message.type), "content": message.content}
+    if isinstance(message, AIMessage) and message.tool_calls:
+        calls = [{"name": call["name"], "arguments": call["args"]} for call in message.tool_calls]
+        turn["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    return turn

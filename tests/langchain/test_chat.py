@@ -16,6 +16,7 @@ from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.langchain import ChatCacheBlend, known_chunks
 from cacheblend_rag.langchain.messages import places_of, render
 from cacheblend_rag.langchain.tools import parse_answer
+from cacheblend_rag.prompt import Prompt
 from tests.langchain.models import Script, passages, tiny_engine, tiny_parts
 
 DOCUMENTS = passages(3, seed=1)
@@ -64,19 +65,22 @@ def test_usage_counts_what_was_kept_and_what_is_stored(chat: ChatCacheBlend) -> 
     assert second.response_metadata["recompute_ratio"] == 0.2
 
 
-def test_separators_split_the_content_of_a_message(chat: ChatCacheBlend) -> None:
+def test_separators_split_the_content_of_a_message_only_on_request(chat: ChatCacheBlend) -> None:
     messages = [SystemMessage("Use # # a passage # # another # # and so on"), HumanMessage("A # # B?")]
-    prompt = chat.segments(messages)
+    text = "<s>[system] Use # # a passage # # another # # and so on\n[user] A # # B?\n[assistant] "
+    assert chat.segments(messages) == Prompt(suffix=text)
+    splitting = chat.engine.with_config(separator=" # # ", split_at_separator=True)
+    prompt = ChatCacheBlend.from_engine(splitting).segments(messages)
     assert prompt.chunks == ("a passage", "another")
-    assert prompt.suffix == "and so on\n[user] A # # B?\n[assistant] "
+    assert prompt.suffix == " # # and so on\n[user] A # # B?\n[assistant] "
+    assert prompt.written("").text == text
 
 
 def test_documents_and_answers_of_earlier_turns_hit_again(chat: ChatCacheBlend) -> None:
     chat.warm(DOCUMENTS, progress=False)
     turns: list[BaseMessage] = [HumanMessage(f"{STUFFED}\n\nWhat fell?")]
     for answers, question in enumerate(("And then?", "And now?", "And why?")):
-        found = chat.segments(turns)
-        assert len(found.bare) == answers
+        assert len(chat.segments(turns).chunks) == 3 + answers
         info = chat.invoke(turns).response_metadata
         # The newest answer is met for the first time, and stored.
         assert (info["hits"], info["misses"]) == (3 + max(0, answers - 1), int(answers > 0))
@@ -105,7 +109,7 @@ def test_nothing_of_a_question_is_stored(chat: ChatCacheBlend, monkeypatch: pyte
     chat.invoke(turns)
     prompt = chat.segments(turns)
     assert prompt.prefix.endswith("[system] Be short.\n[user] ")
-    assert prompt.lead == "What fell in the end?\n\n"
+    assert prompt.preamble == "What fell in the end?\n\n"
     assert len(stored) == 4
     assert not any("What fell" in text for text in stored)
 

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.langchain.test_matrix import CHAINS, MODES
+from tests.test_documents_run import run
+from tests.toy import MODEL_PATH
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("langchain", "from-huggingface", "troubleshooting")
 PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in NAMES}
 EXPECTED = {
-    "langchain": r"\d+ documents are known\n\d hits",
     "from-huggingface": r"\S",
     "troubleshooting": r"chunks=\('The harbour was dredged in 1912, and again after the war\.',\).*\n\(\)",
 }
 
 
-@pytest.mark.parametrize("name", PAGES)
+def code_of(name: str) -> str:
+    return "\n".join(re.findall(r"^```python\n(.*?)^```", PAGES[name], re.MULTILINE | re.DOTALL))
+
+
+@pytest.mark.pretrained
+@pytest.mark.usefixtures("smollm2_folder", "minilm_folder")
+def test_the_page_runs_on_the_starter_models(tmp_path: Path) -> None:
+    output = run([sys.executable, "-W", "ignore", "-c", code_of("langchain")], tmp_path)
+    assert "14 November 1963" in output
+    assert re.search(r"\d+ documents are known\n3 hits", output), output
+
+
+@pytest.mark.parametrize("name", EXPECTED)
 def test_what_a_page_shows_runs(name: str, tmp_path: Path) -> None:
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGES[name], re.MULTILINE | re.DOTALL))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert re.search(EXPECTED[name], done.stdout), done.stdout
+    code, models = re.subn(r'"(smollm2|HuggingFaceTB/[^"]+)"', repr(str(MODEL_PATH)), code_of(name))
+    assert models
+    output = run([sys.executable, "-W", "ignore", "-c", code], tmp_path)
+    assert re.search(EXPECTED[name], output), output
 
 
 def test_the_table_is_the_tested_matrix() -> None:

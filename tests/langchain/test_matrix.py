@@ -1,4 +1,4 @@
-"""Unmodified chains in every mode: every retrieved chunk is noticed and hits.
+"""Unmodified chains in every mode: the model reads what the plain chain writes, and every retrieved chunk hits.
 
 Retrieval, noticing, prefill and blending are real. Where a step needs output that random weights
 cannot write (a tool call, a list of queries), a logits processor forces it.
@@ -29,8 +29,12 @@ from langchain_core.embeddings import DeterministicFakeEmbedding
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder, PromptTemplate
-from langchain_core.runnables import Runnable, RunnableParallel, RunnablePassthrough
+from langchain_core.runnables import Runnable, RunnableLambda, RunnableParallel, RunnablePassthrough
 from langchain_core.tools import tool
+from langchain_core.vectorstores import InMemoryVectorStore
+from langgraph.graph import START, StateGraph
+from transformers.generation import SuppressTokensLogitsProcessor
+from typing_extensions import TypedDict
 
 from cacheblend_rag.langchain import (
     CacheBlendLLM,
@@ -38,9 +42,21 @@ from cacheblend_rag.langchain import (
     CacheBlendRetriever,
     ChatCacheBlend,
     known_chunks,
+    track,
 )
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
-from tests.langchain.models import Ended, FixedRetriever, Script, passages, plain_answer, tiny_engine, tiny_parts
+from tests.langchain.models import (
+    Ended,
+    FixedRetriever,
+    Plain,
+    PlainChat,
+    PlainLLM,
+    Script,
+    passages,
+    tiny_engine,
+    tiny_parts,
+)
+from tests.tokenizer_kinds import MAKERS as TOKENIZERS
 
 DOCUMENTS = passages(4, seed=3)
 QUESTION = "What fell?"
@@ -59,11 +75,18 @@ def script(prompt: str) -> str | None:
     return None
 
 
+def processors_of(tokens: str) -> list[Any]:
+    """The script, for a tokenizer of a kind; single bytes, which need not be text, are not written freely."""
+    tokenizer = tiny_parts(tokens)[1]
+    single = [number for piece, number in tokenizer.get_vocab().items() if piece.startswith("<0x")]
+    return [*([SuppressTokensLogitsProcessor(single)] if single else []), Script(tokenizer, script, free=3)]
+
+
 @cache
 def model_of(kind: type[Any], ratio: float) -> Any:
     """A model with all documents warmed; what it learned while warming is forgotten."""
     engine = tiny_engine(recompute_ratio=ratio)
-    processor = Script(tiny_parts()[1], script, free=6)
+    processor = Script(tiny_parts()[1], script, free=3)
     model = kind.from_engine(engine, max_new_tokens=100, report_input_ids=True, logits_processor=[processor])
     model.warm(DOCUMENTS, progress=False)
     return model
@@ -75,6 +98,12 @@ def store() -> FaissVectorStore:
     return FaissVectorStore.from_texts([one.page_content for one in DOCUMENTS], EMBEDDING)
 
 
+@cache
+def foreign_store() -> InMemoryVectorStore:
+    """All documents, in another vector store."""
+    return InMemoryVectorStore.from_texts([one.page_content for one in DOCUMENTS], EMBEDDING)
+
+
 def retriever() -> Any:
     return store().as_retriever(search_kwargs={"k": 4})
 
@@ -84,6 +113,88 @@ def join(documents: list[Document]) -> str:
 
 
 # The chains ---------------------------------------------------------------------------------
+
+
+class State(TypedDict, total=False):
+    """State of a graph."""
+
+    input: str
+    found: list[Document]
+    context: str
+    answer: str
+
+
+def graph_of(retrieve: Callable[[State], State], model: Any) -> Any:
+    """A LangGraph of two nodes, as tutorials show it."""
+
+    def generate(state: State) -> State:
+        context = state.get("context") or join(state["found"])
+        written = (PROMPT | model | StrOutputParser()).invoke({"context": context, "input": state["input"]})
+        return {"answer": written}
+
+    graph = StateGraph(State)
+    graph.add_node("retrieve", retrieve)
+    graph.add_node("generate", generate)
+    graph.add_edge(START, "retrieve")
+    graph.add_edge("retrieve", "generate")
+    return graph.compile()
+
+
+def graph(model: Any) -> Any:
+    """A node that hands documents on: seen without `track`."""
+    return graph_of(lambda state: {"found": foreign_store().similarity_search(state["input"], k=4)}, model)
+
+
+def graph_with_text(model: Any) -> Any:
+    """A node that hands on their text alone."""
+    found = track(foreign_store())
+    return graph_of(lambda state: {"context": join(found.similarity_search(state["input"], k=4))}, model)
+
+
+def direct(model: Any) -> Any:
+    """A lambda that returns documents: seen without `track`."""
+    search = RunnableLambda(lambda given: foreign_store().similarity_search(given["input"], k=4))
+    return {"context": search | join, "input": lambda given: given["input"]} | PROMPT | model | StrOutputParser()
+
+
+def direct_with_text(model: Any) -> Any:
+    """A lambda that returns the documents' text, synchronous and asynchronous."""
+    found = track(foreign_store())
+
+    async def asearch(given: dict[str, Any]) -> str:
+        return join(await found.asimilarity_search(given["input"], k=4))
+
+    search = RunnableLambda(lambda given: join(found.similarity_search(given["input"], k=4)), asearch)
+    return {"context": search, "input": lambda given: given["input"]} | PROMPT | model | StrOutputParser()
+
+
+def direct_ours(model: Any) -> Any:
+    """The same with our vector store, which needs no `track`."""
+    search = RunnableLambda(lambda given: join(store().max_marginal_relevance_search(given["input"], k=4)))
+    return {"context": search, "input": lambda given: given["input"]} | PROMPT | model | StrOutputParser()
+
+
+def agent_with_direct_prompt(model: Any) -> Any:
+    """The prompt of LangChain's own RAG tutorial."""
+    found = track(foreign_store())
+
+    @dynamic_prompt
+    def prompt(request: ModelRequest) -> str:
+        return f"Use this.\n\n{join(found.similarity_search(str(request.messages[-1].content), k=4))}"
+
+    return create_agent(model, [], middleware=[prompt])
+
+
+def agent_with_text_tool(model: Any) -> Any:
+    """A tool that returns text."""
+    found = track(foreign_store())
+
+    @tool
+    def look_up(query: str) -> str:
+        """Look something up."""
+        return "\n\n".join(f"Content: {one.page_content}" for one, _ in found.similarity_search_with_score(query, k=4))
+
+    return create_agent(model, [look_up])
 
 
 def retrieval_qa(model: Any) -> Any:
@@ -110,9 +221,9 @@ def with_titles(model: Any) -> Any:
     return create_retrieval_chain(found, create_stuff_documents_chain(model, PROMPT, document_prompt=one))
 
 
-def with_separator(model: Any) -> Any:
-    """Documents joined with the engine's own separator."""
-    joined = create_stuff_documents_chain(model, PROMPT, document_separator=model.engine.config.separator)
+def with_rules(model: Any) -> Any:
+    """Another text between documents."""
+    joined = create_stuff_documents_chain(model, PROMPT, document_separator="\n-----\n")
     return create_retrieval_chain(retriever(), joined)
 
 
@@ -195,12 +306,19 @@ class Chain:
 
 MESSAGES = {"messages": [HumanMessage(QUESTION)]}
 CHAINS = [
+    Chain(graph, {"input": QUESTION}),
+    Chain(graph_with_text, {"input": QUESTION}),
+    Chain(direct, {"input": QUESTION}),
+    Chain(direct_with_text, {"input": QUESTION}),
+    Chain(direct_ours, {"input": QUESTION}),
+    Chain(agent_with_direct_prompt, MESSAGES, (ChatCacheBlend,)),
+    Chain(agent_with_text_tool, MESSAGES, (ChatCacheBlend,)),
     Chain(retrieval_qa, {"query": QUESTION}),
     Chain(retrieval_qa_from_llm, {"query": QUESTION}),
     Chain(conversational, {"question": QUESTION, "chat_history": HISTORY}),
     Chain(retrieval_chain, {"input": QUESTION}),
     Chain(with_titles, {"input": QUESTION}),
-    Chain(with_separator, {"input": QUESTION}),
+    Chain(with_rules, {"input": QUESTION}),
     Chain(history_aware, {"input": QUESTION, "chat_history": HISTORY}),
     Chain(pipe, {"input": QUESTION}),
     Chain(parallel, {"input": QUESTION}),
@@ -259,23 +377,36 @@ async def test_every_retrieved_chunk_hits(chain: Chain, kind: type[Any], mode: s
     assert [(info["hits"], info["misses"]) for info in answers] == [(4, 0)] * len(answers)
 
 
+def check_against_the_plain_chain(chain: Chain, kind: type[Any], tokens: str) -> None:
+    """The same ids and answers as without this package; on the second request all retrieved chunks hit."""
+    plain = Plain(tokens, 100, processors_of(tokens))
+    expected = Ended()
+    stand_in = PlainLLM(plain=plain) if kind is CacheBlendLLM else PlainChat(plain=plain)
+    chain.make(stand_in).invoke(chain.asked, {"callbacks": [expected]})
+    assert plain.fed
+    known_chunks.clear()
+    with tiny_engine(tokens, recompute_ratio=1.0) as engine:
+        settings = {"max_new_tokens": 100, "report_input_ids": True, "logits_processor": processors_of(tokens)}
+        model = kind.from_engine(engine, **settings)
+        for counts in ((0, 4), (4, 0)):
+            ended = Ended()
+            chain.make(model).invoke(chain.asked, {"callbacks": [ended]})
+            assert [info["input_ids"] for info in ended.infos] == plain.fed
+            assert ended.texts == expected.texts
+            assert [(info["hits"], info["misses"]) for info in with_chunks(ended.infos)] == [counts]
+
+
 @pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainDeprecationWarning")
 @pytest.mark.parametrize(("chain", "kind"), CASES)
-async def test_at_ratio_one_the_answer_is_that_of_the_plain_model(chain: Chain, kind: type[Any]) -> None:
-    model = model_of(kind, 1.0)
-    texts: list[str] = []
+def test_the_model_reads_what_the_plain_chain_writes(chain: Chain, kind: type[Any]) -> None:
+    check_against_the_plain_chain(chain, kind, "byte-level BPE")
 
-    class Texts(Ended):
-        def on_llm_end(self, response: Any, **kwargs: Any) -> None:
-            super().on_llm_end(response, **kwargs)
-            texts.extend(one.text for batch in response.generations for one in batch)
 
-    ended = Texts()
-    await run(chain.make(model), chain.asked, "invoke", {"callbacks": [ended]})
-    from_documents = [number for number, info in enumerate(ended.infos) if info["hits"]]
-    assert from_documents
-    for number in from_documents:
-        info = ended.infos[number]
-        assert info["hits"] == 4
-        made = info["generated_tokens"] - (info["finish_reason"] == "stop")  # without the end the script set
-        assert texts[number] == plain_answer(info["input_ids"], max(made, 1))
+@pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainDeprecationWarning")
+@pytest.mark.parametrize("tokens", list(TOKENIZERS)[1:])
+@pytest.mark.parametrize("make", [graph, retrieval_qa_from_llm, conversational, with_titles, with_rules])
+def test_whatever_the_tokenizer(make: Callable[[Any], Any], tokens: str) -> None:
+    (chain,) = [one for one in CHAINS if one.make is make]
+    for kind in chain.kinds:
+        known_chunks.clear()
+        check_against_the_plain_chain(chain, kind, tokens)

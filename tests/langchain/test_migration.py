@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from cacheblend_rag.evaluation.migration import main
+from docs.benchmarks.scripts.migration import main
 
 
 def test_both_models_answer_through_the_same_chain(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,23 @@ from functools import cache
 from typing import Any
 
 from llama_index.core import StorageContext, VectorStoreIndex
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    CompletionResponse,
+    LLMMetadata,
+    ToolCallBlock,
+)
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
-from llama_index.core.instrumentation.events.llm import LLMChatEndEvent, LLMCompletionEndEvent
+from llama_index.core.instrumentation.events.llm import (
+    LLMChatEndEvent,
+    LLMChatStartEvent,
+    LLMCompletionEndEvent,
+    LLMCompletionStartEvent,
+)
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.schema import BaseNode, TextNode
 
 from cacheblend_rag.llama_index import CacheBlendEvent, CacheBlendLLM
@@ -55,6 +69,52 @@ def make_llm(chat: bool = False, config: dict[str, Any] | None = None, **fields:
     return CacheBlendLLM.from_engine(tiny_engine(**(config or {})), **{**defaults, **fields})
 
 
+class PlainLLM(CustomLLM):
+    """LlamaIndex's LLM over transformers alone: the tokenizer or its chat template gives the ids."""
+
+    plain: Any
+    planned: LLMMetadata
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        return self.planned
+
+    def model_post_init(self, context: Any, /) -> None:
+        super().model_post_init(context)
+        self.messages_to_prompt = lambda messages: plain_chat(self.plain.tokenizer, messages, tokenize=False)
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        return CompletionResponse(text=self.plain.answer(plain_text_ids(self.plain.tokenizer, prompt)))
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        text = self.plain.answer(plain_chat(self.plain.tokenizer, messages))
+        return ChatResponse(message=ChatMessage(role="assistant", content=text))
+
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+def plain_text_ids(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a finished text; one that a chat template wrote has its opening already."""
+    return list(tokenizer.encode(text, add_special_tokens=not text.startswith(tokenizer.bos_token)))
+
+
+def plain_chat(tokenizer: Any, messages: Sequence[ChatMessage], tools: Any = None, tokenize: bool = True) -> Any:
+    """What the tokenizer's chat template alone makes of a conversation: ids, or text."""
+    turns = []
+    for message in messages:
+        turn: dict[str, Any] = {"role": message.role.value, "content": message.content or ""}
+        calls = [one for one in message.blocks if isinstance(one, ToolCallBlock)]
+        if calls:
+            functions = [{"name": call.tool_name, "arguments": call.tool_kwargs} for call in calls]
+            turn["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+        turns.append(turn)
+    options: dict[str, Any] = {"return_dict": False} if tokenize else {}
+    return tokenizer.apply_chat_template(turns, tools=tools, add_generation_prompt=True, tokenize=tokenize, **options)
+
+
 def unknow(nodes: Sequence[BaseNode]) -> None:
     """Forget that these nodes were ever seen; what is stored stays."""
     texts = [text for node in nodes for text in node_texts(node)]
@@ -68,6 +128,7 @@ class Answers(BaseEventHandler):
     texts: list[str]
     infos: list[dict[str, Any]]
     events: list[Any]
+    asked: list[Any]
 
     @classmethod
     def class_name(cls) -> str:
@@ -76,12 +137,23 @@ class Answers(BaseEventHandler):
     def handle(self, event: Any, **kwargs: Any) -> None:
         if isinstance(event, CacheBlendEvent):
             self.events.append(event)
+        if isinstance(event, (LLMCompletionStartEvent, LLMChatStartEvent)):
+            self.asked.append(event)
         if isinstance(event, LLMCompletionEndEvent):
-            self.infos.append(event.response.raw)
+            self.infos.append(event.response.raw or {})
             self.texts.append(event.response.text)
         if isinstance(event, LLMChatEndEvent) and event.response is not None:
-            self.infos.append(event.response.raw)
+            self.infos.append(event.response.raw or {})
             self.texts.append(event.response.message.content or "")
+
+    def plain_ids(self, tokenizer: Any) -> list[list[int]]:
+        """Ids of what LlamaIndex gave the model, in the order of asking."""
+        return [
+            plain_text_ids(tokenizer, one.prompt)
+            if isinstance(one, LLMCompletionStartEvent)
+            else plain_chat(tokenizer, one.messages, one.additional_kwargs.get("tools"))
+            for one in self.asked
+        ]
 
     @property
     def counts(self) -> list[tuple[int, int]]:
@@ -93,7 +165,7 @@ class Answers(BaseEventHandler):
 @contextmanager
 def listening() -> Iterator[Answers]:
     """Within this, answers are kept."""
-    answers, dispatcher = Answers(texts=[], infos=[], events=[]), get_dispatcher()
+    answers, dispatcher = Answers(texts=[], infos=[], events=[], asked=[]), get_dispatcher()
     dispatcher.add_event_handler(answers)
     try:
         yield answers

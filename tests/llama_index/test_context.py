@@ -62,11 +62,14 @@ def llm() -> CacheBlendLLM:
 # The context, and what is not in it ----------------------------------------------------------------
 
 
-def test_white_space_between_nodes_becomes_the_separator(llm: CacheBlendLLM, nodes: list[TextNode]) -> None:
+@pytest.mark.parametrize("between", ["\n\n", " ", "\n-----\n", SEPARATOR])
+def test_what_stands_between_nodes_stays(llm: CacheBlendLLM, nodes: list[TextNode], between: str) -> None:
     texts = texts_of(nodes)
-    prompt = seen(llm, DEFAULT_TEXT_QA_PROMPT, context_str="\n\n".join(texts), query_str=QUESTION)
+    values = {"context_str": between.join(texts), "query_str": QUESTION}
+    prompt = seen(llm, DEFAULT_TEXT_QA_PROMPT, **values)
     assert prompt.chunks == tuple(texts)
-    assert prompt.glue == ()
+    assert prompt.between == (between,) * 3
+    assert prompt.written("").text == DEFAULT_TEXT_QA_PROMPT.format(**values)
     assert prompt.prefix.startswith("Context information is below.")
     assert prompt.suffix.endswith(f"Query: {QUESTION}\nAnswer: ")
 
@@ -88,8 +91,8 @@ def test_what_stands_before_the_context_and_was_asked_is_not_stored(llm: CacheBl
     prompt = seen(llm, DEFAULT_REFINE_PROMPT, context_msg=text, query_str=QUESTION, existing_answer="Ben was.")
     assert prompt.chunks == (text,)
     assert prompt.prefix == "The original query is as follows: "
-    assert prompt.lead.startswith(QUESTION)
-    assert "Ben was." in prompt.lead
+    assert prompt.preamble.startswith(QUESTION)
+    assert "Ben was." in prompt.preamble
 
 
 def test_what_was_said_in_a_conversation_is_not_stored(nodes: list[TextNode]) -> None:

@@ -23,6 +23,7 @@ from cacheblend_rag.folder_rag import FolderRAGOptions
 from cacheblend_rag.server.app import create_app
 from cacheblend_rag.server.settings import Limits, ServerSettings
 from tests import tiny
+from tests.toy import EMBEDDER_PATH
 
 BASE = "http://localhost"
 
@@ -52,7 +53,15 @@ def settings_for(
 ) -> ServerSettings:
     """Settings of a server over the tiny model."""
     config = BlendConfig(min_tokens=0, recompute_ratio=0.3, size_limit="500MB", **more)
-    rag = FolderRAGOptions(model=model, docs=docs, data_dir=data, max_new_tokens=6, device="cpu", config=config)
+    rag = FolderRAGOptions(
+        model=model,
+        embedder=EMBEDDER_PATH,
+        docs=docs,
+        data_dir=data,
+        max_new_tokens=6,
+        device="cpu",
+        config=config,
+    )
     return ServerSettings(rag=rag, port=0, api_keys=keys or {}, limits=limits or Limits(), concurrent=concurrent)
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from cacheblend_rag.cli import _parser, main
 from cacheblend_rag.cli.serve import server_settings
-from cacheblend_rag.reference import EMBEDDER_PATH
 from cacheblend_rag.server.logs import JsonFormatter
 from cacheblend_rag.server.settings import KEYS_VARIABLE
+from tests.toy import EMBEDDER_PATH
 
 
 def test_options_become_settings(docs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

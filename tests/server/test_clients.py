@@ -14,8 +14,8 @@ import openai
 import pytest
 import torch
 
-from cacheblend_rag.evaluation.load import run_load
 from cacheblend_rag.server.settings import Limits
+from docs.benchmarks.scripts.load import run_load
 from tests import tiny
 from tests.server.common import (
     Running,

@@ -20,6 +20,7 @@ from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.server.app import create_app
 from cacheblend_rag.store.disk import DiskStore
 from tests.server.common import BASE, new_collection, passage, read_events, settings_for, upload
+from tests.toy import EMBEDDER_PATH
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -29,7 +30,8 @@ class Served:
 
     def __init__(self, model: Path, docs: Path, data: Path) -> None:
         command = [sys.executable, "-m", "cacheblend_rag.cli", "serve", "--port", "0", "--device", "cpu"]
-        arguments = ["--model", str(model), "--docs", str(docs), "--data-dir", str(data), "--max-new-tokens", "4"]
+        arguments = ["--model", str(model), "--embedder", str(EMBEDDER_PATH), "--docs", str(docs)]
+        arguments += ["--data-dir", str(data), "--max-new-tokens", "4"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "CACHEBLEND_RAG_MIN_TOKENS": "0"}
         self.process = subprocess.Popen(
             [*command, *arguments], env=environment, stderr=subprocess.PIPE, text=True, cwd=data.parent
@@ -100,11 +102,11 @@ def test_killed_in_the_middle_of_ingestion_nothing_is_half_indexed(model: Path, 
     assert again.client.post(f"/api/collections/{id}/ask", json=body).json()["report"]["misses"] == 0
     name = again.client.get("/v1/models").json()["data"][0]["id"]
     before = again.client.get("/api/state").json()["store"]["records"]
-    fresh = {"model": name, "prompt": "Read: # # " + passage(77) + " # # Which?", "max_tokens": 1}
+    fresh = {"model": name, "prompt": "Which?", "documents": [passage(77)], "max_tokens": 1}
     assert again.client.post("/v1/completions", json=fresh).json()["cacheblend"][0]["misses"] == 1
     assert again.end(signal.SIGTERM) in (0, -signal.SIGTERM)
     store = DiskStore(data / "kv")
-    assert store.stats().records == before + 2  # the chunk and what stands before it
+    assert store.stats().records == before + 1  # the chunk; nothing stands before it
     store.close()
     requests = [json.loads(line) for line in again.lines if line.startswith("{")]
     assert {"/api/collections/{id}/ask", "/v1/completions"} <= {one.get("path") for one in requests}

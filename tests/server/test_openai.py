@@ -75,11 +75,19 @@ def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
         client.completions.create(model="gpt-9", prompt="the")
 
 
-def test_completions_reuse_chunks_between_separators(client: openai.OpenAI, server: Running) -> None:
-    prompt = " # # ".join(["Read this.", passage(100), passage(101), "Which leaf fell?"])
-    first = client.completions.create(model=name_of(client), prompt=prompt, max_tokens=5)
+def test_a_prompt_is_not_split_at_separators(client: openai.OpenAI) -> None:
+    prompt = " # # ".join(["Read this.", passage(102), "Which # # leaf fell?"])
+    for _ in range(2):
+        answer = client.completions.create(model=name_of(client), prompt=prompt, max_tokens=2)
+        told = answer.model_extra["cacheblend"][0]
+        assert (told["hits"], told["misses"]) == (0, 0)
+
+
+def test_completions_reuse_their_documents(client: openai.OpenAI, server: Running) -> None:
+    documents, prompt = {"documents": [passage(100), passage(101)]}, "Which leaf fell?"
+    first = client.completions.create(model=name_of(client), prompt=prompt, max_tokens=5, extra_body=documents)
     server.service.engine.flush()
-    second = client.completions.create(model=name_of(client), prompt=prompt, max_tokens=5)
+    second = client.completions.create(model=name_of(client), prompt=prompt, max_tokens=5, extra_body=documents)
     assert second.usage.prompt_tokens == first.usage.prompt_tokens
     assert second.usage.completion_tokens <= 5
     assert second.choices[0].finish_reason in ("stop", "length")
@@ -119,6 +127,12 @@ def test_sampling_stop_and_several_prompts(client: openai.OpenAI) -> None:
         for seed in (1, 1, 2)
     )
     assert first == again != other
+    wide = [
+        client.completions.create(model=name, prompt="the quick", seed=seed, top_p=0.99, max_tokens=8).choices[0].text
+        for seed in (1, 1, 2, 3)
+    ]
+    assert wide[0] == wide[1]
+    assert len(set(wide)) > 1, "who gives top_p alone wants sampling"
     plain = client.completions.create(model=name, prompt=["the old oak", "a lazy dog"], max_tokens=8)
     assert [one.index for one in plain.choices] == [0, 1]
     text = plain.choices[0].text

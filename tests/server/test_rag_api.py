@@ -12,7 +12,7 @@ from cacheblend_rag.server.app import create_app
 from tests.retrieval.pdf import make_pdf
 from tests.server.common import BASE, new_collection, passage, read_events, settings_for, settle, upload
 
-QUESTION = "Which leaf fell into the river?"
+QUESTION = "Which old owl?"
 
 
 def ask(client: Any, collection: str, **more: Any) -> list[tuple[str, Any]]:
@@ -34,13 +34,12 @@ def test_the_state_has_what_the_page_needs(client: Any) -> None:
         "writable": False,
     }
     assert state["model"]["layers"] == 2
-    assert not state["model"]["reference"]
+    assert not state["model"]["starter"]
     assert state["settings"]["ratio"] == 0.3
     assert not state["settings"]["bounded"]
     assert {"hkvd", "none", "all"} <= set(state["settings"]["rules"])
     assert state["store"]["records"] >= 4
     assert state["suggestions"] == []
-    assert state["notice"] is None
 
 
 def test_an_answer_comes_in_pieces_between_sources_and_report(client: Any) -> None:

@@ -20,7 +20,7 @@ from cacheblend_rag.evaluation.profiling import keep_profile
 from cacheblend_rag.evaluation.quality.journal import Journal
 from cacheblend_rag.fusor.selection import RULES, SHARED_OPTIONS, SelectionRule
 from cacheblend_rag.loading import BlendSettings, MachineProfile
-from cacheblend_rag.prompt import Prompt, SegmentTokenizer
+from cacheblend_rag.prompt import Prompt, PromptTokenizer
 
 __all__ = ["CalibrationOptions", "calibrate", "keep_settings", "report", "settings_of"]
 
@@ -98,7 +98,7 @@ def calibrate(
         raise ConfigError("prompts", len(prompts), "use at least 6")
     searched, checks = _divided(prompts, options.check_share)
     hidden = None if progress is None else not progress
-    segments = SegmentTokenizer(engine.tokenizer, engine.config.separator)
+    segments = PromptTokenizer(engine.tokenizer, engine.config.separator)
     with ExitStack() as stack:
         bar = stack.enter_context(tqdm(desc="calibrating", unit=" passes", disable=hidden))
         journal = stack.enter_context(Journal(folder, _search_settings(engine, prompts, options))) if folder else None

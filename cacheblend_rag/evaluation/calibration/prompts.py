@@ -13,7 +13,7 @@ from cacheblend_rag.evaluation.quality.choosing import WordRanker, choose
 from cacheblend_rag.evaluation.quality.prompts import build_prompt
 from cacheblend_rag.evaluation.quality.sources import open_source
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.reference.prompts import STUFF
+from cacheblend_rag.prompt.formats import STUFF
 
 __all__ = ["case_prompts", "chunk_prompts", "question_prompts"]
 
@@ -86,20 +86,20 @@ def question_prompts(chunks: Sequence[Document], questions: Sequence[str], per_p
     return [_prompt([texts[place] for place in words.rank(one, texts)[:per_prompt]], one) for one in asked]
 
 
-def case_prompts(data: str, count: int, per_prompt: int = 6, seed: int = 0) -> list[Prompt]:
-    """Prompts of a file of questions, or of ``reference:dev``, passages in random order; answers are not looked at.
+def case_prompts(data: str, count: int, per_prompt: int = 6, seed: int = 0, style: str = "paper") -> list[Prompt]:
+    """Prompts of a file of questions, passages in random order; answers are not looked at.
+
+    The style is one of `build_prompt`.
 
     Raises
     ------
     DatasetError
         If the file cannot be used.
     """
-    source = open_source(data, per_kind=count, seed=seed, shuffled=True)
-    cases = source.cases(per_prompt)
+    cases = open_source(data).cases(per_prompt)
     random.Random(f"calibrate/{seed}").shuffle(cases)
     words = WordRanker(passage.chunk for case in cases for passage in case.passages)
     chosen = [choose(case, per_prompt, order="random", ranker=words, seed=seed) for case in cases[:count]]
-    style = "stuff" if data.startswith("reference:") else "paper"
     return [build_prompt(case, style) for case in chosen]
 
 

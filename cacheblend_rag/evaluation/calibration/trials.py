@@ -21,7 +21,7 @@ from cacheblend_rag.fusor.forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.modes import evaluating
-from cacheblend_rag.prompt import Prompt, SegmentTokenizer
+from cacheblend_rag.prompt import Prompt, PromptTokenizer
 
 __all__ = ["TrialSet", "Tried"]
 
@@ -75,7 +75,7 @@ class TrialSet:
     Parameters
     ----------
     adapter : ModelAdapter
-    tokenizer : SegmentTokenizer
+    tokenizer : PromptTokenizer
     prompts : sequence of Prompt
     most : int, optional
         Prompts on which rules are tried, if there are more: half of them those on which full KV reuse is farthest from
@@ -97,7 +97,7 @@ class TrialSet:
     def __init__(
         self,
         adapter: ModelAdapter,
-        tokenizer: SegmentTokenizer,
+        tokenizer: PromptTokenizer,
         prompts: Sequence[Prompt],
         *,
         most: int | None = None,
@@ -123,7 +123,7 @@ class TrialSet:
     def __len__(self) -> int:
         return self._prompts
 
-    def _prepared(self, tokenizer: SegmentTokenizer, prompt: Prompt) -> _Trial:
+    def _prepared(self, tokenizer: PromptTokenizer, prompt: Prompt) -> _Trial:
         prepared = PreparedPrompt(self._adapter, tokenizer, prompt)
         ids, log_probs = _generate(self._adapter, prepared.full, self._answer_tokens, self._end_ids)
         prepared.forget_full()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.evaluation.analysis import import_pyplot, save_figure
+from cacheblend_rag.evaluation.plotting import import_pyplot, save_figure
 from cacheblend_rag.evaluation.quality.runner import EvalRun
 from cacheblend_rag.evaluation.quality.summary import LOSS, MethodRow, least_work, main_measure
 

@@ -8,7 +8,7 @@ from cacheblend_rag.checks import check_choice
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.quality.cases import EvalCase
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.reference.prompts import STUFF, PromptFormat
+from cacheblend_rag.prompt.formats import STUFF, PromptFormat
 
 __all__ = ["PAPER", "STYLES", "ChatFrame", "build_prompt"]
 
@@ -62,7 +62,7 @@ def build_prompt(case: EvalCase, style: str = "paper", chat: ChatFrame | None = 
     ----------
     case : EvalCase
     style : {"paper", "stuff"}
-        ``"stuff"`` is LangChain's prompt, on which the bundled model was trained; for questions only.
+        ``"stuff"`` is LangChain's prompt; for questions only.
     chat : ChatFrame, optional
         Of a model that wants to be talked to.
     """

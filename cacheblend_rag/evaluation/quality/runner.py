@@ -31,7 +31,7 @@ from cacheblend_rag.evaluation.quality.prompts import STYLES, ChatFrame, build_p
 from cacheblend_rag.evaluation.quality.sources import CaseSource
 from cacheblend_rag.evaluation.quality.subject import Subject
 from cacheblend_rag.loading import BlendSettings
-from cacheblend_rag.prompt import Prompt, SegmentTokenizer
+from cacheblend_rag.prompt import Prompt, PromptTokenizer
 
 __all__ = ["WORKLOADS", "EvalOptions", "EvalRun", "Evaluation", "Part"]
 
@@ -291,7 +291,7 @@ class Evaluation:
         if not wanted:
             return self._variants
         pool = self._pools[count]
-        segments = SegmentTokenizer(self._engine.tokenizer, self._engine.config.separator)
+        segments = PromptTokenizer(self._engine.tokenizer, self._engine.config.separator)
         prompts = [self._asked(case, count, length)[1] for case in pool[:: -(-len(pool) // _WEIGHED)]]
         equal = EqualWork([PreparedPrompt(self._engine.adapter, segments, prompt) for prompt in prompts])
         found = list(self._variants)

@@ -10,9 +10,8 @@ import torch
 
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import MissingExtraError
-from cacheblend_rag.evaluation.analysis import attention_deviation
 from cacheblend_rag.evaluation.baselines import prefill_methods, time_once
-from cacheblend_rag.evaluation.prepared import DEPTH, PreparedPrompt
+from cacheblend_rag.evaluation.prepared import DEPTH, PreparedPrompt, attention_deviation
 from cacheblend_rag.evaluation.quality.answers import GreedyAnswers, shared_cache
 from cacheblend_rag.evaluation.quality.cases import EvalCase
 from cacheblend_rag.evaluation.quality.chains import DocumentChains
@@ -20,7 +19,7 @@ from cacheblend_rag.evaluation.quality.measures import best_f1, best_rouge_l, ex
 from cacheblend_rag.evaluation.quality.methods import CHAINS, Variant
 from cacheblend_rag.fusor.forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.fusor.work import RowsDone, prefill_work, work_share
-from cacheblend_rag.prompt import Prompt, SegmentTokenizer
+from cacheblend_rag.prompt import Prompt, PromptTokenizer
 
 __all__ = ["Subject"]
 
@@ -54,7 +53,7 @@ class Subject:
 
     def __init__(self, engine: BlendEngine, max_new_tokens: int = 0, answers: bool = True) -> None:
         self.engine, self.answers, self._most = engine, answers, max_new_tokens
-        self.segments = SegmentTokenizer(engine.tokenizer, engine.config.separator)
+        self.segments = PromptTokenizer(engine.tokenizer, engine.config.separator)
         self._views: dict[str, BlendEngine] = {}
         self._chains: dict[int, DocumentChains] = {}
 
@@ -75,10 +74,11 @@ class Subject:
 
     def gold_ids(self, case: EvalCase, suffix: str) -> list[int]:
         """Ids of the first gold answer behind a prompt's suffix, and the end token."""
-        return self._answer_ids(case.answers[0], "" if suffix[-1:].isspace() else " ")
+        return self._answer_ids(case.answers[0], suffix or ":")
 
-    def _answer_ids(self, answer: str, space: str = " ") -> list[int]:
-        ids = list(self.segments.inner_ids(space + answer))[: _GOLD - 1]
+    def _answer_ids(self, answer: str, before: str = ":") -> list[int]:
+        space = "" if before[-1:].isspace() else " "
+        ids = list(self.segments.continued_ids(space + answer, before))[: _GOLD - 1]
         end = self.engine.tokenizer.eos_token_id
         return ids if end is None else [*ids, int(end)]
 

@@ -15,7 +15,7 @@ __all__ = ["FixedRule", "LayerView", "Measure", "SelectionRule", "StartView", "a
 class Measure(Protocol):
     """KV deviation of a layer's candidates."""
 
-    def __call__(self, metric: str = "v", relative: bool = False) -> torch.Tensor:
+    def __call__(self, metric: str, relative: bool = False) -> torch.Tensor:
         """KV deviation of the candidates, ``[candidates]`` float32.
 
         The L2 norm, over all heads, of the difference between stored and newly computed KV
@@ -77,7 +77,7 @@ class LayerView(StartView):
     """
 
     layer: int = 0
-    measure: Measure = lambda metric="v", relative=False: torch.empty(0)
+    measure: Measure = lambda metric, relative=False: torch.empty(0)
 
 
 class SelectionRule(ABC):

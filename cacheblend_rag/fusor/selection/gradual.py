@@ -14,7 +14,7 @@ from cacheblend_rag.checks import (
     check_shares,
     flat_or_falling,
 )
-from cacheblend_rag.config import METRICS
+from cacheblend_rag.config import METRICS, BlendConfig
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule
 from cacheblend_rag.fusor.selection.hkvd import SelectHKVD
@@ -46,7 +46,7 @@ class SelectGradual(SelectionRule):
     check_layers: Sequence[int] = (1,)
     recompute_ratio: float = 0.15
     recompute_ratios: Sequence[float] = ()
-    metric: str = "k"
+    metric: str = BlendConfig.default("metric")
 
     def __post_init__(self) -> None:
         check_layer_list("check_layers", self.check_layers)

@@ -14,7 +14,7 @@ from cacheblend_rag.checks import (
     check_share,
     check_shares,
 )
-from cacheblend_rag.config import METRICS
+from cacheblend_rag.config import METRICS, BlendConfig
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView, budget, top
 from cacheblend_rag.fusor.selection.boundary import first_of_chunks
@@ -48,7 +48,7 @@ class SelectMixed(SelectionRule):
     recompute_ratio: float = 0.15
     shares: Sequence[float] = (0.2, 0.6, 0.2)
     score_layers: Sequence[int] = field(default=())
-    metric: str = "k"
+    metric: str = BlendConfig.default("metric")
 
     def __post_init__(self) -> None:
         check_layer_list("check_layers", self.check_layers)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from cacheblend_rag.checks import check_bound, check_choice, check_fit, check_layer_list, check_share
-from cacheblend_rag.config import METRICS
+from cacheblend_rag.config import METRICS, BlendConfig
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView, above
 
 __all__ = ["SelectThreshold"]
@@ -36,7 +36,7 @@ class SelectThreshold(SelectionRule):
     recompute_ratio: float = 0.15
     lowest_ratio: float = 0.0
     bound: float = 0.3
-    metric: str = "k"
+    metric: str = BlendConfig.default("metric")
 
     def __post_init__(self) -> None:
         check_layer_list("check_layers", self.check_layers)

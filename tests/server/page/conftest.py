@@ -1,4 +1,4 @@
-"""A server with the bundled archive, and Debian's Chromium to look at its page with."""
+"""A server over the toy in the place of starter models and articles, and Debian's Chromium to look at its page."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _free_port() -> int:
 def serve_command(port: int, folder: Path) -> list[str]:
     """The command line of the server."""
     options = ["--port", str(port), "--data-dir", str(folder / "data"), "--device", "cpu"]
-    return [sys.executable, "-m", "cacheblend_rag.cli", "serve", *options]
+    return [sys.executable, "-m", "tests.toy.cli", "serve", *options]
 
 
 def _wait_until_up(process: subprocess.Popen[bytes], address: str, log: Path) -> None:

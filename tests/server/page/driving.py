@@ -10,12 +10,12 @@ from typing import Any
 
 from playwright.sync_api import Locator, Page, expect
 
-from cacheblend_rag.reference import DOCUMENTS_PATH
-from cacheblend_rag.reference.archive import TownSize, build_town
-from cacheblend_rag.reference.bundle import BundledQuestion, file_names, read_questions
-from cacheblend_rag.reference.questions import Question, ask_all
+from tests.toy import DOCUMENTS_PATH
+from tests.toy.archive import TownSize, build_town
+from tests.toy.bundle import BundledQuestion, file_names, read_questions
+from tests.toy.questions import Question, ask_all
 
-SEED = 4711  # not the bundled town's, and names of the test split are never trained on
+SEED = 4711  # not that of the toy's archive, and names of the test split are never trained on
 
 
 PROBES = (Path(__file__).parent / "probes.js").read_text(encoding="utf-8")
@@ -46,7 +46,7 @@ def state_of(address: str) -> dict[str, Any]:
 
 
 def easy_questions() -> list[BundledQuestion]:
-    """Questions that one passage of the bundled archive answers."""
+    """Questions that one passage of the toy's archive answers."""
     return [question for question in read_questions() if question.kind == "within"]
 
 
@@ -59,7 +59,7 @@ def new_town() -> tuple[list[File], list[Question]]:
 
 
 def passage_text(name: str) -> str:
-    """The text of a bundled document."""
+    """The text of a document of the toy's archive."""
     return (DOCUMENTS_PATH / name).read_text(encoding="utf-8").strip()
 
 

@@ -85,7 +85,7 @@ def test_a_server_that_is_away_and_comes_back(context: BrowserContext, address: 
     expect(page.get_by_text("The server cannot be reached.")).to_be_visible()
     problems.clear()
     page.get_by_role("button", name="Try again").click()
-    expect(page.get_by_role("heading", name="Ask the archive")).to_be_visible()
+    expect(page.get_by_role("heading", name="Ask the articles")).to_be_visible()
 
 
 def test_a_key_is_asked_for_and_sent(context: BrowserContext, address: str, problems: list[str]) -> None:
@@ -108,7 +108,7 @@ def test_a_key_is_asked_for_and_sent(context: BrowserContext, address: str, prob
     page.keyboard.press("Escape")  # nothing works without it
     page.get_by_label("API key").fill("the-right-key")
     page.keyboard.press("Enter")
-    expect(page.get_by_role("heading", name="Ask the archive")).to_be_visible()
+    expect(page.get_by_role("heading", name="Ask the articles")).to_be_visible()
     assert seen[0] is None
     assert seen[-1] == "Bearer the-right-key"
     assert "the-right-key" not in page.evaluate("() => JSON.stringify(localStorage)")
@@ -139,7 +139,7 @@ def test_full_reuse_that_answers_otherwise_is_named_in_the_conversation(page: Pa
     expect(turn.locator(".verdict")).to_have_text(
         "Blending answers as full recompute does, 4.0× sooner. Full KV reuse says: In Norddale."
     )
-    expect(page.locator("[data-method=reuse] .badge")).to_have_text("another answer")
+    expect(page.locator("[data-method=reuse] .badge")).to_have_text("differs")
 
 
 def test_bars_are_drawn_when_the_methods_were_timed_and_move_with_each_round(page: Page) -> None:
@@ -195,7 +195,7 @@ def test_storage_that_holds_rubbish_does_no_harm(context: BrowserContext, addres
     context.add_init_script(f"if (location.protocol === 'http:') {put}")
     page = context.new_page()
     page.goto(address)
-    expect(page.get_by_role("heading", name="Ask the archive")).to_be_visible()
+    expect(page.get_by_role("heading", name="Ask the articles")).to_be_visible()
 
 
 def test_a_full_storage_gives_up_prompts_before_answers(page: Page) -> None:

@@ -51,8 +51,8 @@ export function chunksView(turn) {
   const known = report.prompt.length > 0;
   const by = recomputedBy(report);
   const size = report.chunks.reduce((sum, chunk) => sum + (chunk.hit ? chunk.bytes : 0), 0);
-  const { prefix, chunks, suffix } = report.tokens;
-  const reused = report.reused / (prefix + chunks + suffix || 1);
+  const { prefix, chunks, suffix, between = 0 } = report.tokens;
+  const reused = report.reused / (prefix + chunks + between + suffix || 1);
   const items = report.chunks.map((chunk, at) => chunkView(chunk, at, sources[at], known ? (by.get(at) ?? 0) : null));
   const plain = report.plain ? el("p", { class: "hint", text: "Answered by plain prefill: nothing was worth reusing." }) : null;
   return [

@@ -10,6 +10,9 @@ const METHODS = {
   reuse: ["Full KV reuse", "reuses every passage as stored"],
   blend: ["Blended", "reuses all, recomputes the tokens that need it"],
 };
+const KL_NOTE =
+  "KL: mean divergence from full recompute, in nats a token of its answer. " +
+  "Another order of the passages moves an answer by about 0.06.";
 const ORDER = ["full", "prefix", "reuse", "blend"];
 
 /** Rounds whose medians all rows show; 0 while any shows the one pass that gave its answer. */
@@ -25,16 +28,19 @@ function barOf(row, slowest) {
 function rowView(row, slowest, full, timed) {
   const [name, note] = METHODS[row.method] ?? [row.method, ""];
   const yardstick = row.method === "full";
-  const mark = yardstick ? "the yardstick" : row.same_as_full ? "same answer" : "another answer";
-  const badge = el("span", { class: `badge ${yardstick ? "" : row.same_as_full ? "good" : "bad"}`, text: mark });
+  const said = row.nearness ?? (row.same_as_full ? "same answer" : "differs"); // kept by an older page
+  const mark = yardstick ? "the yardstick" : said;
+  const kind = yardstick ? "" : said === "differs" ? "bad" : "good";
+  const badge = el("span", { class: `badge ${kind}`, text: mark });
+  const near = yardstick || row.kl === undefined ? "" : ` · KL ${row.kl.toFixed(3)}`;
   const how = yardstick || !full ? "" : ` · ${sooner(row.ttft_s, full.ttft_s)}`;
-  const took = timed ? `First token ${time(row.ttft_s)}${how}` : "First token: timed when all have answered";
+  const took = (timed ? `First token ${time(row.ttft_s)}${how}` : "First token: timed when all have answered") + near;
   return el(
     "li",
     { data: { method: row.method } },
     el("div", { class: "row" }, el("strong", { text: name, title: note }), badge),
     timed ? barOf(row, slowest) : null,
-    el("p", { class: "took", text: took }),
+    el("p", { class: "took", text: took, title: yardstick ? "" : KL_NOTE }),
     el("p", { class: "said", dir: "auto", text: row.answer.trim() || "(nothing)" }),
   );
 }

@@ -104,7 +104,11 @@ function showVerdict(node, turn) {
   if (node.hidden) return;
   const how = isTimed(turn) ? `, ${sooner(blend.ttft_s, full.ttft_s)}` : "";
   const same = blend.same_as_full ? "Blending answers as full recompute does" : "Blending answers unlike full recompute";
-  const parts = [el("span", { text: `${same}${how}.` })];
+  const near = blend.kl === undefined ? "" : ` (${blend.nearness}, KL ${blend.kl.toFixed(3)})`;
+  const parts = [el("span", { text: `${same}${how}${near}.` })];
+  if (!blend.same_as_full) {
+    parts.push(" ", el("span", { class: "wrong" }, "Full recompute says: ", el("q", { text: full.answer.trim() })));
+  }
   if (reuse && !reuse.same_as_full) {
     parts.push(" ", el("span", { class: "wrong" }, "Full KV reuse says: ", el("q", { text: reuse.answer.trim() })));
   }
@@ -123,7 +127,7 @@ export function markSelected() {
 
 function emptyState() {
   const here = collection();
-  const title = here?.bundled ? "Ask the archive" : "Ask your documents";
+  const title = here?.id === "documentation" ? "Ask the documentation" : here?.bundled ? "Ask the articles" : "Ask your documents";
   const lead = el("p", {
     text: "The KV cache of each passage is computed once and reused wherever the passage lands in a prompt. Only the tokens that depend most on other passages are computed again.",
   });
@@ -148,7 +152,7 @@ function renderAll(detail) {
 function showSuggestions() {
   const box = $("suggested");
   const asked = new Set(turns().map((turn) => turn.question));
-  const all = collection()?.bundled ? (state.server?.suggestions ?? []) : [];
+  const all = collection()?.id === "archive" ? (state.server?.suggestions ?? []) : [];
   const open = all.filter((one) => !asked.has(one.question));
   box.hidden = !open.length || isAsking();
   if (box.hidden) return;

@@ -52,25 +52,6 @@ function showCollections() {
   const here = collection();
   const into = here && isWritable(here) ? here.name : OWN;
   $("drop-hint").textContent = `Text, Markdown or PDF, up to ${bytes(server.limits.upload_bytes)}, into “${into}”`;
-  $("notice").textContent = server.notice ?? "";
-  $("notice").hidden = !server.notice;
-  showBanner();
-}
-
-/** What the model cannot do, said once where its answers about other text are read. */
-function showBanner() {
-  const here = collection();
-  const notice = state.server?.notice;
-  const wanted = Boolean(notice && here && !here.bundled && here.documents && !state.dismissed.includes(here.id));
-  $("banner").hidden = !wanted;
-  if (!wanted) return $("banner").replaceChildren();
-  const away = button("Understood", () => {
-    state.dismissed.push(here.id);
-    changed("dismissed");
-    showBanner();
-    $("question").focus();
-  });
-  $("banner").replaceChildren(el("p", { text: notice }), away);
 }
 
 function documentView(one, here) {

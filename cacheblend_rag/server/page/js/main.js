@@ -19,7 +19,7 @@ function showModel() {
 }
 
 function showLoading() {
-  if (!turns().length) $("turns").replaceChildren(el("p", { class: "hint busy loading", role: "status", text: "Opening the archive…" }));
+  if (!turns().length) $("turns").replaceChildren(el("p", { class: "hint busy loading", role: "status", text: "Opening the documents…" }));
 }
 
 async function load() {

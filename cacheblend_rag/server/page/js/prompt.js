@@ -17,9 +17,9 @@ function levels(prompt) {
   };
 }
 
-/** What became of a token: `new` (question, missed passage), `again` (recomputed) or `kept`. */
+/** What became of a token: `new` (question, text between passages, missed passage), `again` (recomputed) or `kept`. */
 function fate(token, report) {
-  if (token.segment === "suffix") return "new";
+  if (token.segment === "suffix" || token.segment === "between") return "new";
   if (token.segment === "chunk" && token.chunk !== null && report.chunks[token.chunk]?.hit === false) return "new";
   return token.recomputed ? "again" : "kept";
 }
@@ -64,12 +64,12 @@ export function promptView(turn) {
     // A line end that opens a segment would only show as a gap beneath its heading.
     const shown = tokens.map((token, at) => (at ? token : { ...token, text: token.text.replace(/^\n+/, "") }));
     const words = shown.map((token) => tokenView(token, fate(token, report), level(token.deviation)));
-    const glue = first.segment === "prefix" && place > 0; // what stands between passages needs no heading
+    const glue = first.segment === "between"; // what stands between passages needs no heading
     return [glue || !head ? null : el("h4", { text: head }), el("p", { dir: "auto" }, words)].filter(Boolean);
   });
-  const { prefix, chunks, suffix } = report.tokens;
+  const { prefix, chunks, suffix, between = 0 } = report.tokens;
   return [
-    el("p", { class: "took", text: `${count(prefix + chunks + suffix, "token")}: ${again} of ${chunkTokens.length} passage tokens recomputed (${share(again / (chunkTokens.length || 1))}).` }),
+    el("p", { class: "took", text: `${count(prefix + chunks + between + suffix, "token")}: ${again} of ${chunkTokens.length} passage tokens recomputed (${share(again / (chunkTokens.length || 1))}).` }),
     legend(),
     el("div", { class: "prompt-text", tabindex: 0, role: "region", "aria-label": "The prompt's text" }, parts),
   ];

@@ -15,10 +15,9 @@ export const state = {
   selected: null, // id of the turn that the panel shows
   ratio: null, // null: the server's own
   rule: null,
-  compare: null, // null: on for the small bundled model
+  compare: null, // null: on for the small starter model
   points: [], // {ttft, hits, misses}
   jobs: [], // {job, collection, files}
-  dismissed: [], // collections whose notice was read
   draft: "",
 };
 
@@ -43,7 +42,7 @@ export const selectedTurn = () => turns().find((turn) => turn.id === state.selec
 
 export const collection = () => state.server?.collections.find((one) => one.id === state.collection) ?? null;
 
-export const comparing = () => state.compare ?? Boolean(state.server?.model.reference);
+export const comparing = () => state.compare ?? Boolean(state.server?.model.starter);
 
 /** The conversation that a question belongs to; a new one where the collection has changed. */
 export function conversationFor(collectionId) {

@@ -1,0 +1,1 @@
+"""What a newcomer runs: the documents that come with the package."""

@@ -1,0 +1,23 @@
+"""The bundled collection of articles, and questions about it.
+
+Attributes
+----------
+ARTICLES_PATH : Path
+    Folder of Markdown files, one article a file.
+QUESTIONS_PATH : Path
+    Questions about the articles, one JSON object a line, with the keys ``question``, ``answer``, ``files`` (names of
+    the articles that hold the answer) and ``suggested`` (whether the page offers the question).
+"""
+
+from pathlib import Path
+
+ARTICLES_PATH = Path(__file__).parent / "articles"
+QUESTIONS_PATH = Path(__file__).parent / "questions.jsonl"
+
+__all__ = ["ARTICLES_PATH", "QUESTIONS_PATH", "manual_path"]
+
+
+def manual_path() -> Path | None:
+    """The project's own documentation: in the installed package, or in its source tree; None if neither is there."""
+    here = Path(__file__).resolve().parent
+    return next((path for path in (here / "manual", here.parents[2] / "docs") if (path / "engine.md").is_file()), None)

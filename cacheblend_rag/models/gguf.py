@@ -1,0 +1,305 @@
+"""GGUF files, the form in which most people have their local models, as folders that transformers loads.
+
+transformers reads the file and dequantises it, which takes a while, and does not take all settings from it. So a file
+is converted once, its settings are completed, and the folder is kept in the user's cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from tokenizers import pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import logging
+
+from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
+from cacheblend_rag.models.families import FAMILIES
+from cacheblend_rag.models.identity import known_fingerprint, remember_fingerprint
+from cacheblend_rag.models.kept import made_once, models_path, part_folder, sha256_of
+from cacheblend_rag.models.shape import head_width
+
+__all__ = ["ARCHITECTURES", "CONVERTER", "convert", "gguf_path", "is_gguf", "opened_gguf"]
+
+CONVERTER = 1
+"""Raise when the same file would be converted into something else."""
+ARCHITECTURES = {
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "llama": "llama",
+    "phi3": "phi3",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
+}
+"""What both transformers' reader and the blended pass know: the file's name of an architecture, and the family."""
+_SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
+_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Splits every digit from the rest before merging; transformers knows these names not.
+_DIGITS_APART = ("smollm", "starcoder", "refact")
+# What ends a turn in a chat, where a file names the end of a text only.
+_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
+# Of Llama 3.1 and all that follow it.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def is_gguf(model: str | os.PathLike[str]) -> bool:
+    """Whether a model is named by a file: any file that is there, or a path that ends in ``.gguf``."""
+    path = Path(model).expanduser()
+    return path.is_file() or (path.suffix.lower() == ".gguf" and not path.is_dir())
+
+
+@contextmanager
+def opened_gguf(file: str | os.PathLike[str], keep: bool) -> Iterator[Path]:
+    """The folder of a converted GGUF file.
+
+    Parameters
+    ----------
+    file : str or path
+    keep : bool
+        Keep the folder in the user's cache, where it is found the next time; otherwise it is gone afterwards.
+
+    Raises
+    ------
+    ModelLoadError
+        If the file is missing, damaged, or cannot be converted.
+    UnsupportedModelError
+        If its architecture is not supported.
+    """
+    path = Path(file).expanduser()
+    _check_start(path)
+    if keep:
+        sha256 = _content(path)
+        yield made_once(gguf_path(path, sha256), _about(sha256), lambda part: convert(path, part))
+    else:
+        with part_folder(models_path() / "gguf" / path.stem) as part:
+            convert(path, part)
+            yield part
+
+
+def gguf_path(file: Path, sha256: str) -> Path:
+    """Where the converted file is kept."""
+    return models_path() / "gguf" / f"{file.stem}-{sha256[:12]}"
+
+
+def convert(file: Path, folder: Path) -> None:
+    """Write a GGUF file into an empty folder as a model, with tokenizer, chat template and ids that end an answer.
+
+    A file of quantised weights becomes float16: 11 significant bits lose nothing next to the 4 to 8 that were kept.
+    Its config names bfloat16, in which activations cannot overflow. Other files keep their element type.
+
+    Raises
+    ------
+    ModelLoadError
+        If the file is damaged, or has what is not converted.
+    UnsupportedModelError
+        If its architecture is not supported.
+    """
+    reader, fields = _header(file)
+    architecture = str(fields.get("general.architecture"))
+    _check_supported(file, architecture, fields)
+    stored, computed = _element_types(reader)
+    # Not the file's own folder: a config or tokenizer that lies there would be mixed in.
+    names = {"pretrained_model_name_or_path": str(folder), "gguf_file": str(file.resolve()), "local_files_only": True}
+    try:
+        config = AutoConfig.from_pretrained(**names)
+        _settle(config, architecture, fields, reader)
+        with _without_advice():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                **names, config=config, dtype=stored, output_loading_info=True
+            )
+        tokenizer = AutoTokenizer.from_pretrained(**names)
+    except (OSError, ValueError, ImportError, KeyError, IndexError, RuntimeError, NotImplementedError) as error:
+        raise ModelLoadError(f"{file} could not be converted: {type(error).__name__}: {error}") from error
+    missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if missing:
+        raise ModelLoadError(
+            f"{file} does not hold all weights of a model of the architecture {architecture!r}; {len(missing)} are "
+            f"missing, such as {missing[0]}"
+        )
+    if fields.get("tokenizer.ggml.pre") in _DIGITS_APART:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    try:
+        plain = _plain(model, config)
+        plain.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        plain.config.dtype = computed
+        plain.config.save_pretrained(folder)
+        _generation(config, fields, tokenizer).save_pretrained(folder)
+    except SafetensorError as error:
+        code = errno.ENOSPC if "os error 28" in str(error) else errno.EIO
+        raise OSError(code, str(error)) from error
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Without what transformers advises those who keep weights packed, which is not done here."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _about(sha256: str) -> Mapping[str, str]:
+    return {"weights": sha256, "converter": str(CONVERTER)}
+
+
+def _content(path: Path) -> str:
+    """SHA-256 of a file; it is read through once, as long as neither its size nor its times change."""
+    state = path.resolve().stat()
+    seen = [str(path.resolve()), state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
+    identity = hashlib.sha256(json.dumps(["content", *seen]).encode()).hexdigest()
+    sha256 = known_fingerprint(identity)
+    if sha256 is None:
+        sha256 = sha256_of(path)
+        remember_fingerprint(identity, sha256, str(path))
+    return sha256
+
+
+def _check_start(path: Path) -> None:
+    if not path.is_file():
+        raise ModelLoadError(f"the GGUF file {str(path)!r} does not exist")
+    try:
+        with path.open("rb") as file:
+            start = file.read(4)
+    except OSError as error:
+        raise ModelLoadError(f"the GGUF file {str(path)!r} cannot be read: {error}") from error
+    if start != b"GGUF":
+        raise ModelLoadError(
+            f"{str(path)!r} is not a GGUF file; name a GGUF file, a folder written by save_pretrained, or a hub id"
+        )
+    if (split := _SPLIT.search(path.name)) is not None:
+        raise _is_split(path, int(split[1]))
+
+
+def _is_split(path: Path, parts: int) -> ModelLoadError:
+    return ModelLoadError(
+        f"{str(path)!r} is one of {parts} parts of a model; join them with llama.cpp's "
+        '"llama-gguf-split --merge FIRST_PART JOINED.gguf", and name the joined file'
+    )
+
+
+def _header(path: Path) -> tuple[Any, dict[str, Any]]:
+    """The file's reader, and its settings except long lists."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(path)
+        short = (field for field in reader.fields.values() if len(field.data) <= 1)
+        return reader, {field.name: field.contents() for field in short}
+    except Exception as error:  # a damaged file can be wrong anywhere, and so can what is raised
+        raise ModelLoadError(f"the GGUF file {str(path)!r} is damaged or incomplete: {error}; fetch it anew") from error
+
+
+def _check_supported(path: Path, architecture: str, fields: Mapping[str, Any]) -> None:
+    if int(fields.get("split.count", 1)) > 1:
+        raise _is_split(path, int(fields["split.count"]))
+    experts = fields.get(f"{architecture}.expert_count", 0) and architecture == "llama"
+    if architecture not in ARCHITECTURES or ARCHITECTURES[architecture] not in FAMILIES or experts:
+        raise UnsupportedModelError(
+            f"the GGUF file {str(path)!r} is of the architecture {architecture!r}{' with experts' if experts else ''}, "
+            f"which is not supported; supported are {', '.join(ARCHITECTURES)}"
+        )
+
+
+def _element_types(reader: Any) -> tuple[torch.dtype, torch.dtype]:
+    """Element types that weights are stored and computed in."""
+    kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
+    whole = [_TYPES[kind] for kind in ("F32", "BF16", "F16") if kind in kinds]
+    if kinds <= set(_TYPES) and whole:
+        return whole[0], whole[0]
+    return torch.float16, torch.bfloat16
+
+
+def _settle(config: Any, architecture: str, fields: Mapping[str, Any], reader: Any) -> None:
+    """Complete a config with what transformers does not take from the file."""
+
+    def setting(name: str) -> Any:
+        return fields.get(f"{architecture}.{name}")
+
+    for name, entry in (
+        ("attention.key_length", "head_dim"),
+        ("attention.sliding_window", "sliding_window"),
+        ("expert_feed_forward_length", "moe_intermediate_size"),
+    ):
+        if setting(name) is not None and hasattr(config, entry):
+            setattr(config, entry, setting(name))
+    for name in ("bos", "eos"):
+        setattr(config, f"{name}_token_id", fields.get(f"tokenizer.ggml.{name}_token_id"))
+    config.pad_token_id = fields.get("tokenizer.ggml.padding_token_id")
+    # The two largest models scale attention by the width of all heads; files do not say so.
+    if (architecture, config.num_hidden_layers) in (("gemma2", 46), ("gemma3", 62)):
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    if setting("rope.freq_base") is not None:
+        rope["rope_theta"] = setting("rope.freq_base")
+    width = head_width(config)
+    if architecture in ("phi3", "stablelm") and setting("rope.dimension_count") is not None:
+        rope["partial_rotary_factor"] = setting("rope.dimension_count") / width
+    factors = {tensor.name: tensor.data.tolist() for tensor in reader.tensors if tensor.name.startswith("rope_f")}
+    original = setting("rope.scaling.original_context_length")
+    kind = setting("rope.scaling.type")
+    if "rope_freqs.weight" in factors:
+        rope |= _llama3(rope, factors["rope_freqs.weight"])
+    elif "rope_factors_long.weight" in factors:
+        both = {f"{length}_factor": factors[f"rope_factors_{length}.weight"] for length in ("long", "short")}
+        rope |= {"rope_type": "longrope", **both}
+        rope["original_max_position_embeddings"] = config.original_max_position_embeddings = original
+    elif kind in ("linear", "yarn"):
+        rope |= {"rope_type": kind, "factor": setting("rope.scaling.factor")}
+        if kind == "yarn":
+            rope["original_max_position_embeddings"] = original
+    elif kind not in (None, "none"):
+        raise ModelLoadError(f"the file's RoPE scaling {kind!r} is not supported; supported are linear, yarn and none")
+
+
+def _llama3(rope: Mapping[str, Any], factors: list[float]) -> dict[str, Any]:
+    """RoPE settings of Llama 3, which files hold as one divisor a frequency only."""
+    found = {"rope_type": "llama3", "factor": max(factors), **_LLAMA3}
+    frequencies = rope["rope_theta"] ** -(torch.arange(len(factors)) / len(factors))  # [head_dim / 2]
+    lengths = 2 * torch.pi / frequencies
+    low, high, context = _LLAMA3.values()
+    share = ((context / lengths - low) / (high - low)).clamp(0, 1)
+    expected = 1 / ((1 - share) / found["factor"] + share)
+    if not torch.allclose(torch.tensor(factors), expected, rtol=1e-3):
+        raise ModelLoadError("the file scales RoPE frequencies in a way that is not Llama 3's, which is not supported")
+    return found
+
+
+def _plain(model: Any, config: Any) -> Any:
+    """A model of the same weights that is not marked as quantised, which transformers would refuse to save."""
+    config = type(config)(**{key: value for key, value in config.to_dict().items() if key != "quantization_config"})
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    plain.load_state_dict(model.state_dict(), assign=True)
+    plain.tie_weights()
+    return plain
+
+
+def _generation(config: Any, fields: Mapping[str, Any], tokenizer: Any) -> GenerationConfig:
+    """Ids that begin, end and pad an answer."""
+    given = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    template = tokenizer.chat_template or ""
+    turns = [tokenizer.convert_tokens_to_ids(token) for token in _END_OF_TURN if token in template]
+    ends = sorted({int(end) for end in (*given, *turns) if end is not None})
+    pad = fields.get("tokenizer.ggml.padding_token_id", ends[0] if ends else None)
+    return GenerationConfig(
+        bos_token_id=config.bos_token_id,
+        eos_token_id=ends[0] if len(ends) == 1 else ends or None,
+        pad_token_id=None if pad is None else int(pad),
+    )

@@ -1,0 +1,168 @@
+"""What full KV reuse gets wrong, and where: the measures behind Fig. 4 and 6 to 8 of the paper.
+
+::
+
+    prepared = PreparedPrompt(engine.adapter, segments, prompt)
+    deviation = kv_deviation(prepared)            # [layers, context]
+    rank_correlation(deviation)                   # [layers - 1]
+    attention_deviation(prepared, SelectHKVD())   # [layers]
+
+Drawing needs matplotlib, which the extra ``plots`` installs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from cacheblend_rag.checks import check_choice
+from cacheblend_rag.config import METRICS
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.evaluation.plotting import import_pyplot, save_figure
+from cacheblend_rag.evaluation.prepared import PreparedPrompt, attention_deviation
+from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
+
+__all__ = [
+    "attention_sparsity",
+    "kv_deviation",
+    "plot_attention",
+    "plot_attention_deviation",
+    "plot_kv_deviation",
+    "plot_rank_correlation",
+    "rank_correlation",
+]
+
+
+def kv_deviation(prepared: PreparedPrompt, metric: str = "v", rule: SelectionRule | None = None) -> torch.Tensor:
+    """How far a rule's KV is from full prefill's, token by token (Table 1 of the paper).
+
+    Parameters
+    ----------
+    prepared : PreparedPrompt
+    metric : {"v", "k", "kv"}
+        Compare values, keys at their positions, or both.
+    rule : SelectionRule, optional
+        Full KV reuse by default.
+
+    Returns
+    -------
+    Tensor, [layers, context], float32
+        L2 norm over all heads; ``context`` are the positions from the first chunk to the last.
+    """
+    check_choice("metric", metric, METRICS)
+    span = slice(prepared.context.start, prepared.context.stop)
+    fused, full = prepared.fuse(rule or SelectNone()).fusion.layers, prepared.full.layers
+    rows = []
+    for ours, theirs in zip(fused, full, strict=True):
+        parts = {"v": ours.values - theirs.values, "k": ours.keys - theirs.keys}
+        squares = [parts[part][0, :, span].float().square().sum(dim=(0, 2)) for part in metric]
+        rows.append(torch.stack(squares).sum(dim=0).sqrt())
+    return torch.stack(rows)
+
+
+def rank_correlation(scores: torch.Tensor) -> torch.Tensor:
+    """Spearman's rank correlation of neighbouring layers, over tokens (Fig. 8 of the paper).
+
+    Parameters
+    ----------
+    scores : Tensor, [layers, tokens]
+
+    Returns
+    -------
+    Tensor, [layers - 1], float64
+        NaN next to a layer on which all tokens are equal.
+
+    Raises
+    ------
+    ConfigError
+        If there are fewer than two layers or two tokens.
+    """
+    if scores.ndim != 2 or min(scores.shape) < 2:
+        raise ConfigError("scores", tuple(scores.shape), "use at least two layers and two tokens")
+    ranks = torch.stack([_ranks(row) for row in scores])
+    ranks = ranks - ranks.mean(dim=1, keepdim=True)
+    sizes = ranks.norm(dim=1)
+    correlation: torch.Tensor = (ranks[1:] * ranks[:-1]).sum(dim=1) / (sizes[1:] * sizes[:-1])
+    return correlation
+
+
+def _ranks(values: torch.Tensor) -> torch.Tensor:
+    """Ranks from 0; equal values share the mean of theirs."""
+    _, inverse, counts = torch.unique(values, sorted=True, return_inverse=True, return_counts=True)
+    last = counts.cumsum(0).double() - 1
+    ranks: torch.Tensor = (last - (counts.double() - 1) / 2)[inverse]
+    return ranks
+
+
+def attention_sparsity(attention: torch.Tensor, mass: float = 0.9) -> float:
+    """Share of positions that it takes to hold most of a row's attention, mean over heads and rows.
+
+    Parameters
+    ----------
+    attention : Tensor, [heads, rows, tokens]
+    mass : float
+        How much of a row's attention must be held, above 0 and below 1.
+    """
+    if not 0 < mass < 1:
+        raise ConfigError("mass", mass, "use a number above 0 and below 1")
+    weights = attention.double()
+    total = weights.sum(dim=-1, keepdim=True)
+    held = weights.sort(dim=-1, descending=True).values.cumsum(dim=-1)
+    needed = (held < mass * total).sum(dim=-1) + 1
+    return float(needed.double().mean() / attention.shape[-1])
+
+
+# Plots ----------------------------------------------------------------------------------------
+
+
+def plot_attention(prepared: PreparedPrompt, layer: int, path: str | Path) -> None:
+    """The question's attention over the context, by full prefill and by full KV reuse (Fig. 4)."""
+    pyplot = import_pyplot()
+    span = slice(prepared.context.start, prepared.context.stop)
+    shown = {
+        "full prefill": prepared.full.layers,
+        "full KV reuse": prepared.fuse(SelectNone()).fusion.layers,
+    }
+    figure, axes = pyplot.subplots(len(shown), 1, sharex=True, figsize=(7, 4), layout="constrained")
+    for axis, (name, layers) in zip(axes, shown.items(), strict=True):
+        axis.imshow(prepared.attention(layers)[layer].float().mean(dim=0)[:, span].cpu().numpy(), aspect="auto", vmin=0)
+        axis.set(title=f"{name}, layer {layer}", ylabel="question token")
+    axes[-1].set(xlabel="context token")
+    save_figure(pyplot, figure, path)
+
+
+def plot_attention_deviation(
+    prepared: PreparedPrompt, rules: Mapping[str, Sequence[SelectionRule]], ratios: Sequence[float], path: str | Path
+) -> None:
+    """Attention deviation over the recompute ratio, one line a rule (Fig. 6)."""
+    pyplot = import_pyplot()
+    figure, axis = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
+    for name, at_ratios in rules.items():
+        means = [float(attention_deviation(prepared, rule).mean()) for rule in at_ratios]
+        axis.plot(list(ratios), means, marker="o", label=name)
+    axis.set(xlabel="recompute ratio", ylabel="attention deviation")
+    axis.legend()
+    save_figure(pyplot, figure, path)
+
+
+def plot_kv_deviation(deviation: torch.Tensor, layers: Sequence[int], path: str | Path) -> None:
+    """Which share of tokens deviates how much, one line a layer (Fig. 7)."""
+    pyplot = import_pyplot()
+    figure, axis = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
+    for layer in layers:
+        values = deviation[layer].sort().values
+        axis.plot(values.tolist(), torch.linspace(0, 1, len(values)).tolist(), label=f"layer {layer}")
+    axis.set(xlabel="KV deviation", ylabel="share of tokens")
+    axis.legend()
+    save_figure(pyplot, figure, path)
+
+
+def plot_rank_correlation(correlation: torch.Tensor, path: str | Path) -> None:
+    """Rank correlation of KV deviation between neighbouring layers (Fig. 8)."""
+    pyplot = import_pyplot()
+    figure, axis = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
+    axis.bar([f"{layer}, {layer + 1}" for layer in range(len(correlation))], correlation.nan_to_num().tolist())
+    axis.set(xlabel="layers", ylabel="Spearman's rank correlation", ylim=(0, 1))
+    save_figure(pyplot, figure, path)

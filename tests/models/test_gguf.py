@@ -1,0 +1,293 @@
+"""A GGUF file gives the logits of the model it was written from, is converted once, or is refused with the reason."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+
+from cacheblend_rag import BlendEngine, Prompt
+from cacheblend_rag.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from cacheblend_rag.models import gguf as conversion
+from cacheblend_rag.models.loading import load_geometry, load_model
+from tests import gguf_files, tiny
+
+GEMMA3 = ["sliding_attention"] * 5 + ["full_attention"]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": {
+        "num_hidden_layers": 6,
+        "layer_types": GEMMA3,
+        "query_pre_attn_scalar": 256,
+        "final_logit_softcapping": None,
+    },
+    "llama": {},
+    "phi3": {"sliding_window": 24},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {"norm_topk_prob": True},
+    "stablelm": {"qk_layernorm": False},
+    "starcoder2": {"sliding_window": 24},
+}
+IDS = torch.arange(3, 93)[None]  # longer than the windows
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "cacheblend_rag" / "models"
+
+
+@pytest.fixture
+def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Files that were converted."""
+    seen: list[Path] = []
+    plain = conversion.convert
+
+    def noting(file: Path, folder: Path) -> None:
+        seen.append(file)
+        plain(file, folder)
+
+    monkeypatch.setattr(conversion, "convert", noting)
+    return seen
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def test_families_under_test_are_those_supported() -> None:
+    assert sorted(FAMILIES) == sorted(conversion.ARCHITECTURES.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_model_it_was_written_from(family: str, tmp_path: Path) -> None:
+    model = tiny.model(family, **FAMILIES[family])
+    model.config.rope_parameters.get("full_attention", model.config.rope_parameters)["rope_theta"] = 30_000.0
+    model = _rebuilt(model)
+    loaded = load_model(gguf_files.write(tmp_path / "model.gguf", model), device="cpu", dtype="float32")
+    assert loaded.model.config.model_type == family
+    torch.testing.assert_close(logits(loaded.model), logits(model), atol=1e-5, rtol=1e-4)
+
+
+def _rebuilt(model: Any) -> Any:
+    """The same weights under the config as it is now."""
+    other = type(model)(model.config).eval()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+@pytest.mark.parametrize("rope", ["linear", "yarn"])
+def test_rope_scaling_is_taken_from_the_file(rope: str, tmp_path: Path) -> None:
+    model = tiny.model("llama", rope)
+    settings: dict[str, Any] = {"rope__scaling__type": rope, "rope__scaling__factor": 4.0}
+    if rope == "yarn":
+        settings["rope__scaling__original_context_length"] = 64
+    loaded = load_model(gguf_files.write(tmp_path / "model.gguf", model, **settings), device="cpu")
+    torch.testing.assert_close(logits(loaded.model), logits(model), atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(logits(loaded.model), logits(tiny.model("llama")), atol=0.1)
+
+
+def test_frequencies_of_llama_3_are_taken_from_the_file(tmp_path: Path) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    model = tiny.model("llama", head_dim=32, rope_parameters=rope)
+    plain = 500_000.0 ** -(torch.arange(16) / 16)
+    divisors = plain / model.model.rotary_emb.inv_freq
+    assert divisors.max() > 7
+    path = gguf_files.write(tmp_path / "model.gguf", model, tensors={"rope_freqs.weight": divisors.tolist()})
+    loaded = load_model(path, device="cpu")
+    torch.testing.assert_close(loaded.model.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+    torch.testing.assert_close(logits(loaded.model), logits(model), atol=1e-5, rtol=1e-4)
+
+
+def test_other_scaled_frequencies_are_refused(tmp_path: Path) -> None:
+    model = tiny.model("llama")
+    path = gguf_files.write(tmp_path / "model.gguf", model, tensors={"rope_freqs.weight": [1.0, 3.0, 2.0, 5.0]})
+    with pytest.raises(ModelLoadError, match="RoPE frequencies"):
+        load_model(path)
+
+
+def test_an_unknown_rope_scaling_is_refused(tmp_path: Path) -> None:
+    path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"), rope__scaling__type="spiral")
+    with pytest.raises(ModelLoadError, match="'spiral' is not supported"):
+        load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored", "computed"),
+    [("F16", "float16", "float16"), ("BF16", "bfloat16", "bfloat16"), ("Q8_0", "float16", "bfloat16")],
+)
+def test_the_element_type_is_the_files(kind: str, stored: str, computed: str, tmp_path: Path, cache: Path) -> None:
+    model = tiny.model("llama", hidden_size=32, intermediate_size=64)
+    path = gguf_files.write(tmp_path / "model.gguf", model, kind)
+    wide = load_model(path, device="cpu", dtype="float32").model
+    assert wide.dtype == torch.float32
+    folder = next((cache / "gguf").glob("model-*"))
+    kept = conversion.AutoConfig.from_pretrained(folder).dtype
+    assert str(kept) == f"torch.{computed}"
+    from safetensors.torch import load_file
+
+    assert {str(weight.dtype) for weight in load_file(folder / "model.safetensors").values()} == {f"torch.{stored}"}
+    if kind == "Q8_0":
+        tensor = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.0.ffn_up.weight")
+        exact = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type))
+        torch.testing.assert_close(wide.model.layers[0].mlp.up_proj.weight.data, exact, atol=1e-7, rtol=2**-11)
+
+
+def test_tokenizer_template_and_ends_come_along(tmp_path: Path) -> None:
+    path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"), tokenizer__ggml__padding_token_id=0)
+    loaded = load_model(path, device="cpu")
+    tokenizer = loaded.tokenizer
+    assert tokenizer(" quick brown fox").input_ids == tiny.tokenizer(bos=False)(" quick brown fox").input_ids
+    pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("fox  12")
+    assert [piece for piece, _ in pieces] == ["fox", "ĠĠ", "1", "2"]
+    turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "fox"}], return_dict=False)[-1] == turn
+    ids = loaded.model.generation_config
+    assert (ids.bos_token_id, ids.eos_token_id, ids.pad_token_id) == (1, [2, turn], 0)
+
+
+def test_other_files_of_its_folder_are_not_mixed_in(tmp_path: Path) -> None:
+    model = tiny.model("llama")
+    path = gguf_files.write(tmp_path / "model.gguf", model)
+    tiny.model("qwen2", seed=1).save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    loaded = load_model(path, device="cpu")
+    torch.testing.assert_close(logits(loaded.model), logits(model), atol=1e-5, rtol=1e-4)
+    assert loaded.tokenizer.chat_template == gguf_files.TEMPLATE
+    assert loaded.tokenizer("fox").input_ids[0] != 1  # the other tokenizer's start
+
+
+def test_an_engine_answers_from_it_and_its_kv_is_known_again(tmp_path: Path) -> None:
+    path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"))
+    chunks = [tiny.text(150, 1), tiny.text(150, 2)]
+    present = []
+    for _ in range(2):
+        with BlendEngine.from_pretrained(path, store=tmp_path / "kv", device="cpu") as engine:
+            present.append(engine.warm(chunks).present)
+            assert engine.generate(Prompt("the", chunks, "the fox"), max_new_tokens=2).report.hits == 2
+    assert present == [0, 2]
+
+
+def test_a_second_start_converts_nothing_wherever_the_file_lies(
+    tmp_path: Path, cache: Path, conversions: list[Path]
+) -> None:
+    path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"))
+    first = load_model(path, device="cpu").fingerprint()
+    elsewhere = tmp_path / "other" / "model.gguf"
+    elsewhere.parent.mkdir()
+    shutil.copyfile(path, elsewhere)
+    assert load_model(elsewhere, device="cpu").fingerprint() == load_model(path, device="cpu").fingerprint() == first
+    assert load_geometry(path)[0].kv_heads == 2
+    assert conversions == [path]
+    assert len(list((cache / "gguf").glob("*"))) == 1 + 1  # and its lock
+
+
+def test_another_file_of_the_same_name_is_another_model(tmp_path: Path, conversions: list[Path]) -> None:
+    path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"))
+    first = load_model(path, device="cpu").fingerprint()
+    gguf_files.write(path, tiny.model("llama", seed=1))
+    assert load_model(path, device="cpu").fingerprint() != first
+    assert len(conversions) == 2
+
+
+def test_a_damaged_folder_is_converted_anew(tmp_path: Path, cache: Path, conversions: list[Path]) -> None:
+    path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"))
+    load_model(path, device="cpu")
+    weights = next((cache / "gguf").rglob("model.safetensors"))
+    os.truncate(weights, 100)
+    load_model(path, device="cpu")
+    assert len(conversions) == 2
+
+
+@pytest.mark.parametrize("by", ["argument", "environment"])
+def test_nothing_is_kept_if_so_chosen(
+    by: str, tmp_path: Path, cache: Path, conversions: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.model("llama")
+    path = gguf_files.write(tmp_path / "model.gguf", model)
+    options = {"keep_converted": False} if by == "argument" else {}
+    if by == "environment":
+        monkeypatch.setenv("CACHEBLEND_RAG_KEEP_CONVERTED", "off")
+    prints = [load_model(path, device="cpu", **options) for _ in range(2)]
+    torch.testing.assert_close(logits(prints[0].model), logits(model), atol=1e-5, rtol=1e-4)
+    assert prints[0].fingerprint() == prints[1].fingerprint()
+    assert len(conversions) == 2
+    assert not [path for path in cache.rglob("*") if path.is_file()]
+
+
+def test_a_choice_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="keep_converted"):
+        load_model(tmp_path / "model.gguf", keep_converted="no")  # type: ignore[arg-type]
+    monkeypatch.setenv("CACHEBLEND_RAG_KEEP_CONVERTED", "maybe")
+    with pytest.raises(ConfigError, match="CACHEBLEND_RAG_KEEP_CONVERTED='maybe'"):
+        load_model(tmp_path / "model.gguf")
+
+
+def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path, cache: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModelError, match=r"architecture 'mamba'.*supported are gemma2, .*llama") as refused:
+        load_model(path)
+    assert "qwen3moe" in str(refused.value)
+    assert not [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"]
+
+
+def test_experts_in_a_llama_are_refused(tmp_path: Path) -> None:
+    path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"), expert_count=8)
+    with pytest.raises(UnsupportedModelError, match="'llama' with experts"):
+        load_model(path)
+
+
+def test_missing_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = gguf_files._weights
+    monkeypatch.setattr(
+        gguf_files, "_weights", lambda *given: (pair for pair in plain(*given) if "layers.2.mlp.up" not in pair[0])
+    )
+    path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"))
+    with pytest.raises(ModelLoadError, match=r"missing, such as model\.layers\.2\.mlp\.up_proj\.weight"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("by", ["name", "setting"])
+def test_a_split_file_is_refused_with_the_remedy(by: str, tmp_path: Path) -> None:
+    name = "model-00001-of-00003.gguf" if by == "name" else "model.gguf"
+    path = gguf_files.write(tmp_path / name, tiny.model("llama"), **({"split__count": 3} if by == "setting" else {}))
+    with pytest.raises(ModelLoadError, match=r"one of 3 parts .*llama-gguf-split --merge"):
+        load_model(path)
+
+
+@pytest.mark.parametrize("share", [0.0005, 0.02, 0.5, 0.99])
+def test_a_truncated_file_is_refused(share: float, tmp_path: Path, cache: Path) -> None:
+    path = gguf_files.write(tmp_path / "model.gguf", tiny.model("llama"))
+    os.truncate(path, int(share * path.stat().st_size))
+    with pytest.raises(ModelLoadError, match="damaged or incomplete"):
+        load_model(path)
+    assert not [path for path in cache.rglob("*") if path.is_file() and path.suffix != ".lock"]
+
+
+def test_files_that_are_no_gguf_or_not_there_are_refused(tmp_path: Path) -> None:
+    other = tmp_path / "notes.txt"
+    other.write_text("# notes")
+    with pytest.raises(ModelLoadError, match=r"notes.txt' is not a GGUF file"):
+        load_model(other)
+    with pytest.raises(ModelLoadError, match=r"absent.gguf' does not exist"):
+        load_model(tmp_path / "absent.gguf")
+
+
+def test_a_file_without_the_ending_is_known_by_its_content(tmp_path: Path) -> None:
+    model = tiny.model("llama")
+    path = gguf_files.write(tmp_path / "model.gguf", model).rename(tmp_path / "sha256-0a1b")
+    loaded = load_model(path, device="cpu")
+    torch.testing.assert_close(logits(loaded.model), logits(model), atol=1e-5, rtol=1e-4)

@@ -1,0 +1,52 @@
+"""The starter models themselves: what they answer, and that a GGUF file by its path is the same model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag.models.loading import load_model
+from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
+
+pytestmark = pytest.mark.pretrained
+MESSAGES = [
+    {
+        "role": "user",
+        "content": "The mill by the river was built in 1848. It burned down in 1902, and a school was built in its "
+        "place.\n\nWhen did the mill burn down?",
+    }
+]
+
+
+def answer(loaded: Any, new_tokens: int = 40) -> str:
+    ids = loaded.tokenizer.apply_chat_template(
+        MESSAGES, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    with torch.no_grad():
+        written = loaded.model.generate(**ids, max_new_tokens=new_tokens, do_sample=False)
+    return str(loaded.tokenizer.decode(written[0, ids["input_ids"].shape[1] :]))
+
+
+def test_the_starter_answers_as_its_gguf_file_does(
+    smollm2_folder: Path, smollm2_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    starter = load_model(smollm2_folder, device="cpu")
+    by_path = load_model(smollm2_gguf, device="cpu")
+    said = answer(starter)
+    assert "1902" in said
+    assert said.endswith("<|im_end|>")
+    assert answer(by_path) == said
+    assert by_path.fingerprint() == starter.fingerprint()
+
+
+def test_the_embedder_ranks_what_is_asked_for_first(minilm_folder: Path) -> None:
+    embedder = SentenceTransformerEmbeddings(minilm_folder, device="cpu")
+    texts = ["The mill was destroyed by a fire in 1902.", "Cats sleep for most of the day."]
+    question = torch.tensor(embedder.embed_query("When did the mill burn down?"))
+    near, far = torch.tensor(embedder.embed_documents(texts)) @ question
+    assert near > 0.5 > 0.2 > far
+    torch.testing.assert_close(question.norm(), torch.tensor(1.0))

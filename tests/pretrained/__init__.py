@@ -1,0 +1,1 @@
+"""Tests on the starter models over the bundled articles."""

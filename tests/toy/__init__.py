@@ -1,0 +1,48 @@
+"""The toy: a small model trained to read across chunks, its embedder and the archive both were made for.
+
+Tests use it where they need answers of a trained model within milliseconds. Importing this package is light: it only
+names where the files lie.
+
+Attributes
+----------
+MODEL_PATH : Path
+    Folder for ``AutoModelForCausalLM.from_pretrained`` and ``AutoTokenizer.from_pretrained``.
+EMBEDDER_PATH : Path
+    Folder for ``sentence_transformers.SentenceTransformer``.
+DOCUMENTS_PATH : Path
+    The archive folder, one passage a file, written from the test split.
+QUESTIONS_PATH : Path
+    Questions about the archive, one JSON object a line.
+BLENDING : dict
+    Options of `BlendConfig` that were measured to keep this model's answers (docs/selection.md).
+ARGUMENTS : list of str
+    What names model, embedder and archive on the command line.
+ENVIRONMENT : dict
+    `BLENDING` as environment variables, for commands.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+_HERE = Path(__file__).resolve().parent
+
+MODEL_PATH = _HERE / "model"
+EMBEDDER_PATH = _HERE / "embedder"
+DOCUMENTS_PATH = _HERE / "documents"
+QUESTIONS_PATH = _HERE / "questions.jsonl"
+BLENDING: dict[str, Any] = {
+    "selection": "foreseen",
+    "query_layers": (2,),
+    "recompute_ratio": 0.5,
+    "selection_options": {"bound": 0.9, "following": 1},
+}
+ARGUMENTS = ["--model", str(MODEL_PATH), "--embedder", str(EMBEDDER_PATH), "--docs", str(DOCUMENTS_PATH)]
+ENVIRONMENT = {
+    "CACHEBLEND_RAG_SELECTION": BLENDING["selection"],
+    "CACHEBLEND_RAG_QUERY_LAYERS": ",".join(map(str, BLENDING["query_layers"])),
+    "CACHEBLEND_RAG_RECOMPUTE_RATIO": str(BLENDING["recompute_ratio"]),
+    "CACHEBLEND_RAG_SELECTION_OPTIONS": json.dumps(BLENDING["selection_options"]),
+}
+
+__all__ = ["ARGUMENTS", "BLENDING", "DOCUMENTS_PATH", "EMBEDDER_PATH", "ENVIRONMENT", "MODEL_PATH", "QUESTIONS_PATH"]
