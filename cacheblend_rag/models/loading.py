@@ -159,7 +159,7 @@ def load_geometry(model: str | os.PathLike[str], dtype: str = "auto") -> tuple[K
     ModelLoadError
         If the config or the tokenizer cannot be loaded.
     ConfigError
-        If the element type is not known, or memory is too small for the type that ``"auto"`` means.
+        If the element type is not known.
     """
     if dtype not in _DTYPES:
         raise ConfigError("dtype", dtype, "use one of " + ", ".join(map(repr, _DTYPES)))
@@ -173,18 +173,24 @@ def _geometry(said: str, name: str, dtype: str) -> tuple[KVGeometry, Any]:
         tokenizer = AutoTokenizer.from_pretrained(name)
         heads = int(config.num_attention_heads)
         if dtype == "auto":
-            dtype = type_to_load(config, _device("auto"))
+            dtype = _type_to_estimate(config)
         geometry = KVGeometry(
             layers=int(config.num_hidden_layers),
             kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
             head_dim=head_width(config),
             dtype=str(config.dtype or torch.float32).removeprefix("torch.") if dtype == "auto" else dtype,
         )
-    except ConfigError:
-        raise
     except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
         raise ModelLoadError(f"config and tokenizer of model {said!r} could not be loaded: {error}") from error
     return geometry, tokenizer
+
+
+def _type_to_estimate(config: Any) -> str:
+    """The type that ``"auto"`` loads; the checkpoint's where memory is too small for that."""
+    try:
+        return type_to_load(config, _device("auto"))
+    except ConfigError:
+        return "auto"
 
 
 def _device(device: str) -> torch.device:
