@@ -50,7 +50,7 @@ HOMES = {
     "faiss": ("retrieval", "llama_index.vector_store"),
     "sentence_transformers": ("retrieval", "llama_index.embedding"),
     "langchain": ("langchain",),
-    "langchain_core": ("langchain", "retrieval", "folder_rag", "cli", "server"),
+    "langchain_core": ("langchain", "retrieval", "folder_rag", "evaluation", "cli", "server"),
     "langchain_classic": ("langchain", "folder_rag", "cli", "server"),
     "langchain_text_splitters": ("langchain", "retrieval"),
     "llama_index": ("llama_index",),

@@ -1,4 +1,4 @@
-"""What the benchmarks of ways and stores found, drawn as bars that can be told apart without colour.
+"""What `cacheblend-rag bench ttft` found, drawn as bars that can be told apart without colour, and parts of such plots.
 
 Each takes pyplot (see `cacheblend_rag.evaluation.plotting.pyplot_for`), what the benchmark's last line says,
 and the file to write.
