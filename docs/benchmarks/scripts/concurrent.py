@@ -182,7 +182,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("--limit", "limits", "answers under way (default 1 and 4)"),
         ("--at-once", "at_once", "requests (default 1, 2, 4 and 8)"),
     ):
-        parser.add_argument(option, type=int, action="append", dest=name, help=f"{told}; may be given several times")
+        parser.add_argument(
+            option, type=int, action="append", dest=name, metavar="N", help=f"{told}; may be given several times"
+        )
     return run_bench(parser, arguments, ConcurrentOptions, show)
 
 

@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print a table and JSON."""
     parser = prompt_parser("loading", __doc__, shape="smollm2-135m", rounds=3)
     told = "of the break-even; may be given several times"
-    parser.add_argument("--factor", type=float, action="append", dest="factors", help=told)
+    parser.add_argument("--factor", type=float, action="append", dest="factors", metavar="N", help=told)
     return run_bench(parser, arguments, OverlapOptions, show)
 
 

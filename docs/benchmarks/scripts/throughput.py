@@ -401,7 +401,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("--load", "loads", float, "rate, as a multiple of full recompute's most"),
         ("--batch", "batches", int, "requests at once (default 1, 2, 4 and 8)"),
     ):
-        parser.add_argument(option, type=kind, action="append", dest=name, help=f"{told}; may be given several times")
+        parser.add_argument(
+            option, type=kind, action="append", dest=name, metavar="N", help=f"{told}; may be given several times"
+        )
     return run_bench(parser, arguments, ThroughputOptions, show)
 
 
