@@ -78,10 +78,8 @@ class Found:
         return dataclasses.replace(self, records={k: r for k, r in self.records.items() if k != key})
 
 
-def reader_of(
-    adapter: ModelAdapter, split: TokenizedPrompt, found: Found, clock: ReadClock, moves_keys: bool = False
-) -> LayerReader:
-    """What reads the stored KV of a prompt; with ``moves_keys`` it may turn keys to their positions on the way."""
+def reader_of(adapter: ModelAdapter, split: TokenizedPrompt, found: Found, clock: ReadClock) -> LayerReader:
+    """What reads the stored KV of a prompt; it may turn keys to their positions on the way."""
     spans = zip(split.chunks, found.chunks, strict=True)
     places = [*([(split.prefix, found.prefix)] if found.prefix else []), *spans]
     return LayerReader(
@@ -97,7 +95,7 @@ def reader_of(
         dtype=adapter.dtype,
         device=adapter.device,
         clock=clock,
-        turning=adapter.turning(len(split.input_ids)) if moves_keys else None,
+        turning=adapter.turning(len(split.input_ids)),
     )
 
 

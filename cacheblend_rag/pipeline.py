@@ -240,7 +240,7 @@ class Pipeline:
         try:
             choice, found = self._choose(split, found)
             while True:
-                stored, queries = self._load(split, found, clock, choice.rule.moves_keys)
+                stored, queries = self._load(split, found, clock)
                 layers = Waited(stored, cancelled)
                 try:
                     with self.packed():
@@ -365,11 +365,9 @@ class Pipeline:
         self.store.delete(segment.key)
         return None
 
-    def _load(
-        self, split: TokenizedPrompt, found: Found, clock: ReadClock, moves_keys: bool
-    ) -> tuple[Iterator[LayerKV], Queries]:
+    def _load(self, split: TokenizedPrompt, found: Found, clock: ReadClock) -> tuple[Iterator[LayerKV], Queries]:
         """Stored KV, layer by layer, and stored queries."""
-        reader = reader_of(self.adapter, split, found, clock, moves_keys)
+        reader = reader_of(self.adapter, split, found, clock)
         ahead = self.config.prefetch and reader.stored_layer_bytes >= _WORTH_A_THREAD
         layers = load_as_it_pays(reader) if ahead else load_plainly(reader)
         return layers, partial(read_queries, reader, self.adapter, self.query_layers)

@@ -11,14 +11,12 @@ import pytest
 import torch
 
 from cacheblend_rag import Prompt
-from cacheblend_rag.cli import main
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation import overlap
-from cacheblend_rag.evaluation.overlap import OverlapOptions
-from cacheblend_rag.evaluation.throttled import ThrottledStore
 from cacheblend_rag.store import DiskStore, MemoryStore
-from docs.benchmarks.scripts import hit_rates
+from docs.benchmarks.scripts import hit_rates, loading
 from docs.benchmarks.scripts.hit_rates import TraceOptions, simulate
+from docs.benchmarks.scripts.loading import OverlapOptions
+from docs.benchmarks.scripts.throttled import ThrottledStore
 from tests import tiny
 from tests.probes import engine_of
 
@@ -55,9 +53,9 @@ def test_layers_of_one_device_are_read_one_after_another() -> None:
 def test_the_benchmark_measures_every_way_at_every_speed(
     tiny_shape: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["bench", "loading", "--shape", "tiny", "--chunks", "2", "--chunk-tokens", "40", "--rounds", "1"]
+    arguments = ["--shape", "tiny", "--chunks", "2", "--chunk-tokens", "40", "--rounds", "1"]
     plot = tmp_path / "loading.svg"
-    assert main([*arguments, "--factor", "0.25", "--factor", "4", "--threads", "1", "--plot", str(plot)]) == 0
+    assert loading.main([*arguments, "--factor", "0.25", "--factor", "4", "--threads", "1", "--plot", str(plot)]) == 0
     assert plot.read_text().lstrip().startswith("<?xml")
     *table, last = capsys.readouterr().out.splitlines()
     assert len(table) == 2 + 2 + 2
@@ -79,8 +77,8 @@ def test_bad_benchmark_options_are_named(changes: dict[str, object]) -> None:
 
 
 def test_throughputs_span_what_they_should() -> None:
-    assert (min(overlap.FACTORS), max(overlap.FACTORS)) == (0.05, 20.0)
-    assert 1.0 in overlap.FACTORS
+    assert (min(loading.FACTORS), max(loading.FACTORS)) == (0.05, 20.0)
+    assert 1.0 in loading.FACTORS
 
 
 # A day --------------------------------------------------------------------------------------

@@ -325,19 +325,6 @@ def test_threshold_follows_its_bound(engine: Any) -> None:
     assert len(set(counts)) > 2
 
 
-def test_keys_left_where_they_were_computed(engine: Any, model: Any) -> None:
-    options = {"selection": "none", "selection_options": {"correct_positions": False}}
-    left, moved = engine.with_config(**options).fuse(PROMPT), engine.with_config(selection="none").fuse(PROMPT)
-    assert not torch.allclose(left.logits, moved.logits, atol=1e-2)
-    for span in engine.tokenize(PROMPT).chunks:
-        context = context_ids(engine, span)
-        ids = [*context, *left.input_ids[span.start : span.stop]]
-        alone = tiny.full_prefill(model, ids).past_key_values.layers
-        for layer, expected in zip(left.cache.layers, alone, strict=True):
-            found = layer.keys[:, :, span.start : span.stop]
-            assert_close(found, expected.keys[:, :, len(context) :], terms_of(model, len(ids)))
-
-
 def test_a_rule_can_be_an_object_and_chunks_not_stored_are_always_computed(model: Any) -> None:
     with engine_of(model, selection=SelectHKVD((2,), 0.1, metric="k"), write_back="off") as engine:
         cold = engine.fuse(PROMPT).report
@@ -456,7 +443,6 @@ def test_another_rule_does_not_inherit_the_options_of_the_one_before(model: Any)
         ({"selection": "mixed", "selection_options": {"shares": [0.5, 0.6, 0.1]}}, "shares"),
         ({"selection": "mixed", "selection_options": {"shares": 1}}, "shares"),
         ({"selection": "random", "selection_options": {"seed": -1}}, "seed"),
-        ({"selection": "none", "selection_options": {"correct_positions": "no"}}, "correct_positions"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], field: str) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.evaluation.quality.sources import CaseSource
     from cacheblend_rag.loading import BlendSettings
 
-__all__ = ["Opened", "add_eval", "add_eval_arguments", "open_evaluation"]
+__all__ = ["Opened", "add_eval", "add_eval_arguments", "add_run_arguments", "numbers", "open_evaluation", "run_eval"]
 
 _MEMORY = "1GB"  # of KV in memory: a question's chunks are wanted while it is asked, by all methods
 
@@ -30,6 +30,12 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "eval", help="hold every method against full prefill, on questions with passages", description=__doc__
     )
     add_eval_arguments(parser)
+    add_run_arguments(parser)
+    parser.set_defaults(run=run_eval)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is made of a run."""
     parser.add_argument(
         "--against", type=_names, default=(), metavar="LABEL,…", help='pair all with more methods, such as "hkvd 0.15"'
     )
@@ -39,7 +45,6 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         metavar="K/N",
         help="measure every N-th question, from the K-th on; sum up without it when all have run",
     )
-    parser.set_defaults(run=_eval)
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,10 +53,7 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="FOLDER", help="keeps results; a killed run goes on there")
     add_arguments(parser, "model")
     parser.add_argument("--methods", type=_names, default=("full", "prefix", "reuse", "hkvd"), metavar="A,B,…")
-    parser.add_argument("--ratios", type=_numbers, metavar="R,R,…", help="recompute ratios (default 0.05,0.1,0.15,0.3)")
-    parser.add_argument(
-        "--works", type=_numbers, default=(), metavar="W,W,…", help="find ratios for so much work in 24 layers instead"
-    )
+    parser.add_argument("--ratios", type=numbers, metavar="R,R,…", help="recompute ratios (default 0.05,0.1,0.15,0.3)")
     parser.add_argument("--chunks", type=_whole, default=(6,), metavar="N,N,…", help="chunks in a prompt (default 6)")
     parser.add_argument("--chunk-tokens", type=_whole, default=(0,), metavar="N,N,…", help="0: passages as they are")
     parser.add_argument("--order", choices=("retrieved", "random"), default="retrieved")
@@ -74,7 +76,6 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat", action="store_true", help="put prompts into the model's chat template")
     parser.add_argument("--max-new-tokens", type=int, default=0, metavar="N", help="of an answer; 0: by task")
     parser.add_argument("--no-answers", action="store_true", help="generate nothing; measure by the gold answers alone")
-    parser.add_argument("--attention", type=int, default=20, metavar="N", help="questions for attention deviation")
     add_arguments(
         parser, "device", "dtype", "size-limit", data_dir="where calibrated settings are (default: user's cache)"
     )
@@ -105,10 +106,11 @@ def _split(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     return parse
 
 
-_names, _numbers, _whole = _split(str), _split(float), _split(int)
+_names, numbers, _whole = _split(str), _split(float), _split(int)
 
 
-def _eval(parsed: argparse.Namespace) -> int:
+def run_eval(parsed: argparse.Namespace) -> int:
+    """Measure what the arguments of `add_eval_arguments` and `add_run_arguments` say, sum it up and draw it."""
     from cacheblend_rag.evaluation.plotting import import_pyplot
     from cacheblend_rag.evaluation.quality.plots import draw_run
     from cacheblend_rag.evaluation.quality.runner import Evaluation
@@ -184,10 +186,10 @@ def open_evaluation(parsed: argparse.Namespace, source: CaseSource | None = None
 def _options(parsed: argparse.Namespace) -> EvalOptions:
     from cacheblend_rag.evaluation.quality.runner import EvalOptions
 
-    same = ("methods", "works", "chunks", "chunk_tokens", "order", "seed", "workload", "set_size", "chat", "attention")
+    same = ("methods", "chunks", "chunk_tokens", "order", "seed", "workload", "set_size", "chat")
     return EvalOptions(
         **{name: getattr(parsed, name) for name in same},
-        ratios=parsed.ratios or (() if parsed.works else EvalOptions.ratios),
+        ratios=parsed.ratios or EvalOptions.ratios,
         keep_support=parsed.support == "always",
         style=parsed.prompt,
         max_new_tokens=parsed.max_new_tokens,

@@ -1,4 +1,4 @@
-"""What benchmarks share: their model and prompt, a store that holds it, clocks, tables, and where they ran."""
+"""What benchmarks share: their model and prompt, a store that holds it, tables, and where they ran."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import platform
 import random
 import statistics
-import tempfile
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
-from transformers.generation import LogitsProcessor
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
@@ -31,44 +29,22 @@ from cacheblend_rag.report import BlendReport, WarmReport
 from cacheblend_rag.store import KVStore
 
 __all__ = [
-    "TokenClock",
     "bench_model",
     "bench_prompt",
     "bench_tokenizer",
     "chunk_texts",
-    "in_turn",
     "machine",
     "medians",
     "show_result",
     "shown_seconds",
     "table",
-    "table_of_ways",
     "timed_result",
-    "warm_engine",
     "warmed",
 ]
 
 _ALLOCATOR = ("GLIBC_TUNABLES", "MALLOC_")
 _SYSTEM = "Answer the question at the end from the passages below. Say so if they do not hold the answer."
 _QUESTION = "What does the second passage say about the mill, and who rebuilt it after the fire in the valley?"
-
-
-class TokenClock(LogitsProcessor):  # type: ignore[misc]
-    """Notes when each token's logits are there.
-
-    Attributes
-    ----------
-    times : list of float
-        As `time.perf_counter` counts.
-    """
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """See `LogitsProcessor`."""
-        self.times.append(time.perf_counter())
-        return scores
 
 
 def bench_model(options: BenchOptions) -> tuple[Any, Any]:
@@ -141,36 +117,6 @@ def warmed(
         yield engine, warming
 
 
-@contextmanager
-def warm_engine(options: BenchOptions, recompute_ratio: float) -> Iterator[tuple[BlendEngine, Prompt, WarmReport]]:
-    """An engine over a store on disk, the prompt whose prefix and chunks are in it, and what warming took."""
-    model, tokenizer = bench_model(options)
-    prompt = bench_prompt(tokenizer, options)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        warmed(model, tokenizer, prompt, folder, recompute_ratio=recompute_ratio) as (engine, warming),
-    ):
-        yield engine, prompt, warming
-
-
-def in_turn(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Run ways in turn, round after round; a first round warms up and does not count.
-
-    Parameters
-    ----------
-    ways : mapping of str to callable
-        Each says how many seconds it took, or what else is measured of it.
-    rounds : int
-    """
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, way in ways.items():
-            took = way()
-            if number:
-                found[name].append(took)
-    return found
-
-
 def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """The median of each way's times."""
     return {name: statistics.median(times) for name, times in seconds.items()}
@@ -218,21 +164,6 @@ def show_result(
     print(json.dumps(result))
     if plot:
         draw(pyplot, result, Path(plot))
-
-
-def table_of_ways(head: Sequence[str], result: Mapping[str, Any], seconds: str, ratios: str) -> str:
-    """A table of times.
-
-    Parameters
-    ----------
-    head : sequence of str
-        Titles of the columns: the way, its time, and its ratio to another's.
-    result : mapping
-    seconds, ratios : str
-        Under what these stand in the result, by way.
-    """
-    rows = [(name, shown_seconds(value), f"{result[ratios][name]:.2f}×") for name, value in result[seconds].items()]
-    return table(head, rows)
 
 
 def shown_seconds(seconds: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,15 +11,14 @@ import torch
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
 from cacheblend_rag.fusor.forcing import prefill_layerwise
-from cacheblend_rag.fusor.scoring import attention_rows
-from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
+from cacheblend_rag.fusor.selection import SelectionRule
 from cacheblend_rag.fusor.work import work_share
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.models.queries import from_kv_layers
 from cacheblend_rag.prompt import Prompt, PromptTokenizer, TokenizedPrompt
 
-__all__ = ["DEPTH", "Fused", "PreparedPrompt", "attention_deviation"]
+__all__ = ["DEPTH", "Fused", "PreparedPrompt"]
 
 DEPTH = 24
 """Layers of the model to which work is scaled, so that shallow models compare with usual ones."""
@@ -104,11 +103,6 @@ class PreparedPrompt:
         """Positions from the first chunk to the last."""
         return range(self.tokens.chunks[0].start, self.tokens.chunks[-1].stop)
 
-    @property
-    def reused_share(self) -> float:
-        """Tokens a rule decides on, as a share of all."""
-        return sum(map(len, self.plan.reused)) / len(self.tokens.input_ids)
-
     def ids(self, span: range) -> tuple[int, ...]:
         """Ids of some positions."""
         return self.tokens.input_ids[span.start : span.stop]
@@ -128,17 +122,6 @@ class PreparedPrompt:
     def forget_full(self) -> None:
         """Let go of the full prefill; it is made again when it is wanted."""
         self.__dict__.pop("full", None)
-
-    def attention(self, layers: Sequence[LayerKV]) -> list[torch.Tensor]:
-        """Attention of the question's rows over fused KV, a layer, ``[heads, question, tokens]``."""
-        adapter, ids = self.adapter, self.tokens.input_ids
-        copies = [LayerKV(kv.keys.clone(), kv.values.clone()) for kv in layers]
-        rows = torch.arange(self.question.start, self.question.stop, device=adapter.device)
-        numbers = range(adapter.num_layers)
-        with adapter.blending():
-            rotaries = adapter.rotary(len(ids))
-            found = attention_rows(adapter, ids, rows, len(rows), copies.__getitem__, rotaries, numbers)
-        return [found[number] for number in numbers]
 
     def _asked(self, layer: int) -> torch.Tensor:
         """Queries of a layer as they would be stored, ``[heads, tokens, head_dim]``."""
@@ -168,18 +151,3 @@ class PreparedPrompt:
                 values[0, :, span.start : span.stop] = kv.values[number]
             layers.append(LayerKV(keys, values))
         return layers
-
-
-def attention_deviation(prepared: PreparedPrompt, rule: SelectionRule | None = None) -> torch.Tensor:
-    """How far the question's attention over the context is from full prefill's (section 4.2 of the paper).
-
-    Returns
-    -------
-    Tensor, [layers], float32
-        L2 norm of the difference of the forward attention matrices, mean over heads.
-    """
-    span = slice(prepared.context.start, prepared.context.stop)
-    ours = prepared.attention(prepared.fuse(rule or SelectNone()).fusion.layers)
-    theirs = prepared.attention(prepared.full.layers)
-    differences = [(a[:, :, span] - b[:, :, span]).float() for a, b in zip(ours, theirs, strict=True)]
-    return torch.stack([difference.square().sum(dim=(1, 2)).sqrt().mean() for difference in differences])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,29 +34,20 @@ from cacheblend_rag.evaluation.benching import (
     warmed,
 )
 from cacheblend_rag.evaluation.bounds import cost_of, kv_rate
-from cacheblend_rag.evaluation.gguf_file import write_gguf
-from cacheblend_rag.evaluation.llama_cpp import NAMES as LLAMA_CPP
-from cacheblend_rag.evaluation.llama_cpp import (
-    LlamaCpp,
-    LlamaMethods,
-    agreement,
-    check_installed,
-    file_dtype,
-    llama_cpp_methods,
-)
-from cacheblend_rag.evaluation.shapes import BenchOptions, bench_device
+from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.store import KVStore, MemoryStore
 
-__all__ = ["KV_PLACES", "LLAMA_CPP", "METHODS", "OURS", "TTFTOptions", "measure", "show"]
+__all__ = ["KV_PLACES", "METHODS", "Others", "TTFTOptions", "measure", "show", "told"]
 
 FULL, PREFIX, REUSE, _ = WAYS
-OURS = ("full", "prefix", "reuse", "hkvd-v", "hkvd-k", "gradual-30", "gradual-50", "foreseen", "default", "cold")
-METHODS = (*OURS, *LLAMA_CPP)
+METHODS = ("full", "prefix", "reuse", "hkvd-v", "hkvd-k", "gradual-30", "gradual-50", "foreseen", "default", "cold")
 KV_PLACES = ("disk", "memory", "gpu")
 _SCHEDULES = {"gradual-30": (0.3, 0.03), "gradual-50": (0.5, 0.4, 0.3, 0.05)}
 _FLAT = {"selection": "hkvd", "check_layers": (1,), "recompute_ratios": ()}
+Others = Callable[[BlendEngine, Prompt], AbstractContextManager[Mapping[str, Callable[[], Prefilled]]]]
+"""Opens more ways to prefill an engine's prompt, by name."""
 _HEAD = ("method", "time to first token", "faster", "work", "bound", "of bound")
 
 
@@ -69,14 +60,13 @@ class TTFTOptions(BenchOptions):
     ratios : tuple of float
         Recompute ratios of flat HKVD, and of what stored queries foresee.
     methods : tuple of str
-        Some of `METHODS`, by default `OURS`; full recompute is always measured, as the others are compared
-        with it. Those of llama.cpp need the packages ``llama-cpp-python`` and ``gguf``, and a CPU.
+        Some of `METHODS`; full recompute is always measured, as the others are compared with it.
     kv : tuple of str
         Where stored KV lies: some of `KV_PLACES`; each method that reads it is measured on each.
     """
 
     ratios: tuple[float, ...] = (0.15, 0.05)
-    methods: tuple[str, ...] = OURS
+    methods: tuple[str, ...] = METHODS
     kv: tuple[str, ...] = ("disk", "memory")
 
     def __post_init__(self) -> None:
@@ -85,10 +75,6 @@ class TTFTOptions(BenchOptions):
             check_share("ratios", ratio)
         for method in self.methods:
             check_choice("methods", method, METHODS)
-            if method in LLAMA_CPP:
-                check_installed(method)
-                if bench_device(self.device).type != "cpu":
-                    raise ConfigError("device", self.device, f'use "cpu": {method} is measured there only')
         for place in self.kv:
             check_choice("kv", place, KV_PLACES)
         if not self.kv:
@@ -111,26 +97,30 @@ class _Bench:
     engines: dict[str, BlendEngine]
     warming: dict[str, WarmReport]
     cold: BlendEngine
-    llama: LlamaMethods | None
+    others: Mapping[str, Callable[[], Prefilled]]
 
 
-def measure(options: TTFTOptions) -> dict[str, Any]:
-    """Measure every method; a dictionary fit for JSON."""
-    with _warm(options) as bench:
+def measure(options: TTFTOptions, others: Others | None = None) -> dict[str, Any]:
+    """Measure every method; a dictionary fit for JSON.
+
+    Parameters
+    ----------
+    options : TTFTOptions
+    others : callable, optional
+        Opens methods that take their turns with ours.
+    """
+    with _warm(options, others) as bench:
         methods = _methods(bench, options)
         timed = time_rounds({name: m.run for name, m in methods.items()}, options.rounds, keep_kv=False)
         engine = next(iter(bench.engines.values()))
         report = engine.fuse(bench.prompt).report
         rates = {place: kv_rate(at) for place, at in bench.engines.items()}
         costs = {name: cost_of(engine.adapter, report.prompt_tokens, done) for name, done in timed.last.items()}
-        theirs = {name: done for name, done in timed.last.items() if name in LLAMA_CPP.values()}
-        compared = {"llama_cpp": agreement(bench.llama.settings, timed.last[FULL], theirs)} if bench.llama else {}
     ttft = medians(timed.seconds)
     full, first = ttft[FULL], rates[options.kv[0]]
     bounds = {name: cost.bound(full, rates.get(methods[name].place, first)) for name, cost in costs.items()}
     return {
         **timed_result(options, report, timed.seconds),
-        **compared,
         "stores": {
             place: {"bytes": warming.bytes, "warming_seconds": warming.seconds, "read_rate": rates[place]}
             for place, warming in bench.warming.items()
@@ -146,7 +136,7 @@ def measure(options: TTFTOptions) -> dict[str, Any]:
 
 
 @contextmanager
-def _warm(options: TTFTOptions) -> Iterator[_Bench]:
+def _warm(options: TTFTOptions, others: Others | None) -> Iterator[_Bench]:
     model, tokenizer = bench_model(options)
     prompt = bench_prompt(tokenizer, options)
     engines: dict[str, BlendEngine] = {}
@@ -163,12 +153,8 @@ def _warm(options: TTFTOptions) -> Iterator[_Bench]:
         config = BlendConfig(min_tokens=0, write_back="off")
         cold = BlendEngine(model, tokenizer, config=config, store=nothing, fingerprint=known)
         stack.enter_context(cold)
-        llama = None
-        if any(method in LLAMA_CPP for method in options.methods):
-            write_gguf(model, folder / "model.gguf", file_dtype(model.dtype))
-            loaded = stack.enter_context(LlamaCpp(folder / "model.gguf", threads=options.threads))
-            llama = llama_cpp_methods(loaded, engines[options.kv[0]], prompt)
-        yield _Bench(prompt, engines, warming, cold, llama)
+        more = stack.enter_context(others(engines[options.kv[0]], prompt)) if others else {}
+        yield _Bench(prompt, engines, warming, cold, more)
 
 
 def _asked(options: TTFTOptions, model: Any) -> tuple[int, ...]:
@@ -188,9 +174,7 @@ def _methods(bench: _Bench, options: TTFTOptions) -> Mapping[str, _Method]:
     found = {FULL: _Method(plain[FULL])}
     if "prefix" in options.methods:
         found[PREFIX] = _Method(plain[PREFIX])
-    if bench.llama:
-        theirs = bench.llama.runs
-        found |= {LLAMA_CPP[name]: _Method(run) for name, run in theirs.items() if name in options.methods}
+    found |= {name: _Method(run) for name, run in bench.others.items()}
     if "cold" in options.methods:
         found["cold"] = _Method(blended(bench.cold, bench.prompt))
     for name, rule in _rules(options).items():
@@ -222,18 +206,20 @@ def _rules(options: TTFTOptions) -> dict[str, dict[str, Any]]:
 
 def show(options: TTFTOptions, plot: str | None = None) -> None:
     """Measure and print a table, drawn into a file if one is named; the last line is JSON."""
+    show_result(plot, lambda: measure(options), told, draw_ttft)
 
-    def tell(result: Mapping[str, Any]) -> str:
-        rates = ", ".join(f"{place} {at['read_rate'] / 1e9:.1f} GB/s" for place, at in result["stores"].items())
-        return "\n".join(
-            (
-                f"{options.shape}, {options.dtype}, {result['prompt_tokens']} tokens, {result['machine']['device']}",
-                table(_HEAD, [_cells(name, result) for name in result["ttft_seconds"]]),
-                f"bound: the work at full recompute's rate, or reading the KV where that takes longer ({rates})",
-            )
+
+def told(result: Mapping[str, Any]) -> str:
+    """What was measured, as a table."""
+    options = result["options"]
+    rates = ", ".join(f"{place} {at['read_rate'] / 1e9:.1f} GB/s" for place, at in result["stores"].items())
+    return "\n".join(
+        (
+            f"{options['shape']}, {options['dtype']}, {result['prompt_tokens']} tokens, {result['machine']['device']}",
+            table(_HEAD, [_cells(name, result) for name in result["ttft_seconds"]]),
+            f"bound: the work at full recompute's rate, or reading the KV where that takes longer ({rates})",
         )
-
-    show_result(plot, lambda: measure(options), tell, draw_ttft)
+    )
 
 
 def _cells(name: str, result: Mapping[str, Any]) -> tuple[str, ...]:

@@ -291,13 +291,7 @@ class _Pass:
         span = slice(self._plan.unrotated.start, self._plan.unrotated.stop)
         if span.start >= span.stop or rotary is None or kv.turned:
             return
-        if self._rule.moves_keys:
-            rotate_in_place(kv.keys[:, :, span], rotary.at(span))
-            return
-        places = torch.arange(self._tokens, device=kv.keys.device)
-        for chunk, context in zip(self._plan.reused, self._plan.contexts, strict=True):
-            places[chunk.start : chunk.stop] += len(context) - chunk.start
-        rotate_in_place(kv.keys[:, :, span], rotary.at(places[span]))
+        rotate_in_place(kv.keys[:, :, span], rotary.at(span))
 
     def _check(self, layer: int, kv: LayerKV) -> None:
         """Let the rule drop rows before this layer."""

@@ -46,7 +46,7 @@ RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
         },
         {"full recompute", "gradual 30, 3%", "1.0×", "4.0×", "5.0×", "KV on disk", "KV in memory", "bound"},
     ),
-    "bench store": (
+    "store": (
         {
             "records": 2,
             "bytes_a_second": {
@@ -56,7 +56,7 @@ RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
         },
         {"memory", "disk, raw", "nothing is copied", "9.00", "1.00", "0.50", "2.00", "first read", "–"},
     ),
-    "bench warm": (
+    "warm": (
         {
             "tokens": 80,
             "seconds_a_token": {"plain prefill, one batch": 0.002, "warm, disk": 0.001},
@@ -65,11 +65,11 @@ RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
         },
         {"plain prefill, one batch", "warm, disk", "2.00 ms, 1.00×", "1.00 ms, 0.50×"},
     ),
-    "bench decode": (
+    "decode": (
         {**WAYS, "prompt_tokens": 90, "spread": {"transformers": [0.0015, 0.0025], "blended": [0.001, 0.001]}},
         {"transformers", "blended", "2.00 ms, 1.00×", "1.00 ms, 0.50×", "this package"},
     ),
-    "bench loading": (
+    "loading": (
         {
             "alone": {"prefill": 2.0},
             "rows": [
@@ -79,7 +79,7 @@ RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
         },
         {"full prefill", "read plainly", "read ahead"},
     ),
-    "bench scaling": (
+    "scaling": (
         {
             "growth": {},
             "rows": [
@@ -97,7 +97,7 @@ RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
         },
         {"full recompute", "blended, 2 chunks"},
     ),
-    "bench throughput": (
+    "throughput": (
         {
             "served": {"full recompute": {}, "blended": {}},
             "rows": [{"rate": 1.0, **{what: {"full recompute": 2.0, "blended": 1.0} for what in ("median", "p99")}}],
@@ -105,7 +105,7 @@ RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
         },
         {"full recompute, p99", "blended, mean of them", "blended, last of them"},
     ),
-    "bench concurrent": (
+    "concurrent": (
         {
             "options": {**HERE["options"], "limits": [1, 4], "at_once": [2]},
             "prompt_tokens": 90,
@@ -145,7 +145,7 @@ def test_every_kind_is_drawn_from_its_json(kind: str, tmp_path: Path, capsys: py
 
 
 def test_other_kinds_of_file_can_be_drawn(tmp_path: Path) -> None:
-    draw_file(write(tmp_path, "bench warm"), tmp_path / "warm.PNG")
+    draw_file(write(tmp_path, "warm"), tmp_path / "warm.PNG")
     assert (tmp_path / "warm.PNG").read_bytes().startswith(b"\x89PNG")
 
 
@@ -166,12 +166,12 @@ def test_what_is_no_result_is_named_with_what_is_expected(
     assert redraw.main([str(source), "--plot", str(tmp_path / "plot.svg")]) == 2
     error = capsys.readouterr().err
     assert str(source) in error
-    assert "the JSON that one of these printed: bench ttft, bench store" in error
+    assert "the JSON that one of these printed: bench ttft, store" in error
     assert not (tmp_path / "plot.svg").exists()
 
 
 @pytest.mark.parametrize(
-    "module", ["ttft", "storing", "warming", "decoding", "overlap", "scaling", "throughput", "concurrent"]
+    "module", ["ttft", "store", "warm", "decode", "loading", "scaling", "throughput", "concurrent"]
 )
 @pytest.mark.parametrize(
     ("plot", "hint"),
@@ -190,10 +190,11 @@ def test_what_cannot_be_drawn_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = importlib.import_module(f"cacheblend_rag.evaluation.{module}")
+    home = "cacheblend_rag.evaluation" if module == "ttft" else "docs.benchmarks.scripts"
+    found = importlib.import_module(f"{home}.{module}")
     monkeypatch.setattr(found, "measure", lambda options: pytest.fail("it was measured"))
     if plot == "plot.svg":
         monkeypatch.setitem(sys.modules, "matplotlib", None)
-    command = {"storing": "store", "warming": "warm", "decoding": "decode", "overlap": "loading"}.get(module, module)
-    assert main(["bench", command, "--plot", str(tmp_path / plot)]) == 2
+    arguments = ["--plot", str(tmp_path / plot)]
+    assert (main(["bench", "ttft", *arguments]) if module == "ttft" else found.main(arguments)) == 2
     assert re.search(hint, capsys.readouterr().err)

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.cli import main
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.concurrent import ConcurrentOptions
 from cacheblend_rag.gate import IdleGate
+from docs.benchmarks.scripts.concurrent import ConcurrentOptions, main
 
 
 def test_every_limit_meets_the_same_requests(
@@ -25,7 +24,7 @@ def test_every_limit_meets_the_same_requests(
 
     monkeypatch.setattr(IdleGate, "step", noting)
     drawn = tmp_path / "concurrent.svg"
-    arguments = ["bench", "concurrent", "--shape", "tiny", "--chunks", "2", "--chunk-tokens", "30", "--rounds", "2"]
+    arguments = ["--shape", "tiny", "--chunks", "2", "--chunk-tokens", "30", "--rounds", "2"]
     arguments += ["--new-tokens", "6", "--limit", "1", "--limit", "3", "--at-once", "1", "--at-once", "4"]
     assert main([*arguments, "--threads", "1", "--plot", str(drawn)]) == 0
     *table, last = capsys.readouterr().out.splitlines()

@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.cli import main
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.decoding import PLAIN, DecodingOptions
+from docs.benchmarks.scripts.decode import PLAIN, DecodingOptions, main
 
 
 def test_every_way_is_timed_for_as_many_tokens(
     tiny_shape: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     drawn = tmp_path / "decode.svg"
-    arguments = ["bench", "decode", "--shape", "tiny", "--chunks", "2", "--chunk-tokens", "40", "--rounds", "2"]
+    arguments = ["--shape", "tiny", "--chunks", "2", "--chunk-tokens", "40", "--rounds", "2"]
     assert main([*arguments, "--new-tokens", "4", "--threads", "1", "--plot", str(drawn)]) == 0
     assert drawn.read_text().lstrip().startswith("<?xml")
     *table, last = capsys.readouterr().out.splitlines()

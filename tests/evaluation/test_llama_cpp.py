@@ -7,16 +7,17 @@ import logging
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
-from cacheblend_rag.cli import main
 from cacheblend_rag.errors import CacheBlendError, ConfigError
-from cacheblend_rag.evaluation.gguf_file import ARCHITECTURES, write_gguf
-from cacheblend_rag.evaluation.llama_cpp import NAMES, LlamaCpp, LlamaSettings, file_dtype
-from cacheblend_rag.evaluation.ttft import OURS, TTFTOptions
+from cacheblend_rag.evaluation.ttft import TTFTOptions
+from docs.benchmarks.scripts.gguf_file import ARCHITECTURES, write_gguf
+from docs.benchmarks.scripts.llama_cpp import NAMES, LlamaCpp, LlamaSettings, file_dtype, main, measure
 from tests import tiny
 
 IDS = torch.randint(400, (90,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -24,27 +25,20 @@ EXACT = LlamaSettings(flash_attention=False, kv="F32")
 SMALL = ["--chunks", "2", "--chunk-tokens", "40", "--rounds", "1", "--threads", "1", "--device", "cpu"]
 
 
-def test_it_is_measured_only_if_asked_for() -> None:
-    assert TTFTOptions().methods == OURS
-    assert not set(OURS) & set(NAMES)
-
-
-@pytest.mark.parametrize("method", NAMES)
-@pytest.mark.parametrize("package", ["llama_cpp", "gguf"])
 def test_a_missing_package_is_named_with_its_remedy(
-    method: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    assert main(["bench", "ttft", "--shape", "smollm2-135m", "--device", "cpu", "--methods", method]) == 2
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    assert main(["--shape", "smollm2-135m", "--device", "cpu"]) == 2
     error = capsys.readouterr().err
-    assert f"methods='{method}'" in error
-    assert "pip install llama-cpp-python gguf" in error
+    assert "package='llama_cpp'" in error
+    assert "pip install llama-cpp-python" in error
 
 
 def test_a_device_that_is_no_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_rag.evaluation.ttft.check_installed", lambda method: None)
+    monkeypatch.setitem(sys.modules, "llama_cpp", ModuleType("llama_cpp"))
     with pytest.raises(ConfigError, match=r'device=.*use "cpu"'):
-        TTFTOptions(methods=("llama.cpp",), device="meta")
+        measure(TTFTOptions(device="meta"))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +53,6 @@ def test_a_device_that_is_no_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_models_that_would_not_be_the_same_are_refused(
     family: str, rope: str, changes: dict[str, Any], found: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip("gguf")
     with pytest.raises(ConfigError, match=f"shape='?{found}'?"):
         write_gguf(tiny.model(family, rope, **changes), tmp_path / "model.gguf")
 
@@ -69,7 +62,6 @@ def test_models_that_would_not_be_the_same_are_refused(
 def test_the_file_holds_the_weights_in_the_models_element_type(
     dtype: str, kind: str, tied: bool, tmp_path: Path
 ) -> None:
-    gguf = pytest.importorskip("gguf")
     model = tiny.model("qwen2", tie_word_embeddings=tied).to(getattr(torch, dtype))
     write_gguf(model, tmp_path / "model.gguf")
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
@@ -89,7 +81,6 @@ def test_the_file_holds_the_weights_in_the_models_element_type(
     ],
 )
 def test_logits_are_those_of_transformers(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
     pytest.importorskip("llama_cpp")
     model = tiny.model(family, **changes)
     wanted = tiny.full_prefill(model, IDS).logits[0, -1]
@@ -112,7 +103,6 @@ def test_logits_are_those_of_transformers(family: str, changes: dict[str, Any], 
 def test_as_it_is_measured_it_differs_by_rounding(
     dtype: str, file: str, most: float, flash: bool, tmp_path: Path
 ) -> None:
-    pytest.importorskip("gguf")
     pytest.importorskip("llama_cpp")
     model = tiny.model("qwen3").to(getattr(torch, dtype))
     wanted = tiny.full_prefill(model, IDS).logits[0, -1].float()
@@ -132,7 +122,6 @@ def test_bfloat16_is_given_to_it_as_what_it_is_quick_with(monkeypatch: pytest.Mo
 
 
 def test_a_prefix_that_is_kept_is_not_read_again(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
     pytest.importorskip("llama_cpp")
     write_gguf(tiny.model(), tmp_path / "model.gguf")
     with LlamaCpp(tmp_path / "model.gguf", threads=1) as llama:
@@ -144,7 +133,6 @@ def test_a_prefix_that_is_kept_is_not_read_again(tmp_path: Path) -> None:
 
 
 def test_what_llama_cpp_cannot_do_is_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pytest.importorskip("gguf")
     pytest.importorskip("llama_cpp")
     (tmp_path / "no.gguf").write_bytes(b"GGUF")
     with caplog.at_level(logging.ERROR), pytest.raises(CacheBlendError, match="could not load"):
@@ -162,15 +150,14 @@ def test_what_llama_cpp_cannot_do_is_an_error(tmp_path: Path, caplog: pytest.Log
 def test_the_benchmark_measures_it_beside_the_others(
     dtype: str, tiny_shape: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    pytest.importorskip("gguf")
     pytest.importorskip("llama_cpp")
-    chosen = ["--methods", "prefix", "default", *NAMES, "--kv", "memory", "--dtype", dtype]
+    chosen = ["--methods", "prefix", "default", "--kv", "memory", "--dtype", dtype]
     drawn = tmp_path / "ttft.svg"
-    assert main(["bench", "ttft", "--shape", "tiny", *SMALL, *chosen, "--plot", str(drawn)]) == 0
+    assert main(["--shape", "tiny", *SMALL, *chosen, "--plot", str(drawn)]) == 0
     out, err = capsys.readouterr()
     assert err == "", "llama.cpp keeps its notes to itself"
     result = json.loads(out.splitlines()[-1])
-    names = ["llama.cpp", "llama.cpp, prefix kept"]
+    names = list(NAMES)
     assert list(result["ttft_seconds"]) == ["full recompute", "prefix caching", *names, "default, memory"]
     assert result["work"]["llama.cpp"] == result["work"]["full recompute"] == 1.0
     assert result["work"]["llama.cpp, prefix kept"] == result["work"]["prefix caching"] < 1.0

@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from cacheblend_rag import Prompt
-from cacheblend_rag.cli import main
 from cacheblend_rag.errors import CacheBlendError, ConfigError
-from cacheblend_rag.evaluation import scaling
-from cacheblend_rag.evaluation.scaling import ScalingOptions, growth
-from cacheblend_rag.evaluation.scaling_point import PointOptions, work_from
-from cacheblend_rag.evaluation.scaling_point import main as measure_point
 from cacheblend_rag.evaluation.shapes import SHAPES, random_model
-from cacheblend_rag.evaluation.storing import StoreOptions
-from cacheblend_rag.evaluation.warming import prefill_batch
-from docs.benchmarks.scripts import redraw
+from docs.benchmarks.scripts import redraw, scaling, store, warm
+from docs.benchmarks.scripts.scaling import ScalingOptions, growth
+from docs.benchmarks.scripts.scaling_point import PointOptions, work_from
+from docs.benchmarks.scripts.scaling_point import main as measure_point
+from docs.benchmarks.scripts.store import StoreOptions
+from docs.benchmarks.scripts.warm import prefill_batch
 from tests import tiny
 from tests.probes import engine_of
 
@@ -27,9 +26,9 @@ HERE = ["--threads", "1", "--device", "cpu"]
 KV_BYTES = 2 * 6 * 2 * 16 * 4  # of a token: keys and values, layers, heads, dimensions of each, float32
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[list[str], dict[str, Any]]:
+def run(capsys: pytest.CaptureFixture[str], script: ModuleType, *arguments: str) -> tuple[list[str], dict[str, Any]]:
     """A benchmark's table, and what its last line says."""
-    assert main(["bench", *arguments, *HERE]) == 0
+    assert script.main([*arguments, *HERE]) == 0
     *table, last = capsys.readouterr().out.splitlines()
     return table, json.loads(last)
 
@@ -70,10 +69,10 @@ def test_records_are_written_found_and_read_in_every_store(
 ) -> None:
     arguments = ["--shape", deep_shape, "--chunks", "3", "--chunk-tokens", "20", "--rounds", "2"]
     drawn = tmp_path / "store.svg"
-    table, result = run(capsys, "store", *arguments, "--codecs", "raw", "int8", "--plot", str(drawn))
+    table, result = run(capsys, store, *arguments, "--codecs", "raw", "int8", "--plot", str(drawn))
     (tmp_path / "store.txt").write_text("\n".join([*table, json.dumps(result)]), encoding="utf-8")
     assert redraw.main([str(tmp_path / "store.txt"), "--plot", str(tmp_path / "again.svg")]) == 0
-    assert capsys.readouterr().out == f"bench store: {tmp_path / 'again.svg'}\n"
+    assert capsys.readouterr().out == f"store: {tmp_path / 'again.svg'}\n"
     assert (tmp_path / "again.svg").read_bytes() == drawn.read_bytes()
     stores = ["memory", "disk, raw", "disk, int8", "memory over disk, raw"]
     assert list(result["seconds"]) == stores
@@ -105,7 +104,7 @@ def test_warming_is_timed_beside_one_batch_of_the_same_chunks(
     tiny_shape: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     arguments = ["--shape", "tiny", "--chunks", "3", "--chunk-tokens", "30", "--rounds", "2"]
-    table, result = run(capsys, "warm", *arguments, "--plot", str(tmp_path / "warm.svg"))
+    table, result = run(capsys, warm, *arguments, "--plot", str(tmp_path / "warm.svg"))
     assert (tmp_path / "warm.svg").read_text().lstrip().startswith("<?xml")
     ways = ["plain prefill, one batch", "plain prefill, one by one", "warm, memory", "warm, disk"]
     assert list(result["seconds_a_token"]) == ways
@@ -142,7 +141,7 @@ def test_time_and_memory_are_measured_over_length_and_chunks(
 ) -> None:
     drawn = tmp_path / "scaling.svg"
     arguments = ["--shape", deep_shape, "--lengths", "128", "256", "--chunks", "2", "4", "--rounds", "2"]
-    table, result = run(capsys, "scaling", *arguments, "--ratio", "0.2", "--plot", str(drawn))
+    table, result = run(capsys, scaling, *arguments, "--ratio", "0.2", "--plot", str(drawn))
     rows = result["rows"]
     assert [(row["method"], row["length"], row["chunks"]) for row in rows] == [
         (method, length, chunks)

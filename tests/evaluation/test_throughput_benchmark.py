@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from cacheblend_rag import Prompt
-from cacheblend_rag.cli import main
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.throughput import Served, ThroughputOptions, _PrefixCache, in_batches, waited
+from docs.benchmarks.scripts.throughput import Served, ThroughputOptions, _PrefixCache, in_batches, main, waited
 from tests import tiny
 from tests.probes import engine_of
 
@@ -58,7 +57,7 @@ def test_every_method_meets_the_same_requests(
     tiny_shape: None, capsys: pytest.CaptureFixture[str], tmp_path: Path, capacity: str
 ) -> None:
     drawn = tmp_path / "throughput.svg"
-    arguments = ["bench", "throughput", "--shape", "tiny", "--chunks", "2", "--chunk-tokens", "30", "--rounds", "3"]
+    arguments = ["--shape", "tiny", "--chunks", "2", "--chunk-tokens", "30", "--rounds", "3"]
     arguments += ["--requests", "6", "--documents", "4", "--capacity", capacity, "--new-tokens", "2"]
     arguments += ["--load", "0.5", "--load", "4", "--batch", "2", "--batch", "6", "--batch", "8"]
     assert main([*arguments, "--threads", "1", "--plot", str(drawn)]) == 0

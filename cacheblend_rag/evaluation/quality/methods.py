@@ -1,4 +1,4 @@
-"""The methods that are compared, by name: ``full``, ``prefix``, ``reuse``, every selection rule, two chains."""
+"""The methods that are compared, by name: ``full``, ``prefix``, ``reuse``, ``calibrated``, every selection rule."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import RULES, SHARED_OPTIONS, SelectionRule, make_rule
 from cacheblend_rag.loading import BlendSettings
 
-__all__ = ["BLENDED", "CHAINS", "METHODS", "Variant", "own_ratios", "rule_of", "settings_rule", "variants"]
+__all__ = ["BLENDED", "METHODS", "Variant", "own_ratios", "rule_of", "settings_rule", "variants"]
 
-CHAINS = ("map_reduce", "map_rerank")
 BLENDED = tuple(name for name in RULES if name not in ("none", "all"))
-METHODS = ("full", "prefix", "reuse", "calibrated", *BLENDED, *CHAINS)
+METHODS = ("full", "prefix", "reuse", "calibrated", *BLENDED)
 
 
 def _each(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
@@ -50,21 +49,16 @@ class Variant:
         As it was asked for, options included.
     ratio : float or None
     rule : SelectionRule or None
-        What blends; None for ``full``, ``prefix`` and the chains.
-    work : float or None
-        What it was chosen for: a share of full prefill's work in 24 layers, where that is given and not its ratio.
+        What blends; None for ``full`` and ``prefix``.
     """
 
     method: str
     ratio: float | None = None
     rule: SelectionRule | None = None
-    work: float | None = None
 
     @property
     def label(self) -> str:
         """What it is called in tables."""
-        if self.work is not None:
-            return f"{self.method} @{self.work:.4g}"
         return self.method if self.ratio is None else f"{self.method} {self.ratio:.4g}"
 
 
@@ -80,7 +74,7 @@ def variants(
         ``"gradual:metric=k:head=0.5+0.4+0.3"`` (shares before the ratio) or ``"hkvd:check_layers=2"``.
         With ``ratio`` among them a method has ratios of its own: ``"hkvd:ratio=0.05+0.1"``.
     ratios : sequence of float
-        Of the other methods; without any, a method with neither is left out.
+        Of the other methods.
     layers : int
         Of the model.
     calibrated : BlendSettings, optional

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,11 @@ from cacheblend_rag.evaluation.quality.summary import LOSS, MethodRow, least_wor
 __all__ = [
     "draw_against",
     "draw_by_kind",
-    "draw_curves",
     "draw_least_work",
     "draw_over_chunks",
     "draw_over_ratio",
     "draw_run",
+    "drawn",
 ]
 
 _NAMES = {"f1": "F1", "em": "exact match", "rouge_l": "Rouge-L", "forced_exact": "gold answer most likely"}
@@ -48,7 +48,7 @@ def draw_run(run: EvalRun, rows: Sequence[MethodRow], folder: Path, measure: str
         draw_against(largest, measure, "work", folder / "quality-work.svg"),
         draw_against(largest, measure, "work_24", folder / "quality-work-24.svg"),
     ]
-    if len({row.ratio for row in largest if row.ratio is not None and row.aim is None}) > 1:
+    if len({row.ratio for row in largest if row.ratio is not None}) > 1:
         files.append(draw_over_ratio(largest, measure, folder / "quality-ratio.svg"))
     if any(row.kinds for row in largest):
         files.append(draw_by_kind(largest, measure, folder / "quality-kind.svg"))
@@ -74,7 +74,7 @@ def draw_against(rows: Sequence[MethodRow], measure: str, cost: str, path: Path)
         }
         axis.set(xlabel=titles[cost], ylabel=_NAMES[measure], xlim=(0, None))
 
-    return _drawn(path, draw)
+    return drawn(path, draw)
 
 
 def draw_over_ratio(rows: Sequence[MethodRow], measure: str, path: Path) -> Path:
@@ -82,9 +82,8 @@ def draw_over_ratio(rows: Sequence[MethodRow], measure: str, path: Path) -> Path
 
     def draw(axis: Any) -> None:
         for number, (method, of) in enumerate(_by_method(rows, measure).items()):
-            of = [row for row in of if row.aim is None]
-            if not of or of[0].ratio is None:
-                if of and method in ("full", "reuse"):
+            if of[0].ratio is None:
+                if method in ("full", "reuse"):
                     style = {"full": "--", "reuse": ":"}[method]
                     axis.axhline(of[0].measures[measure].mean, linestyle=style, color="grey", label=method)
                 continue
@@ -92,7 +91,7 @@ def draw_over_ratio(rows: Sequence[MethodRow], measure: str, path: Path) -> Path
             _line(axis, [row.ratio or 0 for row in of], of, measure, method, number)
         axis.set(xlabel="recompute ratio", ylabel=_NAMES[measure])
 
-    return _drawn(path, draw)
+    return drawn(path, draw)
 
 
 def draw_by_kind(rows: Sequence[MethodRow], measure: str, path: Path) -> Path:
@@ -109,7 +108,7 @@ def draw_by_kind(rows: Sequence[MethodRow], measure: str, path: Path) -> Path:
         axis.set_xticks(range(len(kinds)), kinds)
         axis.set(ylabel=_NAMES[measure])
 
-    return _drawn(path, draw, width=7)
+    return drawn(path, draw, width=7)
 
 
 def draw_over_chunks(rows: Sequence[MethodRow], measure: str, name: str, path: Path) -> Path:
@@ -126,7 +125,7 @@ def draw_over_chunks(rows: Sequence[MethodRow], measure: str, name: str, path: P
         axis.set_xticks(sorted({getattr(row, name) for row in rows}))
         axis.set(xlabel=_chunk_title(name), ylabel=_NAMES[measure])
 
-    return _drawn(path, draw)
+    return drawn(path, draw)
 
 
 def draw_least_work(rows: Sequence[MethodRow], measure: str, name: str, path: Path) -> Path:
@@ -148,20 +147,7 @@ def draw_least_work(rows: Sequence[MethodRow], measure: str, name: str, path: Pa
         axis.margins(x=0.15)
         axis.set(xlabel=_chunk_title(name), ylabel="time to first token (s)", ylim=(0, None))
 
-    return _drawn(path, draw)
-
-
-def draw_curves(
-    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], titles: tuple[str, str], path: Path
-) -> Path:
-    """Named lines, each of places and heights."""
-
-    def draw(axis: Any) -> None:
-        for name, (places, heights) in curves.items():
-            axis.plot(list(places), list(heights), marker="o" if len(places) < 30 else None, label=name)
-        axis.set(xlabel=titles[0], ylabel=titles[1])
-
-    return _drawn(path, draw)
+    return drawn(path, draw)
 
 
 def _line(axis: Any, places: Sequence[float], rows: Sequence[MethodRow], measure: str, label: str, number: int) -> None:
@@ -185,7 +171,8 @@ def _chunk_title(name: str) -> str:
     return {"chunks": "chunks in the prompt", "chunk_tokens": "tokens of a chunk"}[name]
 
 
-def _drawn(path: Path, draw: Callable[[Any], None], width: float = 5) -> Path:
+def drawn(path: Path, draw: Callable[[Any], None], width: float = 5) -> Path:
+    """A file with what is drawn on an axis, and with a legend where there is more than one name."""
     pyplot = import_pyplot()
     figure, axis = pyplot.subplots(figsize=(width, 3.5), layout="constrained")
     axis.set_prop_cycle(color=pyplot.get_cmap("tab10" if width == 5 else "tab20").colors)

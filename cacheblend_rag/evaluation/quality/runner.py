@@ -8,10 +8,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +18,21 @@ from tqdm import tqdm
 from cacheblend_rag.checks import check_choice, check_share, check_whole
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.prepared import PreparedPrompt
 from cacheblend_rag.evaluation.quality.cases import EvalCase, digest
 from cacheblend_rag.evaluation.quality.choosing import ORDERS, Ranker, choose, pooled, repacked
-from cacheblend_rag.evaluation.quality.equal_work import EqualWork
 from cacheblend_rag.evaluation.quality.journal import Journal
 from cacheblend_rag.evaluation.quality.measures import rouge_scorer
-from cacheblend_rag.evaluation.quality.methods import BLENDED, Variant, own_ratios, rule_of, variants
+from cacheblend_rag.evaluation.quality.methods import Variant, variants
 from cacheblend_rag.evaluation.quality.prompts import STYLES, ChatFrame, build_prompt
 from cacheblend_rag.evaluation.quality.sources import CaseSource
 from cacheblend_rag.evaluation.quality.subject import Subject
 from cacheblend_rag.loading import BlendSettings
-from cacheblend_rag.prompt import Prompt, PromptTokenizer
+from cacheblend_rag.prompt import Prompt
 
 __all__ = ["WORKLOADS", "EvalOptions", "EvalRun", "Evaluation", "Part"]
 
 WORKLOADS = ("plain", "extended")
-_VERSION = 3
-_WEIGHED = 12  # prompts by which a ratio is found for some work
-_log = logging.getLogger(__name__)
+_VERSION = 4
 _Place = tuple[int, int, str]  # number of chunks, their tokens, question
 
 
@@ -52,9 +46,6 @@ class EvalOptions:
         See `variants`; ``full`` is always among them.
     ratios : tuple of float
         Recompute ratios of the methods that have one.
-    works : tuple of float
-        Work, as a share of full prefill's in 24 layers, for which a ratio is found for each of these methods
-        that has none of its own.
     chunks : tuple of int
         Chunks in a prompt; each number is measured.
     chunk_tokens : tuple of int
@@ -77,8 +68,6 @@ class EvalOptions:
     answers : bool
         Whether answers are generated; without, only divergence, agreement and whether greedy decoding
         would write the gold answer, which is much faster.
-    attention : int
-        Questions, for each number and length of chunks, whose attention deviation is measured.
 
     Raises
     ------
@@ -88,7 +77,6 @@ class EvalOptions:
 
     methods: tuple[str, ...] = ("full", "prefix", "reuse", "hkvd")
     ratios: tuple[float, ...] = (0.05, 0.1, 0.15, 0.3)
-    works: tuple[float, ...] = ()
     chunks: tuple[int, ...] = (6,)
     chunk_tokens: tuple[int, ...] = (0,)
     order: str = "retrieved"
@@ -100,14 +88,12 @@ class EvalOptions:
     chat: bool = False
     max_new_tokens: int = 0
     answers: bool = True
-    attention: int = 20
 
     def __post_init__(self) -> None:
-        for name in ("ratios", "works"):
-            for share in getattr(self, name):
-                check_share(name, share)
-        if not self.ratios and not self.works:
-            raise ConfigError("ratios", self.ratios, "use at least one, or works")
+        for share in self.ratios:
+            check_share("ratios", share)
+        if not self.ratios:
+            raise ConfigError("ratios", self.ratios, "use at least one")
         for name, lowest in (("chunks", 1), ("chunk_tokens", 0)):
             values = getattr(self, name)
             if not values:
@@ -117,7 +103,7 @@ class EvalOptions:
         check_choice("order", self.order, ORDERS)
         check_choice("workload", self.workload, WORKLOADS)
         check_choice("prompt", self.style, STYLES)
-        for name, lowest in (("set_size", 1), ("max_new_tokens", 0), ("attention", 0), ("seed", 0)):
+        for name, lowest in (("set_size", 1), ("max_new_tokens", 0), ("seed", 0)):
             check_whole(name, getattr(self, name), lowest)
 
 
@@ -189,6 +175,11 @@ class Evaluation:
         What the method ``calibrated`` uses.
     retrieval : str
         Name of the ranker, for the settings.
+
+    Attributes
+    ----------
+    pools : dict of int to list of EvalCase
+        The questions, by the number of chunks in their prompts.
     """
 
     def __init__(
@@ -203,12 +194,11 @@ class Evaluation:
         self._source, self._options, self._ranker = source, options, ranker
         self._variants = variants(options.methods, options.ratios, engine.adapter.num_layers, calibrated)
         # One store serves all methods, so its records hold the queries that any of them looks at.
-        rules = [variant.rule for variant in self._variants] + [rule_of(one, 1.0) for one in self._by_work()]
-        asked = {layer for rule in rules if rule is not None for layer in rule.query_layers}
+        asked = {layer for one in self._variants if one.rule is not None for layer in one.rule.query_layers}
         self._engine = engine.with_config(query_layers=tuple(sorted({*engine.config.query_layers, *asked})))
         self._chat = ChatFrame(engine.tokenizer) if options.chat else None
-        self._pools = {count: self._pool(count) for count in options.chunks}
-        if any(case.task != "qa" for pool in self._pools.values() for case in pool):
+        self.pools = {count: self._pool(count) for count in options.chunks}
+        if any(case.task != "qa" for pool in self.pools.values() for case in pool):
             rouge_scorer()  # without it there is nothing to measure
         self.settings = self._settings(retrieval, calibrated)
 
@@ -225,8 +215,8 @@ class Evaluation:
         used = calibrated if "calibrated" in self._options.methods else None
         return {
             "version": _VERSION,
-            "data": {str(count): digest(pool) for count, pool in self._pools.items()},
-            "questions": {str(count): len(pool) for count, pool in self._pools.items()},
+            "data": {str(count): digest(pool) for count, pool in self.pools.items()},
+            "questions": {str(count): len(pool) for count, pool in self.pools.items()},
             "model": self._engine.fingerprint,
             "dtype": str(self._engine.adapter.dtype).removeprefix("torch."),
             "layers": self._engine.adapter.num_layers,
@@ -266,13 +256,12 @@ class Evaluation:
             known = len(wanted) - len(left)
             bar = tqdm(total=len(wanted), initial=known, desc="evaluating", unit="question", disable=hidden)
             with bar, self._engine.products():  # full prefill too is computed so
-                for (count, length), group in groupby(left, key=lambda place: (place[0], place[1])):
-                    named = self._named(count, length)
-                    for place in group:
-                        number, case = places[place]
-                        found = self._measure(subject, case, count, length, number, named)
-                        journal.append({"chunks": count, "chunk_tokens": length, **found})
-                        bar.update()
+                for place in left:
+                    count, length, _ = place
+                    number, case = places[place]
+                    found = self._measure(subject, case, count, length, number)
+                    journal.append({"chunks": count, "chunk_tokens": length, **found})
+                    bar.update()
             lines = {_place(line): line for line in journal.lines}  # parts of different sizes may have one in common
         return EvalRun(self.settings, [lines[place] for place in places if place in lines])
 
@@ -282,36 +271,10 @@ class Evaluation:
             (count, length, case.id): (number, case)
             for count in self._options.chunks
             for length in self._options.chunk_tokens
-            for number, case in enumerate(self._pools[count])
+            for number, case in enumerate(self.pools[count])
         }
 
-    def _named(self, count: int, length: int) -> list[Variant]:
-        """All methods for prompts of so many chunks of a length: how much work a ratio is depends on them."""
-        wanted = self._by_work()
-        if not wanted:
-            return self._variants
-        pool = self._pools[count]
-        segments = PromptTokenizer(self._engine.tokenizer, self._engine.config.separator)
-        prompts = [self._asked(case, count, length)[1] for case in pool[:: -(-len(pool) // _WEIGHED)]]
-        equal = EqualWork([PreparedPrompt(self._engine.adapter, segments, prompt) for prompt in prompts])
-        found = list(self._variants)
-        for method in wanted:
-            for work in self._options.works:
-                variant = equal.variant(method, work)
-                if variant is None:
-                    _log.warning("%s does more than %.3g of full prefill's work at any ratio; left out", method, work)
-                else:
-                    found.append(variant)
-        return found
-
-    def _by_work(self) -> list[str]:
-        """Methods whose ratio follows from the work they may do."""
-        options = self._options
-        blended = [method for method in dict.fromkeys(options.methods) if method.split(":")[0] in BLENDED]
-        plain = [own_ratios(method)[0] for method in blended if not own_ratios(method)[1]]
-        return plain if options.works else []
-
-    def _asked(self, case: EvalCase, count: int, length: int) -> tuple[EvalCase, Prompt]:
+    def asked(self, case: EvalCase, count: int, length: int) -> tuple[EvalCase, Prompt]:
         """A question with the chunks of its prompt, and the prompt."""
         options = self._options
         if length:
@@ -326,17 +289,15 @@ class Evaluation:
         )
         return chosen, build_prompt(chosen, options.style, self._chat)
 
-    def _measure(
-        self, subject: Subject, case: EvalCase, count: int, length: int, number: int, named: Sequence[Variant]
-    ) -> dict[str, Any]:
-        chosen, prompt = self._asked(case, count, length)
+    def _measure(self, subject: Subject, case: EvalCase, count: int, length: int, number: int) -> dict[str, Any]:
+        chosen, prompt = self.asked(case, count, length)
         about = {"case": case.id, "kind": case.kind, "group": case.group, "task": case.task}
         limit = int(getattr(self._engine.adapter.config, "max_position_embeddings", 0) or 0)
         tokens = len(self._engine.tokenize(prompt).input_ids)
         if limit and tokens + subject.room(case) > limit:
             return {**about, "skipped": f"{tokens} tokens and the answer do not fit {limit} positions", "results": []}
         warmed = self._engine.warm(prompt.chunks, progress=False)
-        measured = subject.measure(chosen, prompt, _turned(named, number), attention=number < self._options.attention)
+        measured = subject.measure(chosen, prompt, _turned(self._variants, number))
         return {**about, "tokens": tokens, "cold": bool(warmed.computed and self._extended), "results": measured}
 
 

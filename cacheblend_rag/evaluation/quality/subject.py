@@ -11,17 +11,16 @@ import torch
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import MissingExtraError
 from cacheblend_rag.evaluation.baselines import prefill_methods, time_once
-from cacheblend_rag.evaluation.prepared import DEPTH, PreparedPrompt, attention_deviation
+from cacheblend_rag.evaluation.prepared import DEPTH
 from cacheblend_rag.evaluation.quality.answers import GreedyAnswers, shared_cache
 from cacheblend_rag.evaluation.quality.cases import EvalCase
-from cacheblend_rag.evaluation.quality.chains import DocumentChains
 from cacheblend_rag.evaluation.quality.measures import best_f1, best_rouge_l, exact_match, first_line
-from cacheblend_rag.evaluation.quality.methods import CHAINS, Variant
+from cacheblend_rag.evaluation.quality.methods import Variant
 from cacheblend_rag.fusor.forcing import answer_log_probs, kl_divergence
-from cacheblend_rag.fusor.work import RowsDone, prefill_work, work_share
+from cacheblend_rag.fusor.work import RowsDone, work_share
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
 
-__all__ = ["Subject"]
+__all__ = ["Subject", "scored"]
 
 _NEW_TOKENS = {"qa": 32, "examples": 128, "summary": 512}
 # Gold tokens that are looked at: distributions over a large vocabulary take room.
@@ -55,14 +54,6 @@ class Subject:
         self.engine, self.answers, self._most = engine, answers, max_new_tokens
         self.segments = PromptTokenizer(engine.tokenizer, engine.config.separator)
         self._views: dict[str, BlendEngine] = {}
-        self._chains: dict[int, DocumentChains] = {}
-
-    def chains(self, case: EvalCase) -> DocumentChains:
-        """What asks of each chunk by itself."""
-        most = self.answer_tokens(case)
-        if most not in self._chains:
-            self._chains[most] = DocumentChains(self.engine, most)
-        return self._chains[most]
 
     def answer_tokens(self, case: EvalCase) -> int:
         """Most tokens generated for an answer: what suits the task, but no fewer than its gold answers take."""
@@ -82,16 +73,14 @@ class Subject:
         end = self.engine.tokenizer.eos_token_id
         return ids if end is None else [*ids, int(end)]
 
-    def measure(
-        self, case: EvalCase, prompt: Prompt, variants: Iterable[Variant], attention: bool = False
-    ) -> list[dict[str, Any]]:
+    def measure(self, case: EvalCase, prompt: Prompt, variants: Iterable[Variant]) -> list[dict[str, Any]]:
         """Measure each method, full prefill first; results are fit for JSON.
 
         Times are in seconds, ``work`` is a share of full prefill's (``work_24`` scaled to 24 layers),
         ``rows`` the mean share of the prompt's rows computed a layer.
         """
-        asked = _Asked(self, case, prompt, attention)
-        return [asked.by_chain(one) if one.method in CHAINS else asked.by_prefill(one) for one in variants]
+        asked = _Asked(self, case, prompt)
+        return [asked.measure(one) for one in variants]
 
     def view(self, variant: Variant) -> BlendEngine:
         """The engine with a variant's rule."""
@@ -103,7 +92,7 @@ class Subject:
 class _Asked:
     """One prompt under measurement."""
 
-    def __init__(self, subject: Subject, case: EvalCase, prompt: Prompt, attention: bool) -> None:
+    def __init__(self, subject: Subject, case: EvalCase, prompt: Prompt) -> None:
         self._subject, self._case, self._prompt = subject, case, prompt
         self._engine = subject.engine
         self._ids = self._engine.tokenize(prompt).input_ids
@@ -111,12 +100,9 @@ class _Asked:
         self._warm = False
         self._full: torch.Tensor | None = None  # full prefill's log-probabilities over the gold answer
         self._answers = GreedyAnswers(self._engine, self._ids, subject.answer_tokens(case))
-        self._prepared = (
-            PreparedPrompt(self._engine.adapter, subject.segments, prompt) if attention and prompt.chunks else None
-        )
 
-    def by_prefill(self, variant: Variant) -> dict[str, Any]:
-        """Measure a method that makes one prompt of all chunks."""
+    def measure(self, variant: Variant) -> dict[str, Any]:
+        """Measure a method."""
         prefill = self._prefill(variant)
         if variant.rule is not None and not self._warm:
             prefill()  # stores the prefix, so that no method pays for it; records are then in the page cache
@@ -136,7 +122,6 @@ class _Asked:
             "kl": float(kl_divergence(self._full, forced).mean()),
             "agreement": float((says == self._full.argmax(dim=-1)).float().mean()),
             "forced_exact": says.tolist() == self._gold,
-            "attention_deviation": self._deviation(variant),
             **self._answered(made, says),
         }
 
@@ -175,46 +160,26 @@ class _Asked:
         deep = max(DEPTH, self._engine.adapter.num_layers)
         return {"work": work_share(shape, tokens, done), "work_24": work_share(shape, tokens, done, deep)}
 
-    def _deviation(self, variant: Variant) -> float | None:
-        """Mean over layers of attention deviation; known for what blends alone."""
-        if self._prepared is None or (variant.rule is None and variant.method != "full"):
-            return None
-        if variant.rule is None:
-            return 0.0
-        return float(attention_deviation(self._prepared, variant.rule).mean())
-
     def _answered(self, made: _Prefilled, says: torch.Tensor) -> dict[str, Any]:
         if not self._subject.answers:
             return {}
-        return self._scored(self._answers.text(made.cache, made.logits, self._gold, says.tolist()))
+        return scored(self._case, self._answers.text(made.cache, made.logits, self._gold, says.tolist()))
 
-    def _scored(self, text: str) -> dict[str, Any]:
-        answer = text.strip() if self._case.task == "summary" else first_line(text)
-        golds = self._case.answers
-        try:
-            rouge = best_rouge_l(answer, golds)
-        except MissingExtraError:
-            rouge = None  # only for short answers: without it, a run over summaries does not begin
-        return {"answer": answer, "f1": best_f1(answer, golds), "em": exact_match(answer, golds), "rouge_l": rouge}
 
-    def by_chain(self, variant: Variant) -> dict[str, Any]:
-        """Measure a chain that asks of each chunk by itself; it has no prompt to compare token by token."""
-        question = self._case.question or "Summarize the news."
-        found = self._subject.chains(self._case).answer(variant.method, question, self._prompt.chunks)
-        calls = list(found.calls)
-        if variant.method == "map_reduce" and calls:
-            calls[-1] = (calls[-1][0], 0)  # what the last call writes is the answer itself
-        sizes = [read + written for read, written in calls]
-        shape, tokens = self._engine.adapter.shape, len(self._ids)
-        deep = max(DEPTH, self._engine.adapter.num_layers)
-        work = {
-            name: sum(prefill_work(shape, size, layers) for size in sizes) / prefill_work(shape, tokens, layers)
-            for name, layers in (("work", None), ("work_24", deep))
-        }
-        scored = self._scored(found.text) if self._subject.answers else {}
-        made = {"ttft": found.ttft, "rows": sum(sizes) / tokens, "failed": found.failed}
-        return {**_named(variant), **made, **work, **scored}
+def scored(case: EvalCase, text: str) -> dict[str, Any]:
+    """What was written as an answer, and how good it is."""
+    answer = text.strip() if case.task == "summary" else first_line(text)
+    try:
+        rouge = best_rouge_l(answer, case.answers)
+    except MissingExtraError:
+        rouge = None  # only for short answers: without it, a run over summaries does not begin
+    return {
+        "answer": answer,
+        "f1": best_f1(answer, case.answers),
+        "em": exact_match(answer, case.answers),
+        "rouge_l": rouge,
+    }
 
 
 def _named(variant: Variant) -> dict[str, Any]:
-    return {"label": variant.label, "method": variant.method, "ratio": variant.ratio, "aim": variant.work}
+    return {"label": variant.label, "method": variant.method, "ratio": variant.ratio}

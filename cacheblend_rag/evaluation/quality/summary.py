@@ -12,7 +12,6 @@ from typing import Any
 from cacheblend_rag.checks import check_choice
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.benching import machine, table
-from cacheblend_rag.evaluation.quality.methods import CHAINS
 from cacheblend_rag.evaluation.quality.runner import EvalRun
 from cacheblend_rag.evaluation.quality.statistics import Interval, interval, paired
 
@@ -30,7 +29,7 @@ __all__ = [
     "write_summary",
 ]
 
-MEASURES = ("f1", "em", "rouge_l", "forced_exact", "agreement", "kl", "attention_deviation")
+MEASURES = ("f1", "em", "rouge_l", "forced_exact", "agreement", "kl")
 QUALITY = ("f1", "em", "rouge_l", "forced_exact")
 """Measures that say how good an answer is: what a run is led by is one of these."""
 _COMPARED = (*QUALITY, "agreement")
@@ -48,7 +47,6 @@ _TITLES = {
     "forced_exact": "gold answer most likely",
     "agreement": "top-1 agreement",
     "kl": "KL divergence",
-    "attention_deviation": "attention deviation",
 }
 
 
@@ -85,11 +83,8 @@ class MethodRow:
     ----------
     label, method : str
     ratio : float or None
-        A mean, where it was chosen for a given work.
     chunks, chunk_tokens : int
     questions : int
-    failed : int
-        Questions for which a LangChain chain gave no answer.
     measures : dict of str to Interval
         Means, of those of `MEASURES` that were taken.
     differences : dict of str to Interval
@@ -98,8 +93,6 @@ class MethodRow:
         The same less other methods', by their labels.
     kind_differences : dict of str to dict of str to Interval
         ``differences`` by question kind.
-    aim : float or None
-        The work its ratio was chosen for.
     ttft : float
         Median seconds to the first token; requests with a cold chunk are left out where they count.
     ttft_ratio : Interval
@@ -116,7 +109,6 @@ class MethodRow:
     chunks: int
     chunk_tokens: int
     questions: int
-    failed: int
     measures: dict[str, Interval]
     differences: dict[str, Interval]
     ttft: float
@@ -127,12 +119,11 @@ class MethodRow:
     kinds: dict[str, dict[str, float]]
     against: dict[str, dict[str, Interval]] = field(default_factory=dict)
     kind_differences: dict[str, dict[str, Interval]] = field(default_factory=dict)
-    aim: float | None = None
 
     @property
     def blended(self) -> bool:
         """Whether it recomputes a part."""
-        return self.method not in ("full", "prefix", "reuse", *CHAINS)
+        return self.ratio is not None or self.method == "calibrated"
 
 
 def main_measure(run: EvalRun, wanted: str | None = None) -> str:
@@ -192,7 +183,7 @@ def _place(label: str) -> tuple[bool, str, float, str]:
     """``full`` first, then methods by name and rising ratio: the order within a line turns."""
     name, _, ratio = label.rpartition(" ")
     try:
-        return label != "full", name, float(ratio.removeprefix("@")), label
+        return label != "full", name, float(ratio), label
     except ValueError:
         return label != "full", label, -1.0, label
 
@@ -204,11 +195,10 @@ def _row(chunks: int, length: int, found: Sequence[_Measured]) -> MethodRow:
     return MethodRow(
         label=first["label"],
         method=first["method"],
-        ratio=None if first["ratio"] is None else _mean(one.result["ratio"] for one in found),
+        ratio=first["ratio"],
         chunks=chunks,
         chunk_tokens=length,
         questions=len(found),
-        failed=sum(bool(one.result.get("failed")) for one in found),
         measures={name: _interval(name, found) for name in taken},
         differences=_differences(found, lambda one: one.full),
         ttft=statistics.median(one.result["ttft"] for one in warm),
@@ -222,7 +212,6 @@ def _row(chunks: int, length: int, found: Sequence[_Measured]) -> MethodRow:
             kind: _differences([one for one in found if one.line["kind"] == kind], lambda one: one.full)
             for kind in _kinds_of(found)
         },
-        aim=first.get("aim"),
     )
 
 
@@ -347,15 +336,11 @@ def _table(rows: Sequence[MethodRow], lead: str) -> str:
         ("work", lambda row: f"{row.work:.1%}"),
         ("work, 24 layers", lambda row: f"{row.work_24:.1%}"),
     ]
-    if any(row.aim is not None for row in rows):
-        columns.append(("ratio", lambda row: "" if row.ratio is None else f"{row.ratio:.3g}"))
-    if any(row.failed for row in rows):
-        columns.append(("unusable", lambda row: str(row.failed)))
     return table([title for title, _ in columns], [[show(row) for _, show in columns] for row in rows])
 
 
 def _shower(name: str) -> Callable[[MethodRow], str]:
-    digits = 4 if name in ("kl", "attention_deviation") else 3
+    digits = 4 if name == "kl" else 3
 
     def show(row: MethodRow) -> str:
         found = row.measures.get(name)

@@ -92,11 +92,6 @@ class SelectionRule(ABC):
         """Whether stored KV is of any use to this rule."""
         return True
 
-    @property
-    def moves_keys(self) -> bool:
-        """Whether stored keys are rotated to their new positions."""
-        return True
-
     def fit(self, layers: int) -> SelectionRule:
         """The rule for a model of so many layers.
 

@@ -12,7 +12,7 @@ Drawing needs matplotlib, which the extra ``plots`` installs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,16 +21,17 @@ from cacheblend_rag.checks import check_choice
 from cacheblend_rag.config import METRICS
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.plotting import import_pyplot, save_figure
-from cacheblend_rag.evaluation.prepared import PreparedPrompt, attention_deviation
+from cacheblend_rag.evaluation.prepared import PreparedPrompt
+from cacheblend_rag.fusor.scoring import attention_rows
 from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
+from cacheblend_rag.models.kv import LayerKV
 
 __all__ = [
+    "attention_deviation",
     "attention_sparsity",
     "kv_deviation",
     "plot_attention",
-    "plot_attention_deviation",
-    "plot_kv_deviation",
-    "plot_rank_correlation",
+    "question_attention",
     "rank_correlation",
 ]
 
@@ -60,6 +61,33 @@ def kv_deviation(prepared: PreparedPrompt, metric: str = "v", rule: SelectionRul
         squares = [parts[part][0, :, span].float().square().sum(dim=(0, 2)) for part in metric]
         rows.append(torch.stack(squares).sum(dim=0).sqrt())
     return torch.stack(rows)
+
+
+def question_attention(prepared: PreparedPrompt, layers: Sequence[LayerKV]) -> list[torch.Tensor]:
+    """Attention of the question's rows over fused KV, a layer, ``[heads, question, tokens]``."""
+    adapter, ids = prepared.adapter, prepared.tokens.input_ids
+    copies = [LayerKV(kv.keys.clone(), kv.values.clone()) for kv in layers]
+    rows = torch.arange(prepared.question.start, prepared.question.stop, device=adapter.device)
+    numbers = range(adapter.num_layers)
+    with adapter.blending():
+        rotaries = adapter.rotary(len(ids))
+        found = attention_rows(adapter, ids, rows, len(rows), copies.__getitem__, rotaries, numbers)
+    return [found[number] for number in numbers]
+
+
+def attention_deviation(prepared: PreparedPrompt, rule: SelectionRule | None = None) -> torch.Tensor:
+    """How far the question's attention over the context is from full prefill's (section 4.2 of the paper).
+
+    Returns
+    -------
+    Tensor, [layers], float32
+        L2 norm of the difference of the forward attention matrices, mean over heads.
+    """
+    span = slice(prepared.context.start, prepared.context.stop)
+    ours = question_attention(prepared, prepared.fuse(rule or SelectNone()).fusion.layers)
+    theirs = question_attention(prepared, prepared.full.layers)
+    differences = [(a[:, :, span] - b[:, :, span]).float() for a, b in zip(ours, theirs, strict=True)]
+    return torch.stack([difference.square().sum(dim=(1, 2)).sqrt().mean() for difference in differences])
 
 
 def rank_correlation(scores: torch.Tensor) -> torch.Tensor:
@@ -127,42 +155,8 @@ def plot_attention(prepared: PreparedPrompt, layer: int, path: str | Path) -> No
     }
     figure, axes = pyplot.subplots(len(shown), 1, sharex=True, figsize=(7, 4), layout="constrained")
     for axis, (name, layers) in zip(axes, shown.items(), strict=True):
-        axis.imshow(prepared.attention(layers)[layer].float().mean(dim=0)[:, span].cpu().numpy(), aspect="auto", vmin=0)
+        looked = question_attention(prepared, layers)[layer].float().mean(dim=0)
+        axis.imshow(looked[:, span].cpu().numpy(), aspect="auto", vmin=0)
         axis.set(title=f"{name}, layer {layer}", ylabel="question token")
     axes[-1].set(xlabel="context token")
-    save_figure(pyplot, figure, path)
-
-
-def plot_attention_deviation(
-    prepared: PreparedPrompt, rules: Mapping[str, Sequence[SelectionRule]], ratios: Sequence[float], path: str | Path
-) -> None:
-    """Attention deviation over the recompute ratio, one line a rule (Fig. 6)."""
-    pyplot = import_pyplot()
-    figure, axis = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
-    for name, at_ratios in rules.items():
-        means = [float(attention_deviation(prepared, rule).mean()) for rule in at_ratios]
-        axis.plot(list(ratios), means, marker="o", label=name)
-    axis.set(xlabel="recompute ratio", ylabel="attention deviation")
-    axis.legend()
-    save_figure(pyplot, figure, path)
-
-
-def plot_kv_deviation(deviation: torch.Tensor, layers: Sequence[int], path: str | Path) -> None:
-    """Which share of tokens deviates how much, one line a layer (Fig. 7)."""
-    pyplot = import_pyplot()
-    figure, axis = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
-    for layer in layers:
-        values = deviation[layer].sort().values
-        axis.plot(values.tolist(), torch.linspace(0, 1, len(values)).tolist(), label=f"layer {layer}")
-    axis.set(xlabel="KV deviation", ylabel="share of tokens")
-    axis.legend()
-    save_figure(pyplot, figure, path)
-
-
-def plot_rank_correlation(correlation: torch.Tensor, path: str | Path) -> None:
-    """Rank correlation of KV deviation between neighbouring layers (Fig. 8)."""
-    pyplot = import_pyplot()
-    figure, axis = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
-    axis.bar([f"{layer}, {layer + 1}" for layer in range(len(correlation))], correlation.nan_to_num().tolist())
-    axis.set(xlabel="layers", ylabel="Spearman's rank correlation", ylim=(0, 1))
     save_figure(pyplot, figure, path)

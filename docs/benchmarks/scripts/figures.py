@@ -22,27 +22,28 @@ from tqdm import tqdm
 
 from cacheblend_rag.cli.evaluate import add_eval_arguments, open_evaluation
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.errors import CacheBlendError, ConfigError
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.benching import machine
 from cacheblend_rag.evaluation.plotting import import_pyplot
-from cacheblend_rag.evaluation.prepared import PreparedPrompt, attention_deviation
-from cacheblend_rag.evaluation.quality.choosing import Ranker, choose
-from cacheblend_rag.evaluation.quality.methods import BLENDED, CHAINS, own_ratios, rule_of
+from cacheblend_rag.evaluation.prepared import PreparedPrompt
+from cacheblend_rag.evaluation.quality.choosing import Ranker
+from cacheblend_rag.evaluation.quality.methods import BLENDED, own_ratios, rule_of
 from cacheblend_rag.evaluation.quality.plots import (
     draw_against,
-    draw_curves,
     draw_least_work,
     draw_over_chunks,
     draw_over_ratio,
+    drawn,
 )
-from cacheblend_rag.evaluation.quality.prompts import ChatFrame, build_prompt
 from cacheblend_rag.evaluation.quality.runner import EvalOptions, Evaluation
 from cacheblend_rag.evaluation.quality.sources import CaseSource
 from cacheblend_rag.evaluation.quality.summary import MethodRow, main_measure, write_summary
 from cacheblend_rag.fusor.selection import SelectNone
 from cacheblend_rag.loading import BlendSettings
 from cacheblend_rag.prompt import PromptTokenizer
-from docs.benchmarks.scripts.analysis import kv_deviation, rank_correlation
+from docs.benchmarks.scripts.analysis import attention_deviation, kv_deviation, rank_correlation
+from docs.benchmarks.scripts.chains import with_chains
+from docs.benchmarks.scripts.common import reported, script_parser
 from tests.toy.cases import ToyCases
 
 __all__ = ["FIGURES", "FigureMaker", "main"]
@@ -131,17 +132,18 @@ class FigureMaker:
 
     # Figures of whole runs ----------------------------------------------------------------------
 
-    def _run(self, name: str, folder: str = "", **changes: Any) -> tuple[str, list[MethodRow], list[Path]]:
+    def _run(
+        self, name: str, folder: str = "", *, chains: bool = False, **changes: Any
+    ) -> tuple[str, list[MethodRow], list[Path]]:
         """A run with a figure's settings: its measure, its rows and the JSON they are in.
 
         Figures that name the same folder are made of the same run.
         """
-        options = replace(self.options, **changes)
-        evaluation = Evaluation(
-            self.engine, self.source, options, self.ranker, self.calibrated, retrieval=self.retrieval
-        )
+        evaluation = self._evaluation(**changes)
         out = self.folder / (folder or name)
         run = evaluation.run(out, progress=self.progress)
+        if chains:
+            run = with_chains(self.engine, evaluation, run, out / "chains")
         rows, measure = write_summary(run, out, measure=self.measure), main_measure(run, self.measure)
         path = self.folder / f"{name}.json"
         content = {
@@ -154,18 +156,22 @@ class FigureMaker:
         _write(path, content)
         return measure, rows, [path]
 
+    def _evaluation(self, **changes: Any) -> Evaluation:
+        options = replace(self.options, **changes)
+        return Evaluation(self.engine, self.source, options, self.ranker, self.calibrated, retrieval=self.retrieval)
+
     @property
     def _one(self) -> tuple[int, ...]:
         return self.options.chunks[:1]
 
     def _over_chunks(self) -> list[Path]:
-        measure, rows, files = self._run("fig2", methods=("full", "reuse"), chunks=self.sweep_chunks, attention=0)
+        measure, rows, files = self._run("fig2", methods=("full", "reuse"), chunks=self.sweep_chunks)
         return [*files, draw_over_chunks(rows, measure, "chunks", self.folder / "fig2.svg")]
 
     def _usual(self, name: str) -> tuple[str, list[MethodRow], list[Path]]:
         """What figures 12 and 16 show, run once for both."""
         methods = ("prefix", "reuse", *self._blended)
-        return self._run(name, "fig12-16", methods=methods, chunks=self._one, attention=0)
+        return self._run(name, "fig12-16", methods=methods, chunks=self._one)
 
     def _over_time(self) -> list[Path]:
         measure, rows, files = self._usual("fig12")
@@ -176,38 +182,29 @@ class FigureMaker:
         return [*files, draw_over_ratio(rows, measure, self.folder / "fig16.svg")]
 
     def _beside_chains(self) -> list[Path]:
-        methods = (*self._blended, *CHAINS)
-        measure, rows, files = self._run("fig13", methods=methods, chunks=self._one, attention=0)
+        measure, rows, files = self._run("fig13", chains=True, methods=self._blended, chunks=self._one)
         return [*files, draw_against(rows, measure, "ttft", self.folder / "fig13.svg")]
 
     def _least_work(self) -> list[Path]:
         methods = ("full", *self._blended)
-        measure, rows, first = self._run("fig15a", methods=methods, chunks=self.sweep_chunks, attention=0)
+        measure, rows, first = self._run("fig15a", methods=methods, chunks=self.sweep_chunks)
         drawn = draw_least_work(rows, measure, "chunks", self.folder / "fig15a.svg")
         tokens: dict[str, Any] = {"chunks": self._one, "chunk_tokens": self.sweep_tokens}
-        measure, rows, second = self._run("fig15b", methods=methods, attention=0, **tokens)
+        measure, rows, second = self._run("fig15b", methods=methods, **tokens)
         return [*first, drawn, *second, draw_least_work(rows, measure, "chunk_tokens", self.folder / "fig15b.svg")]
 
     # Figures of single prompts ------------------------------------------------------------------
 
     def _each(self, look: Callable[[PreparedPrompt], torch.Tensor]) -> torch.Tensor:
         """Mean over prompts of what is seen in each."""
-        chat = ChatFrame(self.engine.tokenizer) if self.options.chat else None
         segments = PromptTokenizer(self.engine.tokenizer, self.engine.config.separator)
         (count,) = self._one
-        cases = self.source.cases(count)
+        evaluation = self._evaluation(chunks=self._one)
+        cases = evaluation.pools[count]
         picked = cases[:: max(1, len(cases) // self.prompts)][: self.prompts]
         found = []
         for case in tqdm(picked, desc="prompts", disable=None if self.progress is None else not self.progress):
-            chosen = choose(
-                case,
-                count,
-                order=self.options.order,
-                ranker=self.ranker,
-                keep_support=self.options.keep_support,
-                seed=self.options.seed,
-            )
-            prompt = build_prompt(chosen, self.options.style, chat)
+            _, prompt = evaluation.asked(case, count, 0)
             found.append(look(PreparedPrompt(self.engine.adapter, segments, prompt)).double())
         return torch.stack(found).mean(dim=0)
 
@@ -219,7 +216,7 @@ class FigureMaker:
         axes = {"x": titles[0], "y": titles[1]}
         shown = {name: {"x": list(places), "y": list(heights)} for name, (places, heights) in curves.items()}
         _write(path, {"figure": f"fig{number}", "settings": settings, **axes, "curves": shown})
-        return [path, draw_curves(curves, titles, self.folder / f"fig{number}.svg")]
+        return [path, _draw_curves(curves, titles, self.folder / f"fig{number}.svg")]
 
     def _attention(self) -> list[Path]:
         ratios = sorted({0.0, *self.options.ratios, 1.0})
@@ -253,6 +250,19 @@ class FigureMaker:
         return self._curves(8, curves, ("layer, with the one after it", "rank correlation"))
 
 
+def _draw_curves(
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], titles: tuple[str, str], path: Path
+) -> Path:
+    """Named lines, each of places and heights."""
+
+    def draw(axis: Any) -> None:
+        for name, (places, heights) in curves.items():
+            axis.plot(list(places), list(heights), marker="o" if len(places) < 30 else None, label=name)
+        axis.set(xlabel=titles[0], ylabel=titles[1])
+
+    return drawn(path, draw)
+
+
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
@@ -271,7 +281,7 @@ def _whole(text: str) -> tuple[int, ...]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make figures and print the files they are in."""
-    parser = argparse.ArgumentParser(prog="python -m docs.benchmarks.scripts.figures", description=__doc__)
+    parser = script_parser("figures", __doc__)
     add_eval_arguments(parser)
     parser.add_argument("--per-kind", type=int, default=50, metavar="N", help="questions of each kind, of toy:SPLIT")
     parser.add_argument("--only", type=_whole, metavar="N,N,…", help="2, 6, 7, 8, 12, 13, 15, 16; all by default")
@@ -279,7 +289,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sweep-tokens", type=_whole, default=(100, 200, 300), metavar="N,N,…")
     parser.add_argument("--prompts", type=int, default=20, help="prompts for figures 6 to 8")
     parsed = parser.parse_args(arguments)
-    try:
+
+    def make() -> None:
         with open_evaluation(parsed, _toy_cases(parsed)) as made:
             maker = FigureMaker(
                 engine=made.engine,
@@ -297,10 +308,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for number in parsed.only or FIGURES:
                 for path in maker.make(number):
                     print(path)
-    except CacheBlendError as error:
-        print(f"figures: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return reported(parser, make)
 
 
 if __name__ == "__main__":

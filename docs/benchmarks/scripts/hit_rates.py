@@ -22,7 +22,7 @@ from typing import Any
 from cacheblend_rag.checks import check_whole
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.plotting import pyplot_for, save_figure
-from cacheblend_rag.evaluation.throughput import draw_prompt, zipf
+from docs.benchmarks.scripts.throughput import draw_prompt, zipf
 
 __all__ = ["HitRates", "TraceOptions", "draw", "main", "simulate"]
 

@@ -28,9 +28,10 @@ from transformers import pipeline
 from transformers.generation import LogitsProcessorList
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.evaluation.benching import TokenClock, bench_model, chunk_texts, machine, medians, table
+from cacheblend_rag.evaluation.benching import bench_model, chunk_texts, machine, medians, table
 from cacheblend_rag.evaluation.shapes import SHAPES, BenchOptions
 from cacheblend_rag.langchain import CacheBlendLLM
+from docs.benchmarks.scripts.common import TokenClock
 
 __all__ = ["MigrationOptions", "main", "measure"]
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.errors import CacheBlendError, ConfigError
-from cacheblend_rag.evaluation import concurrent, overlap, scaling, throughput
-from cacheblend_rag.evaluation.bench_plots import draw_decode, draw_store, draw_ttft, draw_warm
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.evaluation.bench_plots import draw_ttft
 from cacheblend_rag.evaluation.plotting import pyplot_for
-from docs.benchmarks.scripts import hit_rates
+from docs.benchmarks.scripts import concurrent, decode, hit_rates, loading, scaling, store, throughput, warm
+from docs.benchmarks.scripts.common import reported, script_parser
 
 __all__ = ["KINDS", "Kind", "draw_file", "main"]
 
@@ -38,16 +37,16 @@ class Kind:
     draw: Callable[[Any, Mapping[str, Any], Path], None]
 
 
-# By the command that measured it.
+# By the command or script that measured it.
 KINDS = {
     "bench ttft": Kind(("ttft_seconds", "bound_seconds", "times_faster", "prompt_tokens"), draw_ttft),
-    "bench store": Kind(("bytes_a_second", "records"), draw_store),
-    "bench warm": Kind(("seconds_a_token", "to_batch", "spread", "tokens"), draw_warm),
-    "bench decode": Kind(("seconds_a_token", "to_transformers", "spread", "prompt_tokens"), draw_decode),
-    "bench loading": Kind(("alone", "rows"), overlap.draw),
-    "bench scaling": Kind(("growth", "rows"), scaling.draw),
-    "bench throughput": Kind(("served", "rows", "batches"), throughput.draw),
-    "bench concurrent": Kind(("under_way", "prompt_tokens"), concurrent.draw),
+    "store": Kind(("bytes_a_second", "records"), store.draw),
+    "warm": Kind(("seconds_a_token", "to_batch", "spread", "tokens"), warm.draw),
+    "decode": Kind(("seconds_a_token", "to_transformers", "spread", "prompt_tokens"), decode.draw),
+    "loading": Kind(("alone", "rows"), loading.draw),
+    "scaling": Kind(("growth", "rows"), scaling.draw),
+    "throughput": Kind(("served", "rows", "batches"), throughput.draw),
+    "concurrent": Kind(("under_way", "prompt_tokens"), concurrent.draw),
     "hit_rates": Kind(("content", "chained"), hit_rates.draw),
 }
 
@@ -65,7 +64,7 @@ def draw_file(source: str | Path, plot: str | Path) -> str:
     Returns
     -------
     str
-        The command that measured it, a key of `KINDS`.
+        What measured it, a key of `KINDS`.
 
     Raises
     ------
@@ -101,16 +100,11 @@ def _unknown(path: str | Path) -> ConfigError:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw one result."""
-    parser = argparse.ArgumentParser(prog="python -m docs.benchmarks.scripts.redraw", description=__doc__)
+    parser = script_parser("redraw", __doc__)
     parser.add_argument("file", metavar="RESULT", help="what a benchmark printed, or its last line")
     parser.add_argument("--plot", metavar="FILE", required=True, help="the picture to write")
     parsed = parser.parse_args(arguments)
-    try:
-        print(f"{draw_file(parsed.file, parsed.plot)}: {parsed.plot}")
-    except CacheBlendError as error:
-        print(f"redraw: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return reported(parser, lambda: print(f"{draw_file(parsed.file, parsed.plot)}: {parsed.plot}"))
 
 
 if __name__ == "__main__":

@@ -119,7 +119,6 @@ def candidates(
     done = depth - 1 + _LAST
     found = [
         Candidate(FLOOR, None, SelectNone()),
-        Candidate(f"{FLOOR}, keys not moved", None, SelectNone(correct_positions=False)),
         Candidate(f"{PAPER}, 15.0%", None, SelectHKVD((1,), 0.15)),
         Candidate(f"hkvd k, layer {late}, 15.0%", None, SelectHKVD((late,), 0.15, metric="k")),
         Candidate(f"query on layer {layers - 2}, 15.0%", None, SelectQuery(0.15, (layers - 2,))),

@@ -390,7 +390,12 @@ def _shares(adapter: ModelAdapter, tokenizer: Any, cases: Sequence[Case]) -> tup
     with torch.no_grad():
         prepared = [prepared_case(adapter, tokenizer, case)[0] for case in some]
         works = [one.fuse(SelectNone()).scaled_work for one in prepared]
-    return sum(works) / len(some), sum(one.reused_share for one in prepared) / len(some)
+    return sum(works) / len(some), sum(map(reused_share, prepared)) / len(some)
+
+
+def reused_share(prepared: PreparedPrompt) -> float:
+    """Tokens a rule decides on, as a share of all."""
+    return sum(map(len, prepared.plan.reused)) / len(prepared.tokens.input_ids)
 
 
 def _progress(total: int, before: int) -> Callable[[int], None]:

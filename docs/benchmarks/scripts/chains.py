@@ -7,7 +7,8 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from langchain_core.callbacks import BaseCallbackHandler
@@ -16,9 +17,16 @@ from langchain_core.outputs import LLMResult
 
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, MissingExtraError
+from cacheblend_rag.evaluation.prepared import DEPTH
+from cacheblend_rag.evaluation.quality.journal import Journal
+from cacheblend_rag.evaluation.quality.runner import EvalRun, Evaluation
+from cacheblend_rag.evaluation.quality.subject import Subject, scored
+from cacheblend_rag.fusor.work import prefill_work
 from cacheblend_rag.langchain import CacheBlendLLM
 
-__all__ = ["ChainAnswer", "DocumentChains"]
+__all__ = ["CHAINS", "ChainAnswer", "DocumentChains", "with_chains"]
+
+CHAINS = ("map_reduce", "map_rerank")
 
 _log = logging.getLogger(__name__)
 
@@ -109,3 +117,53 @@ class _Calls(BaseCallbackHandler):
     def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
         for batch in response.generations:
             self.infos += [dict(one.generation_info or {}) for one in batch]
+
+
+def with_chains(engine: BlendEngine, evaluation: Evaluation, run: EvalRun, folder: Path) -> EvalRun:
+    """A run in which the chains have answered the same questions from the same chunks.
+
+    They have no prompt that could be compared token by token. Rows and work count all their calls.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+    evaluation : Evaluation
+        What the run was made by.
+    run : EvalRun
+    folder : path
+        Keeps their results question by question, as a run does.
+    """
+    subject = Subject(engine, run.settings["max_new_tokens"])
+    known: dict[int, DocumentChains] = {}
+    with Journal(folder, run.settings) as journal, engine.products():
+        for line in run.lines[len(journal.lines) :]:
+            count, length = line["chunks"], line["chunk_tokens"]
+            case = next(one for one in evaluation.pools[count] if one.id == line["case"])
+            most = subject.answer_tokens(case)
+            if most not in known:
+                known[most] = DocumentChains(engine, most)
+            chosen, prompt = evaluation.asked(case, count, length)
+            tokens, question = len(engine.tokenize(prompt).input_ids), case.question or "Summarize the news."
+            results = []
+            for kind in CHAINS if line["results"] else ():
+                found = known[most].answer(kind, question, prompt.chunks)
+                results.append({**_spent(engine, kind, found, tokens), **scored(chosen, found.text)})
+            journal.append({"case": case.id, "results": results})
+        both = zip(run.lines, journal.lines, strict=True)
+        return replace(run, lines=[{**line, "results": [*line["results"], *more["results"]]} for line, more in both])
+
+
+def _spent(engine: BlendEngine, kind: str, found: ChainAnswer, tokens: int) -> dict[str, Any]:
+    """What a chain took, beside full prefill of a prompt of so many tokens."""
+    calls = list(found.calls)
+    if kind == "map_reduce" and calls:
+        calls[-1] = (calls[-1][0], 0)  # what the last call writes is the answer itself
+    sizes = [read + written for read, written in calls]
+    shape = engine.adapter.shape
+    deep = max(DEPTH, engine.adapter.num_layers)
+    work = {
+        name: sum(prefill_work(shape, size, layers) for size in sizes) / prefill_work(shape, tokens, layers)
+        for name, layers in (("work", None), ("work_24", deep))
+    }
+    about = {"label": kind, "method": kind, "ratio": None, "ttft": found.ttft, "rows": sum(sizes) / tokens}
+    return {**about, **work, "failed": found.failed}

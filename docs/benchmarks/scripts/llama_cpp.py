@@ -1,6 +1,11 @@
-"""llama.cpp beside our methods, on the very model that a benchmark made: full prefill, and with a prefix kept.
+"""llama.cpp in turn with the methods of ``cacheblend-rag bench ttft``, on the very same weights.
 
-Needs the packages ``llama-cpp-python`` and ``gguf``. Everything runs on the CPU.
+``python -m docs.benchmarks.scripts.llama_cpp --shape smollm2-135m --methods prefix default``
+
+It prefills the whole prompt, and the same with a prefix kept. Everything runs on the CPU. It needs the package
+llama-cpp-python, which is built from source, with a compiler::
+
+    CMAKE_ARGS="-DGGML_NATIVE=ON" pip install --no-binary llama-cpp-python "llama-cpp-python>=0.3.36"
 """
 
 from __future__ import annotations
@@ -9,56 +14,46 @@ import ctypes
 import functools
 import itertools
 import logging
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cacheblend_rag.cli.bench import add_ttft_arguments, options_from
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.evaluation.baselines import Prefilled, kept_ids
-from cacheblend_rag.evaluation.gguf_file import KINDS
+from cacheblend_rag.evaluation.bench_plots import draw_ttft
+from cacheblend_rag.evaluation.benching import show_result
+from cacheblend_rag.evaluation.shapes import bench_device
+from cacheblend_rag.evaluation.ttft import TTFTOptions, told
+from cacheblend_rag.evaluation.ttft import measure as measure_ttft
 from cacheblend_rag.prompt import Prompt
+from docs.benchmarks.scripts.common import reported, script_parser
+from docs.benchmarks.scripts.gguf_file import KINDS, write_gguf
 
 __all__ = [
     "NAMES",
     "LlamaContext",
     "LlamaCpp",
-    "LlamaMethods",
     "LlamaSettings",
-    "agreement",
-    "check_installed",
     "file_dtype",
-    "llama_cpp_methods",
+    "main",
+    "measure",
 ]
 
-# Methods as they are asked for, and as tables name them.
-NAMES = {"llama.cpp": "llama.cpp", "llama.cpp-prefix": "llama.cpp, prefix kept"}
+NAMES = ("llama.cpp", "llama.cpp, prefix kept")
 
 _log = logging.getLogger(__name__)
 # 512 rows at once are llama.cpp's default. Which is quickest depends on the prompt's length and the processor.
 _TRIED = tuple(itertools.product((True, False), (512, 256)))
 _ERROR = 4  # GGML_LOG_LEVEL_ERROR
-
-
-def check_installed(method: str) -> None:
-    """Refuse a method of llama.cpp where a package is missing.
-
-    Raises
-    ------
-    ConfigError
-        If ``llama_cpp`` or ``gguf`` cannot be imported.
-    """
-    try:
-        import gguf  # noqa: F401
-        import llama_cpp  # noqa: F401
-    except ImportError as error:
-        remedy = "install what it needs with: pip install llama-cpp-python gguf"
-        raise ConfigError("methods", method, f"{remedy} ({error})") from error
 
 
 @dataclass(frozen=True)
@@ -221,29 +216,52 @@ def file_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float16 if slow else dtype
 
 
-@dataclass(frozen=True)
-class LlamaMethods:
-    """Prefills of llama.cpp by the names of `NAMES`, and how it computes them."""
+def measure(options: TTFTOptions) -> dict[str, Any]:
+    """Measure llama.cpp in turn with the methods of the options; a dictionary fit for JSON.
 
-    runs: dict[str, Callable[[], Prefilled]]
-    settings: LlamaSettings
+    Raises
+    ------
+    ConfigError
+        If llama-cpp-python is not installed, or the device is no CPU.
+    """
+    try:
+        import llama_cpp  # noqa: F401
+    except ImportError as error:
+        remedy = f"install it with: pip install llama-cpp-python ({error})"
+        raise ConfigError("package", "llama_cpp", remedy) from error
+    if bench_device(options.device).type != "cpu":
+        raise ConfigError("device", options.device, 'use "cpu": llama.cpp is measured there only')
+    about: dict[str, Any] = {}
+
+    @contextmanager
+    def theirs(engine: BlendEngine, prompt: Prompt) -> Iterator[dict[str, Callable[[], Prefilled]]]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.gguf"
+            write_gguf(engine.model, path, file_dtype(engine.model.dtype))
+            with LlamaCpp(path, threads=options.threads) as llama:
+                ids = engine.tokenize(prompt).input_ids
+                settings = llama.quickest(ids)
+                runs = _methods(llama, engine, prompt, settings)
+                full, logits = engine.adapter.prefill(ids).logits, {name: run().logits for name, run in runs.items()}
+                about.update(_agreement(settings, full, logits))
+                yield runs
+
+    found = measure_ttft(options, theirs)
+    return found | {"llama_cpp": about}
 
 
-def llama_cpp_methods(llama: LlamaCpp, engine: BlendEngine, prompt: Prompt) -> LlamaMethods:
+def _methods(
+    llama: LlamaCpp, engine: BlendEngine, prompt: Prompt, settings: LlamaSettings
+) -> dict[str, Callable[[], Prefilled]]:
     """Its prefill of the whole prompt, and the same with prefix and first chunk kept in its KV cache from before.
 
     Each goes from text to the logits of the first token; token ids are made by the engine's tokenizer.
-    Settings are those that are quickest for the whole prompt.
     """
-    ids, known = engine.tokenize(prompt).input_ids, kept_ids(engine, prompt)
-    settings = llama.quickest(ids)
-    runs = {}
-    for name, kept in zip(NAMES, (0, len(known)), strict=True):
-        context = llama.context(len(ids), settings)
-        if kept:
-            context.prefill(known)
-        runs[name] = _prefill(context, engine, prompt, kept)
-    return LlamaMethods(runs, settings)
+    known, room = kept_ids(engine, prompt), len(engine.tokenize(prompt).input_ids)
+    behind = llama.context(room, settings)
+    behind.prefill(known)
+    runs = (_prefill(llama.context(room, settings), engine, prompt, 0), _prefill(behind, engine, prompt, len(known)))
+    return dict(zip(NAMES, runs, strict=True))
 
 
 def _prefill(context: LlamaContext, engine: BlendEngine, prompt: Prompt, kept: int) -> Callable[[], Prefilled]:
@@ -254,31 +272,37 @@ def _prefill(context: LlamaContext, engine: BlendEngine, prompt: Prompt, kept: i
     return run
 
 
-def agreement(settings: LlamaSettings, full: Prefilled, others: Mapping[str, Prefilled]) -> dict[str, Any]:
-    """How near llama.cpp's logits of the first token are to transformers', and which llama.cpp it was.
+def _agreement(settings: LlamaSettings, full: torch.Tensor, others: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Which llama.cpp it was, and how near its logits of the first token are to transformers', ``[vocab]`` each.
 
-    Parameters
-    ----------
-    settings : LlamaSettings
-    full : Prefilled
-        The whole prompt by transformers.
-    others : mapping of str to Prefilled
-        By llama.cpp.
-
-    Returns
-    -------
-    dict
-        Fit for JSON; differences are the largest of any logit, as a share of the largest logit.
+    Fit for JSON; differences are the largest of any logit, as a share of the largest logit.
     """
     import llama_cpp
 
-    wanted = full.logits.float()
-    differences = {name: (made.logits - wanted).abs().max() / wanted.abs().max() for name, made in others.items()}
+    wanted = full.float()
+    differences = {name: (made - wanted).abs().max() / wanted.abs().max() for name, made in others.items()}
     return {
         "version": llama_cpp.__version__,
         "built_for": llama_cpp.llama_print_system_info().decode().strip(" |"),
-        "weights": KINDS[file_dtype(full.logits.dtype)],
+        "weights": KINDS[file_dtype(full.dtype)],
         **asdict(settings),
         "logit_difference": {name: float(difference) for name, difference in differences.items()},
-        "same_first_token": {name: bool(made.logits.argmax() == wanted.argmax()) for name, made in others.items()},
+        "same_first_token": {name: bool(made.argmax() == wanted.argmax()) for name, made in others.items()},
     }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print a table and JSON."""
+    parser = script_parser("llama_cpp", __doc__)
+    add_ttft_arguments(parser)
+    parsed = parser.parse_args(arguments)
+
+    def show() -> None:
+        options = options_from(TTFTOptions, parsed)
+        show_result(parsed.plot, lambda: measure(options), told, draw_ttft)
+
+    return reported(parser, show)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

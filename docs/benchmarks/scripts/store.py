@@ -1,6 +1,6 @@
 """How fast records of KV are written, found and read, store by store and codec by codec.
 
-``cacheblend-rag bench store --shape qwen2.5-0.5b --chunks 8 --chunk-tokens 512``
+``python -m docs.benchmarks.scripts.store --shape qwen2.5-0.5b --chunks 8 --chunk-tokens 512``
 
 No model is made: records have its shape and random numbers. All stores take turns, round after round,
 each time in a folder of its own. A first read finds nothing of a file in the system's page cache (where
@@ -11,8 +11,9 @@ Throughput is of the KV as the model reads it, so that codecs compare.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,8 +24,9 @@ import torch
 from cacheblend_rag.checks import check_choice
 from cacheblend_rag.config import CODEC_NAMES
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.evaluation.bench_plots import draw_store
+from cacheblend_rag.evaluation.bench_plots import EDGE, bar_rows, titled, unboxed
 from cacheblend_rag.evaluation.benching import machine, medians, show_result, shown_seconds, table
+from cacheblend_rag.evaluation.plotting import save_figure
 from cacheblend_rag.evaluation.profiling import drop_cache
 from cacheblend_rag.evaluation.shapes import BenchOptions, shape_config
 from cacheblend_rag.evaluation.timing import timed
@@ -33,10 +35,11 @@ from cacheblend_rag.models.shape import head_width
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore
 from cacheblend_rag.store.base import KVRecord, StoredKV, copy_layer, record_key
 from cacheblend_rag.store.record import RecordFormat
+from docs.benchmarks.scripts.common import prompt_parser, run_bench
 
-__all__ = ["PARTS", "StoreOptions", "measure", "show"]
+__all__ = ["StoreOptions", "draw", "main", "measure", "show"]
 
-PARTS = ("write", "look up", "first read", "read")
+_PARTS = ("write", "first read", "read")
 
 
 @dataclass(frozen=True)
@@ -200,15 +203,47 @@ def show(options: StoreOptions, plot: str | None = None) -> None:
         head = ("store", "takes", "look-up of a record", "write", "first read", "read")
         return title + table(head, [_cells(name, result) for name in result["seconds"]])
 
-    show_result(plot, lambda: measure(options), tell, draw_store)
+    show_result(plot, lambda: measure(options), tell, draw)
 
 
 def _cells(name: str, result: Mapping[str, Any]) -> tuple[str, ...]:
     """A store's row."""
     parts, rates = result["seconds"][name], result["bytes_a_second"][name]
-    shown = [
-        f"{shown_seconds(parts[part])}, {rates[part] / 1e9:.2f} GB/s" if part in rates else "–"
-        for part in ("write", "first read", "read")
-    ]
+    shown = [f"{shown_seconds(parts[part])}, {rates[part] / 1e9:.2f} GB/s" if part in rates else "–" for part in _PARTS]
     stored = f"{result['stored_bytes'][name] / 1e6:.1f} MB"
     return (name, stored, shown_seconds(result["look_up_seconds"][name]), *shown)
+
+
+def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
+    """Throughput of writing and reading, by store and codec; each part has a scale of its own."""
+    rates = result["bytes_a_second"]
+    places = {name: float(number) for number, name in enumerate(rates)}
+    size = (9.5, 1.5 + 0.3 * len(places))
+    figure, axes = pyplot.subplots(1, len(_PARTS), sharey=True, figsize=size, layout="constrained")
+    bar_rows(axes[0], places)
+    for axis, part in zip(axes, _PARTS, strict=True):
+        shown = {name: parts[part] / 1e9 for name, parts in rates.items() if part in parts}
+        said = {name: f"{shown[name]:.2f}" if name in shown else "–" for name in rates}
+        if part == "write" and shown.pop("memory", None):  # would dwarf the others and says nothing of the store
+            said["memory"] = "nothing is copied"
+        at = [places[name] for name in shown]
+        axis.barh(at, list(shown.values()), height=0.7, facecolor="0.6", **EDGE)
+        for name, text in said.items():
+            end = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": "small"}
+            axis.annotate(text, (shown.get(name, 0.0), places[name]), **end)
+        axis.set(title=part, xlabel="GB of KV a second", xlim=(0, 1.25 * max(shown.values(), default=1.0)))
+        unboxed(axis)
+    records = f"{result['records']} records of {result['options']['chunk_tokens']} tokens"
+    titled(figure, "Throughput of stores, higher is better (each part has its own scale)", result, records)
+    save_figure(pyplot, figure, path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print a table and JSON."""
+    parser = prompt_parser("store", __doc__, shape="qwen2.5-0.5b", rounds=5, chunks=8)
+    parser.add_argument("--codecs", nargs="+", metavar="CODEC", help="raw, fp8, int8, int4 (default: all)")
+    return run_bench(parser, arguments, StoreOptions, show)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Answers under way at once: time to first token, time to the whole answer, and tokens a second.
 
-``cacheblend-rag bench concurrent --shape qwen2.5-0.5b --dtype bfloat16 --limit 1 --limit 4 --at-once 4``
+``python -m docs.benchmarks.scripts.concurrent --shape qwen2.5-0.5b --dtype bfloat16 --limit 1 --limit 4 --at-once 4``
 
 So many requests come at the same moment, each with the same stored chunks in an order and behind a question of its
 own, and are answered by engines over one model and store that let different numbers of them be under way
@@ -10,6 +10,7 @@ own, and are answered by engines over one model and store that let different num
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,21 +26,13 @@ from cacheblend_rag.checks import check_whole
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.bench_plots import titled
-from cacheblend_rag.evaluation.benching import (
-    TokenClock,
-    bench_model,
-    bench_prompt,
-    machine,
-    show_result,
-    table,
-    warmed,
-)
-from cacheblend_rag.evaluation.decoding import greedy
+from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, machine, show_result, table, warmed
 from cacheblend_rag.evaluation.plotting import save_figure
 from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.prompt import Prompt
+from docs.benchmarks.scripts.common import TokenClock, greedy, prompt_parser, run_bench
 
-__all__ = ["ConcurrentOptions", "draw", "measure", "show"]
+__all__ = ["ConcurrentOptions", "draw", "main", "measure", "show"]
 
 LIMITS = (1, 4)
 AT_ONCE = (1, 2, 4, 8)
@@ -179,3 +172,21 @@ def show(options: ConcurrentOptions, plot: str | None = None) -> None:
         )
 
     show_result(plot, lambda: measure(options), tell, draw)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print a table and JSON."""
+    parser = prompt_parser("concurrent", __doc__, shape="qwen2.5-0.5b", rounds=3, chunks=3, chunk_tokens=256)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    for option, name, told in (
+        ("--limit", "limits", "answers under way (default 1 and 4)"),
+        ("--at-once", "at_once", "requests (default 1, 2, 4 and 8)"),
+    ):
+        parser.add_argument(
+            option, type=int, action="append", dest=name, metavar="N", help=f"{told}; may be given several times"
+        )
+    return run_bench(parser, arguments, ConcurrentOptions, show)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Seconds a token after the first: after a blend, and by plain transformers.
 
-``cacheblend-rag bench decode --shape qwen2.5-0.5b --chunks 4 --chunk-tokens 512``
+``python -m docs.benchmarks.scripts.decode --shape qwen2.5-0.5b --chunks 4 --chunk-tokens 512``
 
 All ways run in one process, in turn, round after round; ratios are of medians. Timed is from the
 first token's logits to the last one's, so no prefill is in it. A stream generates on a thread of its
@@ -10,31 +10,35 @@ it computed in the background, which should cost its tokens nothing, and one kee
 
 from __future__ import annotations
 
+import sys
+import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.bench_plots import draw_decode
-from cacheblend_rag.evaluation.benching import (
-    TokenClock,
-    in_turn,
-    medians,
-    show_result,
-    table_of_ways,
-    timed_result,
-    warm_engine,
-)
+from cacheblend_rag.evaluation.bench_plots import titled
+from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, medians, show_result, timed_result, warmed
+from cacheblend_rag.evaluation.plotting import save_figure
 from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.prompt import Prompt
+from docs.benchmarks.scripts.common import (
+    TokenClock,
+    draw_ways,
+    greedy,
+    in_turn,
+    prompt_parser,
+    run_bench,
+    table_of_ways,
+)
 
-__all__ = ["PLAIN", "DecodingOptions", "greedy", "measure", "show"]
+__all__ = ["PLAIN", "DecodingOptions", "draw", "main", "measure", "show"]
 
 PLAIN = "transformers"
 _NOT_KEPT, _KEPT = "cold, nothing kept", "cold, kept"
@@ -60,7 +64,12 @@ class DecodingOptions(BenchOptions):
 
 def measure(options: DecodingOptions) -> dict[str, Any]:
     """Measure every way; a dictionary fit for JSON."""
-    with warm_engine(options, 0.15) as (engine, prompt, _):
+    model, tokenizer = bench_model(options)
+    prompt = bench_prompt(tokenizer, options)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        warmed(model, tokenizer, prompt, folder, recompute_ratio=0.15) as (engine, _),
+    ):
         report = engine.fuse(prompt).report
         ways = _ways(engine, prompt, options.new_tokens)
         seconds = in_turn({name: partial(_a_token, way) for name, way in ways.items()}, options.rounds)
@@ -113,17 +122,6 @@ def _ways(engine: BlendEngine, prompt: Prompt, new_tokens: int) -> Mapping[str, 
     }
 
 
-def greedy(tokenizer: Any, new_tokens: int) -> GenerationConfig:
-    """Greedy decoding of exactly so many tokens, whatever they are."""
-    return GenerationConfig(
-        max_new_tokens=new_tokens,
-        min_new_tokens=new_tokens,
-        do_sample=False,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=0,
-    )
-
-
 def _a_token(way: Callable[[TokenClock], object]) -> float:
     """Seconds a token of one answer."""
     clock = TokenClock()
@@ -141,4 +139,23 @@ def show(options: DecodingOptions, plot: str | None = None) -> None:
             f"{options.shape}, {options.dtype}, {result['prompt_tokens']} tokens, then {options.new_tokens} new ones\n"
         ) + table_of_ways(("way", "a token", "to transformers"), result, "seconds_a_token", "to_transformers")
 
-    show_result(plot, lambda: measure(options), tell, draw_decode)
+    show_result(plot, lambda: measure(options), tell, draw)
+
+
+def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
+    """Seconds a token after the first, beside transformers."""
+    figure = draw_ways(pyplot, result, result["spread"], "to_transformers")
+    detail = f"{result['options']['new_tokens']} new tokens behind {result['prompt_tokens']:,}"
+    titled(figure, "Decoding, beside transformers", result, detail)
+    save_figure(pyplot, figure, path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print a table and JSON."""
+    parser = prompt_parser("decode", __doc__, shape="qwen2.5-0.5b", rounds=5)
+    parser.add_argument("--new-tokens", type=int, default=32)
+    return run_bench(parser, arguments, DecodingOptions, show)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

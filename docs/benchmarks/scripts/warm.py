@@ -1,6 +1,6 @@
 """Seconds a token of computing chunks ahead of time, beside plain batched prefill of the same chunks.
 
-``cacheblend-rag bench warm --shape qwen2.5-0.5b --chunks 8 --chunk-tokens 512``
+``python -m docs.benchmarks.scripts.warm --shape qwen2.5-0.5b --chunks 8 --chunk-tokens 512``
 
 All ways run in one process, in turn, round after round; ratios are of medians. Warming computes KV, undoes
 the rotation of keys and stores both; its store holds none of the chunks before. Plain prefill is transformers'
@@ -9,32 +9,28 @@ own forward pass over all chunks in one padded batch, and over one after another
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.evaluation.bench_plots import draw_warm
-from cacheblend_rag.evaluation.benching import (
-    bench_model,
-    bench_prompt,
-    in_turn,
-    machine,
-    medians,
-    show_result,
-    table_of_ways,
-)
+from cacheblend_rag.evaluation.bench_plots import titled
+from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, machine, medians, show_result
+from cacheblend_rag.evaluation.plotting import save_figure
 from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.evaluation.timing import timed
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store import MemoryStore
+from docs.benchmarks.scripts.common import draw_ways, in_turn, prompt_parser, run_bench, table_of_ways
 
-__all__ = ["BATCH", "WarmOptions", "measure", "show"]
+__all__ = ["BATCH", "WarmOptions", "draw", "main", "measure", "prefill_batch", "show"]
 
 BATCH = "plain prefill, one batch"
 
@@ -121,4 +117,24 @@ def show(options: WarmOptions, plot: str | None = None) -> None:
         title = f"{options.shape}, {options.dtype}, {options.chunks} chunks, {result['tokens']} tokens\n"
         return title + table_of_ways(("way", "a token", "to one batch"), result, "seconds_a_token", "to_batch")
 
-    show_result(plot, lambda: measure(options), tell, draw_warm)
+    show_result(plot, lambda: measure(options), tell, draw)
+
+
+def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
+    """Seconds a token of warming, beside plain batched prefill."""
+    tokens = result["tokens"]
+    ranges = {name: (low / tokens, high / tokens) for name, (low, high) in result["spread"].items()}
+    figure = draw_ways(pyplot, result, ranges, "to_batch")
+    detail = f"{result['options']['chunks']} chunks, {tokens:,} tokens"
+    titled(figure, "Computing chunks ahead of time, beside one plain batch", result, detail)
+    save_figure(pyplot, figure, path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print a table and JSON."""
+    parser = prompt_parser("warm", __doc__, shape="qwen2.5-0.5b", rounds=3, chunks=8)
+    return run_bench(parser, arguments, WarmOptions, show)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

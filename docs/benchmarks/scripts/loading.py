@@ -1,6 +1,6 @@
 """Whether loading hides behind recompute: TTFT over storage of many speeds (Fig. 10 and 17 of the paper).
 
-``cacheblend-rag bench loading --shape smollm2-135m --chunks 4 --chunk-tokens 512``
+``python -m docs.benchmarks.scripts.loading --shape smollm2-135m --chunks 4 --chunk-tokens 512``
 
 The store is on disk and delayed to a set throughput, from a fraction to a multiple of the
 break-even, at which loading takes as long as the blended pass by itself.
@@ -8,8 +8,9 @@ break-even, at which loading takes as long as the blended pass by itself.
 
 from __future__ import annotations
 
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,12 +24,13 @@ from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, machin
 from cacheblend_rag.evaluation.blend_timing import fit_blend, time_blends
 from cacheblend_rag.evaluation.plotting import save_figure
 from cacheblend_rag.evaluation.shapes import BenchOptions
-from cacheblend_rag.evaluation.throttled import ThrottledStore
 from cacheblend_rag.loading import Device, MachineProfile, PrefillProfile
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store import DiskStore, MemoryStore
+from docs.benchmarks.scripts.common import prompt_parser, run_bench
+from docs.benchmarks.scripts.throttled import ThrottledStore
 
-__all__ = ["FACTORS", "OverlapOptions", "draw", "measure", "show"]
+__all__ = ["FACTORS", "OverlapOptions", "draw", "main", "measure", "show"]
 
 _RATIO = 0.15
 FACTORS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0, 20.0)
@@ -196,3 +198,15 @@ def _cells(row: Mapping[str, float]) -> tuple[str, ...]:
         f"{row['auto']:.3f} s",
         f"{row['auto_to_load']:.2f}",
     )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print a table and JSON."""
+    parser = prompt_parser("loading", __doc__, shape="smollm2-135m", rounds=3)
+    told = "of the break-even; may be given several times"
+    parser.add_argument("--factor", type=float, action="append", dest="factors", metavar="N", help=told)
+    return run_bench(parser, arguments, OverlapOptions, show)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Time to first token against the rate of requests (Fig. 14 of the paper).
 
-``cacheblend-rag bench throughput --shape smollm2-135m --requests 100 --plot throughput.svg``
+``python -m docs.benchmarks.scripts.throughput --shape smollm2-135m --requests 100 --plot throughput.svg``
 
 Prompts hold several chunks of a set, asked for by a Zipf law. Each is answered by every method in
 turn, and measured: how long to its first token, and how long the model was busy, storing included.
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -33,12 +34,12 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.evaluation.baselines import Prefilled, decode_from, prefill_behind
 from cacheblend_rag.evaluation.bench_plots import titled
 from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, chunk_texts, machine, show_result, table
-from cacheblend_rag.evaluation.decoding import greedy
 from cacheblend_rag.evaluation.plotting import save_figure
 from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store import MemoryStore
+from docs.benchmarks.scripts.common import greedy, prompt_parser, run_bench
 
 __all__ = [
     "BATCHES",
@@ -48,6 +49,7 @@ __all__ = [
     "draw",
     "draw_prompt",
     "in_batches",
+    "main",
     "measure",
     "show",
     "waited",
@@ -385,3 +387,25 @@ def _by_size(result: Mapping[str, Any]) -> str:
         for row in result["batches"]
     ]
     return table(("requests at once", *(f"{name}: mean, last" for name in names)), rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print tables and JSON."""
+    parser = prompt_parser("throughput", __doc__, shape="smollm2-135m", rounds=20, chunks=3, chunk_tokens=256)
+    parser.add_argument("--requests", type=int, default=20)
+    parser.add_argument("--documents", type=int, default=16, help="chunks in the whole set")
+    parser.add_argument("--capacity", type=int, default=0, help="chunks that can be stored; 0 for all")
+    parser.add_argument("--new-tokens", type=int, default=4)
+    parser.add_argument("--exponent", type=float, default=1.0, help="of the Zipf law")
+    for option, name, kind, told in (
+        ("--load", "loads", float, "rate, as a multiple of full recompute's most"),
+        ("--batch", "batches", int, "requests at once (default 1, 2, 4 and 8)"),
+    ):
+        parser.add_argument(
+            option, type=kind, action="append", dest=name, metavar="N", help=f"{told}; may be given several times"
+        )
+    return run_bench(parser, arguments, ThroughputOptions, show)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""A transformers model as the GGUF file that llama.cpp reads; needs the package ``gguf``."""
+"""A transformers model as the GGUF file that llama.cpp reads."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One length and one method of ``cacheblend-rag bench scaling``, in a process of its own.
+"""One length and one method of the script ``scaling``, in a process of its own.
 
-``python -m cacheblend_rag.evaluation.scaling_point '{"method": "full", "chunks": 4, …}'``
+``python -m docs.benchmarks.scripts.scaling_point '{"method": "full", "chunks": 4, …}'``
 
 A process of its own, because the most memory a process ever took is all a system says of it. The last
 line is JSON.

@@ -1,6 +1,6 @@
 """Time to first token and memory over the length of the prompt and the number of chunks.
 
-``cacheblend-rag bench scaling --shape qwen2.5-0.5b --lengths 2048 4096 8192 16384 --chunks 4 8 16 32``
+``python -m docs.benchmarks.scripts.scaling --shape qwen2.5-0.5b --lengths 2048 4096 8192 16384 --chunks 4 8 16 32``
 
 Full recompute by transformers, and the paper's rule (HKVD of V, flat, check on layer 1) over a warm store
 on disk. Each point is measured in a process of its own, one after another, so that its memory is its own.
@@ -23,10 +23,11 @@ from cacheblend_rag.checks import check_share, check_whole
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.evaluation.benching import machine, show_result, shown_seconds, table
 from cacheblend_rag.evaluation.plotting import save_figure
-from cacheblend_rag.evaluation.scaling_point import PointOptions
 from cacheblend_rag.evaluation.shapes import shape_config
+from docs.benchmarks.scripts.common import machine_parser, run_bench
+from docs.benchmarks.scripts.scaling_point import PointOptions
 
-__all__ = ["ScalingOptions", "draw", "growth", "measure", "show"]
+__all__ = ["ScalingOptions", "draw", "growth", "main", "measure", "show"]
 
 _HEAD = ("tokens", "method", "time to first token", "faster", "after the check", "peak memory", "allowed")
 
@@ -121,7 +122,7 @@ def measure(options: ScalingOptions) -> dict[str, Any]:
 
 
 def _in_its_own_process(point: PointOptions) -> dict[str, Any]:
-    command = [sys.executable, "-m", "cacheblend_rag.evaluation.scaling_point", json.dumps(asdict(point))]
+    command = [sys.executable, "-m", "docs.benchmarks.scripts.scaling_point", json.dumps(asdict(point))]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise CacheBlendError(f"a point could not be measured (status {done.returncode}): {point}")
@@ -203,3 +204,16 @@ def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
         axis.autoscale_view()
     times.legend(fontsize="small")
     save_figure(pyplot, figure, path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print a table and JSON."""
+    parser = machine_parser("scaling", __doc__, shape="qwen2.5-0.5b", rounds=1)
+    parser.add_argument("--lengths", type=int, nargs="+", metavar="N", help="tokens (default 2048 to 16384)")
+    parser.add_argument("--chunks", type=int, nargs="+", metavar="N", help="chunk counts (default 4 to 32)")
+    parser.add_argument("--ratio", type=float, default=0.15)
+    return run_bench(parser, arguments, ScalingOptions, show)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""What scripts of benchmarks share: arguments, errors, ways that are timed in turn, and how these are shown."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import LogitsProcessor
+
+from cacheblend_rag.cli.bench import add_machine_arguments, add_prompt_arguments, options_from
+from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.evaluation.bench_plots import EDGE, bar_rows
+from cacheblend_rag.evaluation.benching import shown_seconds, table
+
+__all__ = [
+    "TokenClock",
+    "draw_ways",
+    "greedy",
+    "in_turn",
+    "machine_parser",
+    "prompt_parser",
+    "reported",
+    "run_bench",
+    "script_parser",
+    "table_of_ways",
+]
+
+_Options = TypeVar("_Options")
+
+
+def script_parser(name: str, about: str | None) -> argparse.ArgumentParser:
+    """A parser of the script of a name; ``about`` is its docstring."""
+    return argparse.ArgumentParser(prog=f"python -m docs.benchmarks.scripts.{name}", description=about)
+
+
+def machine_parser(name: str, about: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser with `add_machine_arguments`, whose defaults are given."""
+    parser = script_parser(name, about)
+    add_machine_arguments(parser, **defaults)
+    return parser
+
+
+def prompt_parser(name: str, about: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser with `add_prompt_arguments`, whose defaults are given."""
+    parser = script_parser(name, about)
+    add_prompt_arguments(parser, **defaults)
+    return parser
+
+
+def run_bench(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    kind: type[_Options],
+    show: Callable[[_Options, str | None], None],
+) -> int:
+    """Measure what the arguments say, and show it; the process's exit status.
+
+    Parameters
+    ----------
+    parser : ArgumentParser
+        Its arguments have the names of the options.
+    arguments : sequence of str, optional
+        Those of the process by default.
+    kind : type
+        The options.
+    show : callable
+        Takes them and the file for the plot.
+    """
+    parsed = parser.parse_args(arguments)
+    return reported(parser, lambda: show(options_from(kind, parsed), parsed.plot))
+
+
+def reported(parser: argparse.ArgumentParser, work: Callable[[], object]) -> int:
+    """Do a script's work; the process's exit status, 2 with the reason on standard error if it is refused."""
+    try:
+        work()
+    except CacheBlendError as error:
+        print(f"{parser.prog.rpartition('.')[2]}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+class TokenClock(LogitsProcessor):  # type: ignore[misc]
+    """Notes when each token's logits are there.
+
+    Attributes
+    ----------
+    times : list of float
+        As `time.perf_counter` counts.
+    """
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """See `LogitsProcessor`."""
+        self.times.append(time.perf_counter())
+        return scores
+
+
+def greedy(tokenizer: Any, new_tokens: int) -> GenerationConfig:
+    """Greedy decoding of exactly so many tokens, whatever they are."""
+    return GenerationConfig(
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=0,
+    )
+
+
+def in_turn(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Run ways in turn, round after round; a first round warms up and does not count.
+
+    Parameters
+    ----------
+    ways : mapping of str to callable
+        Each says how many seconds it took, or what else is measured of it.
+    rounds : int
+    """
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name, way in ways.items():
+            took = way()
+            if number:
+                found[name].append(took)
+    return found
+
+
+def table_of_ways(head: Sequence[str], result: Mapping[str, Any], seconds: str, ratios: str) -> str:
+    """A table of times.
+
+    Parameters
+    ----------
+    head : sequence of str
+        Titles of the columns: the way, its time, and its ratio to another's.
+    result : mapping
+    seconds, ratios : str
+        Under what these stand in the result, by way.
+    """
+    rows = [(name, shown_seconds(value), f"{result[ratios][name]:.2f}×") for name, value in result[seconds].items()]
+    return table(head, rows)
+
+
+def draw_ways(pyplot: Any, result: Mapping[str, Any], ranges: Mapping[str, Sequence[float]], ratios: str) -> Any:
+    """A figure of each way's milliseconds a token with their range, and its ratio to the first way's."""
+    seconds = result["seconds_a_token"]
+    first = next(iter(seconds))
+    figure, axis = pyplot.subplots(figsize=(7.5, 1.6 + 0.32 * len(seconds)), layout="constrained")
+    for plain, look in ((True, {"facecolor": "white", "hatch": "///"}), (False, {"facecolor": "0.65"})):
+        at = [n for n, name in enumerate(seconds) if name.startswith(("plain", "transformers")) == plain]
+        values = [1e3 * value for n, value in enumerate(seconds.values()) if n in at]
+        label = "plain transformers" if plain else "this package"
+        axis.barh(at, values, height=0.7, label=label, **EDGE, **look)
+    for number, (name, value) in enumerate(seconds.items()):
+        low, high = ranges[name]
+        spread = {"xerr": [[1e3 * (value - low)], [1e3 * (high - value)]], "color": "black", "capsize": 3}
+        axis.errorbar(1e3 * value, number, linestyle="", label="" if number else "range of the rounds", **spread)
+        # In a column of their own, where no line crosses them.
+        where = {"xycoords": axis.get_yaxis_transform(), "va": "center", "fontsize": "small"}
+        axis.annotate(f"{1e3 * value:.2f} ms, {result[ratios][name]:.2f}×", (1.01, number), **where)
+    axis.axvline(1e3 * seconds[first], color="black", linewidth=1, linestyle="--", label=first)
+    bar_rows(axis, {name: float(number) for number, name in enumerate(seconds)})
+    axis.set(xlabel="time a token (ms)", xlim=(0, None))
+    figure.legend(loc="outside lower center", ncols=4, fontsize="small", frameon=False)
+    return figure
