@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 _MOST_XML = 20_000_000
 # Elements within elements in XML. Nested tables are the deepest in practice, at about 10 a table.
 _DEEPEST = 200
+# Share of characters that may be damaged in text.
+_BROKEN = 0.05
 # What a browser does not show.
 _UNSEEN = ("head", "script", "style", "template", "noscript", "iframe", "object", "svg", "math", "select", "textarea")
 _HIDING = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
@@ -44,7 +46,7 @@ def _decoded(name: str, data: bytes, *, markup: bool = False) -> str:
     if "\0" not in text and "\x1b" not in text:
         return text
     text = data.decode(_encoding(name, data, markup), "replace")
-    if "\0" in text:
+    if "\0" in text or text.count("\ufffd") > _BROKEN * len(text):
         raise _no_text(name)
     return text.removeprefix("\ufeff")
 

@@ -44,7 +44,9 @@ def test_text_is_read_in_the_encoding_it_is_in(encoding: str, text: str) -> None
     assert parsed("a.markdown", text.encode(encoding)) == text
 
 
-@pytest.mark.parametrize("data", [b"\x89PNG\r\n\x1a\n" + bytes(range(256)), b"\0" * 100, bytes(range(256)) * 9])
+@pytest.mark.parametrize(
+    "data", [b"\x89PNG\r\n\x1a\n" + bytes(range(256)), b"\0" * 100, bytes(range(256)) * 9, b"\xff\xfe\0"]
+)
 def test_what_is_no_text_is_named(data: bytes) -> None:
     with pytest.raises(DocumentError, match=r"picture\.txt holds bytes that are no text"):
         parsed("picture.txt", data)
