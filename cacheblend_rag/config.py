@@ -25,6 +25,7 @@ __all__ = [
     "CONDITIONS",
     "DEFAULT_EMBEDDER",
     "DEFAULT_MODEL",
+    "DTYPES",
     "ENV_PREFIX",
     "LOWEST_RATIOS",
     "METRICS",
@@ -47,6 +48,8 @@ METRICS = ("v", "k", "kv")
 WRITE_BACKS = ("background", "inline", "off")
 # r* of the paper for question answering; the other is a starting value.
 LOWEST_RATIOS = {"answer": 0.15, "summary": 0.10}
+# Element types that a model can be loaded in.
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 CODEC_NAMES = ("raw", "fp8", "int8", "int4")
 
 _T = TypeVar("_T")

@@ -6,7 +6,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,78 +18,17 @@ from langchain_core.messages import BaseMessage
 from langchain_core.outputs import ChatGeneration, LLMResult
 from langchain_core.prompts import ChatPromptTemplate
 
-from cacheblend_rag.app.collection import ARTICLES_PATH
-from cacheblend_rag.config import DEFAULT_EMBEDDER, DEFAULT_MODEL, BlendConfig, default_data_path
+from cacheblend_rag.app.options import FolderRAGOptions
 from cacheblend_rag.conversation import question_turns
 from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.errors import ConfigError, DocumentError, MissingExtraError
+from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.report import WarmReport
+from cacheblend_rag.report import BlendReport, WarmReport
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.retrieval.index import FolderIndex, IndexReport
 
-# Bytes for chunks that come back: those of one prompt and more in most models, little beside the model.
-_MEMORY_LIMIT = 256 * 2**20
-
 __all__ = ["Answer", "FolderRAG", "FolderRAGOptions"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FolderRAGOptions:
-    """What to answer from, and with what.
-
-    Parameters
-    ----------
-    docs : path
-        Folder of documents; by default the bundled articles.
-    model, embedder : str or path
-        Id or path of the model and of the sentence-transformers model; by default the starter models
-        `DEFAULT_MODEL` and `DEFAULT_EMBEDDER` of `cacheblend_rag.config`.
-    top_k : int
-        Chunks retrieved for a question, by L2 distance.
-    max_new_tokens : int
-        Most tokens of an answer.
-    data_dir : path, optional
-        Where index and KV store are kept; by default a folder in the user's cache.
-    device, dtype : str
-        See `BlendEngine.from_pretrained`.
-    config : BlendConfig
-        Options of the engine.
-    """
-
-    docs: str | os.PathLike[str] = ARTICLES_PATH
-    model: str | os.PathLike[str] = DEFAULT_MODEL
-    embedder: str | os.PathLike[str] = DEFAULT_EMBEDDER
-    top_k: int = 6
-    max_new_tokens: int = 64
-    data_dir: str | os.PathLike[str] | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    config: BlendConfig
-
-    def __post_init__(self) -> None:
-        if self.top_k < 1:
-            raise ConfigError("top_k", self.top_k, "use a whole number, 1 or more")
-
-    @property
-    def data_path(self) -> Path:
-        """Folder of index and KV store."""
-        return Path(self.data_dir) if self.data_dir is not None else default_data_path()
-
-    @property
-    def blending(self) -> BlendConfig:
-        """Options of the engine; copies of what was read last stay in memory, unless something else was chosen."""
-        config = self.config
-        if config.memory_limit == "auto" and not self._on_gpu:
-            config = replace(config, memory_limit=_MEMORY_LIMIT)
-        return config
-
-    @property
-    def _on_gpu(self) -> bool:
-        import torch
-
-        return torch.cuda.is_available() if self.device == "auto" else self.device.startswith("cuda")
 
 
 @dataclass(frozen=True)
@@ -106,12 +45,15 @@ class Answer:
         What the model says of its work: ``ttft`` in seconds, ``hits``, ``misses`` and more.
     prompt : Prompt
         The segments the model was given.
+    report : BlendReport
+        The whole of that.
     """
 
     text: str
     sources: list[Document]
     info: dict[str, Any]
     prompt: Prompt
+    report: BlendReport
 
 
 class FolderRAG:
@@ -129,8 +71,7 @@ class FolderRAG:
 
     def __init__(self, options: FolderRAGOptions) -> None:
         self.options = options
-        if not Path(options.docs).is_dir():
-            raise DocumentError(f"docs={os.fspath(options.docs)!r} is no folder: name one that holds your documents")
+        options.check_paths()
         folder = options.data_path
         self.engine = BlendEngine.from_pretrained(
             options.model,
@@ -145,18 +86,18 @@ class FolderRAG:
         self.index = self.index_of(options.docs, SentenceTransformerEmbeddings(os.fspath(options.embedder)))
 
     def index_of(self, docs: str | os.PathLike[str], embedder: Embeddings) -> FolderIndex:
-        """The index of a folder of documents, kept in the data folder."""
+        """The index of a folder of documents, kept in the data folder; files that cannot be read are left out."""
         name = hashlib.sha256(str(Path(docs).resolve()).encode()).hexdigest()[:16]
         index_dir = self.options.data_path / "indexes" / name
-        return FolderIndex(docs, embedder=embedder, index_dir=index_dir, on_delete=self._forget)
+        return FolderIndex(docs, embedder=embedder, index_dir=index_dir, on_error="skip", on_delete=self._forget)
 
     def _forget(self, texts: Sequence[str]) -> None:
         known_chunks.discard(texts)
         self.engine.forget(texts)
 
-    def update(self) -> IndexReport:
+    def update(self, *, progress: bool | None = False) -> IndexReport:
         """Bring the index up to date with the folder; KV of chunks that are gone is erased."""
-        return self.index.update()
+        return self.index.update(progress=progress)
 
     def warming_bytes(self) -> int:
         """Bytes of KV that all chunks take."""
@@ -172,7 +113,8 @@ class FolderRAG:
             raise ConfigError("question", question, "ask something")
         seen = _Seen()
         result = self._chain().invoke({"query": question}, {"callbacks": [seen]})
-        return Answer(result["result"].strip(), result["source_documents"], seen.info, self._segments(seen))
+        report = self.llm.last_report or BlendReport(())
+        return Answer(result["result"].strip(), result["source_documents"], seen.info, self._segments(seen), report)
 
     def _segments(self, seen: _Seen) -> Prompt:
         return self.llm.segments(seen.messages) if isinstance(self.llm, ChatCacheBlend) else self.llm.notice(seen.text)

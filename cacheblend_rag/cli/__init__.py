@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -29,6 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CacheBlendError as error:
         print(f"cacheblend-rag: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read the output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a full disk, a folder without permission
+        print(f"cacheblend-rag: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("cacheblend-rag: interrupted", file=sys.stderr)
         return 130

@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.config import DEFAULT_EMBEDDER, DEFAULT_MODEL, BlendConfig, default_data_path
+from cacheblend_rag.retrieval.documents import SUFFIXES
 
 if TYPE_CHECKING:
-    from cacheblend_rag.folder_rag import FolderRAGOptions
+    from cacheblend_rag.app.options import FolderRAGOptions
 
 __all__ = ["add_arguments", "add_rag_arguments", "data_folder", "rag_options"]
 
 _OF_ENGINE = [option for option in BlendConfig.options() if option.flag]
 _ARGUMENTS: dict[str, dict[str, Any]] = {
-    "docs": {"metavar": "FOLDER", "help": ".txt, .md and .pdf files; the bundled articles by default"},
+    "docs": {"metavar": "FOLDER", "help": f"{', '.join(SUFFIXES)} files; the bundled articles by default"},
     "model": {"metavar": "PATH_OR_ID", "help": f"a folder, hub id or GGUF file (default: {DEFAULT_MODEL})"},
     "embedder": {"metavar": "PATH_OR_ID", "help": f"a sentence-transformers model (default: {DEFAULT_EMBEDDER})"},
     "data-dir": {"metavar": "FOLDER", "help": "where index and KV are kept (default: user's cache)"},
@@ -54,7 +55,7 @@ def add_rag_arguments(parser: argparse.ArgumentParser) -> None:
 
 def rag_options(parsed: argparse.Namespace) -> FolderRAGOptions:
     """What the arguments of `add_rag_arguments` say, with ``top_k``, ``max_new_tokens`` and ``ratio`` if given."""
-    from cacheblend_rag.folder_rag import FolderRAGOptions
+    from cacheblend_rag.app.options import FolderRAGOptions
 
     given = {name: value for name, value in vars(parsed).items() if value is not None}
     names = ("docs", "model", "embedder", "data_dir", "top_k", "max_new_tokens", "device", "dtype")

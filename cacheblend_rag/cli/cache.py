@@ -112,7 +112,7 @@ def _chunks_of(folder: str, tokenizer: Any) -> dict[tuple[int, ...], str]:
     from cacheblend_rag.retrieval.splitting import split
 
     segments = PromptTokenizer(tokenizer, BlendConfig().separator)
-    chunks = split(read_folder(folder))
+    chunks = split(read_folder(folder, on_error="skip"))
     return {segments.chunk(chunk.page_content).ids: str(chunk.metadata.get("source", "")) for chunk in chunks}
 
 
@@ -150,10 +150,7 @@ def _clear(parsed: argparse.Namespace) -> int:
 
 
 def _warm(parsed: argparse.Namespace) -> int:
-    from cacheblend_rag.folder_rag import FolderRAG
-
-    with FolderRAG(rag_options(parsed)) as rag:
-        prepare(rag)
+    prepare(rag_options(parsed))
     return 0
 
 

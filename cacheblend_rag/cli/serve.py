@@ -42,6 +42,7 @@ def server_settings(parsed: argparse.Namespace) -> ServerSettings:
 
 def _serve(parsed: argparse.Namespace) -> int:
     settings = server_settings(parsed)
+    settings.rag.check_paths()
     try:
         from cacheblend_rag.server.running import serve
     except ModuleNotFoundError as error:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from cacheblend_rag.config import flag_from_environment
+from cacheblend_rag.checks import check_choice
+from cacheblend_rag.config import DTYPES, flag_from_environment
 from cacheblend_rag.errors import ConfigError, ModelLoadError
 from cacheblend_rag.models.element_type import type_to_load
 from cacheblend_rag.models.fingerprint import fingerprint
@@ -21,8 +22,6 @@ from cacheblend_rag.models.shape import head_width
 from cacheblend_rag.models.starters import starter_folder, starter_named
 
 __all__ = ["KVGeometry", "LoadedModel", "load_geometry", "load_model"]
-
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,7 @@ def load_model(
     ConfigError
         If the device or the element type is not known, or memory is too small for the type that ``"auto"`` means.
     """
-    if dtype not in _DTYPES:
-        raise ConfigError("dtype", dtype, "use one of " + ", ".join(map(repr, _DTYPES)))
+    check_choice("dtype", dtype, DTYPES)
     target = _device(device)
     with _located(model, keep_converted) as (name, stays):
         loaded, tokenizer, identity = _load(os.fspath(model), name, target, dtype, model_kwargs)
@@ -161,8 +159,7 @@ def load_geometry(model: str | os.PathLike[str], dtype: str = "auto") -> tuple[K
     ConfigError
         If the element type is not known.
     """
-    if dtype not in _DTYPES:
-        raise ConfigError("dtype", dtype, "use one of " + ", ".join(map(repr, _DTYPES)))
+    check_choice("dtype", dtype, DTYPES)
     with _located(model) as (name, _):
         return _geometry(os.fspath(model), name, dtype)
 
@@ -197,6 +194,11 @@ def _device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(device)
+        target = torch.device(device)
     except RuntimeError as error:
         raise ConfigError("device", device, 'use "auto", "cpu", "cuda" or "cuda:0"') from error
+    try:
+        torch.empty(0, device=target)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:  # a build without it raises what it likes
+        raise ConfigError("device", device, 'there is none that PyTorch can use; use "auto" or "cpu"') from error
+    return target

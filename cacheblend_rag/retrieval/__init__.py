@@ -4,7 +4,8 @@ Nothing is imported here: take names from the submodules, so that faiss and sent
 load only where they are used.
 
 ======================  =============================================================
-``documents``           read ``.txt``, ``.md`` and ``.pdf`` files of a folder
+``documents``           read the files of a folder
+``formats``             the text of a file: plain text, Markdown, HTML, Word, PDF
 ``splitting``           split what was read into chunks
 ``embedder``            a sentence-transformers model as LangChain embeddings
 ``vectorstore``         a LangChain vector store over faiss

@@ -1,30 +1,36 @@
-"""Read the text, Markdown and PDF files of a folder."""
+"""Read the documents of a folder: text, Markdown, HTML, Word and PDF."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import logging
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cacheblend_rag.errors import ConfigError, DocumentError, MissingExtraError
+from cacheblend_rag.errors import ConfigError, DocumentError
+from cacheblend_rag.retrieval.formats import READERS
 
 __all__ = [
+    "LEADS_OUT",
     "ON_ERROR",
     "SUFFIXES",
     "FileBytes",
+    "FolderFiles",
     "SourceFile",
+    "by_suffix",
     "find_files",
+    "list_files",
     "parse",
     "read_bytes",
     "read_folder",
 ]
 
-SUFFIXES = (".md", ".pdf", ".txt")
+SUFFIXES = tuple(sorted(READERS))
 ON_ERROR = ("raise", "skip")
+LEADS_OUT = "it is a link that leads out of the folder"
 
 _log = logging.getLogger(__name__)
 
@@ -73,53 +79,82 @@ class SourceFile:
         return _suffix(self.path) == ".pdf"
 
 
-def find_files(folder: str | os.PathLike[str]) -> tuple[str, ...]:
-    """List the files of a folder, and of the folders in it, that can be read.
-
-    Hidden files and folders are left out, and so are symbolic links that lead out of the folder.
-    Links to folders are not followed: what they show inside the folder is listed where it lies.
+@dataclass(frozen=True)
+class FolderFiles:
+    """The files of a folder, and of the folders in it. Paths are relative to it, with forward slashes, sorted.
 
     Parameters
     ----------
-    folder : path
-        The folder to look in.
+    readable : tuple of str
+        Files of a kind that can be read.
+    others : tuple of str
+        Files of other kinds.
+    outside : tuple of str
+        Links of a kind that could be read, but they lead out of the folder.
+    """
 
-    Returns
-    -------
-    tuple of str
-        Paths relative to the folder, with forward slashes, sorted.
+    readable: tuple[str, ...]
+    others: tuple[str, ...]
+    outside: tuple[str, ...]
+
+
+def list_files(folder: str | os.PathLike[str]) -> FolderFiles:
+    """List the files of a folder, and of the folders in it.
+
+    Hidden files and folders are left out, and so are the lock files of Word (``~$…``). Links to folders are not
+    followed: what they show inside the folder is listed where it lies.
 
     Raises
     ------
     DocumentError
-        If the folder is missing, is no folder, cannot be listed or holds no such file.
+        If the folder is missing, is no folder, cannot be listed or holds no file that can be read.
     """
     root = Path(folder)
     if not root.exists():
         raise DocumentError(f"the folder {root} does not exist; name a folder that holds the documents")
     if not root.is_dir():
         raise DocumentError(f"{root} is a file; name the folder that holds it")
-    found = tuple(sorted(_walk(root)))
-    if not found:
-        raise DocumentError(f"the folder {root} holds no {', '.join(SUFFIXES)} file; add documents to it")
+    found = _walk(root)
+    if not found.readable:
+        there = f" (there: {by_suffix(found.others)})" if found.others else ""
+        raise DocumentError(f"the folder {root} holds no {', '.join(SUFFIXES)} file{there}; add documents to it")
     return found
 
 
-def _walk(root: Path) -> Iterator[str]:
+def find_files(folder: str | os.PathLike[str]) -> tuple[str, ...]:
+    """List the files of a folder, and of the folders in it, that can be read; see `list_files`.
+
+    Links that lead out of the folder are left out with a logged warning.
+    """
+    found = list_files(folder)
+    for path in found.outside:
+        _log.warning("%s is skipped: %s", path, LEADS_OUT)
+    return found.readable
+
+
+def by_suffix(paths: Iterable[str]) -> str:
+    """How many files there are of each suffix, the most frequent first: "3 .png, 1 without suffix"."""
+    counts = Counter(_suffix(path) or "without suffix" for path in paths)
+    return ", ".join(f"{count} {suffix}" for suffix, count in sorted(counts.items(), key=lambda one: (-one[1], one[0])))
+
+
+def _walk(root: Path) -> FolderFiles:
     def refuse(error: OSError) -> None:
         raise DocumentError(f"the folder {error.filename} cannot be listed: {error.strerror or error}") from error
 
     real_root = root.resolve()
+    readable, others, outside = list[str](), list[str](), list[str]()
     for place, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:
             path = Path(place, name)
-            if name.startswith(".") or _suffix(name) not in SUFFIXES or not path.is_file():
+            if name.startswith((".", "~$")) or not path.is_file():
                 continue
-            if path.is_symlink() and not path.resolve().is_relative_to(real_root):
-                _log.warning("%s is skipped: it is a link that leads out of the folder", path)
-                continue
-            yield path.relative_to(root).as_posix()
+            kind = readable if _suffix(name) in SUFFIXES else others
+            if kind is readable and path.is_symlink() and not path.resolve().is_relative_to(real_root):
+                kind = outside
+            kind.append(path.relative_to(root).as_posix())
+    return FolderFiles(*(tuple(sorted(one)) for one in (readable, others, outside)))
 
 
 def read_bytes(folder: str | os.PathLike[str], path: str) -> FileBytes:
@@ -140,16 +175,17 @@ def read_bytes(folder: str | os.PathLike[str], path: str) -> FileBytes:
 def parse(file: FileBytes) -> SourceFile:
     """Turn the bytes of a file into text.
 
-    Text and Markdown are read as UTF-8, with or without a byte order mark.
+    Text and Markdown are read as UTF-8 where they are that, else in the encoding that their bytes are most likely in.
+    HTML and Word documents become Markdown: headings, paragraphs, lists and tables, without what a browser hides.
 
     Raises
     ------
     DocumentError
-        If the bytes are not UTF-8 text, or not a PDF that can be read.
+        If the bytes are no text, or not a document of its kind that can be read.
     MissingExtraError
-        If the file is a PDF and pypdf is not installed.
+        If a package that reads this kind is not installed.
     """
-    pages = _pdf_pages(file) if _suffix(file.path) == ".pdf" else (_text(file),)
+    pages = READERS[_suffix(file.path)](file.path, file.data)
     # As Python reads text: the same words give the same chunks on every system.
     plain = tuple(page.replace("\r\n", "\n").replace("\r", "\n") for page in pages)
     return SourceFile(file.path, file.sha256, plain)
@@ -164,14 +200,14 @@ def read_folder(folder: str | os.PathLike[str], *, on_error: str = "raise") -> t
         The folder to read.
     on_error : {"raise", "skip"}
         What to do about a file that cannot be read: raise, or leave it out with a logged warning.
-        A missing pypdf is always raised, since it concerns every PDF.
+        A missing package is always raised, since it concerns every file of a kind.
 
     Raises
     ------
     DocumentError
         If the folder or, with ``on_error="raise"``, a file in it cannot be read.
     MissingExtraError
-        If there is a PDF and pypdf is not installed.
+        If a package that reads a file's kind is not installed.
     ConfigError
         If ``on_error`` is neither of the two.
     """
@@ -195,32 +231,3 @@ def check_on_error(value: str) -> None:
 
 def _suffix(path: str) -> str:
     return os.path.splitext(path)[1].lower()
-
-
-def _text(file: FileBytes) -> str:
-    try:
-        return file.data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DocumentError(
-            f"{file.path} is not UTF-8 text (byte {error.start}); save it as UTF-8 or move it away"
-        ) from error
-
-
-def _pdf_pages(file: FileBytes) -> tuple[str, ...]:
-    try:
-        from pypdf import PdfReader
-    except ImportError as error:
-        missing = MissingExtraError("pypdf", "app")
-        missing.msg = f"{file.path} cannot be read: {missing}"
-        raise missing from error
-    try:
-        pages = tuple(page.extract_text() for page in PdfReader(io.BytesIO(file.data)).pages)
-    except Exception as error:  # a damaged PDF makes pypdf raise errors of many kinds
-        raise DocumentError(
-            f"{file.path} cannot be read as PDF ({type(error).__name__}: {error}); "
-            "save it anew without damage or password, or move it away"
-        ) from error
-    if not any(page.strip() for page in pages):
-        _log.warning("%s holds no text; scanned pages need text recognition first", file.path)
-    # Broken font tables give lone surrogates, which no tokenizer takes.
-    return tuple(page.encode("utf-8", "replace").decode("utf-8") for page in pages)

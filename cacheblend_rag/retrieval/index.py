@@ -5,20 +5,23 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
+from tqdm import tqdm
 
 from cacheblend_rag.errors import ConfigError, DocumentError
-from cacheblend_rag.retrieval.documents import check_on_error, find_files, parse, read_bytes
+from cacheblend_rag.retrieval.documents import LEADS_OUT, check_on_error, list_files, parse, read_bytes
 from cacheblend_rag.retrieval.probes import Probes, probe, same_model
 from cacheblend_rag.retrieval.saved import IndexDamagedError, SavedIndex, has_index, read_index
 from cacheblend_rag.retrieval.splitting import SplitSettings, split
+from cacheblend_rag.retrieval.vectors import Vectors
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
 
 __all__ = ["BuiltIndex", "FolderIndex", "IndexReport", "build_index"]
@@ -26,6 +29,8 @@ __all__ = ["BuiltIndex", "FolderIndex", "IndexReport", "build_index"]
 _log = logging.getLogger(__name__)
 
 _KIND = "folder"
+# Texts embedded between two steps of the progress bar.
+_EMBEDDED = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +46,13 @@ class IndexReport:
         index was rebuilt).
     removed : int
         Files that were in the index before and are not any more.
-    skipped : tuple of str
-        Files that could not be read and are not in the index (with ``on_error="skip"``).
+    skipped : dict of str to str
+        Files that are not in the index, each with the reason: those that could not be read (with
+        ``on_error="skip"``), and links that lead out of the folder.
+    empty : tuple of str
+        Files without text, such as scanned pages. They are in the index, with no chunk.
+    others : tuple of str
+        Files of kinds that are not read.
     chunks : int
         Chunks in the index now.
     embedded : int
@@ -58,7 +68,9 @@ class IndexReport:
     added: int
     changed: int
     removed: int
-    skipped: tuple[str, ...]
+    skipped: dict[str, str]
+    empty: tuple[str, ...]
+    others: tuple[str, ...]
     chunks: int
     embedded: int
     forgotten: int
@@ -71,7 +83,7 @@ class _Scan:
 
     hashes: dict[str, str]
     chunks: list[Document]
-    skipped: tuple[str, ...]
+    skipped: dict[str, str]
 
 
 class FolderIndex:
@@ -130,11 +142,16 @@ class FolderIndex:
         """All chunks, by file and place in it."""
         return sorted(self.store.documents(), key=lambda one: (one.metadata["source"], one.metadata["chunk"]))
 
-    def update(self) -> IndexReport:
+    def update(self, *, progress: bool | None = False) -> IndexReport:
         """Bring the index up to date with the folder, and save it.
 
         A damaged index is logged as a warning and built anew; which chunk texts it held is then
         unknown, so ``on_delete`` is not called for them.
+
+        Parameters
+        ----------
+        progress : bool or None
+            Show progress bars of what takes longer than a second; None if standard error is a terminal.
 
         Raises
         ------
@@ -151,20 +168,24 @@ class FolderIndex:
             If the saved index cannot be read, or the new one cannot be written.
         """
         with self._lock:
-            return self._update()
+            return self._update(None if progress is None else not progress)
 
-    def _update(self) -> IndexReport:
-        paths = find_files(self.folder)
+    def _update(self, hidden: bool | None) -> IndexReport:
+        found = list_files(self.folder)
         self._load()
         before, stale = self._hashes, self._stale
-        scan = self._scan(paths, {} if stale else before)
+        with tqdm(found.readable, desc="reading", unit="file", delay=1, leave=False, disable=hidden) as paths:
+            scan = self._scan(paths, {} if stale else before)
+        for path in found.outside:
+            _log.warning("%s is skipped: %s", path, LEADS_OUT)
+            scan.skipped[path] = LEADS_OUT
         unchanged = {path for path, one in scan.hashes.items() if not stale and before.get(path) == one}
         old = self.store.documents()
         leaving = [one for one in old if one.metadata["source"] not in unchanged]
         staying = [one for one in old if one.metadata["source"] in unchanged]
         if not staying and not scan.chunks:
-            raise DocumentError(f"the files in {self.folder} hold no text; add documents with text")
-        vectors = self.store.embed([chunk.page_content for chunk in scan.chunks])
+            raise DocumentError(_nothing_read(self.folder, scan.skipped))
+        vectors = self._embed(scan.chunks, hidden)
         forgotten = self._forget(leaving, staying + scan.chunks)
         self.store.replace([str(one.id) for one in leaving], scan.chunks, vectors)
         self._unsaved |= bool(stale) or scan.hashes != before
@@ -177,16 +198,27 @@ class FolderIndex:
             changed=len((before.keys() & scan.hashes.keys()) - unchanged),
             removed=len(before.keys() - scan.hashes.keys()),
             skipped=scan.skipped,
+            empty=tuple(sorted(scan.hashes.keys() - {one.metadata["source"] for one in (*staying, *scan.chunks)})),
+            others=found.others,
             chunks=len(self.store),
             embedded=len(scan.chunks),
             forgotten=forgotten,
             rebuilt=stale,
         )
 
-    def _scan(self, paths: Sequence[str], known: Mapping[str, str]) -> _Scan:
+    def _embed(self, chunks: Sequence[Document], hidden: bool | None) -> Vectors | None:
+        texts = [chunk.page_content for chunk in chunks]
+        parts = []
+        with tqdm(total=len(texts), desc="embedding", unit="chunk", delay=1, leave=False, disable=hidden) as bar:
+            for start in range(0, len(texts), _EMBEDDED):
+                parts.append(self.store.embed(texts[start : start + _EMBEDDED]))
+                bar.update(len(parts[-1]))
+        return np.concatenate(parts) if parts else None
+
+    def _scan(self, paths: Iterable[str], known: Mapping[str, str]) -> _Scan:
         hashes: dict[str, str] = {}
         chunks: list[Document] = []
-        skipped: list[str] = []
+        skipped: dict[str, str] = {}
         for path in paths:
             try:
                 file = read_bytes(self.folder, path)
@@ -196,12 +228,12 @@ class FolderIndex:
                 if self.on_error == "raise":
                     raise
                 _log.warning("skipped: %s", error)
-                skipped.append(path)
+                skipped[path] = str(error)
                 continue
             hashes[path] = file.sha256
         for chunk in chunks:
             chunk.id = f"{chunk.metadata['source']}#{chunk.metadata['chunk']}"
-        return _Scan(hashes, chunks, tuple(skipped))
+        return _Scan(hashes, chunks, skipped)
 
     def _forget(self, leaving: Sequence[Document], present: Sequence[Document]) -> int:
         texts = {chunk.page_content for chunk in present}
@@ -261,6 +293,14 @@ class FolderIndex:
     @cached_property
     def _probes(self) -> Probes:
         return probe(self.store.embed)
+
+
+def _nothing_read(folder: Path, skipped: Mapping[str, str]) -> str:
+    if not skipped:
+        return f"the files in {folder} hold no text; add documents with text"
+    path, reason = next(iter(skipped.items()))
+    why = reason if path in reason else f"{path}: {reason}"
+    return f"no file in {folder} could be read, {len(skipped)} skipped; the first: {why}"
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from cacheblend_rag.errors import ConfigError, DocumentError
 from cacheblend_rag.fusor.selection import RULES, make_rule
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import Generation
+from cacheblend_rag.retrieval.documents import SUFFIXES
 from cacheblend_rag.server.asking import report_of, rule_name
 from cacheblend_rag.server.comparing import compare_all
 from cacheblend_rag.server.ingestion import Incoming, Job
@@ -81,7 +82,11 @@ async def state(here: Here) -> State:
             limit_bytes=service.engine.store.size_limit,
             records=stats.records if stats and alone else None,
         ),
-        limits=LimitsInfo(upload_bytes=service.limits.upload_bytes, question_chars=service.limits.question_chars),
+        limits=LimitsInfo(
+            upload_bytes=service.limits.upload_bytes,
+            upload_suffixes=list(SUFFIXES),
+            question_chars=service.limits.question_chars,
+        ),
     )
 
 

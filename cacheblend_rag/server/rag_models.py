@@ -103,6 +103,7 @@ class LimitsInfo(BaseModel):
     """What the page should not try to pass."""
 
     upload_bytes: int
+    upload_suffixes: list[str]
     question_chars: int
 
 

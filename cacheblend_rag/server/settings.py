@@ -14,7 +14,7 @@ from cacheblend_rag.config import ENV_PREFIX
 from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cacheblend_rag.folder_rag import FolderRAGOptions
+    from cacheblend_rag.app.options import FolderRAGOptions
 
 __all__ = ["KEYS_VARIABLE", "Limits", "ServerSettings", "keys_from_environment"]
 

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.errors import ConfigError, DocumentError, MissingExtraError
-from cacheblend_rag.retrieval.documents import FileBytes, find_files, parse, read_bytes, read_folder
+from cacheblend_rag.retrieval.documents import (
+    FileBytes,
+    by_suffix,
+    find_files,
+    list_files,
+    parse,
+    read_bytes,
+    read_folder,
+)
 from tests.retrieval.pdf import make_pdf
 
 
@@ -78,7 +86,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(DocumentError, match=r"a\.txt is a file; name the folder"):
         find_files(tmp_path / "a.txt")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DocumentError, match=r"holds no \.md, \.pdf, \.txt file"):
+    with pytest.raises(DocumentError, match=r"holds no \.docx, .*\.pdf, \.txt file; add"):
         find_files(tmp_path / "empty")
 
 
@@ -102,16 +110,28 @@ def test_byte_order_mark_and_line_ends_are_not_text() -> None:
     assert parsed("a.txt", b"") == ("",)
 
 
-def test_what_is_not_utf8_is_an_error_by_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_read_is_an_error_by_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path, "good.txt", "good")
-    write(tmp_path, "sub/latin.txt", "blåbær".encode("latin-1"))
-    with pytest.raises(DocumentError, match=r"sub/latin\.txt is not UTF-8 text \(byte 2\); save it as UTF-8"):
+    write(tmp_path, "sub/bytes.txt", bytes(range(256)) * 8)
+    with pytest.raises(DocumentError, match=r"sub/bytes\.txt holds bytes that are no text"):
         read_folder(tmp_path)
     with caplog.at_level(logging.WARNING):
         assert [one.path for one in read_folder(tmp_path, on_error="skip")] == ["good.txt"]
-    assert "skipped: sub/latin.txt is not UTF-8" in caplog.text
+    assert "skipped: sub/bytes.txt holds bytes" in caplog.text
     with pytest.raises(ConfigError, match="on_error='ignore' is not usable: use one of 'raise', 'skip'"):
         read_folder(tmp_path, on_error="ignore")
+
+
+def test_files_of_other_kinds_are_listed_and_counted(tmp_path: Path) -> None:
+    for path in ("a.txt", "x.png", "sub/y.PNG", "sub/z.xlsx", "Makefile", "~$letter.docx", ".hidden.png"):
+        write(tmp_path, path, "x")
+    found = list_files(tmp_path)
+    assert found.readable == ("a.txt",)
+    assert found.others == ("Makefile", "sub/y.PNG", "sub/z.xlsx", "x.png")
+    assert by_suffix(found.others) == "2 .png, 1 .xlsx, 1 without suffix"
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(DocumentError, match=r"\(there: 2 \.png, 1 \.xlsx, 1 without suffix\)"):
+        list_files(tmp_path)
 
 
 def test_pdf_is_read_page_by_page(tmp_path: Path) -> None:

@@ -5,7 +5,17 @@ import sys
 
 import pytest
 
-HEAVY = ("faiss", "langchain_text_splitters", "pypdf", "sentence_transformers", "torch", "transformers")
+HEAVY = (
+    "bs4",
+    "faiss",
+    "langchain_text_splitters",
+    "lxml",
+    "mammoth",
+    "pypdf",
+    "sentence_transformers",
+    "torch",
+    "transformers",
+)
 
 
 @pytest.mark.parametrize(

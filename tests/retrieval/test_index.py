@@ -38,6 +38,10 @@ class CountingEmbedder(SentenceTransformerEmbeddings):
         return super().embed_documents(texts)
 
 
+# Nothing that could be text.
+BYTES = bytes(range(256)) * 4
+
+
 class Folder:
     """A folder of documents, its index, and what was forgotten."""
 
@@ -70,7 +74,7 @@ def folder(tmp_path: Path, model: Any) -> Folder:
 
 def report(**values: Any) -> IndexReport:
     empty = dict.fromkeys(("files", "unchanged", "added", "changed", "removed", "chunks", "embedded"), 0)
-    return IndexReport(**{**empty, "skipped": (), "forgotten": 0, "rebuilt": "", **values})
+    return IndexReport(**{**empty, "skipped": {}, "empty": (), "others": (), "forgotten": 0, "rebuilt": "", **values})
 
 
 def found(index: FolderIndex, query: str) -> list[str]:
@@ -209,24 +213,46 @@ def test_another_vector_store_is_not_overwritten(folder: Folder, embedder: Any) 
 
 def test_a_file_that_cannot_be_read(folder: Folder) -> None:
     folder.update()
-    folder.write("mill.txt", b"\xff\xfe")
+    folder.write("mill.txt", BYTES)
     folder.write("new.txt", "Clara plays the violin.")
     index = folder.index()
-    with pytest.raises(DocumentError, match=r"mill\.txt is not UTF-8"):
+    with pytest.raises(DocumentError, match=r"mill\.txt holds bytes that are no text"):
         index.update()
     assert len(index.store) == 3
     assert folder.forgotten == []
+    skipped = {
+        "mill.txt": "mill.txt holds bytes that are no text in any known encoding; save it as UTF-8 or move it away"
+    }
     assert folder.update(on_error="skip") == report(
-        files=3, unchanged=2, added=1, removed=1, skipped=("mill.txt",), chunks=3, embedded=1, forgotten=1
+        files=3, unchanged=2, added=1, removed=1, skipped=skipped, chunks=3, embedded=1, forgotten=1
     )
-    assert folder.update(on_error="skip") == report(files=3, unchanged=3, skipped=("mill.txt",), chunks=3)
+    assert folder.update(on_error="skip") == report(files=3, unchanged=3, skipped=skipped, chunks=3)
     folder.write("mill.txt", FILES["mill.txt"])
     assert folder.update().added == 1
 
 
+def test_what_is_left_out_is_in_the_report(folder: Folder, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.txt").write_text("secret")
+    (folder.docs / "link.txt").symlink_to(tmp_path / "elsewhere.txt")
+    for path, data in {"picture.png": b"\x89PNG", "blank.md": b"\n", "broken.pdf": b"%PDF"}.items():
+        folder.write(path, data)
+    done = folder.update(on_error="skip")
+    assert (done.files, done.empty, done.others) == (4, ("blank.md",), ("picture.png",))
+    assert list(done.skipped) == ["broken.pdf", "link.txt"]
+    assert "cannot be read as PDF" in done.skipped["broken.pdf"]
+    assert "leads out of the folder" in done.skipped["link.txt"]
+
+
+def test_when_every_file_was_skipped_the_error_says_why(folder: Folder) -> None:
+    for path in FILES:
+        folder.write(path, BYTES)
+    with pytest.raises(DocumentError, match=r"no file in .* could be read, 3 skipped; the first: .* no text"):
+        folder.update(on_error="skip")
+
+
 def test_a_rebuild_that_failed_is_made_up_for(folder: Folder) -> None:
     folder.update()
-    folder.write("bad.txt", b"\xff")
+    folder.write("bad.txt", BYTES)
     index = folder.index(settings=SplitSettings(chunk_size=10))
     with pytest.raises(DocumentError):
         index.update()
@@ -286,8 +312,9 @@ def test_folders_without_text(folder: Folder) -> None:
     with pytest.raises(DocumentError, match="hold no text"):
         folder.update()
     folder.write("mill.txt", "words")
-    assert folder.update() == report(files=3, changed=3, chunks=1, embedded=1, forgotten=3)
-    assert folder.update() == report(files=3, unchanged=3, chunks=1)
+    empty = ("people/anna.txt", "people/ben.md")
+    assert folder.update() == report(files=3, changed=3, empty=empty, chunks=1, embedded=1, forgotten=3)
+    assert folder.update() == report(files=3, unchanged=3, empty=empty, chunks=1)
     for path in FILES:
         (folder.docs / path).unlink()
     with pytest.raises(DocumentError, match="holds no"):

@@ -20,6 +20,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.server.app import create_app
 from cacheblend_rag.server.library import Library
 from cacheblend_rag.server.settings import KEYS_VARIABLE, Limits, keys_from_environment
+from tests.retrieval.office import make_docx, nested, of_entities, with_part
 from tests.server.common import (
     BASE,
     Running,
@@ -92,12 +93,15 @@ def test_a_name_is_shown_without_what_cannot_be_seen(ada: httpx.Client) -> None:
     assert shown == "a b c"
 
 
-@pytest.mark.parametrize("name", ["bomb.zip", "page.html", "code.py", "noending", "", "a.pdf.exe"])
+@pytest.mark.parametrize("name", ["bomb.zip", "page.xhtml.zip", "code.py", "noending", "", "a.pdf.exe"])
 def test_other_kinds_of_files_are_not_taken(ada: httpx.Client, name: str) -> None:
     id = new_collection(ada)
     answer = ada.post(f"/api/collections/{id}/documents", files=[("files", (name, b"x"))])
     assert answer.status_code in (415, 422)
     assert ada.get(f"/api/collections/{id}/documents").json() == []
+
+
+WORD = make_docx(lambda one: one.add_paragraph("text"))
 
 
 def zip_bomb() -> bytes:
@@ -130,6 +134,13 @@ def pdf_bomb(unpacked: bytes) -> bytes:
         ("long.pdf", pdf_bomb(b"BT /F1 9 Tf 1 1 Td " + b"(lots of text, again and again) Tj " * 2_000 + b"ET")),
         ("long.txt", b"long " * 10_000),
         ("broken.pdf", b"%PDF-1.4\n" + b"\x00" * 1000),
+        ("zip.docx", zip_bomb()),
+        ("huge.docx", with_part(WORD, "word/document.xml", lambda xml: b" " * 150_000_000)),
+        ("entities.docx", of_entities(WORD)),
+        ("external.docx", of_entities(WORD, "file:///etc/passwd")),
+        ("deep.docx", nested(WORD, 100_000)),
+        ("deep.html", b"<div>" * 30_000 + b"text"),
+        ("long.html", b"<p>long " * 10_000),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -51,7 +51,8 @@ function showCollections() {
   select.disabled = server.collections.length < 2;
   const here = collection();
   const into = here && isWritable(here) ? here.name : OWN;
-  $("drop-hint").textContent = `Text, Markdown or PDF, up to ${bytes(server.limits.upload_bytes)}, into “${into}”`;
+  $("files").accept = server.limits.upload_suffixes.join(",");
+  $("drop-hint").textContent = `Text, Markdown, HTML, Word or PDF, up to ${bytes(server.limits.upload_bytes)}, into “${into}”`;
 }
 
 function documentView(one, here) {
