@@ -26,6 +26,7 @@ from cacheblend_rag.models.rope import Rotaries, rotate
 from cacheblend_rag.models.rowwise import computed_in_blocks, row_by_row
 from cacheblend_rag.models.segments import cut_out, noting_inputs
 from cacheblend_rag.models.shape import ModelShape, layer_shape
+from cacheblend_rag.models.window import context_window
 
 if TYPE_CHECKING:
     from cacheblend_rag.models.gpu.plain import PlainLayers
@@ -96,6 +97,11 @@ class ModelAdapter:
     def num_layers(self) -> int:
         """Number of decoder layers."""
         return len(self.layers)
+
+    @property
+    def context_window(self) -> int | None:
+        """Most tokens of a prompt with its answer; None if the model's config does not say it."""
+        return context_window(self.config)
 
     @cached_property
     def shape(self) -> ModelShape:
