@@ -107,7 +107,7 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         return_exceptions: bool = False,
         **kwargs: Any,
     ) -> list[str]:
-        """As of any LLM; with ``return_exceptions`` a prompt that is too long for the model costs no other its answer."""
+        """As of any LLM; with ``return_exceptions`` a prompt that is too long costs no other its answer."""
         answers: dict[int, str] = {}
         for numbers in self._groups(inputs, kwargs) if return_exceptions else [range(len(inputs))]:
             some, configs = _those(numbers, inputs, config)

@@ -71,15 +71,17 @@ def fitted(
         if kept:
             shorter = prompt.first_chunks(kept)
             return Fitted(shorter, tokenizer.tokenize(shorter), tuple(range(kept, count)))
-    raise ContextLengthError(len(split.input_ids), needed, window, _remedy(drops_chunks, needed))
+    raise ContextLengthError(len(split.input_ids), needed, window, _remedy(count, needed, drops_chunks))
 
 
-def _remedy(drops_chunks: bool, needed: int) -> str:
-    ways = ["retrieve fewer or shorter chunks (not even the first one alone fits)"]
-    if not drops_chunks:
-        ways = ["retrieve fewer or shorter chunks", "let the last ones be left out with overflow='drop_chunks'"]
-    if needed > 1:
-        ways.append("ask for fewer new tokens")
+def _remedy(chunks: int, needed: int, drops_chunks: bool) -> str:
+    ways = ["ask for fewer new tokens"] if needed > 1 else []
+    if not chunks:
+        ways.append("shorten the prompt")
+    elif drops_chunks:
+        ways.append("use shorter chunks (not even the first one alone fits)")
+    else:
+        ways += ["retrieve fewer or shorter chunks", "let the last ones be left out with overflow='drop_chunks'"]
     return ", ".join([*ways, "or take a model with a longer window"])
 
 

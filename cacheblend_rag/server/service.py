@@ -164,9 +164,7 @@ class Service:
             raise Problem(413, "prompt_too_long", f"a prompt may have {self.limits.prompt_chars:,} characters")
         fit, most = self.engine.fitted(prompt, answer_tokens), self.limits.prompt_tokens
         if (tokens := len(fit.split.input_ids)) + answer_tokens > most:
-            message = (
-                f"{tokens} prompt tokens and {answer_tokens} of the answer exceed the {most} taken here"
-            )
+            message = f"{tokens} prompt tokens and {answer_tokens} of the answer exceed the {most} taken here"
             raise Problem(400, "context_length_exceeded", message)
         return fit.prompt
 
