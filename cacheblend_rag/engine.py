@@ -30,6 +30,7 @@ from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.lookup import Segment
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.loading import load_model
+from cacheblend_rag.models.lora import unwrapped
 from cacheblend_rag.models.together import StepsTogether
 from cacheblend_rag.pipeline import OTHER_FORM, Blend, Pipeline
 from cacheblend_rag.prompt import Fitted, Prompt, PromptTokenizer, TokenizedPrompt
@@ -49,8 +50,8 @@ class BlendEngine:
 
     Parameters
     ----------
-    model : transformers PreTrainedModel
-        A causal language model; nothing is left behind on it.
+    model : transformers PreTrainedModel or PeftModel
+        A causal language model, perhaps with LoRA adapters; nothing is left behind on it.
     tokenizer : transformers tokenizer
         Its tokenizer.
     config : BlendConfig, optional
@@ -58,7 +59,8 @@ class BlendEngine:
     store : KVStore, path or None
         Where KV is kept: a store, a folder, or memory.
     fingerprint : str, optional
-        Identity of the model where it is known already; by default its weights are read through.
+        Identity of the model's own weights, adapters aside, where it is known already; by default they are read
+        through.
 
     Raises
     ------
@@ -87,6 +89,7 @@ class BlendEngine:
         fingerprint: str | None = None,
     ) -> None:
         check_model_and_tokenizer(model, tokenizer)
+        model = unwrapped(model)
         self.config = config or BlendConfig()
         self.model, self.tokenizer = model, tokenizer
         self._owns_store = store is None or isinstance(store, (str, os.PathLike))
@@ -185,8 +188,8 @@ class BlendEngine:
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the model: its weights and what its KV depends on."""
-        return self._pipeline.fingerprint
+        """Identity of the model: its weights, its active adapters and what else its KV depends on."""
+        return self._pipeline.look_at_model()
 
     @property
     def query_layers(self) -> tuple[int, ...]:
@@ -375,6 +378,7 @@ class BlendEngine:
         """
         self._check_open()
         texts = _texts(chunks)
+        self._pipeline.look_at_model()
         segments = [segment for text in texts if (segment := self._fitting_segment(text, prefix)) is not None]
         return Warming(self._pipeline, self._held).run(segments, progress)
 
@@ -406,6 +410,7 @@ class BlendEngine:
         """
         self._check_open()
         self.flush()
+        self._pipeline.look_at_model()
         forms = [self._pipeline.chunk_forms(text, prefix) for text in _texts(chunks)]
         keys = {segment.key for segments in forms for segment in segments}
         for key in [*keys]:
@@ -480,6 +485,7 @@ class BlendEngine:
 
     def _segments(self, chunks: Iterable[str], prefix: str = "") -> Iterator[Segment]:
         """What is stored of chunks; texts too short to have tokens of their own are left out."""
+        self._pipeline.look_at_model()
         found = (self._pipeline.chunk_segment(text, prefix) for text in _texts(chunks))
         return (segment for segment in found if segment is not None)
 
@@ -511,6 +517,7 @@ class BlendEngine:
             gate = self._gate.entered(partial(self._beside, size + (new_tokens or 256)))
         with gate:
             self._check_open()
+            self._pipeline.look_at_model()
             yield
 
     @property

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.finals import Continued, Finals
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
 from cacheblend_rag.fusor.foreseen import Queries
@@ -82,7 +83,7 @@ class Pipeline:
     config : BlendConfig
     store : KVStore
     fingerprint : str, optional
-        Identity of the model where it is known already.
+        Identity of the model's own weights, adapters aside, where it is known already.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Pipeline:
         fingerprint: str | None = None,
     ) -> None:
         self.adapter, self.tokenizer, self.config, self.store = adapter, tokenizer, config, store
-        self.fingerprint = fingerprint or adapter.fingerprint()
+        self._identity = adapter.identity(fingerprint)
         self._steering = Steering(config, adapter.num_layers, self.fingerprint, controller_beside(store))
         self.packed = self._packing(anew=True)
 
@@ -108,6 +109,17 @@ class Pipeline:
         if config.pack_weights != self.config.pack_weights:
             other.packed = other._packing(anew=False)
         return other
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the model when it was last looked at; see `look_at_model`."""
+        return self._identity.value
+
+    def look_at_model(self) -> str:
+        """Notice that adapters were switched, merged or trained since; the identity of the model now."""
+        if self._identity.refresh():  # copies of its weights are of what they were
+            self._packing(anew=True)
+        return self._identity.value
 
     @property
     def query_layers(self) -> tuple[int, ...]:
@@ -141,7 +153,7 @@ class Pipeline:
             token_ids=token_ids,
             query_layers=self.query_layers if kind == "chunk" else (),
         )
-        return Segment(kind, context_ids, token_ids, key, regime, head)
+        return Segment(kind, context_ids, token_ids, key, regime, head, self.fingerprint)
 
     def chunk_segment(self, text: str, prefix: str = "") -> Segment | None:
         """The segment of a chunk, or None if the text is too short to have one.
@@ -172,19 +184,33 @@ class Pipeline:
         return self.segment("chunk", context_ids + head, token_ids, regime, len(head))
 
     def compute(self, segments: Sequence[Segment]) -> list[KVRecord]:
-        """Compute the KV of segments behind the same shared context and of the same regime, in one pass."""
+        """Compute the KV of segments behind the same shared context and of the same regime, in one pass.
+
+        Raises
+        ------
+        StoreError
+            If adapters were switched since the segments' keys were made.
+        """
+        self._check_model(segments)
         first, ids = segments[0], [segment.own_ids for segment in segments]
         heads = [segment.head for segment in segments]
         with self.packed():
             computed = self.adapter.segments_kv(first.shared_ids, ids, first.regime, self.query_layers, heads)
+        self._check_model(segments)
         return [self._record(segment, kv) for segment, kv in zip(segments, computed, strict=True)]
+
+    def _check_model(self, segments: Sequence[Segment]) -> None:
+        """Let no KV be stored as that of another adapter."""
+        now = self.look_at_model()
+        if any(segment.model != now for segment in segments):
+            raise StoreError("the model's adapter was switched before this was computed; warm chunks once it is active")
 
     def record_info(self, segment: Segment) -> RecordInfo:
         """What the record of a segment says of itself."""
         adapter = self.adapter
         asked = self.query_layers if segment.kind == "chunk" else ()
         return RecordInfo(
-            fingerprint=fingerprint_in(self.fingerprint, segment.regime),
+            fingerprint=fingerprint_in(segment.model, segment.regime),
             context_ids=segment.context_ids,
             token_ids=segment.token_ids,
             layers=adapter.num_layers + len(asked) * self._query_parts,

@@ -55,6 +55,7 @@ HOMES = {
     "langchain_text_splitters": ("langchain", "retrieval"),
     "llama_index": ("llama_index",),
     "llama_cpp": ("evaluation.llama_cpp",),
+    "peft": ("models.lora",),
     "gguf": ("models.gguf", "evaluation.gguf_file", "evaluation.llama_cpp"),
     "datasets": (),
     "fastapi": ("server",),
