@@ -6,6 +6,7 @@ them. It is imported only where a model has such layers.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -63,15 +64,15 @@ def adapted_layers(model: Any) -> list[AdaptedLayer]:
     UnsupportedModelError
         If it has adapters that are no LoRA.
     """
-    if not hasattr(model, "peft_config"):
-        return []
-    _check_kinds(model)
-    return [_read(path, layer) for path, layer in _layers(model)]
+    layers = _layers(model)
+    if layers:
+        _check_kinds(model)
+    return [_read(path, layer) for path, layer in layers]
 
 
 def own_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """A model's weights by the names they have without adapters; merged adapters are in them."""
-    paths = {path for path, _ in _layers(model)} if hasattr(model, "peft_config") else set()
+    paths = {path for path, _ in _layers(model)}
     for name, weight in model.state_dict().items():
         own = _own_name(name, paths)
         if own is not None:
@@ -79,6 +80,9 @@ def own_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _layers(model: Any) -> list[tuple[str, Any]]:
+    """Layers of peft's and where they stand; they may be there still when their adapters are deleted."""
+    if "peft" not in sys.modules:  # then nobody has made any
+        return []
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -101,7 +105,7 @@ def _own_name(name: str, paths: set[str]) -> str | None:
 
 
 def _check_kinds(model: Any) -> None:
-    for name, config in model.peft_config.items():
+    for name, config in getattr(model, "peft_config", {}).items():
         kind = getattr(config.peft_type, "value", config.peft_type)
         if kind != "LORA" or getattr(config, "alora_invocation_tokens", None):
             said = "an activated LoRA" if kind == "LORA" else f"of type {kind}"
