@@ -29,6 +29,7 @@ __all__ = [
     "ENV_PREFIX",
     "LOWEST_RATIOS",
     "METRICS",
+    "OVERFLOWS",
     "RULE_OPTIONS",
     "WRITE_BACKS",
     "BlendConfig",
@@ -44,6 +45,7 @@ ENV_PREFIX = "CACHEBLEND_RAG_"
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EMBEDDER = "minilm"
 CONDITIONS = ("sink", "prefix")
+OVERFLOWS = ("error", "drop_chunks")
 METRICS = ("v", "k", "kv")
 WRITE_BACKS = ("background", "inline", "off")
 # r* of the paper for question answering; the other is a starting value.
@@ -185,6 +187,7 @@ class BlendOptions(TypedDict, total=False):
     query_layers: tuple[int, ...]
     selection_options: Mapping[str, Any]
     min_tokens: int
+    overflow: str
     condition: str
     write_back: str
     keep_final: bool
@@ -247,6 +250,10 @@ class BlendConfig:
         environment, as JSON.
     min_tokens : int
         A prompt with fewer chunk tokens than this is answered by plain prefill.
+    overflow : {"error", "drop_chunks"}
+        What becomes of a prompt that the model's context window does not hold: it is refused, or whole chunks are
+        left out from the end until it fits. Change it where a shorter context is better than no answer, and
+        retrieval gives the best chunks first.
     condition : {"sink", "prefix"}
         What a chunk is computed behind before it is stored: the fixed tokens that open every
         text (so that it hits behind any prefix), or the actual prefix (exact directly behind
@@ -320,6 +327,7 @@ class BlendConfig:
         "selection_options", {}, json.loads, like="""'{"seed": 1}'""", hashed=False, rule=True
     )
     min_tokens: int = _option("min_tokens", 256, int)
+    overflow: str = _option("overflow", "error", str)
     condition: str = _option("condition", "sink", str)
     write_back: str = _option("write_back", "background", str)
     keep_final: bool = _option("keep_final", False, lambda text: _flag(text))
@@ -355,6 +363,7 @@ class BlendConfig:
         if not isinstance(self.selection, str) and not callable(getattr(self.selection, "keep", None)):
             raise ConfigError("selection", self.selection, "use the name of a rule, such as 'hkvd', or a rule")
         check_choice("metric", self.metric, METRICS)
+        check_choice("overflow", self.overflow, OVERFLOWS)
         check_choice("condition", self.condition, CONDITIONS)
         check_choice("write_back", self.write_back, WRITE_BACKS)
         check_choice("codec", self.codec, CODEC_NAMES)

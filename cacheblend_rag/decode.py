@@ -17,7 +17,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from cacheblend_rag.errors import ConfigError, GenerationError
 from cacheblend_rag.models.modes import evaluating
 
-__all__ = ["DecodeArguments", "DecodeOptions", "Decoded", "Step", "decode"]
+DEFAULT_NEW_TOKENS = 256
+
+__all__ = ["DEFAULT_NEW_TOKENS", "DecodeArguments", "DecodeOptions", "Decoded", "Step", "decode"]
 
 Step = Callable[[Mapping[str, Any]], torch.Tensor]
 """Takes what transformers hands to the model for one token, and gives its logits ``[1, 1, vocab]``."""
@@ -45,7 +47,8 @@ class DecodeOptions:
     Parameters
     ----------
     max_new_tokens : int or None
-        Most tokens of the answer; None takes the generation config's, else 256.
+        Most tokens of the answer; None takes the generation config's, else 256, or what the context window has room
+        for if that is less.
     stop : str or sequence of str
         Texts that end the answer; they are not part of it.
     temperature : float or None
@@ -127,11 +130,16 @@ class DecodeOptions:
         given = getattr(self.generation_config, "stop_strings", None) or ()
         return (*self.stop, *((given,) if isinstance(given, str) else given))
 
+    @property
+    def asked_tokens(self) -> int | None:
+        """Tokens of the answer that were asked for; None if no number was given."""
+        return self.max_new_tokens or getattr(self.generation_config, "max_new_tokens", None)
+
     def resolve(self, model: Any, tokenizer: Any) -> GenerationConfig:
         """The generation config transformers is given."""
         config = copy.deepcopy(self.generation_config or model.generation_config)
         if self.max_new_tokens is not None or (config.max_new_tokens is None and config.max_length is None):
-            config.max_new_tokens, config.max_length = self.max_new_tokens or 256, None
+            config.max_new_tokens, config.max_length = self.max_new_tokens or DEFAULT_NEW_TOKENS, None
         if self._greedy:
             config.do_sample, config.temperature, config.top_p, config.top_k = False, None, None, None
         else:
@@ -190,6 +198,7 @@ def decode(
     on_text: Callable[[str], None] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
     step: Step | None = None,
+    window: int | None = None,
 ) -> Decoded:
     """Generate from a fused cache; its logits give the first token without a second pass.
 
@@ -210,6 +219,8 @@ def decode(
         Generation stops at the next token once this returns True.
     step : callable, optional
         Stands for the model's pass over each token after the first.
+    window : int, optional
+        Most tokens of the prompt with its answer.
 
     Raises
     ------
@@ -217,6 +228,8 @@ def decode(
         If transformers returned no token.
     """
     config = options.resolve(model, tokenizer)
+    if window is not None:
+        _end_within(config, window, len(input_ids))
     eos = config.eos_token_id
     end_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
     assembler = _TextAssembler(tokenizer, options, end_ids, len(input_ids), on_text, cancelled)
@@ -237,6 +250,14 @@ def decode(
             custom_generate=continue_from_fused,
         )
     return assembler.result()
+
+
+def _end_within(config: GenerationConfig, window: int, prompt_tokens: int) -> None:
+    """Let an answer end where the context window does."""
+    if config.max_new_tokens is None:
+        config.max_length = min(config.max_length, window)
+    else:
+        config.max_new_tokens = min(config.max_new_tokens, max(1, window - prompt_tokens))
 
 
 class _Prefilled:

@@ -20,8 +20,8 @@ import torch
 from cacheblend_rag.batching import ReadOnce, by_common_chunks
 from cacheblend_rag.checks import check_model_and_tokenizer
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.decode import DecodeArguments, Decoded, DecodeOptions, decode
-from cacheblend_rag.errors import CacheBlendError, ConfigError, GenerationError, PromptError
+from cacheblend_rag.decode import DEFAULT_NEW_TOKENS, DecodeArguments, Decoded, DecodeOptions, decode
+from cacheblend_rag.errors import CacheBlendError, ConfigError, ContextLengthError, GenerationError, PromptError
 from cacheblend_rag.finals import KEY_PREFIX, holds
 from cacheblend_rag.fusor.selfcheck import check_adapter
 from cacheblend_rag.gate import IdleGate
@@ -30,9 +30,10 @@ from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.lookup import Segment
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.loading import load_model
+from cacheblend_rag.models.lora import unwrapped
 from cacheblend_rag.models.together import StepsTogether
 from cacheblend_rag.pipeline import OTHER_FORM, Blend, Pipeline
-from cacheblend_rag.prompt import Prompt, PromptTokenizer, TokenizedPrompt
+from cacheblend_rag.prompt import Fitted, Prompt, PromptTokenizer, TokenizedPrompt
 from cacheblend_rag.report import FusedKV, Generation, WarmReport
 from cacheblend_rag.store import KVStore, open_store
 from cacheblend_rag.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead
@@ -49,8 +50,8 @@ class BlendEngine:
 
     Parameters
     ----------
-    model : transformers PreTrainedModel
-        A causal language model; nothing is left behind on it.
+    model : transformers PreTrainedModel or PeftModel
+        A causal language model, perhaps with LoRA adapters; nothing is left behind on it.
     tokenizer : transformers tokenizer
         Its tokenizer.
     config : BlendConfig, optional
@@ -58,7 +59,8 @@ class BlendEngine:
     store : KVStore, path or None
         Where KV is kept: a store, a folder, or memory.
     fingerprint : str, optional
-        Identity of the model where it is known already; by default its weights are read through.
+        Identity of the model's own weights, adapters aside, where it is known already; by default they are read
+        through.
 
     Raises
     ------
@@ -87,6 +89,7 @@ class BlendEngine:
         fingerprint: str | None = None,
     ) -> None:
         check_model_and_tokenizer(model, tokenizer)
+        model = unwrapped(model)
         self.config = config or BlendConfig()
         self.model, self.tokenizer = model, tokenizer
         self._owns_store = store is None or isinstance(store, (str, os.PathLike))
@@ -185,21 +188,42 @@ class BlendEngine:
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the model: its weights and what its KV depends on."""
-        return self._pipeline.fingerprint
+        """Identity of the model: its weights, its active adapters and what else its KV depends on."""
+        return self._pipeline.look_at_model()
 
     @property
     def query_layers(self) -> tuple[int, ...]:
         """Layers whose queries are stored with the KV of chunks."""
         return self._pipeline.query_layers
 
+    @property
+    def context_window(self) -> int | None:
+        """Most tokens of a prompt with its answer; None if the model's config does not say it."""
+        return self.adapter.context_window
+
     def products(self) -> contextlib.AbstractContextManager[None]:
         """Within this the model multiplies as it does while the engine runs it; see ``pack_weights``."""
         return self._pipeline.packed()
 
     def tokenize(self, prompt: Prompt | str) -> TokenizedPrompt:
-        """The ids of a prompt and where its segments lie."""
+        """The ids of a prompt and where its segments lie, however long it is."""
         return self._pipeline.tokenizer.tokenize(self._prompt(prompt))
+
+    def fitted(self, prompt: Prompt | str, max_new_tokens: int | None = None) -> Fitted:
+        """What of a prompt is answered: with ``overflow="drop_chunks"`` perhaps fewer chunks than it has.
+
+        Parameters
+        ----------
+        max_new_tokens : int, optional
+            As `generate` is given it.
+
+        Raises
+        ------
+        ContextLengthError
+            If prompt and answer do not fit into the model's context window.
+        """
+        needed, room = _answer_room(DecodeOptions(max_new_tokens=max_new_tokens))
+        return self._pipeline.fitted(self._prompt(prompt), needed, room)
 
     # Answering -----------------------------------------------------------------------------
 
@@ -217,6 +241,9 @@ class BlendEngine:
 
         Raises
         ------
+        ContextLengthError
+            If the prompt and ``max_new_tokens`` do not fit into the model's context window. Without a number of tokens
+            the answer is as long as there is room for, 256 tokens at most.
         PromptError, ConfigError
             If the prompt or an option cannot be used.
         """
@@ -257,9 +284,15 @@ class BlendEngine:
         generator of (int, TextStream)
             The number of a prompt and its stream, to be read before the next is taken. Prompts
             with chunks in common come together. Closing it ends those that were begun ahead.
+
+        Raises
+        ------
+        ContextLengthError
+            If one of the prompts does not fit into the model's context window; none is answered then.
         """
-        parsed = [self._prompt(prompt) for prompt in prompts]
-        streams = self._streams(parsed, DecodeOptions(**options), timeout)
+        parsed, chosen = [self._prompt(prompt) for prompt in prompts], DecodeOptions(**options)
+        self._pipeline.check_all_fit(parsed, _answer_room(chosen)[0])
+        streams = self._streams(parsed, chosen, timeout)
         return begun_ahead(streams, self.config.max_concurrent if self._several else 1)
 
     def _streams(self, prompts: list[Prompt], options: DecodeOptions, timeout: float | None) -> NumberedStreams:
@@ -286,7 +319,7 @@ class BlendEngine:
             cancelled = sink.cancelled if sink else lambda: False
             if cancelled():
                 raise GenerationError("the answer was given up before its turn came")
-            blend = (pipeline or self._pipeline).blend(prompt, cancelled)
+            blend = (pipeline or self._pipeline).blend(prompt, cancelled, *_answer_room(options))
             fused, fused_at = blend.fused, time.perf_counter()
             with self.products():
                 decoded = decode(
@@ -299,10 +332,11 @@ class BlendEngine:
                     on_text=sink.put if sink else None,
                     cancelled=cancelled,
                     step=self._step if self._several else None,
+                    window=self.context_window,
                 )
             self._keep(self._pipeline.keep_final(blend, decoded.token_ids))
         answer = _generation(fused, decoded, fused_at)
-        self.guard.watch(prompt, answer, self._pipeline, self._gate, self._write_back)
+        self.guard.watch(blend.prompt, answer, self._pipeline, self._gate, self._write_back)
         return answer
 
     def _keep(self, blend: Blend) -> None:
@@ -326,6 +360,8 @@ class BlendEngine:
         Requests that come meanwhile are answered between the passes. Warming stops before the store
         would pass its size limit, so that it never evicts its own work.
 
+        Chunks are looked at before the first pass: with one that is too long, none is computed.
+
         Parameters
         ----------
         chunks : iterable of str
@@ -334,9 +370,16 @@ class BlendEngine:
             The prefix they will stand behind; needed with ``condition="prefix"`` only.
         progress : bool, optional
             Show a progress bar; by default if standard error is a terminal.
+
+        Raises
+        ------
+        ContextLengthError
+            If a chunk alone is longer than the model's context window; the message gives its first words.
         """
         self._check_open()
-        segments = self._segments(chunks, prefix)
+        texts = _texts(chunks)
+        self._pipeline.look_at_model()
+        segments = [segment for text in texts if (segment := self._fitting_segment(text, prefix)) is not None]
         return Warming(self._pipeline, self._held).run(segments, progress)
 
     def estimate_bytes(self, chunks: Iterable[str]) -> int:
@@ -367,6 +410,7 @@ class BlendEngine:
         """
         self._check_open()
         self.flush()
+        self._pipeline.look_at_model()
         forms = [self._pipeline.chunk_forms(text, prefix) for text in _texts(chunks)]
         keys = {segment.key for segments in forms for segment in segments}
         for key in [*keys]:
@@ -441,8 +485,19 @@ class BlendEngine:
 
     def _segments(self, chunks: Iterable[str], prefix: str = "") -> Iterator[Segment]:
         """What is stored of chunks; texts too short to have tokens of their own are left out."""
+        self._pipeline.look_at_model()
         found = (self._pipeline.chunk_segment(text, prefix) for text in _texts(chunks))
         return (segment for segment in found if segment is not None)
+
+    def _fitting_segment(self, text: str, prefix: str) -> Segment | None:
+        """What is stored of a chunk, if it is not too long for the model."""
+        segment, window = self._pipeline.chunk_segment(text, prefix), self.context_window
+        tokens = len(segment.context_ids) + len(segment.token_ids) if segment else 0
+        if window is not None and tokens > window:
+            first = " ".join(text.split()[:8])
+            remedy = "split its document into smaller chunks, or take a model with a longer window"
+            raise ContextLengthError(tokens, 0, window, remedy, f"the chunk that begins {first[:60]!r}")
+        return segment
 
     def _prompt(self, prompt: Prompt | str) -> Prompt:
         if isinstance(prompt, Prompt):
@@ -462,6 +517,7 @@ class BlendEngine:
             gate = self._gate.entered(partial(self._beside, size + (new_tokens or 256)))
         with gate:
             self._check_open()
+            self._pipeline.look_at_model()
             yield
 
     @property
@@ -480,6 +536,12 @@ class BlendEngine:
     def _check_open(self) -> None:
         if self._write_back.closed:
             raise ConfigError("engine", "closed", "make a new engine; this one was closed")
+
+
+def _answer_room(options: DecodeOptions) -> tuple[int, int]:
+    """Tokens of an answer that must fit, and those that room is made for where chunks are left out."""
+    asked = options.asked_tokens
+    return asked or 1, asked or DEFAULT_NEW_TOKENS
 
 
 def _generation(fused: FusedKV, decoded: Decoded, fused_at: float) -> Generation:

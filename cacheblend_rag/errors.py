@@ -5,6 +5,7 @@
     CacheBlendError
     ├── ConfigError (ValueError)            an option is out of range or unknown
     ├── PromptError (ValueError)            a prompt cannot be used as given
+    │   └── ContextLengthError              it is longer than the model's context window
     ├── UnsupportedModelError               the blended pass does not know this model
     ├── ModelLoadError                      a model or tokenizer could not be loaded
     ├── StoreError                          the KV store cannot be opened or used
@@ -22,6 +23,7 @@ from __future__ import annotations
 __all__ = [
     "CacheBlendError",
     "ConfigError",
+    "ContextLengthError",
     "DatasetError",
     "DocumentError",
     "EmbedderError",
@@ -62,6 +64,35 @@ class ConfigError(CacheBlendError, ValueError):
 
 class PromptError(CacheBlendError, ValueError):
     """A prompt cannot be used as given."""
+
+
+class ContextLengthError(PromptError):
+    """A prompt with its answer, or a chunk, is longer than the model's context window.
+
+    Parameters
+    ----------
+    tokens : int
+        Tokens of the prompt, or of the chunk with what it is computed behind.
+    new_tokens : int
+        Tokens of the answer that must fit behind them.
+    window : int
+        Most tokens there may be.
+    remedy : str
+        What helps, as a phrase: "retrieve fewer chunks".
+    what : str
+        What is too long, as the message calls it.
+    """
+
+    def __init__(self, tokens: int, new_tokens: int, window: int, remedy: str, what: str = "the prompt") -> None:
+        self.tokens, self.new_tokens, self.window = tokens, new_tokens, window
+        self.remedy, self.what = remedy, what
+        answer = f", {new_tokens:,} more are for the answer" if new_tokens else ""
+        super().__init__(
+            f"{what} has {tokens:,} tokens{answer}, and the model's context window is {window:,}: {remedy}"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.tokens, self.new_tokens, self.window, self.remedy, self.what)
 
 
 class UnsupportedModelError(CacheBlendError):

@@ -42,6 +42,8 @@ class Segment:
         Frequency regime it is computed in; see `ModelAdapter.regime`.
     head : int
         How many of the context's last ids belong to this segment alone; see `ChunkTokens`.
+    model : str
+        Identity of the model, and of its adapters, that the key is of.
     """
 
     kind: str
@@ -50,6 +52,7 @@ class Segment:
     key: str
     regime: int = 0
     head: int = 0
+    model: str = ""
 
     @property
     def shared_ids(self) -> tuple[int, ...]:

@@ -422,6 +422,7 @@ class ModelFields(BaseModel):
             "ttft": report.ttft,
             "hits": report.hits,
             "misses": report.misses,
+            "left_out": list(report.left_out),
             "recompute_ratio": self.engine.config.recompute_ratio,
             "recomputed_tokens": list(report.recomputed_tokens),
             "reused_tokens": report.reused_tokens,

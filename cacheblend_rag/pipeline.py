@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.finals import Continued, Finals
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
 from cacheblend_rag.fusor.foreseen import Queries
@@ -25,7 +26,16 @@ from cacheblend_rag.models.fingerprint import fingerprint_in
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.models.packing import Packing, packed_products
 from cacheblend_rag.models.queries import kv_layers_for
-from cacheblend_rag.prompt import Prompt, PromptTokenizer, Span, TokenizedChunk, TokenizedPrompt
+from cacheblend_rag.prompt import (
+    Fitted,
+    Prompt,
+    PromptTokenizer,
+    Span,
+    TokenizedChunk,
+    TokenizedPrompt,
+    check_all_fit,
+    fitted,
+)
 from cacheblend_rag.report import BlendReport, FusedKV, Seconds
 from cacheblend_rag.steering import Choice, Steering, controller_beside
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, record_key
@@ -51,12 +61,15 @@ class Blend:
         The result.
     write_back : dict of str to Job
         By key of the record, what computes and stores it.
+    prompt : Prompt
+        The prompt as it was answered: without the chunks that did not fit.
     split : TokenizedPrompt or None
-        The prompt, if it can be kept whole.
+        Its ids, if it can be kept whole.
     """
 
     fused: FusedKV
     write_back: dict[str, Job]
+    prompt: Prompt
     split: TokenizedPrompt | None = None
 
 
@@ -70,7 +83,7 @@ class Pipeline:
     config : BlendConfig
     store : KVStore
     fingerprint : str, optional
-        Identity of the model where it is known already.
+        Identity of the model's own weights, adapters aside, where it is known already.
     """
 
     def __init__(
@@ -82,7 +95,7 @@ class Pipeline:
         fingerprint: str | None = None,
     ) -> None:
         self.adapter, self.tokenizer, self.config, self.store = adapter, tokenizer, config, store
-        self.fingerprint = fingerprint or adapter.fingerprint()
+        self._identity = adapter.identity(fingerprint)
         self._steering = Steering(config, adapter.num_layers, self.fingerprint, controller_beside(store))
         self.packed = self._packing(anew=True)
 
@@ -96,6 +109,17 @@ class Pipeline:
         if config.pack_weights != self.config.pack_weights:
             other.packed = other._packing(anew=False)
         return other
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the model when it was last looked at; see `look_at_model`."""
+        return self._identity.value
+
+    def look_at_model(self) -> str:
+        """Notice that adapters were switched, merged or trained since; the identity of the model now."""
+        if self._identity.refresh():  # copies of its weights are of what they were
+            self._packing(anew=True)
+        return self._identity.value
 
     @property
     def query_layers(self) -> tuple[int, ...]:
@@ -129,7 +153,7 @@ class Pipeline:
             token_ids=token_ids,
             query_layers=self.query_layers if kind == "chunk" else (),
         )
-        return Segment(kind, context_ids, token_ids, key, regime, head)
+        return Segment(kind, context_ids, token_ids, key, regime, head, self.fingerprint)
 
     def chunk_segment(self, text: str, prefix: str = "") -> Segment | None:
         """The segment of a chunk, or None if the text is too short to have one.
@@ -160,19 +184,33 @@ class Pipeline:
         return self.segment("chunk", context_ids + head, token_ids, regime, len(head))
 
     def compute(self, segments: Sequence[Segment]) -> list[KVRecord]:
-        """Compute the KV of segments behind the same shared context and of the same regime, in one pass."""
+        """Compute the KV of segments behind the same shared context and of the same regime, in one pass.
+
+        Raises
+        ------
+        StoreError
+            If adapters were switched since the segments' keys were made.
+        """
+        self._check_model(segments)
         first, ids = segments[0], [segment.own_ids for segment in segments]
         heads = [segment.head for segment in segments]
         with self.packed():
             computed = self.adapter.segments_kv(first.shared_ids, ids, first.regime, self.query_layers, heads)
+        self._check_model(segments)
         return [self._record(segment, kv) for segment, kv in zip(segments, computed, strict=True)]
+
+    def _check_model(self, segments: Sequence[Segment]) -> None:
+        """Let no KV be stored as that of another adapter."""
+        now = self.look_at_model()
+        if any(segment.model != now for segment in segments):
+            raise StoreError("the model's adapter was switched before this was computed; warm chunks once it is active")
 
     def record_info(self, segment: Segment) -> RecordInfo:
         """What the record of a segment says of itself."""
         adapter = self.adapter
         asked = self.query_layers if segment.kind == "chunk" else ()
         return RecordInfo(
-            fingerprint=fingerprint_in(self.fingerprint, segment.regime),
+            fingerprint=fingerprint_in(segment.model, segment.regime),
             context_ids=segment.context_ids,
             token_ids=segment.token_ids,
             layers=adapter.num_layers + len(asked) * self._query_parts,
@@ -184,7 +222,13 @@ class Pipeline:
             query_layers=asked,
         )
 
-    def blend(self, prompt: Prompt, cancelled: Callable[[], bool] = lambda: False) -> Blend:
+    def blend(
+        self,
+        prompt: Prompt,
+        cancelled: Callable[[], bool] = lambda: False,
+        new_tokens: int = 0,
+        room: int | None = None,
+    ) -> Blend:
         """Split, look up, load and fuse a prompt.
 
         Parameters
@@ -192,26 +236,42 @@ class Pipeline:
         prompt : Prompt
         cancelled : callable
             The blended pass ends before its next layer once this returns True.
+        new_tokens : int
+            Tokens of the answer that must fit into the context window.
+        room : int, optional
+            Tokens of the answer that room is made for where chunks are left out; see `fitted`.
 
         Raises
         ------
+        ContextLengthError
+            If the prompt does not fit.
         GenerationError
             If it was cancelled.
         """
         started = time.perf_counter()
-        split = self.tokenizer.tokenize(prompt)
+        fit = self.fitted(prompt, new_tokens, room)
         seconds = Seconds(split=time.perf_counter() - started)
-        if self._prefers_plain(split):
-            return self._plain(split, seconds)
-        return self._blended(split, seconds, cancelled)
+        if self._prefers_plain(fit.split):
+            return self._plain(fit, seconds)
+        return self._blended(fit, seconds, cancelled)
+
+    def fitted(self, prompt: Prompt, new_tokens: int = 0, room: int | None = None) -> Fitted:
+        """Tokenise a prompt that fits into the model's context window; see `fitted`."""
+        drops = self.config.overflow == "drop_chunks"
+        return fitted(self.tokenizer, prompt, self.adapter.context_window, new_tokens, room, drops)
+
+    def check_all_fit(self, prompts: Sequence[Prompt], new_tokens: int) -> None:
+        """Refuse several prompts if one of them does not fit; see `check_all_fit`."""
+        drops = self.config.overflow == "drop_chunks"
+        check_all_fit(self.tokenizer, prompts, self.adapter.context_window, new_tokens, drops)
 
     def _prefers_plain(self, split: TokenizedPrompt) -> bool:
         few = not split.chunks or split.chunk_tokens < self.config.min_tokens
         return few or not self.adapter.reusable(len(split.input_ids))
 
-    def _plain(self, split: TokenizedPrompt, seconds: Seconds) -> Blend:
+    def _plain(self, fit: Fitted, seconds: Seconds) -> Blend:
         """Answer by the model's own prefill."""
-        started = time.perf_counter()
+        started, split = time.perf_counter(), fit.split
         with self.packed():
             result = self.adapter.prefill(split.input_ids)
         seconds = dataclasses.replace(seconds, fuse=time.perf_counter() - started)
@@ -225,14 +285,15 @@ class Pipeline:
             computed_tokens=(len(rows),) * layers,
             plain=True,
             work=1.0,
+            left_out=fit.left_out,
             seconds=seconds,
         )
         fused = FusedKV(result.cache, result.logits, list(split.input_ids), (rows,) * layers, None, report)
-        return Blend(fused, {})
+        return Blend(fused, {}, fit.prompt)
 
-    def _blended(self, whole: TokenizedPrompt, seconds: Seconds, cancelled: Callable[[], bool]) -> Blend:
+    def _blended(self, fit: Fitted, seconds: Seconds, cancelled: Callable[[], bool]) -> Blend:
         """Answer by the blended pass; a record that fails on the way counts as never stored."""
-        started = time.perf_counter()
+        started, whole = time.perf_counter(), fit.split
         kept = self._finals(whole).find(whole) if self._keeps_finals else None
         split, found = self._look_up(whole, kept)
         seconds = dataclasses.replace(seconds, look_up=time.perf_counter() - started)
@@ -268,10 +329,10 @@ class Pipeline:
             self._steering.note(choice, clock.seconds)
         fused = self._fused(split, found, fusion, choice)
         report = self._whole(fused.report, whole, kept)
-        report = dataclasses.replace(report, lost=lost, seconds=seconds)
+        report = dataclasses.replace(report, lost=lost, left_out=fit.left_out, seconds=seconds)
         keep = self._keeps_finals and self.config.write_back != "off"
         write_back = self._write_back(split, found, fusion)
-        return Blend(dataclasses.replace(fused, report=report), write_back, whole if keep else None)
+        return Blend(dataclasses.replace(fused, report=report), write_back, fit.prompt, whole if keep else None)
 
     def _whole(self, report: BlendReport, whole: TokenizedPrompt, kept: Continued | None) -> BlendReport:
         """What the report of a continued prompt says of the whole one."""

@@ -80,6 +80,9 @@ class BlendReport:
     chunk_media : tuple of str
         Of each chunk, in the order of the prompt, what it was read from, such as ``"disk"`` or
         ``"memory"``; ``""`` if it was not there.
+    left_out : tuple of int
+        Chunks that the context window had no room for, by their number in the prompt as it was given, from 0. What
+        else the report says of chunks is of the others.
     prefix_hit : bool
         Whether the prefix was read from the store.
     reused_tokens : int
@@ -118,6 +121,7 @@ class BlendReport:
     hits: int = 0
     misses: int = 0
     chunk_media: tuple[str, ...] = ()
+    left_out: tuple[int, ...] = ()
     prefix_hit: bool = False
     reused_tokens: int = 0
     continued_tokens: int = 0

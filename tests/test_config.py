@@ -24,6 +24,7 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "query_layers": ("2, 5", (2, 5)),
     "selection_options": ('{"seed": 3}', {"seed": 3}),
     "min_tokens": ("7", 7),
+    "overflow": ("drop_chunks", "drop_chunks"),
     "condition": ("prefix", "prefix"),
     "write_back": ("off", "off"),
     "keep_final": ("on", True),

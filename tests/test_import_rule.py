@@ -55,6 +55,7 @@ HOMES = {
     "langchain_text_splitters": ("langchain", "retrieval"),
     "llama_index": ("llama_index",),
     "llama_cpp": (),
+    "peft": ("models.lora",),
     "gguf": ("models.gguf",),
     "datasets": (),
     "fastapi": ("server",),

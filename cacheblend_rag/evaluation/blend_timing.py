@@ -59,7 +59,7 @@ def measure_blend(engine: BlendEngine, prefill: PrefillProfile, lengths: Sequenc
     lengths : sequence of int
         Tokens of prompts, about; longer ones than the model is made for are left out.
     """
-    limit = int(getattr(engine.adapter.config, "max_position_embeddings", 0) or max(lengths))
+    limit = engine.context_window or max(lengths)
     config = BlendConfig(min_tokens=0, write_back="off")
     found: list[BlendTime] = []
     with BlendEngine(

@@ -39,7 +39,7 @@ _BLOCK = 2**20
 
 def measure_prefill(adapter: ModelAdapter, lengths: Sequence[int], repeats: int = 2) -> dict[int, float]:
     """Seconds of a full prefill by number of tokens, the least of some repeats after one that warms up."""
-    limit = int(getattr(adapter.config, "max_position_embeddings", 0) or max(lengths))
+    limit = adapter.context_window or max(lengths)
     chooser, found = random.Random(0), {}
     for length in sorted({min(length, limit) for length in lengths}):
         ids = [chooser.randrange(3, adapter.config.vocab_size) for _ in range(length)]

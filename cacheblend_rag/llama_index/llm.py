@@ -197,7 +197,7 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
     @property
     def metadata(self) -> LLMMetadata:
         """What LlamaIndex plans prompts by."""
-        window = self.context_window or getattr(self.engine.model.config, "max_position_embeddings", None)
+        window = self.context_window or self.engine.context_window
         return LLMMetadata(
             context_window=window or DEFAULT_CONTEXT_WINDOW,
             num_output=self.max_new_tokens or DEFAULT_NUM_OUTPUTS,

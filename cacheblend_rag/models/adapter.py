@@ -15,10 +15,11 @@ from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.models.attention import ROW_ATTENTION, as_added, row_attention, use_row_attention
 from cacheblend_rag.models.caches import Enough, LastLayer, ScatterCache
 from cacheblend_rag.models.families import family_of
-from cacheblend_rag.models.fingerprint import fingerprint
+from cacheblend_rag.models.fingerprint import ModelIdentity
 from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.growing import GrowingLayer, let_grow
 from cacheblend_rag.models.kv import LayerKV, Prefill, SegmentKV
+from cacheblend_rag.models.lora import unwrapped
 from cacheblend_rag.models.modes import evaluating, is_compiled
 from cacheblend_rag.models.parts import misshapen, part_of
 from cacheblend_rag.models.positions import Positions
@@ -26,6 +27,7 @@ from cacheblend_rag.models.rope import Rotaries, rotate
 from cacheblend_rag.models.rowwise import computed_in_blocks, row_by_row
 from cacheblend_rag.models.segments import cut_out, noting_inputs
 from cacheblend_rag.models.shape import ModelShape, layer_shape
+from cacheblend_rag.models.window import context_window
 
 if TYPE_CHECKING:
     from cacheblend_rag.models.gpu.plain import PlainLayers
@@ -38,8 +40,8 @@ class ModelAdapter:
 
     Parameters
     ----------
-    model : transformers PreTrainedModel
-        A causal language model of a known family. Nothing of it is changed, except within
+    model : transformers PreTrainedModel or PeftModel
+        A causal language model of a known family, perhaps with LoRA adapters. Nothing of it is changed, except within
         `blending`, which undoes it.
     like : str, optional
         Treat a model of an unknown family as one of this family. Whether that is right shows
@@ -55,7 +57,7 @@ class ModelAdapter:
     """
 
     def __init__(self, model: Any, *, like: str | None = None) -> None:
-        self.model = model
+        self.model = model = unwrapped(model)
         self.config = model.config
         self._family = family_of(model, like)
         self._decoder = part_of(model, "model")
@@ -97,6 +99,11 @@ class ModelAdapter:
         """Number of decoder layers."""
         return len(self.layers)
 
+    @property
+    def context_window(self) -> int | None:
+        """Most tokens of a prompt with its answer; None if the model's config does not say it."""
+        return context_window(self.config)
+
     @cached_property
     def shape(self) -> ModelShape:
         """How much arithmetic the model does for a row."""
@@ -107,9 +114,13 @@ class ModelAdapter:
         )
         return ModelShape(layers, float(self.config.vocab_size * self.config.hidden_size))
 
+    def identity(self, own: str | None = None) -> ModelIdentity:
+        """Identity of the model, with its adapters; ``own`` is that of its own weights, where it is known."""
+        return ModelIdentity(self.model, own)
+
     def fingerprint(self) -> str:
-        """Identity of the model: config, weights and element type."""
-        return fingerprint(self.model)
+        """Identity of the model now: config, weights, element type and adapters."""
+        return self.identity().value
 
     def regime(self, tokens: int) -> int | None:
         """Frequency regime of a prompt of this many tokens; KV of one fits no prompt of another.

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import find_adapter_config_file
 
 from cacheblend_rag.checks import check_choice
 from cacheblend_rag.config import DTYPES, flag_from_environment
-from cacheblend_rag.errors import ConfigError, ModelLoadError
+from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError
 from cacheblend_rag.models.element_type import type_to_load
 from cacheblend_rag.models.fingerprint import fingerprint
 from cacheblend_rag.models.gguf import is_gguf, opened_gguf
@@ -34,7 +38,7 @@ class LoadedModel:
     name : str
         What it was loaded by.
     identity : str or None
-        Of its files, if the model is nothing but what is in them; see `files_identity`.
+        Of the files of its own weights, if these are nothing but what is in them; see `files_identity`.
     """
 
     model: Any
@@ -43,7 +47,7 @@ class LoadedModel:
     identity: str | None
 
     def fingerprint(self) -> str:
-        """Identity of the model; its weights are read through only if its files are not known."""
+        """Identity of the model's own weights, adapters aside; they are read only if their files are not known."""
         known = known_fingerprint(self.identity)
         if known is None:
             known = fingerprint(self.model)
@@ -66,7 +70,8 @@ def load_model(
     ----------
     model : str or path
         A folder, a GGUF file, an id that transformers can resolve, or the name of a starter model (``"smollm2"``,
-        which is fetched on first use). A folder that has a starter's name is ``"./smollm2"``.
+        which is fetched on first use). A folder that has a starter's name is ``"./smollm2"``. A LoRA adapter's folder
+        or id loads the model that it was trained on, and activates the adapter.
     device : str
         ``"auto"`` (a GPU if there is one), or a torch device.
     dtype : str
@@ -87,9 +92,51 @@ def load_model(
     """
     check_choice("dtype", dtype, DTYPES)
     target = _device(device)
+    if (base := _base_of(model)) is not None:
+        under = load_model(base, device=device, dtype=dtype, keep_converted=keep_converted, **model_kwargs)
+        return _with_adapter(under, os.fspath(model))
     with _located(model, keep_converted) as (name, stays):
         loaded, tokenizer, identity = _load(os.fspath(model), name, target, dtype, model_kwargs)
     return LoadedModel(loaded, tokenizer, os.fspath(model), identity if stays else None)
+
+
+def _base_of(model: str | os.PathLike[str]) -> str | None:
+    """The model that an adapter was trained on, by what its config calls it; None for what is no adapter.
+
+    Raises
+    ------
+    MissingExtraError
+        If it is an adapter and ``peft`` is not installed.
+    ModelLoadError
+        If the adapter does not say it.
+    """
+    name = os.fspath(model)
+    try:
+        found = find_adapter_config_file(name) if not os.path.isfile(name) else None
+    except (OSError, ValueError):  # whatever that is, loading it says more
+        found = None
+    if found is None:
+        return None
+    if find_spec("peft") is None:
+        raise MissingExtraError("peft", "lora")
+    try:
+        base = json.loads(Path(found).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelLoadError(f"{found} cannot be read: {error}; save the adapter anew") from error
+    if not base:
+        raise ModelLoadError(f"{found} has no base_model_name_or_path: write there what the adapter was trained on")
+    return str(base)
+
+
+def _with_adapter(under: LoadedModel, adapter: str) -> LoadedModel:
+    """A model with an adapter on it, and the adapter's tokenizer if it has one of its own."""
+    try:
+        under.model.load_adapter(adapter)
+        own = os.path.isfile(os.path.join(adapter, "tokenizer_config.json"))
+        tokenizer = AutoTokenizer.from_pretrained(adapter) if own else under.tokenizer
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        raise ModelLoadError(f"adapter {adapter!r} could not be loaded onto {under.name!r}: {error}") from error
+    return LoadedModel(under.model.eval(), tokenizer, adapter, under.identity)
 
 
 def _load(
@@ -160,6 +207,8 @@ def load_geometry(model: str | os.PathLike[str], dtype: str = "auto") -> tuple[K
         If the element type is not known.
     """
     check_choice("dtype", dtype, DTYPES)
+    if (base := _base_of(model)) is not None:
+        return load_geometry(base, dtype)
     with _located(model) as (name, _):
         return _geometry(os.fspath(model), name, dtype)
 

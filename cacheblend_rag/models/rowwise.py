@@ -25,8 +25,8 @@ _ROWS = 512
 def row_by_row(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Those of the modules that surely treat each row by itself: norms, and networks of ordinary linear layers.
 
-    Others may well do so too: mixtures of experts (which would read each expert's weights for every block),
-    quantised layers (some of which take one scale for all rows), and whatever adapters put in their place.
+    LoRA's layers are made of such. Others may well do so too: mixtures of experts (which would read each expert's
+    weights for every block) and quantised layers (some of which take one scale for all rows).
     """
     return [module for module in modules if all(map(_ordinary, module.modules()))]
 

@@ -97,6 +97,18 @@ class Prompt:
             return cls(suffix=first)
         return cls(prefix=first, chunks=rest[:-1], suffix=separator + rest[-1] if len(rest) == 1 else rest[-1])
 
+    def first_chunks(self, count: int) -> Prompt:
+        """The prompt without the chunks behind the first so many.
+
+        White space that stood before a chunk goes with it. Any other text between chunks stays: it may be a turn of
+        a conversation.
+        """
+        if self.between is None:
+            return Prompt(self.prefix, self.chunks[:count], self.suffix, preamble=self.preamble)
+        between = self.between[: max(0, count - 1)]
+        kept = "".join(text for text in self.between[max(0, count - 1) :] if text.strip())
+        return Prompt(self.prefix, self.chunks[:count], kept + self.suffix, between, preamble=self.preamble)
+
     def written(self, separator: str) -> WrittenPrompt:
         """The text that the model reads.
 

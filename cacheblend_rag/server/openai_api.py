@@ -300,6 +300,7 @@ def _told(report: BlendReport) -> dict[str, Any]:
         "ttft_s": report.ttft,
         "hits": report.hits,
         "misses": report.misses,
+        "left_out": list(report.left_out),
         "recompute_ratio": report.recompute_ratio,
         "plain": report.plain,
     }

@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,
+    ContextLengthError,
     DocumentError,
     GenerationTimeoutError,
     PromptError,
@@ -92,6 +93,8 @@ def problem_of(error: BaseException) -> Problem:
         return error
     if isinstance(error, ConfigError):
         return Problem(400, "bad_value", f"{error.field} is not usable: {error.remedy}", field=error.field)
+    if isinstance(error, ContextLengthError):
+        return Problem(400, "context_length_exceeded", str(error))
     if isinstance(error, PromptError):
         return Problem(400, "bad_prompt", str(error))
     if isinstance(error, DocumentError):

@@ -347,11 +347,11 @@ def _check_there(here: Session, id: str, found: list[Found]) -> None:
 async def _retrieved(
     service: Service, collection: Collection, body: CompareBody, turn: Turn, most: int
 ) -> tuple[list[Found], Prompt]:
-    """The passages for a question, and the prompt of both; it has room for an answer of so many tokens."""
+    """The passages that a question is answered from, and the prompt of both; it has room for so many tokens more."""
     found = await turn.in_thread(collection.search, body.question, body.k)
     prompt = service.asking.ask(body.question, [one.text for one in found])
-    await asyncio.to_thread(service.check_length, prompt, most)
-    return found, prompt
+    prompt = await asyncio.to_thread(service.check_length, prompt, most)
+    return found[: len(prompt.chunks)], prompt
 
 
 async def _to_the_end(events: AsyncIterator[str]) -> AsyncIterator[str]:

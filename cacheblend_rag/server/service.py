@@ -127,12 +127,6 @@ class Service:
         """Seconds after which a stream is cut, whether its client has read it or not."""
         return self.limits.answer_seconds + 30.0
 
-    @property
-    def window(self) -> int:
-        """Most tokens of a prompt with its answer."""
-        most = getattr(self.engine.model.config, "max_position_embeddings", None)
-        return min(self.limits.prompt_tokens, most or self.limits.prompt_tokens)
-
     def answer_tokens(self, asked: int | None) -> int:
         """Most tokens of an answer, by what a request asks for."""
         return min(asked or self.rag.options.max_new_tokens, self.limits.answer_tokens)
@@ -151,22 +145,28 @@ class Service:
                     self._engines.popitem(last=False)
             return self._engines[key]
 
-    def check_length(self, prompt: Prompt, answer_tokens: int) -> None:
-        """Refuse what the model cannot take.
+    def check_length(self, prompt: Prompt, answer_tokens: int) -> Prompt:
+        """Refuse what the model cannot take; see `BlendEngine.fitted`.
+
+        Returns
+        -------
+        Prompt
+            What of the prompt is answered.
 
         Raises
         ------
         Problem
-            413 if the prompt's text is too long, 400 if prompt and answer do not fit the model's window.
+            413 if the prompt's text is too long, 400 if prompt and answer are longer than this server allows.
+        ContextLengthError
+            If they do not fit the model's context window.
         """
         if len(prompt.written(self.engine.config.separator).text) > self.limits.prompt_chars:
             raise Problem(413, "prompt_too_long", f"a prompt may have {self.limits.prompt_chars:,} characters")
-        tokens = len(self.engine.tokenize(prompt).input_ids)
-        if tokens + answer_tokens > self.window:
-            message = (
-                f"{tokens} prompt tokens and {answer_tokens} of the answer exceed the {self.window} there is room for"
-            )
+        fit, most = self.engine.fitted(prompt, answer_tokens), self.limits.prompt_tokens
+        if (tokens := len(fit.split.input_ids)) + answer_tokens > most:
+            message = f"{tokens} prompt tokens and {answer_tokens} of the answer exceed the {most} taken here"
             raise Problem(400, "context_length_exceeded", message)
+        return fit.prompt
 
     def embedder_tokens(self, texts: Sequence[str]) -> int:
         """Tokens of texts as the embedder counts them; 0 if it does not tell."""

@@ -106,6 +106,31 @@ def test_documents_of_the_body_are_chunks_too(client: openai.OpenAI, server: Run
         server.service.engine.flush()
 
 
+def test_what_does_not_fit_the_window_is_refused_as_openai_does(chat: openai.OpenAI) -> None:
+    name = name_of(chat)  # its window is 2,048
+    for asked in (
+        lambda: chat.completions.create(model=name, prompt="oak " * 3000),
+        lambda: chat.completions.create(model=name, prompt="oak", max_tokens=2048),
+        lambda: chat.chat.completions.create(model=name, messages=[{"role": "user", "content": "oak " * 3000}]),
+    ):
+        with pytest.raises(openai.BadRequestError, match="context window is 2,048") as caught:
+            asked()
+        assert caught.value.code == "context_length_exceeded"
+        assert caught.value.type == "invalid_request_error"
+
+
+def test_a_server_leaves_chunks_out_if_it_is_told_to(model: Path, docs: Path, tmp_path: Path) -> None:
+    settings = settings_for(model, docs, tmp_path, overflow="drop_chunks")
+    documents = {"documents": [passage(900 + number, words=300) for number in range(60)]}
+    with running(settings) as server, openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0) as client:
+        answer = client.completions.create(
+            model=name_of(client), prompt="\nWhich leaf?", max_tokens=4, extra_body=documents
+        )
+        (told,) = answer.model_extra["cacheblend"]
+        assert told["left_out"] == list(range(told["misses"], 60)) != []
+        assert answer.usage.prompt_tokens + 4 <= server.service.engine.context_window == 8192
+
+
 def test_a_stream_is_the_same_text_in_pieces(client: openai.OpenAI) -> None:
     name = name_of(client)
     whole = client.completions.create(model=name, prompt=passage(120), max_tokens=8)
@@ -217,7 +242,7 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, chat: openai.Open
     name, messages = name_of(client), [{"role": "user", "content": "Which?"}]
     with pytest.raises(openai.BadRequestError, match="tools"):
         client.chat.completions.create(model=name, messages=messages, tools=[TOOL])
-    with pytest.raises(openai.BadRequestError, match="exceed"):
+    with pytest.raises(openai.BadRequestError, match="4,000 more are for the answer"):
         chat.chat.completions.create(model=name_of(chat), messages=messages, max_tokens=4_000)
     for more in ({"n": 2}, {"presence_penalty": 1.0}, {"logprobs": True}, {"temperature": -1}):
         with pytest.raises(openai.UnprocessableEntityError, match=next(iter(more))):

@@ -292,7 +292,7 @@ class Evaluation:
     def _measure(self, subject: Subject, case: EvalCase, count: int, length: int, number: int) -> dict[str, Any]:
         chosen, prompt = self.asked(case, count, length)
         about = {"case": case.id, "kind": case.kind, "group": case.group, "task": case.task}
-        limit = int(getattr(self._engine.adapter.config, "max_position_embeddings", 0) or 0)
+        limit = self._engine.context_window
         tokens = len(self._engine.tokenize(prompt).input_ids)
         if limit and tokens + subject.room(case) > limit:
             return {**about, "skipped": f"{tokens} tokens and the answer do not fit {limit} positions", "results": []}
