@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +22,7 @@ from cacheblend_rag.config import DEFAULT_EMBEDDER, DEFAULT_MODEL, BlendConfig, 
 from cacheblend_rag.conversation import question_turns
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, DocumentError, MissingExtraError
-from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
+from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
@@ -148,11 +147,7 @@ class FolderRAG:
         """The index of a folder of documents, kept in the data folder."""
         name = hashlib.sha256(str(Path(docs).resolve()).encode()).hexdigest()[:16]
         index_dir = self.options.data_path / "indexes" / name
-        return FolderIndex(docs, embedder=embedder, index_dir=index_dir, on_delete=self._forget)
-
-    def _forget(self, texts: Sequence[str]) -> None:
-        known_chunks.discard(texts)
-        self.engine.forget(texts)
+        return FolderIndex(docs, embedder=embedder, index_dir=index_dir, on_delete=self.llm.forget)
 
     def update(self) -> IndexReport:
         """Bring the index up to date with the folder; KV of chunks that are gone is erased."""

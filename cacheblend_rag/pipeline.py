@@ -25,8 +25,8 @@ from cacheblend_rag.models.fingerprint import fingerprint_in
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.models.packing import Packing, packed_products
 from cacheblend_rag.models.queries import kv_layers_for
-from cacheblend_rag.prompt import Prompt, PromptTokenizer, Span, TokenizedChunk, TokenizedPrompt
-from cacheblend_rag.report import BlendReport, FusedKV, Seconds
+from cacheblend_rag.prompt import DocumentPlace, Prompt, PromptTokenizer, Span, TokenizedChunk, TokenizedPrompt
+from cacheblend_rag.report import BlendReport, DocumentUse, FusedKV, Seconds
 from cacheblend_rag.steering import Choice, Steering, controller_beside
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, record_key
 from cacheblend_rag.writeback import Job
@@ -39,6 +39,8 @@ OTHER_FORM = "-as-"
 _log = logging.getLogger(__name__)
 # Bytes of a layer below which handing it to another thread costs more than reading it.
 _WORTH_A_THREAD = 2**19
+# Characters by which a report names a document.
+_BEGINS = 80
 
 
 @dataclass(frozen=True)
@@ -201,9 +203,11 @@ class Pipeline:
         started = time.perf_counter()
         split = self.tokenizer.tokenize(prompt)
         seconds = Seconds(split=time.perf_counter() - started)
-        if self._prefers_plain(split):
-            return self._plain(split, seconds)
-        return self._blended(split, seconds, cancelled)
+        plain = self._prefers_plain(split)
+        blend = self._plain(split, seconds) if plain else self._blended(split, seconds, cancelled)
+        fused = blend.fused
+        report = dataclasses.replace(fused.report, documents=_uses(prompt.documents, fused.report.chunk_media))
+        return dataclasses.replace(blend, fused=dataclasses.replace(fused, report=report))
 
     def _prefers_plain(self, split: TokenizedPrompt) -> bool:
         few = not split.chunks or split.chunk_tokens < self.config.min_tokens
@@ -446,6 +450,18 @@ class Pipeline:
 
     def _record(self, segment: Segment, kv: SegmentKV) -> KVRecord:
         return KVRecord(self.record_info(segment), kv)
+
+
+def _uses(documents: Sequence[DocumentPlace], media: Sequence[str]) -> tuple[DocumentUse, ...]:
+    """What became of each document, by what the chunk that holds it was read from."""
+    uses = []
+    for one in documents:
+        begins = " ".join(one.text[: 2 * _BEGINS].split())[:_BEGINS]
+        if one.chunk is not None:
+            uses.append(DocumentUse(begins, "hit" if media[one.chunk] else "miss", one.change))
+        else:
+            uses.append(DocumentUse(begins, "left out" if one.left_out else "not found", one.change))
+    return tuple(uses)
 
 
 def _range(span: Span) -> range:

@@ -1,6 +1,6 @@
 """SPLIT: prompts, their segments, and the token ids of each segment."""
 
-from cacheblend_rag.prompt.prompt import Prompt
+from cacheblend_rag.prompt.prompt import DocumentPlace, Prompt
 from cacheblend_rag.prompt.tokens import PromptTokenizer, Span, TokenizedChunk, TokenizedPrompt
 
-__all__ = ["Prompt", "PromptTokenizer", "Span", "TokenizedChunk", "TokenizedPrompt"]
+__all__ = ["DocumentPlace", "Prompt", "PromptTokenizer", "Span", "TokenizedChunk", "TokenizedPrompt"]
