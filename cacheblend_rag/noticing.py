@@ -30,12 +30,13 @@ from itertools import pairwise
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import DocumentPlace, Prompt
-from cacheblend_rag.prompt.forms import Squeezed, change_of, find_cut, find_whole, solid, solid_forms, squeeze
+from cacheblend_rag.prompt.forms import Squeezed, change_of, find_cut, find_whole, may_hold, solid, solid_forms, squeeze
 
 __all__ = [
     "ChunkRegistry",
     "Match",
     "Retrieved",
+    "WrittenForm",
     "chunk_text",
     "find_changed",
     "known_chunks",
@@ -78,6 +79,22 @@ class Match:
 
     start: int
     stop: int
+
+
+@dataclass(frozen=True)
+class WrittenForm:
+    """A document in another form than its own.
+
+    Parameters
+    ----------
+    document : str
+        Its own text.
+    change : str
+        What was changed, as `DocumentPlace` says it.
+    """
+
+    document: str
+    change: str
 
 
 @dataclass(frozen=True)
@@ -170,6 +187,8 @@ class ChunkRegistry:
         """All places of known chunks, the longest first; they may overlap."""
         text, found, used = squeezed.text, [], []
         by_head = self._by_head
+        if not by_head:
+            return []
         for at in range(len(text) - _HEAD + 1):
             for known in by_head.get(text[at : at + _HEAD], ()):
                 form = self._form(known)
@@ -293,7 +312,7 @@ class _Taken:
                 self._starts.insert(at, match.start)
 
 
-def find_changed(text: str, found: Iterable[Match], documents: Iterable[Retrieved]) -> dict[Match, str]:
+def find_changed(text: str, found: Iterable[Match], documents: Iterable[Retrieved]) -> dict[Match, WrittenForm]:
     """Documents that do not stand in a text as they are, in the forms in which chains write them.
 
     Parameters
@@ -307,32 +326,36 @@ def find_changed(text: str, found: Iterable[Match], documents: Iterable[Retrieve
 
     Returns
     -------
-    dict of Match to str
-        Where a document stands, and the document's own text. Each is remembered as one of its written forms.
+    dict of Match to WrittenForm
+        Where a document stands, and how. Each is remembered as one of its written forms.
     """
-    taken, changed = _Taken(found), dict[Match, str]()
+    taken, changed = _Taken(found), dict[Match, WrittenForm]()
     held = [squeeze(text[match.start : match.stop]) for match in taken.matches]
     wanted = [one for one in documents if not one.left_out]
     missing = [one for one in wanted if not any(form in chunk for form in one.looked_for for chunk in held)]
     if not missing:
         return changed
     bare = Squeezed(text, glue="")
-    forms = [{one: solid_forms(one.strip()) for one in each.texts if len(squeeze(one)) >= _HEAD} for each in missing]
+    texts = [[one.strip() for one in each.texts if len(squeeze(one)) >= _HEAD] for each in missing]
+    forms = [{one: solid_forms(one) for one in each if may_hold(bare, one)} for each in texts]
     for find in (find_whole, find_cut):  # a whole document before a part of any
         for each in forms:
             for one, written in each.items():
                 if (span := find(bare, written, taken.free)) is not None:
-                    match = Match(*span)
+                    match, form = Match(*span), text[slice(*span)]
                     taken.offer([match])
-                    changed[match] = one
-                    note_form(one, text[match.start : match.stop])
+                    changed[match] = WrittenForm(one, change_of(one, form, written))
+                    note_form(one, form)
                     each.clear()
                     break
     return changed
 
 
 def places_of_documents(
-    text: str, matches: Sequence[Match], documents: Iterable[Retrieved], origins: Mapping[Match, str] | None = None
+    text: str,
+    matches: Sequence[Match],
+    documents: Iterable[Retrieved],
+    changed: Mapping[Match, WrittenForm] | None = None,
 ) -> list[DocumentPlace]:
     """Which chunk of a prompt holds each document.
 
@@ -343,30 +366,32 @@ def places_of_documents(
     matches : sequence of Match
         All chunks in it, in order.
     documents : iterable of Retrieved
-    origins : mapping of Match to str
-        Of chunks that are another form of a document, the document's own text.
+    changed : mapping of Match to WrittenForm
+        Chunks that are documents in another form.
     """
     written = [text[match.start : match.stop] for match in matches]
     held = [squeeze(one) for one in written]
-    numbers: dict[str, int] = {}
-    for number, match in enumerate(matches):
-        for form in (held[number], squeeze((origins or {}).get(match, ""))):
-            numbers.setdefault(form, number)
-    return [_place(one, written, held, numbers) for one in documents]
+    forms = {squeeze(form.document): (match, form) for match, form in reversed((changed or {}).items())}
+    places = []
+    for document in documents:
+        known = next((forms[one] for one in document.looked_for if one in forms), None)
+        if known is not None:
+            places.append(DocumentPlace(document.texts[0], matches.index(known[0]), known[1].change))
+        else:
+            places.append(_place(document, written, held))
+    return places
 
 
-def _place(
-    document: Retrieved, written: Sequence[str], held: Sequence[str], numbers: Mapping[str, int]
-) -> DocumentPlace:
+def _place(document: Retrieved, written: Sequence[str], held: Sequence[str]) -> DocumentPlace:
+    """Where a document stands that is in no form of its own known to stand anywhere."""
     looked_for, name = document.looked_for, document.texts[0]
     if not looked_for:
         return DocumentPlace(name, None, "too short", document.left_out)
-    number = next((numbers[form] for form in looked_for if form in numbers), None)
+    number = next((at for at, chunk in enumerate(held) if chunk in looked_for), None)
     if number is not None:
         changes = {change_of(one, written[number]) for one in document.texts} - {"rewritten"}
         return DocumentPlace(name, number, min(changes, key=len, default="rewritten"))
-    within = (at for at, chunk in enumerate(held) if any(form in chunk for form in looked_for))
-    number = next(within, None)
+    number = next((at for at, chunk in enumerate(held) if any(form in chunk for form in looked_for)), None)
     if number is not None:
         return DocumentPlace(name, number, "within a longer chunk")
     return DocumentPlace(name, left_out=document.left_out)
@@ -411,11 +436,11 @@ def notice(
         A text without any chunk is all suffix.
     """
     sources = (known,) if isinstance(known, ChunkRegistry) else known
-    squeezed, taken, documents, origins = Squeezed(text), _Taken(), tuple(documents), dict[Match, str]()
+    squeezed, taken, documents, changed = Squeezed(text), _Taken(), tuple(documents), dict[Match, WrittenForm]()
     if documents:
         taken.offer(ChunkRegistry(texts=(one for each in documents for one in each.texts)).matches(squeezed))
-        origins = find_changed(text, taken.matches, documents)
-        taken.offer(origins)
+        changed = find_changed(text, taken.matches, documents)
+        taken.offer(changed)
     for source in sources:
         taken.offer(source.matches(squeezed))
     alone = not taken.matches
@@ -424,7 +449,7 @@ def notice(
     quoted = ChunkRegistry(texts=quotes)
     if len(quoted):
         taken.offer(quoted.matches(squeezed))
-    places = places_of_documents(text, taken.matches, documents, origins)
+    places = places_of_documents(text, taken.matches, documents, changed)
     if questions_from is None and any(one.chunk == 0 and "truncated" in one.change for one in places):
         questions_from = 0  # a part of a document may be a quotation in a question
     return rebuild(text, taken.matches, questions_from=questions_from, documents=places)

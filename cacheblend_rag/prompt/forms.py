@@ -14,13 +14,27 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-__all__ = ["CUT_LEAST", "Squeezed", "change_of", "find_cut", "find_whole", "solid", "solid_forms", "squeeze"]
+__all__ = [
+    "CUT_LEAST",
+    "Squeezed",
+    "change_of",
+    "find_cut",
+    "find_whole",
+    "may_hold",
+    "solid",
+    "solid_forms",
+    "squeeze",
+]
 
 CUT_LEAST = 64
 """Characters besides white space that must be left of a document that was cut off; fewer could be a quotation."""
 
 # Places of a form in the prompt that are looked at.
 _PLACES = 8
+# A form is looked for by so many of its first and of its last characters, and compared only where these stand.
+_PROBE = 20
+# A stretch of a document that nearly always holds more than that besides white space.
+_PROBE_ROOM = 96
 _NORMAL_FORMS: tuple[Literal["NFC", "NFD", "NFKC", "NFKD"], ...] = ("NFC", "NFD", "NFKC", "NFKD")
 
 
@@ -43,6 +57,7 @@ _ESCAPES: tuple[tuple[str, Callable[[str], str]], ...] = (
     ("html-escaped", lambda text: html.escape(text, quote=False)),
     ("html-escaped", _markup),
     ("python-escaped", lambda text: repr(text)[1:-1]),
+    ("python-escaped", lambda text: repr('"' + text)[2:-1]),  # beginnings of texts that hold quotes of both kinds
 )
 
 
@@ -103,15 +118,33 @@ class Squeezed:
 
 def solid_forms(text: str) -> dict[str, str]:
     """The forms in which a text may be written, without white space, and what each is called."""
-    plain = {text: ""}
+    forms = {text: ""}
     if not text.isascii():
         for kind in _NORMAL_FORMS:
-            plain.setdefault(unicodedata.normalize(kind, text), f"unicode normal form {kind}")
-    forms = {solid(form): name for form, name in reversed(plain.items())}
-    for form, normal in plain.items():
+            forms.setdefault(unicodedata.normalize(kind, text), f"unicode normal form {kind}")
+    for form, normal in [*forms.items()]:
         for name, write in _ESCAPES:
-            forms.setdefault(solid(write(form)), f"{normal}, {name}" if normal else name)
-    return forms
+            forms.setdefault(write(form), f"{normal}, {name}" if normal else name)
+    bare: dict[str, str] = {}
+    for form, name in forms.items():
+        bare.setdefault(solid(form), name)
+    return bare
+
+
+def may_hold(text: Squeezed, document: str) -> bool:
+    """Whether the beginning or the end of a document stands in a prompt in any form; quickly, and rarely yes in vain.
+
+    Parameters
+    ----------
+    text : Squeezed
+        The prompt, without white space.
+    document : str
+        Without white space around it.
+    """
+    room = _PROBE_ROOM if len(solid(document[:_PROBE_ROOM])) > _PROBE < len(solid(document[-_PROBE_ROOM:])) else None
+    begin, end = document[:room], document[-room:] if room else document
+    probes = {form[:_PROBE] for form in solid_forms(begin)} | {form[-_PROBE:] for form in solid_forms(end)}
+    return any(probe in text.text for probe in probes)
 
 
 def find_whole(text: Squeezed, forms: dict[str, str], free: Callable[[int, int], bool]) -> tuple[int, int] | None:
@@ -132,9 +165,8 @@ def find_whole(text: Squeezed, forms: dict[str, str], free: Callable[[int, int],
         First character in the prompt, and the one after the last.
     """
     for form in forms:
-        for at in _places(text.text, form):
-            span = text.span(at, at + len(form))
-            if free(*span):
+        for at in _places(text.text, form[:_PROBE]):
+            if text.text.startswith(form, at) and free(*(span := text.span(at, at + len(form)))):
                 return span
     return None
 
@@ -157,13 +189,23 @@ def find_cut(text: Squeezed, forms: dict[str, str], free: Callable[[int, int], b
     return text.span(*best) if best else None
 
 
-def change_of(document: str, written: str) -> str:
-    """In what a document as it stands in a prompt differs from the one that was retrieved; empty if in nothing."""
+def change_of(document: str, written: str, forms: dict[str, str] | None = None) -> str:
+    """In what a document as it stands in a prompt differs from the one that was retrieved; empty if in nothing.
+
+    Parameters
+    ----------
+    document : str
+        As it was retrieved.
+    written : str
+        As it stands in the prompt.
+    forms : dict, optional
+        Of the document, from `solid_forms`, where they are at hand.
+    """
     if written.strip() == document.strip():
         return ""
     if squeeze(written) == squeeze(document):
         return "line-wrapped" if written.count("\n") > document.count("\n") else "white space"
-    forms, part = solid_forms(document), solid(written)
+    forms, part = forms or solid_forms(document), solid(written)
     if part in forms:
         return forms[part] or "line-wrapped"
     for form, name in forms.items():
