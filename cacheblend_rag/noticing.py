@@ -371,7 +371,7 @@ def places_of_documents(
     """
     written = [text[match.start : match.stop] for match in matches]
     held = [squeeze(one) for one in written]
-    forms = {squeeze(form.document): (match, form) for match, form in reversed((changed or {}).items())}
+    forms = {squeeze(form.document): (match, form) for match, form in reversed([*(changed or {}).items()])}
     places = []
     for document in documents:
         known = next((forms[one] for one in document.looked_for if one in forms), None)
