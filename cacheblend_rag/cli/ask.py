@@ -83,6 +83,9 @@ def _show_answer(question: str, answer: Answer) -> None:
     for number, source in enumerate(answer.sources, 1):
         title = source.page_content.strip().splitlines()[0]
         print(f"  {number}. {source.metadata.get('source', '?')}: {title[:70]}")
+    missing = sum(one["outcome"] == "not found" for one in info["documents"])
+    if missing:
+        print(f"\n{missing} of {len(info['documents'])} passages were not found in the prompt as they were retrieved.")
     how = "plain prefill" if info["plain"] else f"{info['hits']} hits, {info['misses']} misses"
     print(f"\nTime to first token {info['ttft'] * 1e3:.1f} ms ({how}; {info['prompt_tokens']} prompt tokens)")
 
