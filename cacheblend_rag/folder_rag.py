@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +21,7 @@ from cacheblend_rag.app.options import FolderRAGOptions
 from cacheblend_rag.conversation import question_turns
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, MissingExtraError
-from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
+from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import BlendReport, WarmReport
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
@@ -89,11 +88,7 @@ class FolderRAG:
         """The index of a folder of documents, kept in the data folder; files that cannot be read are left out."""
         name = hashlib.sha256(str(Path(docs).resolve()).encode()).hexdigest()[:16]
         index_dir = self.options.data_path / "indexes" / name
-        return FolderIndex(docs, embedder=embedder, index_dir=index_dir, on_error="skip", on_delete=self._forget)
-
-    def _forget(self, texts: Sequence[str]) -> None:
-        known_chunks.discard(texts)
-        self.engine.forget(texts)
+        return FolderIndex(docs, embedder=embedder, index_dir=index_dir, on_error="skip", on_delete=self.llm.forget)
 
     def update(self, *, progress: bool | None = False) -> IndexReport:
         """Bring the index up to date with the folder; KV of chunks that are gone is erased."""

@@ -430,6 +430,7 @@ class ModelFields(BaseModel):
             "prompt_tokens": report.prompt_tokens,
             "generated_tokens": report.generated_tokens,
             "plain": report.plain,
+            "documents": [one.asdict() for one in report.documents],
         }
         return {**info, "input_ids": list(report.input_ids)} if self.report_input_ids else info
 

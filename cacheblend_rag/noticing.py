@@ -2,13 +2,14 @@
 
 A "stuff" prompt arrives as one text. Chunks that a retriever has returned, or that were warmed,
 are known by their text; where they stand in the prompt they become segments. The text decides:
-a chunk that a chain rewrote, dropped or cut is simply not found, and what is not found is
-computed as ordinary text.
+what is not found is computed as ordinary text. Documents that were retrieved for the very request are
+looked for in other forms, too (escaped, cut off, see `cacheblend_rag.prompt.forms`), and the prompt
+says where each of them stands, or that it does not.
 
 Chunks are told apart by four sources, one after the other; what one has found, the next does not
 touch:
 
-1. texts that came with the request itself (documents of a tool's answer, of the same run);
+1. documents that were retrieved for the request itself, as they are and then in other forms;
 2. the process-wide registry `known_chunks`;
 3. separators, if that was asked for: next to chunks that are known, or on their own where none is;
 4. texts the caller quotes, such as its own earlier answers.
@@ -19,18 +20,36 @@ retrieved document is ordinary text.
 
 from __future__ import annotations
 
-import re
+import logging
 import threading
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt import DocumentPlace, Prompt
+from cacheblend_rag.prompt.forms import Squeezed, change_of, find_cut, find_whole, may_hold, solid, solid_forms, squeeze
 
-__all__ = ["ChunkRegistry", "Match", "chunk_text", "known_chunks", "note_form", "notice", "rebuild", "written_forms"]
+__all__ = [
+    "ChunkRegistry",
+    "Match",
+    "Retrieved",
+    "WrittenForm",
+    "chunk_text",
+    "find_changed",
+    "known_chunks",
+    "note_form",
+    "note_rewritten",
+    "notice",
+    "places_of_documents",
+    "rebuild",
+    "warn_of_missing",
+    "written_forms",
+]
+
+_log = logging.getLogger(__name__)
 
 # Texts are indexed by their first characters; shorter texts are too common to be taken for chunks.
 _HEAD = 16
@@ -62,24 +81,44 @@ class Match:
     stop: int
 
 
-class _Squeezed:
-    """A text with each stretch of white space as one space, and the way back to where it was."""
+@dataclass(frozen=True)
+class WrittenForm:
+    """A document in another form than its own.
 
-    def __init__(self, text: str) -> None:
-        self.original = text
-        words, self._starts, self._origins = [], list[int](), list[int]()
-        at = 0
-        for word in re.finditer(r"\S+", text):
-            self._starts.append(at)
-            self._origins.append(word.start())
-            words.append(word.group())
-            at += len(word.group()) + 1
-        self.text = " ".join(words)
+    Parameters
+    ----------
+    document : str
+        Its own text.
+    change : str
+        What was changed, as `DocumentPlace` says it.
+    """
 
-    def origin(self, at: int) -> int:
-        """Place in the original of a character that is no white space."""
-        word = bisect_right(self._starts, at) - 1
-        return self._origins[word] + at - self._starts[word]
+    document: str
+    change: str
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """A document that was retrieved for a request.
+
+    Parameters
+    ----------
+    texts : tuple of str
+        Its text; or several under which it may stand in a prompt as it is, such as with metadata and without.
+    rewritten : tuple of str
+        Texts that a later step is known to have put in its place.
+    left_out : bool
+        Whether a later step is known to have handed on other documents without it.
+    """
+
+    texts: tuple[str, ...]
+    rewritten: tuple[str, ...] = ()
+    left_out: bool = False
+
+    @property
+    def looked_for(self) -> list[str]:
+        """Its texts, white space squeezed; those that are too short for a chunk are left out."""
+        return [form for one in (*self.texts, *self.rewritten) if len(form := squeeze(one)) >= _HEAD]
 
 
 class ChunkRegistry:
@@ -141,13 +180,15 @@ class ChunkRegistry:
         White space within a chunk may differ; the chunk is then the text as it stands here.
         """
         taken = _Taken()
-        taken.offer(self.matches(_Squeezed(text)))
+        taken.offer(self.matches(Squeezed(text)))
         return taken.matches
 
-    def matches(self, squeezed: _Squeezed) -> list[Match]:
+    def matches(self, squeezed: Squeezed) -> list[Match]:
         """All places of known chunks, the longest first; they may overlap."""
         text, found, used = squeezed.text, [], []
         by_head = self._by_head
+        if not by_head:
+            return []
         for at in range(len(text) - _HEAD + 1):
             for known in by_head.get(text[at : at + _HEAD], ()):
                 form = self._form(known)
@@ -168,7 +209,7 @@ class ChunkRegistry:
         """A known text with its white space squeezed; made when it is first compared."""
         form = self._texts.get(known, "")
         if not form:
-            form = " ".join(known.split())
+            form = squeeze(known)
             with self._lock:
                 if known in self._texts:
                     self._texts[known] = form
@@ -217,7 +258,18 @@ def _note_form(squeezed: str, written: str) -> None:
 def note_form(text: str, written: str) -> None:
     """A prompt held a chunk in another form: a part of it, or escaped."""
     if written != text:
-        _note_form(" ".join(text.split()), written)
+        _note_form(squeeze(text), written)
+
+
+def note_rewritten(originals: Collection[str], texts: Collection[str]) -> None:
+    """A step of a chain was given documents and handed on others in their place, which may be forms of the same."""
+    if not texts:
+        return
+    for original in originals:
+        forms = solid_forms(original.strip())
+        for text in texts:
+            if (part := solid(text)) and any(part in form for form in forms):
+                note_form(original, text.strip())
 
 
 def written_forms(texts: Iterable[str]) -> list[str]:
@@ -226,32 +278,123 @@ def written_forms(texts: Iterable[str]) -> list[str]:
     Each such form is a record of its own, so erasing a chunk means erasing them, too.
     """
     with _forms_lock:
-        return [form for text in texts for form in _forms.get(" ".join(text.split()), ()) if form != text]
+        return [form for text in texts for form in _forms.get(squeeze(text), ()) if form != text]
 
 
 def _head(text: str) -> str:
     """First characters of a text, white space squeezed; empty if there are too few."""
-    head = " ".join(text[:_HEAD_ROOM].split())[:_HEAD]
+    head = squeeze(text[:_HEAD_ROOM])[:_HEAD]
     if len(head) < _HEAD:
-        head = " ".join(text.split())[:_HEAD]
+        head = squeeze(text)[:_HEAD]
     return head if len(head) == _HEAD else ""
 
 
 class _Taken:
     """Matches that do not overlap, in the order in which they stand."""
 
-    def __init__(self) -> None:
+    def __init__(self, matches: Iterable[Match] = ()) -> None:
         self.matches: list[Match] = []
         self._starts: list[int] = []
+        self.offer(matches)
+
+    def free(self, start: int, stop: int) -> bool:
+        """Whether no match lies on some characters."""
+        at = bisect_left(self._starts, start)
+        before = at == 0 or self.matches[at - 1].stop <= start
+        return before and (at == len(self.matches) or stop <= self.matches[at].start)
 
     def offer(self, matches: Iterable[Match]) -> None:
         """Take those that lie on none taken before."""
         for match in matches:
-            at = bisect_left(self._starts, match.start)
-            free = at == 0 or self.matches[at - 1].stop <= match.start
-            if free and (at == len(self.matches) or match.stop <= self.matches[at].start):
+            if self.free(match.start, match.stop):
+                at = bisect_left(self._starts, match.start)
                 self.matches.insert(at, match)
                 self._starts.insert(at, match.start)
+
+
+def find_changed(text: str, found: Iterable[Match], documents: Iterable[Retrieved]) -> dict[Match, WrittenForm]:
+    """Documents that do not stand in a text as they are, in the forms in which chains write them.
+
+    Parameters
+    ----------
+    text : str
+        Where to look.
+    found : iterable of Match
+        What was found in it before; nothing is looked for there.
+    documents : iterable of Retrieved
+        Those that stand within a chunk that was found are passed over, and so are those that were left out.
+
+    Returns
+    -------
+    dict of Match to WrittenForm
+        Where a document stands, and how. Each is remembered as one of its written forms.
+    """
+    taken, changed = _Taken(found), dict[Match, WrittenForm]()
+    held = [squeeze(text[match.start : match.stop]) for match in taken.matches]
+    wanted = [one for one in documents if not one.left_out]
+    missing = [one for one in wanted if not any(form in chunk for form in one.looked_for for chunk in held)]
+    if not missing:
+        return changed
+    bare = Squeezed(text, glue="")
+    texts = [[one.strip() for one in each.texts if len(squeeze(one)) >= _HEAD] for each in missing]
+    forms = [{one: solid_forms(one) for one in each if may_hold(bare, one)} for each in texts]
+    for find in (find_whole, find_cut):  # a whole document before a part of any
+        for each in forms:
+            for one, written in each.items():
+                if (span := find(bare, written, taken.free)) is not None:
+                    match, form = Match(*span), text[slice(*span)]
+                    taken.offer([match])
+                    changed[match] = WrittenForm(one, change_of(one, form, written))
+                    note_form(one, form)
+                    each.clear()
+                    break
+    return changed
+
+
+def places_of_documents(
+    text: str,
+    matches: Sequence[Match],
+    documents: Iterable[Retrieved],
+    changed: Mapping[Match, WrittenForm] | None = None,
+) -> list[DocumentPlace]:
+    """Which chunk of a prompt holds each document.
+
+    Parameters
+    ----------
+    text : str
+        The prompt.
+    matches : sequence of Match
+        All chunks in it, in order.
+    documents : iterable of Retrieved
+    changed : mapping of Match to WrittenForm
+        Chunks that are documents in another form.
+    """
+    written = [text[match.start : match.stop] for match in matches]
+    held = [squeeze(one) for one in written]
+    forms = {squeeze(form.document): (match, form) for match, form in reversed([*(changed or {}).items()])}
+    places = []
+    for document in documents:
+        known = next((forms[one] for one in document.looked_for if one in forms), None)
+        if known is not None:
+            places.append(DocumentPlace(document.texts[0], matches.index(known[0]), known[1].change))
+        else:
+            places.append(_place(document, written, held))
+    return places
+
+
+def _place(document: Retrieved, written: Sequence[str], held: Sequence[str]) -> DocumentPlace:
+    """Where a document stands that is in no form of its own known to stand anywhere."""
+    looked_for, name = document.looked_for, document.texts[0]
+    if not looked_for:
+        return DocumentPlace(name, None, "too short", document.left_out)
+    number = next((at for at, chunk in enumerate(held) if chunk in looked_for), None)
+    if number is not None:
+        changes = {change_of(one, written[number]) for one in document.texts} - {"rewritten"}
+        return DocumentPlace(name, number, min(changes, key=len, default="rewritten"))
+    number = next((at for at, chunk in enumerate(held) if any(form in chunk for form in looked_for)), None)
+    if number is not None:
+        return DocumentPlace(name, number, "within a longer chunk")
+    return DocumentPlace(name, left_out=document.left_out)
 
 
 def notice(
@@ -259,6 +402,7 @@ def notice(
     known: ChunkRegistry | Sequence[ChunkRegistry],
     separator: str = "",
     *,
+    documents: Iterable[Retrieved] = (),
     parts: Sequence[tuple[int, int]] | None = None,
     questions_from: int | None = None,
     quotes: Iterable[str] = (),
@@ -274,6 +418,9 @@ def notice(
     separator : str
         What stands between two of these is a chunk too; empty for no such chunks. See
         `BlendConfig.split_at_separator`.
+    documents : iterable of Retrieved
+        What was retrieved for this request. It is looked for before all else, and in other forms, too; the
+        prompt's ``documents`` say where each stands.
     parts : sequence of (int, int), optional
         The stretches within which separators count (the contents of messages); by default the
         whole text.
@@ -289,7 +436,11 @@ def notice(
         A text without any chunk is all suffix.
     """
     sources = (known,) if isinstance(known, ChunkRegistry) else known
-    squeezed, taken = _Squeezed(text), _Taken()
+    squeezed, taken, documents, changed = Squeezed(text), _Taken(), tuple(documents), dict[Match, WrittenForm]()
+    if documents:
+        taken.offer(ChunkRegistry(texts=(one for each in documents for one in each.texts)).matches(squeezed))
+        changed = find_changed(text, taken.matches, documents)
+        taken.offer(changed)
     for source in sources:
         taken.offer(source.matches(squeezed))
     alone = not taken.matches
@@ -298,7 +449,10 @@ def notice(
     quoted = ChunkRegistry(texts=quotes)
     if len(quoted):
         taken.offer(quoted.matches(squeezed))
-    return rebuild(text, taken.matches, questions_from=questions_from)
+    places = places_of_documents(text, taken.matches, documents, changed)
+    if questions_from is None and any(one.chunk == 0 and "truncated" in one.change for one in places):
+        questions_from = 0  # a part of a document may be a quotation in a question
+    return rebuild(text, taken.matches, questions_from=questions_from, documents=places)
 
 
 def _set_apart(
@@ -329,7 +483,13 @@ def _pieces(text: str, start: int, stop: int, separator: str) -> list[tuple[int,
     return [*pieces, (start, stop)]
 
 
-def rebuild(text: str, matches: Sequence[Match], *, questions_from: int | None = None) -> Prompt:
+def rebuild(
+    text: str,
+    matches: Sequence[Match],
+    *,
+    questions_from: int | None = None,
+    documents: Iterable[DocumentPlace] = (),
+) -> Prompt:
     """Make a prompt of a text and the chunks found in it; joined again it is that very text.
 
     Parameters
@@ -340,9 +500,11 @@ def rebuild(text: str, matches: Sequence[Match], *, questions_from: int | None =
         Chunks in it, in order, not overlapping. Without any, the text is all suffix.
     questions_from : int, optional
         Nothing from this character on becomes part of the prefix.
+    documents : iterable of DocumentPlace
+        What was retrieved for the prompt, and which chunk holds it.
     """
     if not matches:
-        return Prompt(suffix=text)
+        return Prompt(suffix=text, documents=documents)
     first, last = matches[0], matches[-1]
     before = text[: first.start]
     cut = len(before) if questions_from is None else min(questions_from, len(before))
@@ -352,4 +514,29 @@ def rebuild(text: str, matches: Sequence[Match], *, questions_from: int | None =
         chunks=[text[match.start : match.stop] for match in matches],
         between=[text[one.stop : other.start] for one, other in pairwise(matches)],
         suffix=text[last.stop :],
+        documents=documents,
+    )
+
+
+_warned: set[str] = set()
+
+
+def warn_of_missing(missing: int, retrieved: int) -> None:
+    """Say once in this process that documents were not found in any prompt of a request, and what helps.
+
+    Parameters
+    ----------
+    missing, retrieved : int
+        Documents that were not found, and all that the chain handed on.
+    """
+    why = "the chain rewrote them" if missing < retrieved else "the chain leaves them out or rewrites them"
+    if not missing or why in _warned:
+        return
+    _warned.add(why)
+    _log.warning(
+        "%d of %d retrieved documents were not found in the prompt: %s, so their KV cannot be reused; "
+        "hand on what is rewritten as documents, see docs/troubleshooting.md#where-did-my-document-go",
+        missing,
+        retrieved,
+        why,
     )

@@ -27,6 +27,7 @@ from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.models.packing import Packing, packed_products
 from cacheblend_rag.models.queries import kv_layers_for
 from cacheblend_rag.prompt import (
+    DocumentPlace,
     Fitted,
     Prompt,
     PromptTokenizer,
@@ -36,7 +37,7 @@ from cacheblend_rag.prompt import (
     check_all_fit,
     fitted,
 )
-from cacheblend_rag.report import BlendReport, FusedKV, Seconds
+from cacheblend_rag.report import BlendReport, DocumentUse, FusedKV, Seconds
 from cacheblend_rag.steering import Choice, Steering, controller_beside
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, record_key
 from cacheblend_rag.writeback import Job
@@ -49,6 +50,8 @@ OTHER_FORM = "-as-"
 _log = logging.getLogger(__name__)
 # Bytes of a layer below which handing it to another thread costs more than reading it.
 _WORTH_A_THREAD = 2**19
+# Characters by which a report names a document.
+_BEGINS = 80
 
 
 @dataclass(frozen=True)
@@ -251,9 +254,11 @@ class Pipeline:
         started = time.perf_counter()
         fit = self.fitted(prompt, new_tokens, room)
         seconds = Seconds(split=time.perf_counter() - started)
-        if self._prefers_plain(fit.split):
-            return self._plain(fit, seconds)
-        return self._blended(fit, seconds, cancelled)
+        plain = self._prefers_plain(fit.split)
+        blend = self._plain(fit, seconds) if plain else self._blended(fit, seconds, cancelled)
+        fused = blend.fused
+        report = dataclasses.replace(fused.report, documents=_uses(prompt.documents, fused.report.chunk_media))
+        return dataclasses.replace(blend, fused=dataclasses.replace(fused, report=report))
 
     def fitted(self, prompt: Prompt, new_tokens: int = 0, room: int | None = None) -> Fitted:
         """Tokenise a prompt that fits into the model's context window; see `fitted`."""
@@ -505,6 +510,20 @@ class Pipeline:
 
     def _record(self, segment: Segment, kv: SegmentKV) -> KVRecord:
         return KVRecord(self.record_info(segment), kv)
+
+
+def _uses(documents: Sequence[DocumentPlace], media: Sequence[str]) -> tuple[DocumentUse, ...]:
+    """What became of each document, by what the chunk that holds it was read from."""
+    uses = []
+    for one in documents:
+        begins = " ".join(one.text[: 2 * _BEGINS].split())[:_BEGINS]
+        if one.chunk is None:
+            uses.append(DocumentUse(begins, "left out" if one.left_out else "not found", one.change))
+        elif one.chunk >= len(media):  # left out of a prompt that was too long
+            uses.append(DocumentUse(begins, "left out", one.change))
+        else:
+            uses.append(DocumentUse(begins, "hit" if media[one.chunk] else "miss", one.change))
+    return tuple(uses)
 
 
 def _range(span: Span) -> range:

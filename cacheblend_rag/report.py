@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 
 __all__ = [
     "AnswerStats",
     "BlendReport",
+    "DocumentUse",
     "Expected",
     "FusedKV",
     "Generation",
@@ -66,6 +68,41 @@ class Expected:
 
 
 @dataclass(frozen=True)
+class DocumentUse:
+    """What became of a retrieved document in one prompt.
+
+    Parameters
+    ----------
+    document : str
+        How it begins: so much of it that one can tell which it is.
+    outcome : str
+        ``"hit"``: it stands in the prompt, and its KV was read from the store. ``"miss"``: it stands there, and its KV
+        was computed. ``"not found"``: it does not stand there in any form that is looked for. ``"left out"``: it does
+        not stand there because a later step of the chain, such as a reranker, handed on other documents, or because the
+        prompt was too long.
+    change : str
+        In what it differs in the prompt from the document as it was retrieved; empty if in nothing. Such as
+        ``"json-escaped"``, ``"html-escaped"``, ``"python-escaped"``, ``"unicode normal form NFC"``, ``"white space"``,
+        ``"line-wrapped"``, ``"truncated at the end"``, ``"truncated at the start"``, ``"truncated at the ends"``,
+        ``"within a longer chunk"``, ``"rewritten"``. Of one that was not found, ``"too short"`` says that it is
+        not looked for.
+    """
+
+    document: str
+    outcome: Literal["hit", "miss", "not found", "left out"]
+    change: str = ""
+
+    @property
+    def found(self) -> bool:
+        """Whether it stands in the prompt."""
+        return self.outcome in ("hit", "miss")
+
+    def asdict(self) -> dict[str, str]:
+        """The same as plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class BlendReport:
     """How one prompt was answered.
 
@@ -112,6 +149,8 @@ class BlendReport:
         Tokens of the answer.
     finish_reason : str
         ``"stop"``, ``"length"``, or ``""`` before generation.
+    documents : tuple of DocumentUse
+        What became of each document that was retrieved for the prompt; empty where that is not known.
     """
 
     input_ids: tuple[int, ...]
@@ -136,6 +175,7 @@ class BlendReport:
     seconds: Seconds = field(default_factory=Seconds)
     generated_tokens: int = 0
     finish_reason: str = ""
+    documents: tuple[DocumentUse, ...] = ()
 
     @property
     def prompt_tokens(self) -> int:
@@ -247,6 +287,10 @@ class AnswerStats:
         Chunks of those prompts whose KV was read from the store, and chunks whose KV was not there.
     reused_tokens : int
         Tokens whose KV was read from the store.
+    documents_hit, documents_missed, documents_not_found, documents_left_out : int
+        Retrieved documents by what became of them, counted once for each prompt; see `DocumentUse`.
+    documents_changed : int
+        Those of the hit and the missed ones that a chain had rewritten.
     """
 
     requests: int = 0
@@ -254,6 +298,11 @@ class AnswerStats:
     hits: int = 0
     misses: int = 0
     reused_tokens: int = 0
+    documents_hit: int = 0
+    documents_missed: int = 0
+    documents_not_found: int = 0
+    documents_left_out: int = 0
+    documents_changed: int = 0
 
     @property
     def unmatched_share(self) -> float:
@@ -272,6 +321,7 @@ class Tally:
     def note(self, answer: Generation) -> None:
         """An answer is complete and was read on this thread."""
         report = self._here.last = answer.report
+        outcomes = Counter(use.outcome for use in report.documents)
         with self._lock:
             seen = self._stats
             self._stats = replace(
@@ -281,6 +331,12 @@ class Tally:
                 hits=seen.hits + report.hits,
                 misses=seen.misses + report.misses,
                 reused_tokens=seen.reused_tokens + report.reused_tokens,
+                documents_hit=seen.documents_hit + outcomes["hit"],
+                documents_missed=seen.documents_missed + outcomes["miss"],
+                documents_not_found=seen.documents_not_found + outcomes["not found"],
+                documents_left_out=seen.documents_left_out + outcomes["left out"],
+                documents_changed=seen.documents_changed
+                + sum(use.found and bool(use.change) for use in report.documents),
             )
 
     def stats(self) -> AnswerStats:

@@ -130,6 +130,11 @@ def _show_answer(screen: Screen, question: str, answer: Answer) -> None:
         found = "" if medium is None else f"  [{medium or 'new'}]"
         name = str(source.metadata.get("source", "?"))
         screen.show(f"  {number}. ", (name + page, "bold"), f": {title[:70]}", (found, "dim"))
+    missing = sum(one["outcome"] == "not found" for one in info["documents"])
+    if missing:
+        screen.warn(
+            f"{missing} of {len(info['documents'])} passages were not found in the prompt as they were retrieved."
+        )
     how = "plain prefill" if info["plain"] else f"{info['hits']} hits, {info['misses']} misses"
     screen.show("")
     screen.show(f"Time to first token {_time(info['ttft'])} ({how}; {info['prompt_tokens']} prompt tokens)")

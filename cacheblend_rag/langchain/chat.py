@@ -22,8 +22,8 @@ from cacheblend_rag.engine import DecodeArguments
 from cacheblend_rag.langchain.fields import AllFields, BlendFields
 from cacheblend_rag.langchain.messages import answer_texts, artifact_texts, places_of, render
 from cacheblend_rag.langchain.tools import call_chunks, parse_answer
-from cacheblend_rag.langchain.tracking import documents_of_run, known_chunks
-from cacheblend_rag.noticing import ChunkRegistry, notice
+from cacheblend_rag.langchain.tracking import documents_of_run, known_chunks, note_found
+from cacheblend_rag.noticing import ChunkRegistry, Retrieved, notice
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import Generation
 from cacheblend_rag.streaming import TextStream
@@ -189,20 +189,27 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         places = places_of(text, messages)
         prompt = notice(
             text,
-            self._known(messages),
+            self._known(),
             self.engine.config.text_separator,
+            documents=self._retrieved(messages),
             parts=places.parts,
             questions_from=places.questions_from,
             quotes=answer_texts(messages) if self.reuse_answers else (),
         )
+        note_found(messages, prompt)
         stops = [*(stop or []), CALL_END] if begun else stop
         return _Request(prompt, self._arguments(stops, overrides, _CALL), tools, begun)
 
-    def _known(self, messages: Sequence[BaseMessage]) -> Sequence[ChunkRegistry]:
-        """Where chunks of a conversation are looked for, one after the other."""
-        attached = artifact_texts(messages)
+    def _retrieved(self, messages: Sequence[BaseMessage]) -> list[Retrieved]:
+        """What was retrieved for a conversation: documents that tools have attached, and those of its run."""
+        attached = dict.fromkeys(artifact_texts(messages))
         known_chunks.add(attached)
-        return ChunkRegistry(texts=attached), documents_of_run(messages), known_chunks
+        of_run = [one for one in documents_of_run(messages) if one.texts[0] not in attached]
+        return [*(Retrieved((text,)) for text in attached), *of_run]
+
+    def _known(self) -> ChunkRegistry:
+        """Where other chunks of a conversation are looked for."""
+        return known_chunks
 
     def _message(self, request: _Request, answer: Generation) -> AIMessage:
         message = parse_answer(request.opening + answer.text, request.tools)

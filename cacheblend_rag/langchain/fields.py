@@ -17,7 +17,7 @@ from cacheblend_rag.config import BlendConfig, BlendOptions
 from cacheblend_rag.decode import DecodeArguments
 from cacheblend_rag.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.langchain.tracking import begin_tracking, documents_of_run, known_chunks
+from cacheblend_rag.langchain.tracking import begin_tracking, documents_of_run, known_chunks, note_found
 from cacheblend_rag.modelfields import AnswerFields, EngineFields, ModelFields
 from cacheblend_rag.noticing import chunk_text, notice
 from cacheblend_rag.prompt import Prompt
@@ -171,8 +171,9 @@ class BlendFields(ModelFields):
 
     def notice(self, text: str) -> Prompt:
         """The segments this model sees in a finished prompt."""
-        known = (documents_of_run(text), known_chunks)
-        return notice(text, known, self.engine.config.text_separator)
+        prompt = notice(text, known_chunks, self.engine.config.text_separator, documents=documents_of_run(text))
+        note_found(text, prompt)
+        return prompt
 
     @property
     def _identifying_params(self) -> dict[str, Any]:

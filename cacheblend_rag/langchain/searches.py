@@ -15,8 +15,7 @@ from typing import Any, TypeVar, cast
 from langchain_core.vectorstores import VectorStore
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.langchain.tracking import documents_in
-from cacheblend_rag.noticing import known_chunks
+from cacheblend_rag.langchain.tracking import documents_in, note_search
 
 __all__ = ["track"]
 
@@ -107,7 +106,7 @@ def _noting(search: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _noted(found: Any) -> Any:
-    known_chunks.add(documents_in(found))
+    note_search(documents_in(found))
     return found
 
 

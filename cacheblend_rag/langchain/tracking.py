@@ -8,7 +8,7 @@ A method called on a vector store is no run, and nobody is told of it. Its docum
 a runnable hands them on, such as a LangGraph node or a lambda that returns them; elsewhere `track`
 makes them known.
 
-Which documents belong to a prompt's run is a hint only: they are looked for first. It is handed
+The documents of a prompt's run are looked for first, and in rewritten forms, too. They are handed
 over by the prompt's text, because plain models are called with many prompts and one run, and
 streaming chat models with none.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -26,9 +26,11 @@ from uuid import UUID
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage, ToolMessage
+from langchain_core.runnables.config import var_child_runnable_config
 from langchain_core.tracers.context import register_configure_hook
 
-from cacheblend_rag.noticing import ChunkRegistry, known_chunks
+from cacheblend_rag.noticing import ChunkRegistry, Retrieved, known_chunks, note_rewritten, warn_of_missing
+from cacheblend_rag.prompt import Prompt
 
 __all__ = [
     "RunDocuments",
@@ -36,6 +38,8 @@ __all__ = [
     "documents_in",
     "documents_of_run",
     "known_chunks",
+    "note_found",
+    "note_search",
     "prompt_key",
     "switch_off",
     "switch_on",
@@ -60,57 +64,96 @@ class RunDocuments:
     def __init__(self, limit: int = _CHARACTERS) -> None:
         self._limit, self._size = limit, 0
         self._roots: OrderedDict[UUID, UUID] = OrderedDict()
-        self._texts: OrderedDict[UUID, dict[str, None]] = OrderedDict()
-        self._prompts: OrderedDict[int, tuple[str, ...]] = OrderedDict()
+        self._texts: OrderedDict[UUID, dict[str, bool]] = OrderedDict()  # whether a later step left it out
+        self._prompts: OrderedDict[int, tuple[UUID, dict[str, bool]]] = OrderedDict()
+        self._found: dict[UUID, set[str]] = {}  # in prompts of outermost runs in which a model of ours was asked
+        self._below: OrderedDict[UUID, set[str]] = OrderedDict()  # what runs were given, or found in runs within
         self._lock = threading.Lock()
 
-    def begin(self, run: UUID, parent: UUID | None) -> None:
-        """A run has begun."""
+    def begin(self, run: UUID, parent: UUID | None, given: Collection[str] = ()) -> None:
+        """A run has begun, with these documents in what it was given."""
         with self._lock:
             self._roots[run] = self._root(run, parent)
             if len(self._roots) > _RUNS:
                 self._roots.popitem(last=False)
+            if given:
+                self._note_below(run, given)
 
     def end(self, run: UUID) -> None:
-        """A run has ended; with the outermost, its documents are forgotten."""
+        """A run has ended; with the outermost, its documents are forgotten.
+
+        Those that it handed on and that none of its prompts held are warned of.
+        """
         with self._lock:
             self._roots.pop(run, None)
+            self._below.pop(run, None)
+            handed_on = [text for text, left_out in self._texts.get(run, {}).items() if not left_out]
+            found = self._found.get(run)
             self._forget(run)
+        if found is not None:
+            looked_for = [text for text in handed_on if Retrieved((text,)).looked_for]
+            warn_of_missing(sum(text not in found for text in looked_for), len(looked_for))
 
-    def add(self, run: UUID, parent: UUID | None, texts: Iterable[str]) -> None:
-        """Documents were retrieved in a run."""
+    def add(self, run: UUID | None, parent: UUID | None, texts: Iterable[str]) -> None:
+        """Documents were retrieved in a run; others that it was given, or that runs within found, it has left out.
+
+        What is found by a call that is no run belongs to its parent.
+        """
+        if parent is None:
+            return  # it was retrieved on its own: no model is called in this run
+        handed_on = dict.fromkeys(texts, False)
         with self._lock:
-            root = self._root(run, parent)
+            given = self._below.pop(run, set()) if run else set()
+            left_out = given - handed_on.keys()
+            root = self._roots.get(parent, parent)
+            if handed_on:
+                self._note_below(parent, handed_on)
             known = self._texts.get(root, {})
-            new = dict.fromkeys(text for text in texts if text not in known)
-            if parent is None or not new:
-                return  # without parent it was retrieved on its own: no model is called in this run
-            self._texts[root] = known | new
+            new = {text: False for text in handed_on if text not in known}
+            if not new and not left_out and not any(known[text] for text in handed_on):
+                return
+            self._texts[root] = known | handed_on | dict.fromkeys(left_out & known.keys(), True)
             self._size += sum(map(len, new))
             while self._size > self._limit:
                 self._forget(next(iter(self._texts)))
+        note_rewritten(left_out, handed_on.keys() - given)
 
     def call(self, parent: UUID | None, prompts: Iterable[int]) -> None:
         """A model is about to be called in a run; prompts are given by `prompt_key`."""
         with self._lock:
-            texts = tuple(self._texts.get(self._root(parent, parent), ())) if parent else ()
+            root = self._root(parent, parent) if parent else None
+            texts = self._texts.get(root) if root else None
             for prompt in prompts:
                 self._prompts.pop(prompt, None)
-                if texts:
-                    self._prompts[prompt] = texts
+                if root and texts:
+                    self._prompts[prompt] = root, texts
             while len(self._prompts) > _PROMPTS:
                 self._prompts.popitem(last=False)
 
-    def of(self, prompt: int) -> tuple[str, ...]:
+    def of(self, prompt: int) -> tuple[Retrieved, ...]:
         """Documents of the run in which a prompt was made."""
         with self._lock:
-            return self._prompts.get(prompt, ())
+            _, texts = self._prompts.get(prompt, (None, {}))
+        return tuple(Retrieved((text,), left_out=left_out) for text, left_out in texts.items())
+
+    def found(self, prompt: int, texts: Iterable[str]) -> None:
+        """A prompt for a model of ours holds these documents of its run."""
+        with self._lock:
+            root, _ = self._prompts.get(prompt, (None, None))
+            if root is not None and root in self._texts:
+                self._found.setdefault(root, set()).update(texts)
 
     def _root(self, run: UUID, parent: UUID | None) -> UUID:
         return run if parent is None else self._roots.get(parent, parent)
 
+    def _note_below(self, run: UUID, texts: Iterable[str]) -> None:
+        self._below.setdefault(run, set()).update(texts)
+        if len(self._below) > _RUNS:
+            self._below.popitem(last=False)
+
     def _forget(self, root: UUID) -> None:
         self._size -= sum(map(len, self._texts.pop(root, ())))
+        self._found.pop(root, None)
 
 
 class _Done:
@@ -162,8 +205,10 @@ class _Tracker(BaseCallbackHandler):
 
     ignore_agent = ignore_retriever = ignore_llm = ignore_chat_model = ignore_chain
 
-    def on_chain_start(self, *args: Any, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any) -> None:
-        self.runs.begin(run_id, parent_run_id)
+    def on_chain_start(
+        self, serialized: Any, inputs: Any, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any
+    ) -> None:
+        self.runs.begin(run_id, parent_run_id, documents_in(inputs))
 
     def on_chain_end(self, outputs: Any, *, run_id: UUID, parent_run_id: UUID | None = None, **kwargs: Any) -> None:
         self._found(documents_in(outputs), run_id, parent_run_id)
@@ -304,6 +349,20 @@ def prompt_key(prompt: str | Sequence[BaseMessage]) -> int:
     return hash(tuple(str(message.content) for message in prompt))
 
 
-def documents_of_run(prompt: str | Sequence[BaseMessage]) -> ChunkRegistry:
+def documents_of_run(prompt: str | Sequence[BaseMessage]) -> tuple[Retrieved, ...]:
     """Documents retrieved in the run in which a prompt was made, as far as that is known."""
-    return ChunkRegistry(texts=_tracker.runs.of(prompt_key(prompt)))
+    return _tracker.runs.of(prompt_key(prompt))
+
+
+def note_found(prompt: str | Sequence[BaseMessage], seen: Prompt) -> None:
+    """A prompt was made for a model of ours; what it holds is not missing in its run."""
+    _tracker.runs.found(prompt_key(prompt), [one.text for one in seen.documents if one.chunk is not None])
+
+
+def note_search(texts: Sequence[str]) -> None:
+    """A search that is no run has returned documents; they belong to the run in which it was called."""
+    known_chunks.add(texts)
+    config = var_child_runnable_config.get()
+    run = getattr((config or {}).get("callbacks"), "parent_run_id", None)
+    if run is not None:
+        _tracker.runs.add(None, run, texts)

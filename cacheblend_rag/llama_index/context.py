@@ -8,7 +8,7 @@ what a template rewrote is looked for in the whole prompt.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -16,8 +16,19 @@ from llama_index.core.base.llms.types import ChatMessage, MessageRole
 
 from cacheblend_rag.llama_index.parts import find_parts
 from cacheblend_rag.llama_index.tracking import recent_nodes
-from cacheblend_rag.noticing import Match, known_chunks, note_form, notice, rebuild
+from cacheblend_rag.noticing import (
+    Match,
+    Retrieved,
+    WrittenForm,
+    find_changed,
+    known_chunks,
+    note_form,
+    notice,
+    places_of_documents,
+    rebuild,
+)
 from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.forms import CUT_LEAST, change_of, solid
 
 __all__ = ["CONTEXT_NAMES", "Hint", "MarkedMessages", "MarkedText", "see"]
 
@@ -98,6 +109,7 @@ def see(
     *,
     hint: Hint | None = None,
     messages: Sequence[ChatMessage] = (),
+    documents: Sequence[Retrieved] = (),
 ) -> Prompt:
     """The segments of a finished prompt.
 
@@ -111,6 +123,8 @@ def see(
         What its template was filled with.
     messages : sequence of ChatMessage
         The conversation it was made of, if any.
+    documents : sequence of Retrieved
+        Nodes that were retrieved for it. Those that do not stand in it as they are are looked for in other forms.
 
     Returns
     -------
@@ -123,13 +137,24 @@ def see(
     volatile = [*(hint.asked if hint else ()), *_said(text, messages, begin)]
     questions_from = min((at for one in volatile if (at := text.find(one)) >= 0), default=None)
     if hint is None:
-        return notice(text, known_chunks, separator, questions_from=questions_from)
-    found = [match for place in places for match in _chunks(text, place)] if places else _outside(text, hint.asked)
+        return notice(text, known_chunks, separator, questions_from=questions_from, documents=documents)
+    found: dict[Match, WrittenForm | None] = {}
+    for place in places:
+        found |= _chunks(text, place, documents)
+    if not places:
+        found = _outside(text, hint.asked, documents)
     if not found:
         # Of a template that joins documents by the separator, or no chunks at all.
         parts = [(place.origins[0], place.origins[-1]) for place in places] or None
-        return notice(text, (), separator, parts=parts, questions_from=questions_from)
-    return rebuild(text, found, questions_from=questions_from)
+        seen = notice(text, (), separator, parts=parts, questions_from=questions_from)
+        return replace(seen, documents=tuple(places_of_documents(text, (), documents)))
+    matches = sorted(found, key=lambda match: match.start)
+    forms = {match: form for match, form in found.items() if form is not None}
+    placed = places_of_documents(text, matches, documents, forms)
+    if places and not any(_unexplained(text, place, matches) for place in places):
+        # All of the context is known: what is not in it was given to the model in another prompt.
+        placed = [replace(one, left_out=one.chunk is None) for one in placed]
+    return rebuild(text, matches, questions_from=questions_from, documents=placed)
 
 
 def _places(text: str, hint: Hint) -> list[_Place]:
@@ -160,24 +185,37 @@ def _listed(contexts: Sequence[str], start: int) -> Iterator[_Place]:
         at += len(written) + 2
 
 
-def _chunks(text: str, place: _Place) -> list[Match]:
-    """Known chunks in a piece of context, and parts of nodes that were split again."""
+def _chunks(text: str, place: _Place, documents: Iterable[Retrieved]) -> dict[Match, WrittenForm | None]:
+    """Known chunks in a piece of context, nodes in another form, and parts of nodes that were split again."""
     whole = known_chunks.find(place.text)
-    edges = [0, *(edge for match in whole for edge in (match.start, match.stop)), len(place.text)]
+    changed = find_changed(place.text, whole, documents)
+    taken = sorted([*whole, *changed], key=lambda match: match.start)
+    edges = [0, *(edge for match in taken for edge in (match.start, match.stop)), len(place.text)]
     gaps = list(zip(edges[::2], edges[1::2], strict=True))
-    parts = list(find_parts(place.text, recent_nodes.texts(), gaps))
-    chunks = []
-    for match, origin in [*((match, "") for match in whole), *parts]:
-        moved = place.moved(match)
-        note_form(origin or place.text[match.start : match.stop], text[moved.start : moved.stop])
-        chunks.append(moved)
-    return sorted(chunks, key=lambda match: match.start)
+    parts = dict(find_parts(place.text, recent_nodes.texts(), gaps))
+    chunks: dict[Match, WrittenForm | None] = {}
+    for match in (*taken, *parts):
+        moved, own = place.moved(match), place.text[match.start : match.stop]
+        written = text[moved.start : moved.stop]
+        origin = changed[match].document if match in changed else parts.get(match, own)
+        note_form(origin, written)
+        chunks[moved] = None if origin == written else WrittenForm(origin, change_of(origin, written))
+    return chunks
 
 
-def _outside(text: str, asked: Sequence[str]) -> list[Match]:
-    """Known chunks anywhere but in a question."""
-    taken = [(at, at + len(one)) for one in asked for at in _occurrences(text, one)]
-    return [m for m in known_chunks.find(text) if all(m.stop <= start or stop <= m.start for start, stop in taken)]
+def _outside(text: str, asked: Sequence[str], documents: Iterable[Retrieved]) -> dict[Match, WrittenForm | None]:
+    """Known chunks, and nodes in another form, anywhere but in a question."""
+    questions = [Match(at, at + len(one)) for one in asked if one for at in _occurrences(text, one)]
+    known = [m for m in known_chunks.find(text) if all(m.stop <= q.start or q.stop <= m.start for q in questions)]
+    return {**dict.fromkeys(known), **find_changed(text, [*known, *questions], documents)}
+
+
+def _unexplained(text: str, place: _Place, matches: Sequence[Match]) -> bool:
+    """Whether a piece of context holds more than the chunks that were found in it and short texts between them."""
+    start, stop = place.origins[0], place.origins[-1]
+    inside = [match for match in matches if start <= match.start and match.stop <= stop]
+    edges = [start, *(edge for match in inside for edge in (match.start, match.stop)), stop]
+    return any(len(solid(text[a:b])) >= CUT_LEAST for a, b in zip(edges[::2], edges[1::2], strict=True))
 
 
 def _occurrences(text: str, one: str) -> Iterator[int]:

@@ -39,7 +39,7 @@ from cacheblend_rag.llama_index.answering import ModelCall, R, Said
 from cacheblend_rag.llama_index.context import CONTEXT_NAMES, Hint, MarkedMessages, MarkedText, see
 from cacheblend_rag.llama_index.events import CacheBlendEvent
 from cacheblend_rag.llama_index.messages import ByTemplate, answer_message
-from cacheblend_rag.llama_index.tracking import answers_noted, switch_on
+from cacheblend_rag.llama_index.tracking import answers_noted, documents_retrieved, switch_on
 from cacheblend_rag.modelfields import AnswerFields, EngineFields, ModelFields
 from cacheblend_rag.noticing import chunk_text
 from cacheblend_rag.prompt import Prompt
@@ -261,7 +261,7 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
     def _completion(self, prompt: str, formatted: bool, options: dict[str, Any]) -> ModelCall[CompletionResponse]:
         text = prompt if formatted or self.completion_to_prompt is None else self.completion_to_prompt(prompt)
         hint = prompt.hint if isinstance(prompt, MarkedText) else None
-        seen = see(text, self.engine.config.text_separator, hint=hint)
+        seen = see(text, self.engine.config.text_separator, hint=hint, documents=documents_retrieved())
         info = self._teller()
 
         def respond(said: Said) -> CompletionResponse:
@@ -275,7 +275,7 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
         begun = opening(check_choice(options.get("tool_choice"), names), self.engine.tokenizer)
         hint = messages.hint if isinstance(messages, MarkedMessages) else None
         text, separator = self._spoken(messages, tools) + begun, self.engine.config.text_separator
-        seen = see(text, separator, hint=hint, messages=messages)
+        seen = see(text, separator, hint=hint, messages=messages, documents=documents_retrieved())
         info = self._teller()
 
         def respond(said: Said) -> ChatResponse:

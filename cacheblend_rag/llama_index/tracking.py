@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing, contextmanager
 from contextvars import ContextVar
 from inspect import BoundArguments
@@ -25,10 +25,19 @@ from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
 from cacheblend_rag.llama_index.parts import find_parts
-from cacheblend_rag.noticing import ChunkRegistry, chunk_text, known_chunks, note_form
-from cacheblend_rag.report import BlendReport
+from cacheblend_rag.noticing import ChunkRegistry, Retrieved, chunk_text, known_chunks, note_form, warn_of_missing
+from cacheblend_rag.report import BlendReport, DocumentUse
 
-__all__ = ["RecentNodes", "answers_noted", "node_texts", "recent_nodes", "switch_on", "tracking", "tracking_off"]
+__all__ = [
+    "RecentNodes",
+    "answers_noted",
+    "documents_retrieved",
+    "node_texts",
+    "recent_nodes",
+    "switch_on",
+    "tracking",
+    "tracking_off",
+]
 
 # A rewritten node whose text is one part of the original for this share is found as that part.
 _MOSTLY = 0.8
@@ -95,11 +104,12 @@ SUMS = "cacheblend"
 
 
 class _Synthesis:
-    """The answer that a synthesizer is making, and what its calls of the model came to."""
+    """The answer that a synthesizer is making of some documents, and what its calls of the model came to."""
 
-    def __init__(self, outer: _Synthesis | None) -> None:
-        self.outer = outer
-        self.sums: dict[str, int] = dict.fromkeys(("answers", *_SUMMED), 0)
+    def __init__(self, outer: _Synthesis | None, documents: tuple[Retrieved, ...] = ()) -> None:
+        self.outer, self.documents = outer, documents
+        self.sums: dict[str, Any] = {**dict.fromkeys(("answers", *_SUMMED), 0), "documents": []}
+        self._uses: list[DocumentUse] = []
         self._lock = threading.Lock()
 
     def note(self, report: BlendReport) -> None:
@@ -108,6 +118,14 @@ class _Synthesis:
             self.sums["answers"] += 1
             for name in _SUMMED:
                 self.sums[name] += getattr(report, name)
+            pairs = zip(self._uses or report.documents, report.documents, strict=True)
+            self._uses = [min(pair, key=lambda use: _BEST.index(use.outcome)) for pair in pairs]
+            self.sums["documents"] = [one.asdict() for one in self._uses]
+
+    def end(self) -> None:
+        """No more calls come; warn of documents that none of them held."""
+        looked_for = [one for one in self._uses if not one.change or one.found]
+        warn_of_missing(sum(not one.found for one in looked_for), len(looked_for))
 
     def pieces(self, stream: Generator[str, None, None]) -> Generator[str, None, None]:
         """A stream's pieces, made within this."""
@@ -119,6 +137,7 @@ class _Synthesis:
                 finally:
                     _synthesis.reset(token)
                 if piece is None:
+                    self.end()
                     return
                 yield piece
 
@@ -132,10 +151,13 @@ class _Synthesis:
                 finally:
                     _synthesis.reset(token)
                 if piece is None:
+                    self.end()
                     return
                 yield piece
 
 
+# Of what several calls say of a document, that which holds for all of them together.
+_BEST = ("hit", "miss", "not found", "left out")
 _SUMMED = ("hits", "misses", "reused_tokens", "prompt_tokens", "generated_tokens")
 _synthesis: ContextVar[_Synthesis | None] = ContextVar("cacheblend_rag_llama_index_synthesis", default=None)
 
@@ -146,6 +168,14 @@ def answers_noted() -> Callable[[BlendReport], None]:
     return under_way.note if under_way is not None else lambda report: None
 
 
+def documents_retrieved() -> tuple[Retrieved, ...]:
+    """Documents of which the synthesizer that now calls the model makes an answer."""
+    under_way = _synthesis.get()
+    return under_way.documents if under_way is not None else ()
+
+
+# Nodes that were retrieved last, and of which no synthesizer has made an answer yet.
+_retrieved: ContextVar[tuple[BaseNode, ...]] = ContextVar("cacheblend_rag_llama_index_retrieved", default=())
 _on: ContextVar[bool] = ContextVar("cacheblend_rag_llama_index_tracking", default=True)
 _lock = threading.Lock()
 _registered = False
@@ -163,6 +193,7 @@ class _Retrieved(BaseEventHandler):
             nodes = [one.node for one in event.nodes]
             known_chunks.add(text for node in nodes for text in node_texts(node))
             recent_nodes.add(nodes)
+            _retrieved.set(tuple(nodes))
         if isinstance(event, SynthesizeEndEvent) and (made := _synthesis.get()) is not None:
             _synthesis.set(made.outer)
             response = event.response
@@ -171,7 +202,9 @@ class _Retrieved(BaseEventHandler):
                 response.response_gen = made.pieces(response.response_gen)
             elif isinstance(response, AsyncStreamingResponse):
                 response.response_gen = made.apieces(response.response_gen)
-            elif not made.sums["answers"]:  # another model's
+            elif made.sums["answers"]:
+                made.end()
+            else:  # another model's
                 return
             response.metadata = {**(response.metadata or {}), SUMS: made.sums}
 
@@ -185,9 +218,11 @@ class _Synthesized(BaseSpanHandler[BaseSpan]):
 
     def span_enter(self, id_: str, bound_args: BoundArguments, *args: Any, **kwargs: Any) -> None:
         if id_.partition("-")[0].endswith((".synthesize", ".asynthesize")):
-            _synthesis.set(_Synthesis(_synthesis.get()))
+            nodes: Sequence[NodeWithScore] = bound_args.arguments.get("nodes", ())
+            documents = _documents([one.node for one in nodes]) if _on.get() else ()
+            _synthesis.set(_Synthesis(_synthesis.get(), documents))
             if _on.get():
-                _note_rewritten(bound_args.arguments.get("nodes", ()))
+                _note_rewritten(nodes)
 
     def span_exit(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -203,6 +238,22 @@ class _Synthesized(BaseSpanHandler[BaseSpan]):
 
     def prepare_to_drop_span(self, *args: Any, **kwargs: Any) -> None:
         return None
+
+
+def _documents(nodes: Sequence[BaseNode]) -> tuple[Retrieved, ...]:
+    """The documents among a synthesizer's nodes; if all are parts of others, as for citations, those retrieved."""
+    known = [(node, original) for node in nodes if (original := recent_nodes.text_of(node.node_id)) is not None]
+    retrieved = [Retrieved(texts) for node in _retrieved.get() if (texts := tuple(node_texts(node)))]
+    _retrieved.set(())
+    if not known:
+        whole = "\n".join(node.get_content() for node in nodes)
+        cut = any(find_parts(whole, [text for one in retrieved for text in one.texts]))
+        return tuple(retrieved) if cut else ()
+    found = []
+    for node, original in known:
+        texts = tuple(node_texts(node))
+        found.append(Retrieved(texts) if original in texts else Retrieved((original,), texts))
+    return tuple(found)
 
 
 def _note_rewritten(nodes: Iterable[NodeWithScore]) -> None:

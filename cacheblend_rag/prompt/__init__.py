@@ -1,10 +1,11 @@
 """SPLIT: prompts, their segments, and the token ids of each segment."""
 
 from cacheblend_rag.prompt.fitting import Fitted, check_all_fit, fitted
-from cacheblend_rag.prompt.prompt import Prompt
+from cacheblend_rag.prompt.prompt import DocumentPlace, Prompt
 from cacheblend_rag.prompt.tokens import PromptTokenizer, Span, TokenizedChunk, TokenizedPrompt
 
 __all__ = [
+    "DocumentPlace",
     "Fitted",
     "Prompt",
     "PromptTokenizer",

@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cacheblend_rag.errors import PromptError
 
-__all__ = ["Prompt", "WrittenPrompt"]
+__all__ = ["DocumentPlace", "Prompt", "WrittenPrompt"]
+
+
+@dataclass(frozen=True)
+class DocumentPlace:
+    """A retrieved document, and where it stands in a prompt.
+
+    Parameters
+    ----------
+    text : str
+        The document as it was retrieved.
+    chunk : int or None
+        Number of the chunk that holds it; None if it was not found.
+    change : str
+        In what it differs there from the document as it was retrieved, such as ``"json-escaped"``; empty if in nothing.
+    left_out : bool
+        Whether it is known that the chain itself left it out, as a reranker does.
+    """
+
+    text: str
+    chunk: int | None = None
+    change: str = ""
+    left_out: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,6 +71,8 @@ class Prompt:
         Texts between neighbouring chunks, ``len(chunks) - 1`` entries. They are computed each time.
     preamble : str
         Text between the prefix and the first chunk. It is computed each time and never stored.
+    documents : iterable of DocumentPlace
+        What was retrieved for the prompt. The report says what became of each; nothing else depends on it.
 
     Raises
     ------
@@ -61,6 +85,7 @@ class Prompt:
     suffix: str
     between: tuple[str, ...] | None
     preamble: str
+    documents: tuple[DocumentPlace, ...] = field(default=(), compare=False, repr=False)
 
     def __init__(
         self,
@@ -70,6 +95,7 @@ class Prompt:
         between: Iterable[str] | None = None,
         *,
         preamble: str = "",
+        documents: Iterable[DocumentPlace] = (),
     ) -> None:
         chunks = _texts("chunks", chunks)
         between = None if between is None else _texts("between", between)
@@ -83,6 +109,7 @@ class Prompt:
         object.__setattr__(self, "suffix", suffix)
         object.__setattr__(self, "between", between)
         object.__setattr__(self, "preamble", preamble)
+        object.__setattr__(self, "documents", tuple(documents))
 
     @classmethod
     def parse(cls, text: str, separator: str) -> Prompt:

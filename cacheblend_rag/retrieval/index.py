@@ -123,7 +123,7 @@ class FolderIndex:
         index_dir: str | os.PathLike[str],
         settings: SplitSettings | None = None,
         on_error: str = "raise",
-        on_delete: Callable[[Sequence[str]], None] | None = None,
+        on_delete: Callable[[Sequence[str]], object] | None = None,
     ) -> None:
         check_on_error(on_error)
         self.folder = Path(folder)
@@ -326,7 +326,7 @@ def build_index(
     index_dir: str | os.PathLike[str],
     settings: SplitSettings | None = None,
     on_error: str = "raise",
-    on_delete: Callable[[Sequence[str]], None] | None = None,
+    on_delete: Callable[[Sequence[str]], object] | None = None,
 ) -> BuiltIndex:
     """Make a `FolderIndex` and bring it up to date; see there for parameters and errors."""
     index = FolderIndex(

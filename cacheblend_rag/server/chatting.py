@@ -14,7 +14,7 @@ from pydantic import Field
 from cacheblend_rag.conversation import HeldBack
 from cacheblend_rag.errors import CacheBlendError, PromptError
 from cacheblend_rag.langchain import ChatCacheBlend
-from cacheblend_rag.noticing import ChunkRegistry
+from cacheblend_rag.noticing import ChunkRegistry, Retrieved
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.server.openai_models import ChatBody, ChatMessage
 from cacheblend_rag.streaming import TextStream
@@ -44,8 +44,12 @@ class ServedChat(ChatCacheBlend):
     given: list[str] = Field(default_factory=list, exclude=True, repr=False)
     track: bool = False
 
-    def _known(self, messages: Sequence[BaseMessage]) -> Sequence[ChunkRegistry]:
-        return ChunkRegistry(texts=self.given), self.mine
+    def _retrieved(self, messages: Sequence[BaseMessage]) -> list[Retrieved]:
+        return [Retrieved((text,)) for text in dict.fromkeys(self.given)]
+
+    def _known(self) -> ChunkRegistry:
+        mine: ChunkRegistry = self.mine
+        return mine
 
     def begin(self, body: ChatBody, timeout: float) -> Conversation:
         """Make a prompt of a conversation; nothing is generated yet.

@@ -7,11 +7,14 @@ from hypothesis import strategies as st
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.prompts.default_prompts import DEFAULT_REFINE_PROMPT, DEFAULT_TEXT_QA_PROMPT
+from llama_index.core.response_synthesizers import get_response_synthesizer
+from llama_index.core.schema import NodeWithScore, TextNode
 
 from cacheblend_rag.llama_index import CacheBlendLLM
+from cacheblend_rag.llama_index.tracking import recent_nodes
 from cacheblend_rag.noticing import known_chunks
 from tests.langchain.models import tiny_engine
-from tests.langchain.test_privacy import CONTEXT, DOCUMENTS, SAID, holds_only
+from tests.langchain.test_privacy import CONTEXT, DOCUMENTS, QUOTED, REWRITTEN, SAID, holds_only
 from tests.probes import Hooked
 
 QUESTION_FIRST = PromptTemplate("Question: {query_str}\nFacts:\n{context_str}\nAgain: {query_str}")
@@ -56,3 +59,28 @@ def test_a_conversation_stores_documents_alone(system: str, question: str, answe
         for _ in range(2):
             llm.chat(messages)
     holds_only(store.stored_ids(), DOCUMENTS, f"<s>[system] {opening}\n[user] ")
+
+
+@settings(max_examples=40, deadline=None)
+@given(first=st.booleans(), question=QUOTED, context=QUOTED, chat=st.booleans())
+def test_so_does_a_query_whose_template_rewrites_the_context(
+    first: bool, question: str, context: str, chat: bool
+) -> None:
+    known_chunks.clear()
+    store, question = Hooked(), f"secret start {question} secret end"
+    before = "Question: {query_str}\n" if first else ""
+    template = PromptTemplate(
+        before + "Facts:\n{context_str}\nAgain: {query_str}",
+        function_mappings={"context_str": lambda **values: context},
+    )
+    nodes = [NodeWithScore(node=TextNode(text=text, id_=f"private-{n}")) for n, text in enumerate(DOCUMENTS)]
+    with tiny_engine(store=store) as engine:
+        llm = CacheBlendLLM.from_engine(engine, max_new_tokens=1, is_chat_model=chat)
+        recent_nodes.add(one.node for one in nodes)
+        for _ in range(2):
+            response = get_response_synthesizer(llm=llm, text_qa_template=template).synthesize(question, nodes)
+            assert len((response.metadata or {})["cacheblend"]["documents"]) == len(nodes)
+    recent_nodes.discard(DOCUMENTS)
+    written = template.format(query_str=question, context_str="")
+    begun = "<s>[user] " if chat else "<s>"
+    holds_only(store.stored_ids(), [*DOCUMENTS, *REWRITTEN], begun + written[: written.index(question)])
