@@ -24,7 +24,7 @@ from cacheblend_rag.decode import DecodeArguments, Decoded, DecodeOptions, decod
 from cacheblend_rag.errors import CacheBlendError, ConfigError, GenerationError, PromptError
 from cacheblend_rag.finals import KEY_PREFIX, holds
 from cacheblend_rag.fusor.selfcheck import check_adapter
-from cacheblend_rag.gate import IdleGate
+from cacheblend_rag.gate import gate_of
 from cacheblend_rag.guard import QualityGuard
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.lookup import Segment
@@ -50,7 +50,8 @@ class BlendEngine:
     Parameters
     ----------
     model : transformers PreTrainedModel
-        A causal language model; nothing is left behind on it.
+        A causal language model; nothing is left behind on it. Several engines may share one: their requests wait
+        for one another. Who runs it without an engine, on whatever thread, gets what the model itself gives.
     tokenizer : transformers tokenizer
         Its tokenizer.
     config : BlendConfig, optional
@@ -97,7 +98,7 @@ class BlendEngine:
             check_adapter(adapter)
         self._pipeline = Pipeline(adapter, segments, self.config, self.store, fingerprint)
         self._prefetcher = Prefetcher(self.store)
-        self._gate = IdleGate()
+        self._gate = gate_of(model)  # engines over one model take turns
         self._steps = StepsTogether(adapter)
         self._write_back = WriteBack(self._gate)
         self.guard = QualityGuard(self.config)
