@@ -101,7 +101,7 @@ class BlendEngine:
         self._gate = gate_of(model)  # engines over one model take turns
         self._steps = StepsTogether(adapter)
         self._write_back = WriteBack(self._gate)
-        self.guard = QualityGuard(self.config)
+        self.guard = QualityGuard()
         self._viewed: BlendEngine | None = None
         weakref.finalize(self, self._write_back.stop).atexit = False
 
@@ -156,7 +156,9 @@ class BlendEngine:
         """An engine over the same model and store with other options.
 
         It shares everything with this one, so requests of both still wait for one another, and
-        it ends when this one is closed; closing it does nothing.
+        it ends when this one is closed; closing it does nothing. The quality guard is shared too: what it has seen
+        is counted together, and a ratio it has raised is raised for both. ``guard_share`` and ``guard_bound`` may
+        differ; they say how the requests of each are sampled and judged.
 
         Parameters
         ----------
@@ -176,7 +178,7 @@ class BlendEngine:
         other.config = dataclasses.replace(self.config, **changes)
         segments = self._pipeline.tokenizer.with_separator(other.config.separator)
         other._pipeline = self._pipeline.with_config(other.config, segments)
-        other._viewed, other.guard = self, QualityGuard(other.config)
+        other._viewed = self
         return other
 
     @property

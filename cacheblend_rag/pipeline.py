@@ -87,12 +87,14 @@ class Pipeline:
         self.packed = self._packing(anew=True)
 
     def with_config(self, config: BlendConfig, tokenizer: PromptTokenizer) -> Pipeline:
-        """The same model and store with other options; the model is not hashed again."""
+        """The same model, store and minimum ratio with other options; the model is not hashed again."""
         other = object.__new__(Pipeline)
         other.__dict__.update(self.__dict__)
         other.config, other.tokenizer = config, tokenizer
         steering = self._steering
-        other._steering = Steering(config, self.adapter.num_layers, self.fingerprint, steering.controller)
+        other._steering = Steering(
+            config, self.adapter.num_layers, self.fingerprint, steering.controller, steering.minimum
+        )
         if config.pack_weights != self.config.pack_weights:
             other.packed = other._packing(anew=False)
         return other
@@ -114,8 +116,8 @@ class Pipeline:
         return packed_products(model, (*self.adapter.layers, model.lm_head), self.config.pack_weights, anew=anew)
 
     def raise_ratio(self, ratio: float) -> None:
-        """Let no prompt be blended with a smaller recompute ratio from now on."""
-        self._steering.least_ratio = max(ratio, self._steering.least_ratio)
+        """Let no prompt be blended with a smaller recompute ratio from now on, whatever the options."""
+        self._steering.minimum.raise_to(ratio)
 
     def segment(
         self, kind: str, context_ids: tuple[int, ...], token_ids: tuple[int, ...], regime: int = 0, head: int = 0
