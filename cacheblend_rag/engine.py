@@ -21,7 +21,7 @@ from cacheblend_rag.batching import ReadOnce, by_common_chunks
 from cacheblend_rag.checks import check_model_and_tokenizer
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.decode import DecodeArguments, Decoded, DecodeOptions, decode
-from cacheblend_rag.errors import CacheBlendError, ConfigError, GenerationError, PromptError
+from cacheblend_rag.errors import CacheBlendError, ConfigError, GenerationError, PromptError, StoreError
 from cacheblend_rag.finals import KEY_PREFIX, holds
 from cacheblend_rag.fusor.selfcheck import check_adapter
 from cacheblend_rag.gate import gate_of
@@ -268,7 +268,7 @@ class BlendEngine:
     def _streams(self, prompts: list[Prompt], options: DecodeOptions, timeout: float | None) -> NumberedStreams:
         with ReadOnce(self.store) as shared:
             pipeline = copy.copy(self._pipeline)
-            pipeline.store = cast(KVStore, shared)
+            pipeline.store = shared
             for number in by_common_chunks([prompt.chunks for prompt in prompts]):
                 shared.next_prompt()
                 answer = partial(self._answer, prompts[number], options, pipeline=pipeline)
@@ -310,7 +310,7 @@ class BlendEngine:
 
     def _keep(self, blend: Blend) -> None:
         """Store what was missing, now or when nothing else waits; nothing in a store that cannot be written."""
-        if getattr(self.store, "read_only", False):
+        if self.store.read_only:
             return
         for key, job in blend.write_back.items():
             if self.config.write_back == "background":
@@ -367,19 +367,33 @@ class BlendEngine:
         -------
         int
             Records that were erased.
+
+        Raises
+        ------
+        StoreError
+            If some could not be erased, or not be looked for; all that could be erased are.
         """
         self._check_open()
         self.flush()
         forms = [self._pipeline.chunk_forms(text, prefix) for text in _texts(chunks)]
         keys = {segment.key for segments in forms for segment in segments}
+        failed: list[StoreError] = []
         for key in [*keys]:
-            keys.update(other for other, _ in self.store.infos(key + OTHER_FORM))
+            with _noted(failed):
+                keys.update(other for other, _ in self.store.infos(key + OTHER_FORM))
         # Prompts that were kept whole have their chunks in them.
         ids = [segments[0].token_ids for segments in forms if segments]
-        kept = list(self.store.infos(KEY_PREFIX)) if ids else []
-        keys.update(key for key, info in kept if any(holds(info, chunk) for chunk in ids))
+        with _noted(failed):
+            kept = self.store.infos(KEY_PREFIX) if ids else ()
+            keys.update(key for key, info in kept if any(holds(info, chunk) for chunk in ids))
         self._pipeline.tokenizer.forget()
-        return sum(map(self.store.delete, keys))
+        erased = 0
+        for key in keys:
+            with _noted(failed):
+                erased += self.store.delete(key)
+        if failed:
+            raise StoreError(f"not all could be forgotten, {erased} records were: {failed[0]}") from failed[0]
+        return erased
 
     @property
     def storing_seconds(self) -> float:
@@ -494,6 +508,15 @@ def _generation(fused: FusedKV, decoded: Decoded, fused_at: float) -> Generation
         finish_reason=decoded.finish_reason,
     )
     return Generation(decoded.text, decoded.token_ids, report, fused.recomputed, fused.deviation)
+
+
+@contextlib.contextmanager
+def _noted(failed: list[StoreError]) -> Iterator[None]:
+    """Go on after an error of the store, and remember it."""
+    try:
+        yield
+    except StoreError as error:
+        failed.append(error)
 
 
 def _texts(chunks: Iterable[str]) -> list[str]:

@@ -28,7 +28,7 @@ from cacheblend_rag.models.queries import kv_layers_for
 from cacheblend_rag.prompt import Prompt, PromptTokenizer, Span, TokenizedChunk, TokenizedPrompt
 from cacheblend_rag.report import BlendReport, FusedKV, Seconds
 from cacheblend_rag.steering import Choice, Steering, controller_beside
-from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, record_key
+from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, discard, record_key
 from cacheblend_rag.writeback import Job
 
 __all__ = ["OTHER_FORM", "Blend", "Pipeline"]
@@ -251,7 +251,7 @@ class Pipeline:
                     break
                 except RecordLost as error:
                     _log.warning("%s; the prompt is blended again without it", error)
-                    self.store.delete(error.key)
+                    discard(self.store, error.key)
                     lost += 1
                     if kept is not None and error.key == kept.key:
                         kept = None
@@ -266,7 +266,7 @@ class Pipeline:
                 record.close()
         took = time.perf_counter() - started
         seconds = dataclasses.replace(seconds, load=layers.seconds, fuse=took - layers.seconds, read=clock.seconds)
-        if not lost and not hasattr(self.store, "tiers"):  # what came from memory says nothing of the disk
+        if not lost and not self.store.tiers:  # what came from memory says nothing of the disk
             self._steering.note(choice, clock.seconds)
         fused = self._fused(split, found, fusion, choice)
         report = self._whole(fused.report, whole, kept)
@@ -318,7 +318,7 @@ class Pipeline:
         chunks = [ChunkKV(info.tokens, self.store.record_bytes(info)) for info in infos]
         tokens = len(split.input_ids)
         reused = sum(record.info.tokens for record in found.records.values())
-        choice = self._steering.choose(chunks, tokens, max(0, tokens - reused), getattr(self.store, "medium", ""))
+        choice = self._steering.choose(chunks, tokens, max(0, tokens - reused), self.store.medium)
         for number in choice.plan.recomputed_chunks if choice.plan else ():
             found = found.without(keys[number])
         return choice, found
@@ -364,7 +364,7 @@ class Pipeline:
             return record
         _log.warning("KV record %s is of another segment or model and counts as a miss", segment.key)
         record.close()
-        self.store.delete(segment.key)
+        discard(self.store, segment.key)
         return None
 
     def _load(

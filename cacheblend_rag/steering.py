@@ -24,6 +24,7 @@ from cacheblend_rag.loading import (
     RatioBounds,
 )
 from cacheblend_rag.report import Expected
+from cacheblend_rag.store.base import KVStore
 
 __all__ = ["Choice", "MinimumRatio", "Steering", "controller_beside", "profile_path"]
 
@@ -234,13 +235,12 @@ def _applied(config: BlendConfig, settings: BlendSettings) -> BlendConfig:
     return dataclasses.replace(config, recompute_ratio=settings.recompute_ratio, **values)
 
 
-def profile_path(store: Any) -> Path | None:
+def profile_path(store: KVStore) -> Path | None:
     """Where the profile of a store is kept; None for one without a folder."""
-    folder = getattr(store, "folder", None)
-    return Path(folder) / "profile.json" if folder is not None else None
+    return store.folder / "profile.json" if store.folder is not None else None
 
 
-def controller_beside(store: Any) -> LoadingController | None:
+def controller_beside(store: KVStore) -> LoadingController | None:
     """A controller over the profile kept beside a store, if there is one; a damaged one is logged."""
     path = profile_path(store)
     try:
