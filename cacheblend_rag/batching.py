@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.store.base import KVStore, RecordInfo, StoredKV
+from cacheblend_rag.store.wrapped import WrappedStore
 
 __all__ = ["ReadOnce", "by_common_chunks"]
 
@@ -39,7 +40,7 @@ def by_common_chunks(prompts: Sequence[Sequence[str]]) -> list[int]:
     return order
 
 
-class ReadOnce:
+class ReadOnce(WrappedStore):
     """A KV store in front of another that keeps what was read for the prompts that follow.
 
     All but `open` and `delete` is the other store's. Several threads may use it.
@@ -55,19 +56,17 @@ class ReadOnce:
     """
 
     def __init__(self, store: KVStore, limit: int = 10**9, records: int = 128) -> None:
-        self._store, self._limit, self._records = store, limit, records
+        super().__init__(store)
+        self._limit, self._records = limit, records
         self._held: OrderedDict[str, _Held] = OrderedDict()
         self._lock = threading.Lock()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
 
     def open(self, key: str) -> StoredKV | None:
         """See `KVStore.open`."""
         with self._lock:
             held = self._held.get(key)
             if held is None:
-                record = self._store.open(key)
+                record = self.inner.open(key)
                 if record is None:
                     return None
                 held = self._held[key] = _Held(record)
@@ -81,7 +80,7 @@ class ReadOnce:
             held = self._held.pop(key, None)
         if held is not None:
             held.let_go()
-        return self._store.delete(key)
+        return self.inner.delete(key)
 
     def next_prompt(self) -> None:
         """Let go of what is too much, the longest unused first."""

@@ -21,10 +21,17 @@ from cacheblend_rag.batching import ReadOnce, by_common_chunks
 from cacheblend_rag.checks import check_model_and_tokenizer
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.decode import DEFAULT_NEW_TOKENS, DecodeArguments, Decoded, DecodeOptions, decode
-from cacheblend_rag.errors import CacheBlendError, ConfigError, ContextLengthError, GenerationError, PromptError
+from cacheblend_rag.errors import (
+    CacheBlendError,
+    ConfigError,
+    ContextLengthError,
+    GenerationError,
+    PromptError,
+    StoreError,
+)
 from cacheblend_rag.finals import KEY_PREFIX, holds
 from cacheblend_rag.fusor.selfcheck import check_adapter
-from cacheblend_rag.gate import IdleGate
+from cacheblend_rag.gate import gate_of
 from cacheblend_rag.guard import QualityGuard
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.lookup import Segment
@@ -51,7 +58,9 @@ class BlendEngine:
     Parameters
     ----------
     model : transformers PreTrainedModel or PeftModel
-        A causal language model, perhaps with LoRA adapters; nothing is left behind on it.
+        A causal language model, perhaps with LoRA adapters; nothing is left behind on it. Several engines may share
+        one: their requests wait for one another. Who runs it without an engine, on whatever thread, gets what the model
+        itself gives.
     tokenizer : transformers tokenizer
         Its tokenizer.
     config : BlendConfig, optional
@@ -100,10 +109,10 @@ class BlendEngine:
             check_adapter(adapter)
         self._pipeline = Pipeline(adapter, segments, self.config, self.store, fingerprint)
         self._prefetcher = Prefetcher(self.store)
-        self._gate = IdleGate()
+        self._gate = gate_of(model)  # engines over one model take turns
         self._steps = StepsTogether(adapter)
         self._write_back = WriteBack(self._gate)
-        self.guard = QualityGuard(self.config)
+        self.guard = QualityGuard()
         self._viewed: BlendEngine | None = None
         weakref.finalize(self, self._write_back.stop).atexit = False
 
@@ -158,7 +167,9 @@ class BlendEngine:
         """An engine over the same model and store with other options.
 
         It shares everything with this one, so requests of both still wait for one another, and
-        it ends when this one is closed; closing it does nothing.
+        it ends when this one is closed; closing it does nothing. The quality guard is shared too: what it has seen
+        is counted together, and a ratio it has raised is raised for both. ``guard_share`` and ``guard_bound`` may
+        differ; they say how the requests of each are sampled and judged.
 
         Parameters
         ----------
@@ -178,7 +189,7 @@ class BlendEngine:
         other.config = dataclasses.replace(self.config, **changes)
         segments = self._pipeline.tokenizer.with_separator(other.config.separator)
         other._pipeline = self._pipeline.with_config(other.config, segments)
-        other._viewed, other.guard = self, QualityGuard(other.config)
+        other._viewed = self
         return other
 
     @property
@@ -298,7 +309,7 @@ class BlendEngine:
     def _streams(self, prompts: list[Prompt], options: DecodeOptions, timeout: float | None) -> NumberedStreams:
         with ReadOnce(self.store) as shared:
             pipeline = copy.copy(self._pipeline)
-            pipeline.store = cast(KVStore, shared)
+            pipeline.store = shared
             for number in by_common_chunks([prompt.chunks for prompt in prompts]):
                 shared.next_prompt()
                 answer = partial(self._answer, prompts[number], options, pipeline=pipeline)
@@ -341,7 +352,7 @@ class BlendEngine:
 
     def _keep(self, blend: Blend) -> None:
         """Store what was missing, now or when nothing else waits; nothing in a store that cannot be written."""
-        if getattr(self.store, "read_only", False):
+        if self.store.read_only:
             return
         for key, job in blend.write_back.items():
             if self.config.write_back == "background":
@@ -407,20 +418,34 @@ class BlendEngine:
         -------
         int
             Records that were erased.
+
+        Raises
+        ------
+        StoreError
+            If some could not be erased, or not be looked for; all that could be erased are.
         """
         self._check_open()
         self.flush()
         self._pipeline.look_at_model()
         forms = [self._pipeline.chunk_forms(text, prefix) for text in _texts(chunks)]
         keys = {segment.key for segments in forms for segment in segments}
+        failed: list[StoreError] = []
         for key in [*keys]:
-            keys.update(other for other, _ in self.store.infos(key + OTHER_FORM))
+            with _noted(failed):
+                keys.update(other for other, _ in self.store.infos(key + OTHER_FORM))
         # Prompts that were kept whole have their chunks in them.
         ids = [segments[0].token_ids for segments in forms if segments]
-        kept = list(self.store.infos(KEY_PREFIX)) if ids else []
-        keys.update(key for key, info in kept if any(holds(info, chunk) for chunk in ids))
+        with _noted(failed):
+            kept = self.store.infos(KEY_PREFIX) if ids else ()
+            keys.update(key for key, info in kept if any(holds(info, chunk) for chunk in ids))
         self._pipeline.tokenizer.forget()
-        return sum(map(self.store.delete, keys))
+        erased = 0
+        for key in keys:
+            with _noted(failed):
+                erased += self.store.delete(key)
+        if failed:
+            raise StoreError(f"not all could be forgotten, {erased} records were: {failed[0]}") from failed[0]
+        return erased
 
     @property
     def storing_seconds(self) -> float:
@@ -553,6 +578,15 @@ def _generation(fused: FusedKV, decoded: Decoded, fused_at: float) -> Generation
         finish_reason=decoded.finish_reason,
     )
     return Generation(decoded.text, decoded.token_ids, report, fused.recomputed, fused.deviation)
+
+
+@contextlib.contextmanager
+def _noted(failed: list[StoreError]) -> Iterator[None]:
+    """Go on after an error of the store, and remember it."""
+    try:
+        yield
+    except StoreError as error:
+        failed.append(error)
 
 
 def _texts(chunks: Iterable[str]) -> list[str]:

@@ -1,8 +1,12 @@
-"""The gate in front of a model: one holder at a time, and answers under way take their steps together."""
+"""The gate in front of a model: one holder at a time, and answers under way take their steps together.
+
+All who run a model through this package share its gate: see `gate_of`.
+"""
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from cacheblend_rag.errors import GenerationError
 
-__all__ = ["IdleGate"]
+__all__ = ["IdleGate", "gate_of"]
 
 _Given = TypeVar("_Given")
 _Result = TypeVar("_Result")
@@ -26,8 +30,8 @@ class _Place:
 class _Step(Generic[_Given, _Result]):
     """What an answer under way waits for."""
 
-    def __init__(self, given: _Given) -> None:
-        self.given = given
+    def __init__(self, given: _Given, run: Callable[[Sequence[_Given]], Sequence[_Result]]) -> None:
+        self.given, self.run = given, run
         self.results: list[_Result] = []  # none before the step is done, then one
         self.error: BaseException | None = None
 
@@ -46,7 +50,8 @@ class IdleGate:
     Notes
     -----
     Who has not begun goes before those under way, as long as he agrees to their number: somebody waits for his
-    first token. Those under way take their steps together, once none of them has anything else to do.
+    first token. Those under way take their steps together, once none of them has anything else to do; those of one
+    engine together, those of another over the same model in a pass of their own.
     """
 
     def __init__(self) -> None:
@@ -94,7 +99,7 @@ class IdleGate:
         given : object
             What the step is about.
         run : callable
-            Takes the steps of several, on the thread of one of them; a result for each.
+            Takes the steps of several that gave the same one, on the thread of one of them; a result for each.
 
         Raises
         ------
@@ -103,13 +108,13 @@ class IdleGate:
         """
         if self._depth > 1 or not (self._line or self._steps):  # who has entered twice cannot give way
             return run([given])[0]
-        mine: _Step[_Given, _Result] = _Step(given)
+        mine: _Step[_Given, _Result] = _Step(given, run)
         try:
             with self._condition:
                 self._steps.append(mine)
                 self._release()
                 self._take(mine)
-                waiting = [step for step in self._steps if not step.done]
+                waiting = [step for step in self._steps if not step.done and step.run is run]
             if mine in waiting:
                 self._run(waiting, run)
         finally:
@@ -184,3 +189,13 @@ class IdleGate:
     def _release(self) -> None:
         self._busy, self._owner, self._depth = False, None, 0
         self._condition.notify_all()
+
+
+_gates: weakref.WeakKeyDictionary[object, IdleGate] = weakref.WeakKeyDictionary()
+_gates_lock = threading.Lock()
+
+
+def gate_of(model: object) -> IdleGate:
+    """The gate in front of a model, one for all engines over it."""
+    with _gates_lock:
+        return _gates.setdefault(model, IdleGate())

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import CacheBlendError, GenerationError
 from cacheblend_rag.fusor.forcing import answer_log_probs, kl_divergence, prefill_layerwise
 from cacheblend_rag.gate import IdleGate
@@ -73,10 +72,8 @@ class GuardStatus:
 class QualityGuard:
     """Samples requests, measures them in the background, and raises the ratio when they are too far off.
 
-    Parameters
-    ----------
-    config : BlendConfig
-        Its ``guard_share`` and ``guard_bound``.
+    An engine and all its views share one. ``guard_share`` and ``guard_bound`` of whichever answered a request say how
+    likely it is checked, and how far off checks may be when its own is done. A raised ratio holds for all of them.
 
     Notes
     -----
@@ -84,8 +81,7 @@ class QualityGuard:
     of the answer that was given. It gives way to a request at its next layer and begins again later.
     """
 
-    def __init__(self, config: BlendConfig) -> None:
-        self._share, self._bound = config.guard_share, config.guard_bound
+    def __init__(self) -> None:
         self._chooser = random.Random(0)
         self._lock = threading.Lock()
         self._status, self._waiting = GuardStatus(), 0
@@ -100,12 +96,12 @@ class QualityGuard:
         self, prompt: Prompt, answer: Generation, pipeline: Pipeline, gate: IdleGate, background: WriteBack
     ) -> None:
         """Take note of an answered request, and perhaps queue a check of it."""
-        report = answer.report
+        report, share = answer.report, pipeline.config.guard_share
         # Only what came from the store can be wrong, and what continued a kept prompt cannot be repeated.
-        if not self._share or report.plain or not report.reused_tokens or report.continued_tokens:
+        if not share or report.plain or not report.reused_tokens or report.continued_tokens:
             return
         with self._lock:
-            sampled = self._chooser.random() < self._share
+            sampled = self._chooser.random() < share
             self._add(requests=1, sampled=int(sampled))
             if not sampled:
                 return
@@ -145,14 +141,14 @@ class QualityGuard:
 
     def _note(self, divergence: float, check: _Check) -> None:
         """Count a divergence, and raise the ratio if the latest ones are past the bound."""
-        before = self._status
+        before, bound = self._status, check.pipeline.config.guard_bound
         mean = (before.mean * before.measured + divergence) / (before.measured + 1)
         self._status = dataclasses.replace(before, mean=mean, worst=max(before.worst, divergence), last=divergence)
         self._add(measured=1)
         _log.info("quality check: KL divergence from full prefill %.4g nats a token", divergence)
         self._recent.append(divergence)
         recent = sum(self._recent) / len(self._recent)
-        if len(self._recent) < _LEAST or recent <= self._bound:
+        if len(self._recent) < _LEAST or recent <= bound:
             return
         self._recent.clear()
         least = max(check.ratio, before.least_ratio)
@@ -166,7 +162,7 @@ class QualityGuard:
             "answers are %.3g nats a token from full prefill, past the bound of %g: the recompute ratio is raised "
             "from %.3g to %.3g; run `cacheblend-rag calibrate` on your documents",
             recent,
-            self._bound,
+            bound,
             least,
             ratio,
         )

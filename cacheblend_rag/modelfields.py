@@ -238,7 +238,7 @@ class ModelFields(BaseModel):
         if self.engine is None:  # while it is made
             return
         yield "model", self.model_name
-        yield "store", str(getattr(self.engine.store, "folder", None) or "memory")
+        yield "store", str(self.engine.store.folder or "memory")
         yield from self.engine.config.changed().items()
         for name in (*_DECODING, "stop", "timeout"):
             field = ModelFields.model_fields[name]

@@ -39,7 +39,7 @@ from cacheblend_rag.prompt import (
 )
 from cacheblend_rag.report import BlendReport, DocumentUse, FusedKV, Seconds
 from cacheblend_rag.steering import Choice, Steering, controller_beside
-from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, record_key
+from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, discard, record_key
 from cacheblend_rag.writeback import Job
 
 __all__ = ["OTHER_FORM", "Blend", "Pipeline"]
@@ -103,12 +103,14 @@ class Pipeline:
         self.packed = self._packing(anew=True)
 
     def with_config(self, config: BlendConfig, tokenizer: PromptTokenizer) -> Pipeline:
-        """The same model and store with other options; the model is not hashed again."""
+        """The same model, store and minimum ratio with other options; the model is not hashed again."""
         other = object.__new__(Pipeline)
         other.__dict__.update(self.__dict__)
         other.config, other.tokenizer = config, tokenizer
         steering = self._steering
-        other._steering = Steering(config, self.adapter.num_layers, self.fingerprint, steering.controller)
+        other._steering = Steering(
+            config, self.adapter.num_layers, self.fingerprint, steering.controller, steering.minimum
+        )
         if config.pack_weights != self.config.pack_weights:
             other.packed = other._packing(anew=False)
         return other
@@ -141,8 +143,8 @@ class Pipeline:
         return packed_products(model, (*self.adapter.layers, model.lm_head), self.config.pack_weights, anew=anew)
 
     def raise_ratio(self, ratio: float) -> None:
-        """Let no prompt be blended with a smaller recompute ratio from now on."""
-        self._steering.least_ratio = max(ratio, self._steering.least_ratio)
+        """Let no prompt be blended with a smaller recompute ratio from now on, whatever the options."""
+        self._steering.minimum.raise_to(ratio)
 
     def segment(
         self, kind: str, context_ids: tuple[int, ...], token_ids: tuple[int, ...], regime: int = 0, head: int = 0
@@ -315,7 +317,7 @@ class Pipeline:
                     break
                 except RecordLost as error:
                     _log.warning("%s; the prompt is blended again without it", error)
-                    self.store.delete(error.key)
+                    discard(self.store, error.key)
                     lost += 1
                     if kept is not None and error.key == kept.key:
                         kept = None
@@ -330,7 +332,7 @@ class Pipeline:
                 record.close()
         took = time.perf_counter() - started
         seconds = dataclasses.replace(seconds, load=layers.seconds, fuse=took - layers.seconds, read=clock.seconds)
-        if not lost and not hasattr(self.store, "tiers"):  # what came from memory says nothing of the disk
+        if not lost and not self.store.tiers:  # what came from memory says nothing of the disk
             self._steering.note(choice, clock.seconds)
         fused = self._fused(split, found, fusion, choice)
         report = self._whole(fused.report, whole, kept)
@@ -382,7 +384,7 @@ class Pipeline:
         chunks = [ChunkKV(info.tokens, self.store.record_bytes(info)) for info in infos]
         tokens = len(split.input_ids)
         reused = sum(record.info.tokens for record in found.records.values())
-        choice = self._steering.choose(chunks, tokens, max(0, tokens - reused), getattr(self.store, "medium", ""))
+        choice = self._steering.choose(chunks, tokens, max(0, tokens - reused), self.store.medium)
         for number in choice.plan.recomputed_chunks if choice.plan else ():
             found = found.without(keys[number])
         return choice, found
@@ -428,7 +430,7 @@ class Pipeline:
             return record
         _log.warning("KV record %s is of another segment or model and counts as a miss", segment.key)
         record.close()
-        self.store.delete(segment.key)
+        discard(self.store, segment.key)
         return None
 
     def _load(self, split: TokenizedPrompt, found: Found, clock: ReadClock) -> tuple[Iterator[LayerKV], Queries]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,9 @@ from cacheblend_rag.loading import (
     RatioBounds,
 )
 from cacheblend_rag.report import Expected
+from cacheblend_rag.store.base import KVStore
 
-__all__ = ["Choice", "Steering", "controller_beside", "profile_path"]
+__all__ = ["Choice", "MinimumRatio", "Steering", "controller_beside", "profile_path"]
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +56,19 @@ class Choice:
         return Expected(self.plan.load_seconds, self.plan.recompute_seconds, self.plan.prefill_seconds)
 
 
+class MinimumRatio:
+    """The recompute ratio below which no request of an engine goes; a quality guard raises it."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._lock = threading.Lock()
+
+    def raise_to(self, ratio: float) -> None:
+        """Go no lower than this from now on."""
+        with self._lock:
+            self.value = max(ratio, self.value)
+
+
 class Steering:
     """Chooses the rule of each request.
 
@@ -65,14 +80,23 @@ class Steering:
     model : str
         Fingerprint of the model.
     controller : LoadingController or None
+    minimum : MinimumRatio, optional
+        No rule keeps a smaller share; by default one of its own.
 
     Notes
     -----
     With ``recompute_ratio="auto"`` and no rule options given, what was calibrated for the model holds.
     """
 
-    def __init__(self, config: BlendConfig, layers: int, model: str, controller: LoadingController | None) -> None:
-        self.controller = controller
+    def __init__(
+        self,
+        config: BlendConfig,
+        layers: int,
+        model: str,
+        controller: LoadingController | None,
+        minimum: MinimumRatio | None = None,
+    ) -> None:
+        self.controller, self.minimum = controller, minimum or MinimumRatio()
         self.settings = _calibrated(config, model, controller)
         self.config = _with_stored(config, model, controller)
         """The options, with the calibrated rule where it holds."""
@@ -87,8 +111,6 @@ class Steering:
             # to take, which counts the question too.
             self._usual = round(min(self._ratio, self.settings.work), 6)
         self._rules = {self._ratio: self.rule, self._usual: self.rule}
-        self.least_ratio = 0.0
-        """No rule keeps a smaller share than this; a quality guard raises it."""
 
     @property
     def free(self) -> bool:
@@ -138,11 +160,12 @@ class Steering:
         return self._raised(Choice(self._rule_of(plan.recompute_ratio), plan.recompute_ratio, plan))
 
     def _raised(self, choice: Choice) -> Choice:
-        """The choice with no fewer rows than the least ratio asks for."""
-        rule = keep_at_least(choice.rule, self.least_ratio) if self.least_ratio else choice.rule
+        """The choice with no fewer rows than the minimum asks for."""
+        least = self.minimum.value
+        rule = keep_at_least(choice.rule, least) if least else choice.rule
         if rule is choice.rule:  # it keeps that many, or has no share that could be raised
             return choice
-        ratio = max(choice.ratio, self.least_ratio)
+        ratio = max(choice.ratio, least)
         return dataclasses.replace(choice, rule=rule.fit(self._layers), ratio=ratio)
 
     def _fixed_share(self, tokens: int, computed: int) -> float:
@@ -212,13 +235,12 @@ def _applied(config: BlendConfig, settings: BlendSettings) -> BlendConfig:
     return dataclasses.replace(config, recompute_ratio=settings.recompute_ratio, **values)
 
 
-def profile_path(store: Any) -> Path | None:
+def profile_path(store: KVStore) -> Path | None:
     """Where the profile of a store is kept; None for one without a folder."""
-    folder = getattr(store, "folder", None)
-    return Path(folder) / "profile.json" if folder is not None else None
+    return store.folder / "profile.json" if store.folder is not None else None
 
 
-def controller_beside(store: Any) -> LoadingController | None:
+def controller_beside(store: KVStore) -> LoadingController | None:
     """A controller over the profile kept beside a store, if there is one; a damaged one is logged."""
     path = profile_path(store)
     try:

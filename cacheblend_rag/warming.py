@@ -97,7 +97,7 @@ class Warming:
         """
         started = time.perf_counter()
         given = list(segments)
-        writable = not getattr(self._store, "read_only", False)
+        writable = not self._store.read_only
         new = {segment.key: segment for segment in given if not self._store.contains(segment.key)}
         self._sizes = {key: self._store.record_bytes(self._pipeline.record_info(new[key])) for key in new}
         hidden = None if progress is None else not progress

@@ -9,7 +9,7 @@ import torch
 
 from cacheblend_rag.fusor.mask import row_mask
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.attention import additive, in_blocks, row_attention
+from cacheblend_rag.models.attention import ROW_ATTENTION, additive, attend_rows, in_blocks, row_attention
 from cacheblend_rag.prompt import Prompt
 from tests import tiny
 from tests.probes import engine_of
@@ -65,12 +65,12 @@ def test_blocks_of_rows_give_what_the_whole_gives(kv_heads: int, count: int, win
     seen = row_mask(rows, tokens, window)
     assert seen is not None
     mask = in_blocks(additive(seen, torch.float32, float("-inf")), rows, window, group)
-    blocks = mask.blocks  # type: ignore[attr-defined]
+    blocks = mask.blocks
     assert len(blocks) == max(1, count // (80 if group == 1 else 48))
     if len(blocks) > 1:
         assert sum(block.seen.stop - block.seen.start for block in blocks) < len(blocks) * tokens
     assert [block.mask.shape[2] for block in blocks] == [group * len(rows[block.rows]) for block in blocks]
-    found, _ = row_attention(torch.nn.Identity(), query, key, value, mask)
+    found = attend_rows(query, key, value, mask)
     assert_close(found, plainly(query, key, value, seen), terms=8 + tokens)
 
 
@@ -78,7 +78,7 @@ def test_heads_are_folded_where_that_pays() -> None:
     def folded(count: int, tokens: int, dtype: torch.dtype) -> bool:
         rows = torch.arange(tokens - count, tokens)
         mask = in_blocks(torch.zeros(1, 1, count, tokens, dtype=dtype), rows, None, 4)
-        return any(block.mask.shape[2] > count for block in mask.blocks)  # type: ignore[attr-defined]
+        return any(block.mask.shape[2] > count for block in mask.blocks)
 
     assert folded(60, 300, torch.bfloat16)
     assert not folded(70, 300, torch.bfloat16), "no gain in narrow types"
@@ -92,8 +92,8 @@ def test_a_dense_mask_is_made_where_it_costs_less_than_padding() -> None:
         assert adapter.kernel_mask(None, torch.arange(17, TOKENS), TOKENS, None) is None
         mask = adapter.kernel_mask(None, torch.arange(32, TOKENS), TOKENS, None)
     assert mask is not None
-    assert mask.shape == (1, 1, 5, TOKENS)
-    assert mask.exp().sum(dim=-1).flatten().tolist() == [33, 34, 35, 36, 37]
+    assert mask.added.shape == (1, 1, 5, TOKENS)
+    assert mask.added.exp().sum(dim=-1).flatten().tolist() == [33, 34, 35, 36, 37]
 
 
 @pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
@@ -105,11 +105,14 @@ def test_what_fused_kernels_lack_is_refused(name: str) -> None:
 
 def test_the_model_keeps_its_own_attention() -> None:
     model = tiny.model("llama")
-    before = model.config._attn_implementation
     adapter = ModelAdapter(model)
     with adapter.blending():
-        assert model.config._attn_implementation != before
-    assert model.config._attn_implementation == before == "sdpa"
+        assert {layer.self_attn.config._attn_implementation for layer in adapter.running} == {ROW_ATTENTION}
+        assert model.config._attn_implementation == "sdpa"
+        with adapter.watching(2, []):
+            assert {layer.self_attn.config._attn_implementation for layer in adapter.running} == {"eager"}
+            assert model.config._attn_implementation == "sdpa"
+    assert adapter.running is adapter.layers
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral, window"])

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cacheblend_rag.fusor.mask import row_mask
 from cacheblend_rag.models import direct_attention
-from cacheblend_rag.models.attention import additive, in_blocks, row_attention
+from cacheblend_rag.models.attention import additive, attend_rows, in_blocks, row_attention
 from cacheblend_rag.prompt import Prompt
 from tests import tiny
 from tests.probes import engine_of
@@ -75,12 +75,12 @@ def test_kept_rows_see_what_the_mask_shows(rows: int, kv_heads: int, window: int
     assert seen is not None
     with torch.no_grad():
         mask = in_blocks(additive(seen, torch.float32, float("-inf")), places, window, 4 // kv_heads)
-        parts = mask.blocks  # type: ignore[attr-defined]
+        parts = mask.blocks
         assert all(part.direct for part in parts)
         assert len(parts) == -(-rows // (12 * kv_heads // 4))
         lengths = {part.seen.stop - part.seen.start for part in parts if part.seen.stop < TOKENS}
         assert all(length % 4 == 0 for length in lengths), "few shapes"
-        found, _ = row_attention(torch.nn.Identity(), query, key, value, mask, scaling=0.3)
+        found = attend_rows(query, key, value, mask, scaling=0.3)
     expected = plainly(query * (0.3 * 8**0.5), key, value, seen)
     assert_close(found, expected, terms=8 + TOKENS)
 
@@ -103,7 +103,7 @@ def test_bfloat16_is_rounded_at_the_end_alone(masked: bool) -> None:
         seen = torch.ones(1, 1, 40, TOKENS, dtype=torch.bool).tril(TOKENS - 40)
     with torch.no_grad():
         mask = in_blocks(additive(seen, torch.bfloat16, float("-inf")), places, None, 2) if masked else None
-        found, _ = row_attention(torch.nn.Identity(), query, key, value, mask)
+        found = attend_rows(query, key, value, mask)
     expected = plainly(query.float(), key.float(), value.float(), seen).bfloat16()
     assert found.dtype is torch.bfloat16
     assert found.is_contiguous()

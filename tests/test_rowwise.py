@@ -46,7 +46,7 @@ def test_rows_come_in_blocks(small_blocks: None, shape: tuple[int, ...], blocks:
     rows = torch.randn(*shape, 4)
     wanted = module(rows)
     module.seen.clear()
-    with computed_in_blocks([module]):
+    with computed_in_blocks.of(module, [module]).in_use():
         found = module(rows)
     assert module.seen == blocks
     torch.testing.assert_close(found, wanted)
@@ -55,7 +55,7 @@ def test_rows_come_in_blocks(small_blocks: None, shape: tuple[int, ...], blocks:
 def test_what_is_not_plainly_rows_comes_whole(small_blocks: None) -> None:
     module = Watched()
     rows = torch.randn(20, 4)
-    with computed_in_blocks([module]):
+    with computed_in_blocks.of(module, [module]).in_use():
         module(rows).sum().backward()  # who trains meanwhile trains as ever
         with torch.no_grad():
             module(rows, 1.0)
@@ -69,7 +69,7 @@ def test_what_is_not_plainly_rows_comes_whole(small_blocks: None) -> None:
 def test_modules_are_as_before_afterwards(small_blocks: None) -> None:
     module, other = Watched(), Watched()
     other.__dict__["forward"] = lambda rows: rows  # somebody else's
-    with computed_in_blocks([module, other]), computed_in_blocks([module]):
+    with computed_in_blocks.of(module, [module, other]).in_use(), computed_in_blocks.of(other, [module]).in_use():
         copied = copy.deepcopy(module)
         assert other(torch.zeros(20, 4)).shape == (20, 4)
     assert "forward" not in module.__dict__
@@ -98,7 +98,7 @@ def test_every_family_gives_the_same_in_blocks(family: str, monkeypatch: pytest.
         whole = engine.fuse(prompt)
         monkeypatch.setattr("cacheblend_rag.models.rowwise._ROWS", 7)
         parted = engine.fuse(prompt)
-        parts = engine.adapter._row_by_row
+        parts = engine.adapter._row_by_row.modules
     assert parts, "each has norms at least"
     assert_logits_close(parted.logits, whole.logits, model, len(parted.input_ids))
 
@@ -115,6 +115,6 @@ def test_stored_kv_is_the_same_in_blocks(small_blocks: None, monkeypatch: pytest
 
 def test_a_compiled_model_is_left_alone() -> None:
     model = tiny.model("llama")
-    assert ModelAdapter(model)._row_by_row
+    assert ModelAdapter(model)._row_by_row.modules
     model.model.layers[0].compile(backend="eager")
-    assert not ModelAdapter(model)._row_by_row
+    assert not ModelAdapter(model)._row_by_row.modules

@@ -144,7 +144,7 @@ def test_who_runs_the_model_meanwhile_gets_what_it_computes(monkeypatch: pytest.
     taken = StepsTogether._pass
 
     def beside_another(self: StepsTogether, asked: Any) -> torch.Tensor:
-        assert model.config._attn_implementation != "sdpa"
+        assert model.config._attn_implementation == "sdpa"
         found.append(tiny.full_prefill(model, list(range(3, 40))).logits)
         return taken(self, asked)
 

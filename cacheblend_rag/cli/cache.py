@@ -119,9 +119,9 @@ def _chunks_of(folder: str, tokenizer: Any) -> dict[tuple[int, ...], str]:
 def _verify(parsed: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from cacheblend_rag.errors import RecordError
+    from cacheblend_rag.errors import RecordError, StoreError
 
-    damaged = 0
+    damaged = left = 0
     with _store(parsed) as store:
         entries = list(store.entries())
         for entry in tqdm(entries, desc="verifying", unit="record", disable=None):
@@ -134,10 +134,15 @@ def _verify(parsed: argparse.Namespace) -> int:
             except RecordError as error:
                 damaged += 1
                 print(f"{entry.key[:12]} is damaged: {error}", file=sys.stderr)
-                if not parsed.keep:
+                if parsed.keep:
+                    continue
+                try:
                     store.delete(entry.key)
+                except StoreError as error:
+                    left += 1
+                    print(error, file=sys.stderr)
         swept = store.sweep()
-    print(f"{len(entries)} records read, {damaged} damaged{'' if parsed.keep else ' and erased'}")
+    print(f"{len(entries)} records read, {damaged} damaged{'' if parsed.keep or left else ' and erased'}")
     if swept:
         print(f"{swept} unfinished files removed")
     return int(damaged > 0)

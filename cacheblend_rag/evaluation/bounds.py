@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -68,10 +67,9 @@ def kv_rate(engine: BlendEngine) -> float:
 
     Of a folder, as its files lie now, in the system's page cache or not.
     """
-    folder = getattr(engine.store, "folder", None)
-    kept = getattr(engine.store, "device", torch.device("cpu"))
+    folder, kept = engine.store.folder, engine.store.device
     if folder is not None:
-        rate = read_files(Path(folder).glob("??/??/*.val"))
+        rate = read_files(folder.glob("??/??/*.val"))
     else:
         rate = measure_memory(device=kept).throughput
     device = engine.adapter.device

@@ -15,6 +15,7 @@ from cacheblend_rag.fusor.scoring import question_attention
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView
 from cacheblend_rag.fusor.work import Corrected, Looked, Projected, RowsDone
 from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.attention import RowMask
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Rotaries, rotate_in_place
 
@@ -248,7 +249,7 @@ class _Pass:
         """Everything that depends on which rows are kept."""
         self._rows = rows  # [rows], positions, rising
         self._kept_rotaries = self._rotaries.at(rows).to(self._adapter.dtype)
-        self._masks: dict[int | None, torch.Tensor | None] = {}
+        self._masks: dict[int | None, RowMask | None] = {}
 
     def prefill_layers(self) -> Iterator[LayerKV]:
         """Fuse one layer after another; their buffers then hold rotated keys and values of all positions."""
@@ -305,7 +306,7 @@ class _Pass:
             self._measured = self._measured or (positions, measure.first)
         self.hidden = self.hidden[torch.searchsorted(before, self._rows)]
 
-    def _mask(self, window: int | None) -> torch.Tensor | None:
+    def _mask(self, window: int | None) -> RowMask | None:
         if window not in self._masks:
             self._masks[window] = kept_mask(self._adapter, self._rows, self._tokens, window, self._trailing)
         return self._masks[window]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.attention import as_places
+from cacheblend_rag.models.attention import RowMask, as_places
 
 __all__ = ["kept_mask", "row_mask"]
 
 
 def kept_mask(
     adapter: ModelAdapter, rows: torch.Tensor, tokens: int, window: int | None, trailing: bool = False
-) -> torch.Tensor | None:
+) -> RowMask | None:
     """`row_mask` in the form the model's attention takes, see `ModelAdapter.kernel_mask`.
 
     With ``trailing`` the rows are known to be the last positions, which a GPU is not asked again.

@@ -9,6 +9,7 @@ import torch
 
 from cacheblend_rag.fusor.mask import kept_mask
 from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.attention import RowMask
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Rotaries
 
@@ -82,7 +83,7 @@ def attention_rows(
     cut, places = len(rows) - watched, rows.tolist()
     hidden = adapter.embed([ids[row] for row in places])
     at_rows = rotaries.at(rows).to(adapter.dtype)
-    masks: dict[tuple[int | None, int | None], torch.Tensor | None] = {}
+    masks: dict[tuple[int | None, int | None], RowMask | None] = {}
 
     def run(layer: int, part: slice) -> torch.Tensor:
         """Some of the rows through a layer."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from cacheblend_rag.errors import UnsupportedModelError
-from cacheblend_rag.models.attention import ROW_ATTENTION, as_added, row_attention, use_row_attention
+from cacheblend_rag.models.attention import RowMask, as_added, attend_rows, telling, use_row_attention
 from cacheblend_rag.models.caches import Enough, LastLayer, ScatterCache
 from cacheblend_rag.models.families import family_of
 from cacheblend_rag.models.fingerprint import ModelIdentity
@@ -27,6 +29,8 @@ from cacheblend_rag.models.rope import Rotaries, rotate
 from cacheblend_rag.models.rowwise import computed_in_blocks, row_by_row
 from cacheblend_rag.models.segments import cut_out, noting_inputs
 from cacheblend_rag.models.shape import ModelShape, layer_shape
+from cacheblend_rag.models.stand_in import StandIns
+from cacheblend_rag.models.twin import twin_of
 from cacheblend_rag.models.window import context_window
 
 if TYPE_CHECKING:
@@ -35,14 +39,39 @@ if TYPE_CHECKING:
 __all__ = ["ModelAdapter", "Prefill"]
 
 
+@dataclass(frozen=True)
+class _Blending:
+    """How layers are run within `ModelAdapter.blending`.
+
+    Parameters
+    ----------
+    layers : sequence of Module
+        Twins of the model's.
+    fused : bool
+        Whether they attend by `row_attention`; otherwise in the plain form.
+    kernels : PlainLayers or None
+        What runs in their place, where it does.
+    """
+
+    layers: Sequence[torch.nn.Module]
+    fused: bool
+    kernels: PlainLayers | None = None
+
+
+class _Here(threading.local):
+    """What holds on the thread that asks."""
+
+    blending: _Blending | None = None
+
+
 class ModelAdapter:
     """A decoder model, taken apart into the steps the blended pass needs.
 
     Parameters
     ----------
     model : transformers PreTrainedModel or PeftModel
-        A causal language model of a known family, perhaps with LoRA adapters. Nothing of it is changed, except within
-        `blending`, which undoes it.
+        A causal language model of a known family, perhaps with LoRA adapters. It is left as it is: layers attend in
+        other ways as twins of the model's, and what stands for a ``forward`` acts only on the thread that wants it.
     like : str, optional
         Treat a model of an unknown family as one of this family. Whether that is right shows
         only when it is compared with the model's own forward pass.
@@ -75,7 +104,7 @@ class ModelAdapter:
         self.kv_heads = int(self.config.num_key_value_heads)
         self.heads = int(self.config.num_attention_heads)
         self._find_names()
-        self._kernels: PlainLayers | None = None  # in use, within `blending`
+        self._here = _Here()
 
     def _by_layer(self, read: Callable[[Any, int], Any]) -> list[Any]:
         """What the config says of each layer."""
@@ -141,21 +170,35 @@ class ModelAdapter:
 
     @contextmanager
     def blending(self) -> Iterator[None]:
-        """Within this, decoder layers attend from some rows to all positions.
+        """Within this, decoder layers attend from some rows to all positions, on this thread.
 
         Meanwhile `row_attention` stands for whatever the model uses, or the plain form where the
         model uses that, or where SDPA lacks what the family needs (soft caps, attention sinks).
+        The model itself is not changed: see `twin_of`.
         """
-        before = self.config._attn_implementation
-        if before != "eager":
-            self.config._attn_implementation = use_row_attention() if self.model._supports_sdpa else "eager"
-        plain = self._plain_layers
-        self._kernels = plain if plain is not None and plain.as_they_were() else None
-        try:
-            with evaluating(self.model), torch.no_grad(), computed_in_blocks(self._row_by_row):
+        fused = self.config._attn_implementation != "eager" and bool(self.model._supports_sdpa)
+        plain = self._plain_layers if fused else None
+        kernels = plain if plain is not None and plain.as_they_were() else None
+        with evaluating(self.model), torch.no_grad(), self._row_by_row.in_use():
+            layers = self._twins(use_row_attention() if fused else "eager")
+            with self._as(_Blending(layers, fused, kernels)):
                 yield
+
+    def _twins(self, implementation: str) -> list[torch.nn.Module]:
+        return [twin_of(layer, self._family.attention, implementation) for layer in self.layers]
+
+    @contextmanager
+    def _as(self, blending: _Blending) -> Iterator[None]:
+        before, self._here.blending = self._here.blending, blending
+        try:
+            yield
         finally:
-            self.config._attn_implementation = before
+            self._here.blending = before
+
+    @property
+    def running(self) -> Sequence[torch.nn.Module]:
+        """The layers to run: within `blending` twins of the model's, else the model's own."""
+        return self.layers if self._here.blending is None else self._here.blending.layers
 
     @cached_property
     def _plain_layers(self) -> PlainLayers | None:
@@ -174,15 +217,15 @@ class ModelAdapter:
     @property
     def _in_use(self) -> PlainLayers | None:
         """The layers by kernels, where they now stand for transformers' own."""
-        return self._kernels if self.config._attn_implementation == ROW_ATTENTION else None
+        return None if self._here.blending is None else self._here.blending.kernels
 
     @cached_property
-    def _row_by_row(self) -> list[torch.nn.Module]:
+    def _row_by_row(self) -> StandIns[Any]:
         """What is computed block by block: on other devices a call costs more than it saves."""
-        if self.device.type != "cpu" or is_compiled(self.model):
-            return []
         attention = {self._attention(layer) for layer in range(self.num_layers)}
-        return row_by_row(part for layer in self.layers for part in layer.children() if part not in attention)
+        parts = row_by_row(part for layer in self.layers for part in layer.children() if part not in attention)
+        left = self.device.type != "cpu" or is_compiled(self.model)
+        return computed_in_blocks.of(self.model, [] if left else parts)
 
     def embed(self, ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Input of layer 0, ``[tokens, hidden]``."""
@@ -232,7 +275,7 @@ class ModelAdapter:
         return self._heads(layer, projected[:, :width], self._family.queries_norm)
 
     def attend(
-        self, layer: int, queries: torch.Tensor, kv: LayerKV, rotaries: Rotaries, mask: torch.Tensor | None
+        self, layer: int, queries: torch.Tensor, kv: LayerKV, rotaries: Rotaries, mask: RowMask | None
     ) -> torch.Tensor:
         """What a layer's attention gives some rows, before its output projection, ``[rows, heads, head_dim]``.
 
@@ -246,12 +289,11 @@ class ModelAdapter:
             Keys, rotated, and values of the positions that may be seen.
         rotaries : Rotaries
             Of the rows, in float32.
-        mask : Tensor or None
+        mask : RowMask or None
             What `kernel_mask` made of what the rows see.
         """
-        turned, module = rotate(queries, rotaries.of_keys(layer)), self._attention(layer)
-        out, _ = row_attention(module, turned[None], kv.keys, kv.values, mask, scaling=getattr(module, "scaling", None))
-        return out[0]
+        turned, scaling = rotate(queries, rotaries.of_keys(layer)), getattr(self._attention(layer), "scaling", None)
+        return attend_rows(turned[None], kv.keys, kv.values, mask, scaling)[0]
 
     def write_kv(self, layer: int, hidden: torch.Tensor, kv: LayerKV, rows: torch.Tensor, rotaries: Rotaries) -> None:
         """Compute keys and values of rows on a layer, and no more of it; parameters as in `run_layer`.
@@ -296,7 +338,7 @@ class ModelAdapter:
 
     def kernel_mask(
         self, mask: torch.Tensor | None, rows: torch.Tensor, tokens: int, window: int | None
-    ) -> torch.Tensor | None:
+    ) -> RowMask | None:
         """A mask in the form the attention in use takes; the same for all layers with its window.
 
         Parameters
@@ -313,9 +355,10 @@ class ModelAdapter:
 
         Returns
         -------
-        Tensor or None, [1, 1, rows, tokens], in the model's element type
+        RowMask or None
+            As added to the scores, ``[1, 1, rows, tokens]``, in the model's element type.
         """
-        fused = self.config._attn_implementation == ROW_ATTENTION
+        fused = self._here.blending is not None and self._here.blending.fused
         return as_added(mask, rows, tokens, window, self.heads // self.kv_heads, self.dtype, fused)
 
     def run_layer(
@@ -325,7 +368,7 @@ class ModelAdapter:
         kv: LayerKV,
         rows: torch.Tensor,
         rotaries: Rotaries,
-        mask: torch.Tensor | None,
+        mask: RowMask | None,
     ) -> torch.Tensor:
         """Run transformers' own decoder layer on some rows; their new KV is written into ``kv``.
 
@@ -339,7 +382,7 @@ class ModelAdapter:
             Positions of the kept rows, rising.
         rotaries : Rotaries
             Of the kept rows, in the model's element type.
-        mask : Tensor or None, [1, 1, rows, tokens]
+        mask : RowMask or None
             What `kernel_mask` made of what the rows see.
 
         Returns
@@ -349,14 +392,15 @@ class ModelAdapter:
         rotary = rotaries.layer(layer)
         if (kernels := self._in_use) is not None:
             return kernels[layer](hidden, kv, rows, rotary, mask)
-        out = self.layers[layer](
-            hidden[None],
-            attention_mask=mask,
-            position_ids=rows[None],
-            past_key_values=ScatterCache(kv, rows),
-            use_cache=True,
-            position_embeddings=(rotary.cos[None], rotary.sin[None]),
-        )
+        with telling(mask):
+            out = self.running[layer](
+                hidden[None],
+                attention_mask=None if mask is None else mask.added,
+                position_ids=rows[None],
+                past_key_values=ScatterCache(kv, rows),
+                use_cache=True,
+                position_embeddings=(rotary.cos[None], rotary.sin[None]),
+            )
         after: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return after[0]
 
@@ -367,7 +411,7 @@ class ModelAdapter:
         kvs: Sequence[LayerKV],
         rows: torch.Tensor,
         rotaries: Rotaries,
-        masks: Callable[[int | None], torch.Tensor | None],
+        masks: Callable[[int | None], RowMask | None],
     ) -> torch.Tensor:
         """Several layers in a row, one for each of ``kvs``; parameters as in `run_layer`.
 
@@ -392,18 +436,18 @@ class ModelAdapter:
 
         Weights are ``[heads, rows, tokens]``. Masks must be those of `kernel_mask` made within.
         """
-        before = self.config._attn_implementation
-        self.config._attn_implementation = "eager"
+        layers = self._twins("eager")
+        attention = part_of(layers[layer], self._family.attention)
+        plain = attention.forward
 
-        def note(module: torch.nn.Module, given: Any, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            output = plain(*args, **kwargs)
             seen.append(output[1][0])
+            return output
 
-        hook = self._attention(layer).register_forward_hook(note)
-        try:
+        attention.forward = noting  # of the twin
+        with self._as(_Blending(layers, fused=False)):
             yield
-        finally:
-            hook.remove()
-            self.config._attn_implementation = before
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[…, vocab]`` from the output ``[…, hidden]`` of the last layer."""
@@ -475,7 +519,7 @@ class ModelAdapter:
         # A token of its own is padding that every model has seen: rows hidden by a mask must still be finite.
         inputs = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows], device=self.device)
         layers = [*(DynamicLayer() for _ in self.layers[1:]), LastLayer()]
-        with self._plain(), computed_in_blocks(self._row_by_row), self._positions.within(regime):
+        with self._plain(), self._row_by_row.in_use(), self._positions.within(regime):
             with noting_inputs(self.layers, query_layers) as hidden, suppress(Enough):
                 self._decoder(inputs, past_key_values=Cache(layers=layers), use_cache=True)
             queries = [[self.project_queries(at, rows[first:]) for rows in hidden[at]] for at in query_layers]

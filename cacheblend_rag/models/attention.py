@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,13 +26,18 @@ from cacheblend_rag.models.kv import LayerKV
 
 __all__ = [
     "ROW_ATTENTION",
+    "Apart",
     "Block",
+    "Places",
+    "RowMask",
     "additive",
     "as_added",
     "as_places",
+    "attend_rows",
     "by_position",
     "in_blocks",
     "row_attention",
+    "telling",
     "use_row_attention",
 ]
 
@@ -69,7 +76,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class _Places:
+class Places:
     """Where kept rows lie, for a kernel that needs no more of a mask."""
 
     rows: torch.Tensor
@@ -83,6 +90,62 @@ class _Places:
 
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         return attend_from(query[0], LayerKV(key, value), self.rows, self.window, scaling)[None]
+
+
+@dataclass(frozen=True)
+class RowMask:
+    """What some rows see, in every form that attention here takes.
+
+    Parameters
+    ----------
+    added : Tensor, [1, 1, rows, tokens]
+        Added to the scores; where only kernels that know places are asked, it stands for that and is ``[rows, 1]``.
+    blocks : tuple of Block
+        In which a CPU's kernels take it; by default whole.
+    places : Places or None
+        What a GPU's kernel wants to know in its place.
+    """
+
+    added: torch.Tensor
+    blocks: tuple[Block, ...] = ()
+    places: Places | None = None
+
+
+class Apart:
+    """Hands each answer's new row to the layer of its own cache, and keeps what each then sees.
+
+    Parameters
+    ----------
+    layers : sequence of cache layers
+        One for each answer.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._layers = layers
+        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Keys and values of each, each ``[1, kv_heads, tokens, head_dim]``."""
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new rows as they came."""
+        pairs = zip(self._layers, keys[:, None], values[:, None], strict=True)
+        self.seen = [layer.update(key, value) for layer, key, value in pairs]
+        return keys, values
+
+
+# A decoder layer hands one tensor on as its mask; what else attention should know goes beside it.
+_told: ContextVar[RowMask | Apart | None] = ContextVar("_told", default=None)
+
+
+@contextmanager
+def telling(what: RowMask | Apart | None) -> Iterator[None]:
+    """Within this, `row_attention` is told more than the layers that call it hand on."""
+    token = _told.set(what)
+    try:
+        yield
+    finally:
+        _told.reset(token)
 
 
 # What transformers hands to attention functions that can do with it: soft caps, attention sinks, learned biases.
@@ -111,10 +174,10 @@ def row_attention(
     ----------
     query : Tensor, [batch, heads, rows, head_dim]
     key, value : Tensor, [batch, kv_heads, tokens, head_dim]
-        Keys may carry, as ``apart``, the keys and values that each row of a batch sees in their place.
+        Within `telling` of an `Apart`, each row of a batch sees the keys and values there in their place.
     attention_mask : Tensor or None, [1, 1, rows, tokens]
         Added to the scores. Without one the rows are the last positions, and each sees itself and
-        all before it.
+        all before it. Within `telling` of the `RowMask` it belongs to, its other forms are used.
 
     Returns
     -------
@@ -124,6 +187,28 @@ def row_attention(
     ------
     ValueError
         If the family's attention has what fused kernels lack.
+    """
+    lacking = [name for name in _NOT_FUSED if others.get(name) is not None]
+    if lacking:
+        raise ValueError(f"fused attention lacks {lacking[0]!r}; load the model with attn_implementation='eager'")
+    told = _told.get()
+    if isinstance(told, Apart):
+        return _attend_apart(query, told.seen, scaling), None
+    if attention_mask is None:
+        told = None
+    elif told is None or told.added is not attention_mask:  # some families make another of it
+        told = RowMask(attention_mask)
+    return attend_rows(query, key, value, told, scaling), None
+
+
+def attend_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: RowMask | None, scaling: float | None = None
+) -> torch.Tensor:
+    """Attention of some rows; parameters as in `row_attention`.
+
+    Returns
+    -------
+    Tensor, [batch, rows, heads, head_dim]
 
     Notes
     -----
@@ -132,26 +217,21 @@ def row_attention(
     A kernel works on what a mask hides too. Kept rows lie all over the prompt and see half of it on
     average, so they are taken block by block (`in_blocks`), each with what it can see.
     """
-    lacking = [name for name in _NOT_FUSED if others.get(name) is not None]
-    if lacking:
-        raise ValueError(f"fused attention lacks {lacking[0]!r}; load the model with attn_implementation='eager'")
-    if (apart := getattr(key, "apart", None)) is not None:
-        return _attend_apart(query, apart, scaling), None
-    if (places := getattr(attention_mask, "places", None)) is not None:
-        return places.attend(query, key, value, scaling), None
+    if mask is not None and mask.places is not None:
+        return mask.places.attend(query, key, value, scaling)
     grouped, dtype = query.shape[1] != key.shape[1], query.dtype
     if grouped and key.device.type != "cpu":
         copies = query.shape[1] // key.shape[1]
         key, value, grouped = repeat_kv(key, copies), repeat_kv(value, copies), False
-    if attention_mask is None:
+    if mask is None:
         out = _behind(query, key, value, scaling, grouped)
     else:
-        blocks = getattr(attention_mask, "blocks", None) or (_whole(attention_mask),)
+        blocks = mask.blocks or (Block(slice(None), slice(None), mask.added),)
         if blocks[0].direct:
             query, key, value = query.float(), key.float(), value.float()
         parts = [_attend(query, key, value, block, scaling, grouped) for block in blocks]
         out = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
-    return out.transpose(1, 2).contiguous().to(dtype), None
+    return out.transpose(1, 2).contiguous().to(dtype)
 
 
 def _attend_apart(
@@ -184,10 +264,8 @@ def _attend(
     return out.reshape(batch, heads, rows, width)
 
 
-def in_blocks(mask: torch.Tensor, rows: torch.Tensor, window: int | None, group: int) -> torch.Tensor:
-    """The mask, carrying the blocks in which a CPU's kernels take it; elsewhere a call costs more than it saves.
-
-    Where a family's layers make another mask of it, that is used whole.
+def in_blocks(mask: torch.Tensor, rows: torch.Tensor, window: int | None, group: int) -> RowMask:
+    """The mask, with the blocks in which a CPU's kernels take it; elsewhere a call costs more than it saves.
 
     Parameters
     ----------
@@ -203,7 +281,7 @@ def in_blocks(mask: torch.Tensor, rows: torch.Tensor, window: int | None, group:
     """
     count, tokens = mask.shape[2:]
     if mask.device.type != "cpu" or not count:
-        return mask
+        return RowMask(mask)
     fold, direct = False, attends_directly(count, group, tokens, mask.dtype, mask.device)
     if direct:
         size = rows_of_block(group)
@@ -220,19 +298,12 @@ def in_blocks(mask: torch.Tensor, rows: torch.Tensor, window: int | None, group:
         part = mask[:, :, start:stop, first:last]
         part = part.repeat(1, 1, group, 1) if fold else part
         blocks.append(Block(slice(start, stop), slice(first, last), part, direct))
-    mask.blocks = tuple(blocks)  # type: ignore[attr-defined]
-    return mask
+    return RowMask(mask, tuple(blocks))
 
 
-def by_position(mask: torch.Tensor, rows: torch.Tensor, window: int | None) -> torch.Tensor:
-    """The mask, carrying what a GPU's kernel wants to know in its place; parameters as in `in_blocks`."""
-    if has_kernels(rows.device):
-        mask.places = _Places(rows, window)  # type: ignore[attr-defined]
-    return mask
-
-
-def _whole(mask: torch.Tensor) -> Block:
-    return Block(slice(None), slice(None), mask)
+def by_position(mask: RowMask, rows: torch.Tensor, window: int | None) -> RowMask:
+    """The mask, with what a GPU's kernel wants to know in its place; parameters as in `in_blocks`."""
+    return replace(mask, places=Places(rows, window)) if has_kernels(rows.device) else mask
 
 
 def _behind(
@@ -261,7 +332,7 @@ def as_added(
     group: int,
     dtype: torch.dtype,
     fused: bool,
-) -> torch.Tensor | None:
+) -> RowMask | None:
     """A mask as attention adds it; parameters as in `ModelAdapter.kernel_mask`.
 
     Parameters
@@ -279,11 +350,11 @@ def as_added(
             return None
         mask = torch.ones(1, 1, len(rows), tokens, dtype=torch.bool, device=rows.device).tril(tokens - len(rows))
     if not fused:
-        return additive(mask, dtype, torch.finfo(dtype).min)
+        return RowMask(additive(mask, dtype, torch.finfo(dtype).min))
     return by_position(in_blocks(additive(mask, dtype, float("-inf")), rows, window, group), rows, window)
 
 
-def as_places(rows: torch.Tensor, tokens: int, window: int | None, trailing: bool) -> torch.Tensor | None:
+def as_places(rows: torch.Tensor, tokens: int, window: int | None, trailing: bool) -> RowMask | None:
     """What stands for a mask where layers are `ModelAdapter.told_positions`.
 
     Parameters
@@ -295,14 +366,14 @@ def as_places(rows: torch.Tensor, tokens: int, window: int | None, trailing: boo
 
     Returns
     -------
-    Tensor or None
-        Tells `row_attention` and layers by kernels where the rows lie; None if they take PyTorch's causal kernel.
+    RowMask or None
+        Tells `attend_rows` and layers by kernels where the rows lie; None if they take PyTorch's causal kernel.
     """
     if window is not None and window >= tokens:
         window = None
     # Many rows at the end are what PyTorch's causal kernel is best at; of few, ours takes the keys in parts.
     causal = window is None and (trailing or len(rows) == tokens) and 2 * len(rows) >= tokens
-    return None if causal else by_position(rows[:, None], rows, window)
+    return None if causal else by_position(RowMask(rows[:, None]), rows, window)
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype, hidden: float) -> torch.Tensor:

@@ -18,9 +18,9 @@ from torch import nn
 from cacheblend_rag.config import ENV_PREFIX
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.modes import is_compiled
-from cacheblend_rag.models.stand_in import StandIn, StandIns
+from cacheblend_rag.models.stand_in import OneForEach, StandIn, StandIns
 
-__all__ = ["DirectProducts", "multiplies_directly", "onednn_product", "prefers_onednn"]
+__all__ = ["DirectProducts", "direct_products", "multiplies_directly", "onednn_product", "prefers_onednn"]
 
 ONEDNN_VARIABLE = ENV_PREFIX + "ONEDNN"
 """Environment variable that says who multiplies float32: ``auto`` (by the processor), ``on`` or ``off``."""
@@ -46,7 +46,7 @@ class DirectProducts(StandIns["_Forward"]):
     layers : iterable of Linear
     """
 
-    def __init__(self, layers: Iterable[nn.Linear]) -> None:
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__(map(_Forward, layers))
 
 
@@ -57,12 +57,16 @@ class _Forward(StandIn):
 
     module: nn.Linear
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+    def instead(self, input: torch.Tensor) -> torch.Tensor:
         module = self.module
         if _fits(input, module):
             return onednn_product(input, module.weight, module.bias)
         output: torch.Tensor = self.plainly(input)
         return output
+
+
+direct_products = OneForEach(DirectProducts)
+"""The `DirectProducts` of a model, for all who run it."""
 
 
 def _fits(rows: torch.Tensor, module: nn.Linear) -> bool:

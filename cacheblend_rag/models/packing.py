@@ -19,7 +19,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.models.direct import DirectProducts, multiplies_directly, onednn_product
+from cacheblend_rag.models.direct import direct_products, multiplies_directly, onednn_product
 from cacheblend_rag.models.element_type import in_hardware
 from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.models.modes import is_compiled
@@ -70,7 +70,7 @@ def packed_products(model: nn.Module, parts: Iterable[nn.Module], option: bool |
         return nullcontext
     layers = list(dict.fromkeys(layer for part in parts for layer in part.modules() if type(layer) is nn.Linear))
     if option == "auto" and multiplies_directly(model, layers):
-        return DirectProducts(layers).in_use
+        return direct_products.of(model, layers).in_use
     with _table_lock:
         known = _by_model.get(model)
         packed = known() if known is not None else None
@@ -170,7 +170,7 @@ class _Forward(StandIn):
         self.seen: _Seen | None = None  # the weight as it was when a pass last began, if it can be packed
         self.copy: _Copy | None = None
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+    def instead(self, input: torch.Tensor) -> torch.Tensor:
         module, copy = self.module, self.copy
         if copy is not None and type(module) is nn.Linear and copy.seen.still(module.weight):
             bias = module.bias
@@ -225,7 +225,7 @@ class _PackedWeights(StandIns[_Forward]):
         """Begin again with these layers; copies are made when a pass begins."""
         with self._lock:
             self._remove()
-            self._forwards = [_Forward(layer, self._trouble) for layer in layers]
+            self._forwards = self._ours(_Forward(layer, self._trouble) for layer in layers)
             self._samples: torch.Tensor | None = None
 
     @torch.no_grad()

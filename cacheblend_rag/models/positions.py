@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -100,7 +102,7 @@ class Positions:
 
     @contextmanager
     def within(self, regime: int) -> Iterator[None]:
-        """Within this, shorter texts get the frequencies of a prompt of that regime.
+        """Within this, shorter texts get the frequencies of a prompt of that regime, on this thread.
 
         The model chooses by the highest position, so one is added that lies in the regime, and its
         cosine and sine are dropped again.
@@ -109,15 +111,20 @@ class Positions:
             yield
             return
 
-        def lengthen(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        here = threading.get_ident()
+
+        # Called without ``kwargs`` by another thread that was calling the module as the hook was removed.
+        def lengthen(module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] = MappingProxyType({})) -> Any:
+            if threading.get_ident() != here:
+                return None
             given = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
             longer = torch.cat((given, given.new_full((len(given), 1), regime)), dim=1)
             if "position_ids" in kwargs:
-                return args, kwargs | {"position_ids": longer}
+                return args, {**kwargs, "position_ids": longer}
             return (args[0], longer, *args[2:]), kwargs
 
         def shorten(module: Any, args: Any, output: tuple[torch.Tensor, torch.Tensor]) -> Any:
-            return tuple(table[:, :-1] for table in output)
+            return tuple(table[:, :-1] for table in output) if threading.get_ident() == here else None
 
         hooks = (
             self._module.register_forward_pre_hook(lengthen, with_kwargs=True),

@@ -7,14 +7,13 @@ the same few megabytes serve again and again, and stay in the processor's cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from cacheblend_rag.models.stand_in import StandIn
+from cacheblend_rag.models.stand_in import OneForEach, StandIn, StandIns
 
 __all__ = ["computed_in_blocks", "row_by_row"]
 
@@ -39,28 +38,12 @@ def _ordinary(part: nn.Module) -> bool:
     return norm and not isinstance(part, nn.ModuleList | nn.modules.batchnorm._BatchNorm)
 
 
-@contextmanager
-def computed_in_blocks(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Within this, the modules compute many rows block by block. Contexts may nest and overlap.
-
-    Of overlapping ones the first to end may end it for all, which costs time and changes nothing else.
-    """
-    forwards = [_InBlocks(module) for module in modules]
-    for forward in forwards:
-        forward.put()
-    try:
-        yield
-    finally:
-        for forward in forwards:
-            forward.remove()
-
-
 class _InBlocks(StandIn):
     """Computes block by block; whatever is not plainly rows is left to the module's own ``forward``."""
 
     __slots__ = ()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def instead(self, *args: Any, **kwargs: Any) -> Any:
         rows = args[0] if len(args) == 1 and not kwargs else None
         if not isinstance(rows, torch.Tensor) or rows.dim() < 2 or torch.is_grad_enabled():
             return self.plainly(*args, **kwargs)
@@ -74,3 +57,7 @@ class _InBlocks(StandIn):
         for number, block in enumerate(blocks[1:], 1):
             out[..., number * size : (number + 1) * size, :] = self.plainly(block)
         return out
+
+
+computed_in_blocks = OneForEach[StandIns[_InBlocks]](lambda modules: StandIns(map(_InBlocks, modules)))
+"""Lets modules of a model compute many rows block by block while `StandIns.in_use`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,11 +18,17 @@ __all__ = ["cut_out", "noting_inputs"]
 
 @contextmanager
 def noting_inputs(layers: Sequence[torch.nn.Module], wanted: Sequence[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """Within this, the input of some layers is noted, ``[batch, tokens, hidden]``."""
+    """Within this, the input of some layers on this thread is noted, ``[batch, tokens, hidden]``."""
     noted: dict[int, torch.Tensor] = {}
+    here = threading.get_ident()
 
-    def noting(layer: int) -> Callable[[Any, Any, Any], None]:
-        return lambda module, given, named: noted.update({layer: given[0] if given else named["hidden_states"]})
+    def noting(layer: int) -> Callable[..., None]:
+        # Called without ``named`` by another thread that was calling the layer as the hook was removed.
+        def note(module: Any, given: Any, named: Any = None) -> None:
+            if threading.get_ident() == here:
+                noted[layer] = given[0] if given else named["hidden_states"]
+
+        return note
 
     hooks = [layers[at].register_forward_pre_hook(noting(at), with_kwargs=True) for at in wanted]
     try:

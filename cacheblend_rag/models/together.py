@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.attention import Apart, telling
 from cacheblend_rag.models.memory import free_memory_on, token_bytes
 from cacheblend_rag.models.modes import is_compiled
 
@@ -63,30 +64,16 @@ class StepsTogether:
         lengths = torch.tensor([cache.get_seq_length() for cache in caches], device=adapter.device)
         rotaries = adapter.rotary(int(lengths.max()) + 1).at(lengths).to(adapter.dtype)
         hidden = adapter.embed(torch.cat([one["input_ids"] for one in asked]))  # [answers, 1, hidden]
-        for number, layer in enumerate(adapter.layers):
-            rotary = rotaries.layer(number)
-            out = layer(
-                hidden,
-                attention_mask=None,
-                position_ids=lengths[:, None],
-                past_key_values=_Apart([cache.layers[number] for cache in caches]),
-                use_cache=True,
-                position_embeddings=(rotary.cos[:, None], rotary.sin[:, None]),
-            )
+        for number, layer in enumerate(adapter.running):
+            rotary, apart = rotaries.layer(number), Apart([cache.layers[number] for cache in caches])
+            with telling(apart):
+                out = layer(
+                    hidden,
+                    attention_mask=None,
+                    position_ids=lengths[:, None],
+                    past_key_values=apart,
+                    use_cache=True,
+                    position_embeddings=(rotary.cos[:, None], rotary.sin[:, None]),
+                )
             hidden = out[0] if isinstance(out, tuple) else out
         return adapter.head(hidden[:, 0])
-
-
-class _Apart:
-    """Hands each answer's new row to the layer of its own cache."""
-
-    def __init__(self, layers: Sequence[Any]) -> None:
-        self._layers = layers
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new rows as they came, carrying what each answer sees, for `row_attention`."""
-        pairs = zip(self._layers, keys[:, None], values[:, None], strict=True)
-        keys.apart = [layer.update(key, value) for layer, key, value in pairs]  # type: ignore[attr-defined]
-        return keys, values

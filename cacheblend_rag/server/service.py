@@ -178,14 +178,10 @@ class Service:
 
     def store_stats(self) -> StoreStats | None:
         """What the KV store says of itself; None if it cannot."""
-        store = self.engine.store
-        while hasattr(store, "tiers"):
-            store = store.tiers[-1]
         try:
-            stats: StoreStats = store.stats()  # type: ignore[attr-defined]
-        except (AttributeError, CacheBlendError):
+            return self.engine.store.stats()
+        except CacheBlendError:
             return None
-        return stats
 
     def begin_stop(self) -> None:
         """Let what runs in the background end soon."""

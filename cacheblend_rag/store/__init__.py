@@ -1,6 +1,6 @@
 """LOOK UP: KV of segments, kept by content."""
 
-from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, StoreStats, record_key
+from cacheblend_rag.store.base import BaseStore, KVRecord, KVStore, RecordInfo, StoredKV, StoreStats, record_key
 from cacheblend_rag.store.disk import DiskEntry, DiskStore
 from cacheblend_rag.store.memory import MemoryStore
 from cacheblend_rag.store.opening import open_store
@@ -8,6 +8,7 @@ from cacheblend_rag.store.record import RecordFormat
 from cacheblend_rag.store.tiered import TieredStore
 
 __all__ = [
+    "BaseStore",
     "DiskEntry",
     "DiskStore",
     "KVRecord",

@@ -3,30 +3,39 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Protocol, TypeGuard, runtime_checkable
 
 import torch
 
+from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.models.kv import SegmentKV
 
 __all__ = [
+    "BaseStore",
     "Claims",
     "HasBlock",
     "KVRecord",
     "KVStore",
+    "OnEvict",
     "ReadsInPlace",
     "RecordInfo",
     "StoreStats",
     "StoredKV",
+    "check_store",
     "copy_layer",
+    "discard",
     "reads_in_place",
     "record_key",
 ]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -143,6 +152,10 @@ class StoredKV(Protocol):
         ...
 
 
+OnEvict = Callable[[str, StoredKV], None]
+"""See `KVStore.on_evict`."""
+
+
 class ReadsInPlace(StoredKV, Protocol):
     """A record that can read a layer into buffers it is given, without making some of its own."""
 
@@ -194,7 +207,45 @@ def copy_layer(record: StoredKV, layer: int, keys: torch.Tensor, values: torch.T
 
 
 class KVStore(Protocol):
-    """Where records are kept, by key."""
+    """Where records are kept, by key; `BaseStore` has defaults for what few stores have of their own.
+
+    A store may be used by several threads. It holds no lock while it calls another store or `on_evict`.
+    """
+
+    on_evict: OnEvict | None
+    """Called with the key and the open record before a record is evicted, outside of locks and transactions; the
+    record is still in the store, and leaves it afterwards whatever becomes of the call. Two threads that evict at once
+    may both call it for one record. None if nobody wants to know."""
+
+    @property
+    def tiers(self) -> tuple[KVStore, ...]:
+        """The stores it is made of, the nearest first; none for a store of its own."""
+        ...
+
+    @property
+    def medium(self) -> str:
+        """What records lie on, as a profile names it: ``"disk"``, ``"memory"``; empty if it has no name."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where records are read to: a GPU if they lie there, else the CPU."""
+        ...
+
+    @property
+    def persistent(self) -> bool:
+        """Whether records outlive the process."""
+        ...
+
+    @property
+    def read_only(self) -> bool:
+        """Whether nothing can be stored, so that nothing is worth computing for it."""
+        ...
+
+    @property
+    def folder(self) -> Path | None:
+        """Where it keeps files, and where a profile of it is kept; None without one."""
+        ...
 
     @property
     def size_limit(self) -> int:
@@ -220,7 +271,13 @@ class KVStore(Protocol):
         ...
 
     def delete(self, key: str) -> bool:
-        """Erase a record; whether there was one."""
+        """Erase a record; whether there was one.
+
+        Raises
+        ------
+        StoreError
+            If it cannot be erased; wherever else it is kept, it is erased all the same.
+        """
         ...
 
     def volume(self) -> int:
@@ -255,9 +312,70 @@ class KVStore(Protocol):
         """
         ...
 
+    def stats(self) -> StoreStats | None:
+        """What it holds and what was asked of it; None if it does not count.
+
+        Raises
+        ------
+        StoreError
+            If it cannot be read.
+        """
+        ...
+
     def close(self) -> None:
         """Release the store."""
         ...
+
+
+class BaseStore:
+    """What a `KVStore` says of itself unless its class says otherwise, to be inherited by stores of one's own."""
+
+    tiers: tuple[KVStore, ...] = ()
+    medium: str = ""
+    device: torch.device = torch.device("cpu")
+    persistent: bool = True
+    read_only: bool = False
+    folder: Path | None = None
+    on_evict: OnEvict | None = None
+
+    def stats(self) -> StoreStats | None:
+        """See `KVStore.stats`; nothing is counted."""
+        return None
+
+    def _announce(self, key: str, record: StoredKV) -> None:
+        """Tell who wants to know that a record is about to go; it goes whatever they do."""
+        if self.on_evict is None:
+            return
+        try:
+            self.on_evict(key, record)
+        except (OSError, StoreError) as error:
+            _log.warning("KV record %s is evicted for good: %s", key, error)
+        except Exception:  # the caller's record is stored, whatever happened to another
+            _log.exception("KV record %s is evicted; whoever was told of it failed", key)
+
+
+def check_store(store: KVStore, field: str = "store") -> None:
+    """Refuse what lacks part of the protocol.
+
+    Raises
+    ------
+    ConfigError
+        If it does, naming all that is missing.
+    """
+    members = [name for name in (*KVStore.__annotations__, *vars(KVStore)) if not name.startswith("_")]
+    missing = sorted(name for name in members if not hasattr(store, name))
+    if missing:
+        kind, several = type(store).__name__, ", ".join(map(repr, missing))
+        remedy = f"give it {several} of KVStore, or let it inherit from cacheblend_rag.store.BaseStore and add the rest"
+        raise ConfigError(field, f"a {kind}", remedy)
+
+
+def discard(store: KVStore, key: str) -> None:
+    """Erase a record that cannot be used. Where that fails it is logged: what was to be answered still is."""
+    try:
+        store.delete(key)
+    except StoreError as error:
+        _log.warning("%s", error)
 
 
 class Claims:

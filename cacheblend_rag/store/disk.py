@@ -12,7 +12,7 @@ import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,7 +21,7 @@ import filelock
 
 from cacheblend_rag.config import parse_bytes
 from cacheblend_rag.errors import RecordError, StoreError
-from cacheblend_rag.store.base import KVRecord, RecordInfo, StoredKV, StoreStats
+from cacheblend_rag.store.base import BaseStore, KVRecord, OnEvict, RecordInfo, StoredKV, StoreStats, discard
 from cacheblend_rag.store.readonly import DiskEntry, ReadOnlyCache
 from cacheblend_rag.store.record import FileRecord, RecordFormat, encode_pieces, record_bytes
 from cacheblend_rag.store.sealing import Seal
@@ -113,7 +113,7 @@ class _NoPickleDisk(diskcache.Disk):  # type: ignore[misc]
         return (folder / filename).resolve().is_relative_to(folder)
 
 
-class DiskStore:
+class DiskStore(BaseStore):
     """A KV store in a folder that processes may share.
 
     Parameters
@@ -127,8 +127,7 @@ class DiskStore:
         How records are written, by default raw. If ``CACHEBLEND_RAG_ENCRYPTION_KEY`` is set they
         are encrypted, whatever it says. Records of every codec are read.
     on_evict : callable, optional
-        Called with the key and the open record before a record is evicted, within the transaction
-        that evicts it.
+        See `KVStore.on_evict`.
 
     Raises
     ------
@@ -145,17 +144,15 @@ class DiskStore:
         size_limit: int | str = 10 * 10**9,
         *,
         form: RecordFormat | None = None,
-        on_evict: Callable[[str, StoredKV], None] | None = None,
+        on_evict: OnEvict | None = None,
     ) -> None:
-        self.folder = Path(folder).expanduser()
+        self.folder: Path = Path(folder).expanduser()
         form = form or RecordFormat()
         self.form = form if form.seal else dataclasses.replace(form, seal=Seal.from_environment())
         self.on_evict = on_evict
         self._size_limit = parse_bytes(size_limit)
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._counting = threading.Lock()
-        self.read_only = False
-        """Whether the folder cannot be written, so that nothing is worth computing for it."""
         try:
             index = self.folder / "cache.db"
             self.read_only = index.is_file() and not (os.access(self.folder, os.W_OK) and os.access(index, os.W_OK))
@@ -210,7 +207,7 @@ class DiskStore:
                 raise RecordError("its file is gone")
         except StoreError as error:
             _log.warning("KV record %s is not usable and counts as a miss: %s", key, error)
-            self.delete(key)
+            discard(self, key)
         except _FAILURES as error:
             self._cache.disk.drop_last()
             _log.warning("KV record %s cannot be read and counts as a miss: %s", key, error)
@@ -234,25 +231,31 @@ class DiskStore:
 
         diskcache's own way drops ten at a time, which can be all there are.
         """
-        while self._cache.volume() > self._size_limit and len(self._cache):
+        oldest = "SELECT rowid, key, filename FROM Cache ORDER BY access_time LIMIT 1"
+        while self._cache.volume() > self._size_limit:
+            row = self._cache._sql(oldest).fetchone()
+            if row is None:
+                return
+            number, key, filename = row
+            self._show(key, filename)
             with self._cache._transact() as (sql, cleanup):
-                if self.on_evict is not None:
-                    self._announce(sql("SELECT key, filename FROM Cache ORDER BY access_time LIMIT 1").fetchone())
-                self._cache._cull(time.time(), sql, cleanup, limit=1)
-            self._count("evictions")
+                # By its file, for it may have been erased or replaced meanwhile.
+                gone = sql("DELETE FROM Cache WHERE rowid = ? AND filename IS ?", (number, filename)).rowcount
+                if gone:
+                    cleanup(filename)
+            if gone:
+                self._count("evictions")
 
-    def _announce(self, row: tuple[Any, Any] | None) -> None:
-        """Show a record that is about to go to whoever wants it."""
-        if row is None or self.on_evict is None or not all(isinstance(part, str) for part in row):
+    def _show(self, key: Any, filename: Any) -> None:
+        """Announce a record that is about to go."""
+        if self.on_evict is None or not isinstance(key, str):
             return
         try:
-            record = FileRecord(self._cache.disk.open_file(row[1]), row[0], self.form.seal)
+            record = FileRecord(self._cache.disk.open_file(filename), key, self.form.seal)
         except _FAILURES:
             return
         try:
-            self.on_evict(row[0], record)
-        except _FAILURES as error:
-            _log.warning("KV record %s is evicted for good: %s", row[0], error)
+            self._announce(key, record)
         finally:
             record.close()
 
@@ -268,8 +271,7 @@ class DiskStore:
         try:
             return bool(self._cache.delete(key))
         except _FAILURES as error:
-            _log.warning("KV record %s cannot be erased: %s", key, error)
-            return False
+            raise StoreError(f"KV record {key} cannot be erased from {str(self.folder)!r}: {error}") from error
 
     def volume(self) -> int:
         """See `KVStore.volume`."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from cacheblend_rag.config import parse_bytes
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.models.kv import JoinedKV, SegmentKV
-from cacheblend_rag.store.base import Claims, KVRecord, RecordInfo, StoredKV, StoreStats
+from cacheblend_rag.store.base import BaseStore, Claims, KVRecord, OnEvict, RecordInfo, StoredKV, StoreStats
 from cacheblend_rag.store.codecs import CODECS
 
 __all__ = ["MemoryRecord", "MemoryStore"]
@@ -47,7 +47,7 @@ class MemoryRecord:
         """Nothing is held open."""
 
 
-class MemoryStore(Claims):
+class MemoryStore(Claims, BaseStore):
     """A KV store in memory, least recently used records evicted first.
 
     Parameters
@@ -59,7 +59,7 @@ class MemoryStore(Claims):
     pinned : bool
         Keep all records on a CPU in pinned memory, from which a GPU reads fast; those a GPU computed always are.
     on_evict : callable, optional
-        Called with the key and the record when a record has been evicted to make room.
+        See `KVStore.on_evict`.
     """
 
     persistent = False
@@ -71,7 +71,7 @@ class MemoryStore(Claims):
         *,
         device: str | torch.device = "cpu",
         pinned: bool = False,
-        on_evict: Callable[[str, StoredKV], None] | None = None,
+        on_evict: OnEvict | None = None,
     ) -> None:
         super().__init__()
         self._size_limit = parse_bytes(size_limit)
@@ -104,19 +104,20 @@ class MemoryStore(Claims):
         size = _size(record)
         if size > self._size_limit:
             raise StoreError(f"a record of {size} bytes exceeds size_limit={self._size_limit}")
-        evicted: list[tuple[str, KVRecord]] = []
         with self._lock:
             self._drop(key)
             self._records[key] = record
             self._volume += size
-            while self._volume > self._size_limit:
-                oldest, gone = next(iter(self._records.items()))
-                self._drop(oldest)
-                evicted.append((oldest, gone))
-            self._evictions += len(evicted)
-        if self.on_evict is not None:
-            for oldest, gone in evicted:
-                self.on_evict(oldest, MemoryRecord(gone))
+        while (oldest := self._too_much()) is not None:
+            self._announce(oldest[0], MemoryRecord(oldest[1]))
+            with self._lock:
+                if self._records.get(oldest[0]) is oldest[1]:  # nobody has erased or replaced it meanwhile
+                    self._evictions += self._drop(oldest[0])
+
+    def _too_much(self) -> tuple[str, KVRecord] | None:
+        """The record that is to go next, if one is."""
+        with self._lock:
+            return next(iter(self._records.items())) if self._volume > self._size_limit else None
 
     def _moved(self, record: KVRecord) -> KVRecord:
         kv = record.kv

@@ -6,7 +6,7 @@ import os
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.models.memory import free_memory
-from cacheblend_rag.store.base import KVStore
+from cacheblend_rag.store.base import KVStore, check_store
 from cacheblend_rag.store.disk import DiskStore
 from cacheblend_rag.store.memory import MemoryStore
 from cacheblend_rag.store.record import RecordFormat
@@ -33,6 +33,8 @@ def open_store(
 
     Raises
     ------
+    ConfigError
+        If the store given lacks part of what `KVStore` names.
     StoreError
         If the folder cannot be made or opened.
     MissingExtraError
@@ -46,4 +48,5 @@ def open_store(
         if beside_gpu and config.memory_limit == "auto":
             memory = (free_memory() or 0) // _SHARE
         return TieredStore([MemoryStore(memory, pinned=beside_gpu), disk]) if memory else disk
+    check_store(store)
     return store

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import pairwise
-from pathlib import Path
 
 import torch
 
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.models.kv import SegmentKV
-from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV
+from cacheblend_rag.store.base import (
+    BaseStore,
+    KVRecord,
+    KVStore,
+    OnEvict,
+    RecordInfo,
+    StoredKV,
+    StoreStats,
+    check_store,
+)
 
 __all__ = ["TieredStore"]
 
 _log = logging.getLogger(__name__)
 
 
-class TieredStore:
+class TieredStore(BaseStore):
     """Several KV stores, the nearest first: memory over a fast disk over a slow one.
 
     A record is written to the nearest tier and, unless that one is persistent, through to the
@@ -36,38 +44,44 @@ class TieredStore:
     Raises
     ------
     ConfigError
-        If there is none.
+        If there is none, or one lacks part of what `KVStore` names.
+
+    Notes
+    -----
+    No lock is held while a tier is called. A record that is being erased does not move, and one that moves is erased
+    once it has come to rest, so that what was forgotten does not come back.
     """
 
     def __init__(self, tiers: Sequence[KVStore]) -> None:
         if not tiers:
             raise ConfigError("tiers", tiers, "give at least one store")
         self.tiers = tuple(tiers)
-        # Held while a record moves, so that one that is forgotten meanwhile does not come back.
-        self._moving = threading.RLock()
-        for level, (upper, _) in enumerate(pairwise(self.tiers)):
-            if hasattr(upper, "on_evict"):
-                upper.on_evict = partial(self._sink, level + 1)
+        for tier in self.tiers:
+            check_store(tier, "tiers")
+        self._changing = threading.Condition()
+        self._moving, self._erasing = Counter[str](), Counter[str]()  # by key, how many threads are at it
+        for level, upper in enumerate(self.tiers[:-1]):
+            upper.on_evict = partial(self._sink, level)
+        self.persistent = any(tier.persistent for tier in self.tiers)
+        self.read_only = all(tier.read_only for tier in self.tiers)
+        # Tiers that count: those above a persistent one hold copies only.
+        self._keeping = tuple(tier for tier in self.tiers if tier.persistent) or self.tiers
+        # Plans count on the nearest tier that keeps records, whatever lies above.
+        self.medium, self.device = self._keeping[0].medium, self._keeping[0].device
+        self.folder = next((tier.folder for tier in self.tiers if tier.folder is not None), None)
 
     @property
-    def persistent(self) -> bool:
-        """Whether records outlive the process."""
-        return any(_persistent(tier) for tier in self.tiers)
+    def on_evict(self) -> OnEvict | None:
+        """See `KVStore.on_evict`; called for what the last tier evicts."""
+        return self.tiers[-1].on_evict
 
-    @property
-    def read_only(self) -> bool:
-        """Whether no tier can be written."""
-        return all(getattr(tier, "read_only", False) for tier in self.tiers)
+    @on_evict.setter
+    def on_evict(self, called: OnEvict | None) -> None:
+        self.tiers[-1].on_evict = called
 
-    @property
-    def medium(self) -> str:
-        """What the nearest tier that keeps records is made of; plans count on it alone, whatever lies above."""
-        return str(getattr(self._keeping[0], "medium", ""))
-
-    @property
-    def folder(self) -> Path | None:
-        """Folder of the nearest tier that has one."""
-        return next((tier.folder for tier in self.tiers if hasattr(tier, "folder")), None)
+    def stats(self) -> StoreStats | None:
+        """Of the last tier; see `KVStore.stats`."""
+        return self.tiers[-1].stats()
 
     @property
     def size_limit(self) -> int:
@@ -77,12 +91,6 @@ class TieredStore:
     def volume(self) -> int:
         """Bytes that the tiers which keep records take now."""
         return sum(tier.volume() for tier in self._keeping)
-
-    @property
-    def _keeping(self) -> tuple[KVStore, ...]:
-        """Tiers that count: those above a persistent one hold copies only."""
-        kept = tuple(tier for tier in self.tiers if _persistent(tier))
-        return kept or self.tiers
 
     def record_bytes(self, info: RecordInfo) -> int:
         """See `KVStore.record_bytes`."""
@@ -108,7 +116,7 @@ class TieredStore:
             except StoreError as error:
                 failed = error
                 continue
-            if _persistent(tier) or not self.persistent:
+            if tier.persistent or not self.persistent:
                 return
         if not stored:
             raise failed
@@ -118,10 +126,48 @@ class TieredStore:
         return any(tier.contains(key) for tier in self.tiers)
 
     def delete(self, key: str) -> bool:
-        """Erase a record from every tier; whether there was one."""
-        with self._moving:
-            erased = [tier.delete(key) for tier in self.tiers]
-        return any(erased)
+        """Erase a record from every tier; whether there was one.
+
+        Raises
+        ------
+        StoreError
+            If a tier failed; the others were tried all the same.
+        """
+        failed: list[StoreError] = []
+        erased = False
+        with self._changing:
+            self._erasing[key] += 1  # from here on it moves no further
+            self._changing.wait_for(lambda: not self._moving[key])
+        try:
+            for tier in self.tiers:
+                try:
+                    erased |= tier.delete(key)
+                except StoreError as error:
+                    failed.append(error)
+        finally:
+            self._done(self._erasing, key)
+        if failed:
+            raise StoreError("; ".join(map(str, failed))) from failed[0]
+        return erased
+
+    @contextmanager
+    def _move(self, key: str) -> Iterator[bool]:
+        """Within this a record may be put into another tier, if True is given; never waits."""
+        with self._changing:
+            free = not self._erasing[key]
+            self._moving[key] += 1
+        try:
+            yield free
+        finally:
+            self._done(self._moving, key)
+
+    def _done(self, counted: Counter[str], key: str) -> None:
+        with self._changing:
+            counted[key] -= 1
+            for counter in (self._moving, self._erasing):
+                if not counter[key]:
+                    del counter[key]
+            self._changing.notify_all()
 
     def prefetch(self, key: str) -> bool:
         """Bring a record to the nearest tier; see `KVStore.prefetch`."""
@@ -143,11 +189,17 @@ class TieredStore:
     def infos(self, beginning: str) -> Iterator[tuple[str, RecordInfo]]:
         """See `KVStore.infos`."""
         seen: set[str] = set()
+        failed: list[StoreError] = []
         for tier in self.tiers:
-            for key, info in tier.infos(beginning):
-                if key not in seen:
-                    seen.add(key)
-                    yield key, info
+            try:
+                for key, info in tier.infos(beginning):
+                    if key not in seen:
+                        seen.add(key)
+                        yield key, info
+            except StoreError as error:  # the other tiers are looked at first
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
     def claim(self, key: str, wait: float = 0.0) -> AbstractContextManager[bool]:
         """See `KVStore.claim`; asked of the tier that processes share."""
@@ -160,8 +212,8 @@ class TieredStore:
 
     def rise(self, level: int, key: str, record: KVRecord) -> None:
         """Put what was read from a tier into the nearest, unless it is gone from there."""
-        with self._moving:
-            if not self.tiers[level].contains(key):
+        with self._move(key) as free:
+            if not free or not self.tiers[level].contains(key):
                 return
             try:
                 self.tiers[0].put(key, record)
@@ -169,10 +221,10 @@ class TieredStore:
                 _log.debug("KV record %s stays where it is: %s", key, error)
 
     def _sink(self, level: int, key: str, record: StoredKV) -> None:
-        """Put what a tier evicts into the next that takes it."""
-        with self._moving:
-            lower = self.tiers[level:]
-            if any(tier.contains(key) for tier in lower):
+        """Put what a tier evicts into the next that takes it, unless it is gone from there or was there before."""
+        with self._move(key) as free:
+            lower = self.tiers[level + 1 :]
+            if not free or not self.tiers[level].contains(key) or any(tier.contains(key) for tier in lower):
                 return
             whole = _whole(record)
             for tier in lower:
@@ -205,10 +257,6 @@ class _Rising:
     def close(self) -> None:
         self._layers.clear()
         self._inner.close()
-
-
-def _persistent(store: KVStore) -> bool:
-    return bool(getattr(store, "persistent", True))
 
 
 def _whole(record: StoredKV) -> KVRecord:

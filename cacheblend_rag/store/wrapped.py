@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
-from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV
+from cacheblend_rag.store.base import BaseStore, KVRecord, KVStore, OnEvict, RecordInfo, StoredKV, StoreStats
 
 __all__ = ["WrappedStore"]
 
 
-class WrappedStore:
+class WrappedStore(BaseStore):
     """A KV store that does as the one within.
 
     Parameters
@@ -21,6 +21,21 @@ class WrappedStore:
 
     def __init__(self, inner: KVStore) -> None:
         self.inner = inner
+        self.tiers, self.medium, self.device = inner.tiers, inner.medium, inner.device
+        self.persistent, self.read_only, self.folder = inner.persistent, inner.read_only, inner.folder
+
+    @property
+    def on_evict(self) -> OnEvict | None:
+        """See `KVStore.on_evict`."""
+        return self.inner.on_evict
+
+    @on_evict.setter
+    def on_evict(self, called: OnEvict | None) -> None:
+        self.inner.on_evict = called
+
+    def stats(self) -> StoreStats | None:
+        """See `KVStore.stats`."""
+        return self.inner.stats()
 
     @property
     def size_limit(self) -> int:

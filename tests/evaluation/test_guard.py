@@ -101,7 +101,22 @@ def test_past_the_bound_the_ratio_is_raised_with_a_warning(model: Any, caplog: p
         later = engine.generate(PROMPT, max_new_tokens=1).report
         assert later.recompute_ratio == engine.guard.status.least_ratio > 0.15
         assert later.work > report.work
-        assert engine.with_config(salt="").guard.status == GuardStatus(), "another view is another guard"
+
+
+def test_views_share_the_guard_and_what_it_has_raised(model: Any) -> None:
+    with warmed(model, guard_share=1.0, guard_bound=0.01) as engine:
+        early, unwatched = engine.with_config(max_concurrent=2), engine.with_config(guard_share=0.0)
+        assert asked(unwatched, 4).requests == 0, "its own options say that none of its requests is looked at"
+        assert asked(early, 2).raised == 0
+        assert engine.guard.status.measured == 2
+        assert asked(engine).raised == 1, "the third check, whoever was asked before"
+        late = engine.with_config(salt="", selection="boundary", recompute_ratio=0.05)
+        for view in (engine, early, unwatched, late):
+            assert view.guard is engine.guard
+            assert view.fuse(PROMPT).report.recompute_ratio == engine.guard.status.least_ratio == 0.15
+    with warmed(model, guard_share=1.0, guard_bound=0.01) as engine:
+        assert asked(engine.with_config(guard_bound=100.0), 4).raised == 0, "judged by its own bound"
+        assert asked(engine).raised == 1
 
 
 def test_a_rule_with_a_bound_is_raised_from_what_it_recomputes(model: Any, caplog: pytest.LogCaptureFixture) -> None:

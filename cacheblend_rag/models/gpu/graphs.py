@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.models.attention import by_position
+from cacheblend_rag.models.attention import RowMask, by_position
 from cacheblend_rag.models.gpu.layer import FusedLayer
 from cacheblend_rag.models.gpu.listed import ListedKV
 from cacheblend_rag.models.kv import LayerKV
@@ -136,7 +136,7 @@ class LayerGraphs:
     def _plainly(self, size: _Size, span: tuple[int, int]) -> None:
         hidden = size.hidden
         for layer in range(*span):
-            mask = by_position(size.places[:, None], size.places, self._windows[layer])
+            mask = by_position(RowMask(size.places[:, None]), size.places, self._windows[layer])
             kv = ListedKV(self._listed[layer], self._kv_heads)
             hidden = self._layers[layer](hidden, kv, size.places, size.rotary, mask)
         size.hidden.copy_(hidden)

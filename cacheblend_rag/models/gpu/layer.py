@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from cacheblend_rag.models.attention import row_attention
+from cacheblend_rag.models.attention import RowMask, attend_rows
 from cacheblend_rag.models.gpu.attention import attend_from
 from cacheblend_rag.models.gpu.listed import ListedKV
 from cacheblend_rag.models.gpu.rowwise import add_and_normalise, gate, normalise, place_rows
@@ -83,7 +83,7 @@ class FusedLayer:
         kv: LayerKV | ListedKV,
         rows: torch.Tensor,
         rotary: Rotary,
-        mask: torch.Tensor | None,
+        mask: RowMask | None,
     ) -> torch.Tensor:
         """Run the layer on some rows; parameters as in `ModelAdapter.run_layer`.
 
@@ -99,13 +99,12 @@ class FusedLayer:
             norms, eps = (self._head_norms[0].weight, self._head_norms[1].weight), self._head_norms[0].variance_epsilon
         place_rows(query, keys, values, (rotary.cos, rotary.sin), rows, kv, norms, eps)
         by_head = query.view(len(hidden), -1, rotary.cos.shape[-1]).transpose(0, 1)  # [heads, rows, head_dim]
-        places = getattr(mask, "places", None)
-        if places is not None:
-            seen = attend_from(by_head, kv, places.rows, places.window, attention.scaling)
+        if mask is not None and mask.places is not None:
+            seen = attend_from(by_head, kv, mask.places.rows, mask.places.window, attention.scaling)
         elif isinstance(kv, ListedKV):
             raise ValueError("listed KV needs a mask that tells positions")
         else:
-            seen, _ = row_attention(attention, by_head[None], kv.keys, kv.values, mask, scaling=attention.scaling)
+            seen = attend_rows(by_head[None], kv.keys, kv.values, mask, attention.scaling)
         mixed = _product(seen.reshape(len(hidden), -1), attention.o_proj)
         hidden, normed = add_and_normalise(hidden, mixed, second.weight, second.variance_epsilon)
         network = self._network

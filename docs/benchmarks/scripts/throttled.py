@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,19 +28,12 @@ class ThrottledStore(WrappedStore):
         Bytes a second.
     """
 
-    medium = "throttled"
-    persistent = True
-
     def __init__(self, inner: KVStore, throughput: float) -> None:
         super().__init__(inner)
+        self.medium, self.persistent, self.tiers = "throttled", True, ()
         self.throughput = throughput
         self.read_bytes = 0
         self._device = threading.Lock()
-
-    @property
-    def folder(self) -> Path | None:
-        """Folder of the store within."""
-        return getattr(self.inner, "folder", None)
 
     def open(self, key: str) -> StoredKV | None:
         """See `KVStore.open`."""
