@@ -154,7 +154,7 @@ def _hints(rag: FolderRAG, answer: Answer) -> Iterator[str]:
         if report.chunk_tokens < least:
             yield f"The passages have fewer than {least} tokens: a plain prefill is as fast, and nothing is stored."
     elif info["misses"]:
-        kept = rag.engine.config.write_back != "off" and not getattr(rag.engine.store, "read_only", False)
+        kept = rag.engine.config.write_back != "off" and not rag.engine.store.read_only
         new = f"{info['misses']} of {len(answer.sources)} passages were new"
         if kept:
             yield f"{new}; their KV is stored now. When they are retrieved again, it is read from the store."
