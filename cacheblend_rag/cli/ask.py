@@ -70,7 +70,7 @@ def opened(options: FolderRAGOptions) -> Iterator[tuple[Screen, FolderRAG]]:
     screen.note(f"Loading {os.fspath(options.model)} and {os.fspath(options.embedder)}…")
     from cacheblend_rag.folder_rag import FolderRAG
 
-    with FolderRAG(options) as rag:
+    with screen.alone(), FolderRAG(options) as rag:
         yield screen, rag
 
 

@@ -27,10 +27,20 @@ class Screen:
     def __init__(self) -> None:
         self._out = Console(soft_wrap=True, highlight=False)
         self._err = Console(stderr=True, soft_wrap=True, highlight=False)
-        for name in _SILENT:
-            logging.getLogger(name).setLevel(logging.CRITICAL)
         if not sys.stderr.isatty():  # bars of the libraries that load models
             os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nothing is logged meanwhile that the screen says itself."""
+        levels = {logging.getLogger(name): logging.getLogger(name).level for name in _SILENT}
+        for logger in levels:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in levels.items():
+                logger.setLevel(level)
 
     def show(self, *parts: str | tuple[str, str]) -> None:
         """A line of the result: texts, or texts with a style."""
