@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -57,16 +58,15 @@ def test_refuses_layers_that_have_moved(change: str, monkeypatch: pytest.MonkeyP
     model = tiny.model("llama")
     adapter = ModelAdapter(model)
     layer = adapter.layers[2]
-    forward = layer.forward
 
-    def moved(hidden: torch.Tensor, past_key_values: Any = None, **arguments: Any) -> torch.Tensor:
-        out: torch.Tensor = forward(hidden, past_key_values=past_key_values, **arguments)
+    def moved(self: Any, hidden: torch.Tensor, past_key_values: Any = None, **arguments: Any) -> torch.Tensor:
+        out: torch.Tensor = type(self).forward(self, hidden, past_key_values=past_key_values, **arguments)
         if "Scatter" not in type(past_key_values).__name__:
             return out
         if change == "another signature":
             raise TypeError("forward() got an unexpected keyword argument 'position_embeddings'")
         return out * (1.3 if change == "scaled" else float("nan"))
 
-    monkeypatch.setattr(layer, "forward", moved)
+    monkeypatch.setattr(layer, "forward", types.MethodType(moved, layer))
     with pytest.raises(UnsupportedModelError, match=r"'llama' model .* transformers .* switch this check off"):
         check_adapter(adapter)

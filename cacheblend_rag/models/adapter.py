@@ -30,7 +30,7 @@ from cacheblend_rag.models.rowwise import computed_in_blocks, row_by_row
 from cacheblend_rag.models.segments import cut_out, noting_inputs
 from cacheblend_rag.models.shape import ModelShape, layer_shape
 from cacheblend_rag.models.stand_in import StandIns
-from cacheblend_rag.models.twin import twin_of
+from cacheblend_rag.models.twin import twins_of
 from cacheblend_rag.models.window import context_window
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class ModelAdapter:
 
         Meanwhile `row_attention` stands for whatever the model uses, or the plain form where the
         model uses that, or where SDPA lacks what the family needs (soft caps, attention sinks).
-        The model itself is not changed: see `twin_of`.
+        The model itself is not changed: see `twins_of`.
         """
         fused = self.config._attn_implementation != "eager" and bool(self.model._supports_sdpa)
         plain = self._plain_layers if fused else None
@@ -185,7 +185,7 @@ class ModelAdapter:
                 yield
 
     def _twins(self, implementation: str) -> list[torch.nn.Module]:
-        return [twin_of(layer, self._family.attention, implementation) for layer in self.layers]
+        return twins_of(self.layers, self._family.attention, implementation)
 
     @contextmanager
     def _as(self, blending: _Blending) -> Iterator[None]:

@@ -7,6 +7,7 @@ a config of its own, so that the model itself is never changed: whoever else run
 from __future__ import annotations
 
 import types
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,21 +16,21 @@ from torch import nn
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.models.parts import part_of
 
-__all__ = ["twin_of"]
+__all__ = ["twins_of"]
 
 _Thing = TypeVar("_Thing")
 
 
-def twin_of(layer: nn.Module, attention: str, implementation: str) -> nn.Module:
-    """A decoder layer that attends by the named implementation; weights, hooks and all other modules are the layer's.
+def twins_of(layers: Sequence[nn.Module], attention: str, implementation: str) -> list[nn.Module]:
+    """Decoder layers that attend by the named implementation; weights, hooks and all other modules are the model's.
 
-    Cheap enough (a few microseconds) to be made for every pass, so that it is always the layer as it is now.
+    Cheap enough to be made for every pass, so that they are always the layers as they are now.
 
     Parameters
     ----------
-    layer : Module
+    layers : sequence of Module
     attention : str
-        Attribute of the layer: its attention module, which reads ``config._attn_implementation``.
+        Attribute of a layer: its attention module, which reads ``config._attn_implementation``.
     implementation : str
         Name under which transformers finds the form of attention.
 
@@ -38,14 +39,25 @@ def twin_of(layer: nn.Module, attention: str, implementation: str) -> nn.Module:
     UnsupportedModelError
         If something stands for the ``forward`` of either that cannot be moved to another module.
     """
-    inner = part_of(layer, attention)
-    own = _same(inner)
-    own.config = _same(part_of(inner, "config"))
-    own.config.__dict__["sub_configs"] = {}  # the setter would write to those too, and they are the model's
-    own.config._attn_implementation = implementation
-    twin = _same(layer)
-    twin.__dict__["_modules"] = {**layer._modules, attention: own}
-    return twin
+    configs: dict[int, Any] = {}  # one for all layers that share one
+    twins = []
+    for layer in layers:
+        inner = part_of(layer, attention)
+        config = part_of(inner, "config")
+        if id(config) not in configs:
+            configs[id(config)] = _attending(config, implementation)
+        own, twin = _same(inner), _same(layer)
+        own.__dict__["config"] = configs[id(config)]
+        twin.__dict__["_modules"] = {**layer._modules, attention: own}
+        twins.append(twin)
+    return twins
+
+
+def _attending(config: Any, implementation: str) -> Any:
+    own = _same(config)
+    own.__dict__["sub_configs"] = {}  # the setter would write to those too, and they are the model's
+    own._attn_implementation = implementation
+    return own
 
 
 def _same(thing: _Thing) -> _Thing:
