@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cacheblend_rag.config import BlendConfig
-    from cacheblend_rag.engine import BlendEngine
+    from cacheblend_rag.engine.engine import BlendEngine
     from cacheblend_rag.prompt import Prompt
 
 __all__ = ["BlendConfig", "BlendEngine", "Prompt"]
@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "BlendConfig": "cacheblend_rag.config",
-    "BlendEngine": "cacheblend_rag.engine",
+    "BlendEngine": "cacheblend_rag.engine.engine",
     "Prompt": "cacheblend_rag.prompt",
 }
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag.models import direct
+from cacheblend_rag.models.cpu import onednn_linear as direct
 
 
 def has_products() -> bool:

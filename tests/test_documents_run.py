@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.models.kept import models_path
+from cacheblend_rag.models.model_folders import models_path
 
 ROOT = Path(__file__).parent.parent
 MODELS = models_path()  # before any test sets another cache folder
@@ -78,7 +78,7 @@ def test_the_first_command_answers_with_sources_and_a_comparison(tmp_path: Path)
     assert install == 'pip install -c constraints.txt ".[app]"'
     program, *arguments = shlex.split(ask)
     assert program == "cacheblend-rag"
-    output = run([sys.executable, "-m", "cacheblend_rag.cli", *arguments, *QUICKLY], tmp_path)
+    output = run([sys.executable, "-m", "cacheblend_rag.app.cli", *arguments, *QUICKLY], tmp_path)
     answer = re.search(r"^Answer: +(.*)$", output, re.MULTILINE)
     assert answer is not None
     assert "1963" in answer[1]

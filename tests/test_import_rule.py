@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -14,54 +15,41 @@ PACKAGE = Path(__file__).parent.parent / "cacheblend_rag"
 NAME = "cacheblend_rag"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# A module may import from layers below its own, and from its own room. The longest name that
-# fits a module decides its room.
-LAYERS: tuple[tuple[str, ...], ...] = (
-    ("cli", "server"),
-    ("evaluation",),
-    ("folder_rag",),
+# From the top down; a room imports from rooms further down, never from its neighbours in a row.
+ORDER = (
     ("app",),
-    ("langchain", "llama_index", "retrieval"),
-    ("modelfields",),
-    ("noticing", "engine", "conversation"),
-    ("guard", "warming"),
-    ("pipeline",),
-    ("steering", "finals", "lookup"),
-    ("prompt", "loading", "fusor", "decode", "streaming", "writeback", "batching", "making"),
-    ("store", "report", "gate"),
-    ("models",),
-    ("config", "checks", "errors"),
+    ("calibration",),
+    ("langchain", "llama_index"),
+    ("retrieval", "engine"),
+    ("fusor", "loading"),
+    ("store",),
+    ("models", "prompt"),
+    ("report",),
+    ("config",),
+    ("errors",),
 )
-# Rooms that see only part of what lies below them.
-FORBIDDEN = {
-    "fusor": ("store", "loading", "prompt", "pipeline", "engine"),
-    "loading": ("fusor", "prompt", "pipeline", "engine"),
-    "prompt": ("store", "loading", "fusor", "models"),
-    "streaming": ("store", "loading", "fusor", "models", "prompt"),
-    "writeback": ("store", "loading", "fusor", "models", "prompt"),
-    "report": ("store", "models"),
-    "gate": ("store", "models"),
-}
+# It receives an iterator of per-layer KV.
+FORBIDDEN = {"fusor": ("store",)}
 # The only homes of an outside package, at module level or within a function.
 HOMES = {
     # The fusor's check at load names transformers' version, no more.
-    "transformers": ("models", "decode", "engine", "fusor.selfcheck", "retrieval", "evaluation"),
+    "transformers": ("models", "engine", "fusor.self_check", "retrieval", "calibration"),
     "diskcache": ("store.disk",),
     "faiss": ("retrieval", "llama_index.vector_store"),
     "sentence_transformers": ("retrieval", "llama_index.embedding"),
     "langchain": ("langchain",),
-    "langchain_core": ("langchain", "retrieval", "folder_rag", "evaluation", "cli", "server"),
-    "langchain_classic": ("langchain", "folder_rag", "cli", "server"),
+    "langchain_core": ("langchain", "retrieval", "calibration", "app"),
+    "langchain_classic": ("langchain", "app"),
     "langchain_text_splitters": ("langchain", "retrieval"),
     "llama_index": ("llama_index",),
-    "llama_cpp": (),
     "peft": ("models.lora",),
     "gguf": ("models.gguf",),
     "datasets": (),
-    "fastapi": ("server",),
-    "starlette": ("server",),
-    "uvicorn": ("server",),
-    "prometheus_client": ("server",),
+    "llama_cpp": (),
+    "fastapi": ("app.server",),
+    "starlette": ("app.server",),
+    "uvicorn": ("app.server",),
+    "prometheus_client": ("app.server",),
 }
 MAX_FUNCTION = 60
 
@@ -76,10 +64,7 @@ def room_of(module: str) -> str:
 
 
 def rank_of(module: str) -> int | None:
-    for rank, rooms in enumerate(LAYERS):
-        if room_of(module) in rooms:
-            return rank
-    return None
+    return next((rank for rank, rooms in enumerate(ORDER) if room_of(module) in rooms), None)
 
 
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
@@ -109,27 +94,10 @@ def breaches(module: str, imported: str) -> str | None:
         return None  # the package's own front, whose names are imported on first use
     own, other = rank_of(module), rank_of(target)
     if own is None or other is None:
-        return "a room that has no layer"
-    if room_of(module) == room_of(target):
-        return None
-    if other < own or room_of(target) in FORBIDDEN.get(room_of(module), ()):
-        return f"{room_of(module)} lies beneath or apart from {room_of(target)}"
-    if own == other and {room_of(module), room_of(target)} not in ALLOWED_ACROSS:
-        return f"{room_of(module)} and {room_of(target)} lie side by side"
+        return "a room that has no place in the order"
+    if room_of(module) != room_of(target) and (other <= own or room_of(target) in FORBIDDEN.get(room_of(module), ())):
+        return f"{room_of(module)} lies beneath or beside {room_of(target)}"
     return None
-
-
-# Rooms of one layer that know each other, in one direction at a time (see the test of circles).
-ALLOWED_ACROSS: tuple[set[str], ...] = (
-    {"engine", "noticing"},
-    {"cli", "server"},
-    {"langchain", "retrieval"},
-    {"llama_index", "retrieval"},
-    {"config", "errors"},
-    {"config", "checks"},
-    {"checks", "errors"},
-    {"store", "report"},
-)
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)
@@ -143,41 +111,30 @@ def test_imports_run_downward(path: Path) -> None:
     assert wrong == []
 
 
-def test_rooms_form_no_circle() -> None:
-    seen: dict[str, set[str]] = {}
-    for path in FILES:
-        for _, imported in imports_of(path):
-            target, own = room_of(imported.removeprefix(NAME + ".")), room_of(module_of(path))
-            if imported.startswith(NAME + ".") and rank_of(target) is not None and own and target != own:
-                seen.setdefault(own, set()).add(target)
-    order: list[str] = []
-
-    def visit(room: str, above: tuple[str, ...]) -> None:
-        assert room not in above, " → ".join((*above, room))
-        if room not in order:
-            for below in sorted(seen.get(room, ())):
-                visit(below, (*above, room))
-            order.append(room)
-
-    for room in sorted(seen):
-        visit(room, ())
-    assert {"engine", "fusor", "store"} <= set(order)
+def test_modules_form_no_circle() -> None:
+    """Also within a room, and wherever in a file an import stands."""
+    modules = {module_of(path): path for path in FILES}
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        names = {imported.removeprefix(NAME).removeprefix(".") for _, imported in imports_of(path)}
+        graph[module] = {name for name in names if name in modules and name != module}
+    assert len(list(TopologicalSorter(graph).static_order())) == len(modules)
 
 
 @pytest.mark.parametrize(
     ("module", "imported"),
     [
-        ("fusor.fusor", "cacheblend_rag.store.base"),
+        ("fusor.blend", "cacheblend_rag.store.base"),
         ("fusor.mask", "cacheblend_rag.loading"),
-        ("config", "cacheblend_rag.engine"),
-        ("store.base", "cacheblend_rag.pipeline"),
+        ("config", "cacheblend_rag.engine.engine"),
+        ("store.base", "cacheblend_rag.engine.pipeline"),
         ("store.memory", "diskcache"),
-        ("fusor.fusor", "transformers"),
-        ("pipeline", "transformers.cache_utils"),
-        ("engine", "faiss"),
-        ("engine", "cacheblend_rag.langchain"),
+        ("fusor.blend", "transformers"),
+        ("loading.controller", "transformers.cache_utils"),
+        ("engine.engine", "faiss"),
+        ("engine.engine", "cacheblend_rag.langchain"),
         ("models.adapter", "cacheblend_rag.store.base"),
-        ("prompt.tokens", "cacheblend_rag.fusor"),
+        ("prompt.tokenizer", "cacheblend_rag.models"),
         ("nowhere", "cacheblend_rag.config"),
     ],
 )
@@ -213,6 +170,7 @@ def test_every_module_says_what_it_is_and_asserts_nothing(path: Path) -> None:
 def test_the_package_holds_no_weights_and_knows_nothing_of_its_tests() -> None:
     kept = [path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert [path for path in kept if path.suffix in (".safetensors", ".bin", ".pt", ".gguf")] == []
+    assert {path.name for path in PACKAGE.glob("*.py")} == {"__init__.py", "config.py", "errors.py", "report.py"}
     assert sum(path.stat().st_size for path in kept) < 4_000_000
     for path in FILES:
         outside = {imported.split(".")[0] for _, imported in imports_of(path)}
@@ -221,10 +179,8 @@ def test_the_package_holds_no_weights_and_knows_nothing_of_its_tests() -> None:
 
 def test_the_package_and_its_command_line_import_nothing_heavy() -> None:
     heavy = ["torch", "transformers", "faiss", "sentence_transformers", "diskcache"]
-    light = [name for name in ("", ".errors", ".config", ".cli") if (PACKAGE / f"{name[1:] or '__init__'}.py").exists()]
-    script = f"import sys, {', '.join(NAME + name for name in light)}; print([m for m in {heavy} if m in sys.modules])"
-    if (PACKAGE / "cli").is_dir():
-        script = script.replace("import sys,", f"import sys, {NAME}.cli,")
+    light = [NAME, *(f"{NAME}.{name}" for name in ("errors", "config", "report", "app.cli"))]
+    script = f"import sys, {', '.join(light)}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -10,8 +10,15 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from cacheblend_rag.app.collection import ARTICLES_PATH
-from cacheblend_rag.checks import check_choice, check_whole
-from cacheblend_rag.config import DEFAULT_EMBEDDER, DEFAULT_MODEL, DTYPES, BlendConfig, default_data_path
+from cacheblend_rag.config import (
+    DEFAULT_EMBEDDER,
+    DEFAULT_MODEL,
+    DTYPES,
+    BlendConfig,
+    check_choice,
+    check_whole,
+    default_data_path,
+)
 from cacheblend_rag.errors import ConfigError
 
 __all__ = ["FolderRAGOptions"]

@@ -1,5 +1,5 @@
 """FUSE: the layerwise blended pass."""
 
-from cacheblend_rag.fusor.fusor import Fusion, FusionPlan, fuse
+from cacheblend_rag.fusor.blend import Fusion, FusionPlan, fuse
 
 __all__ = ["Fusion", "FusionPlan", "fuse"]

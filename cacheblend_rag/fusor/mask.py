@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.attention import RowMask, as_places
+from cacheblend_rag.models.attention.rows import RowMask, as_places
 
 __all__ = ["kept_mask", "row_mask"]
 

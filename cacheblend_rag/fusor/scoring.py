@@ -9,7 +9,7 @@ import torch
 
 from cacheblend_rag.fusor.mask import kept_mask
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.attention import RowMask
+from cacheblend_rag.models.attention.rows import RowMask
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Rotaries
 

@@ -17,16 +17,16 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import Field
 
-from cacheblend_rag.conversation import CALL_END, HeldBack, check_choice, opening
-from cacheblend_rag.engine import DecodeArguments
-from cacheblend_rag.langchain.fields import AllFields, BlendFields
+from cacheblend_rag.engine.engine import DecodeArguments
+from cacheblend_rag.engine.streaming import TextStream
+from cacheblend_rag.langchain.base import AllFields, BlendFields
 from cacheblend_rag.langchain.messages import answer_texts, artifact_texts, places_of, render
 from cacheblend_rag.langchain.tools import call_chunks, parse_answer
 from cacheblend_rag.langchain.tracking import documents_of_run, known_chunks, note_found
-from cacheblend_rag.noticing import ChunkRegistry, Retrieved, notice
 from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.chat import CALL_END, HeldBack, check_choice, opening
+from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved, notice
 from cacheblend_rag.report import Generation
-from cacheblend_rag.streaming import TextStream
 
 __all__ = ["ChatCacheBlend"]
 

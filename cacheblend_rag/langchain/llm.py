@@ -14,10 +14,10 @@ from langchain_core.runnables import RunnableConfig
 from langchain_core.runnables.config import get_config_list
 
 from cacheblend_rag import report
+from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import CacheBlendError
-from cacheblend_rag.langchain.fields import AllFields, BlendFields
+from cacheblend_rag.langchain.base import AllFields, BlendFields
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.streaming import TextStream
 
 __all__ = ["CacheBlendLLM"]
 

@@ -16,8 +16,8 @@ from langchain_core.messages import (
     ToolMessage,
 )
 
-from cacheblend_rag.conversation import render_turns
 from cacheblend_rag.errors import PromptError
+from cacheblend_rag.prompt.chat import render_turns
 
 __all__ = ["Places", "answer_texts", "artifact_texts", "places_of", "render"]
 

@@ -10,7 +10,7 @@ from langchain_core.messages import AnyMessage, HumanMessage, SystemMessage, Too
 
 from cacheblend_rag.errors import MissingExtraError
 from cacheblend_rag.langchain.messages import artifact_texts
-from cacheblend_rag.noticing import known_chunks
+from cacheblend_rag.prompt.matching import known_chunks
 
 try:
     from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse

@@ -9,7 +9,7 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.noticing import known_chunks
+from cacheblend_rag.prompt.matching import known_chunks
 
 __all__ = ["CacheBlendRetriever"]
 

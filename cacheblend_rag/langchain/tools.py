@@ -10,7 +10,7 @@ from typing import Any
 from langchain_core.messages import AIMessage
 from langchain_core.messages.tool import ToolCallChunk, invalid_tool_call, tool_call, tool_call_chunk
 
-from cacheblend_rag.conversation import Call, parse_calls
+from cacheblend_rag.prompt.chat import Call, parse_calls
 
 __all__ = ["call_chunks", "parse_answer"]
 

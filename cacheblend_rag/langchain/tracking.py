@@ -29,8 +29,8 @@ from langchain_core.messages import BaseMessage, ToolMessage
 from langchain_core.runnables.config import var_child_runnable_config
 from langchain_core.tracers.context import register_configure_hook
 
-from cacheblend_rag.noticing import ChunkRegistry, Retrieved, known_chunks, note_rewritten, warn_of_missing
 from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved, known_chunks, note_rewritten, warn_of_missing
 
 __all__ = [
     "RunDocuments",

@@ -9,7 +9,7 @@ from langchain_core.documents import Document
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.langchain.fields import BlendFields
+from cacheblend_rag.langchain.base import BlendFields
 from cacheblend_rag.report import WarmReport
 
 __all__ = ["warm_vectorstore"]

@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from cacheblend_rag.conversation import HeldBack
-from cacheblend_rag.engine import DecodeArguments
-from cacheblend_rag.modelfields import ModelFields
+from cacheblend_rag.engine.engine import DecodeArguments
+from cacheblend_rag.engine.llm_base import ModelFields
 from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.chat import HeldBack
 from cacheblend_rag.report import Generation
 
 __all__ = ["ModelCall", "Said"]

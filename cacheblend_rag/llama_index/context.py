@@ -16,7 +16,9 @@ from llama_index.core.base.llms.types import ChatMessage, MessageRole
 
 from cacheblend_rag.llama_index.parts import find_parts
 from cacheblend_rag.llama_index.tracking import recent_nodes
-from cacheblend_rag.noticing import (
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.forms import CUT_LEAST, change_of, solid
+from cacheblend_rag.prompt.matching import (
     Match,
     Retrieved,
     WrittenForm,
@@ -27,8 +29,6 @@ from cacheblend_rag.noticing import (
     places_of_documents,
     rebuild,
 )
-from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.forms import CUT_LEAST, change_of, solid
 
 __all__ = ["CONTEXT_NAMES", "Hint", "MarkedMessages", "MarkedText", "see"]
 

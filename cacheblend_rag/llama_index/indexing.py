@@ -17,7 +17,7 @@ from pydantic import Field
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.llama_index.llm import CacheBlendLLM
 from cacheblend_rag.llama_index.tracking import node_texts, recent_nodes
-from cacheblend_rag.noticing import chunk_text, written_forms
+from cacheblend_rag.prompt.matching import chunk_text, written_forms
 from cacheblend_rag.report import WarmReport
 
 __all__ = ["CacheBlendPrecompute", "erasing", "forget_nodes", "index_nodes", "warm_index"]

@@ -32,17 +32,17 @@ from llama_index.core.tools import BaseTool
 from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 
 from cacheblend_rag.config import BlendConfig, BlendOptions
-from cacheblend_rag.conversation import CALL_END, check_choice, offers_tools, opening
-from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, ModelFields
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.llama_index.answering import ModelCall, R, Said
 from cacheblend_rag.llama_index.context import CONTEXT_NAMES, Hint, MarkedMessages, MarkedText, see
 from cacheblend_rag.llama_index.events import CacheBlendEvent
 from cacheblend_rag.llama_index.messages import ByTemplate, answer_message
 from cacheblend_rag.llama_index.tracking import answers_noted, documents_retrieved, switch_on
-from cacheblend_rag.modelfields import AnswerFields, EngineFields, ModelFields
-from cacheblend_rag.noticing import chunk_text
 from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.chat import CALL_END, check_choice, offers_tools, opening
+from cacheblend_rag.prompt.matching import chunk_text
 
 __all__ = ["CacheBlendLLM"]
 

@@ -16,8 +16,8 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 
-from cacheblend_rag.conversation import Call, parse_calls, render_turns
 from cacheblend_rag.errors import PromptError
+from cacheblend_rag.prompt.chat import Call, parse_calls, render_turns
 
 __all__ = ["ByTemplate", "answer_message", "turns_of"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from cacheblend_rag.noticing import Match
+from cacheblend_rag.prompt.matching import Match
 
 __all__ = ["find_parts"]
 

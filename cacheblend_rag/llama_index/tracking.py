@@ -25,7 +25,14 @@ from llama_index.core.instrumentation.span_handlers import BaseSpanHandler
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 
 from cacheblend_rag.llama_index.parts import find_parts
-from cacheblend_rag.noticing import ChunkRegistry, Retrieved, chunk_text, known_chunks, note_form, warn_of_missing
+from cacheblend_rag.prompt.matching import (
+    ChunkRegistry,
+    Retrieved,
+    chunk_text,
+    known_chunks,
+    note_form,
+    warn_of_missing,
+)
 from cacheblend_rag.report import BlendReport, DocumentUse
 
 __all__ = [

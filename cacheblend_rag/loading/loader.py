@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from cacheblend_rag.loading.gpu_loader import blocks_of, load_streamed
 from cacheblend_rag.loading.reader import LayerReader
-from cacheblend_rag.loading.streamed import blocks_of, load_streamed
 from cacheblend_rag.models.kv import LayerKV
 
 __all__ = [

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from cacheblend_rag.errors import RecordError
-from cacheblend_rag.loading.lanes import Lane, lane_to
+from cacheblend_rag.loading.host_to_device import Lane, lane_to
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.store.base import StoredKV
 

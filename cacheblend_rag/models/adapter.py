@@ -14,24 +14,18 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from cacheblend_rag.errors import UnsupportedModelError
-from cacheblend_rag.models.attention import RowMask, as_added, attend_rows, telling, use_row_attention
-from cacheblend_rag.models.caches import Enough, LastLayer, ScatterCache
+from cacheblend_rag.models.attention.rows import RowMask, as_added, attend_rows, telling, use_row_attention
+from cacheblend_rag.models.cache import Enough, GrowingLayer, LastLayer, ScatterCache, let_grow
+from cacheblend_rag.models.cpu.rowwise import computed_in_blocks, row_by_row
 from cacheblend_rag.models.families import family_of
-from cacheblend_rag.models.fingerprint import ModelIdentity
 from cacheblend_rag.models.gpu import has_kernels
-from cacheblend_rag.models.growing import GrowingLayer, let_grow
+from cacheblend_rag.models.identity import ModelIdentity
 from cacheblend_rag.models.kv import LayerKV, Prefill, SegmentKV
 from cacheblend_rag.models.lora import unwrapped
-from cacheblend_rag.models.modes import evaluating, is_compiled
-from cacheblend_rag.models.parts import misshapen, part_of
-from cacheblend_rag.models.positions import Positions
-from cacheblend_rag.models.rope import Rotaries, rotate
-from cacheblend_rag.models.rowwise import computed_in_blocks, row_by_row
+from cacheblend_rag.models.modules import StandIns, evaluating, is_compiled, misshapen, part_of, twins_of
+from cacheblend_rag.models.rope import Positions, Rotaries, rotate
 from cacheblend_rag.models.segments import cut_out, noting_inputs
-from cacheblend_rag.models.shape import ModelShape, layer_shape
-from cacheblend_rag.models.stand_in import StandIns
-from cacheblend_rag.models.twin import twins_of
-from cacheblend_rag.models.window import context_window
+from cacheblend_rag.models.shape import ModelShape, context_window, layer_shape
 
 if TYPE_CHECKING:
     from cacheblend_rag.models.gpu.plain import PlainLayers

@@ -25,7 +25,7 @@ from transformers.utils import logging
 from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
 from cacheblend_rag.models.families import FAMILIES
 from cacheblend_rag.models.identity import known_fingerprint, remember_fingerprint
-from cacheblend_rag.models.kept import made_once, models_path, part_folder, sha256_of
+from cacheblend_rag.models.model_folders import made_once, models_path, part_folder, sha256_of
 from cacheblend_rag.models.shape import head_width
 
 __all__ = ["ARCHITECTURES", "CONVERTER", "convert", "gguf_path", "is_gguf", "opened_gguf"]

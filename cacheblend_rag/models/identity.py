@@ -1,8 +1,4 @@
-"""Fingerprints of models on disk, so that weights are not read through again at every load.
-
-The files of a model folder are told apart by their inode, size and times of change, as build tools
-and git do. What is kept is a hash of that and the fingerprint; never anything of the model itself.
-"""
+"""Identity of a model: what a KV record must have been computed with."""
 
 from __future__ import annotations
 
@@ -11,6 +7,8 @@ import json
 import logging
 import os
 import tempfile
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,175 @@ import transformers
 from transformers.utils import cached_file
 
 from cacheblend_rag.config import default_data_path
-from cacheblend_rag.models.fingerprint import ADAPTER_VERSION
+from cacheblend_rag.models.lora import AdaptedLayer, adapted_layers, own_weights
 
-__all__ = ["files_identity", "known_fingerprint", "known_names", "remember_fingerprint"]
+__all__ = [
+    "ADAPTER_VERSION",
+    "ModelIdentity",
+    "files_identity",
+    "fingerprint",
+    "fingerprint_in",
+    "known_fingerprint",
+    "known_names",
+    "remember_fingerprint",
+]
+
+# Raise when the same weights would no longer give the same stored KV.
+ADAPTER_VERSION = 1
+_SAMPLE_BYTES = 16_384
+# Elements of each adapter's tensor that are looked at for every request, and states whose identity is kept.
+_SAMPLES = 8
+_STATES = 64
+# Entries of a config that do not change what the model computes.
+_VOLATILE = (
+    "_name_or_path",
+    "name_or_path",
+    "transformers_version",
+    "_attn_implementation",
+    "use_cache",
+    "architectures",
+)
+
+
+def fingerprint(model: Any) -> str:
+    """Hash of a model's config, element type and weights; adapters count only as far as they are merged into these.
+
+    Each tensor goes in by name, shape, its first and last bytes, and an integer sum over each of
+    its rows, so that a fine-tune under the same name differs however few weights it moved.
+
+    Parameters
+    ----------
+    model : transformers PreTrainedModel
+
+    Returns
+    -------
+    str
+        64 hexadecimal digits.
+    """
+    config = {key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE}
+    digest = hashlib.sha256(json.dumps([ADAPTER_VERSION, config], sort_keys=True, default=str).encode())
+    with torch.no_grad():
+        for name, weight in sorted(own_weights(model)):
+            for path, tensor in _tensors(name, weight):
+                digest.update(f"{path}{tuple(tensor.shape)}{tensor.dtype}".encode())
+                digest.update(_content(tensor))
+    return digest.hexdigest()
+
+
+class ModelIdentity:
+    """Identity of a model whose LoRA adapters may be switched between two requests.
+
+    It says what the model computes with: its own weights, merged adapters in them, and the active adapters, whatever
+    their names. Without an active adapter it is that of the model's own weights.
+
+    Parameters
+    ----------
+    model : transformers PreTrainedModel
+    own : str, optional
+        `fingerprint` of the model, where it is known already.
+    """
+
+    def __init__(self, model: Any, own: str | None = None) -> None:
+        self._model = model
+        layers = adapted_layers(model)
+        self._own = own or fingerprint(model)
+        self._own_state, self._paths = _merged_state(layers), _paths(layers)
+        self._known: OrderedDict[bytes, str] = OrderedDict()
+        self.value = self._of(layers)
+        """Identity when it was last looked at."""
+
+    def refresh(self) -> bool:
+        """Look at the adapters again; whether the model's own weights are others now.
+
+        What is looked at for every request is how adapters stand and where and of which version their tensors are, with
+        a few elements of each. All of them are read only in a state that was not met before.
+        """
+        layers = adapted_layers(self._model)
+        merged, paths = _merged_state(layers), _paths(layers)
+        changed = merged != self._own_state or not self._paths <= paths
+        if changed:
+            self._own = fingerprint(self._model)
+            self._known.clear()
+        self._own_state, self._paths = merged, paths
+        self.value = self._of(layers)
+        return changed
+
+    def _of(self, layers: Sequence[AdaptedLayer]) -> str:
+        active = [layer for layer in layers if layer.tensors and not layer.merged]
+        if not active:
+            return self._own
+        state = _state(active)
+        if state not in self._known:
+            self._known[state] = self._hashed(active)
+            if len(self._known) > _STATES:
+                self._known.popitem(last=False)
+        return self._known[state]
+
+    def _hashed(self, active: Sequence[AdaptedLayer]) -> str:
+        digest = hashlib.sha256(self._own.encode())
+        for layer in active:
+            digest.update(repr(layer.facts).encode())
+            for name, tensor in layer.tensors:
+                digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+                digest.update(_content(tensor))
+        return digest.hexdigest()
+
+
+def _paths(layers: Sequence[AdaptedLayer]) -> frozenset[str]:
+    return frozenset(layer.path for layer in layers)
+
+
+def _merged_state(layers: Sequence[AdaptedLayer]) -> bytes:
+    """What the model's own weights depend on, as far as adapters change them."""
+    return _state([layer for layer in layers if layer.merged])
+
+
+@torch.no_grad()
+def _state(layers: Sequence[AdaptedLayer]) -> bytes:
+    """How adapters stand, and what their tensors are as far as every request can afford to ask."""
+    tensors = [tensor.detach() for layer in layers for _, tensor in layer.tensors]
+    seen = [(id(tensor), _version(tensor), tensor.data_ptr()) for layer in layers for _, tensor in layer.tensors]
+    digest = hashlib.sha256(repr(([(layer.facts, layer.merged) for layer in layers], seen)).encode())
+    # Writing through ``.data`` moves no version, and memory that was given back may come again.
+    parts = [tensor.flatten()[:: max(1, tensor.numel() // _SAMPLES)].float() for tensor in tensors]
+    if parts:
+        digest.update(torch.cat(parts).cpu().numpy().tobytes())
+    return digest.digest()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def fingerprint_in(model_fingerprint: str, regime: int) -> str:
+    """Identity of a model within a frequency regime; KV of one regime is of no use to another."""
+    if not regime:
+        return model_fingerprint
+    return hashlib.sha256(f"{model_fingerprint} beyond {regime} tokens".encode()).hexdigest()
+
+
+def _tensors(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A weight by its name, or what a quantised weight is made of (codes, scales)."""
+    take_apart = getattr(weight, "__tensor_flatten__", None)
+    if take_apart is None:
+        yield name, weight
+        return
+    for part in take_apart()[0]:
+        yield from _tensors(f"{name}.{type(weight).__name__}.{part}", getattr(weight, part))
+
+
+def _content(tensor: torch.Tensor) -> bytes:
+    data = tensor.detach().contiguous()
+    rows = data.shape[0] if data.dim() > 1 and data.numel() else 1
+    data = data.flatten()
+    if data.is_floating_point() or data.is_complex():
+        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+        data = data.view(whole.get(data.element_size(), torch.int64))
+    sums = data.view(rows, -1).sum(dim=1, dtype=torch.int64).cpu()  # [rows]
+    edge = max(1, _SAMPLE_BYTES // data.element_size())
+    ends = torch.cat((data[:edge], data[-edge:])).cpu().contiguous()
+    return sums.numpy().tobytes() + ends.view(torch.uint8).numpy().tobytes()
+
 
 _log = logging.getLogger(__name__)
 _MOST_ENTRIES = 256

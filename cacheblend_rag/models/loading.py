@@ -1,4 +1,4 @@
-"""Loading a model and its tokenizer by id or path."""
+"""Loading a model and its tokenizer by id or path, in an element type the machine can compute."""
 
 from __future__ import annotations
 
@@ -15,17 +15,71 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import find_adapter_config_file
 
-from cacheblend_rag.checks import check_choice
-from cacheblend_rag.config import DTYPES, flag_from_environment
+from cacheblend_rag.config import DTYPES, check_choice, flag_from_environment
 from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError
-from cacheblend_rag.models.element_type import type_to_load
-from cacheblend_rag.models.fingerprint import fingerprint
 from cacheblend_rag.models.gguf import is_gguf, opened_gguf
-from cacheblend_rag.models.identity import files_identity, known_fingerprint, remember_fingerprint
+from cacheblend_rag.models.identity import files_identity, fingerprint, known_fingerprint, remember_fingerprint
+from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.models.shape import head_width
 from cacheblend_rag.models.starters import starter_folder, starter_named
 
-__all__ = ["KVGeometry", "LoadedModel", "load_geometry", "load_model"]
+__all__ = ["KVGeometry", "LoadedModel", "in_hardware", "load_geometry", "load_model", "type_to_load"]
+
+_IN_HARDWARE = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+# Largest share of the machine's memory that float32 weights take without being asked for; KV and passes need the rest.
+_SHARE = 0.75
+
+
+def type_to_load(config: Any, device: torch.device) -> str:
+    """The checkpoint's type, but float32 on a CPU that has no products of that type.
+
+    There, PyTorch multiplies many times more slowly than in float32 (docs/performance.md). The type follows from the
+    processor and the checkpoint, not from what else runs: KV that was stored on one day is found on the next.
+
+    Parameters
+    ----------
+    config : transformers PretrainedConfig
+    device : torch.device
+
+    Returns
+    -------
+    {"auto", "float32"}
+        As transformers' ``from_pretrained`` takes it; ``"auto"`` is the checkpoint's.
+
+    Raises
+    ------
+    ConfigError
+        If float32 weights would take more than three quarters of the machine's memory.
+    """
+    stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+    if device.type != "cpu" or stored not in _IN_HARDWARE or in_hardware(stored) is not False:
+        return "auto"
+    if getattr(config, "quantization_config", None) is not None:
+        return "auto"
+    needed, total = 4 * _parameters(config), total_memory()
+    if total is not None and needed > _SHARE * total:
+        name = str(stored).removeprefix("torch.")
+        raise ConfigError(
+            "dtype",
+            "auto",
+            f"use dtype={name!r}, several times slower here: this processor has no {name} products, and weights in "
+            f"float32 take {needed:,} bytes of a memory of {total:,}",
+        )
+    return "float32"
+
+
+def in_hardware(dtype: torch.dtype) -> bool | None:
+    """Whether the processor has products of a half-wide type; None where PyTorch does not say."""
+    try:
+        return bool(getattr(torch.ops.mkldnn, _IN_HARDWARE[dtype])())
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _parameters(config: Any) -> int:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.models.kv import SegmentKV
-from cacheblend_rag.models.queries import as_kv_layers
+from cacheblend_rag.models.kv import SegmentKV, as_kv_layers
 from cacheblend_rag.models.rope import Rotaries, unrotate
 
 __all__ = ["cut_out", "noting_inputs"]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from cacheblend_rag.errors import ModelLoadError
-from cacheblend_rag.models.kept import is_whole, made_once, models_path, sha256_of
+from cacheblend_rag.models.model_folders import is_whole, made_once, models_path, sha256_of
 
 __all__ = ["STARTERS", "Starter", "is_fetched", "starter_folder", "starter_named", "starter_path"]
 

@@ -2,7 +2,7 @@
 
 from cacheblend_rag.prompt.fitting import Fitted, check_all_fit, fitted
 from cacheblend_rag.prompt.prompt import DocumentPlace, Prompt
-from cacheblend_rag.prompt.tokens import PromptTokenizer, Span, TokenizedChunk, TokenizedPrompt
+from cacheblend_rag.prompt.tokenizer import PromptTokenizer, Span, TokenizedChunk, TokenizedPrompt
 
 __all__ = [
     "DocumentPlace",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cacheblend_rag.errors import ContextLengthError, PromptError
 from cacheblend_rag.prompt.prompt import Prompt
-from cacheblend_rag.prompt.tokens import PromptTokenizer, TokenizedPrompt
+from cacheblend_rag.prompt.tokenizer import PromptTokenizer, TokenizedPrompt
 
 __all__ = ["Fitted", "check_all_fit", "fitted"]
 

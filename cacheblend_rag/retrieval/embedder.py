@@ -13,7 +13,7 @@ from langchain_core.embeddings import Embeddings
 
 from cacheblend_rag.errors import ConfigError, EmbedderError, ModelLoadError
 from cacheblend_rag.models.starters import starter_folder, starter_named
-from cacheblend_rag.retrieval.probes import Probes, probe
+from cacheblend_rag.retrieval.embedder_fingerprint import Probes, probe
 from cacheblend_rag.retrieval.vectors import Vectors, as_matrix
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class SharedEmbeddings(Embeddings):
 
     @cached_property
     def probes(self) -> Probes:
-        """What tells this model from another; see `cacheblend_rag.retrieval.probes`."""
+        """What tells this model from another; see `cacheblend_rag.retrieval.embedder_fingerprint`."""
 
         def embed(texts: Sequence[str]) -> Vectors:
             return as_matrix(self.embed_documents(list(texts)), len(texts))

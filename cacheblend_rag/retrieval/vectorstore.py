@@ -20,7 +20,7 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
 
 from cacheblend_rag.errors import ConfigError, EmbedderError
-from cacheblend_rag.noticing import known_chunks
+from cacheblend_rag.prompt.matching import known_chunks
 from cacheblend_rag.retrieval.saved import IndexDamagedError, SavedIndex, read_index, write_index
 from cacheblend_rag.retrieval.vectors import Vectors, as_matrix, check_count, marginal_relevance
 

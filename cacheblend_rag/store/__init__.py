@@ -2,8 +2,8 @@
 
 from cacheblend_rag.store.base import BaseStore, KVRecord, KVStore, RecordInfo, StoredKV, StoreStats, record_key
 from cacheblend_rag.store.disk import DiskEntry, DiskStore
+from cacheblend_rag.store.factory import open_store
 from cacheblend_rag.store.memory import MemoryStore
-from cacheblend_rag.store.opening import open_store
 from cacheblend_rag.store.record import RecordFormat
 from cacheblend_rag.store.tiered import TieredStore
 

@@ -22,9 +22,9 @@ import filelock
 from cacheblend_rag.config import parse_bytes
 from cacheblend_rag.errors import RecordError, StoreError
 from cacheblend_rag.store.base import BaseStore, KVRecord, OnEvict, RecordInfo, StoredKV, StoreStats, discard
+from cacheblend_rag.store.encryption import Seal
 from cacheblend_rag.store.readonly import DiskEntry, ReadOnlyCache
 from cacheblend_rag.store.record import FileRecord, RecordFormat, encode_pieces, record_bytes
-from cacheblend_rag.store.sealing import Seal
 
 __all__ = ["DiskEntry", "DiskStore"]
 

@@ -32,7 +32,7 @@ import xxhash
 from cacheblend_rag.errors import MissingExtraError, RecordError, StoreError
 from cacheblend_rag.store.base import KVRecord, RecordInfo
 from cacheblend_rag.store.codecs import CODECS, DTYPES, Codec, codec_named
-from cacheblend_rag.store.sealing import SEAL_BYTES, Seal
+from cacheblend_rag.store.encryption import SEAL_BYTES, Seal
 
 __all__ = ["FileRecord", "RecordFormat", "encode_pieces", "encode_record", "record_bytes"]
 

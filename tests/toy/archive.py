@@ -15,15 +15,7 @@ from dataclasses import dataclass, field
 from cacheblend_rag.errors import ConfigError
 from tests.toy.names import SPLITS, Split, draw, draw_people
 from tests.toy.passages import PLAIN, Sayable, Style, write_profile, write_report, write_sequel
-from tests.toy.relations import (
-    BRIDGES,
-    PROFILE_RELATIONS,
-    RELATIONS,
-    REPORT_RELATIONS,
-    VALUES,
-    EntityKind,
-    Relation,
-)
+from tests.toy.relations import BRIDGES, PROFILE_RELATIONS, RELATIONS, REPORT_RELATIONS, VALUES, EntityKind, Relation
 from tests.toy.wide import WIDE, WIDE_RELATIONS
 
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cacheblend_rag.checks import check_choice, check_whole
+from cacheblend_rag.calibration.evaluation.cases import EvalCase, Passage
+from cacheblend_rag.config import check_choice, check_whole
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.quality.cases import EvalCase, Passage
 from tests.toy.measure import Case, held_out_cases
 from tests.toy.questions import QUESTION_KINDS, WIDE_KINDS, QuestionKind
 

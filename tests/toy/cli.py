@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         collection.QUESTIONS_PATH = Path(folder) / "questions.jsonl"
         write_questions(collection.QUESTIONS_PATH)
-        from cacheblend_rag.cli import main as run
+        from cacheblend_rag.app.cli import main as run
 
         return run(arguments)
 

@@ -11,14 +11,7 @@ from typing import Any
 from tests.toy.archive import NUMBERS, Entity, Fact, Passage, Town, TownSize, bridges_in, build_town
 from tests.toy.names import Split
 from tests.toy.prompts import FORMATS, SEPARATORS, PromptFormat
-from tests.toy.questions import (
-    WIDE_KINDS,
-    Question,
-    QuestionKind,
-    ask_all,
-    order_passages,
-    predicate_of,
-)
+from tests.toy.questions import WIDE_KINDS, Question, QuestionKind, ask_all, order_passages, predicate_of
 from tests.toy.relations import COMPARISONS, RELATIONS
 from tests.toy.sequences import (
     ANSWER_WEIGHT,

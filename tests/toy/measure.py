@@ -25,7 +25,7 @@ from tests.toy.prompts import DEFAULT_SEPARATOR, STUFF, PromptFormat
 from tests.toy.questions import QUESTION_KINDS, WIDE_KINDS, ask_all, sample_prompt
 
 if TYPE_CHECKING:
-    from cacheblend_rag.engine import BlendEngine
+    from cacheblend_rag.engine.engine import BlendEngine
 
 Answer = Callable[[str, Sequence[str], str], str]
 """``answer(prefix, chunks, suffix)`` returns the generated text."""
@@ -274,7 +274,7 @@ def _answer(model: Any, tokenizer: Any, selection: str | None, rule: Mapping[str
     if selection is None:
         return plain_answer(model, tokenizer)
     from cacheblend_rag.config import BlendConfig
-    from cacheblend_rag.engine import BlendEngine
+    from cacheblend_rag.engine.engine import BlendEngine
 
     config = BlendConfig(selection=selection, **rule, min_tokens=0, size_limit="1GB")
     return blended_answer(BlendEngine(model, tokenizer, config=config))

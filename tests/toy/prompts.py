@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cacheblend_rag.prompt import formats
+from cacheblend_rag.prompt import chat as formats
 
 DEFAULT_SEPARATOR = " # # "
 SEPARATORS = (DEFAULT_SEPARATOR, DEFAULT_SEPARATOR, DEFAULT_SEPARATOR, "\n\n", "\n")

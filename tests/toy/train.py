@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.models.element_type import in_hardware
+from cacheblend_rag.models.loading import in_hardware
 from tests.toy import MODEL_PATH
 from tests.toy.attention import PRODUCT_ATTENTION, products_are_faster
 from tests.toy.batches import Batch, make_batches

@@ -9,11 +9,11 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection.all import SelectAll
 from cacheblend_rag.fusor.selection.base import FixedRule, LayerView, Measure, SelectionRule, StartView, budget, top
 from cacheblend_rag.fusor.selection.boundary import SelectBoundary
-from cacheblend_rag.fusor.selection.foreseen import SelectForeseen
 from cacheblend_rag.fusor.selection.gradual import SelectGradual
 from cacheblend_rag.fusor.selection.hkvd import SelectHKVD
 from cacheblend_rag.fusor.selection.mixed import SelectMixed
 from cacheblend_rag.fusor.selection.none import SelectNone
+from cacheblend_rag.fusor.selection.predicted_shift import SelectForeseen
 from cacheblend_rag.fusor.selection.query import SelectQuery
 from cacheblend_rag.fusor.selection.random import SelectRandom
 from cacheblend_rag.fusor.selection.threshold import SelectThreshold

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend_rag.checks import (
+from cacheblend_rag.config import (
+    METRICS,
+    BlendConfig,
     check_choice,
     check_layer_list,
     check_share,
     check_shares,
     flat_or_falling,
 )
-from cacheblend_rag.config import METRICS, BlendConfig
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule
 from cacheblend_rag.fusor.selection.hkvd import SelectHKVD

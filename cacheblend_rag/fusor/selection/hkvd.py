@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend_rag.checks import (
+from cacheblend_rag.config import (
+    METRICS,
+    BlendConfig,
     check_choice,
     check_fit,
     check_layer_list,
@@ -15,7 +17,6 @@ from cacheblend_rag.checks import (
     check_shares,
     flat_or_falling,
 )
-from cacheblend_rag.config import METRICS, BlendConfig
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView, budget, top
 

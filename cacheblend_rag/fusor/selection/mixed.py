@@ -7,14 +7,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from cacheblend_rag.checks import (
+from cacheblend_rag.config import (
+    METRICS,
+    BlendConfig,
     check_choice,
     check_fit,
     check_layer_list,
     check_share,
     check_shares,
 )
-from cacheblend_rag.config import METRICS, BlendConfig
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView, budget, top
 from cacheblend_rag.fusor.selection.boundary import first_of_chunks

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend_rag.checks import check_share
+from cacheblend_rag.config import check_share
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection.base import FixedRule, StartView, budget
 

@@ -7,8 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend_rag.checks import check_bound, check_choice, check_fit, check_layer_list, check_share
-from cacheblend_rag.config import METRICS, BlendConfig
+from cacheblend_rag.config import (
+    METRICS,
+    BlendConfig,
+    check_bound,
+    check_choice,
+    check_fit,
+    check_layer_list,
+    check_share,
+)
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView, above
 
 __all__ = ["SelectThreshold"]

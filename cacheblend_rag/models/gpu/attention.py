@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cacheblend_rag.models.gpu.listed import ListedKV, kernel_arguments
+from cacheblend_rag.models.gpu.pointer_table import ListedKV, kernel_arguments
 from cacheblend_rag.models.kv import LayerKV
 
 __all__ = ["attend_from"]

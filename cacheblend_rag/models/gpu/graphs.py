@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.models.attention import RowMask, by_position
+from cacheblend_rag.models.attention.rows import RowMask, by_position
 from cacheblend_rag.models.gpu.layer import FusedLayer
-from cacheblend_rag.models.gpu.listed import ListedKV
+from cacheblend_rag.models.gpu.pointer_table import ListedKV
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Rotary
 

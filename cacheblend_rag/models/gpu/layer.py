@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from cacheblend_rag.models.attention import RowMask, attend_rows
+from cacheblend_rag.models.attention.rows import RowMask, attend_rows
 from cacheblend_rag.models.gpu.attention import attend_from
-from cacheblend_rag.models.gpu.listed import ListedKV
+from cacheblend_rag.models.gpu.pointer_table import ListedKV
 from cacheblend_rag.models.gpu.rowwise import add_and_normalise, gate, normalise, place_rows
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Rotary

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cacheblend_rag.models.gpu.listed import ListedKV, kernel_arguments
+from cacheblend_rag.models.gpu.pointer_table import ListedKV, kernel_arguments
 from cacheblend_rag.models.kv import LayerKV
 
 __all__ = ["add_and_normalise", "gate", "normalise", "place_rows", "turn"]

@@ -17,11 +17,10 @@ from pathlib import Path
 
 import torch
 
-from cacheblend_rag.checks import check_choice
-from cacheblend_rag.config import METRICS
+from cacheblend_rag.calibration.bench.plotting import import_pyplot, save_figure
+from cacheblend_rag.calibration.prepared import PreparedPrompt
+from cacheblend_rag.config import METRICS, check_choice
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.plotting import import_pyplot, save_figure
-from cacheblend_rag.evaluation.prepared import PreparedPrompt
 from cacheblend_rag.fusor.scoring import attention_rows
 from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
 from cacheblend_rag.models.kv import LayerKV

@@ -15,12 +15,12 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.outputs import LLMResult
 
-from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.calibration.evaluation.journal import Journal
+from cacheblend_rag.calibration.evaluation.runner import EvalRun, Evaluation
+from cacheblend_rag.calibration.evaluation.subject import Subject, scored
+from cacheblend_rag.calibration.prepared import DEPTH
+from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, MissingExtraError
-from cacheblend_rag.evaluation.prepared import DEPTH
-from cacheblend_rag.evaluation.quality.journal import Journal
-from cacheblend_rag.evaluation.quality.runner import EvalRun, Evaluation
-from cacheblend_rag.evaluation.quality.subject import Subject, scored
 from cacheblend_rag.fusor.work import prefill_work
 from cacheblend_rag.langchain import CacheBlendLLM
 

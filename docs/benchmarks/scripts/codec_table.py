@@ -19,8 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.fusor.forcing import answer_log_probs, kl_divergence
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store.codecs import CODECS
 from tests.toy import MODEL_PATH

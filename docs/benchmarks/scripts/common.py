@@ -12,10 +12,10 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import LogitsProcessor
 
-from cacheblend_rag.cli.bench import add_machine_arguments, add_prompt_arguments, options_from
+from cacheblend_rag.app.cli.bench import add_machine_arguments, add_prompt_arguments, options_from
+from cacheblend_rag.calibration.bench.bench_plots import EDGE, bar_rows
+from cacheblend_rag.calibration.bench.benching import shown_seconds, table
 from cacheblend_rag.errors import CacheBlendError
-from cacheblend_rag.evaluation.bench_plots import EDGE, bar_rows
-from cacheblend_rag.evaluation.benching import shown_seconds, table
 
 __all__ = [
     "TokenClock",

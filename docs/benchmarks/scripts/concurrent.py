@@ -22,13 +22,13 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from cacheblend_rag.checks import check_whole
-from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.calibration.bench.bench_plots import titled
+from cacheblend_rag.calibration.bench.benching import bench_model, bench_prompt, machine, show_result, table, warmed
+from cacheblend_rag.calibration.bench.plotting import save_figure
+from cacheblend_rag.calibration.bench.shapes import BenchOptions
+from cacheblend_rag.config import check_whole
+from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.bench_plots import titled
-from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, machine, show_result, table, warmed
-from cacheblend_rag.evaluation.plotting import save_figure
-from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.prompt import Prompt
 from docs.benchmarks.scripts.common import TokenClock, greedy, prompt_parser, run_bench
 

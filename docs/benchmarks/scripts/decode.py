@@ -21,12 +21,19 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.calibration.bench.bench_plots import titled
+from cacheblend_rag.calibration.bench.benching import (
+    bench_model,
+    bench_prompt,
+    medians,
+    show_result,
+    timed_result,
+    warmed,
+)
+from cacheblend_rag.calibration.bench.plotting import save_figure
+from cacheblend_rag.calibration.bench.shapes import BenchOptions
+from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.bench_plots import titled
-from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, medians, show_result, timed_result, warmed
-from cacheblend_rag.evaluation.plotting import save_figure
-from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.prompt import Prompt
 from docs.benchmarks.scripts.common import (
     TokenClock,

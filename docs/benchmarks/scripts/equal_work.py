@@ -15,18 +15,12 @@ import statistics
 import sys
 from collections.abc import Sequence
 
-from cacheblend_rag.checks import check_share
-from cacheblend_rag.cli.evaluate import (
-    add_eval_arguments,
-    add_run_arguments,
-    numbers,
-    open_evaluation,
-    run_eval,
-)
+from cacheblend_rag.app.cli.evaluate import add_eval_arguments, add_run_arguments, numbers, open_evaluation, run_eval
+from cacheblend_rag.calibration.evaluation.methods import BLENDED, own_ratios, rule_of
+from cacheblend_rag.calibration.evaluation.runner import Evaluation
+from cacheblend_rag.calibration.prepared import PreparedPrompt
+from cacheblend_rag.config import check_share
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.prepared import PreparedPrompt
-from cacheblend_rag.evaluation.quality.methods import BLENDED, own_ratios, rule_of
-from cacheblend_rag.evaluation.quality.runner import Evaluation
 from cacheblend_rag.fusor.selection import SelectionRule
 from cacheblend_rag.prompt import PromptTokenizer
 from docs.benchmarks.scripts.common import reported, script_parser

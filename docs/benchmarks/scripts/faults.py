@@ -17,7 +17,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import RecordError, StoreError
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import Prompt

@@ -20,24 +20,24 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from cacheblend_rag.cli.evaluate import add_eval_arguments, open_evaluation
-from cacheblend_rag.engine import BlendEngine
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.benching import machine
-from cacheblend_rag.evaluation.plotting import import_pyplot
-from cacheblend_rag.evaluation.prepared import PreparedPrompt
-from cacheblend_rag.evaluation.quality.choosing import Ranker
-from cacheblend_rag.evaluation.quality.methods import BLENDED, own_ratios, rule_of
-from cacheblend_rag.evaluation.quality.plots import (
+from cacheblend_rag.app.cli.evaluate import add_eval_arguments, open_evaluation
+from cacheblend_rag.calibration.bench.benching import machine
+from cacheblend_rag.calibration.bench.plotting import import_pyplot
+from cacheblend_rag.calibration.evaluation.choosing import Ranker
+from cacheblend_rag.calibration.evaluation.methods import BLENDED, own_ratios, rule_of
+from cacheblend_rag.calibration.evaluation.plots import (
     draw_against,
     draw_least_work,
     draw_over_chunks,
     draw_over_ratio,
     drawn,
 )
-from cacheblend_rag.evaluation.quality.runner import EvalOptions, Evaluation
-from cacheblend_rag.evaluation.quality.sources import CaseSource
-from cacheblend_rag.evaluation.quality.summary import MethodRow, main_measure, write_summary
+from cacheblend_rag.calibration.evaluation.runner import EvalOptions, Evaluation
+from cacheblend_rag.calibration.evaluation.sources import CaseSource
+from cacheblend_rag.calibration.evaluation.summary import MethodRow, main_measure, write_summary
+from cacheblend_rag.calibration.prepared import PreparedPrompt
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import SelectNone
 from cacheblend_rag.loading import BlendSettings
 from cacheblend_rag.prompt import PromptTokenizer

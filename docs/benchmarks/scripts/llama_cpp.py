@@ -25,15 +25,15 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.cli.bench import add_ttft_arguments, options_from
-from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.app.cli.bench import add_ttft_arguments, options_from
+from cacheblend_rag.calibration.bench.bench_plots import draw_ttft
+from cacheblend_rag.calibration.bench.benching import show_result
+from cacheblend_rag.calibration.bench.shapes import bench_device
+from cacheblend_rag.calibration.bench.ttft import TTFTOptions, told
+from cacheblend_rag.calibration.bench.ttft import measure as measure_ttft
+from cacheblend_rag.calibration.comparison import Prefilled, kept_ids
+from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError
-from cacheblend_rag.evaluation.baselines import Prefilled, kept_ids
-from cacheblend_rag.evaluation.bench_plots import draw_ttft
-from cacheblend_rag.evaluation.benching import show_result
-from cacheblend_rag.evaluation.shapes import bench_device
-from cacheblend_rag.evaluation.ttft import TTFTOptions, told
-from cacheblend_rag.evaluation.ttft import measure as measure_ttft
 from cacheblend_rag.prompt import Prompt
 from docs.benchmarks.scripts.common import reported, script_parser
 from docs.benchmarks.scripts.gguf_file import KINDS, write_gguf

@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cacheblend_rag.calibration.bench.benching import bench_model, bench_prompt, machine, medians, show_result, table
+from cacheblend_rag.calibration.bench.plotting import save_figure
+from cacheblend_rag.calibration.bench.shapes import BenchOptions
+from cacheblend_rag.calibration.comparison import Prefilled, blended, time_rounds
+from cacheblend_rag.calibration.profiler import fit_blend, time_blends
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.baselines import Prefilled, blended, time_rounds
-from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, machine, medians, show_result, table
-from cacheblend_rag.evaluation.blend_timing import fit_blend, time_blends
-from cacheblend_rag.evaluation.plotting import save_figure
-from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.loading import Device, MachineProfile, PrefillProfile
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store import DiskStore, MemoryStore

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.evaluation.benching import machine, table
-from cacheblend_rag.evaluation.quality.statistics import interval
+from cacheblend_rag.calibration.bench.benching import machine, table
+from cacheblend_rag.calibration.evaluation.statistics import interval
 from cacheblend_rag.fusor.selection import (
     SelectBoundary,
     SelectForeseen,

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cacheblend_rag.calibration.bench.bench_plots import draw_ttft
+from cacheblend_rag.calibration.bench.plotting import pyplot_for
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.bench_plots import draw_ttft
-from cacheblend_rag.evaluation.plotting import pyplot_for
 from docs.benchmarks.scripts import concurrent, decode, hit_rates, loading, scaling, store, throughput, warm
 from docs.benchmarks.scripts.common import reported, script_parser
 

@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.checks import check_share, check_whole
+from cacheblend_rag.calibration.bench.benching import machine, show_result, shown_seconds, table
+from cacheblend_rag.calibration.bench.plotting import save_figure
+from cacheblend_rag.calibration.bench.shapes import shape_config
+from cacheblend_rag.config import check_share, check_whole
 from cacheblend_rag.errors import CacheBlendError, ConfigError
-from cacheblend_rag.evaluation.benching import machine, show_result, shown_seconds, table
-from cacheblend_rag.evaluation.plotting import save_figure
-from cacheblend_rag.evaluation.shapes import shape_config
 from docs.benchmarks.scripts.common import machine_parser, run_bench
 from docs.benchmarks.scripts.scaling_point import PointOptions
 

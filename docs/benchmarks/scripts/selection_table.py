@@ -19,14 +19,14 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.evaluation.prepared import PreparedPrompt
-from cacheblend_rag.evaluation.quality.journal import Journal
-from cacheblend_rag.evaluation.quality.statistics import Interval, interval, paired
+from cacheblend_rag.calibration.evaluation.journal import Journal
+from cacheblend_rag.calibration.evaluation.statistics import Interval, interval, paired
+from cacheblend_rag.calibration.prepared import PreparedPrompt
 from cacheblend_rag.fusor import Fusion
-from cacheblend_rag.fusor.forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.fusor.selection import SelectNone
+from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.fingerprint import fingerprint
+from cacheblend_rag.models.identity import fingerprint
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
 from docs.benchmarks.scripts.rule_grid import LATE, PAPER, WORKS, Candidate, candidates
 from tests.toy import MODEL_PATH

@@ -53,7 +53,7 @@ def _prompt(tokenizer: Any) -> Any:
     """The prompt: articles cut into chunks of so many tokens, the one with the answer in the middle."""
     from cacheblend_rag import Prompt
     from cacheblend_rag.app.collection import ARTICLES_PATH
-    from cacheblend_rag.conversation import question_turns, render_turns
+    from cacheblend_rag.prompt.chat import question_turns, render_turns
 
     files = sorted(ARTICLES_PATH.glob("*.md"), key=lambda file: (file.stem != "surtsey", file.stem))
     texts = [file.read_text(encoding="utf-8") for file in files]

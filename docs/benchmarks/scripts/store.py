@@ -21,15 +21,14 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.checks import check_choice
-from cacheblend_rag.config import CODEC_NAMES
+from cacheblend_rag.calibration.bench.bench_plots import EDGE, bar_rows, titled, unboxed
+from cacheblend_rag.calibration.bench.benching import machine, medians, show_result, shown_seconds, table
+from cacheblend_rag.calibration.bench.plotting import save_figure
+from cacheblend_rag.calibration.bench.shapes import BenchOptions, shape_config
+from cacheblend_rag.calibration.bench.timing import timed
+from cacheblend_rag.calibration.profiler import drop_cache
+from cacheblend_rag.config import CODEC_NAMES, check_choice
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.evaluation.bench_plots import EDGE, bar_rows, titled, unboxed
-from cacheblend_rag.evaluation.benching import machine, medians, show_result, shown_seconds, table
-from cacheblend_rag.evaluation.plotting import save_figure
-from cacheblend_rag.evaluation.profiling import drop_cache
-from cacheblend_rag.evaluation.shapes import BenchOptions, shape_config
-from cacheblend_rag.evaluation.timing import timed
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.models.shape import head_width
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore

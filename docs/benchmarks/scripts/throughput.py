@@ -26,16 +26,22 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.checks import check_whole
-from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.decode import DecodeOptions
-from cacheblend_rag.engine import BlendEngine
+from cacheblend_rag.calibration.bench.bench_plots import titled
+from cacheblend_rag.calibration.bench.benching import (
+    bench_model,
+    bench_prompt,
+    chunk_texts,
+    machine,
+    show_result,
+    table,
+)
+from cacheblend_rag.calibration.bench.plotting import save_figure
+from cacheblend_rag.calibration.bench.shapes import BenchOptions
+from cacheblend_rag.calibration.comparison import Prefilled, decode_from, prefill_behind
+from cacheblend_rag.config import BlendConfig, check_whole
+from cacheblend_rag.engine.decode import DecodeOptions
+from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.evaluation.baselines import Prefilled, decode_from, prefill_behind
-from cacheblend_rag.evaluation.bench_plots import titled
-from cacheblend_rag.evaluation.benching import bench_model, bench_prompt, chunk_texts, machine, show_result, table
-from cacheblend_rag.evaluation.plotting import save_figure
-from cacheblend_rag.evaluation.shapes import BenchOptions
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store import MemoryStore

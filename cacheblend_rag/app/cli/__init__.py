@@ -1,0 +1,50 @@
+"""The command line: ``ask``, ``bench``, ``cache``, ``calibrate``, ``eval``, ``models``, ``profile`` and ``serve``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from cacheblend_rag import __version__
+from cacheblend_rag.app.cli.ask import add_ask
+from cacheblend_rag.app.cli.bench import add_bench
+from cacheblend_rag.app.cli.cache import add_cache
+from cacheblend_rag.app.cli.calibrate import add_calibrate
+from cacheblend_rag.app.cli.evaluate import add_eval
+from cacheblend_rag.app.cli.models import add_models
+from cacheblend_rag.app.cli.profile import add_profile
+from cacheblend_rag.app.cli.serve import add_serve
+from cacheblend_rag.errors import CacheBlendError
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the process's exit status."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        status: int = parsed.run(parsed)
+        return status
+    except CacheBlendError as error:
+        print(f"cacheblend-rag: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # whoever read the output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a full disk, a folder without permission
+        print(f"cacheblend-rag: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("cacheblend-rag: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="cacheblend-rag", description="Fast local RAG from stored KV.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for add in (add_ask, add_serve, add_models, add_cache, add_profile, add_bench, add_calibrate, add_eval):
+        add(commands)
+    return parser

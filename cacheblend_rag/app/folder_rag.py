@@ -1,0 +1,165 @@
+"""A folder of documents, a model and a chain: what the command line and the server answer with."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+from langchain_core.messages import BaseMessage
+from langchain_core.outputs import ChatGeneration, LLMResult
+from langchain_core.prompts import ChatPromptTemplate
+
+from cacheblend_rag.app.options import FolderRAGOptions
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError, MissingExtraError
+from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.chat import question_turns
+from cacheblend_rag.report import BlendReport, WarmReport
+from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
+from cacheblend_rag.retrieval.index import FolderIndex, IndexReport
+
+__all__ = ["Answer", "FolderRAG", "FolderRAGOptions"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer with what it was made from.
+
+    Parameters
+    ----------
+    text : str
+        The answer.
+    sources : list of Document
+        The retrieved chunks.
+    info : dict
+        What the model says of its work: ``ttft`` in seconds, ``hits``, ``misses`` and more.
+    prompt : Prompt
+        The segments the model was given.
+    report : BlendReport
+        The whole of that.
+    """
+
+    text: str
+    sources: list[Document]
+    info: dict[str, Any]
+    prompt: Prompt
+    report: BlendReport
+
+
+class FolderRAG:
+    """Documents in a folder, answered through LangChain's ``RetrievalQA`` ("stuff").
+
+    Parameters
+    ----------
+    options : FolderRAGOptions
+
+    Raises
+    ------
+    CacheBlendError
+        If the model, the embedder or the documents cannot be read.
+    """
+
+    def __init__(self, options: FolderRAGOptions) -> None:
+        self.options = options
+        options.check_paths()
+        folder = options.data_path
+        self.engine = BlendEngine.from_pretrained(
+            options.model,
+            config=options.blending,
+            store=folder / "kv",
+            device=options.device,
+            dtype=options.dtype,
+        )
+        chats = bool(getattr(self.engine.tokenizer, "chat_template", None))
+        model = ChatCacheBlend if chats else CacheBlendLLM
+        self.llm = model.from_engine(self.engine, max_new_tokens=options.max_new_tokens)
+        self.index = self.index_of(options.docs, SentenceTransformerEmbeddings(os.fspath(options.embedder)))
+
+    def index_of(self, docs: str | os.PathLike[str], embedder: Embeddings) -> FolderIndex:
+        """The index of a folder of documents, kept in the data folder; files that cannot be read are left out."""
+        name = hashlib.sha256(str(Path(docs).resolve()).encode()).hexdigest()[:16]
+        index_dir = self.options.data_path / "indexes" / name
+        return FolderIndex(docs, embedder=embedder, index_dir=index_dir, on_error="skip", on_delete=self.llm.forget)
+
+    def update(self, *, progress: bool | None = False) -> IndexReport:
+        """Bring the index up to date with the folder; KV of chunks that are gone is erased."""
+        return self.index.update(progress=progress)
+
+    def warming_bytes(self) -> int:
+        """Bytes of KV that all chunks take."""
+        return self.engine.estimate_bytes(chunk.page_content for chunk in self.index.chunks())
+
+    def warm(self, *, progress: bool | None = None) -> WarmReport:
+        """Compute and store the KV of all chunks that are not stored yet."""
+        return self.llm.warm(self.index.chunks(), progress=progress)
+
+    def ask(self, question: str) -> Answer:
+        """Answer a question through the chain."""
+        if not question.strip():
+            raise ConfigError("question", question, "ask something")
+        seen = _Seen()
+        result = self._chain().invoke({"query": question}, {"callbacks": [seen]})
+        report = self.llm.last_report or BlendReport(())
+        return Answer(result["result"].strip(), result["source_documents"], seen.info, self._segments(seen), report)
+
+    def _segments(self, seen: _Seen) -> Prompt:
+        return self.llm.segments(seen.messages) if isinstance(self.llm, ChatCacheBlend) else self.llm.notice(seen.text)
+
+    def _chain(self) -> Any:
+        try:
+            from langchain_classic.chains import RetrievalQA
+        except ImportError as error:
+            raise MissingExtraError("langchain-classic", "langchain") from error
+        retriever = self.index.store.as_retriever(search_kwargs={"k": self.options.top_k})
+        own = {"chain_type_kwargs": {"prompt": self._chat_prompt()}} if isinstance(self.llm, ChatCacheBlend) else {}
+        with warnings.catch_warnings():
+            # RetrievalQA is deprecated in favour of create_retrieval_chain; both are supported.
+            warnings.simplefilter("ignore")
+            return RetrievalQA.from_chain_type(
+                self.llm, chain_type="stuff", retriever=retriever, return_source_documents=True, **own
+            )
+
+    def _chat_prompt(self) -> ChatPromptTemplate:
+        turns = question_turns(self.engine.tokenizer, "{context}", "{question}")
+        return ChatPromptTemplate.from_messages([(turn["role"], turn["content"]) for turn in turns])
+
+    def close(self) -> None:
+        """Store what waits and release the model."""
+        self.engine.close()
+
+    def __enter__(self) -> FolderRAG:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Seen(BaseCallbackHandler):
+    """Keeps the finished prompt and what the model said of its work."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.messages: list[BaseMessage] = []
+        self.info: dict[str, Any] = {}
+
+    def on_llm_start(self, serialized: dict[str, Any], prompts: list[str], **kwargs: Any) -> None:
+        self.text = prompts[0]
+
+    def on_chat_model_start(self, serialized: dict[str, Any], messages: list[list[BaseMessage]], **kwargs: Any) -> None:
+        self.messages = messages[0]
+
+    def on_llm_end(self, response: LLMResult, **kwargs: Any) -> None:
+        made = response.generations[0][0]
+        said = made.message.response_metadata if isinstance(made, ChatGeneration) else made.generation_info
+        self.info = dict(said or {})

@@ -1,0 +1,136 @@
+"""Conversations through the LangChain chat model, each tenant with known texts of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+from langchain_core.messages import AIMessage, BaseMessage, SystemMessage
+from langchain_core.messages.utils import convert_to_messages
+from pydantic import Field
+
+from cacheblend_rag.app.server.openai_models import ChatBody, ChatMessage
+from cacheblend_rag.engine.streaming import TextStream
+from cacheblend_rag.errors import CacheBlendError, PromptError
+from cacheblend_rag.langchain import ChatCacheBlend
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.chat import HeldBack
+from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved
+
+__all__ = ["Conversation", "ServedChat", "messages_of"]
+
+# What stands before documents that come without a system message.
+_INSTRUCTIONS = (
+    "You are an assistant for question-answering tasks. Use the following pieces of retrieved context to "
+    "answer the question. If you don't know the answer, say that you don't know. Keep the answer concise."
+)
+
+
+class ServedChat(ChatCacheBlend):
+    """A chat model for one request.
+
+    Parameters
+    ----------
+    mine : ChunkRegistry
+        Texts of the tenant's documents; the texts that this process knows otherwise are not looked
+        for, since they are other tenants' too.
+    given : list of str
+        Texts of the request's own documents.
+    """
+
+    mine: Any = Field(default=None, exclude=True, repr=False)
+    given: list[str] = Field(default_factory=list, exclude=True, repr=False)
+    track: bool = False
+
+    def _retrieved(self, messages: Sequence[BaseMessage]) -> list[Retrieved]:
+        return [Retrieved((text,)) for text in dict.fromkeys(self.given)]
+
+    def _known(self) -> ChunkRegistry:
+        mine: ChunkRegistry = self.mine
+        return mine
+
+    def begin(self, body: ChatBody, timeout: float) -> Conversation:
+        """Make a prompt of a conversation; nothing is generated yet.
+
+        Raises
+        ------
+        PromptError
+            If the chat template refuses the conversation.
+        ConfigError
+            If a tool or an option cannot be used.
+        """
+        tools = [tool.model_dump() for tool in body.tools or []] if body.tool_choice != "none" else []
+        overrides: dict[str, Any] = {
+            "tools": tools or None,
+            "tool_choice": body.tool_choice if tools else None,
+            "chat_template_kwargs": body.chat_template_kwargs,
+            "timeout": timeout,
+        }
+        messages = messages_of(body.messages, self.given)
+        try:
+            request = self._request(messages, body.stops, overrides)
+        except CacheBlendError:
+            raise
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            kind = str(error) if isinstance(error, jinja2.TemplateError) else type(error).__name__
+            raise PromptError(f"the model's chat template refuses this conversation: {kind}") from error
+        stream = self._open(request.prompt, request.arguments, overrides)
+        return Conversation(self, request, stream, HeldBack(bool(tools)))
+
+
+@dataclass
+class Conversation:
+    """A conversation that is being answered."""
+
+    model: ServedChat
+    request: Any
+    stream: TextStream
+    held: HeldBack = field(repr=False)
+
+    @property
+    def prompt(self) -> Prompt:
+        """What the model is fed."""
+        prompt: Prompt = self.request.prompt
+        return prompt
+
+    async def pieces(self) -> AsyncIterator[str]:
+        """Text as soon as it is certain that it is no tool call."""
+        async for piece in self.stream:
+            if new := self.request.begun(self.held, piece):
+                yield new
+
+    def message(self) -> AIMessage:
+        """The whole answer, once the stream has ended; ``held.sent`` characters have been handed out."""
+        answer = self.stream.result
+        return self.model._message(self.request, answer) if answer else AIMessage(content="")
+
+
+def messages_of(given: Sequence[ChatMessage], documents: Sequence[str]) -> list[BaseMessage]:
+    """A conversation as LangChain's messages, documents within the system message.
+
+    Raises
+    ------
+    PromptError
+        If a message cannot be understood.
+    """
+    try:
+        messages = convert_to_messages([_plain(one) for one in given])
+    except Exception as error:  # what a malformed message raises there has no common base
+        raise PromptError(f"a message cannot be understood ({type(error).__name__})") from error
+    if documents:
+        context = "\n\n".join(documents)
+        first = messages[0]
+        if isinstance(first, SystemMessage):
+            messages[0] = SystemMessage(content=f"{first.text}\n\n{context}")
+        else:
+            messages.insert(0, SystemMessage(content=f"{_INSTRUCTIONS}\n\n{context}"))
+    return list(messages)
+
+
+def _plain(message: ChatMessage) -> dict[str, Any]:
+    plain = message.model_dump(exclude_none=True)
+    plain["role"] = "system" if message.role == "developer" else message.role
+    plain.setdefault("content", "")
+    return plain

@@ -1,0 +1,157 @@
+"""What is checked before anything else runs: sizes, hosts, origins; and headers of every answer."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cacheblend_rag.app.server.problems import Problem, noted_problem
+from cacheblend_rag.app.server.settings import ServerSettings
+
+__all__ = ["Gatekeeper"]
+
+_log = logging.getLogger("cacheblend_rag.app.server.access")
+_SAFE = ("GET", "HEAD", "OPTIONS")
+# Scripts come from the server's own files only: text of documents can never become one.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "font-src 'self'; connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'"
+)
+_HEADERS = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+}
+
+
+class Gatekeeper:
+    """Outermost layer of the application: every request passes it, and every answer.
+
+    Parameters
+    ----------
+    app : ASGI application
+    settings : ServerSettings
+    seen : callable
+        Gets path template and status of each finished request.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings, seen: Callable[[str, int], None]) -> None:
+        self._app, self._settings, self._seen = app, settings, seen
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started, status = time.perf_counter(), 0
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        limited = _Limited(receive, noted, self._settings.limits.body_of(scope["path"].endswith("/documents")))
+        try:
+            problem = self._refusal(scope, limited.most)
+            if problem is not None:
+                await problem.response()(scope, receive, noted)
+            else:
+                await self._app(scope, limited.receive, limited.send)
+        except _TooLargeError:
+            pass  # answered already
+        except Exception as error:
+            problem = noted_problem(error)
+            if not status:
+                await problem.response()(scope, receive, noted)
+        finally:
+            self._note(scope, status, time.perf_counter() - started)
+
+    def _refusal(self, scope: Scope, most: int) -> Problem | None:
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > most:
+            return _too_large(most)
+        host = headers.get("host", "")
+        if self._settings.is_loopback and not _local(host):
+            return Problem(421, "wrong_host", "this server answers on its own machine only")
+        origin = headers.get("origin")
+        if origin is not None and scope["method"] not in _SAFE and urlsplit(origin).netloc != host:
+            return Problem(403, "wrong_origin", "pages of other servers may not use this one")
+        return None
+
+    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+        route = scope.get("route")
+        path = getattr(route, "path", None) or "other"  # never what the client wrote
+        state = scope.get("state", {})
+        status = 499 if state.get("gone") or not status else status
+        self._seen(path, status)
+        _log.info(
+            "request",
+            extra={
+                "fields": {
+                    "method": scope["method"],
+                    "path": path,
+                    "status": status,
+                    "seconds": round(seconds, 4),
+                    "tenant": state.get("tenant"),
+                }
+            },
+        )
+
+
+class _TooLargeError(Exception):
+    """The body went on past its limit."""
+
+
+class _Limited:
+    """Counts the bytes of a body as they come; a body without a length can lie about none."""
+
+    def __init__(self, receive: Receive, send: Send, most: int) -> None:
+        self._receive, self._send, self.most = receive, send, most
+        self._read = 0
+        self._begun = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._read += len(message.get("body", b""))
+        if self._read > self.most:
+            if not self._begun:
+                await _too_large(self.most).response()({"type": "http"}, self._receive, self._send)
+                self._begun = True
+            raise _TooLargeError
+        return message
+
+    async def send(self, message: Message) -> None:
+        if self._read > self.most:
+            return
+        self._begun = True
+        await self._send(message)
+
+
+def _too_large(most: int) -> Problem:
+    return Problem(413, "too_large", f"a request's body may have {most:,} bytes here")
+
+
+def _local(host: str) -> bool:
+    """Whether a Host header names this machine: another name that leads here is an attack from a page."""
+    name = urlsplit(f"//{host}").hostname or ""
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,403 @@
+"""The RAG API: collections, uploads, questions with sources, and the comparison of methods."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import secrets
+import unicodedata
+from collections.abc import AsyncIterator
+from dataclasses import asdict
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, File, Request, Response, UploadFile
+from fastapi.responses import StreamingResponse
+
+from cacheblend_rag.app.server.admission_queue import Turn
+from cacheblend_rag.app.server.asking import report_of, rule_name
+from cacheblend_rag.app.server.comparing import compare_all
+from cacheblend_rag.app.server.ingestion import Incoming, Job
+from cacheblend_rag.app.server.library import Collection, Found
+from cacheblend_rag.app.server.problems import Problem, noted_problem
+from cacheblend_rag.app.server.rag_models import (
+    AskBody,
+    ChunkText,
+    CollectionInfo,
+    CompareBody,
+    DocumentInfo,
+    FoundChunk,
+    JobInfo,
+    LimitsInfo,
+    ModelInfo,
+    NewCollection,
+    SearchBody,
+    SettingsInfo,
+    State,
+    StoreInfo,
+    Suggestion,
+    WholeAnswer,
+)
+from cacheblend_rag.app.server.reading import suffix_of
+from cacheblend_rag.app.server.service import Service, Session
+from cacheblend_rag.app.server.sessions import session_of
+from cacheblend_rag.app.server.streams import EventStream, event, unless_gone
+from cacheblend_rag.app.server.suggestions import suggestions_for
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.engine.streaming import TextStream
+from cacheblend_rag.errors import ConfigError, DocumentError
+from cacheblend_rag.fusor.selection import RULES, make_rule
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.report import Generation
+from cacheblend_rag.retrieval.documents import SUFFIXES
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/api", tags=["RAG"])
+Here = Annotated[Session, Depends(session_of)]
+_COPIED_AT_ONCE = 2**20
+
+
+@router.get("/state")
+async def state(here: Here) -> State:
+    """Model, collections and settings."""
+    service, config = here.service, here.service.engine.config
+    stats = await asyncio.to_thread(service.store_stats)
+    alone = len(service.sessions) == 1  # sizes would tell one tenant what another does
+    rule = rule_name(service.engine)
+    return State(
+        model=ModelInfo(name=service.model_name, layers=service.engine.adapter.num_layers, starter=service.starter),
+        embedder=service.embedder_name,
+        collections=[_collection_info(here, one) for one in here.collections()],
+        settings=SettingsInfo(
+            ratio=_shown_ratio(config.recompute_ratio),
+            bounded=make_rule(config).bounded,
+            rule=rule,
+            rules=_usable(service.engine),
+        ),
+        suggestions=[Suggestion(**one) for one in suggestions_for(Path(service.settings.rag.docs))],
+        store=StoreInfo(
+            bytes=stats.volume if stats and alone else None,
+            limit_bytes=service.engine.store.size_limit,
+            records=stats.records if stats and alone else None,
+        ),
+        limits=LimitsInfo(
+            upload_bytes=service.limits.upload_bytes,
+            upload_suffixes=list(SUFFIXES),
+            question_chars=service.limits.question_chars,
+        ),
+    )
+
+
+def _shown_ratio(ratio: float | str) -> float | Literal["auto"]:
+    return "auto" if isinstance(ratio, str) else ratio
+
+
+def _collection_info(here: Session, collection: Collection) -> CollectionInfo:
+    return CollectionInfo(
+        id=collection.id,
+        name=collection.name,
+        documents=len(collection.documents()),
+        chunks=len(collection.store),
+        bundled=not collection.writable and here.service.bundled,
+        writable=collection.writable,
+    )
+
+
+# Collections and documents ------------------------------------------------------------------
+
+
+@router.post("/collections", status_code=201)
+async def create_collection(here: Here, body: NewCollection) -> CollectionInfo:
+    """Make an empty collection."""
+    made = await asyncio.to_thread(here.library.create, _cleaned(body.name), here.service.limits.collections)
+    return _collection_info(here, made)
+
+
+@router.delete("/collections/{id}", status_code=204)
+async def delete_collection(here: Here, request: Request, id: str) -> Response:
+    """Delete a collection, its documents and their KV."""
+    here.own(id)
+    async with await unless_gone(request, here.service.line.turn(here.tenant.name, alone=True)) as turn:
+        await turn.in_thread(here.library.delete, id)
+    return Response(status_code=204)
+
+
+@router.get("/collections/{id}/documents")
+async def documents(here: Here, id: str) -> list[DocumentInfo]:
+    """Documents of a collection, and files on their way into it."""
+    collection = here.collection(id)
+    # Asked for first: one that arrives in between is in both rather than in neither.
+    coming = here.service.ingestion.under_way(here.own(id)) if collection.writable else []
+    ready = [
+        DocumentInfo(id=one.id, name=one.name, chunks=one.chunks, bytes=one.bytes, state="ready")
+        for one in collection.documents()
+    ]
+    known = {one.id for one in ready}
+    return ready + [
+        DocumentInfo(
+            id=one.id,
+            name=one.name,
+            chunks=0,
+            bytes=one.bytes,
+            state="failed" if one.error else "indexing",
+            error=one.error or None,
+        )
+        for one in coming
+        if one.id not in known
+    ]
+
+
+@router.post("/collections/{id}/documents", status_code=202)
+async def upload(here: Here, id: str, files: Annotated[list[UploadFile], File()]) -> JobInfo:
+    """Take files in; they are read and indexed in the background. One of a name already there replaces it."""
+    collection, limits = here.own(id), here.service.limits
+    if len(files) > limits.upload_files:
+        raise Problem(413, "too_many_files", f"upload {limits.upload_files} files at a time")
+    if len(collection.documents()) + len(files) > limits.documents:
+        raise Problem(409, "too_many_documents", f"a collection may hold {limits.documents} documents")
+    names = [_document_name(one.filename) for one in files]
+    folder = here.tenant.folder / "incoming"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    taken: list[Incoming] = []
+    try:
+        for one, name in zip(files, names, strict=True):
+            taken.append(await _taken_in(one, name, folder, limits.upload_bytes))
+        job = Job(here.tenant.name, collection, taken)
+        here.service.ingestion.submit(job, here.tenant.known, here.engine())
+    except BaseException:
+        for incoming in taken:
+            incoming.path.unlink(missing_ok=True)
+        raise
+    return JobInfo(job=job.id)
+
+
+async def _taken_in(file: UploadFile, name: str, folder: Path, most: int) -> Incoming:
+    """Copy an upload to a file whose name the server draws."""
+    path, size, digest = folder / secrets.token_hex(16), 0, hashlib.sha256()
+    try:
+        with path.open("xb") as target:
+            while piece := await file.read(_COPIED_AT_ONCE):
+                size += len(piece)
+                if size > most:
+                    raise Problem(413, "file_too_large", f"a file may have {most:,} bytes", field="files")
+                digest.update(piece)
+                target.write(piece)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return Incoming(secrets.token_hex(8), name, path, size, digest.hexdigest())
+
+
+@router.get(
+    "/jobs/{job}/events",
+    response_class=StreamingResponse,
+    responses={200: {"content": {"text/event-stream": {}}, "description": "Events `progress`."}},
+)
+async def job_events(here: Here, job: str) -> EventStream:
+    """How far an upload is, from its beginning; ends with the stage ``done`` or ``failed``."""
+    found = here.service.ingestion.job(job, here.tenant.name)
+
+    async def told() -> AsyncIterator[str]:
+        async for one in found.events():
+            yield event("progress", one)
+
+    return EventStream(told())
+
+
+@router.delete("/collections/{id}/documents/{document}", status_code=204)
+async def delete_document(here: Here, request: Request, id: str, document: str) -> Response:
+    """Delete a document and its KV."""
+    collection = here.own(id)
+    if not await asyncio.to_thread(here.service.ingestion.dismiss, collection, document):
+        # Alone, for an answer under way would store the KV of what is deleted again.
+        async with await unless_gone(request, here.service.line.turn(here.tenant.name, alone=True)) as turn:
+            await turn.in_thread(collection.remove, document)
+    return Response(status_code=204)
+
+
+@router.get("/collections/{id}/documents/{document}/chunks/{number}")
+async def chunk(here: Here, id: str, document: str, number: int) -> ChunkText:
+    """The text of one passage."""
+    found = here.collection(id).chunk(document, number)
+    title = found.text.strip().splitlines()[0] if found.text.strip() else ""
+    return ChunkText(text=found.text, document=found.document, title=title[:200])
+
+
+# Questions ----------------------------------------------------------------------------------
+
+
+@router.post("/collections/{id}/search")
+async def search(here: Here, request: Request, id: str, body: SearchBody) -> list[FoundChunk]:
+    """The passages nearest to a question."""
+    collection = here.collection(id)
+    _check_question(here, body.query, "query")
+    async with await unless_gone(request, here.service.line.turn(here.tenant.name)) as turn:
+        found = await turn.in_thread(collection.search, body.query, body.k)
+    return [FoundChunk(**asdict(one)) for one in found]
+
+
+@router.post(
+    "/collections/{id}/ask",
+    response_model=WholeAnswer,
+    responses={
+        200: {
+            "content": {"text/event-stream": {}},
+            "description": "Events `sources`, `token`, `report`, `error` and `done`, or one answer.",
+        }
+    },
+)
+async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
+    """Answer a question from a collection, with sources."""
+    collection = here.collection(id)
+    _check_question(here, body.question, "question")
+    engine = _engine(here, collection, body)
+    turn = await unless_gone(request, here.service.line.turn(here.tenant.name))
+    asked = _Asked(here, collection, engine, body, turn)
+    if body.stream:
+        return EventStream(_to_the_end(asked.events()), turn, here.service.longest)
+    async with turn:
+        return await unless_gone(request, asked.whole())
+
+
+class _Asked:
+    """One question on its way."""
+
+    def __init__(self, here: Session, collection: Collection, engine: BlendEngine, body: AskBody, turn: Turn) -> None:
+        self._here, self._collection, self._engine, self._body, self._turn = here, collection, engine, body, turn
+
+    async def _begin(self) -> tuple[list[Found], Prompt, TextStream]:
+        service = self._here.service
+        most = service.answer_tokens(self._body.max_tokens)
+        found, prompt = await _retrieved(service, self._collection, self._body, self._turn, most)
+        timeout = service.limits.answer_seconds
+        stream = self._engine.stream(prompt, timeout=timeout, max_new_tokens=most, temperature=0.0)
+        return found, prompt, self._turn.holds(stream)
+
+    async def _report(self, prompt: Prompt, answer: Generation) -> dict[str, Any]:
+        self._here.service.metrics.answered(answer.report)
+        await self._turn.leave()  # the model is not needed for what follows
+        return await asyncio.to_thread(report_of, self._engine, prompt, answer)
+
+    async def events(self) -> AsyncIterator[str]:
+        """The answer as events."""
+        found, prompt, stream = await self._begin()
+        yield event("sources", [asdict(one) for one in found])
+        async for piece in stream:
+            yield event("token", {"text": piece})
+        if stream.result is not None:
+            yield event("report", await self._report(prompt, stream.result))
+
+    async def whole(self) -> WholeAnswer:
+        """The answer at once."""
+        found, prompt, stream = await self._begin()
+        answer = await stream.acomplete()
+        report = await self._report(prompt, answer)
+        return WholeAnswer(answer=answer.text, sources=[FoundChunk(**asdict(one)) for one in found], report=report)
+
+
+@router.post(
+    "/collections/{id}/compare",
+    response_class=StreamingResponse,
+    responses={
+        200: {
+            "content": {"text/event-stream": {}},
+            "description": "Events `row`, `error` and `done`. A `row` has `method`, `answer`, `same_as_full`, `kl`, "
+            "`nearness`, `ttft_s` and `rounds`. `kl` is the mean KL divergence from full recompute, in nats a token "
+            "of its answer; `nearness` says it in words. A row comes with the answer, then again after each round: "
+            "`ttft_s` is the median of so many `rounds`, or that of the one pass that gave the answer while `rounds` "
+            "is 0.",
+        }
+    },
+)
+async def compare(here: Here, request: Request, id: str, body: CompareBody) -> EventStream:
+    """Answer a question by full recompute, prefix caching, full KV reuse and blending, then time all in rounds."""
+    collection, service = here.collection(id), here.service
+    _check_question(here, body.question, "question")
+    engine = _engine(here, collection, body)
+    turn = await unless_gone(request, service.line.turn(here.tenant.name, alone=True))
+
+    async def rows() -> AsyncIterator[str]:
+        most = service.answer_tokens(None)
+        found, prompt = await _retrieved(service, collection, body, turn, most)
+        compared = compare_all(engine, prompt, most, service.limits.answer_seconds)
+        while (known := await turn.in_thread(next, compared, None)) is not None:
+            for row in known:
+                yield event("row", row)
+            if await turn.give_way():  # nobody waits for more than one pass of one method
+                await asyncio.to_thread(_check_there, here, id, found)
+
+    return EventStream(_to_the_end(rows()), turn, service.longest)
+
+
+def _check_there(here: Session, id: str, found: list[Found]) -> None:
+    """Refuse to go on with passages that were deleted meanwhile: their KV would be stored again.
+
+    Raises
+    ------
+    Problem
+        404 if one is gone.
+    """
+    collection = here.collection(id)
+    for one in found:
+        collection.chunk(one.document_id, one.chunk)
+
+
+async def _retrieved(
+    service: Service, collection: Collection, body: CompareBody, turn: Turn, most: int
+) -> tuple[list[Found], Prompt]:
+    """The passages that a question is answered from, and the prompt of both; it has room for so many tokens more."""
+    found = await turn.in_thread(collection.search, body.question, body.k)
+    prompt = service.asking.ask(body.question, [one.text for one in found])
+    prompt = await asyncio.to_thread(service.check_length, prompt, most)
+    return found[: len(prompt.chunks)], prompt
+
+
+async def _to_the_end(events: AsyncIterator[str]) -> AsyncIterator[str]:
+    """Events with the last one behind them; an error becomes an event too."""
+    try:
+        async for one in events:
+            yield one
+    except Exception as error:
+        problem = noted_problem(error)
+        yield event("error", {"code": problem.code, "message": problem.message})
+    yield event("done", {})
+
+
+def _engine(here: Session, collection: Collection, body: CompareBody) -> BlendEngine:
+    if body.rule is not None and body.rule not in (rules := _usable(here.service.engine)):
+        raise ConfigError("rule", body.rule, "use one of " + ", ".join(rules))
+    return here.engine_of(collection, body.ratio, body.rule)
+
+
+def _usable(engine: BlendEngine) -> list[str]:
+    """Rules that a request may name: one looks at queries, which must be stored."""
+    return [name for name in RULES if name != "foreseen" or engine.query_layers]
+
+
+def _check_question(here: Session, text: str, field: str) -> None:
+    most = here.service.limits.question_chars
+    if len(text) > most:
+        raise Problem(413, "too_long", f"a question may have {most:,} characters", field=field)
+
+
+def _document_name(given: str | None) -> str:
+    """The name a document is shown by: no path, nothing that cannot be seen.
+
+    Raises
+    ------
+    Problem
+        415 if files of this kind are not read.
+    """
+    name = _cleaned(PurePosixPath((given or "").replace("\\", "/")).name)[-200:]
+    try:
+        suffix_of(name)
+    except DocumentError as error:
+        raise Problem(415, "unknown_kind", str(error), field="files") from None
+    return name
+
+
+def _cleaned(text: str) -> str:
+    plain = "".join(" " if unicodedata.category(one).startswith("C") else one for one in text)
+    return re.sub(r"\s+", " ", plain).strip()

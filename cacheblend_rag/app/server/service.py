@@ -1,0 +1,247 @@
+"""What all requests share: the model and its store, tenants, the queue, ingestion, counts."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cacheblend_rag.app.collection import ARTICLES_PATH, manual_path
+from cacheblend_rag.app.folder_rag import FolderRAG
+from cacheblend_rag.app.server.admission_queue import Line
+from cacheblend_rag.app.server.asking import QuestionPrompt
+from cacheblend_rag.app.server.ingestion import Ingestion
+from cacheblend_rag.app.server.library import BaseCollection, Collection, Library, OwnCollection
+from cacheblend_rag.app.server.metrics import Metrics
+from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.settings import ServerSettings
+from cacheblend_rag.app.server.tenants import Keys, Tenant
+from cacheblend_rag.config import DEFAULT_MODEL
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.fusor.selection.minimum_ratio import asked_share
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.matching import written_forms
+from cacheblend_rag.retrieval.embedder import SharedEmbeddings
+from cacheblend_rag.store.base import StoreStats
+
+__all__ = ["BASE_ID", "MANUAL_ID", "Service", "Session"]
+
+_log = logging.getLogger(__name__)
+
+BASE_ID = "archive"
+MANUAL_ID = "documentation"
+"""Id of the collection over the folder the server was started with."""
+
+# For models without a chat template.
+_PLAIN_TEMPLATE = (
+    "{%- set names = {'system': 'System', 'user': 'Human', 'assistant': 'AI', 'tool': 'Tool'} -%}"
+    "{%- for message in messages -%}"
+    "{{ names.get(message.role, message.role) + ': ' + message.content + '\n' }}"
+    "{%- endfor -%}AI:"
+)
+_CONCURRENT = 4  # answers under way at once, where nothing else is said
+_ENGINES = 128
+
+
+class Service:
+    """Everything behind the routes.
+
+    Parameters
+    ----------
+    settings : ServerSettings
+
+    Raises
+    ------
+    CacheBlendError
+        If model, embedder, documents or store cannot be used.
+    """
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self.settings, self.limits, self.started = settings, settings.limits, int(time.time())
+        self.rag = FolderRAG(settings.rag)
+        # On a GPU steps of several have not been measured.
+        concurrent = settings.concurrent or (_CONCURRENT if self.rag.engine.adapter.device.type == "cpu" else 1)
+        self.engine = self.rag.engine.with_config(max_concurrent=concurrent)
+        self.template = getattr(self.engine.tokenizer, "chat_template", None)
+        if not self.template:
+            self.engine.tokenizer.chat_template = _PLAIN_TEMPLATE  # a tokenizer of our own
+        self.asking = QuestionPrompt.of(self.engine.tokenizer, self.template)
+        self.rag.update()
+        self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings)
+        self.base = BaseCollection(BASE_ID, self._base_name(), self.rag.index, self.embeddings)
+        self.fixed = [self.base, *self._manual()]
+        self.keys = Keys(settings.api_keys)
+        self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
+        self._making = threading.Lock()
+        self.sessions = {name: Session(self, self._tenant(name)) for name in self.keys.names}
+        self.line = Line(concurrent, self.limits.queue, self.limits.queue_seconds)
+        self.metrics = Metrics(lambda: self.line.waiting, lambda: self.line.served, self.store_stats)
+        self.ingestion = Ingestion(self.limits, self.metrics)
+        self.ingestion.warm_base(self.engine, self.base.texts())
+
+    def _manual(self) -> list[BaseCollection]:
+        """The project's own documentation, beside the bundled articles."""
+        manual = manual_path()
+        if not self.bundled or manual is None:
+            return []
+        index = self.rag.index_of(manual, self.embeddings)
+        index.update()
+        return [BaseCollection(MANUAL_ID, "cacheblend_rag documentation", index, self.embeddings)]
+
+    def _base_name(self) -> str:
+        return "Bundled articles" if self.bundled else Path(self.settings.rag.docs).name
+
+    def _tenant(self, name: str) -> Tenant:
+        salt = self.engine.config.salt if name == Keys.LOCAL and not self.settings.api_keys else None
+        return Tenant(name, self.settings.rag.data_path / "tenants" / name, salt)
+
+    @property
+    def bundled(self) -> bool:
+        """Whether the base documents are the bundled articles."""
+        return Path(self.settings.rag.docs).resolve() == ARTICLES_PATH
+
+    @property
+    def starter(self) -> bool:
+        """Whether the model is the starter model."""
+        return os.fspath(self.settings.rag.model) == DEFAULT_MODEL
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return os.fspath(self.settings.rag.model)
+
+    @property
+    def embedder_name(self) -> str:
+        """What clients call the embedder."""
+        return os.fspath(self.settings.rag.embedder)
+
+    @property
+    def longest(self) -> float:
+        """Seconds after which a stream is cut, whether its client has read it or not."""
+        return self.limits.answer_seconds + 30.0
+
+    def answer_tokens(self, asked: int | None) -> int:
+        """Most tokens of an answer, by what a request asks for."""
+        return min(asked or self.rag.options.max_new_tokens, self.limits.answer_tokens)
+
+    def engine_for(self, salt: str, ratio: float | None, rule: str | None) -> BlendEngine:
+        """The engine with a tenant's salt and a request's choice of rule and ratio."""
+        changes = {"salt": salt} if rule is None else {"salt": salt, "selection": rule}
+        with self._making:
+            key = (salt, ratio, rule)
+            if key not in self._engines:
+                engine = self.engine.with_config(**changes)
+                if ratio is not None:
+                    engine = engine.with_config(**asked_share(engine.config, ratio))
+                self._engines[key] = engine
+                if len(self._engines) > _ENGINES:
+                    self._engines.popitem(last=False)
+            return self._engines[key]
+
+    def check_length(self, prompt: Prompt, answer_tokens: int) -> Prompt:
+        """Refuse what the model cannot take; see `BlendEngine.fitted`.
+
+        Returns
+        -------
+        Prompt
+            What of the prompt is answered.
+
+        Raises
+        ------
+        Problem
+            413 if the prompt's text is too long, 400 if prompt and answer are longer than this server allows.
+        ContextLengthError
+            If they do not fit the model's context window.
+        """
+        if len(prompt.written(self.engine.config.separator).text) > self.limits.prompt_chars:
+            raise Problem(413, "prompt_too_long", f"a prompt may have {self.limits.prompt_chars:,} characters")
+        fit, most = self.engine.fitted(prompt, answer_tokens), self.limits.prompt_tokens
+        if (tokens := len(fit.split.input_ids)) + answer_tokens > most:
+            message = f"{tokens} prompt tokens and {answer_tokens} of the answer exceed the {most} taken here"
+            raise Problem(400, "context_length_exceeded", message)
+        return fit.prompt
+
+    def embedder_tokens(self, texts: Sequence[str]) -> int:
+        """Tokens of texts as the embedder counts them; 0 if it does not tell."""
+        tokenizer: Any = getattr(getattr(self.embeddings.inner, "model", None), "tokenizer", None)
+        if not callable(getattr(tokenizer, "encode", None)):
+            return 0
+        encoded = [tokenizer.encode(text) for text in texts]
+        return sum(len(getattr(one, "ids", one)) for one in encoded)
+
+    def store_stats(self) -> StoreStats | None:
+        """What the KV store says of itself; None if it cannot."""
+        try:
+            return self.engine.store.stats()
+        except CacheBlendError:
+            return None
+
+    def begin_stop(self) -> None:
+        """Let what runs in the background end soon."""
+        self.ingestion.stop()
+
+    def close(self) -> None:
+        """Finish the document in hand, store what waits, release the model."""
+        self.ingestion.close()
+        self.rag.close()
+
+
+class Session:
+    """The server as one tenant sees it."""
+
+    def __init__(self, service: Service, tenant: Tenant) -> None:
+        self.service, self.tenant = service, tenant
+        shutil.rmtree(tenant.folder / "incoming", ignore_errors=True)  # uploads that were never taken in
+        self.library = Library(tenant.folder / "collections", service.embeddings, self._forget)
+        for collection in self.library.collections():
+            tenant.known.add(collection.texts())
+
+    def _forget(self, texts: Sequence[str]) -> None:
+        self.tenant.known.discard(texts)
+        self.engine().forget([*texts, *written_forms(texts)])
+
+    def engine(self, ratio: float | None = None, rule: str | None = None) -> BlendEngine:
+        """The engine with this tenant's salt."""
+        return self.service.engine_for(self.tenant.salt, ratio, rule)
+
+    def engine_of(self, collection: Collection, ratio: float | None, rule: str | None) -> BlendEngine:
+        """The engine for a collection: what all may read is stored once for all."""
+        salt = self.tenant.salt if collection.writable else self.service.engine.config.salt
+        return self.service.engine_for(salt, ratio, rule)
+
+    def collections(self) -> list[Collection]:
+        """All that this tenant may read."""
+        return [*self.service.fixed, *self.library.collections()]
+
+    def collection(self, id: str) -> Collection:
+        """A collection by its id.
+
+        Raises
+        ------
+        Problem
+            404 if this tenant has none.
+        """
+        found = next((one for one in self.service.fixed if one.id == id), None) or self.library.get(id)
+        if found is None:
+            raise Problem(404, "no_collection", "there is no such collection")
+        return found
+
+    def own(self, id: str) -> OwnCollection:
+        """A collection this tenant may change.
+
+        Raises
+        ------
+        Problem
+            403 for the base collection, 404 if there is none.
+        """
+        found = self.collection(id)
+        if not isinstance(found, OwnCollection):
+            raise Problem(403, "read_only", "this collection is the folder the server was started with")
+        return found

@@ -1,0 +1,163 @@
+"""Where the server listens, who may use it, and how much it takes."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+from cacheblend_rag.config import ENV_PREFIX, check_whole
+from cacheblend_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cacheblend_rag.app.options import FolderRAGOptions
+
+__all__ = ["KEYS_VARIABLE", "Limits", "ServerSettings", "keys_from_environment"]
+
+KEYS_VARIABLE = ENV_PREFIX + "API_KEYS"
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_SHORTEST_KEY = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How much one request, one tenant and the whole server may take.
+
+    Parameters
+    ----------
+    body_bytes : int
+        Of a request's body, uploads apart.
+    upload_bytes : int
+        Of one uploaded file; a body of several may have four times as much.
+    upload_files : int
+        Files of one upload.
+    document_chars : int
+        Characters of text in one document.
+    parse_seconds : float
+        Time that reading one file may take.
+    parse_bytes : int
+        Memory that reading one file may take.
+    question_chars, prompt_chars : int
+        Of a question, and of all text of a request to the model.
+    prompt_tokens : int
+        Tokens the model is fed, at most what it can take.
+    answer_tokens : int
+        Most tokens of an answer.
+    answer_seconds : float
+        Time an answer may take.
+    queue : int
+        Requests of one tenant that may wait.
+    queue_seconds : float
+        Time a request may wait.
+    jobs : int
+        Uploads of all tenants that may wait.
+    collections, documents : int
+        Collections of a tenant, and documents in one.
+    """
+
+    body_bytes: int = 4_000_000
+    upload_bytes: int = 20_000_000
+    upload_files: int = 50
+    document_chars: int = 5_000_000
+    parse_seconds: float = 60.0
+    parse_bytes: int = 2_000_000_000
+    question_chars: int = 4_000
+    prompt_chars: int = 1_000_000
+    prompt_tokens: int = 131_072
+    answer_tokens: int = 4_096
+    answer_seconds: float = 300.0
+    queue: int = 64
+    queue_seconds: float = 120.0
+    jobs: int = 32
+    collections: int = 200
+    documents: int = 10_000
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise ConfigError(one.name, value, "use a number above 0")
+
+    def body_of(self, upload: bool) -> int:
+        """Most bytes of a request's body."""
+        return 4 * self.upload_bytes + 1_000_000 if upload else self.body_bytes
+
+
+def keys_from_environment() -> dict[str, str]:
+    """API keys by tenant, from ``CACHEBLEND_RAG_API_KEYS``: ``name=key,name=key``.
+
+    Raises
+    ------
+    ConfigError
+        If an entry is no name and key, or a name comes twice.
+    """
+    found: dict[str, str] = {}
+    for entry in filter(None, (part.strip() for part in os.environ.get(KEYS_VARIABLE, "").split(","))):
+        name, _, key = entry.partition("=")
+        if not _NAME.fullmatch(name) or not key:
+            raise ConfigError(KEYS_VARIABLE, "…", "use name=key,name=key; names are letters, digits, _ and -")
+        if name in found:
+            raise ConfigError(KEYS_VARIABLE, "…", f"give {name!r} one key")
+        found[name] = key
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What ``cacheblend-rag serve`` runs with.
+
+    Parameters
+    ----------
+    rag : FolderRAGOptions
+        Model, embedder, base documents and data folder.
+    host, port
+        Where to listen; port 0 takes a free one.
+    api_keys : mapping of str to str
+        Key of each tenant, by its name; without any, whoever reaches the server is one tenant.
+    limits : Limits
+    concurrent : int, optional
+        Answers that may be under way at once (`BlendConfig.max_concurrent`); by default 4 on a CPU, else 1.
+
+    Raises
+    ------
+    ConfigError
+        If the host is not of this machine alone and there is no key, or a key is unfit.
+    """
+
+    rag: FolderRAGOptions
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: Mapping[str, str] = field(default_factory=keys_from_environment, repr=False)
+    limits: Limits = field(default_factory=Limits)
+    concurrent: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.concurrent is not None:
+            check_whole("concurrent", self.concurrent, 1)
+        keys = list(self.api_keys.values())
+        if len(set(keys)) < len(keys) or any(len(key) < _SHORTEST_KEY or not key.isascii() for key in keys):
+            raise ConfigError(
+                KEYS_VARIABLE, "…", f"give each tenant a key of its own, of {_SHORTEST_KEY} plain characters or more"
+            )
+        if not isinstance(self.port, int) or not 0 <= self.port <= 65_535:
+            raise ConfigError("port", self.port, "use a number from 0 to 65535")
+        if not self.is_loopback and not keys:
+            raise ConfigError(
+                "host",
+                self.host,
+                f"others could reach the server there: set {KEYS_VARIABLE} to name=key (such as the output of "
+                "`openssl rand -hex 24`), or use 127.0.0.1",
+            )
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False

@@ -1,0 +1,233 @@
+"""Time to first token of every method on one prompt of a known model shape, beside the least it could be.
+
+``cacheblend-rag bench ttft --shape qwen2.5-0.5b --chunks 6 --chunk-tokens 512 --kv disk memory``
+
+All methods run in one process, in turn, round after round; ratios are of medians. Stores are warm;
+tokenising, looking up, loading, the layers before a check, the check and the question are all in the
+time. Only "cold" finds nothing stored, the prefix included, and stores nothing.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cacheblend_rag.calibration.bench.bench_plots import draw_ttft
+from cacheblend_rag.calibration.bench.benching import (
+    bench_model,
+    bench_prompt,
+    medians,
+    show_result,
+    shown_seconds,
+    table,
+    timed_result,
+    warmed,
+)
+from cacheblend_rag.calibration.bench.bounds import cost_of, kv_rate
+from cacheblend_rag.calibration.bench.shapes import BenchOptions
+from cacheblend_rag.calibration.comparison import METHODS as WAYS
+from cacheblend_rag.calibration.comparison import Prefilled, blended, prefill_methods, time_rounds
+from cacheblend_rag.config import BlendConfig, check_choice, check_share
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.report import WarmReport
+from cacheblend_rag.store import KVStore, MemoryStore
+
+__all__ = ["KV_PLACES", "METHODS", "Others", "TTFTOptions", "measure", "show", "told"]
+
+FULL, PREFIX, REUSE, _ = WAYS
+METHODS = ("full", "prefix", "reuse", "hkvd-v", "hkvd-k", "gradual-30", "gradual-50", "foreseen", "default", "cold")
+KV_PLACES = ("disk", "memory", "gpu")
+_SCHEDULES = {"gradual-30": (0.3, 0.03), "gradual-50": (0.5, 0.4, 0.3, 0.05)}
+_FLAT = {"selection": "hkvd", "check_layers": (1,), "recompute_ratios": ()}
+Others = Callable[[BlendEngine, Prompt], AbstractContextManager[Mapping[str, Callable[[], Prefilled]]]]
+"""Opens more ways to prefill an engine's prompt, by name."""
+_HEAD = ("method", "time to first token", "faster", "work", "bound", "of bound")
+
+
+@dataclass(frozen=True)
+class TTFTOptions(BenchOptions):
+    """What is measured.
+
+    Parameters
+    ----------
+    ratios : tuple of float
+        Recompute ratios of flat HKVD, and of what stored queries foresee.
+    methods : tuple of str
+        Some of `METHODS`; full recompute is always measured, as the others are compared with it.
+    kv : tuple of str
+        Where stored KV lies: some of `KV_PLACES`; each method that reads it is measured on each.
+    """
+
+    ratios: tuple[float, ...] = (0.15, 0.05)
+    methods: tuple[str, ...] = METHODS
+    kv: tuple[str, ...] = ("disk", "memory")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for ratio in self.ratios:
+            check_share("ratios", ratio)
+        for method in self.methods:
+            check_choice("methods", method, METHODS)
+        for place in self.kv:
+            check_choice("kv", place, KV_PLACES)
+        if not self.kv:
+            raise ConfigError("kv", self.kv, "name at least one place")
+
+
+@dataclass(frozen=True)
+class _Method:
+    """A prefill, and where the KV it reads lies; empty if it reads none from a store."""
+
+    run: Callable[[], Prefilled]
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """The prompt, and an engine over a warm store of each kind."""
+
+    prompt: Prompt
+    engines: dict[str, BlendEngine]
+    warming: dict[str, WarmReport]
+    cold: BlendEngine
+    others: Mapping[str, Callable[[], Prefilled]]
+
+
+def measure(options: TTFTOptions, others: Others | None = None) -> dict[str, Any]:
+    """Measure every method; a dictionary fit for JSON.
+
+    Parameters
+    ----------
+    options : TTFTOptions
+    others : callable, optional
+        Opens methods that take their turns with ours.
+    """
+    with _warm(options, others) as bench:
+        methods = _methods(bench, options)
+        timed = time_rounds({name: m.run for name, m in methods.items()}, options.rounds, keep_kv=False)
+        engine = next(iter(bench.engines.values()))
+        report = engine.fuse(bench.prompt).report
+        rates = {place: kv_rate(at) for place, at in bench.engines.items()}
+        costs = {name: cost_of(engine.adapter, report.prompt_tokens, done) for name, done in timed.last.items()}
+    ttft = medians(timed.seconds)
+    full, first = ttft[FULL], rates[options.kv[0]]
+    bounds = {name: cost.bound(full, rates.get(methods[name].place, first)) for name, cost in costs.items()}
+    return {
+        **timed_result(options, report, timed.seconds),
+        "stores": {
+            place: {"bytes": warming.bytes, "warming_seconds": warming.seconds, "read_rate": rates[place]}
+            for place, warming in bench.warming.items()
+        },
+        "ttft_seconds": ttft,
+        "times_faster": {name: full / median for name, median in ttft.items()},
+        "work": {name: cost.work for name, cost in costs.items()},
+        "loaded_bytes": {name: cost.loaded for name, cost in costs.items()},
+        "bound_seconds": bounds,
+        "share_of_bound": {name: bounds[name] / median for name, median in ttft.items()},
+        "parts": {name: asdict(done.report.seconds) for name, done in timed.last.items() if done.report},
+    }
+
+
+@contextmanager
+def _warm(options: TTFTOptions, others: Others | None) -> Iterator[_Bench]:
+    model, tokenizer = bench_model(options)
+    prompt = bench_prompt(tokenizer, options)
+    engines: dict[str, BlendEngine] = {}
+    warming: dict[str, WarmReport] = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        known: str | None = None
+        for place in options.kv:
+            store = _store(place, folder / "kv", model)
+            made = warmed(model, tokenizer, prompt, store, fingerprint=known, query_layers=_asked(options, model))
+            engines[place], warming[place] = stack.enter_context(made)
+            known = engines[place].fingerprint
+        nothing = _store(options.kv[0], folder / "nothing", model)
+        config = BlendConfig(min_tokens=0, write_back="off")
+        cold = BlendEngine(model, tokenizer, config=config, store=nothing, fingerprint=known)
+        stack.enter_context(cold)
+        more = stack.enter_context(others(engines[options.kv[0]], prompt)) if others else {}
+        yield _Bench(prompt, engines, warming, cold, more)
+
+
+def _asked(options: TTFTOptions, model: Any) -> tuple[int, ...]:
+    """Layers whose queries are stored: one at a third of the depth, if a method looks at them."""
+    return (int(model.config.num_hidden_layers) // 3,) if "foreseen" in options.methods else ()
+
+
+def _store(place: str, folder: Path, model: Any) -> KVStore | str:
+    if place == "disk":
+        return str(folder)
+    return MemoryStore(device=model.device if place == "gpu" else "cpu")
+
+
+def _methods(bench: _Bench, options: TTFTOptions) -> Mapping[str, _Method]:
+    """Methods by name, in the order in which they take turns."""
+    plain = prefill_methods(bench.engines[options.kv[0]], bench.prompt)
+    found = {FULL: _Method(plain[FULL])}
+    if "prefix" in options.methods:
+        found[PREFIX] = _Method(plain[PREFIX])
+    found |= {name: _Method(run) for name, run in bench.others.items()}
+    if "cold" in options.methods:
+        found["cold"] = _Method(blended(bench.cold, bench.prompt))
+    for name, rule in _rules(options).items():
+        for place, engine in bench.engines.items():
+            found[f"{name}, {place}"] = _Method(blended(engine.with_config(**rule), bench.prompt), place)
+    return found
+
+
+def _rules(options: TTFTOptions) -> dict[str, dict[str, Any]]:
+    """By name of a method that reads stored KV, what it changes of the engine's options."""
+    wanted: dict[str, list[tuple[str, dict[str, Any]]]] = {
+        "reuse": [(REUSE, {"selection": "none"})],
+        "default": [("default", {})],
+    }
+    for metric in ("v", "k"):
+        flat = _FLAT | {"metric": metric}
+        wanted[f"hkvd-{metric}"] = [
+            (f"hkvd {metric.upper()} {100 * ratio:g}%", flat | {"recompute_ratio": ratio}) for ratio in options.ratios
+        ]
+    wanted["foreseen"] = [
+        (f"foreseen {100 * ratio:g}%", {"selection": "foreseen", "recompute_ratio": ratio}) for ratio in options.ratios
+    ]
+    for name, ratios in _SCHEDULES.items():
+        title = "gradual " + ", ".join(f"{100 * ratio:g}" for ratio in ratios) + "%"
+        falling = {"selection": "gradual", "check_layers": (1,), "metric": "v", "recompute_ratios": ratios}
+        wanted[name] = [(title, falling)]
+    return dict(one for name in METHODS if name in options.methods for one in wanted.get(name, []))
+
+
+def show(options: TTFTOptions, plot: str | None = None) -> None:
+    """Measure and print a table, drawn into a file if one is named; the last line is JSON."""
+    show_result(plot, lambda: measure(options), told, draw_ttft)
+
+
+def told(result: Mapping[str, Any]) -> str:
+    """What was measured, as a table."""
+    options = result["options"]
+    rates = ", ".join(f"{place} {at['read_rate'] / 1e9:.1f} GB/s" for place, at in result["stores"].items())
+    return "\n".join(
+        (
+            f"{options['shape']}, {options['dtype']}, {result['prompt_tokens']} tokens, {result['machine']['device']}",
+            table(_HEAD, [_cells(name, result) for name in result["ttft_seconds"]]),
+            f"bound: the work at full recompute's rate, or reading the KV where that takes longer ({rates})",
+        )
+    )
+
+
+def _cells(name: str, result: Mapping[str, Any]) -> tuple[str, ...]:
+    """A method's row under `_HEAD`."""
+    return (
+        name,
+        shown_seconds(result["ttft_seconds"][name]),
+        f"{result['times_faster'][name]:.2f}×",
+        f"{result['work'][name]:.1%}",
+        shown_seconds(result["bound_seconds"][name]),
+        f"{result['share_of_bound'][name]:.0%}",
+    )

@@ -1,0 +1,238 @@
+"""``cacheblend-rag calibrate``: search, say what was found, and keep it where ``recompute_ratio="auto"`` reads it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from cacheblend_rag.calibration.evaluation.journal import Journal
+from cacheblend_rag.calibration.profiler import keep_profile
+from cacheblend_rag.calibration.search import PROBE, RATIOS, Finding, Search
+from cacheblend_rag.calibration.trials import TrialSet
+from cacheblend_rag.config import check_above_zero, check_whole
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor.selection import RULES, SHARED_OPTIONS, SelectionRule
+from cacheblend_rag.loading import BlendSettings, MachineProfile
+from cacheblend_rag.prompt import Prompt, PromptTokenizer
+
+__all__ = ["CalibrationOptions", "calibrate", "keep_settings", "report", "settings_of"]
+
+_VERSION = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationOptions:
+    """How a model is calibrated.
+
+    Parameters
+    ----------
+    tolerance : float
+        Mean KL divergence from full prefill that is allowed, in nats a token.
+    check_share : float
+        Share of the prompts that have no part in the search and check its result.
+    most : int
+        Prompts on which rules are tried, of those that are searched on: half of them the ones that full KV reuse gets
+        most wrong, the others to stand for the rest. Of those that check the result, twice as many.
+    answer_tokens : int
+        Tokens of each answer of full prefill that are compared.
+    scaled : bool
+        Prefer what is cheapest in a model of 24 layers, for a model of fewer.
+    """
+
+    tolerance: float = 0.01
+    check_share: float = 0.67
+    most: int = 24
+    answer_tokens: int = 32
+    scaled: bool = False
+
+    def __post_init__(self) -> None:
+        check_above_zero("tolerance", self.tolerance)
+        check_whole("answer_tokens", self.answer_tokens, 1)
+        check_whole("most", self.most, 2)
+        if not 0 < self.check_share < 1:
+            raise ConfigError("check_share", self.check_share, "use a number above 0 and below 1")
+
+
+def calibrate(
+    engine: BlendEngine,
+    prompts: Sequence[Prompt],
+    options: CalibrationOptions | None = None,
+    *,
+    folder: Path | None = None,
+    progress: bool | None = None,
+) -> tuple[BlendSettings, Finding]:
+    """Find the cheapest blending within a tolerance.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+        Its model, tokenizer and separator; its store is not used.
+    prompts : sequence of Prompt
+        As they will be asked; no answers are needed.
+    options : CalibrationOptions, optional
+    folder : path, optional
+        Keeps what was tried, rule by rule: a search that was killed goes on where it was, and one with another
+        tolerance, or with ``scaled``, tries only what is new.
+    progress : bool, optional
+        Show a progress bar; by default if standard error is a terminal.
+
+    Returns
+    -------
+    BlendSettings, Finding
+        What to use, which is full prefill for a model that does not tolerate blending, and all that was seen.
+
+    Raises
+    ------
+    ConfigError
+        If there are fewer than six prompts, or the folder holds a search over other prompts or another model.
+    """
+    options = options or CalibrationOptions()
+    if len(prompts) < 6:
+        raise ConfigError("prompts", len(prompts), "use at least 6")
+    searched, checks = _divided(prompts, options.check_share)
+    hidden = None if progress is None else not progress
+    segments = PromptTokenizer(engine.tokenizer, engine.config.separator)
+    with ExitStack() as stack:
+        bar = stack.enter_context(tqdm(desc="calibrating", unit=" passes", disable=hidden))
+        journal = stack.enter_context(Journal(folder, _search_settings(engine, prompts, options))) if folder else None
+
+        def trials(name: str, of: Sequence[Prompt], most: int) -> TrialSet:
+            return TrialSet(
+                engine.adapter,
+                segments,
+                of,
+                most=most,
+                answer_tokens=options.answer_tokens,
+                end_ids=_end_ids(engine),
+                scaled=options.scaled,
+                on_prompt=bar.update,
+                known=[line for line in journal.lines if line["set"] == name] if journal else (),
+                on_tried=lambda found: journal.append({"set": name, **found}) if journal else None,
+            )
+
+        sets = trials("searched", searched, options.most), trials("checks", checks, 2 * options.most)
+        stack.enter_context(engine.products())
+        found = Search(*sets, engine.adapter.num_layers, options.tolerance).run()
+    return settings_of(found, options.tolerance), found
+
+
+def _divided(prompts: Sequence[Prompt], check_share: float) -> tuple[list[Prompt], list[Prompt]]:
+    """Prompts to search on, and those that only check the result."""
+    searched: list[Prompt] = []
+    checks: list[Prompt] = []
+    for number, prompt in enumerate(prompts):
+        held_back = int((number + 1) * check_share) > int(number * check_share)
+        (checks if held_back else searched).append(prompt)
+    return searched, checks
+
+
+def _search_settings(engine: BlendEngine, prompts: Sequence[Prompt], options: CalibrationOptions) -> dict[str, Any]:
+    """What a trial's result depends on."""
+    return {
+        "version": _VERSION,
+        "model": engine.fingerprint,
+        "dtype": str(engine.adapter.dtype).removeprefix("torch."),
+        "separator": engine.config.separator,
+        "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest()[:16],
+        "check_share": options.check_share,
+        "most": options.most,
+        "answer_tokens": options.answer_tokens,
+    }
+
+
+def _end_ids(engine: BlendEngine) -> list[int]:
+    """Tokens that end an answer; none where nothing says so."""
+    end = getattr(engine.model.generation_config, "eos_token_id", None)
+    end = engine.tokenizer.eos_token_id if end is None else end
+    if end is None:
+        return []
+    return list(end) if isinstance(end, Iterable) else [int(end)]
+
+
+def settings_of(found: Finding, tolerance: float) -> BlendSettings:
+    """What a finding says about how to blend."""
+    if found.chosen is None or found.checked is None:
+        prompts = len(found.reuse.divergences)
+        return BlendSettings("all", recompute_ratio=1.0, tolerance=tolerance, prompts=prompts)
+    rule, seen = found.chosen.rule, found.chosen.joined(found.checked)
+    values = {option.name: getattr(rule, option.name) for option in fields(rule)}  # type: ignore[arg-type]
+    return BlendSettings(
+        selection=_name(rule),
+        **{name: _plain(values[name]) for name in SHARED_OPTIONS if name in values},
+        selection_options={name: _plain(value) for name, value in values.items() if name not in SHARED_OPTIONS},
+        tolerance=tolerance,
+        divergence=seen.divergence.mean,
+        highest=seen.divergence.high,
+        work=seen.work,
+        prompts=len(seen.divergences),
+    )
+
+
+def _name(rule: SelectionRule) -> str:
+    return next(name for name, kind in RULES.items() if type(rule) is kind)
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, (list, tuple)) else value
+
+
+def keep_settings(engine: BlendEngine, settings: BlendSettings) -> Path:
+    """Write settings into the profile beside the engine's store; its path.
+
+    Engines that are made from now on and leave the choice to ``recompute_ratio="auto"`` use them.
+
+    Raises
+    ------
+    ConfigError
+        If the store has no folder.
+    StoreError
+        If the profile cannot be read or written.
+    """
+    _, path = keep_profile(engine.store, MachineProfile(blends={engine.fingerprint: settings}))
+    return path
+
+
+def report(settings: BlendSettings, found: Finding) -> str:
+    """What was found, in words and a table."""
+    lines = [f"full KV reuse is {found.reuse.divergence.mean:.4f} nats a token from full prefill"]
+    if found.layers:
+        compared = f"divergence with {PROBE:.0%} after it  with {RATIOS[0]:.0%}"
+        lines += ["", f"layer  metric  {compared}  least share within the tolerance"]
+    for layer in found.layers:
+        least = "none" if layer.least_ratio is None else f"{layer.least_ratio:.1%}"
+        lost = f"{layer.divergence:>28.4f}  {layer.at_lowest:>7.4f}"
+        lines.append(f"{layer.layer:>5}  {layer.metric:<6}  {lost}  {least:>32}")
+    if found.decisive_layer:
+        lines += ["", f"deviation points at the tokens that matter from layer {found.decisive_layer} on"]
+    elif found.layers:
+        lines += ["", "deviation points at the tokens that matter on none of these layers"]
+    if any(layer.least_ratio is None for layer in found.layers) and found.chosen is not None:
+        lines.append("shares that cost more than what is chosen were not tried")
+    if found.untried_from is not None:
+        lines.append(f"checks from layer {found.untried_from} on were not tried: they cost more than what is chosen")
+    if found.checked is None:
+        lines.append(
+            "this model does not tolerate blending: nothing that saves work stays within "
+            f"{settings.tolerance:g} nats a token of full prefill; auto will prefill every prompt in full"
+        )
+        return "\n".join(lines)
+    checks = ", ".join(map(str, settings.check_layers))
+    shares = ", ".join(f"{share:.1%}" for share in settings.recompute_ratios or (settings.recompute_ratio,))
+    measured = settings.selection in ("hkvd", "mixed", "threshold")
+    at = f", metric {settings.metric}, checks at layer {checks}" if measured else ""
+    at += f", queries of layer {', '.join(map(str, settings.query_layers))}" if settings.query_layers else ""
+    at += "".join(f", {name} {value}" for name, value in settings.selection_options.items())
+    share = "share at most" if settings.selection_options.get("bound") else "share"
+    lines.append(
+        f"chosen: {settings.selection}{at}, {share} {shares}: {settings.work:.1%} of full prefill's work, divergence "
+        f"{settings.divergence:.4f} (95% interval to {settings.highest:.4f}) where {settings.tolerance:g} is allowed, "
+        f"{found.checked.divergence.mean:.4f} on the prompts that had no part in the search"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,185 @@
+"""One prompt by every method: time, work, the answer, and how far it is from full prefill's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cacheblend_rag.calibration.comparison import prefill_methods, time_once
+from cacheblend_rag.calibration.evaluation.answers import GreedyAnswers, shared_cache
+from cacheblend_rag.calibration.evaluation.cases import EvalCase
+from cacheblend_rag.calibration.evaluation.measures import best_f1, best_rouge_l, exact_match, first_line
+from cacheblend_rag.calibration.evaluation.methods import Variant
+from cacheblend_rag.calibration.prepared import DEPTH
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.errors import MissingExtraError
+from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
+from cacheblend_rag.fusor.work import RowsDone, work_share
+from cacheblend_rag.prompt import Prompt, PromptTokenizer
+
+__all__ = ["Subject", "scored"]
+
+_NEW_TOKENS = {"qa": 32, "examples": 128, "summary": 512}
+# Gold tokens that are looked at: distributions over a large vocabulary take room.
+_GOLD = 128
+
+
+@dataclass(frozen=True)
+class _Prefilled:
+    cache: Any
+    logits: torch.Tensor
+    rows: float
+    done: RowsDone | None
+    hits: int = 0
+    misses: int = 0
+
+
+class Subject:
+    """A model that is asked the same by every method.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+        Its store holds the chunks.
+    max_new_tokens : int
+        Of an answer; 0 takes what suits the task, and what its gold answers take.
+    answers : bool
+        Whether answers are generated.
+    """
+
+    def __init__(self, engine: BlendEngine, max_new_tokens: int = 0, answers: bool = True) -> None:
+        self.engine, self.answers, self._most = engine, answers, max_new_tokens
+        self.segments = PromptTokenizer(engine.tokenizer, engine.config.separator)
+        self._views: dict[str, BlendEngine] = {}
+
+    def answer_tokens(self, case: EvalCase) -> int:
+        """Most tokens generated for an answer: what suits the task, but no fewer than its gold answers take."""
+        return self._most or max(_NEW_TOKENS[case.task], *(len(self._answer_ids(gold)) for gold in case.answers))
+
+    def room(self, case: EvalCase) -> int:
+        """Tokens an answer may take, generated or gold."""
+        return max(self.answer_tokens(case), len(self.gold_ids(case, "")))
+
+    def gold_ids(self, case: EvalCase, suffix: str) -> list[int]:
+        """Ids of the first gold answer behind a prompt's suffix, and the end token."""
+        return self._answer_ids(case.answers[0], suffix or ":")
+
+    def _answer_ids(self, answer: str, before: str = ":") -> list[int]:
+        space = "" if before[-1:].isspace() else " "
+        ids = list(self.segments.continued_ids(space + answer, before))[: _GOLD - 1]
+        end = self.engine.tokenizer.eos_token_id
+        return ids if end is None else [*ids, int(end)]
+
+    def measure(self, case: EvalCase, prompt: Prompt, variants: Iterable[Variant]) -> list[dict[str, Any]]:
+        """Measure each method, full prefill first; results are fit for JSON.
+
+        Times are in seconds, ``work`` is a share of full prefill's (``work_24`` scaled to 24 layers),
+        ``rows`` the mean share of the prompt's rows computed a layer.
+        """
+        asked = _Asked(self, case, prompt)
+        return [asked.measure(one) for one in variants]
+
+    def view(self, variant: Variant) -> BlendEngine:
+        """The engine with a variant's rule."""
+        if variant.label not in self._views:
+            self._views[variant.label] = self.engine.with_config(selection=variant.rule, min_tokens=0, guard_share=0.0)
+        return self._views[variant.label]
+
+
+class _Asked:
+    """One prompt under measurement."""
+
+    def __init__(self, subject: Subject, case: EvalCase, prompt: Prompt) -> None:
+        self._subject, self._case, self._prompt = subject, case, prompt
+        self._engine = subject.engine
+        self._ids = self._engine.tokenize(prompt).input_ids
+        self._gold = subject.gold_ids(case, prompt.suffix)
+        self._warm = False
+        self._full: torch.Tensor | None = None  # full prefill's log-probabilities over the gold answer
+        self._answers = GreedyAnswers(self._engine, self._ids, subject.answer_tokens(case))
+
+    def measure(self, variant: Variant) -> dict[str, Any]:
+        """Measure a method."""
+        prefill = self._prefill(variant)
+        if variant.rule is not None and not self._warm:
+            prefill()  # stores the prefix, so that no method pays for it; records are then in the page cache
+            self._warm = True
+        seconds, made = time_once(prefill)
+        forced = answer_log_probs(self._engine.adapter, shared_cache(made.cache), made.logits, self._gold)
+        if self._full is None:
+            self._full = forced
+        says = forced.argmax(dim=-1)
+        return {
+            **_named(variant),
+            "ttft": seconds,
+            "rows": made.rows,
+            **self._work(made.done),
+            "hits": made.hits,
+            "misses": made.misses,
+            "kl": float(kl_divergence(self._full, forced).mean()),
+            "agreement": float((says == self._full.argmax(dim=-1)).float().mean()),
+            "forced_exact": says.tolist() == self._gold,
+            **self._answered(made, says),
+        }
+
+    def _prefill(self, variant: Variant) -> Callable[[], _Prefilled]:
+        engine, adapter, layers = self._engine, self._engine.adapter, self._engine.adapter.num_layers
+        if variant.method == "full":
+
+            def full() -> _Prefilled:
+                found = adapter.prefill(engine.tokenize(self._prompt).input_ids)
+                return _Prefilled(found.cache, found.logits, 1.0, None)
+
+            return full
+        if variant.method == "prefix":
+            caching = prefill_methods(engine, self._prompt)["prefix caching"]
+
+            def prefix() -> _Prefilled:
+                found = caching()
+                rows = torch.arange(len(self._ids) - found.computed[0], len(self._ids))
+                return _Prefilled(found.cache, found.logits, len(rows) / len(self._ids), RowsDone((rows,) * layers))
+
+            return prefix
+        view = self._subject.view(variant)
+
+        def blended() -> _Prefilled:
+            fused = view.fuse(self._prompt)
+            report = fused.report
+            rows = sum(report.computed_tokens) / (layers * len(self._ids))
+            return _Prefilled(fused.cache, fused.logits, rows, fused.done, report.hits, report.misses)
+
+        return blended
+
+    def _work(self, done: RowsDone | None) -> dict[str, float]:
+        if done is None:
+            return {"work": 1.0, "work_24": 1.0}
+        shape, tokens = self._engine.adapter.shape, len(self._ids)
+        deep = max(DEPTH, self._engine.adapter.num_layers)
+        return {"work": work_share(shape, tokens, done), "work_24": work_share(shape, tokens, done, deep)}
+
+    def _answered(self, made: _Prefilled, says: torch.Tensor) -> dict[str, Any]:
+        if not self._subject.answers:
+            return {}
+        return scored(self._case, self._answers.text(made.cache, made.logits, self._gold, says.tolist()))
+
+
+def scored(case: EvalCase, text: str) -> dict[str, Any]:
+    """What was written as an answer, and how good it is."""
+    answer = text.strip() if case.task == "summary" else first_line(text)
+    try:
+        rouge = best_rouge_l(answer, case.answers)
+    except MissingExtraError:
+        rouge = None  # only for short answers: without it, a run over summaries does not begin
+    return {
+        "answer": answer,
+        "f1": best_f1(answer, case.answers),
+        "em": exact_match(answer, case.answers),
+        "rouge_l": rouge,
+    }
+
+
+def _named(variant: Variant) -> dict[str, Any]:
+    return {"label": variant.label, "method": variant.method, "ratio": variant.ratio}

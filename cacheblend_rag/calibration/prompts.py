@@ -1,0 +1,122 @@
+"""Prompts made of a user's own chunks: no labels, only something to be asked."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Sequence
+
+from langchain_core.documents import Document
+
+from cacheblend_rag.calibration.evaluation.choosing import WordRanker, choose
+from cacheblend_rag.calibration.evaluation.prompts import build_prompt
+from cacheblend_rag.calibration.evaluation.sources import open_source
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.chat import STUFF
+
+__all__ = ["case_prompts", "chunk_prompts", "question_prompts"]
+
+_NAME = re.compile(r"\b[A-Z][\w’'-]+(?: [A-Z][\w’'-]+)*")
+_QUESTIONS = (
+    "What is said about {a}?",
+    "Who or what is {a}, and what happened?",
+    "How are {a} and {b} connected?",
+    "What do the passages say about {a} and about {b}?",
+    "Summarise in one sentence what is known about {a}.",
+)
+
+
+def chunk_prompts(chunks: Sequence[Document], count: int, per_prompt: int = 6, seed: int = 0) -> list[Prompt]:
+    """Prompts that ask about names in chunks, next to other chunks in random order.
+
+    Chunks that follow one another in a document stand in the same prompt where there are any, since
+    what refers to another chunk most often refers to a neighbour.
+
+    Parameters
+    ----------
+    chunks : sequence of Document
+        As the index splits them, in the order of the files.
+    count : int
+        Prompts wanted.
+    per_prompt : int
+        Chunks in each, as far as there are so many.
+    seed : int
+
+    Raises
+    ------
+    ConfigError
+        If there are fewer than two chunks.
+    """
+    if len(chunks) < 2:
+        raise ConfigError("docs", f"{len(chunks)} chunks", "use documents of at least two chunks")
+    chooser = random.Random(f"calibrate/{seed}")
+    texts = [chunk.page_content for chunk in chunks]
+    words = WordRanker(texts)
+    anchors = [
+        place for _ in range(-(-count // len(chunks))) for place in chooser.sample(range(len(chunks)), len(chunks))
+    ]
+    found = []
+    for anchor in anchors[:count]:
+        beside = [place for place in (anchor - 1, anchor + 1) if _same_file(chunks, anchor, place)]
+        rest = [place for place in range(len(chunks)) if place != anchor and place not in beside]
+        others = [*beside, *chooser.sample(rest, min(len(rest), max(0, per_prompt - 1 - len(beside))))]
+        places = [anchor, *others][:per_prompt]
+        asked = chooser.choice(_QUESTIONS).format(
+            a=_subject(texts[anchor], words, chooser), b=_subject(texts[places[1]], words, chooser)
+        )
+        chooser.shuffle(places)
+        found.append(_prompt([texts[place] for place in places], asked))
+    return found
+
+
+def question_prompts(chunks: Sequence[Document], questions: Sequence[str], per_prompt: int = 6) -> list[Prompt]:
+    """Prompts of a user's own questions, each with the chunks that share most words with it.
+
+    Raises
+    ------
+    ConfigError
+        If there are no questions or no chunks.
+    """
+    asked = [question.strip() for question in questions if question.strip()]
+    if not asked or not chunks:
+        raise ConfigError("questions", list(questions)[:3], "use at least one question and one chunk")
+    texts = [chunk.page_content for chunk in chunks]
+    words = WordRanker(texts)
+    return [_prompt([texts[place] for place in words.rank(one, texts)[:per_prompt]], one) for one in asked]
+
+
+def case_prompts(data: str, count: int, per_prompt: int = 6, seed: int = 0, style: str = "paper") -> list[Prompt]:
+    """Prompts of a file of questions, passages in random order; answers are not looked at.
+
+    The style is one of `build_prompt`.
+
+    Raises
+    ------
+    DatasetError
+        If the file cannot be used.
+    """
+    cases = open_source(data).cases(per_prompt)
+    random.Random(f"calibrate/{seed}").shuffle(cases)
+    words = WordRanker(passage.chunk for case in cases for passage in case.passages)
+    chosen = [choose(case, per_prompt, order="random", ranker=words, seed=seed) for case in cases[:count]]
+    return [build_prompt(case, style) for case in chosen]
+
+
+def _prompt(chunks: Sequence[str], question: str) -> Prompt:
+    return Prompt(STUFF.prefix, chunks, STUFF.suffix.replace("{q}", question))
+
+
+def _same_file(chunks: Sequence[Document], one: int, other: int) -> bool:
+    inside = 0 <= other < len(chunks)
+    return inside and chunks[one].metadata.get("source") == chunks[other].metadata.get("source")
+
+
+def _subject(text: str, words: WordRanker, chooser: random.Random) -> str:
+    """A name in a text, or else one of its rarest words."""
+    inner = text[text.find(" ") + 1 :]  # the first word has a capital letter whatever it is
+    names: list[str] = [name for name in dict.fromkeys(_NAME.findall(inner)) if len(name) > 3]
+    if not names:
+        names = sorted(set(re.findall(r"\w{4,}", text)) or {text[:20]})
+    names.sort(key=lambda name: (-max(map(words.rarity, name.lower().split())), name))
+    return chooser.choice(names[:5])

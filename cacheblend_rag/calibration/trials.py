@@ -1,0 +1,203 @@
+"""Prompts with what full prefill would answer, on which rules are tried.
+
+Most prompts lose nothing by full KV reuse, and no rule loses anything on them; a few lose much. Of many prompts, rules
+are therefore tried on those that reuse gets most wrong, and on a few others that stand for the rest.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from cacheblend_rag.calibration.evaluation.statistics import Interval, interval
+from cacheblend_rag.calibration.prepared import DEPTH, Fused, PreparedPrompt
+from cacheblend_rag.fusor import Fusion
+from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
+from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.modules import evaluating
+from cacheblend_rag.prompt import Prompt, PromptTokenizer
+
+__all__ = ["TrialSet", "Tried"]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A rule on some prompts.
+
+    Parameters
+    ----------
+    rule : SelectionRule
+    divergences : tuple of float
+        KL divergence from full prefill for each prompt, mean over the tokens that full prefill generates. That of a
+        prompt which stands for others is there as often.
+    work : float
+        Mean work as a share of full prefill's.
+    whole : bool
+        Whether all prompts were tried, or it was given up before.
+    """
+
+    rule: SelectionRule
+    divergences: tuple[float, ...]
+    work: float
+    whole: bool
+
+    @property
+    def divergence(self) -> Interval:
+        """Mean with its 95% interval over prompts."""
+        return interval(self.divergences)
+
+    def joined(self, other: Tried) -> Tried:
+        """The same rule on these prompts and on others."""
+        counts = len(self.divergences), len(other.divergences)
+        work = (counts[0] * self.work + counts[1] * other.work) / sum(counts)
+        return Tried(self.rule, (*self.divergences, *other.divergences), work, self.whole and other.whole)
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A prompt, the tokens that full prefill generates for it, and how many prompts it stands for."""
+
+    prepared: PreparedPrompt
+    ids: list[int]
+    log_probs: torch.Tensor  # [ids, vocab], full prefill's
+    count: int = 1
+
+
+class TrialSet:
+    """Prompts, each with the tokens that full prefill generates for it.
+
+    Parameters
+    ----------
+    adapter : ModelAdapter
+    tokenizer : PromptTokenizer
+    prompts : sequence of Prompt
+    most : int, optional
+        Prompts on which rules are tried, if there are more: half of them those on which full KV reuse is farthest from
+        full prefill, the others drawn from the rest, which they stand for.
+    answer_tokens : int
+        Most tokens generated.
+    end_ids : sequence of int
+        Tokens that end an answer.
+    scaled : bool
+        Count work as in a model of 24 layers, see `work_share`.
+    on_prompt : callable
+        Called after each prompt that was prepared or tried.
+    known : iterable of mapping
+        What ``on_tried`` was given before, of these prompts: rules that need not be tried again.
+    on_tried : callable
+        Called with what was found of a rule, fit for JSON.
+    """
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        tokenizer: PromptTokenizer,
+        prompts: Sequence[Prompt],
+        *,
+        most: int | None = None,
+        answer_tokens: int = 32,
+        end_ids: Sequence[int] = (),
+        scaled: bool = False,
+        on_prompt: Callable[[], object] = lambda: None,
+        known: Iterable[Mapping[str, Any]] = (),
+        on_tried: Callable[[dict[str, Any]], object] = lambda found: None,
+    ) -> None:
+        self._adapter, self._scaled, self._on_prompt, self._on_tried = adapter, scaled, on_prompt, on_tried
+        self._known = {str(found["rule"]): found for found in known}
+        self._answer_tokens, self._end_ids = answer_tokens, frozenset(end_ids)
+        self._prompts = len(prompts)
+        made = (self._prepared(tokenizer, prompt) for prompt in prompts)
+        self._trials = [*made] if most is None or most >= len(prompts) else self._chosen(made, most)
+
+    @property
+    def depth(self) -> int:
+        """Layers by which work is counted."""
+        return max(DEPTH, self._adapter.num_layers) if self._scaled else self._adapter.num_layers
+
+    def __len__(self) -> int:
+        return self._prompts
+
+    def _prepared(self, tokenizer: PromptTokenizer, prompt: Prompt) -> _Trial:
+        prepared = PreparedPrompt(self._adapter, tokenizer, prompt)
+        ids, log_probs = _generate(self._adapter, prepared.full, self._answer_tokens, self._end_ids)
+        prepared.forget_full()
+        self._on_prompt()
+        return _Trial(prepared, ids, log_probs)
+
+    def _chosen(self, trials: Iterable[_Trial], most: int) -> list[_Trial]:
+        """Those that reuse gets most wrong, the worst first, and some of the rest; no others are held in memory."""
+        worst: list[tuple[float, int, _Trial]] = []
+        drawn: list[_Trial] = []
+        hard, rest, seen = most // 2, most - most // 2, 0
+        chooser = random.Random(0)
+        for number, trial in enumerate(trials):
+            entry = (self._divergence(trial, SelectNone())[0], number, trial)
+            if len(worst) < hard:
+                heapq.heappush(worst, entry)
+                continue
+            other = heapq.heappushpop(worst, entry)[2] if hard else trial
+            seen += 1
+            if len(drawn) < rest:
+                drawn.append(other)
+            elif (place := chooser.randrange(seen)) < rest:
+                drawn[place] = other
+        each, over = divmod(seen, len(drawn))
+        others = [replace(trial, count=each + (place < over)) for place, trial in enumerate(drawn)]
+        return [trial for _, _, trial in sorted(worst, key=lambda one: -one[0])] + others
+
+    def try_rule(self, rule: SelectionRule, tolerance: float = float("inf")) -> Tried:
+        """Fuse every prompt by a rule; one whose mean is sure to pass a tolerance is given up early."""
+        key = repr(rule)
+        known = self._known.get(key)
+        if known is None or not (known["whole"] or self._hopeless(known["divergences"], tolerance)):
+            known = self._known[key] = {"rule": key, **self._tried(rule, tolerance)}
+            self._on_tried(known)
+        work = known["scaled_work" if self._scaled else "work"]
+        return Tried(rule, tuple(known["divergences"]), work, known["whole"])
+
+    def _tried(self, rule: SelectionRule, tolerance: float) -> dict[str, Any]:
+        divergences: list[float] = []
+        works: list[tuple[float, float]] = []
+        for trial in self._trials:
+            if self._hopeless(divergences, tolerance):
+                break
+            divergence, fused = self._divergence(trial, rule)
+            divergences += [divergence] * trial.count
+            works += [(fused.work, fused.scaled_work)] * trial.count
+            self._on_prompt()
+        work, scaled = (sum(of) / len(works) for of in zip(*works, strict=True))
+        whole = len(divergences) == self._prompts
+        return {"divergences": divergences, "work": work, "scaled_work": scaled, "whole": whole}
+
+    def _divergence(self, trial: _Trial, rule: SelectionRule) -> tuple[float, Fused]:
+        fused = trial.prepared.fuse(rule)
+        cache = self._adapter.new_cache(fused.fusion.layers)
+        found = answer_log_probs(self._adapter, cache, fused.fusion.logits, trial.ids)
+        return float(kl_divergence(trial.log_probs, found).mean()), fused
+
+    def _hopeless(self, divergences: Sequence[float], tolerance: float) -> bool:
+        """Whether the mean passes the tolerance even if nothing is lost on any other prompt."""
+        return sum(divergences) > tolerance * self._prompts
+
+
+def _generate(
+    adapter: ModelAdapter, fusion: Fusion, count: int, end_ids: frozenset[int]
+) -> tuple[list[int], torch.Tensor]:
+    """Ids that greedy decoding writes, the end token included, and the distributions they were taken from."""
+    cache, logits = adapter.new_cache(fusion.layers), fusion.logits
+    ids: list[int] = []
+    rows: list[torch.Tensor] = []
+    with evaluating(adapter.model), torch.no_grad():
+        while True:
+            rows.append(logits.float().log_softmax(dim=-1))
+            ids.append(int(rows[-1].argmax()))
+            if len(ids) == count or ids[-1] in end_ids:
+                return ids, torch.stack(rows)
+            given = torch.tensor([[ids[-1]]], device=adapter.device)
+            logits = adapter.model(given, past_key_values=cache, use_cache=True).logits[0, -1]

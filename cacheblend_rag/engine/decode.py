@@ -1,0 +1,419 @@
+"""DECODE: text from a fused cache, by transformers' own generation."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, TypedDict
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation import StoppingCriteria
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from cacheblend_rag.errors import ConfigError, GenerationError
+from cacheblend_rag.models.modules import evaluating
+
+DEFAULT_NEW_TOKENS = 256
+
+__all__ = ["DEFAULT_NEW_TOKENS", "DecodeArguments", "DecodeOptions", "Decoded", "Step", "decode"]
+
+Step = Callable[[Mapping[str, Any]], torch.Tensor]
+"""Takes what transformers hands to the model for one token, and gives its logits ``[1, 1, vocab]``."""
+
+
+class DecodeArguments(TypedDict, total=False):
+    """The options of `DecodeOptions`, for functions that take them one by one."""
+
+    max_new_tokens: int | None
+    stop: str | Sequence[str]
+    temperature: float | None
+    do_sample: bool | None
+    top_p: float | None
+    top_k: int | None
+    repetition_penalty: float | None
+    seed: int | None
+    generation_config: GenerationConfig | None
+    logits_processor: Sequence[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions:
+    """How an answer is generated.
+
+    Parameters
+    ----------
+    max_new_tokens : int or None
+        Most tokens of the answer; None takes the generation config's, else 256, or what the context window has room
+        for if that is less.
+    stop : str or sequence of str
+        Texts that end the answer; they are not part of it.
+    temperature : float or None
+        0 decodes greedily; None takes the generation config's choice when one is given, else 0.
+    do_sample : bool or None
+        False decodes greedily. True samples, at ``temperature`` or at the generation config's. None leaves the
+        choice to ``temperature``.
+    top_p : float or None
+        Nucleus sampling, above 0 to 1.
+    top_k : int or None
+        Sample among so many of the likeliest tokens; 0 for all.
+    repetition_penalty : float or None
+        Above 1, tokens that the prompt or the answer holds already become less likely; 1 changes nothing.
+    seed : int or None
+        Makes sampling repeatable.
+    generation_config : GenerationConfig or None
+        Anything else transformers offers; the options above win over it.
+    logits_processor : sequence of callable
+        transformers logits processors applied to each step.
+
+    Raises
+    ------
+    ConfigError
+        If a value is out of range, or would be without effect.
+    """
+
+    max_new_tokens: int | None = None
+    stop: str | Sequence[str] = ()
+    temperature: float | None = None
+    do_sample: bool | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    generation_config: GenerationConfig | None = None
+    logits_processor: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        if not isinstance(stops, Iterable) or any(not isinstance(text, str) or not text for text in stops):
+            raise ConfigError("stop", self.stop, "use texts that are not empty")
+        object.__setattr__(self, "stop", tuple(stops))
+        _check("max_new_tokens", self.max_new_tokens, int, lambda n: n >= 1, "use a whole number, 1 or more")
+        _check("temperature", self.temperature, Real, lambda t: t >= 0, "use 0 for greedy decoding, or more")
+        _check("top_p", self.top_p, Real, lambda p: 0 < p <= 1, "use a number above 0, up to 1")
+        _check("top_k", self.top_k, int, lambda k: k >= 0, "use a whole number, 0 for no limit")
+        _check("repetition_penalty", self.repetition_penalty, Real, lambda p: p > 0, "use a number above 0")
+        self._check_sampling()
+        _check("seed", self.seed, int, lambda n: True, "use a whole number")
+        for name in ("num_beams", "num_return_sequences"):
+            count = getattr(self.generation_config, name, None) or 1
+            _check(name, count, int, lambda n: n == 1, "use 1; a prompt has one answer here")
+
+    def _check_sampling(self) -> None:
+        """Refuse options that contradict one another, or that greedy decoding would leave without effect."""
+        if self.do_sample not in (None, True, False):
+            raise ConfigError("do_sample", self.do_sample, "use True, False or None")
+        if self.do_sample and self.temperature == 0:
+            raise ConfigError("do_sample", True, "use a temperature above 0 with it; temperature=0 decodes greedily")
+        if self.do_sample is False and self.temperature:
+            remedy = f"leave it out to sample at temperature={self.temperature}, or leave out the temperature"
+            raise ConfigError("do_sample", False, remedy)
+        for name in ("top_k", "top_p"):
+            value = getattr(self, name)
+            if value not in (None, 0, 1, 1.0) and self._greedy and self.temperature != 0:
+                raise ConfigError(
+                    name, value, "use it with do_sample=True or a temperature; greedy decoding ignores it"
+                )
+
+    @property
+    def _greedy(self) -> bool:
+        if self.do_sample is not None:
+            return not self.do_sample
+        return self.temperature == 0 or (self.temperature is None and self.generation_config is None)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """All stop strings, those of the generation config included."""
+        given = getattr(self.generation_config, "stop_strings", None) or ()
+        return (*self.stop, *((given,) if isinstance(given, str) else given))
+
+    @property
+    def asked_tokens(self) -> int | None:
+        """Tokens of the answer that were asked for; None if no number was given."""
+        return self.max_new_tokens or getattr(self.generation_config, "max_new_tokens", None)
+
+    def resolve(self, model: Any, tokenizer: Any) -> GenerationConfig:
+        """The generation config transformers is given."""
+        config = copy.deepcopy(self.generation_config or model.generation_config)
+        if self.max_new_tokens is not None or (config.max_new_tokens is None and config.max_length is None):
+            config.max_new_tokens, config.max_length = self.max_new_tokens or DEFAULT_NEW_TOKENS, None
+        if self._greedy:
+            config.do_sample, config.temperature, config.top_p, config.top_k = False, None, None, None
+        else:
+            config.do_sample = self.do_sample or self.temperature is not None or config.do_sample
+            for name in ("temperature", "top_p", "top_k"):
+                if (value := getattr(self, name)) is not None:
+                    setattr(config, name, value)
+        if self.repetition_penalty is not None:
+            config.repetition_penalty = float(self.repetition_penalty)
+        if config.eos_token_id is None:
+            config.eos_token_id = tokenizer.eos_token_id
+        if config.pad_token_id is None:
+            eos = config.eos_token_id
+            config.pad_token_id = (eos[0] if isinstance(eos, list) else eos) or 0
+        # One answer, from the fused cache; stop strings are watched for here.
+        config.num_beams, config.num_return_sequences = 1, 1
+        config.use_cache, config.cache_implementation, config.stop_strings = True, None, None
+        return config
+
+
+def _check(name: str, value: Any, kind: type, fits: Callable[[Any], bool], remedy: str) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, kind) or not fits(value)):
+        raise ConfigError(name, value, remedy)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What was generated.
+
+    Parameters
+    ----------
+    text : str
+        The answer, up to a stop string.
+    token_ids : list of int
+        All generated ids.
+    finish_reason : str
+        ``"stop"`` or ``"length"``.
+    first_token_at : float
+        `time.perf_counter` when the first token was known.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    first_token_at: float
+
+
+def decode(
+    model: Any,
+    tokenizer: Any,
+    *,
+    input_ids: Sequence[int],
+    cache: Any,
+    logits: torch.Tensor,
+    options: DecodeOptions,
+    on_text: Callable[[str], None] | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+    step: Step | None = None,
+    window: int | None = None,
+) -> Decoded:
+    """Generate from a fused cache; its logits give the first token without a second pass.
+
+    Parameters
+    ----------
+    model, tokenizer : transformers objects
+    input_ids : sequence of int
+        Ids of the prompt.
+    cache : transformers Cache
+        KV of all prompt positions; it grows.
+    logits : Tensor, [vocab]
+        Logits of the last prompt position.
+    options : DecodeOptions
+        How to generate.
+    on_text : callable, optional
+        Called with each piece of text as soon as it is certain.
+    cancelled : callable
+        Generation stops at the next token once this returns True.
+    step : callable, optional
+        Stands for the model's pass over each token after the first.
+    window : int, optional
+        Most tokens of the prompt with its answer.
+
+    Raises
+    ------
+    GenerationError
+        If transformers returned no token.
+    """
+    config = options.resolve(model, tokenizer)
+    if window is not None:
+        _end_within(config, window, len(input_ids))
+    eos = config.eos_token_id
+    end_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    assembler = _TextAssembler(tokenizer, options, end_ids, len(input_ids), on_text, cancelled)
+    ids = torch.tensor([list(input_ids)], device=logits.device)
+
+    def continue_from_fused(model: Any, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        return type(model)._sample(_Prefilled(model, logits, cache, own_step), input_ids, **arguments)
+
+    with evaluating(model), _Chance(options.seed, logits.device) as chance:
+        own_step = chance.apart_from(step) if step is not None else None
+        model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            generation_config=config,
+            stopping_criteria=[assembler],
+            logits_processor=list(options.logits_processor),
+            custom_generate=continue_from_fused,
+        )
+    return assembler.result()
+
+
+def _end_within(config: GenerationConfig, window: int, prompt_tokens: int) -> None:
+    """Let an answer end where the context window does."""
+    if config.max_new_tokens is None:
+        config.max_length = min(config.max_length, window)
+    else:
+        config.max_new_tokens = min(config.max_new_tokens, max(1, window - prompt_tokens))
+
+
+class _Prefilled:
+    """A model whose prefill is already done.
+
+    transformers' sampling loop asks the model for its prefill and then for one token at a time;
+    this hands it the fused logits first and is the model in everything else, or in all but its steps.
+    """
+
+    def __init__(self, model: Any, logits: torch.Tensor, cache: Any, step: Step | None) -> None:
+        self._model, self._logits, self._cache, self._step = model, logits, cache, step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def _prefill(self, *args: object, **kwargs: object) -> CausalLMOutputWithPast:
+        return CausalLMOutputWithPast(logits=self._logits[None, None], past_key_values=self._cache)
+
+    def __call__(self, return_dict: bool = True, **inputs: Any) -> Any:
+        if self._step is None:
+            return self._model(**inputs, return_dict=return_dict)
+        return CausalLMOutputWithPast(logits=self._step(inputs), past_key_values=self._cache)
+
+
+class _Chance:
+    """PyTorch's random numbers, begun anew for one answer; what others draw meanwhile is theirs.
+
+    Parameters
+    ----------
+    seed : int or None
+        None takes them as they come.
+    device : torch.device
+        Where tokens are drawn.
+    """
+
+    def __init__(self, seed: int | None, device: torch.device) -> None:
+        self._seed, self._device = seed, device
+        self._others: list[torch.Tensor] = []  # their state, while this answer draws
+
+    def __enter__(self) -> _Chance:
+        if self._seed is not None:
+            self._others = self._state()
+            torch.manual_seed(self._seed)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._others:
+            self._set(self._others)
+
+    def apart_from(self, step: Step) -> Step:
+        """The step, during which others may draw."""
+        if self._seed is None:
+            return step
+
+        def apart(inputs: Mapping[str, Any]) -> torch.Tensor:
+            own, others = self._state(), self._others
+            self._set(others)
+            self._others = []  # if the step fails, theirs is in place
+            logits = step(inputs)
+            self._others = self._state()
+            self._set(own)
+            return logits
+
+        return apart
+
+    def _state(self) -> list[torch.Tensor]:
+        on_gpu = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []
+        return [torch.get_rng_state(), *on_gpu]
+
+    def _set(self, state: Sequence[torch.Tensor]) -> None:
+        torch.set_rng_state(state[0])
+        for of_gpu in state[1:]:
+            torch.cuda.set_rng_state(of_gpu, self._device)
+
+
+class _TextAssembler(StoppingCriteria):  # type: ignore[misc]
+    """Turns generated ids into text, ends at stop strings, and hands out what is certain.
+
+    It is a stopping criterion and no streamer because transformers asks its criteria first: an
+    answer then ends with the token that completes a stop string, not with the one after.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        options: DecodeOptions,
+        end_ids: frozenset[int],
+        prompt_tokens: int,
+        on_text: Callable[[str], None] | None,
+        cancelled: Callable[[], bool],
+    ) -> None:
+        self._tokenizer, self._stops, self._end_ids = tokenizer, options.stops, end_ids
+        self._longest_stop = max(map(len, self._stops), default=0)
+        self._on_text, self._cancelled = on_text, cancelled
+        self._prompt_tokens = prompt_tokens
+        self._ids: list[int] = []
+        self._text = ""
+        self._sent = 0
+        self._context, self._read = (
+            0,
+            0,
+        )  # ids[context:read] are text already and give the next ids their context
+        self._stopped = False
+        self._first_token_at = 0.0
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        """Take the newest id; true when the answer is complete."""
+        if not self._ended():
+            if not self._ids:
+                self._first_token_at = time.perf_counter()
+            self._ids = input_ids[0, self._prompt_tokens :].tolist()
+            self._take_text(final=False)
+        done = self._stopped or self._cancelled()
+        return torch.full((len(input_ids),), done, dtype=torch.bool, device=input_ids.device)
+
+    def result(self) -> Decoded:
+        """The whole answer; what was held back is handed out now."""
+        if not self._ids:
+            raise GenerationError("transformers returned no token; check the generation config")
+        self._take_text(final=True)
+        self._send(len(self._text))
+        reason = "stop" if self._ended() else "length"
+        return Decoded(self._text, self._ids, reason, self._first_token_at)
+
+    def _ended(self) -> bool:
+        # On a GPU transformers may run one step past the end; that token is not part of the answer.
+        return self._stopped or (bool(self._ids) and self._ids[-1] in self._end_ids)
+
+    def _take_text(self, final: bool) -> None:
+        before = self._plain(self._ids[self._context : self._read])
+        after = self._plain(self._ids[self._context :])
+        within_character = after.endswith("\N{REPLACEMENT CHARACTER}") and not final
+        if self._stopped or len(after) <= len(before) or within_character:
+            return
+        searched = max(0, len(self._text) - self._longest_stop)
+        self._text += after[len(before) :]
+        self._context, self._read = self._read, len(self._ids)
+        found = [at for at in (self._text.find(stop, searched) for stop in self._stops) if at >= 0]
+        if found:
+            self._stopped = True
+            self._text = self._text[: min(found)]
+        self._send(self._certain())
+
+    def _certain(self) -> int:
+        """Length of the text that no stop string can still take back."""
+        if not self._stopped:
+            for start in range(max(0, len(self._text) - self._longest_stop), len(self._text)):
+                if any(stop.startswith(self._text[start:]) for stop in self._stops):
+                    return start
+        return len(self._text)
+
+    def _send(self, stop: int) -> None:
+        if stop > self._sent:
+            if self._on_text is not None:
+                self._on_text(self._text[self._sent : stop])
+            self._sent = stop
+
+    def _plain(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -1,0 +1,594 @@
+"""BlendEngine: split, look up, load, fuse, decode."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import dataclasses
+import logging
+import os
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any, Unpack, cast
+
+import torch
+
+from cacheblend_rag.config import BlendConfig, check_model_and_tokenizer
+from cacheblend_rag.engine.batch import ReadOnce, by_common_chunks
+from cacheblend_rag.engine.decode import DEFAULT_NEW_TOKENS, DecodeArguments, Decoded, DecodeOptions, decode
+from cacheblend_rag.engine.guard import QualityGuard
+from cacheblend_rag.engine.lookup import Segment
+from cacheblend_rag.engine.pipeline import OTHER_FORM, Blend, Pipeline
+from cacheblend_rag.engine.scheduler import gate_of
+from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds
+from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead
+from cacheblend_rag.engine.warm_up import Warming
+from cacheblend_rag.engine.write_back import WriteBack
+from cacheblend_rag.errors import (
+    CacheBlendError,
+    ConfigError,
+    ContextLengthError,
+    GenerationError,
+    PromptError,
+    StoreError,
+)
+from cacheblend_rag.fusor.self_check import check_adapter
+from cacheblend_rag.loading import Prefetcher
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.batched_decode import StepsTogether
+from cacheblend_rag.models.loading import load_model
+from cacheblend_rag.models.lora import unwrapped
+from cacheblend_rag.prompt import Fitted, Prompt, PromptTokenizer, TokenizedPrompt
+from cacheblend_rag.report import FusedKV, Generation, WarmReport
+from cacheblend_rag.store import KVStore, open_store
+
+__all__ = ["BlendEngine", "DecodeArguments"]
+
+_log = logging.getLogger(__name__)
+
+
+class BlendEngine:
+    """Answers RAG prompts from stored KV, recomputing only the tokens that need it.
+
+    Parameters
+    ----------
+    model : transformers PreTrainedModel or PeftModel
+        A causal language model, perhaps with LoRA adapters; nothing is left behind on it. Several engines may share
+        one: their requests wait for one another. Who runs it without an engine, on whatever thread, gets what the model
+        itself gives.
+    tokenizer : transformers tokenizer
+        Its tokenizer.
+    config : BlendConfig, optional
+        Options; by default read from the environment, else the defaults.
+    store : KVStore, path or None
+        Where KV is kept: a store, a folder, or memory.
+    fingerprint : str, optional
+        Identity of the model's own weights, adapters aside, where it is known already; by default they are read
+        through.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model's family is not known, or its layers do not act as the family's should.
+    ConfigError
+        If an option does not fit the model, or model and tokenizer are none.
+
+    Notes
+    -----
+    Requests from several threads are answered one after another, or ``max_concurrent`` of them at once: each is
+    let in between two tokens of the others, and from then on they take their steps together.
+
+    An engine made by `from_pretrained` can be pickled and copied: the copy loads the model and opens the store anew.
+    """
+
+    _reopen: Callable[..., BlendEngine] | None = None  # makes the same again, of a config
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        config: BlendConfig | None = None,
+        store: KVStore | str | os.PathLike[str] | None = None,
+        fingerprint: str | None = None,
+    ) -> None:
+        check_model_and_tokenizer(model, tokenizer)
+        model = unwrapped(model)
+        self.config = config or BlendConfig()
+        self.model, self.tokenizer = model, tokenizer
+        self._owns_store = store is None or isinstance(store, (str, os.PathLike))
+        adapter = ModelAdapter(model, like=self.config.like or None)
+        self.store = open_store(store, self.config, beside_gpu=adapter.device.type == "cuda")
+        segments = PromptTokenizer(tokenizer, self.config.separator)
+        if self.config.check_model:
+            check_adapter(adapter)
+        self._pipeline = Pipeline(adapter, segments, self.config, self.store, fingerprint)
+        self._prefetcher = Prefetcher(self.store)
+        self._gate = gate_of(model)  # engines over one model take turns
+        self._steps = StepsTogether(adapter)
+        self._write_back = WriteBack(self._gate)
+        self.guard = QualityGuard()
+        self._viewed: BlendEngine | None = None
+        weakref.finalize(self, self._write_back.stop).atexit = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | os.PathLike[str],
+        *,
+        config: BlendConfig | None = None,
+        store: KVStore | str | os.PathLike[str] | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        **model_kwargs: Any,
+    ) -> BlendEngine:
+        """Load a model and its tokenizer by id or path.
+
+        Parameters
+        ----------
+        model : str or path
+            A folder, or an id that transformers can resolve.
+        config, store
+            As for `BlendEngine`.
+        device : str
+            ``"auto"`` (a GPU if there is one), or a torch device.
+        dtype : str
+            ``"auto"`` (the checkpoint's, but float32 on a CPU that has no arithmetic of that type and
+            memory enough), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        **model_kwargs
+            Passed on to ``from_pretrained``.
+
+        Raises
+        ------
+        ModelLoadError
+            If either cannot be loaded.
+        """
+        loaded = load_model(model, device=device, dtype=dtype, **model_kwargs)
+        made = cls(loaded.model, loaded.tokenizer, config=config, store=store, fingerprint=loaded.fingerprint())
+        if made._owns_store:
+            folder = None if store is None else os.path.abspath(cast(str, store))
+            made._reopen = partial(
+                cls.from_pretrained, os.fspath(model), store=folder, device=device, dtype=dtype, **model_kwargs
+            )
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._reopen is None:
+            remedy = "make it by from_pretrained (or from_model_id), with a folder for its store, and it can be"
+            raise ConfigError("engine", "made of objects that cannot be copied or pickled", remedy)
+        return partial(self._reopen, config=self.config), ()
+
+    def with_config(self, **changes: Any) -> BlendEngine:
+        """An engine over the same model and store with other options.
+
+        It shares everything with this one, so requests of both still wait for one another, and
+        it ends when this one is closed; closing it does nothing. The quality guard is shared too: what it has seen
+        is counted together, and a ratio it has raised is raised for both. ``guard_share`` and ``guard_bound`` may
+        differ; they say how the requests of each are sampled and judged.
+
+        Parameters
+        ----------
+        **changes
+            Options of `BlendConfig`. Another ``selection`` begins without ``selection_options`` and
+            ``recompute_ratios`` unless they are given with it: those of this engine are for its own rule.
+
+        Raises
+        ------
+        ConfigError
+            If an option is out of range or does not fit the rule or the model.
+        """
+        if changes.get("selection", self.config.selection) != self.config.selection:
+            changes = {"selection_options": {}, "recompute_ratios": (), **changes}
+        other = object.__new__(BlendEngine)
+        other.__dict__.update(self.__dict__)
+        other.config = dataclasses.replace(self.config, **changes)
+        segments = self._pipeline.tokenizer.with_separator(other.config.separator)
+        other._pipeline = self._pipeline.with_config(other.config, segments)
+        other._viewed = self
+        return other
+
+    @property
+    def adapter(self) -> ModelAdapter:
+        """The model, taken apart into the steps of the blended pass."""
+        return self._pipeline.adapter
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the model: its weights, its active adapters and what else its KV depends on."""
+        return self._pipeline.look_at_model()
+
+    @property
+    def query_layers(self) -> tuple[int, ...]:
+        """Layers whose queries are stored with the KV of chunks."""
+        return self._pipeline.query_layers
+
+    @property
+    def context_window(self) -> int | None:
+        """Most tokens of a prompt with its answer; None if the model's config does not say it."""
+        return self.adapter.context_window
+
+    def products(self) -> contextlib.AbstractContextManager[None]:
+        """Within this the model multiplies as it does while the engine runs it; see ``pack_weights``."""
+        return self._pipeline.packed()
+
+    def tokenize(self, prompt: Prompt | str) -> TokenizedPrompt:
+        """The ids of a prompt and where its segments lie, however long it is."""
+        return self._pipeline.tokenizer.tokenize(self._prompt(prompt))
+
+    def fitted(self, prompt: Prompt | str, max_new_tokens: int | None = None) -> Fitted:
+        """What of a prompt is answered: with ``overflow="drop_chunks"`` perhaps fewer chunks than it has.
+
+        Parameters
+        ----------
+        max_new_tokens : int, optional
+            As `generate` is given it.
+
+        Raises
+        ------
+        ContextLengthError
+            If prompt and answer do not fit into the model's context window.
+        """
+        needed, room = _answer_room(DecodeOptions(max_new_tokens=max_new_tokens))
+        return self._pipeline.fitted(self._prompt(prompt), needed, room)
+
+    # Answering -----------------------------------------------------------------------------
+
+    def generate(self, prompt: Prompt | str, **options: Unpack[DecodeArguments]) -> Generation:
+        """Answer a prompt.
+
+        Parameters
+        ----------
+        prompt : Prompt or str
+            A text is answered by plain prefill, unless ``split_at_separator`` is set.
+        **options
+            ``max_new_tokens``, ``stop``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``,
+            ``repetition_penalty``, ``seed``, ``generation_config``, ``logits_processor``; `DecodeOptions` explains
+            each.
+
+        Raises
+        ------
+        ContextLengthError
+            If the prompt and ``max_new_tokens`` do not fit into the model's context window. Without a number of tokens
+            the answer is as long as there is room for, 256 tokens at most.
+        PromptError, ConfigError
+            If the prompt or an option cannot be used.
+        """
+        return self._answer(self._prompt(prompt), DecodeOptions(**options), None)
+
+    def stream(
+        self, prompt: Prompt | str, *, timeout: float | None = None, **options: Unpack[DecodeArguments]
+    ) -> TextStream:
+        """Answer a prompt piece by piece.
+
+        Parameters
+        ----------
+        timeout : float, optional
+            Seconds that the answer may take, from the first piece asked for.
+
+        Returns
+        -------
+        TextStream
+            Iterates over pieces of text; its ``result`` is the whole `Generation` afterwards.
+            Leaving the iteration early ends the generation.
+        """
+        parsed, chosen = self._prompt(prompt), DecodeOptions(**options)
+        return TextStream(lambda sink: self._answer(parsed, chosen, sink), timeout)
+
+    def generate_batch(self, prompts: Iterable[Prompt | str], **options: Unpack[DecodeArguments]) -> list[Generation]:
+        """Answer several prompts; see `stream_batch`. Answers come in the order of the prompts."""
+        with contextlib.closing(self.stream_batch(prompts, **options)) as streams:
+            answers = {number: stream.complete() for number, stream in streams}
+        return [answers[number] for number in range(len(answers))]
+
+    def stream_batch(
+        self, prompts: Iterable[Prompt | str], *, timeout: float | None = None, **options: Unpack[DecodeArguments]
+    ) -> NumberedStreams:
+        """Answer several prompts, ``max_concurrent`` of them at once, each chunk read once while prompts need it.
+
+        Returns
+        -------
+        generator of (int, TextStream)
+            The number of a prompt and its stream, to be read before the next is taken. Prompts
+            with chunks in common come together. Closing it ends those that were begun ahead.
+
+        Raises
+        ------
+        ContextLengthError
+            If one of the prompts does not fit into the model's context window; none is answered then.
+        """
+        parsed, chosen = [self._prompt(prompt) for prompt in prompts], DecodeOptions(**options)
+        self._pipeline.check_all_fit(parsed, _answer_room(chosen)[0])
+        streams = self._streams(parsed, chosen, timeout)
+        return begun_ahead(streams, self.config.max_concurrent if self._several else 1)
+
+    def _streams(self, prompts: list[Prompt], options: DecodeOptions, timeout: float | None) -> NumberedStreams:
+        with ReadOnce(self.store) as shared:
+            pipeline = copy.copy(self._pipeline)
+            pipeline.store = shared
+            for number in by_common_chunks([prompt.chunks for prompt in prompts]):
+                shared.next_prompt()
+                answer = partial(self._answer, prompts[number], options, pipeline=pipeline)
+                yield number, TextStream(answer, timeout)
+
+    def fuse(self, prompt: Prompt | str) -> FusedKV:
+        """Make the KV of a prompt and the logits of its last position, without generating."""
+        parsed = self._prompt(prompt)
+        with self._held():
+            blend = self._pipeline.blend(parsed)
+            self._keep(blend)
+        return blend.fused
+
+    def _answer(
+        self, prompt: Prompt, options: DecodeOptions, sink: Cancelled | None, pipeline: Pipeline | None = None
+    ) -> Generation:
+        with self._held(prompt, options.max_new_tokens):
+            cancelled = sink.cancelled if sink else lambda: False
+            if cancelled():
+                raise GenerationError("the answer was given up before its turn came")
+            blend = (pipeline or self._pipeline).blend(prompt, cancelled, *_answer_room(options))
+            fused, fused_at = blend.fused, time.perf_counter()
+            with self.products():
+                decoded = decode(
+                    self.model,
+                    self.tokenizer,
+                    input_ids=fused.input_ids,
+                    cache=fused.cache,
+                    logits=fused.logits,
+                    options=options,
+                    on_text=sink.put if sink else None,
+                    cancelled=cancelled,
+                    step=self._step if self._several else None,
+                    window=self.context_window,
+                )
+            self._keep(self._pipeline.keep_final(blend, decoded.token_ids))
+        answer = _generation(fused, decoded, fused_at)
+        self.guard.watch(blend.prompt, answer, self._pipeline, self._gate, self._write_back)
+        return answer
+
+    def _keep(self, blend: Blend) -> None:
+        """Store what was missing, now or when nothing else waits; nothing in a store that cannot be written."""
+        if self.store.read_only:
+            return
+        for key, job in blend.write_back.items():
+            if self.config.write_back == "background":
+                self._write_back.submit(key, job)
+                continue
+            try:
+                job.run()
+            except CacheBlendError as error:
+                _log.warning("could not store %s: %s", key, error)
+
+    # The store -----------------------------------------------------------------------------
+
+    def warm(self, chunks: Iterable[str], *, prefix: str = "", progress: bool | None = None) -> WarmReport:
+        """Compute and store the KV of chunks ahead of time, several in one pass.
+
+        Requests that come meanwhile are answered between the passes. Warming stops before the store
+        would pass its size limit, so that it never evicts its own work.
+
+        Chunks are looked at before the first pass: with one that is too long, none is computed.
+
+        Parameters
+        ----------
+        chunks : iterable of str
+            Chunk texts.
+        prefix : str
+            The prefix they will stand behind; needed with ``condition="prefix"`` only.
+        progress : bool, optional
+            Show a progress bar; by default if standard error is a terminal.
+
+        Raises
+        ------
+        ContextLengthError
+            If a chunk alone is longer than the model's context window; the message gives its first words.
+        """
+        self._check_open()
+        texts = _texts(chunks)
+        self._pipeline.look_at_model()
+        segments = [segment for text in texts if (segment := self._fitting_segment(text, prefix)) is not None]
+        return Warming(self._pipeline, self._held).run(segments, progress)
+
+    def estimate_bytes(self, chunks: Iterable[str]) -> int:
+        """Bytes the KV of chunks will take in the store; nothing is computed."""
+        segments = {segment.key: segment for segment in self._segments(chunks)}
+        return sum(self.store.record_bytes(self._pipeline.record_info(segment)) for segment in segments.values())
+
+    def prefetch(self, chunks: Iterable[str], *, prefix: str = "") -> None:
+        """Bring stored KV of chunks closer on a thread of its own, as soon as they are retrieved.
+
+        With tiers, records rise to the nearest; of a single folder, the system is asked to read
+        their files. What is not stored is left alone. Never waits and never fails.
+
+        Parameters
+        ----------
+        chunks, prefix
+            As for `warm`.
+        """
+        self._prefetcher.submit(segment.key for segment in self._segments(chunks, prefix))
+
+    def forget(self, chunks: Iterable[str], *, prefix: str = "") -> int:
+        """Erase the stored KV of chunks.
+
+        Returns
+        -------
+        int
+            Records that were erased.
+
+        Raises
+        ------
+        StoreError
+            If some could not be erased, or not be looked for; all that could be erased are.
+        """
+        self._check_open()
+        self.flush()
+        self._pipeline.look_at_model()
+        forms = [self._pipeline.chunk_forms(text, prefix) for text in _texts(chunks)]
+        keys = {segment.key for segments in forms for segment in segments}
+        failed: list[StoreError] = []
+        for key in [*keys]:
+            with _noted(failed):
+                keys.update(other for other, _ in self.store.infos(key + OTHER_FORM))
+        # Prompts that were kept whole have their chunks in them.
+        ids = [segments[0].token_ids for segments in forms if segments]
+        with _noted(failed):
+            kept = self.store.infos(KEY_PREFIX) if ids else ()
+            keys.update(key for key, info in kept if any(holds(info, chunk) for chunk in ids))
+        self._pipeline.tokenizer.forget()
+        erased = 0
+        for key in keys:
+            with _noted(failed):
+                erased += self.store.delete(key)
+        if failed:
+            raise StoreError(f"not all could be forgotten, {erased} records were: {failed[0]}") from failed[0]
+        return erased
+
+    @property
+    def storing_seconds(self) -> float:
+        """Time spent in the background on computing and storing what was missing."""
+        return self._write_back.seconds
+
+    def flush(self) -> None:
+        """Wait until everything computed is stored."""
+        self._write_back.flush()
+
+    def close(self) -> None:
+        """Store what waits, then release everything; closing twice is harmless."""
+        if self._viewed is not None or self._write_back.closed:
+            return
+        self._prefetcher.close()
+        self._write_back.close()
+        with self._gate:  # a request on another thread may still be under way
+            self._pipeline.packed = contextlib.nullcontext  # packed weights go with the last engine over the model
+            if self._owns_store:
+                self.store.close()
+
+    def __enter__(self) -> BlendEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # Asynchronous forms --------------------------------------------------------------------
+
+    async def agenerate(self, prompt: Prompt | str, **options: Unpack[DecodeArguments]) -> Generation:
+        """`generate` without blocking the event loop; being cancelled stops it at the next token."""
+        return await self.stream(prompt, **options).acomplete()
+
+    async def agenerate_batch(
+        self, prompts: Iterable[Prompt | str], **options: Unpack[DecodeArguments]
+    ) -> list[Generation]:
+        """`generate_batch` without blocking the event loop; being cancelled stops it."""
+        with contextlib.closing(self.stream_batch(prompts, **options)) as streams:
+            answers = {number: await stream.acomplete() for number, stream in streams}
+        return [answers[number] for number in range(len(answers))]
+
+    async def afuse(self, prompt: Prompt | str) -> FusedKV:
+        """`fuse` without blocking the event loop."""
+        return await asyncio.to_thread(self.fuse, prompt)
+
+    async def awarm(self, chunks: Iterable[str], *, prefix: str = "", progress: bool | None = None) -> WarmReport:
+        """`warm` without blocking the event loop."""
+        return await asyncio.to_thread(self.warm, chunks, prefix=prefix, progress=progress)
+
+    async def astream(self, prompt: Prompt | str, **options: Unpack[DecodeArguments]) -> AsyncIterator[str]:
+        """`stream` without blocking the event loop."""
+        pieces = self.stream(prompt, **options)
+        try:
+            async for piece in pieces:
+                yield piece
+        finally:
+            await asyncio.to_thread(pieces.close)
+
+    # Helpers -------------------------------------------------------------------------------
+
+    def _segments(self, chunks: Iterable[str], prefix: str = "") -> Iterator[Segment]:
+        """What is stored of chunks; texts too short to have tokens of their own are left out."""
+        self._pipeline.look_at_model()
+        found = (self._pipeline.chunk_segment(text, prefix) for text in _texts(chunks))
+        return (segment for segment in found if segment is not None)
+
+    def _fitting_segment(self, text: str, prefix: str) -> Segment | None:
+        """What is stored of a chunk, if it is not too long for the model."""
+        segment, window = self._pipeline.chunk_segment(text, prefix), self.context_window
+        tokens = len(segment.context_ids) + len(segment.token_ids) if segment else 0
+        if window is not None and tokens > window:
+            first = " ".join(text.split()[:8])
+            remedy = "split its document into smaller chunks, or take a model with a longer window"
+            raise ContextLengthError(tokens, 0, window, remedy, f"the chunk that begins {first[:60]!r}")
+        return segment
+
+    def _prompt(self, prompt: Prompt | str) -> Prompt:
+        if isinstance(prompt, Prompt):
+            return prompt
+        if isinstance(prompt, str):
+            separator = self.config.text_separator
+            return Prompt.parse(prompt, separator) if separator else Prompt(suffix=prompt)
+        raise PromptError(f"prompt={prompt!r} is a {type(prompt).__name__}: give a Prompt or a text")
+
+    @contextlib.contextmanager
+    def _held(self, prompt: Prompt | None = None, new_tokens: int | None = None) -> Iterator[None]:
+        """The model and the store: for one request alone, or for a prompt beside others that have begun."""
+        gate: contextlib.AbstractContextManager[None] = self._gate
+        if prompt is not None and self._several:
+            # No tokenizer makes more tokens than there are bytes.
+            size = len(prompt.written(self.config.separator).text.encode())
+            gate = self._gate.entered(partial(self._beside, size + (new_tokens or 256)))
+        with gate:
+            self._check_open()
+            self._pipeline.look_at_model()
+            yield
+
+    @property
+    def _several(self) -> bool:
+        """Whether answers may be under way at once."""
+        return self.config.max_concurrent > 1 and self._steps.possible
+
+    def _beside(self, tokens: int) -> int:
+        """How many others may be under way when a prompt of so many tokens at most is begun."""
+        return self.config.max_concurrent - 1 if self._steps.fit(tokens) else 0
+
+    def _step(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """One token's pass, together with those of others under way."""
+        return self._gate.step(inputs, self._steps)
+
+    def _check_open(self) -> None:
+        if self._write_back.closed:
+            raise ConfigError("engine", "closed", "make a new engine; this one was closed")
+
+
+def _answer_room(options: DecodeOptions) -> tuple[int, int]:
+    """Tokens of an answer that must fit, and those that room is made for where chunks are left out."""
+    asked = options.asked_tokens
+    return asked or 1, asked or DEFAULT_NEW_TOKENS
+
+
+def _generation(fused: FusedKV, decoded: Decoded, fused_at: float) -> Generation:
+    seconds = dataclasses.replace(fused.report.seconds, first_token=decoded.first_token_at - fused_at)
+    report = dataclasses.replace(
+        fused.report,
+        seconds=seconds,
+        generated_tokens=len(decoded.token_ids),
+        finish_reason=decoded.finish_reason,
+    )
+    return Generation(decoded.text, decoded.token_ids, report, fused.recomputed, fused.deviation)
+
+
+@contextlib.contextmanager
+def _noted(failed: list[StoreError]) -> Iterator[None]:
+    """Go on after an error of the store, and remember it."""
+    try:
+        yield
+    except StoreError as error:
+        failed.append(error)
+
+
+def _texts(chunks: Iterable[str]) -> list[str]:
+    if isinstance(chunks, str):
+        raise PromptError(f"chunks={chunks[:40]!r} is one text: give a list of texts, even for a single chunk")
+    return list(chunks)

@@ -1,0 +1,489 @@
+"""What the models of every adapter share: their fields, and how an engine answers for them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from typing import Any, Self, TypedDict, cast
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from tenacity import AttemptManager, Retrying, retry_if_exception, stop_after_attempt
+
+from cacheblend_rag.config import BlendConfig, BlendOptions, check_names
+from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.engine.streaming import NumberedStreams, TextStream
+from cacheblend_rag.errors import CacheBlendError, ConfigError
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.matching import known_chunks, written_forms
+from cacheblend_rag.report import AnswerStats, BlendReport, Generation, Tally, WarmReport
+
+__all__ = ["AnswerFields", "EngineFields", "ModelFields"]
+
+# What users of other packages write, where it says what holds here anyway; anything else is refused with the remedy.
+_HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
+    "n": ((1,), "a prompt has one answer here; ask for more by a batch with other seeds"),
+    "num_return_sequences": ((1,), "a prompt has one answer here; ask for more by a batch with other seeds"),
+    "num_beams": ((1,), "answers are decoded without beams"),
+    "return_full_text": ((False,), "an answer never repeats its prompt"),
+    "skip_prompt": ((True,), "an answer never repeats its prompt"),
+    "stream": ((True, False), "use stream or invoke"),
+    "streaming": ((True, False), "use stream or invoke"),
+    "stream_usage": ((True,), "usage is always told"),
+    "parallel_tool_calls": ((True,), "the model decides how many tools it calls"),
+    "strict": ((False,), "answers are not held to a schema while they are written"),
+    "response_format": ((), "use with_structured_output"),
+    "batch_size": ((), "use max_concurrent"),
+    "backend": (("pt", "default"), "models are run by PyTorch"),
+    "torch_dtype": ((), "use dtype"),
+    "device_map": ((), "give it in model_kwargs"),
+    "quantization_config": ((), "give it in model_kwargs"),
+    "trust_remote_code": ((False,), "give it in model_kwargs"),
+}
+# Dicts in which other packages take options of generation.
+_NESTED = ("pipeline_kwargs", "generate_kwargs")
+_DECODING = tuple(name for name in DecodeArguments.__annotations__ if name != "stop")
+
+
+class AnswerFields(TypedDict, total=False):
+    """Fields that the models of every adapter take, whoever made their engine; `ModelFields` explains each."""
+
+    model_name: str
+    max_new_tokens: int | None
+    max_tokens: int | None
+    temperature: float | None
+    do_sample: bool | None
+    top_p: float | None
+    top_k: int | None
+    repetition_penalty: float | None
+    seed: int | None
+    stop: list[str]
+    generation_config: Any
+    logits_processor: list[Any]
+    timeout: float | None
+    max_retries: int
+    track: bool
+    report_input_ids: bool
+    pipeline_kwargs: dict[str, Any]
+    generate_kwargs: dict[str, Any]
+
+
+class EngineFields(BlendOptions, total=False):
+    """What an engine is made of: options of `BlendConfig` one by one, and what `ModelFields` explains."""
+
+    engine: BlendEngine
+    config: BlendConfig | None
+    model_id: str | None
+    store: str | None
+    device: str
+    dtype: str
+    model_kwargs: dict[str, Any]
+    blend: dict[str, Any]
+
+
+class ModelFields(BaseModel):
+    """Fields of a framework's model over a `BlendEngine`.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+        What answers. Without one, it is made of the fields that follow.
+    model_id : str
+        Model that an engine is made of: a folder, or an id that transformers can resolve.
+    store : str, optional
+        Folder where KV is kept; memory if there is none.
+    device, dtype : str
+        Where the model runs and in which element type, as for `BlendEngine.from_pretrained`.
+    model_kwargs : dict
+        Passed on to transformers' ``from_pretrained``: ``device_map``, ``quantization_config``, …
+    config : BlendConfig
+        Options of an engine that is made here. Each may also be given by itself, such as ``recompute_ratio=0.2``.
+    blend : dict
+        The same as a plain dict; afterwards what the engine uses, whoever made it.
+    model_name : str
+        Name shown in traces; by default the model's id or path.
+    max_new_tokens : int, optional
+        Most tokens of an answer, also taken as ``max_tokens``; by default the generation
+        config's, else 256.
+    temperature : float, optional
+        0 decodes greedily; by default the generation config decides if there is one, else 0.
+    do_sample : bool, optional
+        False decodes greedily; True samples, at ``temperature`` or at the generation config's.
+    top_p : float, optional
+        Nucleus sampling.
+    top_k : int, optional
+        Sample among so many of the likeliest tokens.
+    repetition_penalty : float, optional
+        Above 1, tokens that were there already become less likely.
+    seed : int, optional
+        Makes sampling repeatable.
+    stop : list of str
+        Texts that end an answer, besides those given by the call.
+    generation_config : transformers GenerationConfig, optional
+        Anything else transformers offers.
+    logits_processor : list of callable
+        transformers logits processors applied to each step.
+    timeout : float, optional
+        Seconds an answer may take; then the call raises `GenerationTimeoutError` and the
+        generation stops at its next token.
+    max_retries : int
+        How often a call that ran out of device memory is tried again, after what torch holds
+        unused is given back. Nothing else that goes wrong locally passes by itself.
+    track : bool
+        Whether constructing this model switches the tracking of retrievers on.
+    report_input_ids : bool
+        Give the ids the model was fed with each answer; they are many.
+    pipeline_kwargs, generate_kwargs : dict
+        Some of these fields, in the form in which pipelines of transformers take them.
+
+    Raises
+    ------
+    ConfigError
+        If there is neither an engine nor a model to make one of, a field is not known, or a value cannot be used.
+
+    Notes
+    -----
+    A model made by its id can be copied and pickled: the copy loads it anew. Calls take the options from
+    ``max_new_tokens`` to ``logits_processor`` and ``timeout``, too; those of a call win. What is not known is refused.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), populate_by_name=True)
+
+    engine: BlendEngine = Field(default=None, exclude=True, repr=False)  # type: ignore[assignment]
+    config: BlendConfig | None = Field(default=None, exclude=True, repr=False)
+    model_id: str | None = None
+    store: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    model_kwargs: dict[str, Any] = Field(default_factory=dict)
+    blend: dict[str, Any] = Field(default_factory=dict, repr=False)
+    model_name: str = ""
+    max_new_tokens: int | None = Field(default=None, alias="max_tokens")
+    temperature: float | None = None
+    do_sample: bool | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: list[str] = Field(default_factory=list)
+    generation_config: Any = Field(default=None, exclude=True, repr=False)
+    logits_processor: list[Any] = Field(default_factory=list, exclude=True, repr=False)
+    timeout: float | None = None
+    max_retries: int = 0
+    track: bool = True
+    report_input_ids: bool = False
+
+    _tally: Tally = PrivateAttr(default_factory=Tally)
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise _own_error(error) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, given: Any) -> Any:
+        """Refuse fields that are not known, and put those of the engine together."""
+        if not isinstance(given, dict):
+            return given
+        known = {name for name, field in cls.model_fields.items()} | {"max_tokens"}
+        fields = _settle(given, (*known, *BlendConfig.names()))
+        if "max_tokens" in fields and fields.get("max_new_tokens", fields["max_tokens"]) != fields["max_tokens"]:
+            raise ConfigError("max_tokens", fields["max_tokens"], "give max_new_tokens or max_tokens, not both")
+        options = {name: fields.pop(name) for name in BlendConfig.names() if name in fields}
+        engine = fields.get("engine")
+        if engine is None:
+            return {**fields, "blend": {**fields.get("blend", {}), **options}}
+        if not isinstance(engine, BlendEngine):
+            remedy = "give a BlendEngine, or use from_model for a model with its tokenizer and from_model_id for a name"
+            raise ConfigError("engine", type(engine).__name__, remedy)
+        used = engine.config.asdict()
+        check_names(fields.get("blend", {}).items(), tuple(used))
+        for name, value in {**fields.get("blend", {}), **options}.items():
+            if _plain(value) != used[name]:
+                raise ConfigError(name, value, f"give it to the engine: engine.with_config({name}={value!r})")
+        return fields
+
+    def model_post_init(self, context: Any, /) -> None:
+        """Make the engine if there is none, switch on tracking, and name the model."""
+        super().model_post_init(context)
+        if self.timeout is not None and self.timeout <= 0:
+            raise ConfigError("timeout", self.timeout, "use a number of seconds above 0, or None")
+        DecodeOptions(**self._arguments(None, {}))
+        if self.engine is None:
+            self.engine = self._make_engine()
+        self.blend = self.engine.config.asdict()
+        if not self.model_name:
+            path = getattr(self.engine.model.config, "_name_or_path", "")
+            self.model_name = self.model_id or str(path or "local")
+        if self.track:
+            self._begin_tracking()
+
+    def __getstate__(self) -> dict[Any, Any]:
+        # Not LlamaIndex's, which leaves out what cannot be pickled.
+        return BaseModel.__getstate__(self)
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        BaseModel.__setstate__(self, state)
+        if self.track:
+            self._begin_tracking()
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        if self.engine is None:  # while it is made
+            return
+        yield "model", self.model_name
+        yield "store", str(self.engine.store.folder or "memory")
+        yield from self.engine.config.changed().items()
+        for name in (*_DECODING, "stop", "timeout"):
+            field = ModelFields.model_fields[name]
+            if field.repr and (value := getattr(self, name)) != field.get_default(call_default_factory=True):
+                yield name, value
+
+    def _begin_tracking(self) -> None:
+        """Learn of what retrievers return from now on; each adapter knows how."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _texts(documents: Iterable[Any]) -> list[str]:
+        """Texts of an adapter's documents, as chunks are stored."""
+        raise NotImplementedError
+
+    def _make_engine(self) -> BlendEngine:
+        if self.model_id is None:
+            raise ConfigError("engine", None, "give an engine, or a model_id to make one of")
+        check_names(self.blend.items(), BlendConfig.names())
+        config = dataclasses.replace(self.config, **self.blend) if self.config else BlendConfig(**self.blend)
+        return BlendEngine.from_pretrained(
+            self.model_id,
+            config=config,
+            store=self.store,
+            device=self.device,
+            dtype=self.dtype,
+            **self.model_kwargs,
+        )
+
+    @classmethod
+    def _of_id(cls, model_id: str | os.PathLike[str], store: str | os.PathLike[str] | None, **fields: Any) -> Self:
+        """A model made by its id or path."""
+        if not isinstance(model_id, (str, os.PathLike)):
+            remedy = "give a path or an id; use from_model for a model with its tokenizer"
+            raise ConfigError("model_id", type(model_id).__name__, remedy)
+        if store is not None and not isinstance(store, (str, os.PathLike)):
+            remedy = (
+                "give a folder; for a store of your own use from_engine(BlendEngine.from_pretrained(…, store=store))"
+            )
+            raise ConfigError("store", type(store).__name__, remedy)
+        return cls(model_id=os.fspath(model_id), store=None if store is None else os.fspath(store), **fields)
+
+    @classmethod
+    def _of_model(cls, model: Any, tokenizer: Any, store: Any, config: BlendConfig | None, fields: Any) -> Self:
+        """A model made of objects the user has."""
+        options = {name: fields[name] for name in BlendConfig.names() if name in fields}
+        own = {name: value for name, value in fields.items() if name not in options}
+        if options:
+            config = dataclasses.replace(config or BlendConfig(), **options)
+        return cls(engine=BlendEngine(model, tokenizer, config=config, store=store), **own)
+
+    # Documents -------------------------------------------------------------------------------
+
+    def warm(self, documents: Iterable[Any], *, progress: bool | None = None) -> WarmReport:
+        """Compute and store the KV of documents ahead of time; see `BlendEngine.warm`."""
+        texts = self._texts(documents)
+        known_chunks.add(texts)
+        return self.engine.warm(texts, progress=progress)
+
+    async def awarm(self, documents: Iterable[Any], *, progress: bool | None = None) -> WarmReport:
+        """`warm` without blocking the event loop."""
+        return await asyncio.to_thread(self.warm, documents, progress=progress)
+
+    def warm_aloud(
+        self,
+        documents: Iterable[Any],
+        *,
+        progress: bool | None = None,
+        say: Callable[[str], object] | None = None,
+    ) -> WarmReport:
+        """`warm`, after saying how many bytes the store will take for it.
+
+        Parameters
+        ----------
+        say : callable, optional
+            Gets the message; by default it is printed to standard error.
+        """
+        texts = self._texts(documents)
+        needed, room = self.engine.estimate_bytes(texts), self.engine.store.size_limit
+        (say or _print)(f"KV of {len(texts):,} documents: {needed:,} bytes; the KV store may take {room:,}")
+        known_chunks.add(texts)
+        return self.engine.warm(texts, progress=progress)
+
+    def estimate_bytes(self, documents: Iterable[Any]) -> int:
+        """Bytes that the KV of documents takes in the store."""
+        return self.engine.estimate_bytes(self._texts(documents))
+
+    def forget(self, documents: Iterable[Any]) -> int:
+        """Erase the stored KV of documents, in every form in which prompts held them; how many records there were."""
+        texts = self._texts(documents)
+        known_chunks.discard(texts)
+        return self.engine.forget([*texts, *written_forms(texts)])
+
+    # Answering -------------------------------------------------------------------------------
+
+    def stats(self) -> AnswerStats:
+        """What was asked of this model so far, and how much of it was found in the store."""
+        return self._tally.stats()
+
+    @property
+    def last_report(self) -> BlendReport | None:
+        """How the last answer that was read on this thread was made; None if there was none."""
+        return self._tally.last
+
+    def _arguments(
+        self, stop: list[str] | None, overrides: Mapping[str, Any], also: Sequence[str] = ()
+    ) -> DecodeArguments:
+        """Decoding options of one call.
+
+        Parameters
+        ----------
+        stop : list of str
+            Texts that end this answer, too.
+        overrides : dict
+            What the call was given.
+        also : sequence of str
+            Other names that the call takes.
+
+        Raises
+        ------
+        ConfigError
+            If it was given something else.
+        """
+        given = _settle(overrides, ("max_tokens", "timeout", *_DECODING, *also), self.model_name)
+        if "max_tokens" in given:
+            given = {"max_new_tokens": given["max_tokens"], **given}
+        own = {name: getattr(self, name) for name in _DECODING}
+        # A call that says how tokens are chosen overrules all that contradicts it.
+        if given.get("do_sample") is False:
+            own |= dict.fromkeys(("temperature", "top_p", "top_k"))
+        elif given.get("do_sample") and own["temperature"] == 0:
+            own["temperature"] = None
+        elif given.get("temperature") is not None:
+            own["do_sample"] = None
+        own |= {name: given[name] for name in _DECODING if name in given}
+        return cast(DecodeArguments, {"stop": [*self.stop, *(stop or [])], **own})
+
+    def _open(self, prompt: Prompt, arguments: DecodeArguments, overrides: dict[str, Any]) -> TextStream:
+        stream = self.engine.stream(prompt, timeout=overrides.get("timeout", self.timeout), **arguments)
+        stream.on_result = self._tally.note
+        return stream
+
+    def _complete(
+        self, prompts: Sequence[Prompt], arguments: DecodeArguments, overrides: dict[str, Any]
+    ) -> list[Generation]:
+        """Whole answers, in the order of the prompts."""
+        answers: dict[int, Generation] = {}
+        for attempt in self._attempts():
+            with attempt, closing(self._streams(prompts, arguments, overrides)) as streams:
+                for number, stream in streams:
+                    stream.on_result = self._tally.note
+                    answers[number] = stream.complete()
+        return [answers[number] for number in range(len(prompts))]
+
+    async def _acomplete(
+        self, prompts: Sequence[Prompt], arguments: DecodeArguments, overrides: dict[str, Any]
+    ) -> list[Generation]:
+        answers: dict[int, Generation] = {}
+        for attempt in self._attempts():
+            with attempt, closing(self._streams(prompts, arguments, overrides)) as streams:
+                for number, stream in streams:
+                    stream.on_result = self._tally.note
+                    answers[number] = await stream.acomplete()
+        return [answers[number] for number in range(len(prompts))]
+
+    def _streams(
+        self, prompts: Sequence[Prompt], arguments: DecodeArguments, overrides: dict[str, Any]
+    ) -> NumberedStreams:
+        return self.engine.stream_batch(prompts, timeout=overrides.get("timeout", self.timeout), **arguments)
+
+    def _attempts(self) -> Iterator[AttemptManager]:
+        return iter(
+            Retrying(stop=stop_after_attempt(self.max_retries + 1), retry=retry_if_exception(_passes), reraise=True)
+        )
+
+    def _info(self, report: BlendReport) -> dict[str, Any]:
+        """What a trace shows of an answer; times in seconds."""
+        info = {
+            "model_name": self.model_name,
+            "finish_reason": report.finish_reason,
+            "ttft": report.ttft,
+            "hits": report.hits,
+            "misses": report.misses,
+            "left_out": list(report.left_out),
+            "recompute_ratio": self.engine.config.recompute_ratio,
+            "recomputed_tokens": list(report.recomputed_tokens),
+            "reused_tokens": report.reused_tokens,
+            "continued_tokens": report.continued_tokens,
+            "prompt_tokens": report.prompt_tokens,
+            "generated_tokens": report.generated_tokens,
+            "plain": report.plain,
+            "documents": [one.asdict() for one in report.documents],
+        }
+        return {**info, "input_ids": list(report.input_ids)} if self.report_input_ids else info
+
+
+def _print(message: str) -> None:
+    print(message, file=sys.stderr)
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _settle(given: Mapping[str, Any], known: Sequence[str], model_name: str = "") -> dict[str, Any]:
+    """The options that were given, those in nested dicts beside the others, without those that say nothing new.
+
+    Raises
+    ------
+    ConfigError
+        If one is not known, is given twice, or says what is not so here.
+    """
+    settled = dict(given)
+    for outer in _NESTED:
+        for name, value in (settled.pop(outer, None) or {}).items():
+            if name in settled:
+                raise ConfigError(outer, {name: value}, f"leave {name!r} out; it is given beside {outer}, too")
+            settled[name] = value
+    for name in [name for name in settled if name not in known]:
+        fits, remedy = _HARMLESS.get(name, ((), ""))
+        if name == "model" and model_name:
+            fits, remedy = (model_name,), f"this model is what it was loaded as, {model_name!r}"
+        if name.startswith("ls_"):  # LangChain's notes for tracing
+            del settled[name]
+        elif remedy:
+            value = settled.pop(name)
+            if value is not None and value not in fits:
+                raise ConfigError(name, value, remedy)
+    check_names(settled.items(), known)
+    return settled
+
+
+def _own_error(error: ValidationError) -> CacheBlendError:
+    """The error of ours that pydantic has wrapped, or one that says the same of the first field."""
+    first, *_ = error.errors()
+    own = first.get("ctx", {}).get("error")
+    if isinstance(own, CacheBlendError):
+        return own
+    return ConfigError(".".join(map(str, first["loc"])), first["input"], first["msg"])
+
+
+def _passes(error: BaseException) -> bool:
+    """Whether an error may be gone at another try."""
+    import torch
+
+    if not isinstance(error, torch.OutOfMemoryError):
+        return False
+    torch.cuda.empty_cache()
+    return True

@@ -1,0 +1,545 @@
+"""Split, look up, load, fuse: from a prompt to its fused KV."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine.lookup import Found, Segment, Waited, read_queries, reader_of
+from cacheblend_rag.engine.ratio_policy import Choice, Steering, controller_beside
+from cacheblend_rag.engine.session_cache import Continued, Finals
+from cacheblend_rag.engine.write_back import Job
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
+from cacheblend_rag.fusor.predicted_shift import Queries
+from cacheblend_rag.fusor.work import work_share
+from cacheblend_rag.loading import ChunkKV, load_as_it_pays, load_plainly
+from cacheblend_rag.loading.reader import ReadClock, RecordLost
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.cpu.weight_prepacking import Packing, packed_products
+from cacheblend_rag.models.identity import fingerprint_in
+from cacheblend_rag.models.kv import LayerKV, SegmentKV, kv_layers_for
+from cacheblend_rag.prompt import (
+    DocumentPlace,
+    Fitted,
+    Prompt,
+    PromptTokenizer,
+    Span,
+    TokenizedChunk,
+    TokenizedPrompt,
+    check_all_fit,
+    fitted,
+)
+from cacheblend_rag.report import BlendReport, DocumentUse, FusedKV, Seconds
+from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, discard, record_key
+from cacheblend_rag.store.single_flight import store_missing
+
+__all__ = ["OTHER_FORM", "Blend", "Pipeline"]
+
+# Stands in the key of a chunk whose ids differ in one prompt, behind the key under which the chunk is usually stored.
+OTHER_FORM = "-as-"
+
+_log = logging.getLogger(__name__)
+# Bytes of a layer below which handing it to another thread costs more than reading it.
+_WORTH_A_THREAD = 2**19
+# Characters by which a report names a document.
+_BEGINS = 80
+
+
+@dataclass(frozen=True)
+class Blend:
+    """A fused prompt, and what is worth storing of it.
+
+    Parameters
+    ----------
+    fused : FusedKV
+        The result.
+    write_back : dict of str to Job
+        By key of the record, what computes and stores it.
+    prompt : Prompt
+        The prompt as it was answered: without the chunks that did not fit.
+    split : TokenizedPrompt or None
+        Its ids, if it can be kept whole.
+    """
+
+    fused: FusedKV
+    write_back: dict[str, Job]
+    prompt: Prompt
+    split: TokenizedPrompt | None = None
+
+
+class Pipeline:
+    """The first four verbs over one model and one store.
+
+    Parameters
+    ----------
+    adapter : ModelAdapter
+    tokenizer : PromptTokenizer
+    config : BlendConfig
+    store : KVStore
+    fingerprint : str, optional
+        Identity of the model's own weights, adapters aside, where it is known already.
+    """
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        tokenizer: PromptTokenizer,
+        config: BlendConfig,
+        store: KVStore,
+        fingerprint: str | None = None,
+    ) -> None:
+        self.adapter, self.tokenizer, self.config, self.store = adapter, tokenizer, config, store
+        self._identity = adapter.identity(fingerprint)
+        self._steering = Steering(config, adapter.num_layers, self.fingerprint, controller_beside(store))
+        self.packed = self._packing(anew=True)
+
+    def with_config(self, config: BlendConfig, tokenizer: PromptTokenizer) -> Pipeline:
+        """The same model, store and minimum ratio with other options; the model is not hashed again."""
+        other = object.__new__(Pipeline)
+        other.__dict__.update(self.__dict__)
+        other.config, other.tokenizer = config, tokenizer
+        steering = self._steering
+        other._steering = Steering(
+            config, self.adapter.num_layers, self.fingerprint, steering.controller, steering.minimum
+        )
+        if config.pack_weights != self.config.pack_weights:
+            other.packed = other._packing(anew=False)
+        return other
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the model when it was last looked at; see `look_at_model`."""
+        return self._identity.value
+
+    def look_at_model(self) -> str:
+        """Notice that adapters were switched, merged or trained since; the identity of the model now."""
+        if self._identity.refresh():  # copies of its weights are of what they were
+            self._packing(anew=True)
+        return self._identity.value
+
+    @property
+    def query_layers(self) -> tuple[int, ...]:
+        """Layers whose queries are stored with chunks: those that were asked for, and those the rule looks at."""
+        steering = self._steering
+        return tuple(sorted({*steering.config.query_layers, *steering.rule.query_layers}))
+
+    @property
+    def _query_parts(self) -> int:
+        """How many layers of a record the queries of one layer take."""
+        return kv_layers_for(self.adapter.heads, self.adapter.kv_heads)
+
+    def _packing(self, anew: bool) -> Packing:
+        """The context within which the model is run here."""
+        model = self.adapter.model
+        return packed_products(model, (*self.adapter.layers, model.lm_head), self.config.pack_weights, anew=anew)
+
+    def raise_ratio(self, ratio: float) -> None:
+        """Let no prompt be blended with a smaller recompute ratio from now on, whatever the options."""
+        self._steering.minimum.raise_to(ratio)
+
+    def segment(
+        self, kind: str, context_ids: tuple[int, ...], token_ids: tuple[int, ...], regime: int = 0, head: int = 0
+    ) -> Segment:
+        """Describe a segment and derive its key."""
+        key = record_key(
+            fingerprint=fingerprint_in(self.fingerprint, regime),
+            salt=self.config.salt,
+            kind=kind,
+            context_ids=context_ids,
+            token_ids=token_ids,
+            query_layers=self.query_layers if kind == "chunk" else (),
+        )
+        return Segment(kind, context_ids, token_ids, key, regime, head, self.fingerprint)
+
+    def chunk_segment(self, text: str, prefix: str = "") -> Segment | None:
+        """The segment of a chunk, or None if the text is too short to have one.
+
+        Parameters
+        ----------
+        text : str
+        prefix : str
+            Matters only if chunks are computed behind it.
+        """
+        first, *_ = self.chunk_forms(text, prefix) or (None,)
+        if first is None:
+            return None
+        regime = self.adapter.regime(len(first.context_ids) + len(first.token_ids)) or 0
+        return self._chunk(first.shared_ids, self.tokenizer.chunk(text).head, first.token_ids, regime)
+
+    def chunk_forms(self, text: str, prefix: str = "") -> list[Segment]:
+        """All segments under which a chunk may be stored, one a frequency regime."""
+        chunk = self.tokenizer.chunk(text)
+        if not chunk.ids:
+            return []
+        context = self.tokenizer.context_ids(text, prefix if self.config.condition == "prefix" else "")
+        return [self._chunk(context, chunk.head, chunk.ids, regime) for regime in self.adapter.regimes]
+
+    def _chunk(
+        self, context_ids: tuple[int, ...], head: tuple[int, ...], token_ids: tuple[int, ...], regime: int
+    ) -> Segment:
+        return self.segment("chunk", context_ids + head, token_ids, regime, len(head))
+
+    def compute(self, segments: Sequence[Segment]) -> list[KVRecord]:
+        """Compute the KV of segments behind the same shared context and of the same regime, in one pass.
+
+        Raises
+        ------
+        StoreError
+            If adapters were switched since the segments' keys were made.
+        """
+        self._check_model(segments)
+        first, ids = segments[0], [segment.own_ids for segment in segments]
+        heads = [segment.head for segment in segments]
+        with self.packed():
+            computed = self.adapter.segments_kv(first.shared_ids, ids, first.regime, self.query_layers, heads)
+        self._check_model(segments)
+        return [self._record(segment, kv) for segment, kv in zip(segments, computed, strict=True)]
+
+    def _check_model(self, segments: Sequence[Segment]) -> None:
+        """Let no KV be stored as that of another adapter."""
+        now = self.look_at_model()
+        if any(segment.model != now for segment in segments):
+            raise StoreError("the model's adapter was switched before this was computed; warm chunks once it is active")
+
+    def record_info(self, segment: Segment) -> RecordInfo:
+        """What the record of a segment says of itself."""
+        adapter = self.adapter
+        asked = self.query_layers if segment.kind == "chunk" else ()
+        return RecordInfo(
+            fingerprint=fingerprint_in(segment.model, segment.regime),
+            context_ids=segment.context_ids,
+            token_ids=segment.token_ids,
+            layers=adapter.num_layers + len(asked) * self._query_parts,
+            kv_heads=adapter.kv_heads,
+            head_dim=adapter.head_dim,
+            dtype=str(adapter.dtype).removeprefix("torch."),
+            rotated=segment.kind == "prefix",
+            kind=segment.kind,
+            query_layers=asked,
+        )
+
+    def blend(
+        self,
+        prompt: Prompt,
+        cancelled: Callable[[], bool] = lambda: False,
+        new_tokens: int = 0,
+        room: int | None = None,
+    ) -> Blend:
+        """Split, look up, load and fuse a prompt.
+
+        Parameters
+        ----------
+        prompt : Prompt
+        cancelled : callable
+            The blended pass ends before its next layer once this returns True.
+        new_tokens : int
+            Tokens of the answer that must fit into the context window.
+        room : int, optional
+            Tokens of the answer that room is made for where chunks are left out; see `fitted`.
+
+        Raises
+        ------
+        ContextLengthError
+            If the prompt does not fit.
+        GenerationError
+            If it was cancelled.
+        """
+        started = time.perf_counter()
+        fit = self.fitted(prompt, new_tokens, room)
+        seconds = Seconds(split=time.perf_counter() - started)
+        plain = self._prefers_plain(fit.split)
+        blend = self._plain(fit, seconds) if plain else self._blended(fit, seconds, cancelled)
+        fused = blend.fused
+        report = dataclasses.replace(fused.report, documents=_uses(prompt.documents, fused.report.chunk_media))
+        return dataclasses.replace(blend, fused=dataclasses.replace(fused, report=report))
+
+    def fitted(self, prompt: Prompt, new_tokens: int = 0, room: int | None = None) -> Fitted:
+        """Tokenise a prompt that fits into the model's context window; see `fitted`."""
+        drops = self.config.overflow == "drop_chunks"
+        return fitted(self.tokenizer, prompt, self.adapter.context_window, new_tokens, room, drops)
+
+    def check_all_fit(self, prompts: Sequence[Prompt], new_tokens: int) -> None:
+        """Refuse several prompts if one of them does not fit; see `check_all_fit`."""
+        drops = self.config.overflow == "drop_chunks"
+        check_all_fit(self.tokenizer, prompts, self.adapter.context_window, new_tokens, drops)
+
+    def _prefers_plain(self, split: TokenizedPrompt) -> bool:
+        few = not split.chunks or split.chunk_tokens < self.config.min_tokens
+        return few or not self.adapter.reusable(len(split.input_ids))
+
+    def _plain(self, fit: Fitted, seconds: Seconds) -> Blend:
+        """Answer by the model's own prefill."""
+        started, split = time.perf_counter(), fit.split
+        with self.packed():
+            result = self.adapter.prefill(split.input_ids)
+        seconds = dataclasses.replace(seconds, fuse=time.perf_counter() - started)
+        rows = torch.arange(len(split.input_ids), device=self.adapter.device)
+        layers = self.adapter.num_layers
+        report = dataclasses.replace(
+            self._counts(split),
+            misses=len(split.chunks),
+            chunk_media=("",) * len(split.chunks),
+            recomputed_tokens=(0,) * layers,
+            computed_tokens=(len(rows),) * layers,
+            plain=True,
+            work=1.0,
+            left_out=fit.left_out,
+            seconds=seconds,
+        )
+        fused = FusedKV(result.cache, result.logits, list(split.input_ids), (rows,) * layers, None, report)
+        return Blend(fused, {}, fit.prompt)
+
+    def _blended(self, fit: Fitted, seconds: Seconds, cancelled: Callable[[], bool]) -> Blend:
+        """Answer by the blended pass; a record that fails on the way counts as never stored."""
+        started, whole = time.perf_counter(), fit.split
+        kept = self._finals(whole).find(whole) if self._keeps_finals else None
+        split, found = self._look_up(whole, kept)
+        seconds = dataclasses.replace(seconds, look_up=time.perf_counter() - started)
+        started, opened, lost, clock = time.perf_counter(), [*found.records.values()], 0, ReadClock()
+        try:
+            choice, found = self._choose(split, found)
+            while True:
+                stored, queries = self._load(split, found, clock)
+                layers = Waited(stored, cancelled)
+                try:
+                    with self.packed():
+                        plan, asked = self._plan(split, found), layers.waiting_for(queries)
+                        fusion = fuse(self.adapter, plan, layers, choice.rule, asked)
+                    break
+                except RecordLost as error:
+                    _log.warning("%s; the prompt is blended again without it", error)
+                    discard(self.store, error.key)
+                    lost += 1
+                    if kept is not None and error.key == kept.key:
+                        kept = None
+                        split, found = self._look_up(whole, None)
+                        opened += found.records.values()
+                    else:
+                        found = found.without(error.key)
+                finally:
+                    layers.close()
+        finally:
+            for record in opened:
+                record.close()
+        took = time.perf_counter() - started
+        seconds = dataclasses.replace(seconds, load=layers.seconds, fuse=took - layers.seconds, read=clock.seconds)
+        if not lost and not self.store.tiers:  # what came from memory says nothing of the disk
+            self._steering.note(choice, clock.seconds)
+        fused = self._fused(split, found, fusion, choice)
+        report = self._whole(fused.report, whole, kept)
+        report = dataclasses.replace(report, lost=lost, left_out=fit.left_out, seconds=seconds)
+        keep = self._keeps_finals and self.config.write_back != "off"
+        write_back = self._write_back(split, found, fusion)
+        return Blend(dataclasses.replace(fused, report=report), write_back, fit.prompt, whole if keep else None)
+
+    def _whole(self, report: BlendReport, whole: TokenizedPrompt, kept: Continued | None) -> BlendReport:
+        """What the report of a continued prompt says of the whole one."""
+        if kept is None:
+            return report
+        counts, continued = self._counts(whole), len(whole.chunks) - len(kept.split.chunks)
+        return dataclasses.replace(
+            report,
+            prefix_tokens=counts.prefix_tokens,
+            chunk_tokens=counts.chunk_tokens,
+            suffix_tokens=counts.suffix_tokens,
+            hits=report.hits + continued,
+            chunk_media=(kept.record.medium,) * continued + report.chunk_media,
+            continued_tokens=kept.tokens,
+        )
+
+    @property
+    def _keeps_finals(self) -> bool:
+        return self.config.keep_final and self._steering.rule.reads_store
+
+    def _finals(self, split: TokenizedPrompt) -> Finals:
+        regime = self.adapter.regime(len(split.input_ids)) or 0
+        like = self.record_info(self.segment("final", (), (), regime))
+        return Finals(self.store, self._steering.config, dataclasses.replace(like, rotated=True))
+
+    def keep_final(self, blend: Blend, answer_ids: Sequence[int]) -> Blend:
+        """Add to what is worth storing the whole prompt with its answer, if that is wanted."""
+        if blend.split is None:
+            return blend
+        found = self._finals(blend.split).job(blend.split, answer_ids, blend.fused.cache)
+        if found is None:
+            return blend
+        key, job = found
+        return dataclasses.replace(blend, write_back={**blend.write_back, key: job})
+
+    def _choose(self, split: TokenizedPrompt, found: Found) -> tuple[Choice, Found]:
+        """Let the loading controller, where there is one, choose the ratio and what is worth reading."""
+        if self._steering.controller is None:
+            return self._steering.choose((), len(split.input_ids), 0, ""), found
+        keys = list(dict.fromkeys(segment.key for segment in found.chunks if segment.key in found.records))
+        infos = [found.records[key].info for key in keys]
+        chunks = [ChunkKV(info.tokens, self.store.record_bytes(info)) for info in infos]
+        tokens = len(split.input_ids)
+        reused = sum(record.info.tokens for record in found.records.values())
+        choice = self._steering.choose(chunks, tokens, max(0, tokens - reused), self.store.medium)
+        for number in choice.plan.recomputed_chunks if choice.plan else ():
+            found = found.without(keys[number])
+        return choice, found
+
+    def _look_up(self, split: TokenizedPrompt, kept: Continued | None) -> tuple[TokenizedPrompt, Found]:
+        """Open what is stored of the prefix and the chunks, or of what stands behind a kept prompt."""
+        prefix_ids = split.ids(split.prefix)
+        start = self.tokenizer.start_ids
+        regime = self.adapter.regime(len(split.input_ids)) or 0
+        prefix = self.segment("prefix", (), prefix_ids, regime) if len(prefix_ids) > len(start) else None
+        behind_prefix = self.config.condition == "prefix" and prefix is not None
+        records: dict[str, StoredKV] = {}
+        if kept is not None:
+            split = kept.split
+            prefix = Segment("final", (), split.ids(split.prefix), kept.key, regime)
+            records[kept.key] = kept.record
+        chunks = tuple(
+            self._located(chunk, split.ids(chunk.span), prefix_ids if behind_prefix else None, regime)
+            for chunk in split.located
+        )
+        if not self._steering.rule.reads_store:
+            return split, Found(None, chunks, {})
+        for segment in (*([prefix] if prefix else []), *chunks):
+            if segment.token_ids and segment.key not in records and (record := self._open(segment)) is not None:
+                records[segment.key] = record
+        return split, Found(prefix, chunks, records)
+
+    def _located(
+        self, chunk: TokenizedChunk, ids: tuple[int, ...], context: tuple[int, ...] | None, regime: int
+    ) -> Segment:
+        """The segment of a chunk as it stands in a prompt; ids that it has nowhere else are a record of their own."""
+        own = self.tokenizer.chunk(chunk.text)
+        behind = self.tokenizer.context_ids(chunk.text) if context is None else context
+        usual = self._chunk(behind, own.head, own.ids, regime)
+        if chunk.usual:
+            return usual
+        segment = self._chunk(behind, (), ids, regime)
+        return dataclasses.replace(segment, key=f"{usual.key}{OTHER_FORM}{segment.key}")
+
+    def _open(self, segment: Segment) -> StoredKV | None:
+        record = self.store.open(segment.key)
+        if record is None or record.info == self.record_info(segment):
+            return record
+        _log.warning("KV record %s is of another segment or model and counts as a miss", segment.key)
+        record.close()
+        discard(self.store, segment.key)
+        return None
+
+    def _load(self, split: TokenizedPrompt, found: Found, clock: ReadClock) -> tuple[Iterator[LayerKV], Queries]:
+        """Stored KV, layer by layer, and stored queries."""
+        reader = reader_of(self.adapter, split, found, clock)
+        ahead = self.config.prefetch and reader.stored_layer_bytes >= _WORTH_A_THREAD
+        layers = load_as_it_pays(reader) if ahead else load_plainly(reader)
+        return layers, partial(read_queries, reader, self.adapter, self.query_layers)
+
+    def _plan(self, split: TokenizedPrompt, found: Found) -> FusionPlan:
+        """Sort the stored segments into exact and reused ones."""
+        exact: list[range] = []
+        reused: dict[range, tuple[int, ...]] = {}  # with what each was computed behind
+        unrotated: list[Span] = []
+        if found.prefix is not None and found.prefix.key in found.records:
+            exact.append(_range(split.prefix))
+        for span, segment in zip(split.chunks, found.chunks, strict=True):
+            if segment.key not in found.records:
+                continue
+            unrotated.append(span)
+            in_place = split.input_ids[: span.start] == segment.context_ids
+            if in_place:
+                exact.append(_range(span))
+            else:
+                reused[_range(span)] = segment.context_ids
+        turn = range(unrotated[0].start, unrotated[-1].stop) if unrotated else range(0)
+        question = _range(split.suffix) if len(split.suffix) else None
+        return FusionPlan(split.input_ids, exact, list(reused), turn, list(reused.values()), question)
+
+    def _fused(self, split: TokenizedPrompt, found: Found, fusion: Fusion, choice: Choice) -> FusedKV:
+        read = tuple(segment.key in found.records for segment in found.chunks)
+        hits = [span for span, hit in zip(split.chunks, read, strict=True) if hit]
+        prefix_hit = found.prefix is not None and found.prefix.key in found.records
+        report = dataclasses.replace(
+            self._counts(split),
+            hits=len(hits),
+            misses=len(split.chunks) - len(hits),
+            chunk_media=tuple(found.medium(segment.key) for segment in found.chunks),
+            prefix_hit=prefix_hit,
+            reused_tokens=sum(map(len, hits)) + (len(split.prefix) if prefix_hit else 0),
+            recomputed_tokens=fusion.recomputed_tokens,
+            computed_tokens=tuple(map(len, fusion.computed)),
+            work=work_share(self.adapter.shape, len(split.input_ids), fusion.done),
+            looked_layers=len(fusion.done.looked),
+            recompute_ratio=_share(choice, fusion),
+            expected=choice.expected,
+        )
+        cache = self.adapter.new_cache(fusion.layers)
+        ids = list(split.input_ids)
+        return FusedKV(cache, fusion.logits, ids, fusion.computed, fusion.deviation, report, fusion.done)
+
+    def _counts(self, split: TokenizedPrompt) -> BlendReport:
+        return BlendReport(
+            input_ids=split.input_ids,
+            prefix_tokens=len(split.prefix),
+            chunk_tokens=split.chunk_tokens,
+            suffix_tokens=len(split.suffix),
+        )
+
+    def _write_back(self, split: TokenizedPrompt, found: Found, fusion: Fusion) -> dict[str, Job]:
+        """What computes and stores each segment that was missing."""
+        if not self._steering.rule.reads_store or self.config.write_back == "off":
+            return {}
+        jobs: dict[str, Job] = {}
+        prefix = found.prefix
+        if prefix is not None and prefix.key not in found.records:
+            # Nothing stands before the prefix, so the pass has just computed its exact KV.
+            kv = _first_rows(fusion.layers, len(prefix.token_ids))
+            held = sum(tensor.nbytes for tensor in kv.keys + kv.values)
+            jobs[prefix.key] = Job(lambda: self.store.put(prefix.key, self._record(prefix, kv)), held)
+        for segment in found.chunks:
+            if segment.token_ids and segment.key not in found.records:
+                jobs[segment.key] = Job(partial(self.compute_and_store, [segment]))
+        return jobs
+
+    def compute_and_store(self, segments: Sequence[Segment]) -> dict[str, bool | None]:
+        """Store what is missing of segments as `compute` takes them; see `store_missing`."""
+        return store_missing(self.store, {segment.key: segment for segment in segments}, self.compute)
+
+    def _record(self, segment: Segment, kv: SegmentKV) -> KVRecord:
+        return KVRecord(self.record_info(segment), kv)
+
+
+def _uses(documents: Sequence[DocumentPlace], media: Sequence[str]) -> tuple[DocumentUse, ...]:
+    """What became of each document, by what the chunk that holds it was read from."""
+    uses = []
+    for one in documents:
+        begins = " ".join(one.text[: 2 * _BEGINS].split())[:_BEGINS]
+        if one.chunk is None:
+            uses.append(DocumentUse(begins, "left out" if one.left_out else "not found", one.change))
+        elif one.chunk >= len(media):  # left out of a prompt that was too long
+            uses.append(DocumentUse(begins, "left out", one.change))
+        else:
+            uses.append(DocumentUse(begins, "hit" if media[one.chunk] else "miss", one.change))
+    return tuple(uses)
+
+
+def _range(span: Span) -> range:
+    return range(span.start, span.stop)
+
+
+def _first_rows(layers: tuple[LayerKV, ...], tokens: int) -> SegmentKV:
+    """A copy of the first positions of a fused prompt, keys rotated."""
+    keys = tuple(layer.keys[0, :, :tokens].cpu().clone() for layer in layers)
+    values = tuple(layer.values[0, :, :tokens].cpu().clone() for layer in layers)
+    return SegmentKV(keys, values, rotated=True)
+
+
+def _share(choice: Choice, fusion: Fusion) -> float:
+    """Share that was to be recomputed; by a rule with a bound, what that came to."""
+    if not choice.rule.bounded or not fusion.reused_tokens:
+        return choice.ratio
+    return fusion.recomputed_tokens[-1] / fusion.reused_tokens

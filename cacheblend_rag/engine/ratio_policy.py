@@ -1,0 +1,251 @@
+"""What the loading controller decides for a request: its rule, and which records are worth reading."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cacheblend_rag.config import RULE_OPTIONS, BlendConfig
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.fusor.selection import SelectionRule, make_rule
+from cacheblend_rag.fusor.selection.minimum_ratio import keep_at_least
+from cacheblend_rag.loading import (
+    TASKS,
+    BlendSettings,
+    ChunkKV,
+    LoadingController,
+    LoadingPlan,
+    MachineProfile,
+    RatioBounds,
+)
+from cacheblend_rag.report import Expected
+from cacheblend_rag.store.base import KVStore
+
+__all__ = ["Choice", "MinimumRatio", "Steering", "controller_beside", "profile_path"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one request is answered.
+
+    Parameters
+    ----------
+    rule : SelectionRule
+    ratio : float
+        Its recompute ratio.
+    plan : LoadingPlan or None
+        What the controller made of it; None where nothing was measured.
+    """
+
+    rule: SelectionRule
+    ratio: float
+    plan: LoadingPlan | None = None
+
+    @property
+    def expected(self) -> Expected | None:
+        """For the report."""
+        if self.plan is None:
+            return None
+        return Expected(self.plan.load_seconds, self.plan.recompute_seconds, self.plan.prefill_seconds)
+
+
+class MinimumRatio:
+    """The recompute ratio below which no request of an engine goes; a quality guard raises it."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._lock = threading.Lock()
+
+    def raise_to(self, ratio: float) -> None:
+        """Go no lower than this from now on."""
+        with self._lock:
+            self.value = max(ratio, self.value)
+
+
+class Steering:
+    """Chooses the rule of each request.
+
+    Parameters
+    ----------
+    config : BlendConfig
+    layers : int
+        Of the model.
+    model : str
+        Fingerprint of the model.
+    controller : LoadingController or None
+    minimum : MinimumRatio, optional
+        No rule keeps a smaller share; by default one of its own.
+
+    Notes
+    -----
+    With ``recompute_ratio="auto"`` and no rule options given, what was calibrated for the model holds.
+    """
+
+    def __init__(
+        self,
+        config: BlendConfig,
+        layers: int,
+        model: str,
+        controller: LoadingController | None,
+        minimum: MinimumRatio | None = None,
+    ) -> None:
+        self.controller, self.minimum = controller, minimum or MinimumRatio()
+        self.settings = _calibrated(config, model, controller)
+        self.config = _with_stored(config, model, controller)
+        """The options, with the calibrated rule where it holds."""
+        if self.settings is not None:
+            self.config = _applied(config, self.settings)
+        self._layers, self._model = layers, model
+        self.rule = make_rule(self.config).fit(layers)
+        self._ratio = self.config.ratio if self.settings is None else self.settings.least_ratio
+        self._usual = self._ratio
+        if self.settings is not None and self.rule.bounded:
+            # Its ratio is the most, which few prompts need. What it keeps in the mean is less than the work it was seen
+            # to take, which counts the question too.
+            self._usual = round(min(self._ratio, self.settings.work), 6)
+        self._rules = {self._ratio: self.rule, self._usual: self.rule}
+
+    @property
+    def free(self) -> bool:
+        """Whether the ratio is the controller's to choose."""
+        config = self.config
+        named = isinstance(config.selection, str) and config.selection not in ("none", "all")
+        if self.settings is not None:
+            return named
+        return config.recompute_ratio == "auto" and named and not config.recompute_ratios
+
+    @property
+    def _bounds(self) -> RatioBounds:
+        bounds = TASKS[self.config.task]
+        if self.settings is None:
+            return bounds
+        return RatioBounds(self._usual, max(bounds.highest, self._usual), bounds.step)
+
+    def choose(self, chunks: Sequence[ChunkKV], tokens: int, computed: int, medium: str) -> Choice:
+        """Choose for a request.
+
+        Parameters
+        ----------
+        chunks : sequence of ChunkKV
+            Those that are stored.
+        tokens : int
+            Of the prompt.
+        computed : int
+            Tokens that are computed whatever is chosen.
+        medium : str
+            What the chunks are stored on.
+        """
+        controller = self.controller
+        if controller is None or not chunks or not controller.knows(self._model, medium):
+            return self._raised(Choice(self.rule, self._ratio))
+        plan = controller.plan(
+            self._model,
+            chunks,
+            tokens,
+            device=medium,
+            ratio=None if self.free else self._ratio,
+            bounds=self._bounds,
+            fixed_share=self._fixed_share(tokens, computed),
+            reads=self._layers,
+        )
+        if not self.free:  # what the user fixed is only foretold
+            plan = dataclasses.replace(plan, recomputed_chunks=())
+        return self._raised(Choice(self._rule_of(plan.recompute_ratio), plan.recompute_ratio, plan))
+
+    def _raised(self, choice: Choice) -> Choice:
+        """The choice with no fewer rows than the minimum asks for."""
+        least = self.minimum.value
+        rule = keep_at_least(choice.rule, least) if least else choice.rule
+        if rule is choice.rule:  # it keeps that many, or has no share that could be raised
+            return choice
+        ratio = max(choice.ratio, least)
+        return dataclasses.replace(choice, rule=rule.fit(self._layers), ratio=ratio)
+
+    def _fixed_share(self, tokens: int, computed: int) -> float:
+        """Share of a prefill that any ratio does: what is not stored, and the many rows of the first layers."""
+        whole = computed / tokens
+        return whole + (1 - whole) * self._head_share()
+
+    def _head_share(self) -> float:
+        """What the layers up to the last check do beyond the rule's last share."""
+        checks: Any = getattr(self.rule, "check_layers", None)
+        if not checks:
+            return 0.0
+        ratios: Any = getattr(self.rule, "recompute_ratios", ())
+        if not ratios or ratios[-1] == 1:
+            return float(min(checks)) / self._layers
+        stops = (*checks[1:], self._layers)
+        rows = checks[0] + sum(r * (stop - at) for r, at, stop in zip(ratios, checks, stops, strict=True))
+        return float((rows / self._layers - ratios[-1]) / (1 - ratios[-1]))
+
+    def _rule_of(self, ratio: float) -> SelectionRule:
+        if ratio not in self._rules:
+            if self.settings is not None:
+                self._rules[ratio] = keep_at_least(self.rule, ratio).fit(self._layers)
+            else:
+                config = dataclasses.replace(self.config, recompute_ratio=ratio)
+                self._rules[ratio] = make_rule(config).fit(self._layers)
+        return self._rules[ratio]
+
+    def note(self, choice: Choice, read: float) -> None:
+        """Tell the controller how long reading really took."""
+        if self.controller is not None and choice.plan is not None:
+            self.controller.note(choice.plan.device, choice.plan.load_seconds, read)
+
+
+def _names_rule(config: BlendConfig) -> bool:
+    """Whether any option that says which tokens are recomputed, the ratio apart, differs from its default."""
+    return any(getattr(config, name) != BlendConfig.default(name) for name in RULE_OPTIONS)
+
+
+def _calibrated(config: BlendConfig, model: str, controller: LoadingController | None) -> BlendSettings | None:
+    """What was calibrated for a model, if the choice is left to us."""
+    settings = controller.blends.get(model) if controller is not None else None
+    if settings is None or config.recompute_ratio != "auto":
+        return None
+    if _names_rule(config):
+        return None
+    if not settings.tolerates:
+        _log.warning(
+            "calibration found that this model does not tolerate blending within %g nats: every prompt is prefilled "
+            "in full; set recompute_ratio to blend all the same",
+            settings.tolerance,
+        )
+    return settings
+
+
+def _with_stored(config: BlendConfig, model: str, controller: LoadingController | None) -> BlendConfig:
+    """Options with the queries that calibrated records hold, so that other rules find the same records."""
+    settings = controller.blends.get(model) if controller is not None else None
+    if settings is None or config.query_layers:
+        return config
+    return dataclasses.replace(config, query_layers=settings.query_layers)
+
+
+def _applied(config: BlendConfig, settings: BlendSettings) -> BlendConfig:
+    """Options with the calibrated rule in place of the default one."""
+    values: dict[str, Any] = {name: getattr(settings, name) for name in RULE_OPTIONS}
+    return dataclasses.replace(config, recompute_ratio=settings.recompute_ratio, **values)
+
+
+def profile_path(store: KVStore) -> Path | None:
+    """Where the profile of a store is kept; None for one without a folder."""
+    return store.folder / "profile.json" if store.folder is not None else None
+
+
+def controller_beside(store: KVStore) -> LoadingController | None:
+    """A controller over the profile kept beside a store, if there is one; a damaged one is logged."""
+    path = profile_path(store)
+    try:
+        profile = MachineProfile.load(path) if path is not None else None
+    except StoreError as error:
+        _log.warning("%s", error)
+        return None
+    return LoadingController(profile) if profile is not None else None

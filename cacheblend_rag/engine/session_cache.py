@@ -1,0 +1,156 @@
+"""Whole prompts kept with their answers, so that the next turn of a conversation goes on from them.
+
+Their KV is that of a blended pass and so approximate. It has keys of its own, in which the rule and
+its ratio have a part, and is never taken for a chunk's or an exact prefix's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cacheblend_rag.config import RULE_OPTIONS, BlendConfig
+from cacheblend_rag.engine.write_back import Job
+from cacheblend_rag.models.kv import SegmentKV
+from cacheblend_rag.prompt import Span, TokenizedPrompt
+from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, record_key
+
+__all__ = ["KEY_PREFIX", "Continued", "Finals", "holds"]
+
+_log = logging.getLogger(__name__)
+KEY_PREFIX = "final-"
+# What the KV of a blended prompt depends on, apart from its ids and the model.
+_BLENDED_BY = (*RULE_OPTIONS, "recompute_ratio", "task", "condition")
+
+
+@dataclass(frozen=True)
+class Continued:
+    """A prompt whose first tokens are those of a kept one.
+
+    Parameters
+    ----------
+    split : TokenizedPrompt
+        The prompt, with all of that as its prefix.
+    key : str
+        Key of the record.
+    record : StoredKV
+        KV of exactly these tokens, keys rotated.
+    """
+
+    split: TokenizedPrompt
+    key: str
+    record: StoredKV
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are continued from."""
+        return len(self.split.prefix)
+
+
+class Finals:
+    """Kept prompts of one model, rule and store.
+
+    Parameters
+    ----------
+    store : KVStore
+    config : BlendConfig
+    like : RecordInfo
+        What a record of this model says of itself, apart from its ids.
+    """
+
+    def __init__(self, store: KVStore, config: BlendConfig, like: RecordInfo) -> None:
+        self._store, self._salt, self._like = store, config.salt, like
+        options = {name: getattr(config, name) for name in _BLENDED_BY}
+        self._rule = repr({**options, "selection_options": sorted(config.selection_options.items())})
+
+    def key(self, anchor: Sequence[int]) -> str:
+        """Key of the prompt that begins with these ids, up to the end of its last chunk."""
+        rule = hashlib.sha256(self._rule.encode()).hexdigest()
+        fingerprint, kind = self._like.fingerprint, f"final {rule}"
+        key = record_key(fingerprint=fingerprint, salt=self._salt, kind=kind, context_ids=(), token_ids=anchor)
+        return KEY_PREFIX + key
+
+    def find(self, split: TokenizedPrompt) -> Continued | None:
+        """The kept prompt that has most in common with the beginning of this one."""
+        for span in reversed(split.chunks):
+            key = self.key(split.input_ids[: span.stop])
+            record = self._store.open(key)
+            if record is None:
+                continue
+            tokens = self._in_common(record.info, split)
+            if tokens < span.stop:
+                record.close()
+                continue
+            return Continued(_continued(split, tokens), key, _Beginning(record, tokens))
+        return None
+
+    def _in_common(self, info: RecordInfo, split: TokenizedPrompt) -> int:
+        """Tokens at the beginning that both have, no chunk cut in two; the last one is always computed."""
+        if dataclasses.replace(info, token_ids=()) != dataclasses.replace(self._like, token_ids=()):
+            return 0
+        common = 0
+        for ours, theirs in zip(split.input_ids[:-1], info.token_ids, strict=False):
+            if ours != theirs:
+                break
+            common += 1
+        return min([common, *(span.start for span in split.chunks if span.start < common < span.stop)])
+
+    def job(self, split: TokenizedPrompt, answer_ids: Sequence[int], cache: Any) -> tuple[str, Job] | None:
+        """What keeps a finished prompt and its answer; None if the model's cache does not hold it whole.
+
+        Parameters
+        ----------
+        split : TokenizedPrompt
+            The whole prompt, as it was given.
+        answer_ids : sequence of int
+        cache : transformers Cache
+            Of prompt and answer; of sliding layers it holds the window alone.
+        """
+        ids = (*split.input_ids, *answer_ids)[: cache.layers[0].keys.shape[2]]
+        if len(ids) < len(split.input_ids) or any(layer.keys.shape[2] != len(ids) for layer in cache.layers):
+            _log.debug("a prompt of %d tokens is not kept: the cache does not hold it whole", len(split.input_ids))
+            return None
+        keys = tuple(layer.keys[0].detach().cpu().clone() for layer in cache.layers)
+        values = tuple(layer.values[0].detach().cpu().clone() for layer in cache.layers)
+        record = KVRecord(dataclasses.replace(self._like, token_ids=ids), SegmentKV(keys, values, rotated=True))
+        key = self.key(split.input_ids[: split.chunks[-1].stop])
+        held = sum(tensor.nbytes for tensor in keys + values)
+        return key, Job(lambda: self._store.put(key, record), held)
+
+
+class _Beginning:
+    """The first tokens of a record."""
+
+    def __init__(self, inner: StoredKV, tokens: int) -> None:
+        self._inner, self._tokens = inner, tokens
+        self.info = dataclasses.replace(inner.info, token_ids=inner.info.token_ids[:tokens])
+        self.medium = inner.medium
+
+    def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self._inner.read_layer(layer)
+        return keys[:, : self._tokens], values[:, : self._tokens]
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def holds(info: RecordInfo, chunk_ids: Sequence[int]) -> bool:
+    """Whether a kept prompt has a chunk in it."""
+    ids, wanted = info.token_ids, tuple(chunk_ids)
+    return any(ids[at : at + len(wanted)] == wanted for at in range(len(ids) - len(wanted) + 1))
+
+
+def _continued(split: TokenizedPrompt, tokens: int) -> TokenizedPrompt:
+    """The same ids, the first of them one long prefix."""
+    return dataclasses.replace(
+        split,
+        prefix=Span(0, tokens),
+        located=tuple(chunk for chunk in split.located if chunk.span.start >= tokens),
+        suffix=Span(max(tokens, split.suffix.start), max(tokens, split.suffix.stop)),
+    )

@@ -1,0 +1,126 @@
+"""Work that waits until nothing else does: storing what a request had to compute."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cacheblend_rag.engine.scheduler import IdleGate
+from cacheblend_rag.errors import CacheBlendError
+
+__all__ = ["Job", "WriteBack"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something to be stored.
+
+    Parameters
+    ----------
+    run : callable
+        Makes and stores it.
+    held : int
+        Bytes it keeps in memory until then.
+    """
+
+    run: Callable[[], object]
+    held: int = 0
+
+
+class WriteBack:
+    """A bounded queue of background jobs, done one by one while the gate is idle.
+
+    Parameters
+    ----------
+    gate : IdleGate
+        Shared with requests.
+    limit : int
+        Most jobs waiting; further ones are dropped and made again on the next miss.
+    held : int
+        Most bytes that waiting jobs may keep in memory.
+    """
+
+    def __init__(self, gate: IdleGate, limit: int = 1024, held: int = 2**30) -> None:
+        self._gate = gate
+        self._limit, self._most_held, self._held = limit, held, 0
+        self._jobs: deque[tuple[str, Job]] = deque()
+        self.seconds = 0.0
+        """Time spent on jobs; no request waited for it but one that came during a job."""
+        self._names: set[str] = set()
+        self._condition = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self.closed = False
+
+    def submit(self, name: str, job: Job) -> bool:
+        """Queue a job unless one of the same name waits already; whether one of this name will be done."""
+        with self._condition:
+            if self.closed or name in self._names:
+                return not self.closed
+            if len(self._jobs) >= self._limit or (job.held and self._held + job.held > self._most_held):
+                _log.warning("write-back queue is full (%d jobs); %s is left for the next miss", len(self._jobs), name)
+                return False
+            self._jobs.append((name, job))
+            self._held += job.held
+            self._names.add(name)
+            if self._thread is None:
+                atexit.register(self.close)
+                self._thread = threading.Thread(target=self._work, name="kv-write-back", daemon=True)
+                self._thread.start()
+            self._condition.notify_all()
+            return True
+
+    def flush(self) -> None:
+        """Wait until all queued jobs are done."""
+        with self._condition:
+            while self._names:
+                self._condition.wait()
+
+    def stop(self) -> None:
+        """Take no more jobs; those that are queued will still be done."""
+        with self._condition:
+            self.closed = True
+            self._condition.notify_all()
+
+    def close(self) -> None:
+        """Finish what is queued, then stop."""
+        self.stop()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        atexit.unregister(self.close)
+
+    def _work(self) -> None:
+        while True:
+            with self._condition:
+                while not self._jobs and not self.closed:
+                    self._condition.wait()
+                if not self._jobs:
+                    break
+                name, job = self._jobs.popleft()
+            held = job.held
+            try:
+                self._gate.when_idle(lambda run=job.run: self._timed(run))  # type: ignore[misc]
+            except CacheBlendError as error:
+                _log.warning("could not store %s: %s", name, error)
+            except Exception:
+                _log.exception("storing %s failed", name)
+            finally:
+                del job  # it holds the model
+                with self._condition:
+                    self._held -= held
+                    self._names.discard(name)
+                    self._condition.notify_all()
+        atexit.unregister(self.close)
+
+    def _timed(self, run: Callable[[], object]) -> None:
+        started = time.perf_counter()
+        try:
+            run()
+        finally:
+            self.seconds += time.perf_counter() - started

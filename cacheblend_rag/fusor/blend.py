@@ -1,0 +1,366 @@
+"""The blended pass: stored KV and a few recomputed rows become the KV of the whole prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor.drift_correction import Correction, sampled_rows
+from cacheblend_rag.fusor.mask import kept_mask
+from cacheblend_rag.fusor.predicted_shift import Foresight, Queries
+from cacheblend_rag.fusor.scoring import question_attention
+from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView
+from cacheblend_rag.fusor.work import Corrected, Looked, Projected, RowsDone
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.attention.rows import RowMask
+from cacheblend_rag.models.kv import LayerKV
+from cacheblend_rag.models.rope import Rotaries, rotate_in_place
+
+__all__ = ["Fusion", "FusionPlan", "fuse"]
+
+_TOGETHER = 4  # layers in a call, where that is possible
+
+
+@dataclass(frozen=True)
+class FusionPlan:
+    """What is reused and what must be computed.
+
+    Parameters
+    ----------
+    input_ids : sequence of int
+        Ids of the prompt.
+    exact : sequence of range
+        Positions whose stored KV is what a full prefill would give: a stored prefix, and a
+        chunk that stands directly behind what it was computed behind. Never recomputed.
+    reused : sequence of range
+        Positions of the other stored chunks; a selection rule decides on these.
+    unrotated : range
+        Positions from the first to the last whose stored keys still need their rotation.
+    contexts : sequence of sequence of int
+        Ids that each of the reused chunks was computed behind; needed only by a rule that does
+        not move keys, or that looks at stored queries.
+    question : range or None
+        Positions of the question, at the end; by default those behind the last stored chunk.
+
+    All other positions are computed on every layer, and so is the last one, whose logits are
+    wanted.
+    """
+
+    input_ids: Sequence[int]
+    exact: Sequence[range]
+    reused: Sequence[range]
+    unrotated: range
+    contexts: Sequence[Sequence[int]] = ()
+    question: range | None = None
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Result of the blended pass.
+
+    Parameters
+    ----------
+    layers : tuple of LayerKV
+        Rotated keys and values of all positions, layer by layer.
+    logits : Tensor, [vocab]
+        Logits of the last position.
+    computed : tuple of Tensor, each [rows] long
+        Positions whose KV was computed, layer by layer.
+    recomputed_tokens : tuple of int
+        How many of them are reused chunk tokens.
+    reused_tokens : int
+        Reused chunk tokens in all.
+    deviation : Tensor or None, [tokens] float32
+        KV deviation at the first check layer, or what stored queries foresee; NaN where neither was measured.
+    done : RowsDone
+        All rows that were worked on, those of checks and of a scoring pass included.
+    """
+
+    layers: tuple[LayerKV, ...]
+    logits: torch.Tensor
+    computed: tuple[torch.Tensor, ...]
+    recomputed_tokens: tuple[int, ...]
+    reused_tokens: int
+    deviation: torch.Tensor | None
+    done: RowsDone
+
+
+def fuse(
+    adapter: ModelAdapter,
+    plan: FusionPlan,
+    layers: Iterable[LayerKV],
+    rule: SelectionRule,
+    queries: Queries | None = None,
+) -> Fusion:
+    """Run the blended pass (Fig. 5 and 9 of the paper).
+
+    Parameters
+    ----------
+    adapter : ModelAdapter
+        The model.
+    plan : FusionPlan
+        What is reused.
+    layers : iterable of LayerKV
+        Stored KV, layer by layer; its buffers are taken over and filled.
+    rule : SelectionRule
+        Which reused rows stay on which layer.
+    queries : callable, optional
+        Stored queries, for a rule that looks at them.
+    """
+    with adapter.blending():
+        state = _Pass(adapter, plan, rule.fit(adapter.num_layers), iter(layers), queries)
+        fused = tuple(state.prefill_layers())
+        logits = adapter.head(state.hidden[-1])
+        done = state.done()
+        return Fusion(fused, logits, done.computed, tuple(state.recomputed), state.reused_tokens, state.deviation, done)
+
+
+class _Pass:
+    """State of one blended pass: the kept rows and their hidden vectors."""
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        plan: FusionPlan,
+        rule: SelectionRule,
+        layers: Iterator[LayerKV],
+        queries: Queries | None,
+    ) -> None:
+        self._adapter, self._plan, self._rule, self._queries = adapter, plan, rule, queries
+        self._layers, self._turned = layers, list[LayerKV]()
+        self._tokens = len(plan.input_ids)
+        self._rotaries = adapter.rotary(self._tokens)  # of all positions, float32
+        self.computed: list[torch.Tensor] = []
+        self.recomputed: list[int] = []
+        self.projected: list[Projected] = []
+        self.scored: tuple[torch.Tensor, ...] = ()
+        self.ahead: tuple[torch.Tensor, ...] = ()
+        self.looked: tuple[Looked, ...] = ()
+        self._moves: tuple[torch.Tensor, ...] = ()
+        self._samples: list[torch.Tensor] = []
+        self._deviation: torch.Tensor | None = None
+        self._measured: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._begin()
+        ids = torch.tensor(plan.input_ids, dtype=torch.long).to(adapter.device)
+        self.hidden = adapter.embed(ids[self._rows])  # [rows, hidden]
+
+    def _begin(self) -> None:
+        """Sort the positions, and ask the rule which of the reused ones layer 0 computes."""
+        plan, device = self._plan, self._adapter.device
+        reused = torch.zeros(self._tokens, dtype=torch.bool)
+        self._offsets = torch.zeros(self._tokens, dtype=torch.long)  # place within the chunk
+        for span in plan.reused:
+            reused[span.start : span.stop] = True
+            self._offsets[span.start : span.stop] = torch.arange(len(span))
+        always = ~reused
+        for span in plan.exact:
+            always[span.start : span.stop] = False
+        always[-1] = True
+        self.reused_tokens = int(reused.sum())
+        reused[-1] = False  # the last row is always computed, so no rule decides on it
+        candidates = reused.nonzero()[:, 0].to(device)
+        self._offsets = self._offsets.to(device)
+        self._always = always.nonzero()[:, 0].to(device)
+        self._attention = self._score(self._always) if len(candidates) else None
+        self._foreseen = self._foresee(self._always) if len(candidates) else None
+        self._keep(candidates[self._rule.begin(self._view(candidates))])
+        self._correction = Correction.of(plan.reused, self._moves, self._samples, self._chosen)
+        self._moves = ()  # as large as the input of a layer
+        if len(self._chosen) in (0, len(candidates)):
+            rows = always if not len(self._chosen) else always | reused
+            self._trailing = bool(rows[-len(self._rows) :].all())
+
+    def _score(self, always: torch.Tensor) -> torch.Tensor | None:
+        """The question's attention to all positions, if the rule wants it."""
+        if not self._rule.score_layers:
+            return None
+        first = self._plan.question.start if self._plan.question else self._behind_chunks()
+        watched = max(1, int((always >= first).sum()))
+        scores = question_attention(
+            self._adapter, self._plan.input_ids, always, watched, self._kv, self._rotaries, self._rule.score_layers
+        )
+        self.scored = scores.scored
+        return scores.attention
+
+    def _foresee(self, always: torch.Tensor) -> torch.Tensor | None:
+        """What stored queries say of all positions, if the rule wants it."""
+        plan, layers = self._plan, self._rule.query_layers
+        if not layers:
+            return None
+        if self._queries is None:
+            raise ConfigError("query_layers", (), "name the layers whose queries are stored with the KV of chunks")
+        missing = always[always < max(span.stop for span in plan.reused)]
+        foresight = Foresight(
+            self._adapter, plan.input_ids, plan.reused, plan.contexts, missing, self._queries, self._kv, self._rotaries
+        )
+        foreseen = foresight.look(layers)
+        self._deviation, self.looked = foreseen.deviation, foreseen.looked
+        if self._rule.samples:
+            self._moves, self._samples = foreseen.moves, sampled_rows(plan.reused, foreseen.moves, self._rule.samples)
+        if len(missing):
+            self.ahead = (missing,) * layers[-1]
+            self.projected.append(Projected(layers[-1], len(missing), len(missing)))
+        return self._deviation
+
+    def done(self) -> RowsDone:
+        """All that was worked on."""
+        by = self._correction
+        corrected = Corrected(len(by.rows), by.pairs) if by else Corrected(0, 0)
+        return RowsDone(tuple(self.computed), tuple(self.projected), self.scored, 1, self.looked, self.ahead, corrected)
+
+    @property
+    def deviation(self) -> torch.Tensor | None:
+        """See `Fusion`; made when the pass is done, which need not wait for it."""
+        if self._deviation is None and self._measured is not None:
+            positions, first = self._measured
+            self._deviation = torch.full((self._tokens,), float("nan"), device=positions.device)
+            self._deviation[positions] = first
+        return self._deviation
+
+    def _behind_chunks(self) -> int:
+        return max((span.stop for span in (*self._plan.reused, *self._plan.exact)), default=0)
+
+    def _view(self, positions: torch.Tensor) -> StartView:
+        """What a rule sees of some positions."""
+        attention, foreseen = (None if of is None else of[positions] for of in (self._attention, self._foreseen))
+        sampled = torch.isin(positions, torch.cat(self._samples)) if self._samples else None
+        return StartView(positions, self._offsets[positions], self.reused_tokens, attention, foreseen, sampled)
+
+    def _kv(self, layer: int) -> LayerKV:
+        """A layer's stored KV, keys rotated; each layer is taken from the loader once, in order."""
+        while len(self._turned) <= layer:
+            kv = next(self._layers)
+            self._turn(len(self._turned), kv)
+            self._turned.append(kv)
+        return self._turned[layer]
+
+    def _keep(self, chosen: torch.Tensor) -> None:
+        """Keep these of the rows a rule decides on, and all others.
+
+        How many they are follows from sizes alone: asking a GPU would wait for all that it still has to do.
+        """
+        self._chosen, self._trailing = chosen, False  # [chosen], positions, rising
+        self._narrowed(torch.cat((self._always, chosen)).sort().values)
+
+    def _narrowed(self, rows: torch.Tensor) -> None:
+        """Everything that depends on which rows are kept."""
+        self._rows = rows  # [rows], positions, rising
+        self._kept_rotaries = self._rotaries.at(rows).to(self._adapter.dtype)
+        self._masks: dict[int | None, RowMask | None] = {}
+
+    def prefill_layers(self) -> Iterator[LayerKV]:
+        """Fuse one layer after another; their buffers then hold rotated keys and values of all positions."""
+        layer, count = 0, self._adapter.num_layers
+        while layer < count:
+            if self._rule.checks(layer) and len(self._chosen):
+                self._check(layer, self._kv(layer))
+            together = 1
+            if self._correction is None and self._adapter.replays(len(self._rows)):
+                # Layers that no check parts, the last one aside; KV comes in groups of about as many.
+                free = (at for at in range(layer + 1, count - 1) if self._rule.checks(at))
+                together = max(1, min(_TOGETHER, next(free, count - 1) - layer))
+            yield from self._prefill(layer, layer + together)
+            layer += together
+
+    def _prefill(self, first: int, stop: int) -> list[LayerKV]:
+        """Layers with the same rows."""
+        self.computed += [self._rows] * (stop - first)
+        self.recomputed += [len(self._chosen)] * (stop - first)
+        kvs = [self._kv(layer) for layer in range(first, stop)]
+        if self._correction is not None and first:  # KV of layer 0 never deviates
+            recomputed = self.hidden[torch.searchsorted(self._rows, self._correction.rows)]
+            self._correction.write(self._adapter, first, recomputed, kvs[0], self._rotaries)
+        if stop == self._adapter.num_layers:
+            self._end(first, kvs[0])
+        self.hidden = self._adapter.run_layers(first, self.hidden, kvs, self._rows, self._kept_rotaries, self._mask)
+        return kvs
+
+    def _end(self, layer: int, kv: LayerKV) -> None:
+        """Of the last layer, all rows but the last give keys and values only: nothing comes after them."""
+        rows, rotaries = self._rows[:-1], self._rotaries.at(self._rows[:-1])
+        if len(rows):
+            self._adapter.write_kv(layer, self.hidden[:-1], kv, rows, rotaries)
+        self.hidden = self.hidden[-1:]
+        self._narrowed(self._rows[-1:])
+
+    def _turn(self, layer: int, kv: LayerKV) -> None:
+        """Rotate stored keys to their positions, in place; computed rows among them are overwritten later."""
+        rotary = self._rotaries.of_keys(layer)
+        span = slice(self._plan.unrotated.start, self._plan.unrotated.stop)
+        if span.start >= span.stop or rotary is None or kv.turned:
+            return
+        rotate_in_place(kv.keys[:, :, span], rotary.at(span))
+
+    def _check(self, layer: int, kv: LayerKV) -> None:
+        """Let the rule drop rows before this layer."""
+        before, positions = self._rows, self._chosen
+        candidates = torch.searchsorted(before, positions)
+        measure = _Measure(self._adapter, layer, self.hidden[candidates], kv, positions, self._rotaries)
+        view = LayerView(**vars(self._view(positions)), layer=layer, measure=measure)
+        self._keep(positions[self._rule.keep(view)])
+        if measure.first is not None:
+            self.projected.append(Projected(layer, measure.keys, measure.values))
+            self._measured = self._measured or (positions, measure.first)
+        self.hidden = self.hidden[torch.searchsorted(before, self._rows)]
+
+    def _mask(self, window: int | None) -> RowMask | None:
+        if window not in self._masks:
+            self._masks[window] = kept_mask(self._adapter, self._rows, self._tokens, window, self._trailing)
+        return self._masks[window]
+
+
+class _Measure:
+    """KV deviation of some rows on one layer; see `Measure`."""
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        layer: int,
+        hidden: torch.Tensor,
+        kv: LayerKV,
+        positions: torch.Tensor,
+        rotaries: Rotaries,
+    ) -> None:
+        self._adapter, self._layer, self._hidden = adapter, layer, hidden
+        self._kv, self._positions, self._rotaries = kv, positions, rotaries
+        self._known: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.first: torch.Tensor | None = None  # absolute form of what was measured first
+        self.keys = self.values = 0  # rows projected
+
+    def __call__(self, metric: str, relative: bool = False) -> torch.Tensor:
+        difference = self._length(metric, self._differences)
+        if self.first is None:
+            self.first = difference
+        if not relative:
+            return difference
+        return difference / self._length(metric, self._sizes).clamp_min(torch.finfo(torch.float32).tiny)
+
+    @staticmethod
+    def _length(metric: str, squares: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Of keys and values together, where both are asked for."""
+        first, *more = (squares(part) for part in metric)
+        return (torch.stack([first, *more]).sum(dim=0) if more else first).sqrt()
+
+    def _differences(self, part: str) -> torch.Tensor:
+        """Squared norms of the difference of what is new and what is stored, ``[candidates]``."""
+        new, stored = self._both(part)
+        return (new - stored[0].index_select(1, self._positions).float()).square().sum(dim=(0, 2))
+
+    def _sizes(self, part: str) -> torch.Tensor:
+        """Squared norms of what is new, ``[candidates]``."""
+        return self._both(part)[0].square().sum(dim=(0, 2))
+
+    def _both(self, part: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """New ``[kv_heads, candidates, head_dim]`` in float32, and stored of all positions."""
+        if part not in self._known:
+            if part == "k":
+                new = self._adapter.project_keys(self._layer, self._hidden, self._rotaries.at(self._positions))
+                stored, self.keys = self._kv.keys, len(self._positions)
+            else:
+                new = self._adapter.project_values(self._layer, self._hidden)
+                stored, self.values = self._kv.values, len(self._positions)
+            self._known[part] = new.float(), stored
+        return self._known[part]

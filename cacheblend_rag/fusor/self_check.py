@@ -1,0 +1,105 @@
+"""Whether the blended pass of a model still agrees with the model: asked once, at load."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+import transformers
+
+from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.fusor.blend import FusionPlan, fuse
+from cacheblend_rag.fusor.selection.none import SelectNone
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.kv import LayerKV
+
+__all__ = ["check_adapter"]
+
+_TOKENS = 12
+_STORED = 6
+# Largest relative error by element type. A misread layer gives about 1; the order of additions alone
+# gives about 1e-6, 1e-3 and 1e-2.
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 0.2}
+
+
+@torch.no_grad()
+def check_adapter(adapter: ModelAdapter) -> None:
+    """Blend a dozen tokens, half of them from stored KV, and compare with plain prefill.
+
+    Costs about three forward passes over a dozen tokens.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If they differ, which happens when transformers has changed the family's layers, or when
+        a model is not shaped like the family it is treated as.
+    """
+    vocabulary = int(adapter.config.vocab_size)
+    ids = [(11 + 37 * number) % vocabulary for number in range(_TOKENS)]
+    try:
+        errors = _errors(adapter, ids)
+    except (AttributeError, TypeError, RuntimeError, ValueError, IndexError, KeyError) as error:
+        failed = f"failed with {type(error).__name__} ({error})"
+        raise UnsupportedModelError(_message(adapter, failed)) from error
+    limit = _TOLERANCE.get(adapter.dtype, 0.2)
+    # Written so that NaN counts as wrong.
+    wrong = [f"{what} by {error:.2g}" for what, error in errors.items() if not error <= limit]
+    if wrong:
+        raise UnsupportedModelError(_message(adapter, f"differs in {' and '.join(wrong)} of their size"))
+
+
+def _errors(adapter: ModelAdapter, ids: list[int]) -> dict[str, float]:
+    """Relative error of each thing the blended pass relies on."""
+    stored = _stored(adapter, ids)
+    inputs: list[torch.Tensor] = []  # of each layer, [rows, hidden]
+
+    me = threading.get_ident()
+
+    def note(module: torch.nn.Module, given: tuple[torch.Tensor]) -> None:
+        if threading.get_ident() == me:  # the user's model may be answering on another thread
+            inputs.append(given[0][0])
+
+    hooks = [layer.register_forward_pre_hook(note) for layer in adapter.layers]
+    plan = FusionPlan(ids, exact=[range(_STORED)], reused=[], unrotated=range(_STORED))
+    try:
+        fusion = fuse(adapter, plan, stored, SelectNone())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    rotaries = adapter.rotary(_TOKENS)
+    keys, values = [], []
+    for number, (hidden, kv) in enumerate(zip(inputs, fusion.layers, strict=True)):
+        rows = slice(_TOKENS - len(hidden), _TOKENS)  # the last layer is run on the last one only
+        keys.append(_error(adapter.project_keys(number, hidden, rotaries.at(rows)), kv.keys[0, :, rows]))
+        values.append(_error(adapter.project_values(number, hidden), kv.values[0, :, rows]))
+    return {
+        "the logits": _error(fusion.logits, adapter.prefill(ids).logits),
+        "the keys of a layer": max(keys),
+        "the values of a layer": max(values),
+    }
+
+
+def _stored(adapter: ModelAdapter, ids: list[int]) -> list[LayerKV]:
+    """KV of which the first positions are stored, as it comes from a store."""
+    stored = adapter.segment_kv((), ids[:_STORED])
+    layers = []
+    for keys, values in zip(stored.keys, stored.values, strict=True):
+        shape = (1, adapter.kv_heads, _TOKENS, adapter.head_dim)
+        layer = LayerKV(keys.new_zeros(shape), values.new_zeros(shape))
+        layer.keys[0, :, :_STORED], layer.values[0, :, :_STORED] = keys, values
+        layers.append(layer)
+    return layers
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Length of the difference as a share of what was expected."""
+    found, expected = found.float(), expected.float()
+    return float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def _message(adapter: ModelAdapter, what: str) -> str:
+    return (
+        f"the blended pass of a {adapter.config.model_type!r} model {what}, compared with the model's own "
+        f"forward pass under transformers {transformers.__version__}; use a version this package was tested "
+        "with, or switch this check off if you know better"
+    )

@@ -1,0 +1,207 @@
+"""What both LangChain models share beyond the fields of all adapters."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, Self, Unpack
+
+from langchain_core.caches import BaseCache
+from langchain_core.callbacks import Callbacks
+from langchain_core.documents import Document
+from langchain_core.language_models import LangSmithParams
+from langchain_core.rate_limiters import BaseRateLimiter
+
+from cacheblend_rag.config import BlendConfig, BlendOptions
+from cacheblend_rag.engine.decode import DecodeArguments
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, ModelFields
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.langchain.tracking import begin_tracking, documents_of_run, known_chunks, note_found
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.matching import chunk_text, notice
+
+__all__ = ["AllFields", "BlendFields", "LangChainFields"]
+
+
+class LangChainFields(AnswerFields, total=False):
+    """Fields that LangChain's models have beside those of every adapter; `BlendFields` explains them."""
+
+    name: str | None
+    cache: BaseCache | bool | None
+    verbose: bool
+    callbacks: Callbacks
+    tags: list[str] | None
+    metadata: dict[str, Any] | None
+    custom_get_token_ids: Callable[[str], list[int]] | None
+    # ChatCacheBlend alone:
+    rate_limiter: BaseRateLimiter | None
+    disable_streaming: bool | Literal["tool_calling"]
+    output_version: str | None
+    profile: Any
+    reuse_answers: bool
+    chat_template_kwargs: dict[str, Any]
+
+
+class _ModelFields(LangChainFields, BlendOptions, total=False):
+    """Fields of a model that makes its engine."""
+
+
+class AllFields(LangChainFields, EngineFields, total=False):
+    """Everything that a model may be made of."""
+
+
+class BlendFields(ModelFields):
+    """Fields of a LangChain model over a `BlendEngine`: those of `ModelFields`, and those that LangChain's models have.
+
+    Constructing one switches on the tracking of retrievers: a "stuff" prompt of any chain is then
+    recognised by the texts of the documents in it.
+    """
+
+    def __init__(self, **fields: Unpack[AllFields]) -> None:
+        super().__init__(**fields)
+
+    @classmethod
+    def from_model_id(
+        cls,
+        model_id: str | os.PathLike[str],
+        *,
+        store: str | os.PathLike[str] | None = None,
+        config: BlendConfig | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        model_kwargs: dict[str, Any] | None = None,
+        **fields: Unpack[_ModelFields],
+    ) -> Self:
+        """Load a model and its tokenizer.
+
+        Parameters
+        ----------
+        model_id : str or path
+            A folder, or an id that transformers can resolve.
+        store : path, optional
+            Folder where KV is kept; memory if there is none.
+        config : BlendConfig, optional
+            Options of the engine; those given by themselves win over it.
+        device : str
+            ``"auto"`` (a GPU if there is one), or a torch device.
+        dtype : str
+            ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        model_kwargs : dict, optional
+            Passed on to transformers' ``from_pretrained``: ``device_map``, ``quantization_config``, …
+        **fields
+            Options of the engine, such as ``recompute_ratio``, and fields of this class, such as ``max_new_tokens``.
+
+        Raises
+        ------
+        ConfigError
+            If a field is not known or has a value it cannot take.
+        ModelLoadError
+            If the model cannot be loaded.
+        """
+        made = {"config": config, "device": device, "dtype": dtype, "model_kwargs": model_kwargs or {}}
+        return cls._of_id(model_id, store, **made, **fields)
+
+    @classmethod
+    def from_engine(cls, engine: BlendEngine, **fields: Unpack[LangChainFields]) -> Self:
+        """Wrap an engine the user has; its options are its own, see `BlendEngine.with_config`."""
+        return cls(engine=engine, **fields)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        tokenizer: Any,
+        *,
+        config: BlendConfig | None = None,
+        store: str | os.PathLike[str] | None = None,
+        **fields: Unpack[_ModelFields],
+    ) -> Self:
+        """Take a transformers model and its tokenizer that the user has; nothing is left behind on them."""
+        return cls._of_model(model, tokenizer, store, config, fields)
+
+    def _begin_tracking(self) -> None:
+        begin_tracking()
+
+    @staticmethod
+    def _texts(documents: Iterable[Document | str]) -> list[str]:
+        if isinstance(documents, (str, Document)):
+            raise ConfigError("documents", documents, "give a list, even for a single one")
+        return [chunk_text(one if isinstance(one, str) else one.page_content) for one in documents]
+
+    @classmethod
+    def is_lc_serializable(cls) -> bool:
+        """A model made by `from_model_id` can be loaded again; of others, only the fields are kept."""
+        return True
+
+    @classmethod
+    def from_pipeline(
+        cls,
+        pipeline: Any,
+        *,
+        config: BlendConfig | None = None,
+        store: str | os.PathLike[str] | None = None,
+        **fields: Unpack[_ModelFields],
+    ) -> Self:
+        """Take over the model, the tokenizer and the settings of a transformers pipeline.
+
+        Parameters
+        ----------
+        pipeline : transformers TextGenerationPipeline
+            Generation settings it was made with are kept; its built-in defaults (sampling at
+            temperature 0.7) are not.
+        config, store
+            As for `from_model_id`.
+
+        Raises
+        ------
+        ConfigError
+            If it is not a pipeline for text generation.
+        """
+        if getattr(pipeline, "task", None) != "text-generation":
+            raise ConfigError("pipeline", pipeline, 'use transformers.pipeline("text-generation", …)')
+        given = {**getattr(pipeline, "_generate_kwargs", {}), **getattr(pipeline, "_forward_params", {})}
+        own = given.pop("generation_config", None)
+        if own is not None or given:
+            settings = copy.deepcopy(own or pipeline.model.generation_config)
+            settings.update(**{name: value for name, value in given.items() if hasattr(settings, name)})
+            fields.setdefault("generation_config", settings)
+        return cls._of_model(pipeline.model, pipeline.tokenizer, store, config, fields)
+
+    def notice(self, text: str) -> Prompt:
+        """The segments this model sees in a finished prompt."""
+        prompt = notice(text, known_chunks, self.engine.config.text_separator, documents=documents_of_run(text))
+        note_found(text, prompt)
+        return prompt
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        """Everything an answer depends on, so that a response cache never mixes settings up."""
+        apart = ("generation_config", "logits_processor", "stop")
+        names = ("model_name", *(name for name in DecodeArguments.__annotations__ if name not in apart))
+        own: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.generation_config is not None:
+            own["generation_config"] = self.generation_config.to_diff_dict()
+        if self.logits_processor:
+            own["logits_processor"] = [repr(one) for one in self.logits_processor]
+        # Not "stop": that name is the call's.
+        return {**own, "stop_texts": list(self.stop), "model_fingerprint": self.engine.fingerprint, **self.blend}
+
+    def _tracing_params(self, params: LangSmithParams, overrides: dict[str, Any]) -> LangSmithParams:
+        """What LangSmith calls this model and a call's settings, those given with the call first."""
+        temperature = overrides.get("temperature", self.temperature)
+        most = overrides.get("max_tokens", overrides.get("max_new_tokens", self.max_new_tokens))
+        stop = [*self.stop, *(params.get("ls_stop") or [])]
+        params.update({"ls_provider": "cacheblend", "ls_model_name": overrides.get("model", self.model_name)})
+        if temperature is not None:
+            params["ls_temperature"] = temperature
+        if most is not None:
+            params["ls_max_tokens"] = most
+        if stop:
+            params["ls_stop"] = stop
+        return params
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Ids of a text by this model's tokenizer, without what opens a text."""
+        return list(self.engine.tokenizer.encode(text, add_special_tokens=False))

@@ -1,0 +1,1 @@
+"""Attention of some rows over all positions."""

@@ -1,0 +1,384 @@
+"""Attention of some rows over all positions, by PyTorch's fused kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import repeat_kv
+
+from cacheblend_rag.models.attention.onednn import (
+    attend_behind,
+    attend_directly,
+    attends_directly,
+    few_lengths,
+    rows_of_block,
+)
+from cacheblend_rag.models.gpu import has_kernels
+from cacheblend_rag.models.kv import LayerKV
+
+__all__ = [
+    "ROW_ATTENTION",
+    "Apart",
+    "Block",
+    "Places",
+    "RowMask",
+    "additive",
+    "as_added",
+    "as_places",
+    "attend_rows",
+    "by_position",
+    "in_blocks",
+    "row_attention",
+    "telling",
+    "use_row_attention",
+]
+
+ROW_ATTENTION = "cacheblend_rag_rows"
+"""Name under which transformers' attention modules find `row_attention`."""
+# PyTorch takes shorter steps through fewer rows, so smaller blocks cost more than they save (500 rows over 3,124
+# tokens, float32: whole 32 ms, in blocks of 80 rows 27, of 250 rows 25; bfloat16: 10.3, 7.6 and 8.4).
+_BLOCK_ROWS = 80
+_MOST_BLOCKS = 8
+# Folded, a block has rows enough at fewer positions (123 rows, 14 heads for 2, float32: 9.4 ms whole, 6.6 folded in
+# blocks of 64). In bfloat16 only few rows gain (31: 1.3 and 0.7 ms; 84: 1.8 and 1.9; 123: 2.7 and 2.6).
+_FOLDED_ROWS = 48
+_FEW_ROWS = 64
+# Elements of all masks of folded blocks; they take memory, a group's times as much as the mask.
+_MOST_FOLDED = 2**23
+
+
+@dataclass(frozen=True)
+class Block:
+    """Neighbouring rows, and the positions that any of them sees.
+
+    Parameters
+    ----------
+    rows, seen : slice
+        Of the kept rows, and of all positions.
+    mask : Tensor, [1, 1, rows, seen] or [1, 1, group * rows, seen]
+        That part of the mask; in the second form, for heads that share a key attending as rows of one head.
+    direct : bool
+        Whether to compute it by `attend_directly`; then all blocks are.
+    """
+
+    rows: slice
+    seen: slice
+    mask: torch.Tensor
+    direct: bool = False
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where kept rows lie, for a kernel that needs no more of a mask."""
+
+    rows: torch.Tensor
+    window: int | None
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        """Attention of the rows, ``[1, rows, heads, head_dim]``."""
+        from cacheblend_rag.models.gpu.attention import attend_from
+
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attend_from(query[0], LayerKV(key, value), self.rows, self.window, scaling)[None]
+
+
+@dataclass(frozen=True)
+class RowMask:
+    """What some rows see, in every form that attention here takes.
+
+    Parameters
+    ----------
+    added : Tensor, [1, 1, rows, tokens]
+        Added to the scores; where only kernels that know places are asked, it stands for that and is ``[rows, 1]``.
+    blocks : tuple of Block
+        In which a CPU's kernels take it; by default whole.
+    places : Places or None
+        What a GPU's kernel wants to know in its place.
+    """
+
+    added: torch.Tensor
+    blocks: tuple[Block, ...] = ()
+    places: Places | None = None
+
+
+class Apart:
+    """Hands each answer's new row to the layer of its own cache, and keeps what each then sees.
+
+    Parameters
+    ----------
+    layers : sequence of cache layers
+        One for each answer.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._layers = layers
+        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Keys and values of each, each ``[1, kv_heads, tokens, head_dim]``."""
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The new rows as they came."""
+        pairs = zip(self._layers, keys[:, None], values[:, None], strict=True)
+        self.seen = [layer.update(key, value) for layer, key, value in pairs]
+        return keys, values
+
+
+# A decoder layer hands one tensor on as its mask; what else attention should know goes beside it.
+_told: ContextVar[RowMask | Apart | None] = ContextVar("_told", default=None)
+
+
+@contextmanager
+def telling(what: RowMask | Apart | None) -> Iterator[None]:
+    """Within this, `row_attention` is told more than the layers that call it hand on."""
+    token = _told.set(what)
+    try:
+        yield
+    finally:
+        _told.reset(token)
+
+
+# What transformers hands to attention functions that can do with it: soft caps, attention sinks, learned biases.
+_NOT_FUSED = ("softcap", "s_aux", "position_bias")
+
+
+def use_row_attention() -> str:
+    """Make `row_attention` known to transformers; its name."""
+    AttentionInterface.register(ROW_ATTENTION, row_attention)
+    return ROW_ATTENTION
+
+
+def row_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers' ``sdpa`` computes, for rows that need not be all positions.
+
+    Parameters
+    ----------
+    query : Tensor, [batch, heads, rows, head_dim]
+    key, value : Tensor, [batch, kv_heads, tokens, head_dim]
+        Within `telling` of an `Apart`, each row of a batch sees the keys and values there in their place.
+    attention_mask : Tensor or None, [1, 1, rows, tokens]
+        Added to the scores. Without one the rows are the last positions, and each sees itself and
+        all before it. Within `telling` of the `RowMask` it belongs to, its other forms are used.
+
+    Returns
+    -------
+    Tensor, [batch, rows, heads, head_dim], and None
+
+    Raises
+    ------
+    ValueError
+        If the family's attention has what fused kernels lack.
+    """
+    lacking = [name for name in _NOT_FUSED if others.get(name) is not None]
+    if lacking:
+        raise ValueError(f"fused attention lacks {lacking[0]!r}; load the model with attn_implementation='eager'")
+    told = _told.get()
+    if isinstance(told, Apart):
+        return _attend_apart(query, told.seen, scaling), None
+    if attention_mask is None:
+        told = None
+    elif told is None or told.added is not attention_mask:  # some families make another of it
+        told = RowMask(attention_mask)
+    return attend_rows(query, key, value, told, scaling), None
+
+
+def attend_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: RowMask | None, scaling: float | None = None
+) -> torch.Tensor:
+    """Attention of some rows; parameters as in `row_attention`.
+
+    Returns
+    -------
+    Tensor, [batch, rows, heads, head_dim]
+
+    Notes
+    -----
+    transformers copies each key and value for all query heads of its group whenever there is a
+    mask. Kernels on a CPU need no such copies; on other devices they would leave the fused path.
+    A kernel works on what a mask hides too. Kept rows lie all over the prompt and see half of it on
+    average, so they are taken block by block (`in_blocks`), each with what it can see.
+    """
+    if mask is not None and mask.places is not None:
+        return mask.places.attend(query, key, value, scaling)
+    grouped, dtype = query.shape[1] != key.shape[1], query.dtype
+    if grouped and key.device.type != "cpu":
+        copies = query.shape[1] // key.shape[1]
+        key, value, grouped = repeat_kv(key, copies), repeat_kv(value, copies), False
+    if mask is None:
+        out = _behind(query, key, value, scaling, grouped)
+    else:
+        blocks = mask.blocks or (Block(slice(None), slice(None), mask.added),)
+        if blocks[0].direct:
+            query, key, value = query.float(), key.float(), value.float()
+        parts = [_attend(query, key, value, block, scaling, grouped) for block in blocks]
+        out = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
+    return out.transpose(1, 2).contiguous().to(dtype)
+
+
+def _attend_apart(
+    query: torch.Tensor, seen: Sequence[tuple[torch.Tensor, torch.Tensor]], scaling: float | None
+) -> torch.Tensor:
+    """Attention of one row each of several answers over its own keys and values, ``[answers, 1, heads, head_dim]``.
+
+    A newest row sees all that its cache gives it, be it behind a window or not, so there is no mask, and heads that
+    share a key attend as rows of one head.
+    """
+    rows = [
+        scaled_dot_product_attention(own.reshape(1, keys.shape[1], -1, own.shape[-1]), keys, values, scale=scaling)
+        for own, (keys, values) in zip(query, seen, strict=True)
+    ]
+    return torch.cat([one.reshape(1, 1, query.shape[1], -1) for one in rows])
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: Block, scaling: float | None, grouped: bool
+) -> torch.Tensor:
+    """Attention of one block, ``[batch, heads, rows, head_dim]``."""
+    query, key, value = query[:, :, block.rows], key[:, :, block.seen], value[:, :, block.seen]
+    if block.direct:
+        return attend_directly(query, key, value, block.mask, scaling)
+    batch, heads, rows, width = query.shape
+    folded = block.mask.shape[2] > rows
+    if folded:
+        query = query.reshape(batch, key.shape[1], -1, width)
+    out = scaled_dot_product_attention(query, key, value, block.mask, scale=scaling, enable_gqa=grouped and not folded)
+    return out.reshape(batch, heads, rows, width)
+
+
+def in_blocks(mask: torch.Tensor, rows: torch.Tensor, window: int | None, group: int) -> RowMask:
+    """The mask, with the blocks in which a CPU's kernels take it; elsewhere a call costs more than it saves.
+
+    Parameters
+    ----------
+    mask : Tensor, [1, 1, rows, tokens]
+        As kernels add it.
+    rows : Tensor, [rows], long
+        Positions of the kept rows, rising.
+    window : int or None
+        Sliding window of the layer.
+    group : int
+        Query heads that share a key. Kernels arrange the keys for each head anew, so few rows of several heads
+        are taken as many rows of one.
+    """
+    count, tokens = mask.shape[2:]
+    if mask.device.type != "cpu" or not count:
+        return RowMask(mask)
+    fold, direct = False, attends_directly(count, group, tokens, mask.dtype, mask.device)
+    if direct:
+        size = rows_of_block(group)
+    else:
+        fold = group > 1 and (count < _FEW_ROWS if mask.itemsize < 4 else count * tokens * group <= _MOST_FOLDED)
+        number = max(1, min(_MOST_BLOCKS, count // (_FOLDED_ROWS if fold else _BLOCK_ROWS)))
+        size = -(-count // number)
+    places, blocks = rows.tolist(), []
+    for start in range(0, count, size):
+        stop = min(start + size, count)
+        first = 0 if window is None or size >= count else max(0, places[start] - window + 1)
+        last = tokens if size >= count else places[stop - 1] + 1
+        first, last = few_lengths(first, last, tokens) if direct else (first, last)
+        part = mask[:, :, start:stop, first:last]
+        part = part.repeat(1, 1, group, 1) if fold else part
+        blocks.append(Block(slice(start, stop), slice(first, last), part, direct))
+    return RowMask(mask, tuple(blocks))
+
+
+def by_position(mask: RowMask, rows: torch.Tensor, window: int | None) -> RowMask:
+    """The mask, with what a GPU's kernel wants to know in its place; parameters as in `in_blocks`."""
+    return replace(mask, places=Places(rows, window)) if has_kernels(rows.device) else mask
+
+
+def _behind(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, grouped: bool
+) -> torch.Tensor:
+    """Causal attention of rows that are the last positions."""
+    before = key.shape[2] - query.shape[2]
+    if before and query.device.type == "cuda":
+        bias: Any = causal_lower_right(query.shape[2], key.shape[2])
+        return scaled_dot_product_attention(query, key, value, bias, scale=scaling, enable_gqa=grouped)
+    group = query.shape[1] // key.shape[1]
+    if attends_directly(query.shape[2], group, key.shape[2], query.dtype, query.device):
+        return attend_behind(query.float(), key.float(), value.float(), scaling)
+    # Kernels align the causal triangle with the first row, so rows of zeros stand for what is before.
+    # They cost less than a dense mask, of which half is never seen.
+    padded = pad(query, (0, 0, before, 0)) if before else query
+    out = scaled_dot_product_attention(padded, key, value, is_causal=True, scale=scaling, enable_gqa=grouped)
+    return out[:, :, before:]
+
+
+def as_added(
+    mask: torch.Tensor | None,
+    rows: torch.Tensor,
+    tokens: int,
+    window: int | None,
+    group: int,
+    dtype: torch.dtype,
+    fused: bool,
+) -> RowMask | None:
+    """A mask as attention adds it; parameters as in `ModelAdapter.kernel_mask`.
+
+    Parameters
+    ----------
+    group : int
+        Query heads that share a key.
+    dtype : torch.dtype
+        Of the model.
+    fused : bool
+        Whether `row_attention` takes it, rather than the plain form of attention.
+    """
+    if mask is None:
+        # Attention of the last rows over all positions costs less without a mask, unless they are few.
+        if fused and (rows.device.type == "cuda" or 2 * len(rows) >= tokens):
+            return None
+        mask = torch.ones(1, 1, len(rows), tokens, dtype=torch.bool, device=rows.device).tril(tokens - len(rows))
+    if not fused:
+        return RowMask(additive(mask, dtype, torch.finfo(dtype).min))
+    return by_position(in_blocks(additive(mask, dtype, float("-inf")), rows, window, group), rows, window)
+
+
+def as_places(rows: torch.Tensor, tokens: int, window: int | None, trailing: bool) -> RowMask | None:
+    """What stands for a mask where layers are `ModelAdapter.told_positions`.
+
+    Parameters
+    ----------
+    rows, tokens, window
+        As in `ModelAdapter.kernel_mask`.
+    trailing : bool
+        Whether the rows are known to be the last positions: a GPU is not asked where they are.
+
+    Returns
+    -------
+    RowMask or None
+        Tells `attend_rows` and layers by kernels where the rows lie; None if they take PyTorch's causal kernel.
+    """
+    if window is not None and window >= tokens:
+        window = None
+    # Many rows at the end are what PyTorch's causal kernel is best at; of few, ours takes the keys in parts.
+    causal = window is None and (trailing or len(rows) == tokens) and 2 * len(rows) >= tokens
+    return None if causal else by_position(RowMask(rows[:, None]), rows, window)
+
+
+def additive(mask: torch.Tensor, dtype: torch.dtype, hidden: float) -> torch.Tensor:
+    """A mask as kernels add it: 0 where a row sees a position, ``hidden`` elsewhere.
+
+    Made once for all layers: from a boolean mask a kernel makes it again on every layer.
+    """
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, hidden)

@@ -1,0 +1,79 @@
+"""One token each of several answers in one pass: every weight is read once for all of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.attention.rows import Apart, telling
+from cacheblend_rag.models.memory import free_memory_on, token_bytes
+from cacheblend_rag.models.modules import is_compiled
+
+__all__ = ["StepsTogether"]
+
+
+class StepsTogether:
+    """Takes the next step of answers, each with a cache of its own length.
+
+    Parameters
+    ----------
+    adapter : ModelAdapter
+
+    Attributes
+    ----------
+    possible : bool
+        Whether several answers of the model can be under way at once.
+    """
+
+    def __init__(self, adapter: ModelAdapter) -> None:
+        self._adapter = adapter
+        # A compiled model is one of fixed passes, and families without SDPA attend by what fused kernels lack.
+        self._one_by_one = is_compiled(adapter.model) or not adapter.model._supports_sdpa
+        # Frequencies that change with the length of a text would be those of whichever came last.
+        self.possible = adapter.regime(sys.maxsize) == 0
+        self._token_bytes = token_bytes(adapter)
+
+    def fit(self, tokens: int) -> bool:
+        """Whether memory has room for the KV of so many tokens, and as much again for the pass that makes it."""
+        free = free_memory_on(self._adapter.device)
+        return free is None or 2 * tokens * self._token_bytes <= free
+
+    def __call__(self, asked: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
+        """Logits of each step, ``[1, 1, vocab]``; one alone is the model's own pass.
+
+        Parameters
+        ----------
+        asked : sequence of mapping
+            What transformers' generation hands to the model for each: ``input_ids`` ``[1, 1]``,
+            ``past_key_values`` and more. The caches grow.
+        """
+        model = self._adapter.model
+        alone = len(asked) == 1 or self._one_by_one or model.config._attn_implementation == "eager"
+        if alone or any(one["input_ids"].shape != (1, 1) for one in asked):
+            return [model(**one, return_dict=True).logits for one in asked]
+        with self._adapter.blending():
+            return list(self._pass(asked)[:, None, None])
+
+    def _pass(self, asked: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+        """Logits, ``[answers, vocab]``."""
+        adapter, caches = self._adapter, [one["past_key_values"] for one in asked]
+        lengths = torch.tensor([cache.get_seq_length() for cache in caches], device=adapter.device)
+        rotaries = adapter.rotary(int(lengths.max()) + 1).at(lengths).to(adapter.dtype)
+        hidden = adapter.embed(torch.cat([one["input_ids"] for one in asked]))  # [answers, 1, hidden]
+        for number, layer in enumerate(adapter.running):
+            rotary, apart = rotaries.layer(number), Apart([cache.layers[number] for cache in caches])
+            with telling(apart):
+                out = layer(
+                    hidden,
+                    attention_mask=None,
+                    position_ids=lengths[:, None],
+                    past_key_values=apart,
+                    use_cache=True,
+                    position_embeddings=(rotary.cos[:, None], rotary.sin[:, None]),
+                )
+            hidden = out[0] if isinstance(out, tuple) else out
+        return adapter.head(hidden[:, 0])

@@ -1,0 +1,122 @@
+"""Caches that are handed to transformers' layers: of some rows, of KV alone, and preallocated ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+
+from cacheblend_rag.models.kv import LayerKV
+
+__all__ = ["Enough", "GrowingLayer", "LastLayer", "ScatterCache", "let_grow"]
+
+
+class ScatterCache:
+    """Takes the new rows of one layer, and shows the layer all positions."""
+
+    def __init__(self, kv: LayerKV, rows: torch.Tensor) -> None:
+        self._kv = kv
+        self._rows = rows
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self._kv.keys.index_copy_(2, self._rows, keys)
+        self._kv.values.index_copy_(2, self._rows, values)
+        return self._kv.keys, self._kv.values
+
+
+class Enough(Exception):  # noqa: N818
+    """All keys and values are there; what the model would make of them is not wanted."""
+
+
+class LastLayer(DynamicLayer):  # type: ignore[misc]
+    """The cache of the last layer, behind whose keys and values the pass may end."""
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        super().update(*args, **kwargs)
+        raise Enough
+
+
+# Rows of room made at a time: enough that copying is rare, little beside the KV of a prompt.
+_ROWS = 128
+
+
+@dataclass
+class _Room:
+    """Buffers with space behind the rows that are used."""
+
+    keys: torch.Tensor  # [batch, kv_heads, rows and room, head_dim]
+    values: torch.Tensor
+    used: int
+
+    @classmethod
+    def holding(cls, keys: torch.Tensor, values: torch.Tensor, rows: int) -> _Room:
+        """Room for some rows and then some, with what there is copied into it."""
+        return cls(_enlarged(keys, rows), _enlarged(values, rows), keys.shape[2])
+
+    def follows(self, keys: torch.Tensor, rows: int) -> bool:
+        """Whether these keys are all that lies here, with space for so many rows."""
+        # Layers copied one from another share their room; the first to go on takes the space.
+        here = keys.data_ptr() == self.keys.data_ptr() and keys.shape[:2] == self.keys.shape[:2]
+        return here and keys.shape[2] == self.used and rows <= self.keys.shape[2]
+
+    def add(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write new rows; views of all rows."""
+        start, self.used = self.used, self.used + keys.shape[2]
+        self.keys[:, :, start : self.used] = keys
+        self.values[:, :, start : self.used] = values
+        return self.keys[:, :, : self.used], self.values[:, :, : self.used]
+
+
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]
+    """transformers' `DynamicLayer`, growing within room kept behind its rows.
+
+    `DynamicLayer` puts all keys and values into new memory for every token. That costs a copy of
+    the whole cache a token, and, on a thread of its own, asking the system for that memory again
+    and again.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    _room: _Room | None = None
+
+    def hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Begin with these keys and values, which are taken over."""
+        self.dtype, self.device = keys.dtype, keys.device
+        self.keys, self.values, self.is_initialized = keys, values, True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add rows; all keys and values, ``[batch, kv_heads, tokens, head_dim]``."""
+        # Writing in place would disturb a graph. On a GPU a copy takes less time than the calls it saves.
+        if self.get_seq_length() == 0 or torch.is_grad_enabled() or key_states.device.type != "cpu":
+            self._room = None
+            keys, values = super().update(key_states, value_states)
+            return keys, values
+        rows = self.keys.shape[2] + key_states.shape[2]
+        if self._room is None or not self._room.follows(self.keys, rows):
+            self._room = _Room.holding(self.keys, self.values, rows)
+        self.keys, self.values = self._room.add(key_states, value_states)
+        return self.keys, self.values
+
+    def reset(self) -> None:
+        """Forget everything, room included."""
+        self._room = None
+        super().reset()
+
+
+def let_grow(cache: Cache) -> Cache:
+    """The same cache; its layers that keep all positions grow in place from now on."""
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+def _enlarged(rows: torch.Tensor, wanted: int) -> torch.Tensor:
+    room = rows.new_empty((*rows.shape[:2], wanted + _ROWS, rows.shape[3]))
+    room[:, :, : rows.shape[2]] = rows
+    return room

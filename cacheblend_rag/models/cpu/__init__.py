@@ -1,0 +1,1 @@
+"""Faster products and row operations on a CPU."""

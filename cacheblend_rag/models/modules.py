@@ -1,0 +1,267 @@
+"""Access to transformers' modules: their attributes, their eval mode, overrides of their ``forward``, and twins."""
+
+from __future__ import annotations
+
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import transformers
+from torch import nn
+
+from cacheblend_rag.errors import UnsupportedModelError
+
+__all__ = ["OneForEach", "StandIn", "StandIns", "evaluating", "is_compiled", "misshapen", "part_of", "twins_of"]
+
+
+def part_of(module: Any, name: str) -> Any:
+    """An attribute of a module, or an error that says what the installed transformers lacks."""
+    try:
+        return getattr(module, name)
+    except AttributeError as error:
+        raise misshapen(module, name) from error
+
+
+def misshapen(owner: Any, name: str | None) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(owner).__name__} of transformers {transformers.__version__} has no {name!r}: either "
+        "transformers has renamed it, and a version this package was tested with is needed, or the model "
+        "is not shaped like the family it is treated as"
+    )
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Without dropout; each module is then as it was, for some may be frozen while others train.
+
+    Contexts may nest, and overlap in several threads: the last to end puts all back.
+    """
+    with _lock:
+        kept = _kept.setdefault(model, _Kept())
+        kept.users += 1
+        training = [module for module in model.modules() if module.training]
+        if training:
+            model.eval()
+            kept.training += training
+    try:
+        yield
+    finally:
+        with _lock:
+            kept.users -= 1
+            if not kept.users:
+                for module in kept.training:
+                    module.training = True
+                _kept.pop(model, None)
+
+
+class _Kept:
+    """What was put aside of a model."""
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.training: list[Any] = []
+
+
+_kept: weakref.WeakKeyDictionary[Any, _Kept] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether any of its modules is compiled: those should be left as they were when they were traced."""
+    return any(module._compiled_call_impl is not None for module in model.modules())
+
+
+_Forward = TypeVar("_Forward", bound="StandIn")
+_Shared = TypeVar("_Shared", bound="StandIns[Any]")
+
+
+class Here(threading.local):
+    """How many contexts the thread that asks is within."""
+
+    users = 0
+
+
+_NOWHERE = Here()
+
+
+class StandIn:
+    """Stands for the ``forward`` of a module between `put` and `remove`; subclasses say what `instead` does.
+
+    It acts on threads that are within `StandIns.in_use`. Whoever else calls the module meanwhile gets what the module
+    itself gives. What others have put in that place is left alone.
+    """
+
+    __slots__ = ("here", "module")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.here = _NOWHERE
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.instead(*args, **kwargs) if self.here.users else self.plainly(*args, **kwargs)
+
+    def instead(self, *args: Any, **kwargs: Any) -> Any:
+        """What a call gives on a thread that wants it."""
+        raise NotImplementedError
+
+    def put(self) -> None:
+        """Take the place, unless it is taken."""
+        self.module.__dict__.setdefault("forward", self)
+
+    def remove(self) -> None:
+        """Leave the place, if it was taken by this."""
+        if self.module.__dict__.get("forward") is self:
+            del self.module.__dict__["forward"]
+
+    def plainly(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module itself gives."""
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the model that is made meanwhile has the plain ``forward``, bound to its own module."""
+        return types.MethodType, (type(self.module).forward, self.module)
+
+
+class StandIns(Generic[_Forward]):
+    """Stand-ins for a model's modules, in their places while anybody on any thread wants them there.
+
+    Parameters
+    ----------
+    forwards : iterable of StandIn
+    """
+
+    def __init__(self, forwards: Iterable[_Forward]) -> None:
+        self._here = Here()
+        self._forwards = self._ours(forwards)
+        self._lock = threading.Lock()
+        self._users = 0
+
+    def _ours(self, forwards: Iterable[_Forward]) -> list[_Forward]:
+        """The same, acting on the threads that are within this."""
+        forwards = list(forwards)
+        for forward in forwards:
+            forward.here = self._here
+        return forwards
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """What they stand for."""
+        return [forward.module for forward in self._forwards]
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Within this they act on this thread. Contexts may nest, and overlap in several threads."""
+        self._here.users += 1
+        with self._lock:
+            self._users += 1
+        try:
+            with self._lock:
+                self._put()
+            yield
+        finally:
+            self._here.users -= 1
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._remove()
+
+    def _put(self) -> None:
+        for forward in self._forwards:
+            forward.put()
+
+    def _remove(self) -> None:
+        for forward in self._forwards:
+            forward.remove()
+
+
+class OneForEach(Generic[_Shared]):
+    """The stand-ins of one kind that all who run a model share; they live as long as one of those keeps them.
+
+    Parameters
+    ----------
+    make : callable
+        Makes them for modules.
+    """
+
+    def __init__(self, make: Callable[[Sequence[nn.Module]], _Shared]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._by_model: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_Shared]] = weakref.WeakKeyDictionary()
+
+    def of(self, model: nn.Module, modules: Sequence[nn.Module]) -> _Shared:
+        """Those of a model; others when it has other modules than before."""
+        with self._lock:
+            known = self._by_model.get(model)
+            found = known() if known is not None else None
+            if found is None or found.modules != list(modules):
+                found = self._make(modules)
+                self._by_model[model] = weakref.ref(found)
+            return found
+
+
+_Thing = TypeVar("_Thing")
+
+
+def twins_of(layers: Sequence[nn.Module], attention: str, implementation: str) -> list[nn.Module]:
+    """Decoder layers that attend by the named implementation; weights, hooks and all other modules are the model's.
+
+    Cheap enough to be made for every pass, so that they are always the layers as they are now.
+
+    Parameters
+    ----------
+    layers : sequence of Module
+    attention : str
+        Attribute of a layer: its attention module, which reads ``config._attn_implementation``.
+    implementation : str
+        Name under which transformers finds the form of attention.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If something stands for the ``forward`` of either that cannot be moved to another module.
+    """
+    configs: dict[int, Any] = {}  # one for all layers that share one
+    twins = []
+    for layer in layers:
+        inner = part_of(layer, attention)
+        config = part_of(inner, "config")
+        if id(config) not in configs:
+            configs[id(config)] = _attending(config, implementation)
+        own, twin = _same(inner), _same(layer)
+        own.__dict__["config"] = configs[id(config)]
+        twin.__dict__["_modules"] = {**layer._modules, attention: own}
+        twins.append(twin)
+    return twins
+
+
+def _attending(config: Any, implementation: str) -> Any:
+    own = _same(config)
+    own.__dict__["sub_configs"] = {}  # the setter would write to those too, and they are the model's
+    own._attn_implementation = implementation
+    return own
+
+
+def _same(thing: _Thing) -> _Thing:
+    """Another object with the same attributes; methods that were bound to the first are bound to it."""
+    copied = object.__new__(type(thing))
+    copied.__dict__.update(thing.__dict__)
+    for name, value in thing.__dict__.items():
+        if callable(value) and (moved := _moved(value, thing, copied)) is not None:
+            copied.__dict__[name] = moved
+        elif name == "forward":
+            remedy = "remove it, or bind it to the module as a method"
+            raise UnsupportedModelError(f"forward={value!r} stands in the way of running the module anew: {remedy}")
+    return copied
+
+
+def _moved(value: Any, thing: object, copied: object) -> Any:
+    """A method, or a function with the object filled in, for its copy; None if it is neither."""
+    if isinstance(value, types.MethodType) and value.__self__ is thing:
+        return types.MethodType(value.__func__, copied)
+    if isinstance(value, partial) and any(given is thing for given in value.args):
+        args = (copied if given is thing else given for given in value.args)
+        return partial(value.func, *args, **value.keywords)
+    return None

@@ -1,0 +1,283 @@
+"""Chat templates, stock prompts, and tool calls in a generated text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2 import TemplateError
+
+from cacheblend_rag.errors import ConfigError, PromptError
+
+__all__ = [
+    "CALL_END",
+    "CHAT",
+    "STUFF",
+    "BrokenCall",
+    "Call",
+    "HeldBack",
+    "ParsedAnswer",
+    "PromptFormat",
+    "check_choice",
+    "offers_tools",
+    "opening",
+    "parse_calls",
+    "question_turns",
+    "render_turns",
+]
+
+# The form that Hermes, Qwen and many other templates teach.
+_CALL_START, CALL_END = "<tool_call>", "</tool_call>"
+_CALL = re.compile(rf"{_CALL_START}\s*(.*?)\s*(?:{CALL_END}|\Z)", re.DOTALL)
+# The form of Mistral and Llama: nothing but JSON. The mark before it is a special token, mostly.
+_MARK = "[TOOL_CALLS]"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool call that a model wrote."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class BrokenCall:
+    """What looks like a tool call and cannot be understood."""
+
+    text: str
+    error: str
+
+
+@dataclass(frozen=True)
+class ParsedAnswer:
+    """A generated text, and the calls in it.
+
+    Parameters
+    ----------
+    content : str
+        What stands before the first call.
+    calls : tuple of Call or BrokenCall
+        In the order in which they stand.
+    """
+
+    content: str
+    calls: tuple[Call | BrokenCall, ...] = ()
+
+
+def offers_tools(tokenizer: Any) -> bool:
+    """Whether the tokenizer's chat template has a place for tools."""
+    return "tools" in str(tokenizer.chat_template or "")
+
+
+def render_turns(
+    tokenizer: Any,
+    turns: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> str:
+    """The prompt of a conversation, with the opening of the answer at its end.
+
+    Parameters
+    ----------
+    tokenizer : transformers tokenizer
+        Its chat template is used.
+    turns : sequence of dict
+        Messages as chat templates take them.
+    tools : sequence of dict, optional
+        Tools in OpenAI's form, for templates that take them.
+    options : dict, optional
+        Anything else the template takes, such as ``enable_thinking``.
+
+    Raises
+    ------
+    ConfigError
+        If the tokenizer has no chat template, or ``tools`` are given and it has no place for them.
+    PromptError
+        If there is no message.
+    """
+    if not turns:
+        raise PromptError("the conversation is empty: give at least one message")
+    template = tokenizer.chat_template
+    if not template:
+        raise ConfigError(
+            "chat_template",
+            template,
+            "use a model whose tokenizer has one, set tokenizer.chat_template, or "
+            "use CacheBlendLLM, which takes plain text",
+        )
+    if tools and not offers_tools(tokenizer):
+        names = [tool["function"]["name"] for tool in tools]
+        raise ConfigError("tools", names, "use a model whose chat template takes tools")
+    written = tokenizer.apply_chat_template(
+        list(turns), tools=tools or None, tokenize=False, add_generation_prompt=True, **(options or {})
+    )
+    return str(written)
+
+
+def question_turns(tokenizer: Any, context: str, question: str) -> list[dict[str, str]]:
+    """A question about retrieved text as messages for a chat template.
+
+    Parameters
+    ----------
+    tokenizer : transformers tokenizer
+        With a chat template. Where that has no place for a system message, all goes into the question.
+    context : str
+        The retrieved text.
+    question : str
+    """
+    told = CHAT.prefix + context
+    turns = [{"role": "system", "content": told}, {"role": "user", "content": question}]
+    try:
+        written = tokenizer.apply_chat_template(turns, tokenize=False)
+    except TemplateError:
+        written = ""
+    return turns if told.strip() in written else [{"role": "user", "content": f"{told}\n\nQuestion: {question}"}]
+
+
+def check_choice(choice: Any, names: Sequence[str]) -> str | None:
+    """Which tool must be called: its name, ``"any"``, or None for none in particular.
+
+    Parameters
+    ----------
+    choice : object
+        As frameworks give it: a name, "auto", "none", "any", "required", a bool, or a dict in
+        OpenAI's form.
+    names : sequence of str
+        Tools that are offered.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such tool.
+    """
+    if isinstance(choice, dict):
+        choice = choice.get("function", {}).get("name")
+    if choice in (None, False, "auto", "none"):
+        return None
+    if choice in (True, "any", "required"):
+        return names[0] if len(names) == 1 else "any"
+    if choice not in names:
+        raise ConfigError("tool_choice", choice, f"use 'auto', 'any', or one of {list(names)}")
+    return str(choice)
+
+
+def opening(choice: str | None, tokenizer: Any) -> str:
+    """The beginning of an answer that can only go on as a call, in the form the template teaches.
+
+    Parameters
+    ----------
+    choice : str, optional
+        What `check_choice` gave.
+    tokenizer : transformers tokenizer
+    """
+    if choice is None:
+        return ""
+    template = str(tokenizer.chat_template)
+    tagged = _CALL_START in template
+    start = f'{_CALL_START}\n{{"name": "' if tagged else '{"name": "'
+    arguments = "arguments" if tagged or '"parameters"' not in template else "parameters"
+    return start if choice == "any" else f'{start}{choice}", "{arguments}": '
+
+
+def parse_calls(text: str, names: Collection[str] = ()) -> ParsedAnswer:
+    """Read the tool calls in a generated text.
+
+    Parameters
+    ----------
+    text : str
+        The answer.
+    names : collection of str
+        Tools that are offered: an answer that is nothing but JSON is a call of one of them.
+    """
+    if _CALL_START in text:
+        return ParsedAnswer(text[: text.index(_CALL_START)].rstrip(), tuple(map(_call, _CALL.findall(text))))
+    calls = _bare_calls(text, names)
+    return ParsedAnswer("" if calls else text, calls)
+
+
+def _bare_calls(text: str, names: Collection[str]) -> tuple[Call | BrokenCall, ...]:
+    body = text.strip().removeprefix(_MARK).strip()
+    if not names or not body.startswith(("{", "[")):
+        return ()
+    try:
+        found, _ = json.JSONDecoder().raw_decode(body)
+    except ValueError:
+        return ()
+    written = found if isinstance(found, list) else [found]
+    fit = all(isinstance(call, dict) and call.get("name") in names for call in written)
+    return tuple(_call(json.dumps(call)) for call in written) if fit else ()
+
+
+def _call(text: str) -> Call | BrokenCall:
+    try:
+        call, _ = json.JSONDecoder().raw_decode(text)
+        arguments = call["arguments"] if "arguments" in call else call.get("parameters", {})
+        return Call(str(call["name"]), dict(arguments))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return BrokenCall(text, repr(error))
+
+
+class HeldBack:
+    """Hands out the pieces of an answer, but not what may be, or become, a tool call.
+
+    Parameters
+    ----------
+    holds : bool
+        Whether calls are possible; otherwise nothing is held back.
+    """
+
+    def __init__(self, holds: bool) -> None:
+        self._holds = holds
+        self._text = ""
+        self.sent = 0
+
+    def feed(self, piece: str) -> str:
+        """What may be handed out now."""
+        if not self._holds:
+            self.sent += len(piece)
+            return piece
+        self._text += piece
+        new = self._text[self.sent : self._certain()]
+        self.sent += len(new)
+        return new
+
+    def _certain(self) -> int:
+        """Length of the text that is no call, without white space that may stand before one."""
+        begun = self._text.lstrip()
+        if begun.startswith(("{", "[")) or not begun:
+            return 0
+        at = self._text.find(_CALL_START)
+        if at < 0:
+            starts = range(max(0, len(self._text) - len(_CALL_START)), len(self._text))
+            at = next((n for n in starts if _CALL_START.startswith(self._text[n:])), len(self._text))
+        return max(self.sent, len(self._text[:at].rstrip()))
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """What stands before the chunks and after them.
+
+    Parameters
+    ----------
+    prefix : str
+    suffix : str
+        With ``{q}`` in the place of the question.
+    """
+
+    prefix: str
+    suffix: str
+
+
+STUFF = PromptFormat(
+    "Use the following pieces of context to answer the question at the end. If you don't know the answer, just say "
+    "that you don't know, don't try to make up an answer.\n\n",
+    "\n\nQuestion: {q}\nHelpful Answer:",
+)
+"""The prompt of LangChain's ``RetrievalQA.from_chain_type`` for models that take plain text."""
+
+CHAT = PromptFormat("Use the following pieces of context to answer the question. Answer in a few words.\n\n", "{q}")
+"""What a chat model is told before the chunks, and asked after them."""

@@ -1,0 +1,157 @@
+"""A server over small documents, in this process or another, and what tests ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from cacheblend_rag.app.folder_rag import FolderRAGOptions
+from cacheblend_rag.app.server.app import create_app
+from cacheblend_rag.app.server.settings import Limits, ServerSettings
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine.engine import BlendEngine
+from tests import tiny
+from tests.toy import EMBEDDER_PATH
+
+BASE = "http://localhost"
+
+
+def write_documents(folder: Path, count: int = 4) -> Path:
+    """A few documents of tiny words."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        (folder / f"passage-{number}.md").write_text(passage(number), encoding="utf-8")
+    return folder
+
+
+def passage(seed: int, words: int = 60) -> str:
+    """One document; no other seed gives the same."""
+    return f"Passage {seed}\n{tiny.text(words, seed)}\n"
+
+
+def settings_for(
+    model: Path,
+    docs: Path,
+    data: Path,
+    *,
+    limits: Limits | None = None,
+    keys: dict[str, str] | None = None,
+    concurrent: int | None = None,
+    **more: Any,
+) -> ServerSettings:
+    """Settings of a server over the tiny model."""
+    config = BlendConfig(min_tokens=0, recompute_ratio=0.3, size_limit="500MB", **more)
+    rag = FolderRAGOptions(
+        model=model,
+        embedder=EMBEDDER_PATH,
+        docs=docs,
+        data_dir=data,
+        max_new_tokens=6,
+        device="cpu",
+        config=config,
+    )
+    return ServerSettings(rag=rag, port=0, api_keys=keys or {}, limits=limits or Limits(), concurrent=concurrent)
+
+
+class Running:
+    """A server on a socket of this machine, in a thread.
+
+    Parameters
+    ----------
+    app : FastAPI
+    """
+
+    def __init__(self, app: FastAPI) -> None:
+        self.app = app
+        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, timeout_graceful_shutdown=5)
+        self.server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()))
+
+    def __enter__(self) -> Running:
+        self._thread.start()
+        ends = time.monotonic() + 60
+        while not self.server.started and self._thread.is_alive() and time.monotonic() < ends:
+            time.sleep(0.02)
+        assert self.server.started
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.server.should_exit = True
+        self._thread.join(timeout=60)
+        assert not self._thread.is_alive()
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        port = self.server.servers[0].sockets[0].getsockname()[1]
+        return f"http://127.0.0.1:{port}"
+
+    @property
+    def service(self) -> Any:
+        """What its requests share."""
+        return self.app.state.service
+
+
+@contextmanager
+def running(settings: ServerSettings) -> Iterator[Running]:
+    """A server on a socket, ready and with its base documents warmed."""
+    with Running(create_app(settings)) as server:
+        settle(server.service)
+        yield server
+
+
+def settle(service: Any) -> None:
+    """Wait until nothing is left to be done in the background."""
+    done = threading.Event()
+    service.ingestion._work.put(done.set)
+    assert done.wait(60)
+    service.engine.flush()
+
+
+def read_events(text: str) -> list[tuple[str, Any]]:
+    """Names and data of a stream of events."""
+    found = re.findall(r"(?:event: (\w+)\n)?data: (.*)\n\n", text)
+    return [(name, data if data == "[DONE]" else json.loads(data)) for name, data in found]
+
+
+def upload(client: Any, collection: str, files: dict[str, bytes | str]) -> list[dict[str, Any]]:
+    """Upload files and wait until they are in; the events of the job."""
+    sent = [("files", (name, data)) for name, data in files.items()]
+    answer = client.post(f"/api/collections/{collection}/documents", files=sent)
+    assert answer.status_code == 202, answer.text
+    told = client.get(f"/api/jobs/{answer.json()['job']}/events")
+    assert told.status_code == 200, told.text
+    return [data for _, data in read_events(told.text)]
+
+
+def new_collection(client: Any, name: str = "Mine") -> str:
+    """Make a collection; its id."""
+    answer = client.post("/api/collections", json={"name": name})
+    assert answer.status_code == 201, answer.text
+    return str(answer.json()["id"])
+
+
+def client_of(server: Running, key: str = "") -> httpx.Client:
+    """A client of a running server."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return httpx.Client(base_url=server.url, headers=headers, timeout=60)
+
+
+def process_logits(patch: pytest.MonkeyPatch, processor: Any) -> None:
+    """Let a logits processor have a say in every answer of servers in this process."""
+    stream = BlendEngine.stream
+    patch.setattr(
+        BlendEngine, "stream", lambda *args, **more: stream(*args, **more | {"logits_processor": [processor]})
+    )

@@ -1,0 +1,45 @@
+"""One tiny model for all tests of the server, and servers over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from cacheblend_rag.app.server.app import create_app
+from tests import tiny
+from tests.app.server.common import BASE, Running, running, settings_for, settle, write_documents
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny.model(num_hidden_layers=2, max_position_embeddings=8192).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def docs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of documents."""
+    return write_documents(tmp_path_factory.mktemp("served") / "docs")
+
+
+@pytest.fixture(scope="module")
+def client(model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A client of an application in this process."""
+    settings = settings_for(model, docs, tmp_path_factory.mktemp("data"))
+    with TestClient(create_app(settings), base_url=BASE) as made:
+        settle(made.app.state.service)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server on a socket."""
+    with running(settings_for(model, docs, tmp_path_factory.mktemp("data"))) as made:
+        yield made

@@ -1,0 +1,139 @@
+"""A server over the toy in the place of starter models and articles, and Debian's Chromium to look at its page."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+
+ROOT = Path(__file__).parents[4]
+CHROMIUM = Path("/usr/bin/chromium")
+START_SECONDS = 120
+# Long, because other work may share the machine; nothing waits for it unless it fails.
+PATIENCE_MS = 20_000
+
+
+@pytest.fixture(scope="package")
+def chromium() -> Path:
+    """Debian's Chromium, installed if it is not there."""
+    if not CHROMIUM.exists():
+        apt = shutil.which("apt-get")
+        if apt is None:
+            pytest.skip(f"neither {CHROMIUM} nor apt-get to install it is there")
+        environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        commands = ([apt, "update", "-qq"], [apt, "install", "-y", "-qq", "--no-install-recommends", "chromium"])
+        done = [subprocess.run(one, env=environment, capture_output=True, text=True, check=False) for one in commands]
+        assert CHROMIUM.exists(), f"apt-get could not install chromium: {done[-1].stderr[-2000:]}"
+    return CHROMIUM
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def serve_command(port: int, folder: Path) -> list[str]:
+    """The command line of the server."""
+    options = ["--port", str(port), "--data-dir", str(folder / "data"), "--device", "cpu"]
+    return [sys.executable, "-m", "tests.toy.cli", "serve", *options]
+
+
+def _wait_until_up(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
+    until = time.monotonic() + START_SECONDS
+    while time.monotonic() < until:
+        assert process.poll() is None, log.read_text(encoding="utf-8")[-4000:]
+        try:
+            with urllib.request.urlopen(f"{address}healthz", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    pytest.fail(f"no server after {START_SECONDS} s: {log.read_text(encoding='utf-8')[-4000:]}")
+
+
+@pytest.fixture(scope="package")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a server that runs while these tests do."""
+    folder, port = tmp_path_factory.mktemp("serve"), _free_port()
+    found, log = f"http://127.0.0.1:{port}/", folder / "log"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            serve_command(port, folder), cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
+        try:
+            _wait_until_up(process, found, log)
+            yield found
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture(scope="package")
+def browser(chromium: Path) -> Iterator[Browser]:
+    """A browser of our own."""
+    expect.set_options(timeout=PATIENCE_MS)
+    with sync_playwright() as playwright:
+        # Tests run as root in containers, where Chromium's sandbox cannot.
+        started = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def problems() -> list[str]:
+    """What the browser's console complained of; a test that provokes something takes it out."""
+    return []
+
+
+@pytest.fixture
+def context(browser: Browser, problems: list[str]) -> Iterator[BrowserContext]:
+    """A fresh visitor; the console must have stayed quiet."""
+    made = browser.new_context(viewport={"width": 1280, "height": 860}, locale="en-GB")
+    made.set_default_timeout(PATIENCE_MS)
+    watch(made, problems)
+    yield made
+    made.close()
+    assert problems == []
+
+
+def watch(context: BrowserContext, problems: list[str]) -> None:
+    """Note errors and warnings of all pages of a context."""
+
+    def note(page: Page) -> None:
+        page.on("console", lambda message: problems.append(message.text) if message.type in _BAD else None)
+        page.on("pageerror", lambda error: problems.append(str(error)))
+
+    context.on("page", note)
+
+
+_BAD = ("error", "warning")
+
+
+@pytest.fixture
+def page(context: BrowserContext, address: str) -> Page:
+    """The page, opened and ready."""
+    return open_page(context, address)
+
+
+def open_page(context: BrowserContext, address: str) -> Page:
+    """Open the page and wait until it has its archive."""
+    opened = context.new_page()
+    opened.goto(address)
+    opened.locator("body[data-ready]").wait_for()
+    return opened

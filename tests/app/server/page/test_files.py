@@ -1,0 +1,81 @@
+"""The page's files by themselves: complete, from here alone, and without means to turn text into markup."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[4] / "cacheblend_rag" / "app" / "server" / "page"
+FILES = sorted(path for path in PAGE.rglob("*") if path.is_file())
+SCRIPTS = [path for path in FILES if path.suffix == ".js"]
+MOST_LINES = 400
+IMPORT = re.compile(r'^import \{(.*?)\} from "(\..*?)";', re.MULTILINE | re.DOTALL)
+EXPORT = r"^export (?:async )?(?:function\*?|const|class) {}(?![\w$])"
+MARKUP = ("innerHTML", "outerHTML", "HTML(", "document.write", "eval(", "new Function", "srcdoc", "DOMParser")
+
+
+class References(HTMLParser):
+    """What the page's HTML loads, and whether anything stands inline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.inline: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        if tag in ("script", "link", "img"):
+            self.loaded += [given[name] or "" for name in ("src", "href") if name in given]
+        self.inline += [f"{tag} {name}" for name in given if name == "style" or name.startswith("on")]
+        if tag == "style" or (tag == "script" and "src" not in given):
+            self.inline.append(tag)
+
+
+@pytest.fixture(scope="module")
+def references() -> References:
+    """Of index.html."""
+    parser = References()
+    parser.feed((PAGE / "index.html").read_text(encoding="utf-8"))
+    return parser
+
+
+def test_all_that_the_page_loads_is_there_and_nothing_else(references: References) -> None:
+    assert references.inline == []
+    used = {PAGE / "index.html"}
+    waiting = [PAGE / name.removeprefix("static/") for name in references.loaded]
+    while waiting:
+        path = waiting.pop().resolve()
+        assert path.is_file(), path
+        if path not in used and path.suffix == ".js":
+            waiting += [path.parent / source for _, source in IMPORT.findall(path.read_text(encoding="utf-8"))]
+        used.add(path)
+    assert used == set(FILES)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_files_are_small_and_name_no_outside_address(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= MOST_LINES
+    assert set(re.findall(r"(?:https?:)?//[\w-]+\.\w[^\s\"'<)]*", text)) <= {"http://www.w3.org/2000/svg"}
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_no_script_can_turn_text_into_markup(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert [word for word in MARKUP if word in text] == []
+    assert not re.search(r"setTimeout\(\s*[\"'`]", text)
+
+
+def test_every_name_that_is_imported_is_exported_and_used() -> None:
+    for path in SCRIPTS:
+        text = path.read_text(encoding="utf-8")
+        for names, source in IMPORT.findall(text):
+            exported = (path.parent / source).read_text(encoding="utf-8")
+            for name in filter(None, (one.strip() for one in names.split(","))):
+                known = re.search(EXPORT.format(re.escape(name)), exported, re.MULTILINE)
+                assert known, f"{path.name}: {source} exports no {name}"
+                uses = len(re.findall(rf"(?<![\w$]){re.escape(name)}(?![\w$])", text))
+                assert uses >= 2, f"{path.name} does not use {name}"

@@ -1,0 +1,290 @@
+"""The page in a browser: asking, sources, uploads, ratio, comparison, and what survives a reload."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+from playwright.sync_api import Page, expect
+
+from tests.app.server.page.driving import (
+    File,
+    ask,
+    compare_off,
+    drop,
+    easy_questions,
+    new_town,
+    passage_text,
+    probe,
+    state_of,
+    upload_to_new_collection,
+)
+
+METHODS = ["full", "prefix", "reuse", "blend"]
+
+
+def test_a_newcomer_finds_the_archive_and_questions_to_ask(page: Page, address: str) -> None:
+    state = state_of(address)
+    expect(page.locator("#model")).to_contain_text(str(state["model"]["layers"]))
+    expect(page.get_by_role("heading", name="Ask the articles")).to_be_visible()
+    offered = page.locator(".suggestion > span").all_text_contents()
+    assert offered == [one["question"] for one in state["suggestions"]]
+    assert len(offered) >= 2
+    notes = page.locator(".suggestion > small").all_text_contents()
+    assert notes == [one["note"] for one in state["suggestions"] if one.get("note")]
+
+
+def test_the_page_asks_its_own_server_alone_under_a_strict_policy(page: Page, address: str) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    answer = page.reload()
+    page.locator("body[data-ready]").wait_for()
+    assert answer is not None
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "script-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert len(asked) > 20
+    assert all(url.startswith(address) for url in asked), asked
+
+
+def test_a_question_is_answered_as_it_streams_with_sources_that_open(page: Page, address: str) -> None:
+    compare_off(page)
+    known = {question.question: question for question in easy_questions()}
+    offered = [one["question"] for one in state_of(address)["suggestions"] if one["question"] in known]
+    question = known[offered[0]]
+    probe(page, "watchAnswer")
+    page.locator(".suggestion", has_text=question.question).click()
+    turn = page.locator(".turn")
+    expect(turn).to_have_attribute("data-status", "done")
+
+    answer = turn.locator(".words").text_content() or ""
+    assert question.answers[0].lower() in answer.lower()
+    grown = page.evaluate("() => window.grown")
+    assert len(grown) >= 2
+    assert all(later.startswith(earlier) for earlier, later in pairwise(grown))
+    assert turn.locator(".answer").get_attribute("aria-live") == "polite"
+    assert turn.locator(".answer").get_attribute("aria-busy") == "false"
+
+    name = question.files[0]
+    source = turn.locator(".source", has_text=name)
+    expect(turn.locator(".source")).to_have_count(6)
+    source.click()
+    expect(page.get_by_role("dialog", name=name)).to_be_visible()
+    text = page.locator("#passage .passage-text").text_content()
+    assert text is not None
+    assert text.strip() == passage_text(name)
+    expect(page.locator("#passage mark").first).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("#passage")).to_be_hidden()
+    expect(source).to_be_focused()
+
+
+def test_the_side_shows_what_happened(page: Page) -> None:
+    compare_off(page)
+    question = easy_questions()[1].question
+    turn = ask(page, question)
+    expect(page.locator("#panel-of")).to_have_text(question)
+
+    labels = page.locator("#ttft dt").all_text_contents()
+    assert [label.split(" ")[0] for label in labels] == ["Split", "Look", "Load", "Fuse", "First"]
+    shown = page.locator("#ttft .figure strong").text_content()
+    assert shown is not None
+    expect(turn.locator(".what")).to_contain_text(shown)
+    told = page.locator("#ttft .bar").get_attribute("aria-label")
+    assert told is not None
+    assert told.startswith(f"Time to first token {shown}: Split ")
+
+    chunks = page.locator("#chunks ol > li")
+    expect(chunks).to_have_count(6)
+    for chunk in chunks.all():
+        expect(chunk.locator(".badge")).to_have_text(re.compile(r"^(hit · \w+|miss)$"))
+        expect(chunk.locator(".took")).to_have_text(re.compile(r"^([\d.]+ k?M?B · )?\d+ tokens · "))
+    prompt = page.locator("#prompt .prompt-text").text_content() or ""
+    assert question in prompt
+    assert passage_text(easy_questions()[1].files[0]).splitlines()[-1][:60] in prompt
+    expect(page.locator("#session circle.ttft")).to_have_count(1)
+    expect(page.locator("#session circle.rate")).to_have_count(1)
+    ask(page, easy_questions()[2].question)
+    expect(page.locator("#session circle.ttft")).to_have_count(2)
+    page.get_by_text("As a table").click()
+    expect(page.locator("#session tbody tr")).to_have_count(2)
+    # The first answer can be looked at again.
+    page.locator(".turn").first.locator(".what").click()
+    expect(page.locator("#panel-of")).to_have_text(question)
+
+
+def test_text_the_model_never_saw_is_dropped_in_and_asked_about(page: Page, address: str) -> None:
+    compare_off(page)
+    files, questions = new_town()
+    upload_to_new_collection(page, "Another town", files)
+
+    right = 0
+    for question in questions[:3]:
+        turn = ask(page, question.question)
+        names = turn.locator(".source .name").all_text_contents()
+        assert set(names) <= {file.name for file in files}
+        right += question.answers[0].lower() in (turn.locator(".words").text_content() or "").lower()
+    assert right >= 2, "the model answers nearly all questions of this kind"
+
+
+def test_files_dropped_onto_the_archive_go_to_a_collection_of_ones_own(page: Page) -> None:
+    drop(page, [File("note.md", "A note\nNothing much.")])
+    expect(page.locator("#jobs li")).to_have_class("done")
+    expect(page.get_by_role("radio", name="My documents")).to_be_checked()
+    expect(page.locator("#files-list li.ready .name")).to_have_text("note.md")
+    # Deleting asks once more, and Escape takes the question back without closing the dialog.
+    page.get_by_role("button", name="Delete note.md").click()
+    expect(page.get_by_role("group", name="Delete with its KV?")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("#documents")).to_be_visible()
+    page.get_by_role("button", name="Delete note.md").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    expect(page.get_by_text("No files yet.")).to_be_visible()
+    page.get_by_role("button", name="Delete collection My documents").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    expect(page.get_by_role("radio", name="My documents")).to_have_count(0)
+
+
+def test_a_refused_file_says_why(page: Page, problems: list[str]) -> None:
+    drop(page, [File("program.exe", "MZ")])
+    expect(page.locator("#jobs li")).to_have_class("failed")
+    expect(page.locator("#jobs [role=alert]")).not_to_be_empty()
+    page.get_by_role("button", name="Put away: program.exe").click()
+    expect(page.locator("#jobs li")).to_have_count(0)
+    assert all("415" in problem for problem in problems)  # the browser notes every refusal
+    problems.clear()
+
+
+def test_the_ratio_changes_what_is_recomputed(page: Page) -> None:
+    compare_off(page)
+    ask(page, easy_questions()[0].question)  # what is not stored yet is computed at any ratio
+    slider = page.get_by_role("slider", name="Recompute ratio")
+    expect(page.locator("#ratio-shown")).to_have_text("up to 50%, default")
+    slider.focus()
+    slider.press("Home")
+    expect(page.locator("#ratio-shown")).to_have_text("0%")
+    with page.expect_request(re.compile("/ask$")) as asked:
+        ask(page, easy_questions()[0].question)
+    assert asked.value.post_data_json["ratio"] == 0
+    expect(page.locator("#prompt .prompt-text .again")).to_have_count(0)
+
+    slider.press("End")
+    slider.press("ArrowLeft")
+    page.get_by_role("combobox", name="Selection rule").select_option("hkvd")
+    expect(page.locator("#rule-help")).not_to_be_empty()
+    with page.expect_request(re.compile("/ask$")) as asked:
+        page.get_by_role("button", name="Ask again with these").click()
+    assert asked.value.post_data_json == {
+        "question": easy_questions()[0].question,
+        "k": 6,
+        "ratio": 0.99,
+        "rule": "hkvd",
+        "stream": True,
+    }
+    expect(page.locator(".turn")).to_have_count(3)
+    expect(page.locator(".turn").last).to_have_attribute("data-status", "done")
+    expect(page.locator("#prompt .prompt-text .again").first).to_be_visible()
+    assert page.locator("#prompt .prompt-text .again.d5").count() > 0
+    page.get_by_role("button", name="As the server has it").click()
+    with page.expect_request(re.compile("/ask$")) as asked:
+        ask(page, easy_questions()[0].question)
+    assert "ratio" not in asked.value.post_data_json
+
+
+def test_the_methods_are_compared_on_the_same_question(page: Page) -> None:
+    # On at first with the starter model, so that the first click shows the point.
+    expect(page.get_by_role("switch", name="Compare")).to_be_checked()
+    question = easy_questions()[0]
+    turn = ask(page, question.question)
+    rows = page.locator("#compare .methods > li")
+    expect(rows).to_have_count(4)
+    assert [row.get_attribute("data-method") for row in rows.all()] == METHODS
+    expect(rows.first.locator(".badge")).to_have_text("the yardstick")
+    for row in rows.all()[1:]:
+        expect(row.locator(".badge")).to_have_text(re.compile("^(as the full model|close|differs)$"))
+        expect(row.locator(".took")).to_have_text(re.compile("^First token .* · "))
+    expect(page.locator("#compare .hint")).to_contain_text("median of 3 rounds")
+    assert question.answers[0].lower() in (rows.first.locator(".said").text_content() or "").lower()
+    expect(turn.locator(".verdict")).to_contain_text("full recompute")
+
+
+def test_everything_is_there_again_after_a_reload(page: Page) -> None:
+    question = easy_questions()[0].question
+    turn = ask(page, question)
+    expect(turn.locator(".verdict")).to_be_visible()
+    expect(page.locator("#compare .busy")).to_have_count(0)
+    page.get_by_role("slider").press("End")
+    page.locator("#rule").select_option("none")
+    page.get_by_role("button", name=re.compile("^Theme")).click()  # light
+    page.get_by_role("button", name=re.compile("^Theme")).click()  # dark
+    page.locator("#question").fill("half a quest")
+    before = {name: page.locator(name).text_content() for name in ("#turns", "#ttft", "#chunks", "#prompt", "#compare")}
+    page.reload()
+    page.locator("body[data-ready]").wait_for()
+    for name, text in before.items():
+        expect(page.locator(name)).to_have_text(text or "")
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+    expect(page.locator("#ratio-shown")).to_have_text("100%")
+    expect(page.locator("#rule")).to_have_value("none")
+    expect(page.locator("#question")).to_have_value("half a quest")
+    expect(page.locator("#session circle.ttft")).to_have_count(1)
+
+
+def test_conversations_are_kept_opened_and_deleted(page: Page) -> None:
+    compare_off(page)
+    first, second = (question.question for question in easy_questions()[:2])
+    ask(page, first)
+    page.get_by_role("button", name="New", exact=True).click()
+    expect(page.locator(".turn")).to_have_count(0)
+    ask(page, second)
+    page.get_by_role("button", name="History").click()
+    dialog = page.get_by_role("dialog", name="Conversations")
+    expect(dialog.locator(".past .name")).to_have_text([second, first])
+    dialog.get_by_role("button", name=first).first.click()
+    expect(dialog).to_be_hidden()
+    expect(page.locator(".turn .question")).to_have_text([first])
+    expect(page.locator("#panel-of")).to_have_text(first)
+    page.get_by_role("button", name="History").click()
+    dialog.get_by_role("button", name=f"Delete conversation: {first}").click()
+    expect(dialog.locator(".past .name")).to_have_text([second])
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("heading", name="Ask the articles")).to_be_visible()
+
+
+SCRIPT = "<script>window.taken = 1</script><img src=x onerror='window.taken = 2'>"
+
+
+def test_script_in_a_document_is_shown_as_text(page: Page) -> None:
+    compare_off(page)
+    name = "<img src=x onerror=taken=3>.md"
+    text = f"People: {SCRIPT}\nThe name of the {SCRIPT} harbour is Wexholm. <b>Bold</b>"
+    upload_to_new_collection(page, "<i>Scripts</i>", [File(name, text)])
+    turn = ask(page, f"What is the name of the harbour {SCRIPT}?")
+    turn.locator(".source").first.click()
+    expect(page.locator("#passage .passage-text")).to_contain_text(SCRIPT)
+    expect(page.locator("#passage-title")).to_have_text(name)
+    page.keyboard.press("Escape")
+    assert SCRIPT in (page.locator("#prompt .prompt-text").text_content() or "")
+    expect(page.locator("#collection option:checked")).to_have_text("<i>Scripts</i>")
+    assert page.evaluate("() => window.taken") is None
+    for place in ("#turns", "#panel", "#passage", "#documents", "#collection"):
+        assert page.locator(f"{place} :is(img, script, b, i)").count() == 0, place
+
+
+PAPER = "() => getComputedStyle(document.documentElement).backgroundColor"
+
+
+def test_the_theme_is_the_systems_until_one_is_chosen(page: Page) -> None:
+    page.emulate_media(color_scheme="light")
+    light = page.evaluate(PAPER)
+    page.emulate_media(color_scheme="dark")
+    dark = page.evaluate(PAPER)
+    assert light != dark
+    page.get_by_role("button", name="Theme: as the system").click()
+    assert page.evaluate(PAPER) == light
+    page.get_by_role("button", name="Theme: light").click()
+    page.emulate_media(color_scheme="light")
+    assert page.evaluate(PAPER) == dark
+    page.get_by_role("button", name="Theme: dark").click()
+    assert page.evaluate(PAPER) == light

@@ -1,0 +1,210 @@
+"""The page when the server refuses, is busy, goes away, or asks for a key."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from playwright.sync_api import BrowserContext, Page, Route, expect
+
+from tests.app.server.page.driving import ask, compare_off, easy_questions, probe
+
+ASK, STATE = re.compile("/ask$"), re.compile("/api/state$")
+
+
+def events(*told: tuple[str, object]) -> str:
+    """A stream's body."""
+    return "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in told)
+
+
+def stream(route: Route, *told: tuple[str, object]) -> None:
+    """Answer with a stream of events."""
+    route.fulfill(status=200, content_type="text/event-stream", body=events(*told))
+
+
+def refuse(route: Route, status: int, code: str, message: str, **headers: str) -> None:
+    """Answer as the server does when it refuses."""
+    body = json.dumps({"error": {"code": code, "message": message}})
+    route.fulfill(status=status, content_type="application/json", body=body, headers=headers)
+
+
+def type_and_send(page: Page, question: str) -> None:
+    compare_off(page)
+    page.locator("#question").fill(question)
+    page.locator("#question").press("Enter")
+
+
+def test_a_busy_server_is_asked_again(page: Page, problems: list[str]) -> None:
+    page.route(ASK, lambda route: refuse(route, 429, "busy", "full", **{"Retry-After": "7"}), times=1)
+    question = easy_questions()[0]
+    type_and_send(page, question.question)
+    status = page.locator(".turn .status")
+    expect(status).to_contain_text("The server is busy. Try again in 7 s.")
+    expect(status.get_by_role("alert")).to_be_visible()
+    expect(page.locator("#ttft .hint")).to_have_text("No figures: the answer did not end.")
+    problems.clear()  # the browser notes every refusal
+    status.get_by_role("button", name="Try again").click()
+    expect(page.locator(".turn").last.locator(".words")).to_contain_text(question.answers[0], ignore_case=True)
+
+
+def test_what_the_server_says_of_a_failure_is_shown(page: Page) -> None:
+    failure = {"code": "timeout", "message": "Took too long."}
+    told = [("sources", []), ("token", {"text": " Half of"}), ("error", failure)]
+    page.route(ASK, lambda route: stream(route, *told, ("done", {})))
+    type_and_send(page, "Anything?")
+    expect(page.locator(".turn .words")).to_have_text("Half of")
+    expect(page.locator(".turn .status")).to_contain_text("Took too long.")
+
+
+def test_an_answer_that_breaks_off_is_told_from_one_that_ended(page: Page) -> None:
+    page.route(ASK, lambda route: stream(route, ("token", {"text": " Half of"})))
+    type_and_send(page, "Anything?")
+    expect(page.locator(".turn")).to_have_attribute("data-status", "failed")
+    expect(page.locator(".turn .status")).to_contain_text("connection was lost")
+
+
+def test_an_answer_can_be_stopped(page: Page) -> None:
+    held: list[Route] = []
+    page.route(ASK, lambda route: held.append(route))
+    type_and_send(page, "Anything?")
+    expect(page.locator(".turn .status")).to_have_text("Looking for passages…")
+    expect(page.locator(".turn .answer")).to_have_attribute("aria-busy", "true")
+    expect(page.locator("#ttft .hint")).to_have_text("The figures come with the answer.")
+    page.get_by_role("button", name="Stop").click()
+    expect(page.locator(".turn .status")).to_contain_text("Stopped before the end.")
+    expect(page.locator("#send")).to_have_text("Ask")
+    assert len(held) == 1
+
+
+def test_a_server_that_is_away_and_comes_back(context: BrowserContext, address: str, problems: list[str]) -> None:
+    page = context.new_page()
+    page.route(STATE, lambda route: route.abort("connectionrefused"), times=1)
+    page.goto(address)
+    expect(page.get_by_role("heading", name="The server does not answer")).to_be_visible()
+    expect(page.get_by_text("The server cannot be reached.")).to_be_visible()
+    problems.clear()
+    page.get_by_role("button", name="Try again").click()
+    expect(page.get_by_role("heading", name="Ask the articles")).to_be_visible()
+
+
+def test_a_key_is_asked_for_and_sent(context: BrowserContext, address: str, problems: list[str]) -> None:
+    page, seen = context.new_page(), []
+
+    def guarded(route: Route) -> None:
+        given = route.request.headers.get("authorization")
+        seen.append(given)
+        if given == "Bearer the-right-key":
+            route.continue_()
+        else:
+            refuse(route, 401, "unauthorized", "a key is needed")
+
+    page.route(re.compile("/api/"), guarded)
+    page.goto(address)
+    dialog = page.get_by_role("dialog", name="This server asks for a key")
+    page.get_by_label("API key").fill("a wrong one")
+    page.keyboard.press("Enter")
+    expect(dialog.get_by_role("alert")).to_have_text("The server did not accept this key.")
+    page.keyboard.press("Escape")  # nothing works without it
+    page.get_by_label("API key").fill("the-right-key")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Ask the articles")).to_be_visible()
+    assert seen[0] is None
+    assert seen[-1] == "Bearer the-right-key"
+    assert "the-right-key" not in page.evaluate("() => JSON.stringify(localStorage)")
+    problems.clear()
+    page.reload()
+    page.locator("body[data-ready]").wait_for()  # kept for the tab
+
+
+def test_a_comparison_that_fails_leaves_the_answer(page: Page) -> None:
+    row = {"method": "full", "answer": "Some.", "ttft_s": 0.5, "same_as_full": True}
+    body = [("row", row), ("error", {"code": "failed", "message": "No room."}), ("done", {})]
+    page.route(re.compile("/compare$"), lambda route: stream(route, *body))
+    turn = ask(page, easy_questions()[0].question)
+    expect(page.locator("#compare [role=alert]")).to_have_text("No room.")
+    expect(page.locator("#compare .methods > li")).to_have_count(1)
+    expect(turn).to_have_attribute("data-status", "done")
+
+
+def test_full_reuse_that_answers_otherwise_is_named_in_the_conversation(page: Page) -> None:
+    answers = {"full": "In Wexholm.", "prefix": "In Wexholm.", "reuse": "In Norddale.", "blend": "In Wexholm."}
+    seconds = {"full": 0.08, "prefix": 0.06, "reuse": 0.01, "blend": 0.02}
+    rows = [
+        ("row", {"method": one, "answer": text, "ttft_s": seconds[one], "same_as_full": text == answers["full"]})
+        for one, text in answers.items()
+    ]
+    page.route(re.compile("/compare$"), lambda route: stream(route, *rows, ("done", {})))
+    turn = ask(page, easy_questions()[0].question)
+    expect(turn.locator(".verdict")).to_have_text(
+        "Blending answers as full recompute does, 4.0× sooner. Full KV reuse says: In Norddale."
+    )
+    expect(page.locator("[data-method=reuse] .badge")).to_have_text("differs")
+
+
+def test_bars_are_drawn_when_the_methods_were_timed_and_move_with_each_round(page: Page) -> None:
+    def row(method: str, seconds: float, rounds: int) -> tuple[str, object]:
+        given = {"method": method, "answer": "Yes.", "ttft_s": seconds, "same_as_full": True, "rounds": rounds}
+        return "row", given
+
+    methods = ("full", "prefix", "reuse", "blend")
+    told = [row(one, 9.0, 0) for one in methods]
+    told += [row(one, seconds, 1) for one, seconds in zip(methods, (0.8, 0.7, 0.1, 0.9), strict=True)]
+    told += [row(one, seconds, 2) for one, seconds in zip(methods, (0.8, 0.6, 0.1, 0.2), strict=True)]
+    probe(page, "holdStream", {"path": "/compare", "events": [events(one) for one in (*told, ("done", {}))]})
+    turn = ask(page, easy_questions()[0].question)
+    panel, rows, took = page.locator("#compare"), page.locator("#compare .methods > li"), page.locator("#compare .took")
+    probe(page, "letGo", 4)
+    expect(panel.locator(".busy")).to_contain_text("All have answered. Timing them, round 1")
+    expect(took.first).to_have_text("First token: timed when all have answered")
+    expect(panel.locator(".thin")).to_have_count(0)
+    expect(turn.locator(".verdict")).to_have_text("Blending answers as full recompute does.")
+    probe(page, "letGo", 4)
+    expect(panel.locator(".busy")).to_contain_text("round 2")
+    expect(took.last).to_have_text("First token 900 ms · 1.1× later")
+    probe(page, "letGo", 5)
+    expect(rows).to_have_count(4)
+    expect(took.last).to_have_text("First token 200 ms · 4.0× sooner")
+    expect(panel.locator(".hint")).to_contain_text("median of 2 rounds")
+    expect(turn.locator(".verdict")).to_have_text("Blending answers as full recompute does, 4.0× sooner.")
+
+
+def test_an_upload_shows_every_stage_and_its_failure(page: Page) -> None:
+    jobs = re.compile("/jobs/.*/events$")
+    told = [("progress", {"stage": "failed", "file": "a.md", "done": 0, "total": 1, "error": "a.md is not text."})]
+
+    def taken(route: Route) -> None:
+        if route.request.method == "POST":
+            route.fulfill(status=202, json={"job": "j"})
+        else:
+            route.continue_()
+
+    page.route(re.compile("/documents$"), taken)
+    page.route(jobs, lambda route: stream(route, *told))
+    page.get_by_role("button", name="Documents").click()
+    page.locator("#files").set_input_files({"name": "a.md", "mimeType": "text/markdown", "buffer": b"x"})
+    expect(page.locator("#jobs [role=alert]")).to_have_text("a.md is not text.")
+    expect(page.locator("#said")).to_have_text("a.md: a.md is not text.")
+
+
+@pytest.mark.parametrize(
+    "kept", ['{"theme": 3, "conversations": ', '{"theme": 3, "conversations": 4, "jobs": {}}', "null"]
+)
+def test_storage_that_holds_rubbish_does_no_harm(context: BrowserContext, address: str, kept: str) -> None:
+    put = f"localStorage.setItem('cacheblend-rag/1', {kept!r})"
+    context.add_init_script(f"if (location.protocol === 'http:') {put}")
+    page = context.new_page()
+    page.goto(address)
+    expect(page.get_by_role("heading", name="Ask the articles")).to_be_visible()
+
+
+def test_a_full_storage_gives_up_prompts_before_answers(page: Page) -> None:
+    compare_off(page)
+    question = easy_questions()[0].question
+    probe(page, "fillStorage", 20_000)
+    ask(page, question)
+    page.reload()
+    page.locator("body[data-ready]").wait_for()
+    expect(page.locator(".turn .question")).to_have_text(question)
+    expect(page.locator("#prompt .hint")).to_contain_text("kept for the latest answers only")
+    expect(page.locator("#ttft .bar")).to_be_visible()

@@ -1,0 +1,205 @@
+"""Clients that go away, come too many at once, or wait too long; over real sockets."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+
+from cacheblend_rag.app.server.settings import Limits
+from docs.benchmarks.scripts.load import run_load
+from tests import tiny
+from tests.app.server.common import (
+    Running,
+    client_of,
+    new_collection,
+    process_logits,
+    read_events,
+    running,
+    settings_for,
+    upload,
+)
+
+ASK = "/api/collections/archive/ask"
+QUESTION = {"question": "Which leaf fell?", "max_tokens": 400}
+
+
+class Slow:
+    """A logits processor that holds each token until it is let go, or for a while."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.tokens = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.tokens += 1
+        self.go.wait(0.05)
+        scores[:, 2] = float("-inf")  # the answer does not end by itself
+        return scores
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    """Makes every answer take its time."""
+    made = Slow()
+    process_logits(monkeypatch, made)
+    yield made
+    made.go.set()
+
+
+@pytest.fixture(scope="module")
+def narrow(model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server with room for one that is served and one that waits, and little patience."""
+    limits = Limits(queue=1, answer_seconds=2.0, queue_seconds=0.5, answer_tokens=400)
+    with running(settings_for(model, docs, tmp_path_factory.mktemp("data"), limits=limits, concurrent=1)) as made:
+        yield made
+
+
+def until(true: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+
+
+def gone(server: Running) -> float:
+    return float(server.service.metrics.gone._value.get())
+
+
+def test_a_stream_nobody_reads_any_more_ends_and_frees_its_place(server: Running, slow: Slow) -> None:
+    before = gone(server)
+    with client_of(server) as client, client.stream("POST", ASK, json=QUESTION) as answer:
+        pieces = answer.iter_text()  # dropping it would close the connection
+        assert next(pieces).startswith("event: sources")
+        until(lambda: slow.tokens > 0)
+    until(lambda: server.service.line.served == 0)
+    assert slow.tokens < 400
+    until(lambda: gone(server) == before + 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(ASK, {**QUESTION, "stream": False}), ("/v1/completions", {"model": "", "prompt": "the", "max_tokens": 400})],
+)
+def test_who_leaves_before_the_whole_answer_frees_its_place(
+    server: Running, slow: Slow, path: str, body: dict[str, Any]
+) -> None:
+    before = gone(server)
+    body = {**body, "model": server.service.model_name} if "model" in body else body
+    with client_of(server) as client, pytest.raises(httpx.ReadTimeout):
+        client.post(path, json=body, timeout=httpx.Timeout(30, read=0.5))
+    until(lambda: server.service.line.served == 0)
+    assert 0 < slow.tokens < 400
+    until(lambda: gone(server) == before + 1)
+
+
+def test_who_leaves_the_queue_is_not_served(narrow: Running, slow: Slow) -> None:
+    with client_of(narrow) as client, client.stream("POST", ASK, json=QUESTION) as answer:
+        pieces = answer.iter_text()
+        next(pieces)
+        with pytest.raises(httpx.ReadTimeout):
+            client.post(ASK, json=QUESTION, timeout=httpx.Timeout(30, read=0.3))
+        until(lambda: narrow.service.line.waiting == 0)
+    until(lambda: narrow.service.line.served == 0)
+
+
+def test_too_many_are_told_to_come_again(narrow: Running, slow: Slow) -> None:
+    with client_of(narrow) as client, client.stream("POST", ASK, json=QUESTION) as answer:
+        pieces = answer.iter_text()
+        next(pieces)
+        waiting: list[httpx.Response] = []
+        second = threading.Thread(target=lambda: waiting.append(client.post(ASK, json=QUESTION)))
+        second.start()
+        until(lambda: narrow.service.line.waiting == 1)
+        third = client.post(ASK, json=QUESTION)
+        assert third.status_code == 429
+        assert int(third.headers["retry-after"]) >= 1
+        assert third.json()["error"]["code"] == "busy"
+        with (
+            openai.OpenAI(base_url=narrow.url + "/v1", api_key="none", max_retries=0) as other,
+            pytest.raises(openai.RateLimitError),
+        ):
+            other.completions.create(model=narrow.service.model_name, prompt="the")
+        second.join()
+        assert waiting[0].status_code == 503  # its patience ended first
+    until(lambda: narrow.service.line.served == 0)
+
+
+def test_answers_come_side_by_side(server: Running, slow: Slow) -> None:
+    """Two streams are read in turn: neither waits for the other's end."""
+    with client_of(server) as client, ExitStack() as streams:
+        answers = [streams.enter_context(client.stream("POST", ASK, json=QUESTION)) for _ in range(2)]
+        pieces = [answer.iter_text() for answer in answers]
+        for one in pieces:
+            assert next(one).startswith("event: sources")
+            assert "event: token" in next(one)
+        assert server.service.line.served == 2
+    until(lambda: server.service.line.served == 0)
+
+
+def test_deleting_waits_for_answers_under_way(server: Running, slow: Slow) -> None:
+    """An answer that has found a passage may store its KV; what is deleted is not to come back."""
+    with client_of(server) as client:
+        mine = new_collection(client)
+        upload(client, mine, {"leaf.txt": tiny.text(80, 5)})
+        with client.stream("POST", f"/api/collections/{mine}/ask", json=QUESTION) as answer:
+            pieces = answer.iter_text()
+            assert next(pieces).startswith("event: sources")
+            gone: list[httpx.Response] = []
+            deleting = threading.Thread(target=lambda: gone.append(client.delete(f"/api/collections/{mine}")))
+            deleting.start()
+            until(lambda: server.service.line.waiting == 1)
+            assert not gone
+        deleting.join(30)
+        assert gone[0].status_code == 204
+    until(lambda: server.service.line.served == 0)
+
+
+def test_an_answer_that_takes_too_long_ends(narrow: Running, slow: Slow) -> None:
+    with client_of(narrow) as client:
+        events = read_events(client.post(ASK, json=QUESTION).text)
+        assert [name for name, _ in events[-2:]] == ["error", "done"]
+        assert events[-2][1]["code"] == "timeout"
+        whole = client.post(ASK, json={**QUESTION, "stream": False})
+        assert whole.status_code == 504
+        until(lambda: narrow.service.line.served == 0)
+        slow.go.set()
+        assert client.post(ASK, json={**QUESTION, "stream": False}).status_code == 200
+
+
+async def test_many_clients_lose_nothing_and_are_served_alike(server: Running) -> None:
+    questions = [f"Which leaf fell on day {day}?" for day in range(8)]
+    await run_load(server.url, questions, clients=32, seconds=0.1)
+    report = await run_load(server.url, questions, clients=32, seconds=2)
+    assert report.lost == 0
+    assert report.refused == 0
+    assert sum(report.served) == len(report.seconds) >= 32
+    assert max(report.served) - min(report.served) <= 2
+    assert report.memory[-1] < report.memory[0] + 100e6
+    until(lambda: (server.service.line.waiting, server.service.line.served) == (0, 0))
+
+
+def test_what_happened_is_counted(server: Running) -> None:
+    with client_of(server) as client:
+        client.post(ASK, json={**QUESTION, "max_tokens": 4})
+        text = client.get("/metrics").text
+    for line in (
+        r'cacheblend_rag_requests_total{path="/api/collections/{id}/ask",status="200"}',
+        'cacheblend_rag_ttft_part_seconds_count{part="fuse"}',
+        "cacheblend_rag_ttft_seconds_count",
+        'cacheblend_rag_chunks_total{found="hit"}',
+        "cacheblend_rag_recompute_ratio_sum",
+        "cacheblend_rag_queue_waiting 0.0",
+        'cacheblend_rag_tokens_total{kind="generated"}',
+        "cacheblend_rag_store_evictions_total 0.0",
+        "cacheblend_rag_store_records",
+    ):
+        assert line in text

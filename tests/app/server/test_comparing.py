@@ -1,0 +1,163 @@
+"""The comparison of methods: its rows, its rounds, and who is let in between two passes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from cacheblend_rag.app.server import comparing
+from cacheblend_rag.app.server.comparing import ROUNDS, compare_all
+from cacheblend_rag.app.server.library import Collection
+from cacheblend_rag.app.server.streams import EventStream
+from cacheblend_rag.calibration.comparison import Prefilled, time_once
+from cacheblend_rag.prompt import Prompt
+from tests.app.server.common import Running, client_of, new_collection, passage, read_events, upload
+
+QUESTION = {"question": "Which leaf fell into the river?", "k": 3}
+METHODS = ["full", "prefix", "reuse", "blend"]
+
+
+class Passes:
+    """What runs in the place of `time_once`: calls ``before`` with the number of each pass, and says what it took."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.before: Callable[[int], None] = lambda number: None
+        self.seconds: list[float] = []
+
+    def __call__(self, method: Callable[[], Prefilled]) -> tuple[float, Prefilled]:
+        self.count += 1
+        self.before(self.count)
+        took, made = time_once(method)
+        return (self.seconds[self.count - 1] if self.seconds else took), made
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
+    made = Passes()
+    monkeypatch.setattr(comparing, "time_once", made)
+    return made
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[httpx.Client]:
+    with client_of(server) as made:
+        yield made
+
+
+def compare(client: httpx.Client, collection: str = "archive") -> list[tuple[str, Any]]:
+    answer = client.post(f"/api/collections/{collection}/compare", json=QUESTION)
+    assert answer.status_code == 200, answer.text
+    return read_events(answer.text)
+
+
+def until(true: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def test_methods_answer_in_turn_and_then_are_timed_in_rounds(client: httpx.Client, passes: Passes) -> None:
+    # By pass: the four answers, then three rounds of all four.
+    passes.seconds = [9.0] * 4 + [1.0, 2.0, 3.0, 4.0] + [5.0, 2.0, 1.0, 6.0] + [3.0, 2.0, 8.0, 5.0]
+    *rows, last = compare(client)
+    assert last == ("done", {})
+    assert {name for name, _ in rows} == {"row"}
+    told = [data for _, data in rows]
+    assert [row["method"] for row in told] == METHODS * (1 + ROUNDS)
+    assert [row["rounds"] for row in told] == [number for number in range(ROUNDS + 1) for _ in METHODS]
+    shown = [[row["ttft_s"] for row in told[start : start + 4]] for start in range(0, len(told), 4)]
+    assert shown == [[9.0] * 4, [1.0, 2.0, 3.0, 4.0], [3.0, 2.0, 2.0, 5.0], [3.0, 2.0, 3.0, 5.0]]
+    answers = {row["method"]: {one["answer"] for one in told if one["method"] == row["method"]} for row in told}
+    assert all(len(texts) == 1 for texts in answers.values())
+    assert answers["full"] == answers["prefix"]
+
+
+def test_whoever_waits_is_let_in_after_one_pass(
+    client: httpx.Client, server: Running, passes: Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[Any] = []
+    search = Collection.search
+    monkeypatch.setattr(Collection, "search", lambda *given: (done.append("search"), search(*given))[1])
+    asked: list[Any] = []
+    with ThreadPoolExecutor(1) as other:
+
+        def before(number: int) -> None:
+            done.append(number)
+            if number in (2, 7):  # another asks while this pass runs: one that answers, and one that is timed
+                body = {"query": "leaf", "k": 1}
+                asked.append(other.submit(client.post, "/api/collections/archive/search", json=body))
+                until(lambda: server.service.line.waiting == 1)
+
+        passes.before = before
+        events = compare(client)
+    assert [one.result().status_code for one in asked] == [200, 200]
+    assert done == ["search", 1, 2, "search", 3, 4, 5, 6, 7, "search", *range(8, 17)]
+    assert events[-1] == ("done", {})
+    assert events[-2][1]["rounds"] == ROUNDS
+    until(lambda: (server.service.line.waiting, server.service.line.served) == (0, 0))
+
+
+@pytest.mark.parametrize("path", ["", "/documents/{document}"])
+def test_passages_that_are_deleted_meanwhile_end_it_and_are_not_stored_again(
+    client: httpx.Client, server: Running, passes: Passes, path: str
+) -> None:
+    records = client.get("/api/state").json()["store"]["records"]
+    id = new_collection(client)
+    upload(client, id, {"one.txt": passage(80), "two.txt": passage(81)})
+    documents = [one["id"] for one in client.get(f"/api/collections/{id}/documents").json()]
+    gone: list[Any] = []
+    with ThreadPoolExecutor(1) as other:
+
+        def before(number: int) -> None:
+            if number == 6:
+                which = path.format(document=documents[0])
+                gone.append(other.submit(client.delete, f"/api/collections/{id}{which}"))
+                until(lambda: server.service.line.waiting == 1)
+
+        passes.before = before
+        events = compare(client, id)
+    assert gone[0].result().status_code == 204
+    assert [name for name, _ in events[-2:]] == ["error", "done"]
+    assert events[-2][1]["code"] == ("no_chunk" if path else "no_collection")
+    assert passes.count == 6
+    server.service.engine.flush()
+    left = client.get("/api/state").json()["store"]["records"]
+    assert left == records + (1 if path else 0)
+
+
+def test_a_client_that_goes_ends_it_after_the_pass_under_way(
+    client: httpx.Client, server: Running, passes: Passes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, noticed = threading.Event(), threading.Event()
+    listen = EventStream.listen_for_disconnect
+
+    async def listened(stream: EventStream, receive: Any) -> None:
+        await listen(stream, receive)
+        noticed.set()
+
+    monkeypatch.setattr(EventStream, "listen_for_disconnect", listened)
+    passes.before = lambda number: go.wait(20) if number == 6 else None  # type: ignore[assignment,return-value]
+    with client.stream("POST", "/api/collections/archive/compare", json=QUESTION) as answer:
+        pieces = answer.iter_text()
+        assert next(pieces).startswith("event: row")
+        until(lambda: passes.count == 6)
+    until(noticed.is_set)
+    assert server.service.line.served == 1  # its pass has not ended
+    go.set()
+    until(lambda: server.service.line.served == 0)
+    assert passes.count == 6
+
+
+def test_no_round_begins_once_its_time_is_over(server: Running) -> None:
+    engine = server.service.engine
+    prompt = Prompt("Read.\n", [passage(0), passage(1)], "\nWhich leaf fell?")
+    rows = [row for step in compare_all(engine, prompt, 4, seconds=0.0) for row in step]
+    assert [(row["method"], row["rounds"]) for row in rows] == [(one, 0) for one in METHODS]

@@ -1,0 +1,180 @@
+"""A server in a process of its own: killed in the middle of ingestion, started again, stopped properly."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from cacheblend_rag.app.server.app import create_app
+from cacheblend_rag.retrieval import saved
+from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
+from cacheblend_rag.store.disk import DiskStore
+from tests.app.server.common import BASE, new_collection, passage, read_events, settings_for, upload
+from tests.toy import EMBEDDER_PATH
+
+ROOT = Path(__file__).parents[3]
+
+
+class Served:
+    """``cacheblend-rag serve`` as a user starts it."""
+
+    def __init__(self, model: Path, docs: Path, data: Path) -> None:
+        command = [sys.executable, "-m", "cacheblend_rag.app.cli", "serve", "--port", "0", "--device", "cpu"]
+        arguments = ["--model", str(model), "--embedder", str(EMBEDDER_PATH), "--docs", str(docs)]
+        arguments += ["--data-dir", str(data), "--max-new-tokens", "4"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "CACHEBLEND_RAG_MIN_TOKENS": "0"}
+        self.process = subprocess.Popen(
+            [*command, *arguments], env=environment, stderr=subprocess.PIPE, text=True, cwd=data.parent
+        )
+        assert self.process.stderr is not None
+        self.lines: list[str] = []
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if found := re.match(r"Open (http://127\.0\.0\.1:\d+)", line):
+                self.client = httpx.Client(base_url=found[1], timeout=60)
+                return
+        raise AssertionError("".join(self.lines))
+
+    def end(self, how: signal.Signals) -> int:
+        """Send a signal; the exit status."""
+        self.client.close()
+        self.process.send_signal(how)
+        assert self.process.stderr is not None
+        self.lines += self.process.stderr.readlines()
+        self.process.stderr.close()
+        return self.process.wait(timeout=60)
+
+
+def sections(document: int, count: int = 12) -> str:
+    """A file of several chunks."""
+    return "\n\n".join(passage(1000 * document + number, 300) for number in range(count))
+
+
+def whole_or_not_at_all(client: httpx.Client, id: str) -> dict[str, int]:
+    """Chunks of each document, after checking that index and list agree."""
+    documents = client.get(f"/api/collections/{id}/documents").json()
+    assert {one["state"] for one in documents} <= {"ready"}
+    for one in documents:
+        for number in range(one["chunks"]):
+            path = f"/api/collections/{id}/documents/{one['id']}/chunks/{number}"
+            assert client.get(path).json()["document"] == one["name"]
+    (shown,) = [one for one in client.get("/api/state").json()["collections"] if one["id"] == id]
+    assert shown["chunks"] == sum(one["chunks"] for one in documents)
+    return {one["name"]: one["chunks"] for one in documents}
+
+
+def test_killed_in_the_middle_of_ingestion_nothing_is_half_indexed(model: Path, docs: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    first = Served(model, docs, data)
+    id = new_collection(first.client)
+    names = [f"{number}.txt" for number in range(4)]
+    files = [("files", (name, sections(number))) for number, name in enumerate(names)]
+    job = first.client.post(f"/api/collections/{id}/documents", files=files).json()["job"]
+    with first.client.stream("GET", f"/api/jobs/{job}/events") as events:
+        pieces = events.iter_text()
+        for text in pieces:
+            if any(data["file"] == "1.txt" and data["stage"] == "warming" for _, data in read_events(text)):
+                break
+        assert first.end(signal.SIGKILL) == -signal.SIGKILL
+
+    again = Served(model, docs, data)
+    assert not list(data.glob("tenants/*/incoming/*"))
+    kept = whole_or_not_at_all(again.client, id)
+    assert {"0.txt", "1.txt"} <= set(kept)
+    assert len(set(kept.values())) == 1
+    found = again.client.post(f"/api/collections/{id}/search", json={"query": passage(0, 300), "k": 1}).json()
+    assert found[0]["document"] == "0.txt"
+    more = upload(again.client, id, {name: sections(number) for number, name in enumerate(names)})
+    assert more[-1] == {"stage": "done", "file": "3.txt", "done": 4, "total": 4}
+    assert whole_or_not_at_all(again.client, id) == dict.fromkeys(names, kept["0.txt"])
+
+    body = {"question": "Which leaf?", "stream": False}
+    assert again.client.post(f"/api/collections/{id}/ask", json=body).json()["report"]["misses"] == 0
+    name = again.client.get("/v1/models").json()["data"][0]["id"]
+    before = again.client.get("/api/state").json()["store"]["records"]
+    fresh = {"model": name, "prompt": "Which?", "documents": [passage(77)], "max_tokens": 1}
+    assert again.client.post("/v1/completions", json=fresh).json()["cacheblend"][0]["misses"] == 1
+    assert again.end(signal.SIGTERM) in (0, -signal.SIGTERM)
+    store = DiskStore(data / "kv")
+    assert store.stats().records == before + 1  # the chunk; nothing stands before it
+    store.close()
+    requests = [json.loads(line) for line in again.lines if line.startswith("{")]
+    assert {"/api/collections/{id}/ask", "/v1/completions"} <= {one.get("path") for one in requests}
+
+
+@pytest.mark.parametrize("writes", range(3))
+def test_a_save_that_fails_leaves_the_collection_as_it_was(
+    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
+) -> None:
+    settings = settings_for(model, docs, tmp_path)
+    with TestClient(create_app(settings), base_url=BASE) as client:
+        id = new_collection(client)
+        upload(client, id, {"old.txt": passage(300)})
+        before = whole_or_not_at_all(client, id)
+        write, count = saved._write, iter(range(10))
+
+        def full_disk(path: Path, data: bytes) -> None:
+            if next(count) == writes:
+                write(path, data[: len(data) // 2])
+                raise OSError(28, "No space left on device")
+            write(path, data)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(saved, "_write", full_disk)
+            told = upload(client, id, {"new.txt": passage(301)})
+        assert told[-1]["stage"] == "failed"
+        listed: list[dict[str, Any]] = client.get(f"/api/collections/{id}/documents").json()
+        (failed,) = [one for one in listed if one["state"] == "failed"]
+        assert client.delete(f"/api/collections/{id}/documents/{failed['id']}").status_code == 204
+        assert whole_or_not_at_all(client, id) == before
+        assert upload(client, id, {"new.txt": passage(301)})[-1]["stage"] == "done"
+    with TestClient(create_app(settings), base_url=BASE) as client:
+        assert whole_or_not_at_all(client, id) == {"old.txt": 1, "new.txt": 1}
+
+
+def test_a_damaged_collection_is_put_aside_and_the_rest_is_served(model: Path, docs: Path, tmp_path: Path) -> None:
+    settings = settings_for(model, docs, tmp_path)
+    with TestClient(create_app(settings), base_url=BASE) as client:
+        good, bad = new_collection(client, "Good"), new_collection(client, "Bad")
+        upload(client, good, {"a.txt": passage(310)})
+    folder = tmp_path / "tenants" / "local" / "collections"
+    (folder / bad / "manifest.json").write_text("{")
+    (folder / ".gone-left-behind").mkdir()
+    (folder / "never-finished").mkdir()
+    with TestClient(create_app(settings), base_url=BASE) as client:
+        assert whole_or_not_at_all(client, good) == {"a.txt": 1}
+        assert client.get(f"/api/collections/{bad}/documents").status_code == 404
+    assert sorted(path.name.split("-")[0] for path in folder.iterdir()) == [".damaged", good]
+
+
+def test_another_embedder_makes_the_vectors_anew(
+    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for(model, docs, tmp_path)
+    with TestClient(create_app(settings), base_url=BASE) as client:
+        id = new_collection(client)
+        upload(client, id, {"a.txt": passage(320), "b.txt": passage(321)})
+    embed = SentenceTransformerEmbeddings.embed_documents
+    monkeypatch.setattr(
+        SentenceTransformerEmbeddings,
+        "embed_documents",
+        lambda self, texts: [[-x for x in vector[::-1]] for vector in embed(self, texts)],
+    )
+    query = SentenceTransformerEmbeddings.embed_query
+    monkeypatch.setattr(
+        SentenceTransformerEmbeddings, "embed_query", lambda self, text: [-x for x in query(self, text)[::-1]]
+    )
+    with TestClient(create_app(settings), base_url=BASE) as client:
+        found = client.post(f"/api/collections/{id}/search", json={"query": passage(321), "k": 1}).json()
+    assert found[0]["document"] == "b.txt"
+    assert found[0]["score"] < 0.5

@@ -1,0 +1,136 @@
+"""The page on the server: what it shows runs, and its tables are complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag.app.cli import _parser
+from cacheblend_rag.app.folder_rag import FolderRAGOptions
+from cacheblend_rag.app.server.settings import Limits, ServerSettings
+from cacheblend_rag.app.server.suggestions import suggestions_for
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.errors import DatasetError
+from tests.app.server.common import Running, client_of, read_events, running, settle
+from tests.toy import BLENDING, DOCUMENTS_PATH, EMBEDDER_PATH, MODEL_PATH
+from tests.toy.bundle import read_questions
+from tests.toy.cli import write_questions
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+CODE = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+(SHELL,) = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+SAID = (r"^.+ [1-9]\d*\n.+ [1-9]\d*\n", r"'output_tokens': \d+", r"listening on \('127\.0\.0\.1', \d+\)")
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server over the toy, whose archive stands in the place of the bundled articles, on another port."""
+    folder = tmp_path_factory.mktemp("toy")
+    write_questions(folder / "questions.jsonl")
+    options = FolderRAGOptions(
+        docs=DOCUMENTS_PATH,
+        model=MODEL_PATH,
+        embedder=EMBEDDER_PATH,
+        data_dir=folder,
+        device="cpu",
+        config=BlendConfig(**BLENDING),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cacheblend_rag.app.collection.ARTICLES_PATH", DOCUMENTS_PATH)
+        patch.setattr("cacheblend_rag.app.collection.QUESTIONS_PATH", folder / "questions.jsonl")
+        patch.setattr("cacheblend_rag.app.server.service.ARTICLES_PATH", DOCUMENTS_PATH)
+        with running(ServerSettings(rag=options, port=0, api_keys={})) as made:
+            yield made
+
+
+def here(code: str, server: Running) -> str:
+    return code.replace("http://127.0.0.1:8000", server.url)
+
+
+@pytest.mark.parametrize("number", range(len(CODE)))
+def test_examples_in_python_run(toy: Running, number: int, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    page = CODE[number].replace("[:3]", "[:6]")  # the toy's documents are shorter than the articles
+    code = f"from tests.toy.cli import stand_in\nstand_in()\n{here(page, toy)}"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    for _ in range(2 if number == 0 else 1):  # what the first run misses is stored for the second
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        settle(toy.service)
+    assert re.search(SAID[number], done.stdout), done.stdout
+
+
+def test_examples_with_curl_run(toy: Running, tmp_path: Path) -> None:
+    command = ["bash", "-euo", "pipefail", "-c", here(SHELL, toy)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert '"stage": "done"' in done.stdout
+    assert '"name":"letter.md","chunks":1' in done.stdout
+    assert "event: report" in done.stdout
+
+
+def test_the_bundled_articles_are_answered_from_with_suggestions(toy: Running) -> None:
+    with client_of(toy) as client:
+        state = client.get("/api/state").json()
+        (base,) = [one for one in state["collections"] if one["id"] == "archive"]
+        assert base["bundled"]
+        assert base["documents"] > 50
+        assert 3 <= len(state["suggestions"]) <= 8
+        first = state["suggestions"][0]["question"]
+        events = read_events(client.post("/api/collections/archive/ask", json={"question": first}).text)
+    answer = "".join(data["text"] for name, data in events if name == "token")
+    (asked,) = [one for one in read_questions() if one.question == first]
+    assert any(gold in answer for gold in asked.answers)
+
+
+def test_suggestions_are_those_of_the_bundled_articles_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    articles, questions = tmp_path / "articles", tmp_path / "questions.jsonl"
+    articles.mkdir()
+    monkeypatch.setattr("cacheblend_rag.app.collection.ARTICLES_PATH", articles)
+    monkeypatch.setattr("cacheblend_rag.app.collection.QUESTIONS_PATH", questions)
+    assert suggestions_for(articles) == []
+    records = [
+        {"question": "Who?", "answer": "She.", "files": ["a.md"], "suggested": True},
+        {"question": "When?", "answer": "Then.", "files": ["a.md"], "suggested": False},
+        {"question": "Where?", "answer": "There.", "files": ["a.md", "b.md"], "suggested": True},
+    ]
+    questions.write_text("".join(json.dumps(one) + "\n" for one in records), encoding="utf-8")
+    first, second = suggestions_for(articles)
+    assert first == {"question": "Who?"}
+    assert second["question"] == "Where?"
+    assert "more than one document" in second["note"]
+    assert suggestions_for(tmp_path) == []
+    for broken in ("{", "[1]", '{"question": "Who?"}'):
+        questions.write_text(broken, encoding="utf-8")
+        with pytest.raises(DatasetError, match=r"questions\.jsonl"):
+            suggestions_for(articles)
+
+
+def test_every_option_and_request_is_in_the_page(toy: Running) -> None:
+    help_text = _parser()._subparsers._group_actions[0].choices["serve"].format_help()  # type: ignore[union-attr]
+    for option in set(re.findall(r"--[a-z-]+", help_text)) - {"--help", "--device", "--dtype"}:
+        assert f"`{option}`" in PAGE, option
+    with client_of(toy) as client:
+        paths = client.get("/openapi.json").json()["paths"]
+    shown = PAGE.replace("{document}", "{}").replace("{number}", "{}").replace("{id}", "{}").replace("{job}", "{}")
+    for path in paths:
+        if not path.startswith("/v1/models/"):
+            assert re.sub(r"\{\w+\}", "{}", path) in shown, path
+
+
+def test_limits_in_the_page_are_those_of_the_code() -> None:
+    limits = Limits()
+    assert (limits.body_bytes, limits.upload_bytes) == (4_000_000, 20_000_000)
+    assert (limits.document_chars, limits.prompt_chars) == (5_000_000, 1_000_000)
+    assert (limits.queue, limits.queue_seconds, limits.answer_seconds) == (64, 120.0, 300.0)
+    assert (limits.parse_seconds, limits.parse_bytes) == (60.0, 2_000_000_000)

@@ -1,0 +1,168 @@
+"""The queue in front of the model: bounded, fair, and left by whoever goes away."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cacheblend_rag.app.server.admission_queue import Line
+from cacheblend_rag.app.server.problems import Problem
+
+
+async def soon() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_tenants_take_turns_and_each_keeps_its_order() -> None:
+    line, served = Line(1, 10, 10.0), []
+
+    async def ask(name: str, tenant: str) -> None:
+        async with await line.turn(tenant):
+            served.append(name)
+
+    first = await line.turn("a")
+    waiting = [asyncio.create_task(ask(name, name[0])) for name in ("a1", "a2", "a3", "b1", "c1", "b2")]
+    await soon()
+    assert line.waiting == 6
+    await first.leave()
+    await asyncio.gather(*waiting)
+    assert served == ["a1", "b1", "c1", "a2", "b2", "a3"]
+    assert (line.waiting, line.served) == (0, 0)
+
+
+async def test_who_finds_the_line_full_is_told_when_to_come_again() -> None:
+    line = Line(1, 2, 10.0)
+    turn = await line.turn("a")
+    waiting = [asyncio.create_task(line.turn("a")) for _ in range(2)]
+    await soon()
+    with pytest.raises(Problem) as refused:
+        await line.turn("a")
+    assert refused.value.status == 429
+    assert refused.value.response().headers["retry-after"] == str(line.retry_after())
+    other = asyncio.create_task(line.turn("b"))  # another tenant's room is its own
+    await soon()
+    assert line.waiting == 3
+    await turn.leave()
+    for task in (waiting[0], other, waiting[1]):
+        await (await task).leave()
+    assert line.served == 0
+
+
+async def test_who_waits_too_long_or_goes_away_leaves_no_gap() -> None:
+    line = Line(1, 10, 0.05)
+    turn = await line.turn("a")
+    with pytest.raises(Problem) as late:
+        await line.turn("a")
+    assert late.value.status == 503
+    gone = asyncio.create_task(line.turn("a"))
+    stays = asyncio.create_task(line.turn("a"))
+    await soon()
+    gone.cancel()
+    await turn.leave()
+    await turn.leave()  # twice is harmless
+    await (await stays).leave()
+    assert (line.waiting, line.served) == (0, 0)
+
+
+async def test_a_place_given_to_someone_just_leaving_goes_on_to_the_next() -> None:
+    line = Line(1, 10, 10.0)
+    turn = await line.turn("a")
+    gone, stays = asyncio.create_task(line.turn("a")), asyncio.create_task(line.turn("a"))
+    await soon()
+    line.passed_on(0.1)  # the place is gone's now; it has not run since
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert (await stays) is not turn
+    assert line.waiting == 0
+
+
+async def test_who_gives_way_comes_back_behind_all_who_wait() -> None:
+    line, served = Line(1, 1, 10.0), []
+    turn = await line.turn("a")
+    assert not await turn.give_way()  # nobody waits
+
+    async def ask(name: str) -> None:
+        async with await line.turn(name):
+            served.append(name)
+
+    waiting = [asyncio.create_task(ask(name)) for name in ("a", "b")]
+    await soon()
+    assert await turn.give_way()  # though its tenant's queue was full
+    assert served == ["a", "b"]
+    assert line.served == 1
+    await turn.leave()
+    await asyncio.gather(*waiting)
+    assert (line.waiting, line.served) == (0, 0)
+
+
+async def test_who_goes_away_while_giving_way_leaves_no_gap() -> None:
+    line = Line(1, 10, 0.05)
+    turn = await line.turn("a")
+    stays = asyncio.create_task(line.turn("b"))
+    await soon()
+    gone = asyncio.create_task(turn.give_way())
+    other = await stays
+    gone.cancel()
+    await soon()
+    await turn.leave()  # it has none to leave
+    assert (line.waiting, line.served) == (0, 1)
+    await other.leave()
+    late, stays = await line.turn("a"), asyncio.create_task(line.turn("b"))
+    await soon()
+    with pytest.raises(Problem) as refused:
+        await late.give_way()  # the other stays longer than it may wait
+    assert refused.value.status == 503
+    await (await stays).leave()
+    assert (line.waiting, line.served) == (0, 0)
+
+
+async def test_several_places_are_taken_at_once_and_all_of_them_by_who_must_be_alone() -> None:
+    line, events = Line(2, 10, 10.0), []
+
+    async def ask(name: str, alone: bool = False) -> None:
+        async with await line.turn("a", alone=alone):
+            events.append((name, line.served))
+
+    first, second = await line.turn("a"), await line.turn("a")
+    assert line.served == 2
+    waiting = [asyncio.create_task(ask(*one)) for one in (("alone", True), ("later",), ("last",))]
+    await soon()
+    await first.leave()
+    await soon()
+    assert (events, line.waiting) == ([], 3)  # a place is free, and nobody goes before who waits for all
+    await second.leave()
+    await asyncio.gather(*waiting)
+    assert [name for name, _ in events] == ["alone", "later", "last"]
+    assert events[0] == ("alone", 1)
+    assert (line.waiting, line.served) == (0, 0)
+
+
+async def test_who_must_be_alone_and_goes_away_lets_the_others_in() -> None:
+    line = Line(2, 10, 0.05)
+    first = await line.turn("a")
+    alone = asyncio.create_task(line.turn("a", alone=True))
+    later = asyncio.create_task(line.turn("b"))
+    await soon()
+    assert line.waiting == 2
+    alone.cancel()
+    other = await later
+    with pytest.raises(Problem) as late:
+        await line.turn("a", alone=True)
+    assert late.value.status == 503
+    await first.leave()
+    await other.leave()
+    assert (line.waiting, line.served) == (0, 0)
+    async with await line.turn("a", alone=True) as turn:
+        assert line.served == 1
+        waiting = asyncio.create_task(line.turn("a"))
+        back = asyncio.create_task(turn.give_way())
+        other = await waiting
+        await soon()
+        assert (line.served, back.done()) == (1, False)
+        await other.leave()
+        assert await back
+        assert (line.served, line._free) == (1, 0)  # alone again
+    assert (line.waiting, line.served) == (0, 0)

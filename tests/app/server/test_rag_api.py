@@ -1,0 +1,238 @@
+"""Collections, uploads, questions and the comparison, over a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from cacheblend_rag.app.server.app import create_app
+from tests.app.server.common import BASE, new_collection, passage, read_events, settings_for, settle, upload
+from tests.integrations.retrieval.pdf import make_pdf
+
+QUESTION = "Which old owl?"
+
+
+def ask(client: Any, collection: str, **more: Any) -> list[tuple[str, Any]]:
+    answer = client.post(f"/api/collections/{collection}/ask", json={"question": QUESTION, "k": 3, **more})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    return read_events(answer.text)
+
+
+def test_the_state_has_what_the_page_needs(client: Any) -> None:
+    state = client.get("/api/state").json()
+    (base,) = [one for one in state["collections"] if one["id"] == "archive"]
+    assert base == {
+        "id": "archive",
+        "name": "docs",
+        "documents": 4,
+        "chunks": 4,
+        "bundled": False,
+        "writable": False,
+    }
+    assert state["model"]["layers"] == 2
+    assert not state["model"]["starter"]
+    assert state["settings"]["ratio"] == 0.3
+    assert not state["settings"]["bounded"]
+    assert {"hkvd", "none", "all"} <= set(state["settings"]["rules"])
+    assert state["store"]["records"] >= 4
+    assert state["suggestions"] == []
+
+
+def test_an_answer_comes_in_pieces_between_sources_and_report(client: Any) -> None:
+    events = ask(client, "archive")
+    names = [name for name, _ in events]
+    assert names[0] == "sources"
+    assert names[-2:] == ["report", "done"]
+    assert set(names[1:-2]) == {"token"}
+    sources, report = events[0][1], events[-2][1]
+    assert len(sources) == 3
+    assert [one["score"] for one in sources] == sorted(one["score"] for one in sources)
+    whole = client.post("/api/collections/archive/ask", json={"question": QUESTION, "k": 3, "stream": False}).json()
+    assert whole["answer"] == "".join(data["text"] for name, data in events if name == "token")
+    assert whole["sources"] == sources
+    assert report["hits"] == 3
+    assert report["misses"] == 0
+
+
+def test_a_report_accounts_for_every_token_of_the_prompt(client: Any) -> None:
+    report = ask(client, "archive")[-2][1]
+    prompt = report["prompt"]
+    assert [one["position"] for one in prompt] == list(range(len(prompt)))
+    assert sum(report["tokens"].values()) == len(prompt)
+    of_chunks = [one for one in prompt if one["segment"] == "chunk"]
+    assert len(of_chunks) == report["tokens"]["chunks"] == sum(one["tokens"] for one in report["chunks"])
+    assert sum(one["recomputed"] for one in of_chunks) == report["recomputed"][-1]
+    assert 0 < report["recomputed"][-1] < len(of_chunks)
+    assert all(one["recomputed"] for one in prompt if one["segment"] == "suffix")
+    assert any(one["deviation"] is not None for one in of_chunks)
+    assert "".join(one["text"] for one in prompt if one["segment"] == "suffix").endswith(
+        f"Question: {QUESTION}\nHelpful Answer:"
+    )
+    assert all(one["device"] == "memory" and one["bytes"] > 0 for one in report["chunks"])
+    assert report["ttft_s"] == pytest.approx(sum(report["parts"].values()))
+
+
+def test_rule_and_ratio_are_the_requests_own(client: Any) -> None:
+    assert ask(client, "archive", ratio=1.0)[-2][1]["ratio"] == 1.0
+    reused = ask(client, "archive", rule="none")[-2][1]
+    assert reused["rule"] == "none"
+    assert set(reused["recomputed"]) == {0}
+    assert ask(client, "archive")[-2][1]["ratio"] == 0.3
+    wrong = client.post("/api/collections/archive/ask", json={"question": QUESTION, "rule": "best"})
+    assert wrong.status_code == 400
+    assert wrong.json()["error"]["field"] == "rule"
+
+
+@pytest.mark.parametrize("named", [{"selection_options": {"bound": 1e9}}, {"selection_options": {}}])
+def test_a_ratio_that_is_asked_for_is_not_the_most_but_the_share(
+    named: dict[str, Any], model: Path, docs: Path, tmp_path: Path
+) -> None:
+    rule = "foreseen" if named["selection_options"] else "threshold"  # which has a bound also if none is named
+    options = {"selection": rule, "query_layers": (1,), **named}
+    with TestClient(create_app(settings_for(model, docs, tmp_path, **options)), base_url=BASE) as client:
+        settle(client.app.state.service)  # type: ignore[attr-defined]
+        assert client.get("/api/state").json()["settings"]["bounded"]
+        asked: dict[float | None, dict[str, Any]] = {None: {}, 0.9: {"ratio": 0.9}, 1.0: {"ratio": 1.0}}
+        reports = {ratio: ask(client, "archive", **body)[-2][1] for ratio, body in asked.items()}
+        other = ask(client, "archive", ratio=0.9, rule="boundary")[-2][1]
+    tokens = reports[None]["tokens"]["chunks"]
+    assert reports[None]["ratio"] == reports[None]["recomputed"][-1] / tokens < 0.3
+    assert reports[0.9]["recomputed"][-1] == other["recomputed"][-1] == int(0.9 * tokens)
+    assert reports[0.9]["ratio"] == 0.9
+    assert reports[1.0]["recomputed"][-1] == tokens
+
+
+def test_the_comparison_has_a_row_a_method(client: Any) -> None:
+    answer = client.post("/api/collections/archive/compare", json={"question": QUESTION, "k": 3, "ratio": 1.0})
+    events = read_events(answer.text)
+    rows = {data["method"]: data for name, data in events if name == "row"}  # the last of each
+    assert set(rows) == {"full", "prefix", "reuse", "blend"}
+    assert events[-1][0] == "done"
+    assert rows["full"]["same_as_full"]
+    assert rows["blend"]["same_as_full"]  # a ratio of 1 is full recompute
+    assert rows["prefix"]["same_as_full"]
+    assert all(row["ttft_s"] > 0 for row in rows.values())
+
+
+def test_documents_come_are_found_and_go_with_their_kv(client: Any) -> None:
+    id = new_collection(client)
+    files = {"note.txt": passage(10), "page.md": passage(11), "scan.pdf": make_pdf([tiny_line(12), tiny_line(13)])}
+    events = upload(client, id, files)
+    assert events[-1] == {"stage": "done", "file": "scan.pdf", "done": 3, "total": 3}
+    stages = [one["stage"] for one in events if one["file"] == "scan.pdf"]
+    assert stages == ["reading", "splitting", "embedding", "warming", "done"]
+    listed = {one["name"]: one for one in client.get(f"/api/collections/{id}/documents").json()}
+    assert {name: (one["state"], one["chunks"]) for name, one in listed.items()} == {
+        "note.txt": ("ready", 1),
+        "page.md": ("ready", 1),
+        "scan.pdf": ("ready", 2),
+    }
+    found = client.post(f"/api/collections/{id}/search", json={"query": passage(10), "k": 2}).json()
+    assert found[0]["text"] == passage(10).strip()
+    shown = client.get(f"/api/collections/{id}/documents/{found[0]['document_id']}/chunks/0").json()
+    assert shown == {"text": passage(10).strip(), "document": "note.txt", "title": "Passage 10"}
+
+    settle(client.app.state.service)
+    before = client.get("/api/state").json()["store"]["records"]
+    assert client.delete(f"/api/collections/{id}/documents/{listed['scan.pdf']['id']}").status_code == 204
+    assert client.get("/api/state").json()["store"]["records"] == before - 2
+    assert client.delete(f"/api/collections/{id}").status_code == 204
+    assert client.get("/api/state").json()["store"]["records"] == before - 4
+    assert client.get(f"/api/collections/{id}/documents").status_code == 404
+
+
+def test_a_text_that_another_collection_holds_keeps_its_kv(client: Any) -> None:
+    first, second = new_collection(client, "One"), new_collection(client, "Two")
+    for id in (first, second):
+        upload(client, id, {"same.txt": passage(20)})
+    before = client.get("/api/state").json()["store"]["records"]
+    assert client.delete(f"/api/collections/{first}").status_code == 204
+    assert client.get("/api/state").json()["store"]["records"] == before
+    assert client.delete(f"/api/collections/{second}").status_code == 204
+    assert client.get("/api/state").json()["store"]["records"] == before - 1
+
+
+def test_a_file_of_the_same_name_takes_the_place_of_the_old(client: Any) -> None:
+    id = new_collection(client)
+    upload(client, id, {"one.txt": passage(30)})
+    upload(client, id, {"one.txt": passage(31)})
+    (document,) = client.get(f"/api/collections/{id}/documents").json()
+    found = client.post(f"/api/collections/{id}/search", json={"query": "leaf", "k": 9}).json()
+    assert [one["text"] for one in found] == [passage(31).strip()]
+    assert found[0]["document_id"] == document["id"]
+
+
+def test_a_file_that_cannot_be_read_says_why_and_hinders_no_other(client: Any) -> None:
+    id = new_collection(client)
+    events = upload(client, id, {"bad.txt": b"\xff\xfe\x00", "good.txt": passage(40), "empty.md": " \n"})
+    assert events[-1]["stage"] == "done"
+    assert events[-1]["done"] == 1
+    assert "UTF-8" in events[-1]["error"]
+    states = {one["name"]: one for one in client.get(f"/api/collections/{id}/documents").json()}
+    assert {name: one["state"] for name, one in states.items()} == {
+        "bad.txt": "failed",
+        "empty.md": "failed",
+        "good.txt": "ready",
+    }
+    assert client.delete(f"/api/collections/{id}/documents/{states['bad.txt']['id']}").status_code == 204
+    assert len(client.get(f"/api/collections/{id}/documents").json()) == 2
+
+
+def test_a_job_can_be_followed_again_from_its_beginning(client: Any) -> None:
+    id = new_collection(client)
+    sent = client.post(f"/api/collections/{id}/documents", files=[("files", ("a.txt", passage(50)))])
+    job = sent.json()["job"]
+    first = client.get(f"/api/jobs/{job}/events").text
+    assert client.get(f"/api/jobs/{job}/events").text == first
+
+
+def test_an_empty_collection_answers_without_sources(client: Any) -> None:
+    events = ask(client, new_collection(client, "Empty"))
+    assert events[0] == ("sources", [])
+    assert events[-2][1]["plain"]
+
+
+def test_the_base_documents_are_for_reading_only(client: Any) -> None:
+    document = client.get("/api/collections/archive/documents").json()[0]
+    assert client.delete(f"/api/collections/archive/documents/{document['id']}").status_code == 403
+    assert client.delete("/api/collections/archive").status_code == 403
+    answer = client.post("/api/collections/archive/documents", files=[("files", ("a.txt", "x"))])
+    assert answer.status_code == 403
+    shown = client.get(f"/api/collections/archive/documents/{document['id']}/chunks/0").json()
+    assert shown["text"] == passage(0).strip()
+
+
+def test_collections_outlive_the_server(model: Path, docs: Path, tmp_path: Path) -> None:
+    settings = settings_for(model, docs, tmp_path)
+    with TestClient(create_app(settings), base_url=BASE) as client:
+        id = new_collection(client, "Kept")
+        upload(client, id, {"kept.txt": passage(60)})
+        before = ask(client, id)
+    with TestClient(create_app(settings), base_url=BASE) as client:
+        settle(client.app.state.service)
+        (kept,) = [one for one in client.get("/api/state").json()["collections"] if one["writable"]]
+        assert (kept["id"], kept["name"], kept["documents"]) == (id, "Kept", 1)
+        again = ask(client, id)
+        assert again[0] == before[0]
+        assert again[-2][1]["hits"] == 1
+        assert [data for name, data in again if name == "token"] == [data for name, data in before if name == "token"]
+
+
+def test_a_separator_in_a_document_or_question_stays_where_it_is(client: Any) -> None:
+    id = new_collection(client)
+    text = f"{passage(70).strip()} # # and another # # end"
+    upload(client, id, {"split.txt": text})
+    question = "What # # fell # # down?"
+    report = read_events(client.post(f"/api/collections/{id}/ask", json={"question": question}).text)[-2][1]
+    assert len(report["chunks"]) == 1
+    shown = "".join(one["text"] for one in report["prompt"] if one["segment"] == "chunk")
+    assert shown.endswith(text)
+    assert question in "".join(one["text"] for one in report["prompt"] if one["segment"] == "suffix")
+
+
+def tiny_line(seed: int) -> str:
+    return " ".join(passage(seed, 12).split())

@@ -1,0 +1,220 @@
+"""The command line over a tiny model and documents of the user's own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cacheblend_rag.app.cli import main
+from tests import tiny
+from tests.integrations.retrieval.office import make_docx
+from tests.toy import EMBEDDER_PATH
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.model(num_hidden_layers=2).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CACHEBLEND_RAG_MIN_TOKENS", "0")
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    for number in range(4):
+        (folder / f"passage-{number}.md").write_text(f"Passage {number}\n{tiny.text(60, number)}\n", encoding="utf-8")
+    return folder
+
+
+def ask(model: Path, docs: Path, data: Path, *more: str) -> int:
+    known = ["--docs", str(docs), "--model", str(model), "--embedder", str(EMBEDDER_PATH), "--data-dir", str(data)]
+    return main(["ask", "Which leaf fell?", *known, "--max-new-tokens", "4", "--device", "cpu", *more])
+
+
+def test_warm_chunks_hit_and_files_are_followed(
+    model_path: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data"
+    assert ask(model_path, docs, data, "--top-k", "2", "--warm") == 0
+    first = capsys.readouterr()
+    assert "4 chunks of 4 files indexed (4 embedded now)" in first.err
+    assert "(0 hits, 2 misses; " in first.out, "an answer does not wait until all is stored"
+    assert "Storing the KV of these passages" in first.err
+    assert "2 computed" in first.err
+    assert "2 there already" in first.err
+
+    (docs / "passage-1.md").write_text(f"Passage 1\n{tiny.text(60, 99)}\n", encoding="utf-8")
+    (docs / "passage-2.md").unlink()
+    assert ask(model_path, docs, data, "--top-k", "3", "--warm") == 0
+    second = capsys.readouterr()
+    assert "3 chunks of 3 files indexed (1 embedded now)" in second.err
+    assert "(2 hits, 1 misses; " in second.out
+    assert "3 there already" in second.err
+
+
+def test_comparison_shows_every_method(
+    model_path: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ask(model_path, docs, tmp_path / "data", "--compare", "--ratio", "0.3") == 0
+    output = capsys.readouterr().out
+    for method in ("full recompute", "prefix caching", "full reuse", "blended"):
+        assert f"  {method}" in output
+
+
+def test_a_full_store_leaves_chunks_out_and_still_answers(
+    model_path: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = ["--docs", str(docs), "--data-dir", str(tmp_path / "data")]
+    models = ["--model", str(model_path), "--embedder", str(EMBEDDER_PATH)]
+    assert main(["cache", "warm", *folders, *models, "--size-limit", "100kB", "--device", "cpu"]) == 0
+    assert ask(model_path, docs, tmp_path / "data", "--size-limit", "100kB") == 0
+    seen = capsys.readouterr()
+    assert "left out because the KV store is full; raise --size-limit" in seen.err
+    assert "Answer:" in seen.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ratio", "2"], "recompute_ratio=2.0 is not usable: use a number from 0 to 1"),
+        (["--docs", "nowhere"], "the folder nowhere does not exist"),
+        (["--model", "nowhere/at-all"], "model 'nowhere/at-all' could not be loaded"),
+        (["--size-limit", "lots"], "size_limit='lots' is not usable"),
+    ],
+)
+def test_bad_values_are_named(
+    arguments: list[str], message: str, model_path: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ask(model_path, docs, tmp_path / "data", *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ratio", "2"], "recompute_ratio=2.0 is not usable: use a number from 0 to 1"),
+        (["--top-k", "0"], "top_k=0 is not usable: use a whole number, 1 or more"),
+        (["--max-new-tokens", "0"], "max_new_tokens=0 is not usable"),
+        (["--dtype", "int8"], "dtype='int8' is not usable: use one of 'auto'"),
+        (["--device", "gpu"], 'device=\'gpu\' is not usable: use "auto", "cpu"'),
+        (["--docs", "FILE"], "is a file; name the folder that holds it"),
+        (["--docs", "PICTURES"], "(there: 1 .png); add documents to it"),
+        (["--data-dir", "FILE"], "data_dir='FILE' is not usable: File exists; name a folder that can be written"),
+        (["--data-dir", "FILE/data"], "is not usable: Not a directory; name a folder"),
+        (["--model", "smolm2"], "did you mean the starter model 'smollm2'?"),
+        (["--model", "minilm"], "use 'smollm2' here"),
+        (["--model", "./nowhere"], "model='./nowhere' is not usable: there is no such file or folder; name a folder"),
+        (["--model", "nowhere.gguf"], "there is no such file or folder"),
+        (["--model", "PICTURES"], "the folder holds no config.json"),
+        (["--model", ""], "model='' is not usable"),
+        (["--embedder", "mini-lm"], "did you mean the starter model 'minilm'?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_options_are_refused_before_anything_heavy_is_imported(
+    arguments: list[str], message: str, docs: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "FILE").write_text("x")
+    (tmp_path / "PICTURES").mkdir()
+    (tmp_path / "PICTURES" / "x.png").write_bytes(b"x")
+    command = ["ask", "Which?", "--docs", str(docs), "--data-dir", str(tmp_path / "data"), *arguments]
+    code = (
+        "import sys\nfrom cacheblend_rag.app.cli import main\n"
+        f"status = main({command!r})\n"
+        "heavy = {'torch', 'transformers', 'langchain_core'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_empty_question_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ask", "  "]) == 2
+    assert "question='  ' is not usable: ask something" in capsys.readouterr().err
+
+
+def test_a_device_that_is_not_there_is_named(
+    model_path: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert ask(model_path, docs, tmp_path / "data", "--device", "cuda") == 2
+    assert "device='cuda' is not usable: there is none that PyTorch can use" in capsys.readouterr().err
+
+
+def test_a_mixed_folder_is_read_and_what_is_left_out_is_named(
+    model_path: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (docs / "page.html").write_text(f"<h1>Page</h1><p>{tiny.text(40, 7)}", encoding="utf-8")
+    (docs / "letter.docx").write_bytes(make_docx(lambda one: one.add_paragraph(tiny.text(40, 8))))
+    (docs / "latin.txt").write_bytes(f"Blåbær {tiny.text(40, 9)}".encode("latin-1"))
+    (docs / "broken.pdf").write_bytes(b"%PDF-1.4")
+    (docs / "noise.txt").write_bytes(bytes(range(256)) * 4)
+    (docs / "empty.md").write_bytes(b"")
+    for number in range(4):
+        (docs / f"{number}.png").write_bytes(b"x")
+    assert ask(model_path, docs, tmp_path / "data", "--top-k", "9") == 0
+    seen = capsys.readouterr()
+    assert "7 chunks of 8 files indexed (7 embedded now)" in seen.err
+    assert "skipped: broken.pdf cannot be read as PDF" in seen.err
+    assert "skipped: noise.txt holds bytes that are no text" in seen.err
+    assert "skipped: empty.md holds no text" in seen.err
+    assert "4 files of other kinds left out (4 .png): 0.png, 1.png, 2.png, …" in seen.err
+    for name in ("page.html: Page", "letter.docx: ", "latin.txt: Blåbær"):
+        assert name in seen.out
+
+
+def test_passages_are_marked_and_hints_say_what_comes_of_it(
+    model_path: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ask(model_path, docs, tmp_path / "data", "--top-k", "2") == 0
+    first = capsys.readouterr()
+    assert first.out.count("[new]") == 2
+    assert "2 of 2 passages were new; their KV is stored now." in first.err
+    assert "The answer was cut at 4 tokens; --max-new-tokens allows more." in first.err
+    assert ask(model_path, docs, tmp_path / "data", "--top-k", "2") == 0
+    second = capsys.readouterr()
+    assert second.out.count("[disk]") == 2
+    assert "were new" not in second.err
+
+
+@pytest.mark.parametrize(("variable", "coloured"), [("NO_COLOR", False), ("FORCE_COLOR", True), ("", False)])
+def test_colours_are_for_terminals_unless_asked_for(
+    variable: str,
+    coloured: bool,
+    model_path: Path,
+    docs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    assert ask(model_path, docs, tmp_path / "data") == 0
+    seen = capsys.readouterr()
+    assert ("\x1b[" in seen.out) is coloured
+    assert "\r" not in seen.out
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from cacheblend_rag.app.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'transformers', 'faiss', 'sentence_transformers', 'langchain_core', 'diskcache'}\n"
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "ask" in done.stdout

@@ -1,0 +1,446 @@
+"""Calibration: within its tolerance, different for different models, and read by ``recompute_ratio="auto"``."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from langchain_core.documents import Document
+
+from cacheblend_rag import BlendConfig, Prompt
+from cacheblend_rag.app.cli import main
+from cacheblend_rag.calibration.calibrate import (
+    CalibrationOptions,
+    _divided,
+    calibrate,
+    keep_settings,
+    report,
+    settings_of,
+)
+from cacheblend_rag.calibration.evaluation.methods import settings_rule, variants
+from cacheblend_rag.calibration.evaluation.statistics import interval
+from cacheblend_rag.calibration.prompts import case_prompts, chunk_prompts, question_prompts
+from cacheblend_rag.calibration.search import Finding, LayerFinding, Search, _decisive
+from cacheblend_rag.calibration.trials import TrialSet, Tried
+from cacheblend_rag.engine.ratio_policy import Steering
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor.selection import SelectForeseen, SelectHKVD, SelectionRule, SelectNone
+from cacheblend_rag.loading import BlendSettings, ChunkKV, Device, LoadingController, MachineProfile, PrefillProfile
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.prompt import PromptTokenizer
+from tests import tiny
+from tests.probes import engine_of
+
+TOLERANCE = 0.05
+COUNT = 24  # prompts that models are calibrated on
+
+
+def prompts(first: int, count: int) -> list[Prompt]:
+    return [
+        Prompt("Read this:", [tiny.text(20, 10 * n + k) for k in range(4)], f"What fell {tiny.text(3, n)}?")
+        for n in range(first, first + count)
+    ]
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    # The wider the weights, the sharper attention, and the more it matters what a chunk cannot see.
+    "calm": {"seed": 1, "initializer_range": 0.05, "num_hidden_layers": 6},
+    "middling": {"seed": 2, "initializer_range": 0.13, "num_hidden_layers": 6},
+    "wild": {"seed": 0, "initializer_range": 0.5, "num_hidden_layers": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    return {name: tiny.model(**made) for name, made in MODELS.items()}
+
+
+@pytest.fixture(scope="module")
+def found(models: dict[str, Any]) -> dict[str, tuple[BlendSettings, Finding]]:
+    """Each model calibrated."""
+    results = {}
+    for name, model in models.items():
+        with engine_of(model) as engine:
+            options = CalibrationOptions(tolerance=TOLERANCE, answer_tokens=8)
+            results[name] = calibrate(engine, prompts(0, COUNT), options, progress=False)
+    return results
+
+
+def test_different_models_get_different_settings(found: dict[str, tuple[BlendSettings, Finding]]) -> None:
+    calm, middling, wild = (found[name][0] for name in MODELS)
+    assert calm.tolerates
+    assert middling.tolerates
+    assert calm.least_ratio == 0, "full reuse is within the tolerance"
+    assert calm.work < middling.work < 0.9
+    assert settings_rule(calm) != settings_rule(middling)
+    assert not wild.tolerates
+    assert wild.selection == "all"
+
+
+def test_the_tolerance_holds_on_prompts_nobody_has_seen(
+    models: dict[str, Any], found: dict[str, tuple[BlendSettings, Finding]]
+) -> None:
+    for name in ("calm", "middling"):
+        settings, _ = found[name]
+        assert settings.divergence <= settings.highest <= settings.tolerance == TOLERANCE
+        segments = PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
+        fresh = TrialSet(ModelAdapter(models[name]), segments, prompts(100, 16), answer_tokens=8, end_ids=[2])
+        tried = fresh.try_rule(settings_rule(settings).fit(6))
+        assert tried.divergence.mean <= TOLERANCE
+        assert tried.work == pytest.approx(settings.work, abs=0.05)
+
+
+def test_a_mean_within_the_tolerance_is_not_enough(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    segments = PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
+    searched, checks = (
+        TrialSet(ModelAdapter(models["calm"]), segments, prompts(first, 6), answer_tokens=2) for first in (0, 6)
+    )
+    cheap, dear = (Tried(SelectHKVD((1,), ratio), (0.02,) * 6, ratio, True) for ratio in (0.05, 0.2))
+    few_bad, even = (0.01, 0.01, 0.01, 0.01, 0.01, 0.2), (0.03,) * 6
+    on_checks = {0.05: few_bad, 0.2: even}
+
+    def looked_up(trials: TrialSet, rule: SelectHKVD, tolerance: float) -> Tried:
+        return Tried(rule, on_checks[rule.recompute_ratio], 0.0, True)
+
+    monkeypatch.setattr(TrialSet, "try_rule", looked_up)
+    assert sum(few_bad) / 6 < TOLERANCE < interval(few_bad).high
+    search = Search(searched, checks, 6, TOLERANCE)
+    search._good = {repr(tried.rule): tried for tried in (dear, cheap)}
+    chosen, checked = search._checked()
+    assert chosen is dear, "one prompt of the six held back is far beyond"
+    assert checked is not None
+    assert checked.divergences == even
+
+
+def test_no_cheaper_rule_was_passed_over(
+    models: dict[str, Any], found: dict[str, tuple[BlendSettings, Finding]]
+) -> None:
+    _, finding = found["middling"]
+    assert finding.chosen is not None
+    assert [tried.work for tried in finding.tried] == sorted(tried.work for tried in finding.tried)
+    segments = PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
+    _, checks = _divided(prompts(0, COUNT), 0.67)
+    assert len(checks) == COUNT * 2 // 3
+    held_back = TrialSet(ModelAdapter(models["middling"]), segments, checks, answer_tokens=8, end_ids=[2])
+    for tried in finding.tried[: finding.tried.index(finding.chosen)]:
+        unseen = held_back.try_rule(tried.rule)
+        over_all = interval((*tried.divergences, *unseen.divergences))
+        assert max(unseen.divergence.mean, over_all.high) > TOLERANCE
+    assert finding.reuse.divergence.mean > TOLERANCE
+    for layer in finding.layers:
+        assert layer.least_ratio is None or 0 < layer.least_ratio <= 0.7
+    by_layer = {layer.layer: layer.divergence for layer in finding.layers}
+    lowest = {layer.layer: layer.at_lowest for layer in finding.layers}
+    assert lowest[max(lowest)] < lowest[1], "all rows before the check were computed"
+    assert finding.decisive_layer is not None
+    assert by_layer[max(by_layer)] < by_layer[1], "the later the check, the better it points"
+
+
+def test_where_a_rule_fails_the_next_bound_is_tried(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search halves, and so passes over most bounds; those that only other prompts tell apart must not be lost."""
+    segments = PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
+    searched, checks = (
+        TrialSet(ModelAdapter(models["calm"]), segments, prompts(first, 6), answer_tokens=2) for first in (0, 6)
+    )
+
+    def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0) -> Tried:
+        bound = getattr(rule, "bound", 0.0) if isinstance(rule, SelectForeseen) else 0.0
+        good = bound > 0 and (trials is searched or bound <= 0.5)
+        work = 0.15 - 0.1 * bound + 0.001 * getattr(rule, "samples", 0)
+        return Tried(rule, (0.0 if good else 1.0,) * 6, work, True)
+
+    monkeypatch.setattr(TrialSet, "try_rule", looked_up)
+    finding = Search(searched, checks, 6, TOLERANCE).run()
+    assert finding.chosen is not None
+    assert finding.chosen.rule == SelectForeseen(0.5, finding.chosen.rule.query_layers, 0.5, following=1)
+
+
+def test_a_layer_that_points_at_nothing_is_not_decisive() -> None:
+    """However near it comes to the best one, where that keeps little more than full reuse."""
+    at = ((1, 0.019), (8, 0.018), (9, 0.014), (10, 0.013))
+    layers = [LayerFinding(layer, "k", lost, 0.02, None) for layer, lost in at]
+    assert _decisive(layers, reuse=0.0193) == 9
+    assert _decisive(layers[:2], reuse=0.0193) is None
+    assert _decisive([], reuse=0.0193) is None
+
+
+def test_a_layer_behind_which_nothing_is_read_is_not_decisive() -> None:
+    """There nothing diverges whatever is kept, so deviation points at nothing."""
+    read = [LayerFinding(layer, "k", lost, 0.03, None) for layer, lost in ((2, 0.03), (3, 0.012), (7, 0.03))]
+    unread = [LayerFinding(layer, "k", 0.0, 0.0, 0.01) for layer in (8, 9)]
+    assert _decisive(read + unread, reuse=0.03) == 3
+    assert _decisive(unread, reuse=0.03) is None
+
+
+def test_the_decisive_layer_has_nothing_to_do_with_the_tolerance() -> None:
+    """Where full reuse is hardly beyond it, every layer keeps it, and one alone points at the right tokens."""
+    at = ((1, "v", 0.0097, 0.0101), (2, "k", 0.0094, 0.0099), (3, "v", 0.0033, 0.0099), (3, "k", 0.0018, 0.0099))
+    layers = [LayerFinding(layer, metric, lost, lowest, 0.01) for layer, metric, lost, lowest in at]
+    assert _decisive(layers, reuse=0.0101) == 3
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_checks_are_tried_only_where_they_could_pay(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch, holds: bool
+) -> None:
+    """A check on layer 1 costs a sixth of six layers: too much beside a tenth, if that holds on other prompts."""
+    segments = PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
+    searched, checks = (
+        TrialSet(ModelAdapter(models["calm"]), segments, prompts(first, 6), answer_tokens=2) for first in (0, 6)
+    )
+    asked: list[SelectionRule] = []
+
+    def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0) -> Tried:
+        asked.append(rule)
+        good = isinstance(rule, SelectForeseen) and (trials is searched or holds)
+        return Tried(rule, (0.0 if good else 1.0,) * 6, 0.1, True)
+
+    monkeypatch.setattr(TrialSet, "try_rule", looked_up)
+    finding = Search(searched, checks, 6, TOLERANCE).run()
+    measured = {rule.check_layers for rule in asked if isinstance(rule, SelectHKVD) and rule.recompute_ratio > 0}
+    said = report(settings_of(finding, TOLERANCE), finding)
+    if holds:
+        assert finding.chosen is not None
+        assert isinstance(finding.chosen.rule, SelectForeseen)
+        assert not measured
+        assert (finding.layers, finding.decisive_layer, finding.untried_from) == ((), None, 1)
+        assert "checks from layer 1 on were not tried" in said
+    else:
+        assert finding.chosen is None
+        assert measured == {(layer,) for layer in range(1, 6)}
+        assert finding.untried_from is None
+        assert "does not tolerate blending" in said
+
+
+def test_what_is_said(found: dict[str, tuple[BlendSettings, Finding]]) -> None:
+    assert "chosen: hkvd" in report(*found["calm"])
+    assert "of full prefill's work" in report(*found["middling"])
+    assert "does not tolerate blending" in report(*found["wild"])
+    assert "full KV reuse is" in report(*found["wild"])
+    assert found["calm"][1].layers == (), "where full reuse will do, nothing is searched"
+    assert "layer  metric" not in report(*found["calm"])
+    assert "from layer" in report(*found["middling"])
+
+
+def test_answers_are_those_of_full_prefill(models: dict[str, Any]) -> None:
+    model, (prompt,) = models["middling"], prompts(5, 1)
+    trials = TrialSet(
+        ModelAdapter(model), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator), [prompt], answer_tokens=5
+    )
+    with engine_of(model, selection="all") as engine:
+        answer = engine.generate(prompt, max_new_tokens=5)
+    ids, log_probs = trials._trials[0].ids, trials._trials[0].log_probs
+    assert ids == answer.token_ids
+    assert log_probs.argmax(dim=-1).tolist() == ids
+    assert trials.try_rule(SelectHKVD((1,), 1.0)).divergence.mean == pytest.approx(0, abs=1e-4)
+    assert trials.try_rule(SelectNone()).divergence.mean > 0
+
+
+def test_of_many_prompts_the_hard_ones_decide(models: dict[str, Any]) -> None:
+    """Half of those tried are the ones reuse gets most wrong; each of the others stands for several."""
+    adapter, segments = ModelAdapter(models["middling"]), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
+    every, few = (TrialSet(adapter, segments, prompts(0, 20), answer_tokens=4, most=most) for most in (None, 6))
+    assert len(every) == len(few) == 20
+    reuse, seen = every.try_rule(SelectNone()), few.try_rule(SelectNone())
+    assert seen.whole
+    assert len(seen.divergences) == 20
+    assert list(seen.divergences[:3]) == pytest.approx(sorted(reuse.divergences)[:-4:-1])
+    assert sorted(trial.count for trial in few._trials) == [1, 1, 1, 5, 6, 6]
+    others = seen.divergences[3:]
+    assert all(min(abs(one - other) for other in reuse.divergences) < 1e-6 for one in others)
+    assert max(others) <= seen.divergences[2]
+    # What is sure to fail is left as soon as that is sure, which with the hard ones first is soon.
+    given_up = few.try_rule(SelectHKVD((1,), 0.0), sum(seen.divergences[:2]) / 20 - 1e-6)
+    assert not given_up.whole
+    assert len(given_up.divergences) == 2
+
+
+def test_a_search_that_was_killed_goes_on_where_it_was(
+    models: dict[str, Any], found: dict[str, tuple[BlendSettings, Finding]], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    options = CalibrationOptions(tolerance=TOLERANCE, answer_tokens=8)
+    tried, try_one = [], TrialSet._tried
+
+    def counted(trials: TrialSet, rule: SelectionRule, tolerance: float) -> dict[str, Any]:
+        if len(tried) == 15:
+            raise KeyboardInterrupt
+        tried.append(repr(rule))
+        return try_one(trials, rule, tolerance)
+
+    def kept() -> list[dict[str, Any]]:
+        lines = (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines[1:]]
+
+    with engine_of(models["middling"]) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(TrialSet, "_tried", counted)
+            with pytest.raises(KeyboardInterrupt):
+                calibrate(engine, prompts(0, COUNT), options, folder=tmp_path, progress=False)
+        before = kept()
+        assert [line["rule"] for line in before] == tried
+        assert calibrate(engine, prompts(0, COUNT), options, folder=tmp_path, progress=False) == found["middling"]
+        after = kept()
+        assert after[:15] == before
+        whole = [(line["set"], line["rule"]) for line in after if line["whole"]]
+        assert len(whole) == len(set(whole)) > 10, "what was found is not tried again"
+        wider = replace(options, tolerance=2 * TOLERANCE)
+        settings, _ = calibrate(engine, prompts(0, COUNT), wider, folder=tmp_path, progress=False)
+        assert settings.work <= found["middling"][0].work
+        assert len(kept()) - len(after) < len(after) / 2, "another tolerance tries what is new"
+        with pytest.raises(ConfigError, match="prompts was"):
+            calibrate(engine, prompts(1, 12), options, folder=tmp_path, progress=False)
+
+
+def test_options_are_checked(models: dict[str, Any]) -> None:
+    with engine_of(models["calm"]) as engine, pytest.raises(ConfigError, match="prompts"):
+        calibrate(engine, prompts(0, 3))
+    for changes in ({"tolerance": 0}, {"check_share": 1.0}, {"answer_tokens": 0}):
+        with pytest.raises(ConfigError):
+            CalibrationOptions(**changes)  # type: ignore[arg-type]
+
+
+# Prompts ------------------------------------------------------------------------------------
+
+
+def test_prompts_of_ones_own_chunks() -> None:
+    chunks = [
+        Document(page_content=f"In town {n} the mill of Ebba Lund{n} burned.", metadata={"source": f"{n // 2}.md"})
+        for n in range(8)
+    ]
+    made = chunk_prompts(chunks, 20, 4, seed=3)
+    assert made == chunk_prompts(chunks, 20, 4, seed=3) != chunk_prompts(chunks, 20, 4, seed=4)
+    assert len(made) == 20
+    for prompt in made:
+        assert len(set(prompt.chunks)) == 4
+        assert "Lund" in prompt.suffix
+    neighbours = [f"Lund{n}" for n in range(8)]
+    first = made[0]
+    here = [n for n, name in enumerate(neighbours) if any(f"{name} " in chunk for chunk in first.chunks)]
+    assert any(n ^ 1 in here for n in here), "chunks of one file stand together"
+    asked = question_prompts(chunks, ["Which mill of Ebba Lund5 burned?", " "], 2)
+    assert len(asked) == 1
+    assert "Lund5" in asked[0].chunks[0]
+    with pytest.raises(ConfigError, match="docs"):
+        chunk_prompts(chunks[:1], 4)
+    with pytest.raises(ConfigError, match="questions"):
+        question_prompts(chunks, [""])
+
+
+def test_prompts_of_a_file_of_questions(questions: Path) -> None:
+    made = case_prompts(str(questions), 5, 3, seed=1)
+    assert len(made) == 5
+    assert all(len(prompt.chunks) == 3 for prompt in made)
+    assert made == case_prompts(str(questions), 5, 3, seed=1)
+
+
+# The profile, and who reads it ---------------------------------------------------------------
+
+SETTINGS = BlendSettings(
+    "gradual", (1,), 0.05, (0.5, 0.4, 0.05), "k", tolerance=0.01, divergence=0.004, highest=0.008, work=0.1, prompts=24
+)
+
+
+def test_settings_are_kept_in_the_profile_and_old_profiles_still_read(tmp_path: Path) -> None:
+    old = {"prefill": {"m": {"constant": 0, "linear": 1, "quadratic": 0}}, "devices": {}}
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(old), encoding="utf-8")
+    before = MachineProfile.load(path)
+    assert before is not None
+    assert before.blends == {}
+    joined = before.joined(MachineProfile(blends={"m": SETTINGS}))
+    joined.save(path)
+    assert MachineProfile.load(path) == joined
+    content = json.loads(path.read_text(encoding="utf-8"))
+    assert content["prefill"]["m"].items() >= old["prefill"]["m"].items()
+    content["blends"]["m"]["of_a_later_version"] = 1
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert MachineProfile.load(path) == joined
+
+
+def steering(settings: BlendSettings, prefill: bool = False, **options: Any) -> Steering:
+    measured = {"m": PrefillProfile(1.0, 0.0, 0.0)} if prefill else {}
+    profile = MachineProfile(measured, {"disk": Device("disk", 1e6)}, {"m": settings})
+    return Steering(BlendConfig(**options), 24, "m", LoadingController(profile))
+
+
+def test_auto_is_what_was_calibrated_unless_a_rule_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = steering(SETTINGS).choose([ChunkKV(100, 1000)], 120, 20, "disk")
+    assert chosen.rule == SelectHKVD((1, 2, 3), 0.5, (0.5, 0.4, 0.05), "k")
+    assert chosen.ratio == 0.05
+    for options in ({"recompute_ratio": 0.3}, {"metric": "v"}, {"selection": "boundary"}, {"check_layers": (2,)}):
+        assert steering(SETTINGS, **options).settings is None
+    monkeypatch.setenv("CACHEBLEND_RAG_SELECTION", "query")
+    assert steering(SETTINGS).settings is None
+
+
+def test_slow_loading_raises_what_was_calibrated_and_never_lowers_it() -> None:
+    fast = steering(SETTINGS, prefill=True).choose([ChunkKV(100, 1000)], 120, 20, "disk")
+    assert fast.ratio == 0.05
+    slow = steering(SETTINGS, prefill=True).choose([ChunkKV(900, 500_000)], 1000, 100, "disk")
+    assert slow.plan is not None
+    assert 0.3 < slow.ratio <= 0.5
+    assert slow.rule.recompute_ratios == (0.5, max(0.4, slow.ratio), slow.ratio)  # type: ignore[attr-defined]
+    # What the first layers do beyond the last share counts as done at any ratio: of 24 layers
+    # 1 + 0.5 + 0.4 + 21 * 0.05 are computed.
+    head = steering(SETTINGS)._head_share()
+    assert head + 0.05 * (1 - head) == pytest.approx((1 + 0.5 + 0.4 + 21 * 0.05) / 24)
+    flat = replace(SETTINGS, selection="hkvd", check_layers=(2,), recompute_ratios=())
+    assert steering(flat)._head_share() == pytest.approx(2 / 24)
+
+
+def test_a_model_that_does_not_tolerate_blending_is_prefilled_in_full(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = steering(BlendSettings("all", recompute_ratio=1.0, tolerance=0.01))
+    assert "does not tolerate blending within 0.01 nats" in caplog.text
+    assert not found.rule.reads_store
+    assert not found.free
+
+
+def test_the_next_engine_uses_what_was_kept(models: dict[str, Any], tmp_path: Path) -> None:
+    (prompt,) = prompts(7, 1)
+    settings = replace(SETTINGS, recompute_ratios=(0.5, 0.1))
+    with engine_of(models["calm"], store=str(tmp_path)) as engine:
+        engine.warm(prompt.chunks, progress=False)
+        assert keep_settings(engine, settings) == tmp_path / "profile.json"
+        assert engine.fuse(prompt).report.recompute_ratio == 0.15
+    with engine_of(models["calm"], store=str(tmp_path)) as engine:
+        report = engine.fuse(prompt).report
+        reused = report.chunk_tokens
+        assert report.recompute_ratio == 0.1
+        assert report.recomputed_tokens == (reused, reused // 2, *[reused // 10] * 4)
+        (found,) = [one for one in variants(["calibrated"], (), 6, settings) if one.method == "calibrated"]
+        assert found.rule == SelectHKVD((1, 2), 0.5, (0.5, 0.1), "k")
+    with engine_of(models["calm"]) as engine, pytest.raises(ConfigError, match="store"):
+        keep_settings(engine, settings)
+
+
+def test_the_command(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for number in range(8):
+        (docs / f"{number}.md").write_text(f"Town {number}\n\n{tiny.text(30, number)}", encoding="utf-8")
+    given = ["calibrate", "--model", str(model_folder), "--docs", str(docs), "--data-dir", str(tmp_path / "data")]
+    small = ["--prompts", "6", "--chunks", "3", "--answer-tokens", "3", "--device", "cpu"]
+    kept_in = tmp_path / "searched"
+    assert main([*given, *small, "--tolerance", "5", "--out", str(kept_in)]) == 0
+    assert "chosen: hkvd" in capsys.readouterr().out
+    assert (kept_in / "results.jsonl").exists()
+    assert main([*given, *small, "--tolerance", "5"]) == 0
+    said = capsys.readouterr().out
+    assert "chosen: hkvd" in said
+    path = tmp_path / "data" / "kv" / "profile.json"
+    assert f"kept in {path}" in said
+    (kept,) = json.loads(path.read_text(encoding="utf-8"))["blends"].values()
+    assert kept["tolerance"] == 5
+    (tmp_path / "asked.txt").write_text("What fell?\n" * 6, encoding="utf-8")
+    assert main([*given, *small, "--tolerance", "1e-9", "--questions", str(tmp_path / "asked.txt")]) == 0
+    assert "does not tolerate blending" in capsys.readouterr().out
+    assert main([*given, "--data", "questions.jsonl"]) == 2
+    assert "without --docs" in capsys.readouterr().err
+    assert main([*given, "--prompt", "stuff"]) == 2
+    assert "use it with --data" in capsys.readouterr().err

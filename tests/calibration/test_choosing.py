@@ -1,0 +1,112 @@
+"""Which passages stand in a prompt, how long they are, in which order, and what is asked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from langchain_core.embeddings import DeterministicFakeEmbedding
+
+from cacheblend_rag.calibration.evaluation.cases import EvalCase, Passage
+from cacheblend_rag.calibration.evaluation.choosing import VectorRanker, WordRanker, choose, pooled, repacked
+from cacheblend_rag.calibration.evaluation.prompts import ChatFrame, build_prompt
+from cacheblend_rag.errors import ConfigError
+from tests import tiny
+from tests.integrations.langchain.models import TEMPLATE
+
+TEXTS = ("the river froze", "an owl saw the river", "a fox ran", "the owl slept", "leaves fell", "an oak stood")
+CASE = EvalCase(
+    "c", "Where did the owl go?", ("away",), tuple(Passage(f"T{n}", text, n == 4) for n, text in enumerate(TEXTS))
+)
+RANKER = WordRanker(passage.chunk for passage in CASE.passages)
+
+
+def titles(case: EvalCase) -> list[str]:
+    return [passage.title for passage in case.passages]
+
+
+def test_what_shares_rare_words_comes_first_and_support_is_kept() -> None:
+    assert titles(choose(CASE, 2, ranker=RANKER, keep_support=False)) == ["T1", "T3"]
+    assert titles(choose(CASE, 3, ranker=RANKER)) == ["T1", "T3", "T4"]
+    assert titles(choose(CASE, 1, ranker=RANKER)) == ["T4"]
+    assert titles(choose(CASE, 9, ranker=RANKER)) != titles(choose(CASE, 9))
+    assert titles(choose(CASE, 9)) == [f"T{n}" for n in range(6)]
+
+
+def test_random_order_is_seeded_and_holds_the_same_passages() -> None:
+    one, again, other = (choose(CASE, 5, order="random", ranker=RANKER, seed=seed) for seed in (0, 0, 1))
+    assert titles(one) == titles(again) != titles(other)
+    assert set(titles(one)) == set(titles(choose(CASE, 5, ranker=RANKER)))
+    assert titles(choose(replace(CASE, id="d"), 5, order="random", ranker=RANKER)) != titles(one)
+
+
+def test_embeddings_rank_by_distance() -> None:
+    ranker = VectorRanker(DeterministicFakeEmbedding(size=8))
+    assert ranker.rank(TEXTS[2], TEXTS)[0] == 2
+    assert sorted(ranker.rank("anything", TEXTS)) == list(range(6))
+
+
+def test_bad_choices_are_refused() -> None:
+    with pytest.raises(ConfigError, match="order"):
+        choose(CASE, 2, order="best")
+    with pytest.raises(ConfigError, match="chunks"):
+        choose(CASE, 0)
+    with pytest.raises(ConfigError, match="chunk_tokens"):
+        repacked(CASE, tiny.tokenizer(), 3)
+    with pytest.raises(ConfigError, match="set_size"):
+        pooled([CASE], 0)
+
+
+@pytest.mark.parametrize("tokens", [12, 40, 1000])
+def test_passages_are_cut_and_joined_to_a_length(tokens: int) -> None:
+    tokenizer = tiny.tokenizer()
+    long = replace(CASE, passages=(*CASE.passages, Passage("", tiny.text(60, 1))))
+    packed = repacked(long, tokenizer, tokens)
+    sizes = [len(tokenizer.encode(passage.text, add_special_tokens=False)) for passage in packed.passages]
+    assert max(sizes) <= tokens
+    words = " ".join(passage.chunk for passage in long.passages).split()
+    assert " ".join(passage.text for passage in packed.passages).split() == words
+    assert any(passage.support for passage in packed.passages)
+    if tokens == 1000:
+        assert len(packed.passages) == 1
+
+
+def test_the_extended_workload_shares_documents() -> None:
+    cases = [
+        replace(CASE, id=str(n), passages=tuple(Passage(f"{n}.{m}", TEXTS[m], m == 0) for m in range(3)))
+        for n in range(6)
+    ]
+    found = pooled(cases, 3, seed=1)
+    assert sorted(case.id for case in found) == [str(n) for n in range(6)]
+    assert [case.id for case in found] != [str(n) for n in range(6)]
+    assert {case.group for case in found} == {"set 1", "set 2"}
+    for case in found:
+        assert len(case.passages) == 9
+        assert [passage.title for passage in case.passages if passage.support] == [f"{case.id}.0"]
+    grouped = pooled([replace(case, group="all") for case in cases], 3)
+    assert {len(case.passages) for case in grouped} == {18}
+
+
+def test_prompts_ask_for_what_the_measure_measures() -> None:
+    short = build_prompt(CASE)
+    assert "within 5 words" in short.prefix
+    assert short.suffix.endswith("Question: Where did the owl go?\nAnswer:")
+    assert short.chunks[0] == "T0\nthe river froze"
+    assert build_prompt(CASE, "stuff").suffix == "\n\nQuestion: Where did the owl go?\nHelpful Answer:"
+    assert build_prompt(replace(CASE, question="{braces} {q}"), "stuff").suffix.count("{braces} {q}") == 1
+    summary = build_prompt(replace(CASE, task="summary", question=""), "stuff")
+    assert "summary of all news" in summary.prefix
+    shots = build_prompt(replace(CASE, task="examples", question="Dialogue: so\nSummary:"))
+    assert shots.suffix == "\n\nDialogue: so\nSummary:"
+    with pytest.raises(ConfigError, match="prompt"):
+        build_prompt(CASE, "haiku")
+
+
+def test_a_chat_template_goes_around_the_prompt() -> None:
+    tokenizer = tiny.tokenizer()
+    with pytest.raises(ConfigError, match="no chat template"):
+        ChatFrame(tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    prompt = build_prompt(CASE, "stuff", ChatFrame(tokenizer))
+    assert prompt.prefix.startswith("<s>[user] Use the following")
+    assert prompt.suffix.endswith("Helpful Answer:\n[assistant] ")

@@ -1,0 +1,233 @@
+"""Files of questions: what is read, and what is refused with its line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag.calibration.evaluation.cases import Passage, digest
+from cacheblend_rag.calibration.evaluation.datasets import FORMATS, load_cases
+from cacheblend_rag.errors import ConfigError, DatasetError
+from tests.calibration.conftest import question, write_questions
+
+# The folder of the open question sets, where there is one; see SOURCE.md in it.
+DATA = os.environ.get("CACHEBLEND_RAG_TEST_DATA")
+
+
+def write(path: Path, *records: Any) -> Path:
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_our_own_schema(tmp_path: Path) -> None:
+    path = write_questions(tmp_path / "questions.jsonl", 3)
+    cases = load_cases(path)
+    assert [case.id for case in cases] == ["q0", "q1", "q2"]
+    assert cases[1].answers[1] == "an owl"
+    assert cases[1].kind == "b"
+    assert cases[1].task == "qa"
+    assert [passage.support for passage in cases[1].passages] == [True, True] + [False] * 6
+    assert cases[1].passages[0].chunk == f"T1.0\n{question(1)['passages'][0]['text']}"
+    assert load_cases(path, limit=2) == cases[:2]
+    assert digest(cases) == digest(load_cases(path)) != digest(cases[:2])
+
+
+def test_malformed_lines_are_refused_with_their_numbers(tmp_path: Path) -> None:
+    good = question(0)
+    path = write(
+        tmp_path / "bad.jsonl",
+        good,
+        "{not json",
+        "",
+        {**question(1), "answers": []},
+        {**question(2), "passages": [{"title": "no text"}]},
+        {**question(3), "question": "  "},
+        ["a list"],
+    )
+    with pytest.raises(DatasetError) as caught:
+        load_cases(path)
+    lines = str(caught.value).splitlines()
+    assert "bad.jsonl" in lines[0]
+    starts = [
+        "line 2: not JSON",
+        "line 4: 'answers'",
+        "line 5: 'text' is missing",
+        "line 6: 'question'",
+        "line 7: a list",
+    ]
+    assert [line.strip()[: len(start)] for line, start in zip(lines[1:], starts, strict=True)] == starts
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"answers": "one"}, "'answers' must be a list of texts"),
+        ({"answers": [1]}, "'answers' must be a list of texts"),
+        ({"answers": [" "]}, "none that is empty"),
+        ({"passages": []}, "'passages' is empty"),
+        ({"passages": ["text"]}, "'passages' must be a list of objects"),
+        ({"passages": [{"text": 3}]}, "'text' is a int"),
+        ({"passages": [{"text": "x", "support": "yes"}]}, "'support' of passage 0"),
+        ({"question": None}, "'question' is missing"),
+    ],
+)
+def test_what_is_wrong_is_said(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "bad.jsonl", question(0), {**question(1), **change})
+    with pytest.raises(DatasetError, match="line 2: ") as caught:
+        load_cases(path)
+    assert said in str(caught.value)
+
+
+def test_many_bad_lines_are_counted_not_listed(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="and 7 more"):
+        load_cases(write(tmp_path / "bad.jsonl", *["?"] * 12))
+
+
+def test_files_that_cannot_be_used(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="cannot be read"):
+        load_cases(tmp_path / "nothing.jsonl")
+    with pytest.raises(DatasetError, match="no questions"):
+        load_cases(write(tmp_path / "empty.jsonl", ""))
+    with pytest.raises(DatasetError, match="is not JSON"):
+        load_cases(write(tmp_path / "cut.json", "[{"))
+    with pytest.raises(DatasetError, match="no known format"):
+        load_cases(write(tmp_path / "other.jsonl", {"text": "a"}))
+    with pytest.raises(DatasetError, match="question 2 has the id 'q0'"):
+        load_cases(write(tmp_path / "twice.jsonl", question(0), question(0)))
+    with pytest.raises(ConfigError, match="format"):
+        load_cases(write(tmp_path / "fine.jsonl", question(0)), "squad")
+    (tmp_path / "latin.jsonl").write_bytes('{"question": "caf\xe9"}'.encode("latin-1"))
+    with pytest.raises(DatasetError, match="cannot be read"):
+        load_cases(tmp_path / "latin.jsonl")
+
+
+def test_musique(tmp_path: Path) -> None:
+    record = {
+        "id": "2hop__1_2",
+        "paragraphs": [
+            {"idx": 0, "title": "Owls", "paragraph_text": "An owl watched.", "is_supporting": True},
+            {"idx": 1, "title": "Oaks", "paragraph_text": "An oak fell.", "is_supporting": False},
+        ],
+        "question": "Who watched?",
+        "answer": "an owl",
+        "answer_aliases": ["the owl"],
+        "answerable": True,
+    }
+    (case,) = load_cases(write(tmp_path / "musique_ans_v1.0_dev.jsonl", record))
+    assert (case.kind, case.answers) == ("2hop", ("an owl", "the owl"))
+    assert case.passages == (Passage("Owls", "An owl watched.", True), Passage("Oaks", "An oak fell.", False))
+    with pytest.raises(DatasetError, match="line 1: 'paragraph_text'"):
+        load_cases(write(tmp_path / "bad.jsonl", {**record, "paragraphs": [{"title": "Owls"}]}))
+
+
+HOTPOT = {
+    "_id": "h1",
+    "question": "Who watched?",
+    "answer": "an owl",
+    "type": "bridge",
+    "level": "hard",
+    "supporting_facts": [["Owls", 0]],
+    "context": [["Owls", ["An owl watched.", " It was grey."]], ["Oaks", ["An oak fell."]]],
+}
+HUB = {
+    **{key: value for key, value in HOTPOT.items() if key != "_id"},
+    "id": "h1",
+    "supporting_facts": {"title": ["Owls"], "sent_id": [0]},
+    "context": {"title": ["Owls", "Oaks"], "sentences": [["An owl watched.", "It was grey."], ["An oak fell."]]},
+}
+WIKI = {key: value for key, value in HOTPOT.items() if key != "level"}
+
+
+@pytest.mark.parametrize("record", [HOTPOT, HUB, WIKI], ids=["hotpotqa", "hub", "2wikimqa"])
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_hotpotqa_and_2wikimultihopqa(record: dict[str, Any], suffix: str, tmp_path: Path) -> None:
+    path = write(tmp_path / f"dev.{suffix}", [record] if suffix == "json" else record)
+    (case,) = load_cases(path)
+    assert (case.id, case.kind, case.answers) == ("h1", "bridge", ("an owl",))
+    assert case.passages == (
+        Passage("Owls", "An owl watched. It was grey.", True),
+        Passage("Oaks", "An oak fell.", False),
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("context", [["Owls"]]),
+        ("context", [["Owls", ["An owl watched.", 3]]]),
+        ("context", [3]),
+        ("context", None),
+        ("context", {"title": ["Owls"], "sentences": ["An owl watched."]}),
+        ("title", {"title": None, "sentences": [["An owl watched."]]}),
+        ("supporting_facts", [3]),
+        ("supporting_facts", None),
+    ],
+)
+def test_multihop_records_that_are_wrong(key: str, value: Any, tmp_path: Path) -> None:
+    wrong = {**HOTPOT, "_id": "h2", "context" if key == "title" else key: value}
+    with pytest.raises(DatasetError, match=f"record 2: '{key}'"):
+        load_cases(write(tmp_path / "dev.json", [HOTPOT, wrong]), "hotpotqa")
+
+
+def test_a_format_that_is_not_the_file_s_is_refused_by_what_is_missing(tmp_path: Path) -> None:
+    path = write(tmp_path / "questions.jsonl", question(0))
+    for form in set(FORMATS) - {"own"}:
+        with pytest.raises(DatasetError, match=r"line 1: '\w+'"):
+            load_cases(path, form)
+
+
+def test_samsum_gets_worked_examples(tmp_path: Path) -> None:
+    records = [{"id": str(n), "dialogue": f"A: {n}?\r\nB: yes", "summary": f"B agrees {n} times."} for n in range(3)]
+    cases = load_cases(write(tmp_path / "test.json", records))
+    assert [case.task for case in cases] == ["examples"] * 3
+    assert cases[1].question == "Dialogue: A: 1?\nB: yes\nSummary:"
+    assert [passage.text for passage in cases[1].passages] == [
+        "Dialogue: A: 2?\nB: yes\nSummary: B agrees 2 times.",
+        "Dialogue: A: 0?\nB: yes\nSummary: B agrees 0 times.",
+    ]
+
+
+def test_multinews_as_two_files_and_as_one(tmp_path: Path) -> None:
+    document = "An owl watched. NEWLINE_CHAR It was grey. ||||| An oak fell. |||||"
+    (tmp_path / "test.src.cleaned").write_text(document + "\n", encoding="utf-8")
+    (tmp_path / "test.tgt.cleaned").write_text("– Owl sees oak fall.\n", encoding="utf-8")
+    (two,) = load_cases(tmp_path / "test.src.cleaned")
+    (one,) = load_cases(write(tmp_path / "test.jsonl", {"document": document, "summary": "– Owl sees oak fall."}))
+    assert two == one
+    assert (one.task, one.question, one.answers) == ("summary", "", ("Owl sees oak fall.",))
+    assert [passage.text for passage in one.passages] == ["An owl watched. \n It was grey.", "An oak fell."]
+    (tmp_path / "test.tgt.cleaned").write_text("a\nb\n", encoding="utf-8")
+    with pytest.raises(DatasetError, match="has 1 lines"):
+        load_cases(tmp_path / "test.src.cleaned")
+
+
+def test_longbench(tmp_path: Path) -> None:
+    common = {"answers": ["an owl"], "length": 9, "language": "en", "all_classes": None}
+    passages = "Passage 1:\nOwls\nAn owl watched.\n\nPassage 2:\nOaks\nAn oak fell.\n"
+    shots = "Dialogue: A: hi\nSummary: They greet.\nDialogue: B: bye\nSummary: They part."
+    records = [
+        {**common, "_id": "a", "dataset": "musique", "input": "Who watched?", "context": passages},
+        {**common, "_id": "b", "dataset": "multi_news", "input": "", "context": passages},
+        {**common, "_id": "c", "dataset": "samsum", "input": "Dialogue: C: so\nSummary: ", "context": shots},
+    ]
+    qa, news, chat = load_cases(write(tmp_path / "bench.jsonl", *records))
+    assert [passage.text for passage in qa.passages] == ["Owls\nAn owl watched.", "Oaks\nAn oak fell."]
+    assert (qa.task, qa.kind, news.task, chat.task) == ("qa", "musique", "summary", "examples")
+    assert [passage.text for passage in chat.passages] == [
+        "Dialogue: A: hi\nSummary: They greet.",
+        "Dialogue: B: bye\nSummary: They part.",
+    ]
+    assert chat.question.endswith("Summary:")
+
+
+@pytest.mark.skipif(DATA is None, reason="CACHEBLEND_RAG_TEST_DATA names no folder of question sets")
+@pytest.mark.parametrize(("name", "count", "passages"), [("musique_train", 100, 20), ("2wiki_train", 500, 10)])
+def test_the_open_question_sets(name: str, count: int, passages: int) -> None:
+    cases = load_cases(Path(str(DATA)) / f"{name}.jsonl")
+    assert len(cases) == count
+    assert all(len(case.passages) == passages and case.answers for case in cases)

@@ -1,0 +1,304 @@
+"""What stores call while they work: never under a lock, never quietly failing, and all of it named by the protocol."""
+
+from __future__ import annotations
+
+import ast
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cacheblend_rag
+from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag.engine.batch import ReadOnce
+from cacheblend_rag.engine.session_cache import KEY_PREFIX
+from cacheblend_rag.errors import ConfigError, RecordError, StoreError
+from cacheblend_rag.store import BaseStore, DiskStore, KVStore, MemoryStore, StoredKV, TieredStore, open_store
+from cacheblend_rag.store.base import check_store
+from docs.benchmarks.scripts.faults import record_of
+from docs.benchmarks.scripts.throttled import ThrottledStore
+from tests import tiny
+from tests.probes import CHUNKS, PROMPT, Hooked, engine_of
+
+SMALL = 2 * 100_000
+PATIENCE = 5  # seconds; diskcache gives up a lock after ten
+
+SMALL_STORES: dict[str, Callable[[Path], KVStore]] = {
+    "memory": lambda folder: MemoryStore(SMALL),
+    "disk": lambda folder: DiskStore(folder / "small", 300_000),
+}
+
+
+class Refusing(MemoryStore):
+    """Erases nothing."""
+
+    def delete(self, key: str) -> bool:
+        raise StoreError(f"{key!r} is held by somebody")
+
+
+def fill(store: KVStore, first: int = 0) -> list[str]:
+    """Put records until some must have been evicted."""
+    keys = [str(number) for number in range(first, first + 12)]
+    for key in keys:
+        store.put(key, record_of(int(key)))
+    return keys
+
+
+# Call-outs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", sorted(SMALL_STORES))
+def test_other_threads_use_a_store_while_it_tells_what_it_evicts(kind: str, tmp_path: Path) -> None:
+    store, told = SMALL_STORES[kind](tmp_path), list[str]()
+    with ThreadPoolExecutor(1) as pool:
+
+        def evicted(key: str, record: StoredKV) -> None:
+            told.append(key)
+            if len(told) == 1:
+                assert store.contains(key), "it leaves afterwards"
+                pool.submit(store.put, "new", record_of(50)).result(PATIENCE)
+                assert pool.submit(store.delete, "new").result(PATIENCE)
+
+        store.on_evict = evicted
+        keys = fill(store)
+    assert told
+    assert [key for key in keys if not store.contains(key)] == sorted(set(told), key=int)
+    store.close()
+
+
+@pytest.mark.parametrize("kind", sorted(SMALL_STORES))
+def test_a_record_is_evicted_whatever_becomes_of_the_call(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = SMALL_STORES[kind](tmp_path)
+
+    def failing(key: str, record: StoredKV) -> None:
+        raise error
+
+    store.on_evict = failing
+    error: Exception = RecordError("its last layer is damaged")
+    keys = fill(store)
+    assert not store.contains(keys[0])
+    error = ZeroDivisionError("a fault of the user's")
+    fill(store, 20)
+    assert "whoever was told of it failed" in caplog.text
+    assert store.volume() <= store.size_limit
+    store.close()
+
+
+def test_forgetting_and_evicting_do_not_wait_for_one_another(tmp_path: Path) -> None:
+    """One holds what tiers move under and wants the disk; the other holds the disk and wants to move a record."""
+    erasing, evicting = threading.Event(), threading.Event()
+
+    class Gated(MemoryStore):
+        def delete(self, key: str) -> bool:
+            erasing.set()
+            assert evicting.wait(PATIENCE)
+            return super().delete(key)
+
+    fast, slow = DiskStore(tmp_path / "fast", 300_000), MemoryStore()
+    store = TieredStore([Gated(), fast, slow])
+    sink = fast.on_evict
+    assert sink is not None
+
+    def evicted(key: str, record: StoredKV) -> None:
+        evicting.set()
+        sink(key, record)
+
+    fast.on_evict = evicted
+    slow.put("forgotten", record_of(40))
+    with ThreadPoolExecutor(2) as pool:
+        forgotten = pool.submit(store.delete, "forgotten")
+        assert erasing.wait(PATIENCE)
+        filled = pool.submit(fill, fast)
+        assert forgotten.result(PATIENCE)
+        keys = filled.result(PATIENCE)
+    assert not store.contains("forgotten")
+    assert all(store.contains(key) for key in keys)
+    assert slow.stats().records
+    store.close()
+
+
+@pytest.mark.parametrize("kind", sorted(SMALL_STORES))
+def test_what_is_forgotten_while_it_is_evicted_does_not_come_back(kind: str, tmp_path: Path) -> None:
+    upper, lower = SMALL_STORES[kind](tmp_path), MemoryStore()
+    store, told = TieredStore([upper, lower]), list[str]()
+    sink = upper.on_evict
+    assert sink is not None
+
+    def evicted(key: str, record: StoredKV) -> None:
+        told.append(key)
+        assert store.delete(key)
+        sink(key, record)
+
+    upper.on_evict = evicted
+    fill(upper)
+    assert told
+    assert not any(store.contains(key) for key in told)
+    store.close()
+
+
+def test_what_is_forgotten_while_it_sinks_does_not_come_back() -> None:
+    sinking, put = threading.Event(), threading.Event()
+
+    class Slow(MemoryStore):
+        def put(self, key: str, record: Any) -> None:
+            sinking.set()
+            assert put.wait(PATIENCE)
+            super().put(key, record)
+
+    upper = MemoryStore(SMALL)
+    store = TieredStore([upper, Slow()])
+    with ThreadPoolExecutor(2) as pool:
+        filled = pool.submit(fill, upper)
+        assert sinking.wait(PATIENCE)
+        forgotten = pool.submit(store.delete, "0")
+        other = pool.submit(store.delete, "unknown")
+        with pytest.raises(TimeoutError):
+            forgotten.result(0.2)
+        put.set()
+        assert forgotten.result(PATIENCE)
+        assert not other.result(PATIENCE)
+        filled.result(PATIENCE)
+    assert not store.contains("0")
+    assert not store._moving
+    assert not store._erasing
+
+
+def test_what_tiers_within_a_tier_evict_sinks_to_the_next() -> None:
+    last = MemoryStore()
+    inner = TieredStore([MemoryStore(SMALL), MemoryStore(SMALL)])
+    store = TieredStore([inner, last])
+    keys = fill(inner)
+    assert last.stats().records > 0
+    assert all(store.contains(key) for key in keys)
+
+
+# Forgetting ---------------------------------------------------------------------------------
+
+
+def test_an_error_in_one_tier_is_raised_after_the_others_were_tried(tmp_path: Path) -> None:
+    first, middle, last = Refusing(), MemoryStore(), Refusing()
+    for tier in (first, middle, last):
+        tier.put("1", record_of(1))
+    with pytest.raises(StoreError, match="'1' is held by somebody; '1' is held"):
+        TieredStore([first, middle, last]).delete("1")
+    assert not middle.contains("1")
+
+
+def test_what_a_tier_cannot_list_is_said_after_the_others_have_listed_theirs() -> None:
+    class Unreadable(MemoryStore):
+        def infos(self, beginning: str) -> Any:
+            raise StoreError("cannot be read")
+
+    last = MemoryStore()
+    last.put("1", record_of(1))
+    found = TieredStore([Unreadable(), last]).infos("")
+    assert next(found)[0] == "1"
+    with pytest.raises(StoreError, match="cannot be read"):
+        next(found)
+
+
+def test_an_engine_forgets_all_it_can_and_says_what_it_could_not() -> None:
+    class Partly(MemoryStore):
+        held = ""
+
+        def delete(self, key: str) -> bool:
+            if key == self.held:
+                raise StoreError("held by somebody")
+            return super().delete(key)
+
+        def infos(self, beginning: str) -> Any:
+            if beginning == KEY_PREFIX:
+                raise StoreError("cannot be read")
+            return super().infos(beginning)
+
+    store = Partly()
+    with engine_of(store=store) as engine:
+        engine.warm(CHUNKS, progress=False)
+        keys = [key for key, _ in store.infos("")]
+        with pytest.raises(StoreError, match="3 records were: cannot be read"):
+            engine.forget(CHUNKS)
+        engine.warm(CHUNKS, progress=False)
+        store.held = keys[1]
+        with pytest.raises(StoreError, match="not all could be forgotten, 2 records were"):
+            engine.forget(CHUNKS)
+        assert [key for key, _ in store.infos("")] == [keys[1]]
+
+
+def test_a_record_that_cannot_be_used_nor_erased_is_a_miss(caplog: pytest.LogCaptureFixture) -> None:
+    class Stuck(Hooked):
+        def delete(self, key: str) -> bool:
+            raise StoreError("cannot be erased")
+
+    def damaged(key: str, layer: int) -> None:
+        if layer == 2:
+            raise RecordError("damaged")
+
+    store = Stuck()
+    with engine_of(store=store, write_back="off") as engine:
+        expected = engine.generate(PROMPT, max_new_tokens=4).token_ids
+        engine.warm(CHUNKS, progress=False)
+        store.reading = damaged
+        answer = engine.generate(PROMPT, max_new_tokens=4)
+    assert answer.token_ids == expected
+    assert answer.report.lost == len(CHUNKS)
+    assert "cannot be erased" in caplog.text
+
+
+# The protocol -------------------------------------------------------------------------------
+
+
+def test_every_store_has_all_that_the_protocol_names(tmp_path: Path) -> None:
+    memory, disk = MemoryStore(), DiskStore(tmp_path / "kv")
+    stores: list[KVStore] = [
+        memory, disk, TieredStore([memory, disk]), ReadOnce(disk), ThrottledStore(disk, 1e9), Hooked(disk),
+    ]  # fmt: skip
+    for store in stores:
+        check_store(store)
+    tiers, once = stores[2], ReadOnce(stores[2])
+    assert (tiers.persistent, tiers.medium, tiers.folder, tiers.tiers) == (True, "disk", disk.folder, (memory, disk))
+    assert (once.persistent, once.medium, once.folder, once.tiers) == (True, "disk", disk.folder, (memory, disk))
+    assert (memory.persistent, memory.medium, memory.folder, memory.tiers) == (False, "memory", None, ())
+    assert tiers.stats() == once.stats() == disk.stats()
+    once.on_evict = print
+    assert disk.on_evict is print
+    tiers.close()
+
+
+def test_a_store_that_lacks_something_is_refused() -> None:
+    class Own:
+        """Opens records, and nothing else."""
+
+        size_limit = 10**9
+
+        def open(self, key: str) -> StoredKV | None:
+            return None
+
+    class Derived(Own, BaseStore):
+        pass
+
+    lacking: Any = Own()
+    with pytest.raises(ConfigError, match=r"store='a Own' is not usable: give it 'claim', .*'tiers', .*BaseStore"):
+        open_store(lacking, BlendConfig())
+    lacking = Derived()
+    with pytest.raises(ConfigError, match="give it 'claim', 'close', 'contains', 'delete', 'infos', 'prefetch', 'put'"):
+        BlendEngine(tiny.model(), tiny.tokenizer(), store=lacking)
+    with pytest.raises(ConfigError, match="tiers='a Derived'"):
+        TieredStore([MemoryStore(), lacking])
+
+
+def test_no_caller_guesses_what_a_store_has_or_hangs_data_on_tensors() -> None:
+    package = Path(cacheblend_rag.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        if path != package / "store" / "base.py" and not {"langchain", "llama_index"} & {*path.parts}:
+            for call in ast.walk(ast.parse(source)):
+                if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("hasattr", "getattr"):
+                    asked = ast.unparse(call.args[0]).rpartition(".")[2].strip("_")
+                    assert asked not in ("store", "tier", "upper", "lower"), f"{path}:{call.lineno}"
+        if "models" in path.parts:
+            assert "type: ignore[attr-defined]" not in source, path

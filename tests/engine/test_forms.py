@@ -1,0 +1,167 @@
+"""Documents in the forms in which chains write them: found as they stand, each with one outcome, at little cost."""
+
+from __future__ import annotations
+
+import html
+import json
+import random
+import textwrap
+import time
+import unicodedata
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.forms import CUT_LEAST, change_of
+from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved, known_chunks, notice, written_forms
+from tests import tiny
+
+DOCUMENT = f'Passage.\n\n{tiny.text(40, 1)} "caf\u00e9" & <b>far-off</b> it\'s'
+OTHER = f"Another passage.\n\n{tiny.text(40, 2)}"
+
+
+def seen(text: str, *documents: str, known: tuple[str, ...] = ()) -> Prompt:
+    prompt = notice(text, ChunkRegistry(texts=known), documents=[Retrieved((one,)) for one in documents])
+    assert prompt.written("<separator>").text == text
+    return prompt
+
+
+def changes(prompt: Prompt) -> list[str | None]:
+    """What was changed of each document; None of one that was not found."""
+    return [None if one.chunk is None else one.change for one in prompt.documents]
+
+
+@pytest.mark.parametrize("behind", ["\n\nby Anna?", "...", " \u2026", ", and so on", ""])
+def test_a_document_that_was_cut_ends_where_the_prompt_goes_on_otherwise(behind: str) -> None:
+    stop = DOCUMENT.index(" ", 100)
+    prompt = seen(f"Use: {DOCUMENT[:stop]}{behind}", DOCUMENT)
+    assert (prompt.chunks, changes(prompt)) == ((DOCUMENT[:stop],), ["truncated at the end"])
+
+
+def test_a_word_that_goes_on_otherwise_is_no_part_of_the_document() -> None:
+    """Else the first letters of a question would be stored where they happen to be those of the document."""
+    document = f"{tiny.text(20, 3)} behind the mill"
+    cut, _, _ = document.partition(" behind")
+    for question in ("beyond what?", "besides, who?"):
+        assert seen(f"{cut} {question}", document).chunks == (cut,)
+    assert seen(f"Was it beyond {document[-90:]}", document).chunks[0] in document
+
+
+@pytest.mark.parametrize("left", [CUT_LEAST - 1, CUT_LEAST])
+def test_of_a_document_that_was_cut_enough_must_be_left(left: int) -> None:
+    document = "x1" * 200
+    for cut in (document[:left], document[-left:]):
+        prompt = seen(f"Use: {cut}.", document.replace("x1", "x1", 1))
+        assert (changes(prompt) == [None]) == (left < CUT_LEAST)
+
+
+def test_nothing_before_a_part_becomes_prefix_unless_questions_are_known_to_come_later() -> None:
+    text = f"Use: {DOCUMENT[:120]}...\nWho?"
+    assert (seen(text, DOCUMENT).prefix, seen(text, DOCUMENT).preamble) == ("", "Use: ")
+    prompt = notice(text, ChunkRegistry(), documents=[Retrieved((DOCUMENT,))], questions_from=len(text) - 4)
+    assert (prompt.prefix, prompt.preamble) == ("Use: ", "")
+    assert seen(f"Use: {json.dumps(DOCUMENT)}", DOCUMENT).prefix == 'Use: "'
+
+
+def test_a_rewritten_document_of_the_request_wins_over_what_others_retrieved() -> None:
+    inner = DOCUMENT[12:90].strip()
+    prompt = seen(f"Use: {json.dumps(DOCUMENT)}", DOCUMENT, known=(inner,))
+    assert prompt.chunks == (json.dumps(DOCUMENT)[1:-1],)
+
+
+def test_a_document_within_another_is_found_there() -> None:
+    inner = DOCUMENT[12:90].strip()
+    prompt = seen(f"Use: {DOCUMENT}\n\n{OTHER}", inner, DOCUMENT, OTHER)
+    assert [(one.chunk, one.change) for one in prompt.documents] == [(0, "within a longer chunk"), (0, ""), (1, "")]
+
+
+def test_only_documents_of_the_request_are_looked_for_in_other_forms() -> None:
+    assert seen(f"Use: {json.dumps(DOCUMENT)}", OTHER, known=(DOCUMENT,)).chunks == ()
+    left_out = notice(json.dumps(DOCUMENT), ChunkRegistry(), documents=[Retrieved((DOCUMENT,), left_out=True)])
+    assert (left_out.chunks, left_out.documents[0].left_out) == ((), True)
+
+
+def test_the_longest_part_is_taken() -> None:
+    header = tiny.text(30, 4)[:100]
+    one, other = f"{header} {tiny.text(30, 5)}", f"{header} {tiny.text(30, 6)}"
+    text = f"{other[:150]}...\n\n{one[:160]}..."
+    prompt = seen(text, one, other)
+    assert [prompt.chunks[place.chunk or 0] for place in prompt.documents] == [one[:160].strip(), other[:150].strip()]
+
+
+def test_quotes_of_both_kinds_are_found_as_python_writes_them() -> None:
+    for document in ("it's late. " + OTHER + ' "So?"', OTHER + " it's", OTHER + ' "So?"', "\\ it's " + OTHER):
+        prompt = seen(f"Use: {[document]}", document)
+        assert prompt.chunks == (repr(document)[1:-1].strip(),)
+
+
+def test_changes_have_names() -> None:
+    assert change_of(DOCUMENT, f" {DOCUMENT}\n") == ""
+    assert change_of(DOCUMENT, " ".join(DOCUMENT.split())) == "white space"
+    assert change_of(DOCUMENT, DOCUMENT.replace("far-off", "far-\noff")) == "line-wrapped"
+    assert change_of(DOCUMENT, json.dumps(DOCUMENT)[20:-20]) == "json-escaped, truncated at the ends"
+    assert change_of(DOCUMENT, OTHER) == "rewritten"
+
+
+def test_twenty_missing_documents_cost_little() -> None:
+    random.seed(1)
+    made = [f"Passage \u201c{n}\u201d.\n\n{tiny.text(170, 100 + n)} <b>\"x\"</b> & 'y'" for n in range(40)]
+    text, missing = "Use:\n\n" + "\n\n".join(made[20:]), [Retrieved((one,)) for one in made[:20]]
+    text = (text * 2)[:20_000]
+    costs = []
+    for _ in range(10):
+        begun = time.thread_time()
+        prompt = notice(text, ChunkRegistry(), documents=missing)
+        costs.append(time.thread_time() - begun)
+    assert changes(prompt) == [None] * 20
+    assert min(costs) < 0.05  # a few milliseconds where nothing else runs
+
+
+WRITTEN: list[Callable[[str], str]] = [
+    str,
+    json.dumps,
+    lambda text: json.dumps(text, ensure_ascii=False),
+    html.escape,
+    repr,
+    lambda text: text[:90],
+    lambda text: text[-90:],
+    lambda text: text[5:],
+    lambda text: json.dumps(text)[:100],
+    lambda text: textwrap.fill(text, 23),
+    lambda text: " ".join(text.split()),
+    lambda text: unicodedata.normalize("NFC", text),
+    lambda text: unicodedata.normalize("NFD", text),
+    lambda text: unicodedata.normalize("NFKC", text),
+    lambda text: unicodedata.normalize("NFKD", html.escape(text)),
+    str.upper,
+    lambda text: "",
+]
+LETTERS = st.text(alphabet="ab \n\"'&<\\-\u00e9\u0301\ufb01\u4e2d\U0001f600", min_size=0, max_size=150)
+
+
+@given(
+    parts=st.lists(st.tuples(LETTERS, st.sampled_from(WRITTEN), st.booleans()), min_size=1, max_size=5),
+    before=st.text(alphabet="ab \n", max_size=30),
+    between=st.sampled_from(["", "\n\n", " ", "...", '", "', "ab"]),
+)
+def test_whatever_is_done_to_documents_the_prompt_stays_and_each_has_one_outcome(
+    parts: list[tuple[str, Callable[[str], str], bool]], before: str, between: str
+) -> None:
+    documents = list(dict.fromkeys(text for text, _, _ in parts))
+    text = before + between.join(write(text) for text, write, _ in parts) + before
+    known = tuple(text for text, _, seen_before in parts if seen_before)
+    prompt = seen(text, *documents, known=known)
+    assert [one.text for one in prompt.documents] == documents
+    forms = set(written_forms(documents))
+    for one in prompt.documents:
+        if one.chunk is None:
+            assert one.change in ("", "too short")
+            continue
+        chunk = prompt.chunks[one.chunk]
+        assert one.change != "rewritten"
+        if one.change not in ("", "within a longer chunk"):
+            assert chunk in forms  # so that erasing the document erases it
+    known_chunks.clear()

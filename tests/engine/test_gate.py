@@ -1,0 +1,191 @@
+"""The gate: who may come in when, and what is left of those who do not come back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cacheblend_rag.engine.scheduler import IdleGate
+from tests.probes import until
+
+
+def doubled(given: Sequence[int]) -> list[int]:
+    return [2 * one for one in given]
+
+
+def test_requests_go_before_background_work() -> None:
+    gate, order = IdleGate(), []
+    started, release = threading.Event(), threading.Event()
+
+    def request(name: str) -> None:
+        with gate:
+            order.append(name)
+
+    def first() -> None:
+        with gate:
+            started.set()
+            release.wait(5)
+            order.append("first")
+
+    threads = [threading.Thread(target=first)]
+    threads[0].start()
+    started.wait(5)
+    threads.append(threading.Thread(target=lambda: gate.when_idle(lambda: order.append("background"))))
+    threads[1].start()
+    time.sleep(0.02)
+    for name in ("second", "third"):
+        threads.append(threading.Thread(target=request, args=(name,)))
+        threads[-1].start()
+    time.sleep(0.05)
+    release.set()
+    for thread in threads:
+        thread.join(5)
+    assert order[0] == "first"
+    assert order[-1] == "background"
+    assert sorted(order[1:3]) == ["second", "third"]
+
+
+def test_a_gate_is_open_again_after_an_error_and_lets_its_holder_in_twice() -> None:
+    gate = IdleGate()
+    with pytest.raises(ZeroDivisionError), gate, gate:
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        gate.when_idle(lambda: 1 // 0)
+    other = threading.Thread(target=gate.__enter__)
+    other.start()
+    other.join(5)
+    assert not other.is_alive()
+
+
+def test_a_step_of_one_alone_is_taken_at_once_and_one_within_another_too() -> None:
+    gate = IdleGate()
+    with ThreadPoolExecutor(1) as pool, gate:
+        assert gate.step(4, doubled) == 8
+        other = pool.submit(gate.__enter__)
+        until(lambda: gate.awaited)
+        with gate:
+            assert gate.step(5, doubled) == 10  # it holds the gate twice and gives it to nobody
+            assert not other.done()
+    other.result(5)
+
+
+def test_who_has_not_begun_goes_first_and_steps_are_taken_together() -> None:
+    gate, events = IdleGate(), []
+
+    def run(given: Sequence[str]) -> list[str]:
+        events.append(f"step of {', '.join(given)}")
+        return [one.upper() for one in given]
+
+    def answer(name: str, steps: int) -> None:
+        with gate.entered(lambda: 2):
+            events.append(f"{name} begins")
+            for _ in range(steps):
+                assert gate.step(name, run) == name.upper()
+            events.append(f"{name} ends")
+
+    with ThreadPoolExecutor(4) as pool:
+        with gate:
+            asked = []
+            for number, (name, steps) in enumerate((("a", 3), ("b", 2), ("c", 1), ("d", 1)), 1):
+                asked.append(pool.submit(answer, name, steps))
+                until(lambda number=number: len(gate._line) == number)
+        for one in asked:
+            one.result(5)
+    assert events == [
+        "a begins", "b begins", "c begins", "step of a, b, c", "c ends", "d begins", "step of a, b, d",
+        "b ends", "d ends", "step of a", "a ends",
+    ]  # fmt: skip
+
+
+def test_background_work_waits_for_all_who_are_under_way() -> None:
+    gate, events = IdleGate(), []
+    begun, go = threading.Event(), threading.Event()
+
+    def answer() -> None:
+        with gate.entered(lambda: 3):
+            begun.set()
+            go.wait(5)
+            for _ in range(3):
+                gate.step(1, doubled)
+                events.append("token")
+
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(answer)]
+        assert begun.wait(5)
+        asked.append(pool.submit(gate.when_idle, lambda: events.append("background")))
+        asked.append(pool.submit(answer))
+        until(lambda: gate.awaited)
+        go.set()
+        for one in asked:
+            one.result(5)
+    assert events == ["token"] * 6 + ["background"]
+
+
+def test_who_wants_to_be_alone_is_let_in_before_later_ones() -> None:
+    gate, events = IdleGate(), []
+    begun, go = threading.Event(), threading.Event()
+
+    def answer(name: str) -> None:
+        with gate.entered(lambda: 3):
+            begun.set()
+            go.wait(5)
+            gate.step(1, doubled)
+            events.append(name)
+
+    def alone() -> None:
+        with gate:
+            events.append("alone")
+
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(answer, "first")]
+        assert begun.wait(5)
+        for number, work in enumerate((alone, lambda: answer("later")), 1):
+            asked.append(pool.submit(work))
+            until(lambda number=number: len(gate._line) == number)
+        go.set()
+        for one in asked:
+            one.result(5)
+    assert events == ["first", "alone", "later"]
+
+
+@pytest.mark.parametrize("when", ["waiting in line", "waiting for a step"])
+def test_who_is_interrupted_while_waiting_leaves_no_gap(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, hits = IdleGate(), threading.local()
+    wait = gate._condition.wait
+
+    def interrupted(*timeout: float) -> bool:
+        if getattr(hits, "next", False):
+            raise KeyboardInterrupt
+        return wait(*timeout)
+
+    monkeypatch.setattr(gate._condition, "wait", interrupted)
+    taken, go = threading.Event(), threading.Event()
+
+    def holder() -> None:
+        with gate.entered(lambda: 3):
+            taken.set()
+            go.wait(5)
+            assert gate.step(1, doubled) == 2
+
+    def leaver() -> None:
+        hits.next = when == "waiting in line"
+        with gate.entered(lambda: 3):
+            hits.next = True
+            gate.step(2, doubled)
+
+    with ThreadPoolExecutor(2) as pool:
+        staying = pool.submit(holder)
+        assert taken.wait(5)
+        leaving = pool.submit(leaver)
+        if when == "waiting for a step":
+            until(lambda: gate.awaited)
+            go.set()
+        assert isinstance(leaving.exception(5), KeyboardInterrupt)
+        go.set()
+        staying.result(5)
+    assert (gate._begun, list(gate._line), gate._steps, gate._busy) == (0, [], [], False)
+    gate.when_idle(lambda: None)

@@ -1,0 +1,193 @@
+"""Noticing chunks in a finished prompt."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.matching import ChunkRegistry, known_chunks, notice
+
+SEPARATOR = " # # "
+ONE = "The first passage speaks of an old mill by the river."
+TWO = "The second passage tells how the mill burned down.\n\nAnd who rebuilt it."
+
+
+def registry(*texts: str) -> ChunkRegistry:
+    known = ChunkRegistry()
+    known.add(texts)
+    return known
+
+
+def written(prompt: Prompt) -> str:
+    """The text that the model reads."""
+    return prompt.written("<separator>").text
+
+
+def test_what_stands_around_chunks_stays_as_it_is_written() -> None:
+    text = f"Use this:\nContext:\n{ONE}\n\nContext:\n{TWO}\n\nQuestion: who?"
+    prompt = notice(text, registry(ONE, TWO))
+    expected = Prompt("Use this:\nContext:\n", [ONE, TWO], "\n\nQuestion: who?", ["\n\nContext:\n"])
+    assert prompt == expected
+    assert written(prompt) == text
+
+
+def test_separators_around_known_chunks_are_text() -> None:
+    text = f"Use:{SEPARATOR}{ONE}{SEPARATOR}{TWO}{SEPARATOR}Who?"
+    for separator in ("", SEPARATOR):
+        assert notice(text, registry(ONE, TWO), separator) == Prompt(
+            f"Use:{SEPARATOR}", [ONE, TWO], f"{SEPARATOR}Who?", [SEPARATOR]
+        )
+
+
+def test_separators_inside_known_chunks_and_questions_are_text() -> None:
+    tricky = f"A passage that has{SEPARATOR}the separator in it."
+    prompt = notice(f"Use: {tricky}\n\nIs{SEPARATOR}this a question?", registry(tricky), SEPARATOR)
+    assert prompt == Prompt("Use: ", [tricky], f"\n\nIs{SEPARATOR}this a question?", [])
+
+
+@pytest.mark.parametrize("known", [(), (ONE,)])
+def test_nothing_is_split_at_a_separator_unless_asked_for(known: tuple[str, ...]) -> None:
+    text = f"Use:{SEPARATOR}{ONE}{SEPARATOR}a secret{SEPARATOR}Who{SEPARATOR}is it{SEPARATOR}?"
+    assert notice(text, registry(*known)).chunks == known
+
+
+def test_of_overlapping_chunks_the_longest_is_taken() -> None:
+    inner = "an old mill by the river."
+    prompt = notice(f"Use: {ONE}\n\n{inner}\n\nWho?", registry(inner, ONE), SEPARATOR)
+    assert prompt.chunks == (ONE, inner)
+
+
+@pytest.mark.parametrize("known", [f"  {ONE}\n", ONE])
+@pytest.mark.parametrize("written", [ONE, f"   {ONE}\n"])
+def test_white_space_around_a_chunk_never_matters(known: str, written: str) -> None:
+    prompt = notice(f"Use: {written}\n\nWho?", registry(known), SEPARATOR)
+    assert prompt.chunks == (ONE,)
+
+
+def test_white_space_within_a_chunk_may_differ_and_is_read_as_it_is_written() -> None:
+    folded = " ".join(TWO.split())
+    wide = TWO.replace(" ", "  \n ")
+    prompt = notice(f"Use: {folded}\n\n{wide}\n\nWho?", registry(TWO), SEPARATOR)
+    assert prompt == Prompt("Use: ", [folded, wide], "\n\nWho?", ["\n\n"])
+    assert notice(f"Use: {TWO}", registry(folded), SEPARATOR).chunks == (TWO,)
+
+
+def test_the_first_source_wins_over_the_next() -> None:
+    whole = f"{ONE}\n\n{TWO}"
+    prompt = notice(f"Use: {whole}\n\nWho?", [registry(ONE, TWO), registry(whole)], SEPARATOR)
+    assert prompt.chunks == (ONE, TWO)
+    assert notice(f"Use: {whole}\n\nWho?", registry(ONE, TWO, whole), SEPARATOR).chunks == (whole,)
+
+
+def test_a_later_source_fills_what_an_earlier_one_left() -> None:
+    prompt = notice(f"{ONE}\n\n{TWO}\n\nWho?", [ChunkRegistry(), registry(TWO), registry(ONE)], SEPARATOR)
+    assert prompt.chunks == (ONE, TWO)
+
+
+def test_unknown_segments_in_a_row_with_known_chunks_are_chunks() -> None:
+    text = (
+        f"Use:{SEPARATOR}a new passage{SEPARATOR}{ONE}{SEPARATOR}another{SEPARATOR}{TWO}{SEPARATOR}last{SEPARATOR}Who?"
+    )
+    prompt = notice(text, registry(ONE, TWO), SEPARATOR)
+    assert prompt.chunks == ("a new passage", ONE, "another", TWO, "last")
+    assert written(prompt) == text
+
+
+def test_separators_a_chain_joined_with_leave_first_and_last_chunk_to_what_is_known() -> None:
+    joined = SEPARATOR.join([ONE, "something unknown", TWO])
+    prompt = notice(f"Use this.\n\n{joined}\n\nIs{SEPARATOR}it{SEPARATOR}so?", registry(ONE, TWO), SEPARATOR)
+    question = f"\n\nIs{SEPARATOR}it{SEPARATOR}so?"
+    assert prompt == Prompt("Use this.\n\n", [ONE, "something unknown", TWO], question, [SEPARATOR, SEPARATOR])
+
+
+def test_separators_count_only_within_parts() -> None:
+    text = f"[system] Use{SEPARATOR}a chunk{SEPARATOR}\n[user] A{SEPARATOR}B"
+    parts = [(9, text.index("\n[user]")), (text.index("A "), len(text))]
+    prompt = notice(text, ChunkRegistry(), SEPARATOR, parts=parts)
+    assert prompt == Prompt(f"[system] Use{SEPARATOR}", ["a chunk"], f"{SEPARATOR}\n[user] A{SEPARATOR}B", [])
+    assert notice(text, ChunkRegistry(), SEPARATOR, parts=[]) == Prompt(suffix=text)
+
+
+def test_nothing_of_a_question_becomes_prefix() -> None:
+    text = f"[system] Read. [user] Who built it? [tool] {ONE} [assistant] "
+    at = text.index("Who")
+    prompt = notice(text, registry(ONE), SEPARATOR, questions_from=at)
+    assert (prompt.prefix, prompt.preamble) == ("[system] Read. [user] ", "Who built it? [tool] ")
+    assert notice(text, registry(ONE), SEPARATOR, questions_from=len(text)).preamble == ""
+
+
+def test_quotes_are_reused_too() -> None:
+    answer = "It was the miller's daughter."
+    text = f"[user] {ONE} Who? [assistant] {answer} [user] And then? [assistant] "
+    prompt = notice(text, registry(ONE), SEPARATOR, quotes=[answer, "", "short"])
+    assert prompt.chunks == (ONE, answer)
+    assert written(prompt) == text
+    first = notice(f"[assistant] {answer}\n[user] So?", ChunkRegistry(), SEPARATOR, parts=[], quotes=[answer])
+    assert first == Prompt("[assistant] ", [answer], "\n[user] So?", [])
+
+
+def test_a_chunk_that_comes_twice_is_two_chunks() -> None:
+    assert notice(f"{ONE}\n\n{ONE}\n\nWho?", registry(ONE), SEPARATOR).chunks == (ONE, ONE)
+
+
+def test_the_registry_of_the_process_can_be_cleared() -> None:
+    known_chunks.add([ONE])
+    assert f" {ONE} " in known_chunks
+    known_chunks.clear()
+    assert len(known_chunks) == 0
+    assert known_chunks.find(ONE) == []
+
+
+def test_a_text_whose_head_is_mostly_white_space_is_known() -> None:
+    wide = "a" + " \n" * 60 + "passage with much room in it"
+    assert notice(f"Use: {wide}!", registry(wide), SEPARATOR).chunks == (wide,)
+
+
+def test_without_known_chunks_separators_decide() -> None:
+    split = notice(f"a{SEPARATOR}b{SEPARATOR}c", ChunkRegistry(), SEPARATOR)
+    assert split == Prompt(f"a{SEPARATOR}", ["b"], f"{SEPARATOR}c", [])
+    assert notice("only text", ChunkRegistry(), SEPARATOR) == Prompt("", [], "only text")
+
+
+def test_a_changed_chunk_is_not_found() -> None:
+    assert notice(f"Use: {ONE[:-1]}!\n\nWho?", registry(ONE), SEPARATOR).chunks == ()
+
+
+def test_the_registry_forgets_the_longest_unused() -> None:
+    known = ChunkRegistry(limit=len(ONE) + len(TWO))
+    known.add([ONE, TWO])
+    assert [m.start for m in known.find(ONE)] == [0]
+    third = "A third passage that is new here."
+    known.add([third])
+    assert (TWO in known, third in known) == (False, True)
+
+
+def test_discarded_chunks_are_not_found() -> None:
+    known = registry(ONE, TWO)
+    known.discard([ONE])
+    assert known.find(ONE) == []
+    assert len(known) == 1
+
+
+def test_the_limit_is_checked() -> None:
+    with pytest.raises(ConfigError, match="limit=0"):
+        ChunkRegistry(limit=0)
+
+
+@given(
+    chunks=st.lists(
+        st.text(alphabet="abc \n#", min_size=16, max_size=40).filter(lambda text: len(" ".join(text.split())) >= 16),
+        min_size=1,
+        max_size=6,
+    ),
+    prefix=st.text(alphabet="xyz \n", max_size=30),
+    suffix=st.text(alphabet="xyz \n?", max_size=30),
+)
+def test_nothing_is_lost_or_changed(chunks: list[str], prefix: str, suffix: str) -> None:
+    text = prefix + "\n\n".join(chunks) + suffix
+    prompt = notice(text, registry(*chunks), "<sep>")
+    assert written(prompt) == text
+    assert prompt.chunks

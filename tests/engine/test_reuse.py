@@ -1,0 +1,342 @@
+"""What is found again, and by whom; what is computed and what is stored."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag import Prompt
+from cacheblend_rag.models.kv import LayerKV
+from cacheblend_rag.prompt import Span
+from cacheblend_rag.store import DiskStore
+from tests import tiny
+from tests.probes import CHUNKS, PROMPT, Hooked, assert_same, engine_of, record_files
+from tests.tolerance import assert_layers_close, assert_logits_close
+
+pytestmark = pytest.mark.usefixtures("even_small_records_are_prefetched")
+
+
+# Hits ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_warmed_in_any_order_all_hit_with_one_result(order: tuple[int, ...]) -> None:
+    with engine_of(recompute_ratio=0.2) as first, engine_of(recompute_ratio=0.2) as second:
+        first.warm(CHUNKS)
+        second.warm([CHUNKS[n] for n in order])
+        for arrangement in (order, (0, 1, 2), (2, 2, 0)):
+            prompt = Prompt("Read this:", [CHUNKS[n] for n in arrangement], "What fell?")
+            one, two = first.fuse(prompt), second.fuse(prompt)
+            assert one.report.hits == two.report.hits == len(prompt.chunks)
+            assert one.report.misses == 0
+            assert_same(one, two)
+
+
+def test_a_permuted_prompt_hits_what_an_earlier_answer_stored() -> None:
+    with engine_of(recompute_ratio=0.2) as asked, engine_of(recompute_ratio=0.2) as warmed:
+        assert asked.generate(PROMPT, max_new_tokens=4).report.misses == 3
+        warmed.warm(reversed(CHUNKS))
+        prompt = Prompt("Read this:", [CHUNKS[2], CHUNKS[0], CHUNKS[1]], "What fell?")
+        warmed.fuse(prompt)  # stores the prefix, as the answer above did
+        one, two = asked.generate(prompt, max_new_tokens=16), warmed.generate(prompt, max_new_tokens=16)
+        assert one.report.hits == two.report.hits == 3
+        assert one.token_ids == two.token_ids
+        assert one.text == two.text
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_the_same_input_gives_the_same_output(warm: bool) -> None:
+    with engine_of(recompute_ratio=0.2, write_back="off") as engine:
+        if warm:
+            engine.warm(CHUNKS)
+        first = engine.fuse(PROMPT)
+        for _ in range(2):
+            engine.fuse(Prompt("Other:", CHUNKS[:2], "Else?"))
+            assert_same(engine.fuse(PROMPT), first)
+
+
+def test_a_changed_prefix_keeps_the_hits_and_a_known_one_is_reused_exactly() -> None:
+    model = tiny.model()
+    with engine_of(model, recompute_ratio=0.2) as engine:
+        first = engine.fuse(PROMPT)
+        assert (first.report.hits, first.report.prefix_hit) == (0, False)
+        for prefix in ("Today is Monday. Read this:", ""):
+            other = engine.fuse(Prompt(prefix, CHUNKS, PROMPT.suffix))
+            assert (other.report.hits, other.report.prefix_hit) == (3, False)
+        again = engine.fuse(PROMPT)
+        assert (again.report.hits, again.report.prefix_hit) == (3, True)
+        tokens = again.report.prefix_tokens
+        assert again.report.reused_tokens == again.report.chunk_tokens + tokens
+        plain = tiny.full_prefill(model, again.input_ids[:tokens]).past_key_values
+        reused = [LayerKV(one.keys[:, :, :tokens], one.values[:, :, :tokens]) for one in again.cache.layers]
+        assert_layers_close(reused, plain.layers, model)
+        for ours, theirs in zip(again.cache.layers, first.cache.layers, strict=True):
+            assert torch.equal(ours.keys[:, :, :tokens], theirs.keys[:, :, :tokens])
+        for rows in again.recomputed:
+            assert not set(rows.tolist()) & set(range(tokens))
+
+
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_a_chunk_right_behind_its_prefix_is_exact_without_recompute(family: str) -> None:
+    model = tiny.model(family)
+    one = Prompt("Read this with care:", CHUNKS[:1], "What fell?")
+    with engine_of(model, condition="prefix", recompute_ratio=0.0) as engine:
+        engine.warm(CHUNKS, prefix=one.prefix)
+        fused = engine.fuse(one)
+        assert fused.report.hits == 1
+        assert fused.report.recomputed_tokens == (0,) * 4
+        plain = tiny.full_prefill(model, fused.input_ids)
+        assert_logits_close(fused.logits, plain.logits[0, -1], model, len(fused.input_ids))
+        assert_layers_close(fused.cache.layers, plain.past_key_values.layers, model)
+        assert engine.fuse(Prompt("Another prefix:", CHUNKS[:1], "What fell?")).report.hits == 0
+        assert engine.fuse(Prompt("", CHUNKS[:1], "What fell?")).report.hits == 0
+        second = engine.fuse(Prompt(one.prefix, CHUNKS[1:], "What fell?"))
+        assert second.report.hits == 2
+    with engine_of(model, recompute_ratio=0.0) as sink:
+        sink.warm(CHUNKS)
+        inexact = sink.fuse(one)
+        plain = tiny.full_prefill(model, inexact.input_ids)
+        assert not torch.allclose(inexact.logits, plain.logits[0, -1], atol=1e-2), "nothing would show the difference"
+
+
+def test_an_exact_chunk_is_never_recomputed() -> None:
+    with engine_of(condition="prefix", recompute_ratio=0.5) as engine:
+        engine.warm(CHUNKS, prefix=PROMPT.prefix)
+        fused = engine.fuse(PROMPT)
+        split = fused.report.prefix_tokens
+        head = len(engine.tokenize(PROMPT).located[0].head)
+        exact = range(split + head, split + head + len(engine.tokenize(PROMPT).chunks[0]))
+        rows = {row for layer in fused.recomputed for row in layer.tolist()}
+        assert not rows & set(exact)
+        assert rows & set(range(exact.stop, split + fused.report.chunk_tokens))
+
+
+def test_a_chunk_right_behind_the_sink_is_exact_too() -> None:
+    model = tiny.model()
+    with engine_of(model, recompute_ratio=0.0) as engine:
+        engine.warm(CHUNKS)
+        fused = engine.fuse(Prompt("", CHUNKS[:1], "What fell?"))
+        assert fused.report.hits == 1
+        plain = tiny.full_prefill(model, fused.input_ids)
+        assert_logits_close(fused.logits, plain.logits[0, -1], model, len(fused.input_ids))
+
+
+# What is computed, what is stored -----------------------------------------------------------
+
+
+def test_missing_chunks_and_the_suffix_are_always_computed() -> None:
+    with engine_of(selection="none", write_back="off") as engine:
+        engine.warm([CHUNKS[0], CHUNKS[2]])
+        fused = engine.fuse(PROMPT)
+        split = engine._pipeline.tokenizer.tokenize(PROMPT)
+    assert (fused.report.hits, fused.report.misses) == (2, 1)
+    computed = [at for at in range(len(split.input_ids)) if not _within(at, split.chunks[0], split.chunks[2])]
+    assert [rows.tolist() for rows in fused.recomputed] == [computed] * 4
+
+
+def _within(at: int, *spans: Span) -> bool:
+    return any(span.start <= at < span.stop for span in spans)
+
+
+def test_texts_between_chunks_are_always_computed_and_never_stored() -> None:
+    store = Hooked()
+    prompt = Prompt("Read this: ", CHUNKS, " What fell?", ["\nContext: ", "\nMore: "])
+    with engine_of(store=store, selection="none") as engine:
+        engine.fuse(prompt)
+        fused = engine.fuse(prompt)
+        split = engine.tokenize(prompt)
+        text = engine.tokenizer.decode(split.input_ids[split.chunks[0].stop : split.chunks[1].start])
+    assert (fused.report.hits, fused.report.misses) == (3, 0)
+    assert "Context:" in text
+    expected = [at for at in range(len(split.input_ids)) if not _within(at, split.prefix, *split.chunks)]
+    assert fused.recomputed[-1].tolist() == expected
+    assert sorted(store.stored_ids()) == sorted([split.ids(split.prefix), *map(split.ids, split.chunks)])
+
+
+@pytest.mark.parametrize("suffix", ["What fell?", "What # # fell # # ?", " # # ", ""])
+def test_nothing_of_the_question_is_stored(suffix: str) -> None:
+    store = Hooked()
+    with engine_of(store=store) as engine:
+        prompt = Prompt("Read # # this:", ["a # # b", "c # d"], suffix)
+        engine.generate(prompt, max_new_tokens=3)
+        split = engine.tokenize(prompt)
+        expected = [split.ids(span) for span in (split.prefix, *split.chunks)]
+    assert sorted(store.stored_ids()) == sorted(expected)
+
+
+def test_a_chunk_whose_ids_differ_in_a_prompt_is_stored_in_that_form_too() -> None:
+    """A tokenizer that merges pieces across an edge that no usual prompt has."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["<<" + CHUNKS[0][:12]])
+    usual, merged = Prompt("", CHUNKS[:1], "Why?"), Prompt("<<", CHUNKS[:1], " Why?", [])
+    with engine_of(tiny.model(vocab_size=500), tokenizer) as engine:
+        assert engine.tokenize(usual).located[0].usual
+        assert not engine.tokenize(merged).located[0].usual
+        assert engine.tokenize(merged).input_ids == tuple(tokenizer.encode("<<" + CHUNKS[0] + " Why?"))
+        engine.warm(CHUNKS[:1])
+        assert engine.fuse(merged).report.misses == 1
+        assert engine.fuse(merged).report.hits == 1
+        assert engine.forget(CHUNKS[:1]) == 2
+        assert engine.fuse(merged).report.misses == 1
+        assert engine.fuse(usual).report.misses == 1
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["What fell?", Prompt("", [], "What fell?"), Prompt("Read this:", [], "What fell?"), "Read this: # # What fell?"],
+    ids=str,
+)
+def test_a_text_without_chunks_is_plain_and_leaves_no_trace(prompt: Any) -> None:
+    store = Hooked()
+    with engine_of(store=store) as engine:
+        answer = engine.generate(prompt, max_new_tokens=5)
+        fused = engine.fuse(prompt)
+        expected = tiny.full_prefill(engine.model, fused.input_ids).logits[0, -1]
+    assert answer.report.plain
+    assert fused.deviation is None
+    assert (answer.report.hits, answer.report.misses) == (0, 0)
+    assert_logits_close(fused.logits, expected, engine.model, len(fused.input_ids))
+    assert store.kept == {}
+
+
+def test_few_chunk_tokens_are_answered_plainly_and_stored_nowhere() -> None:
+    store = Hooked()
+    tokens = sum(len(engine_of()._pipeline.tokenizer.chunk(chunk).ids) for chunk in CHUNKS)
+    with engine_of(store=store, min_tokens=tokens + 1) as engine:
+        fused = engine.fuse(PROMPT)
+        assert fused.report.plain
+        assert fused.report.chunk_tokens == tokens
+        assert store.kept == {}
+        assert not engine.with_config(min_tokens=tokens).fuse(PROMPT).report.plain
+        assert len(store.kept) == 4
+
+
+def test_a_text_is_split_like_the_prompt_it_spells_if_that_is_asked_for() -> None:
+    with engine_of(recompute_ratio=0.2, separator=" # # ", split_at_separator=True) as engine:
+        text = " # # ".join(["Read this:", *CHUNKS, "What fell in the end?"])
+        cold, warm = engine.fuse(text), engine.fuse(PROMPT)
+        assert cold.input_ids == warm.input_ids
+        assert warm.report.hits == 3
+        assert engine.with_config(split_at_separator=False).fuse(text).report.plain
+
+
+# Identity -----------------------------------------------------------------------------------
+
+
+def hits_over(folder: Path, model: Any, **options: Any) -> tuple[int, bool]:
+    with engine_of(model, store=folder, write_back="off", **options) as engine:
+        report = engine.fuse(PROMPT).report
+        return report.hits, report.prefix_hit
+
+
+def test_only_the_very_same_model_and_salt_hit(tmp_path: Path) -> None:
+    with engine_of(tiny.model(), store=tmp_path) as engine:
+        engine.fuse(PROMPT)
+    assert hits_over(tmp_path, tiny.model()) == (3, True)
+    assert hits_over(tmp_path, tiny.model(seed=1)) == (0, False)
+    assert hits_over(tmp_path, tiny.model("mistral")) == (0, False)
+    assert hits_over(tmp_path, tiny.model(rope="linear")) == (0, False)
+    assert hits_over(tmp_path, tiny.model().to(torch.bfloat16)) == (0, False)
+    assert hits_over(tmp_path, tiny.model(), salt="tenant") == (0, False)
+    assert hits_over(tmp_path, tiny.model(), separator=" # # ") == (0, False)
+    assert hits_over(tmp_path, tiny.model(), condition="prefix") == (0, True)
+    assert hits_over(tmp_path, tiny.model()) == (3, True)
+
+
+@pytest.mark.parametrize("step", [1e-3, 1e-7])
+@pytest.mark.parametrize(
+    "weight", ["model.embed_tokens.weight", "model.layers.3.mlp.down_proj.weight", "model.norm.weight"]
+)
+def test_a_fine_tune_of_a_single_weight_gets_no_hits(weight: str, step: float, tmp_path: Path) -> None:
+    with engine_of(tiny.model(vocab_size=4000), store=tmp_path) as engine:
+        engine.fuse(PROMPT)
+    tuned = tiny.model(vocab_size=4000)
+    flat = dict(tuned.named_parameters())[weight].data.view(-1)
+    before = flat[len(flat) // 2].item()
+    flat[len(flat) // 2] += step
+    assert flat[len(flat) // 2].item() != before
+    assert hits_over(tmp_path, tuned) == (0, False)
+
+
+def test_two_tenants_share_nothing_and_keep_their_own(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    with engine_of(store=store, salt="one") as one, engine_of(store=store, salt="two") as two:
+        one.warm(CHUNKS)
+        assert two.fuse(PROMPT).report.hits == 0  # and stores its own
+        assert two.fuse(PROMPT).report.hits == 3
+        assert one.forget(CHUNKS) == 3
+        assert two.fuse(PROMPT).report.hits == 3
+    store.close()
+
+
+def test_a_record_put_under_a_foreign_key_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """A hash that happens to match is not enough: ids and model are compared."""
+    store = Hooked()
+    with engine_of(store=store, write_back="off") as engine:
+        never = engine.fuse(PROMPT)
+        engine.warm([CHUNKS[0], "something else"])
+        keys = {record.info.token_ids: key for key, record in store.kept.items()}
+        tokenizer = engine._pipeline.tokenizer
+        foreign = store.kept[keys[tokenizer.chunk("something else").ids]]
+        store.put(keys[tokenizer.chunk(CHUNKS[0]).ids], foreign)
+        with caplog.at_level(logging.WARNING):
+            fused = engine.fuse(PROMPT)
+    assert fused.report.hits == 0
+    assert "another segment or model" in caplog.text
+    assert_same(fused, never)
+
+
+WRITER = """
+import sys
+from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from tests.probes import PROMPT
+config = BlendConfig(min_tokens=0, recompute_ratio=0.2, write_back="background")
+kept = BlendEngine.from_pretrained(sys.argv[1], config=config, store=sys.argv[2])
+out = kept.generate(PROMPT, max_new_tokens=8)
+print(out.report.hits, out.report.misses)
+BlendEngine(kept.model, kept.tokenizer, config=config, store=sys.argv[3]).generate(PROMPT, max_new_tokens=2)
+"""
+
+
+def test_another_process_over_the_folder_gets_hits_even_if_the_first_just_ended(tmp_path: Path) -> None:
+    """The first neither flushes nor closes: what it computed is stored when the interpreter ends.
+
+    One of its engines is alive until then, another was dropped at once.
+    """
+    from cacheblend_rag import BlendConfig, BlendEngine
+
+    saved, folder, other = tmp_path / "model", tmp_path / "kv", tmp_path / "other"
+    tiny.model().save_pretrained(saved)
+    tiny.tokenizer().save_pretrained(saved)
+    done = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", "-c", WRITER, str(saved), str(folder), str(other)],
+        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2], check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["0", "3"]
+    assert "Exception" not in done.stderr
+    assert len(record_files(folder)) == len(record_files(other)) == 4
+    config = BlendConfig(min_tokens=0, recompute_ratio=0.2, write_back="inline")
+    with BlendEngine.from_pretrained(saved, config=config, store=folder) as engine:
+        shared = engine.fuse(PROMPT)
+        assert (shared.report.hits, shared.report.prefix_hit) == (3, True)
+        with BlendEngine(engine.model, engine.tokenizer, config=config) as own:
+            own.fuse(PROMPT)
+            assert_same(own.fuse(PROMPT), shared)
+
+
+def test_saving_a_model_does_not_cost_its_hits(tmp_path: Path) -> None:
+    model = tiny.model()
+    with engine_of(model, store=tmp_path / "kv") as engine:
+        engine.fuse(PROMPT)
+    model.save_pretrained(tmp_path / "model")
+    model.generation_config.max_new_tokens = 7
+    assert hits_over(tmp_path / "kv", model) == (3, True)
+    loaded = type(model).from_pretrained(tmp_path / "model").eval()
+    assert hits_over(tmp_path / "kv", loaded) == (3, True)

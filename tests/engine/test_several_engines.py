@@ -1,0 +1,248 @@
+"""Several engines over one model, on several threads, and whoever else runs the model meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.generation import LogitsProcessor
+
+from cacheblend_rag import BlendEngine, Prompt
+from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.cpu.onednn_linear import DirectProducts, direct_products
+from cacheblend_rag.models.cpu.rowwise import computed_in_blocks
+from cacheblend_rag.models.modules import StandIn, StandIns
+from cacheblend_rag.models.segments import noting_inputs
+from tests import tiny
+from tests.engine.test_engine import picture
+from tests.probes import CHUNKS, PROMPT, Hooked, engine_of, until
+
+OTHER = Prompt("Look here:", CHUNKS[::-1], "Who watched the river?")
+IDS = torch.arange(3, 60)[None]
+
+
+class Failing(LogitsProcessor):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] % 3 == 0:
+            raise ZeroDivisionError("a processor of the user's failed")
+        return scores
+
+
+def plain_answer(model: Any) -> torch.Tensor:
+    """What the user's own call gives: logits of every token, and those it decodes."""
+    with torch.no_grad():
+        logits = model(IDS).logits
+        ids = model.generate(
+            IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=5, do_sample=False, pad_token_id=0
+        )
+    return torch.cat((logits.flatten(), ids.flatten().float()))
+
+
+def use(engine: BlendEngine, number: int) -> None:
+    """One request of some kind: answered, cancelled half-way, or failing in the pass or in decoding."""
+    prompt = PROMPT if number % 2 else OTHER
+    match number % 5:
+        case 0:
+            engine.generate(prompt, max_new_tokens=4)
+        case 1:
+            with contextlib.closing(engine.stream(prompt, max_new_tokens=40)) as stream:
+                next(stream)
+        case 2:
+            with pytest.raises(ZeroDivisionError):
+                engine.generate(prompt, max_new_tokens=6, logits_processor=[Failing()])
+        case 3:
+            failing: Any = engine.store
+            failing.broken = threading.get_ident()
+            try:
+                with pytest.raises(ZeroDivisionError):
+                    engine.fuse(prompt)
+            finally:
+                failing.broken = None
+        case 4:
+            engine.warm([tiny.text(9, number)], progress=False)
+
+
+class Breakable(Hooked):
+    """Fails in the middle of a pass of one thread."""
+
+    def __init__(self) -> None:
+        super().__init__(reading=self.read)
+        self.broken: int | None = None
+
+    def read(self, key: str, layer: int) -> None:
+        if layer == 2 and self.broken is not None:
+            raise ZeroDivisionError("a store of the user's failed")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_nothing_is_left_behind_and_others_are_not_disturbed(family: str) -> None:
+    model = tiny.model(family)
+    expected, before, done = plain_answer(model), picture(model), threading.Event()
+    options: list[dict[str, Any]] = [
+        {"recompute_ratio": 0.3},
+        {"recompute_ratio": 0.3, "max_concurrent": 3},
+        {"selection": "query", "recompute_ratio": 0.3},
+    ]
+    engines = [engine_of(model, store=Breakable(), prefetch=False, **one) for one in options]
+    for engine in engines:
+        engine.warm(CHUNKS, progress=False)
+
+    def plainly() -> int:
+        for times in itertools.count(1):
+            assert torch.equal(plain_answer(model), expected)
+            if done.is_set():
+                return times
+        return 0
+
+    with ThreadPoolExecutor(4) as pool:
+        user = pool.submit(plainly)
+        asked = [
+            pool.submit(lambda engine=engine, at=at: [use(engine, number) for number in range(at, at + 10)])
+            for at, engine in enumerate(engines)
+        ]
+        try:
+            for one in asked:
+                one.result(120)
+        finally:
+            done.set()
+        assert user.result(60) > 1
+    for engine in engines:
+        engine.close()
+    assert picture(model) == before
+    assert torch.equal(plain_answer(model), expected)
+
+
+def test_passes_that_overlap_leave_nothing_behind() -> None:
+    """The first to begin ends first, which restores nothing of what the second had found."""
+    model = tiny.model()
+    before, begun, first_ended = picture(model), threading.Event(), threading.Event()
+
+    def second() -> None:
+        with ModelAdapter(model).blending():
+            begun.set()
+            assert first_ended.wait(20)
+
+    with ThreadPoolExecutor(1) as pool:
+        with ModelAdapter(model).blending():
+            other = pool.submit(second)
+            assert begun.wait(20)
+        first_ended.set()
+        other.result(20)
+    assert picture(model) == before
+
+
+def test_engines_over_one_model_take_turns() -> None:
+    model = tiny.model()
+    one, other, apart = (engine_of(of, write_back="off") for of in (model, model, tiny.model()))
+    with one, other, apart:
+        alone = other.generate(PROMPT, max_new_tokens=3).token_ids
+        with ThreadPoolExecutor(1) as pool:
+            with one._held():
+                assert apart.generate(PROMPT, max_new_tokens=1).token_ids  # another model waits for nobody
+                asked = pool.submit(other.generate, PROMPT, max_new_tokens=3)
+                until(lambda: one._gate.awaited)
+                assert not asked.done()
+            assert asked.result(20).token_ids == alone
+
+
+def test_steps_of_several_engines_are_each_as_alone() -> None:
+    model = tiny.model()
+    one, other = (engine_of(model, max_concurrent=4, write_back="off") for _ in range(2))
+    with one, other:
+        prompts = [PROMPT, OTHER]
+        alone = [one.generate(prompt, max_new_tokens=12).token_ids for prompt in prompts]
+        with ThreadPoolExecutor(4) as pool:
+            asked = [
+                pool.submit(engine.generate, prompt, max_new_tokens=12) for engine in (one, other) for prompt in prompts
+            ]
+            assert [answer.result(60).token_ids for answer in asked] == alone * 2
+        assert one._gate is other._gate
+
+
+def test_twins_run_what_is_bound_to_their_own_modules() -> None:
+    """Packages that wrap a ``forward`` put a method, or a function with the module filled in, in its place."""
+    model = tiny.model()
+    adapter = ModelAdapter(model)
+    with engine_of(model, recompute_ratio=0.3) as engine:
+        engine.warm(CHUNKS, progress=False)
+        expected = engine.fuse(PROMPT).logits
+    calls: list[nn.Module] = []
+
+    def noted(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls.append(module)
+        return type(module).forward(module, *args, **kwargs)
+
+    layers = model.model.layers
+    layers[1].forward = noted.__get__(layers[1])
+    layers[2].self_attn.forward = functools.partial(noted, layers[2].self_attn)
+    with engine_of(model, recompute_ratio=0.3) as engine:
+        engine.warm(CHUNKS, progress=False)
+        calls.clear()
+        assert torch.equal(engine.fuse(PROMPT).logits, expected)
+        assert calls
+        assert not {layers[1], layers[2].self_attn} & set(calls)
+    layers[2].self_attn.forward = lambda *args, **kwargs: None
+    with pytest.raises(UnsupportedModelError, match="bind it to the module"), adapter.blending():
+        pass
+
+
+class Doubled(StandIn):
+    def instead(self, rows: torch.Tensor) -> torch.Tensor:
+        return 2 * rows
+
+
+def test_what_stands_for_a_module_acts_only_where_it_is_wanted() -> None:
+    module, rows = nn.Identity(), torch.ones(3)
+    stand_ins = StandIns([Doubled(module)])
+    with ThreadPoolExecutor(1) as pool:
+        with stand_ins.in_use(), stand_ins.in_use():
+            assert torch.equal(module(rows), 2 * rows)
+            assert torch.equal(pool.submit(module, rows).result(), rows)
+        assert torch.equal(module(rows), rows)
+    assert "forward" not in vars(module)
+
+
+def test_inputs_are_noted_of_one_thread_alone() -> None:
+    model = tiny.model()
+    layers = list(model.model.layers)
+    with ThreadPoolExecutor(1) as pool, noting_inputs(layers, [1]) as noted:
+        pool.submit(plain_answer, model).result()
+        assert not noted
+        with torch.no_grad():
+            model(IDS)
+        assert list(noted) == [1]
+
+
+def test_frequencies_of_a_regime_are_those_of_one_thread_alone() -> None:
+    model = tiny.model("llama", "longrope")
+    expected = plain_answer(model)
+    adapter = ModelAdapter(model)
+    regime = adapter.regimes[-1]
+    assert regime
+    with ThreadPoolExecutor(1) as pool, adapter._positions.within(regime):
+        assert torch.equal(pool.submit(plain_answer, model).result(), expected)
+
+
+def test_all_who_run_a_model_share_what_stands_for_its_modules() -> None:
+    model = tiny.model()
+    first, second = ModelAdapter(model), ModelAdapter(model)
+    assert first._row_by_row is second._row_by_row
+    assert first._row_by_row is not ModelAdapter(tiny.model())._row_by_row
+    layers = [model.lm_head]
+    kept = direct_products.of(model, layers)
+    assert isinstance(kept, DirectProducts)
+    assert direct_products.of(model, layers) is kept
+    with first._row_by_row.in_use():
+        with second._row_by_row.in_use():
+            pass
+        assert "forward" in vars(model.model.layers[0].mlp)  # the first to end takes nothing from the other
+    assert "forward" not in vars(model.model.layers[0].mlp)
+    assert computed_in_blocks.of(model, layers) is not first._row_by_row

@@ -1,0 +1,343 @@
+"""Several chunks in one pass: the same KV as one by one, and nothing of what warming promises is lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendEngine, Prompt
+from cacheblend_rag.engine import warm_up as warming
+from cacheblend_rag.engine.lookup import Segment
+from cacheblend_rag.engine.warm_up import in_batches
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.families import FAMILIES
+from cacheblend_rag.models.kv import SegmentKV
+from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore
+from tests import tiny
+from tests.parity.test_families import BY_LAYER_TYPE, WINDOWS, kernels
+from tests.probes import Hooked, engine_of
+from tests.tolerance import assert_close, terms_of
+
+# Lengths that share batches, and some that do not.
+TEXTS = [tiny.text(words, seed) for seed, words in enumerate((40, 8, 41, 90, 39, 9, 38, 91))]
+LENGTHS = (50, 3, 49, 1, 44)
+
+
+def ids_of(length: int) -> list[int]:
+    generator = torch.Generator().manual_seed(length)
+    return [int(one) for one in torch.randint(3, 400, (length,), generator=generator)]
+
+
+def assert_same_kv(ours: SegmentKV, theirs: SegmentKV, model: Any) -> None:
+    assert ours.rotated == theirs.rotated
+    for mine, other in zip(ours.keys + ours.values, theirs.keys + theirs.values, strict=True):
+        assert mine.is_contiguous()
+        assert_close(mine, other, terms_of(model, 100))
+
+
+def check_together(adapter: ModelAdapter, lengths: Sequence[int] = LENGTHS, context: int = 2, regime: int = 0) -> None:
+    """One pass over several segments gives each the KV it gets alone."""
+    before, segments = ids_of(context), [ids_of(length) for length in lengths]
+    together = adapter.segments_kv(before, segments, regime)
+    for ids, kv in zip(segments, together, strict=True):
+        assert kv.keys[0].shape == (adapter.kv_heads, len(ids), adapter.head_dim)
+        assert_same_kv(kv, adapter.segment_kv(before, ids, regime), adapter.model)
+
+
+# One pass -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_segments_in_one_pass_are_as_alone(family: str) -> None:
+    for rope in tiny.rope_types(family):
+        check_together(ModelAdapter(tiny.model(family, rope)))
+    check_together(ModelAdapter(tiny.model(family)), context=0)
+
+
+@pytest.mark.parametrize(("family", "attention"), kernels([*sorted(WINDOWS), *BY_LAYER_TYPE]))
+def test_padding_changes_nothing_behind_windows(family: str, attention: str) -> None:
+    model = tiny.model(family, **WINDOWS.get(family, {}))
+    model.set_attn_implementation(attention)
+    adapter = ModelAdapter(model)
+    assert any(window is not None and window < max(LENGTHS) for window in adapter.windows)
+    check_together(adapter, context=7)
+
+
+@pytest.mark.parametrize("family", [name for name in sorted(FAMILIES) if "longrope" in tiny.rope_types(name)])
+def test_segments_of_a_regime_in_one_pass(family: str) -> None:
+    adapter = ModelAdapter(tiny.model(family, "longrope"))
+    check_together(adapter, regime=tiny.LONG)
+    check_together(adapter, (tiny.LONG + 3, 20, tiny.LONG - 2))  # lengths on both sides of the threshold
+
+
+def test_dynamic_ntk_beyond_what_was_trained_is_of_one_length_at_a_time() -> None:
+    adapter = ModelAdapter(tiny.model("llama", "dynamic", max_position_embeddings=64))
+    check_together(adapter, (50, 90, 70, 70))
+    check_together(adapter, (70, 70))
+    short = adapter.segment_kv((), ids_of(30))
+    assert_same_kv(adapter.segments_kv((), [ids_of(30), ids_of(90)])[0], short, adapter.model)
+
+
+def test_records_of_one_pass_share_no_memory() -> None:
+    for kv in ModelAdapter(tiny.model()).segments_kv((1,), [ids_of(20), ids_of(20), ids_of(18)]):
+        assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in kv.keys + kv.values)
+
+
+def test_what_lies_behind_the_last_keys_and_values_is_not_computed() -> None:
+    model, called = tiny.model(), []
+    for number, layer in enumerate(model.model.layers):
+        layer.mlp.register_forward_hook(lambda *given, number=number: called.append(number))
+    ModelAdapter(model).segments_kv((), [ids_of(9)])
+    assert called == [0, 1, 2]
+
+
+# Which ones together ------------------------------------------------------------------------
+
+
+def segment(tokens: int, number: int = 0, context: int = 1, regime: int = 0) -> Segment:
+    return Segment("chunk", (1,) * context, (number,) * tokens, f"{number}", regime)
+
+
+def test_batches_hold_everything_once_with_little_padding() -> None:
+    lengths = torch.randint(1, 700, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    numbered = enumerate([*lengths, 5000])
+    segments = [segment(tokens, number, context=1 + number % 2, regime=number % 3) for number, tokens in numbered]
+    batches = list(in_batches(segments, 1024))
+    assert sorted((one.key for batch in batches for one in batch), key=int) == [one.key for one in segments]
+    for batch in batches:
+        assert len({(one.context_ids, one.regime) for one in batch}) == 1
+        rows = [len(one.context_ids) + len(one.token_ids) for one in batch]
+        assert rows == sorted(rows, reverse=True)
+        assert len(rows) * rows[0] <= 1024 or len(rows) == 1
+        assert len(rows) * rows[0] <= 1.1 * sum(rows)
+    assert len(batches) < 0.7 * len(segments)
+
+
+def test_batches_are_filled_and_bounded() -> None:
+    assert [len(batch) for batch in in_batches([segment(127, n) for n in range(20)], 1024)] == [8, 8, 4]
+    assert [len(batch) for batch in in_batches([segment(3, n) for n in range(200)], 1024)] == [64, 64, 64, 8]
+    assert [len(batch) for batch in in_batches([segment(2000, n) for n in range(3)], 1024)] == [1, 1, 1]
+    assert list(in_batches([], 1024)) == []
+
+
+# Warming ------------------------------------------------------------------------------------
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, before: Callable[[Any], None] = lambda segments: None) -> list[int]:
+    """Notes the number of segments of every pass."""
+    sizes: list[int] = []
+    compute = ModelAdapter.segments_kv
+
+    def noted(self: ModelAdapter, context: Any, segments: Any, *others: Any) -> Any:
+        sizes.append(len(segments))
+        before(segments)
+        return compute(self, context, segments, *others)
+
+    monkeypatch.setattr(ModelAdapter, "segments_kv", noted)
+    return sizes
+
+
+def key_of(engine: BlendEngine, text: str) -> str:
+    return engine._pipeline.chunk_segment(text).key
+
+
+@pytest.mark.parametrize("condition", ["sink", "prefix"])
+def test_warming_many_stores_what_warming_each_does(condition: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, many = Hooked(), Hooked()
+    prompt = Prompt("Read this:", TEXTS, "What fell?")
+    with engine_of(store=one, condition=condition) as alone, engine_of(store=many, condition=condition) as together:
+        for text in TEXTS:
+            alone.warm([text], prefix=prompt.prefix)
+        sizes = counted(monkeypatch)
+        report = together.warm([*TEXTS, TEXTS[2], TEXTS[0]], prefix=prompt.prefix)
+        assert (report.computed, report.present, report.skipped) == (len(TEXTS), 2, 0)
+        assert report.tokens == sum(record.info.tokens for record in many.kept.values())
+        assert sum(sizes) == len(TEXTS)
+        assert len(sizes) < len(TEXTS)
+        assert many.kept.keys() == one.kept.keys()
+        for key, record in many.kept.items():
+            assert record.info == one.kept[key].info
+            assert_same_kv(record.kv, one.kept[key].kv, together.model)
+        assert together.fuse(prompt).report.hits == len(TEXTS)
+        sizes.clear()
+        again = together.warm(TEXTS, prefix=prompt.prefix)
+        assert (again.computed, again.present, again.tokens, again.bytes, sizes) == (0, len(TEXTS), 0, 0, [])
+
+
+def test_progress_counts_chunks(capsys: pytest.CaptureFixture[str]) -> None:
+    with engine_of() as engine:
+        engine.warm(TEXTS, progress=True)
+    assert f"{len(TEXTS)}/{len(TEXTS)}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_what_comes_first_is_stored_as_far_as_there_is_room(on_disk: bool, tmp_path: Path) -> None:
+    texts = [tiny.text(200 + 40 * (seed % 3), seed) for seed in range(12)]
+    with engine_of() as sizer:
+        limit = sizer.estimate_bytes(texts[:6])
+    with engine_of(store=tmp_path if on_disk else None, size_limit=limit) as engine:
+        report = engine.warm(texts)
+        assert 3 <= report.computed <= 6
+        assert (report.present, report.skipped) == (0, 12 - report.computed)
+        present = [engine.store.contains(key_of(engine, text)) for text in texts]
+        assert present == [True] * report.computed + [False] * report.skipped
+        assert engine.store.volume() <= limit
+
+
+def test_warming_stops_when_another_fills_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Filled(MemoryStore):
+        taken = 0
+
+        def put(self, key: str, record: KVRecord) -> None:
+            super().put(key, record)
+            self.taken = self.size_limit
+
+        def volume(self) -> int:
+            return max(self.taken, super().volume())
+
+    monkeypatch.setattr(warming, "_TOKENS_ON_CPU", 128)
+    with engine_of(store=Filled()) as engine:
+        report = engine.warm(TEXTS)
+        kept = sum(engine.store.contains(key_of(engine, text)) for text in TEXTS)
+    assert report.computed == kept
+    assert 1 <= kept < len(TEXTS)
+    assert report.skipped == len(TEXTS) - kept
+
+
+# Errors -------------------------------------------------------------------------------------
+
+
+def test_a_chunk_that_cannot_be_computed_does_not_cost_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [tiny.text(40, seed) for seed in range(5)]
+    with engine_of() as engine:
+        bad = engine._pipeline.chunk_segment(texts[2]).own_ids
+
+        def fail(segments: Any) -> None:
+            if bad in map(tuple, segments):
+                raise ZeroDivisionError("this chunk cannot be computed")
+
+        counted(monkeypatch, fail)
+        with pytest.raises(ZeroDivisionError, match="this chunk"):
+            engine.warm(texts)
+        assert [engine.store.contains(key_of(engine, text)) for text in texts] == [True, True, False, True, True]
+        monkeypatch.undo()
+        report = engine.warm(texts)
+        assert (report.computed, report.present) == (1, 4)
+
+
+def test_a_chunk_that_cannot_be_stored_does_not_cost_its_batch() -> None:
+    class Choosy(MemoryStore):
+        refused: Sequence[str] = ()
+
+        def put(self, key: str, record: KVRecord) -> None:
+            if key in self.refused:
+                raise StoreError(f"no room for {key}")
+            super().put(key, record)
+
+    texts, store = [tiny.text(40, seed) for seed in range(5)], Choosy()
+    with engine_of(store=store) as engine:
+        store.refused = [key_of(engine, texts[1]), key_of(engine, texts[3])]
+        with pytest.raises(StoreError, match="no room for"):
+            engine.warm(texts)
+        assert [store.contains(key_of(engine, text)) for text in texts] == [True, False, True, False, True]
+        with store.claim(store.refused[0]) as mine:
+            assert mine, "claims are given up"
+
+
+def test_a_batch_that_is_too_large_is_computed_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(segments: Any) -> None:
+        if len(segments) > 1:
+            raise torch.OutOfMemoryError("not enough memory")
+
+    sizes = counted(monkeypatch, fail)
+    with engine_of(check_model=False) as engine:
+        texts = [tiny.text(40, seed) for seed in range(3)]
+        report = engine.warm(texts)
+        assert (report.computed, report.present, report.skipped) == (3, 0, 0)
+        assert report.bytes == engine.estimate_bytes(texts)
+    assert sizes.count(1) >= 2
+    assert max(sizes) > 1
+    assert "one by one" in caplog.text
+
+
+# Others meanwhile ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gives_up", [True, False])
+@pytest.mark.parametrize("on_disk", [True, False])
+def test_a_chunk_that_another_computes_is_left_to_it(gives_up: bool, on_disk: bool, tmp_path: Path) -> None:
+    store: Any = DiskStore(tmp_path) if on_disk else MemoryStore()
+    texts = [tiny.text(40, seed) for seed in range(4)]
+    with engine_of(store=store) as engine:
+        other = engine._pipeline.chunk_segment(texts[1])
+        held, release = threading.Event(), threading.Event()
+
+        def compute() -> None:
+            with store.claim(other.key) as mine:
+                assert mine
+                held.set()
+                release.wait(20)
+                if not gives_up:
+                    store.put(other.key, engine._pipeline.compute([other])[0])
+
+        threads = [threading.Thread(target=compute)]
+        threads[0].start()
+        held.wait(20)
+        reports: list[Any] = []
+        threads.append(threading.Thread(target=lambda: reports.append(engine.warm(texts))))
+        threads[1].start()
+        deadline = time.monotonic() + 20
+        while store.stats().records < 3 and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert [store.contains(key_of(engine, text)) for text in texts] == [True, False, True, True]
+        assert reports == []
+        release.set()
+        for thread in threads:
+            thread.join(20)
+        assert (reports[0].computed, reports[0].present) == ((4, 0) if gives_up else (3, 1))
+        assert engine.fuse(Prompt("", texts, "Why?")).report.hits == 4
+    store.close()
+
+
+def test_requests_get_through_between_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warming, "_TOKENS_ON_CPU", 128)
+    answered: list[int] = []
+    threads: list[threading.Thread] = []
+
+    class Asking(Hooked):
+        def put(self, key: str, record: KVRecord) -> None:
+            super().put(key, record)
+            if not threads:
+                threads.append(threading.Thread(target=ask))
+                threads[0].start()
+                while not engine._gate.awaited:
+                    time.sleep(0.001)
+
+    def ask() -> None:
+        with engine._gate:  # held until the records are counted, or warming would go on meanwhile
+            engine.fuse(Prompt("", ["x"], "Why?"))
+            answered.append(len(store.kept))
+
+    store = Asking()
+    with engine_of(store=store, write_back="off") as engine:
+        report = engine.warm(TEXTS)
+        threads[0].join(20)
+    assert report.computed == len(TEXTS)
+    assert 1 <= answered[0] < len(TEXTS)
+
+
+def test_warming_can_be_awaited() -> None:
+    import asyncio
+
+    with engine_of() as engine:
+        report = asyncio.run(engine.awarm([*TEXTS, TEXTS[0]], progress=False))
+    assert (report.computed, report.present, report.skipped) == (len(TEXTS), 1, 0)

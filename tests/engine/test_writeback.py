@@ -1,0 +1,167 @@
+"""What a request had to compute is stored afterwards, while no request waits."""
+
+from __future__ import annotations
+
+import logging
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation import LogitsProcessor
+
+from cacheblend_rag import Prompt
+from cacheblend_rag.engine.scheduler import IdleGate
+from cacheblend_rag.engine.write_back import Job, WriteBack
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.store import MemoryStore
+from tests import tiny
+from tests.probes import Hooked, engine_of
+from tests.tolerance import assert_close, terms_of
+
+CHUNKS = [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)]
+PROMPT = Prompt("Read this:", CHUNKS, "What fell in the end?")
+
+
+@pytest.mark.parametrize("call", ["generate", "fuse", "stream"])
+@pytest.mark.parametrize(("mode", "stored"), [("inline", 4), ("background", 4), ("off", 0)])
+def test_write_back_modes(call: str, mode: str, stored: int) -> None:
+    store = Hooked()
+    with engine_of(store=store, write_back=mode) as engine:
+        if call == "fuse":
+            engine.fuse(PROMPT)
+        elif call == "stream":
+            list(engine.stream(PROMPT, max_new_tokens=2))
+        else:
+            engine.generate(PROMPT, max_new_tokens=2)
+        if mode == "inline":
+            assert len(store.kept) == stored
+        engine.flush()
+        assert len(store.kept) == stored
+        assert engine.fuse(PROMPT).report.hits == (3 if stored else 0)
+
+
+def test_background_and_inline_store_the_same_as_warming() -> None:
+    kept = []
+    for mode in ("inline", "background", "warm"):
+        store = Hooked()
+        with engine_of(store=store, write_back="off" if mode == "warm" else mode) as engine:
+            if mode == "warm":
+                engine.warm(CHUNKS)
+            else:
+                engine.generate(PROMPT, max_new_tokens=2)
+                engine.flush()
+        kept.append({key: record for key, record in store.kept.items() if not record.info.rotated})
+    assert kept[0].keys() == kept[1].keys() == kept[2].keys()
+    terms = terms_of(tiny.model(), 40)  # a chunk at most
+    for key, record in kept[2].items():
+        for other in (kept[0][key], kept[1][key]):
+            for mine, theirs in zip(record.kv.keys + record.kv.values, other.kv.keys + other.kv.values, strict=True):
+                assert_close(mine, theirs, terms)
+
+
+def test_background_storing_waits_for_the_answer() -> None:
+    store = Hooked()
+
+    class Look(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.02)
+            assert store.kept == {}, "something was stored while an answer was made"
+            return scores
+
+    with engine_of(store=store, write_back="background") as engine:
+        engine.fuse(Prompt("", ["x"], "y"))
+        engine.flush()
+        store.kept.clear()
+        engine.generate(PROMPT, max_new_tokens=5, logits_processor=[Look()])
+        engine.flush()
+        assert len(store.kept) == 4
+
+
+@pytest.mark.parametrize("mode", ["inline", "background"])
+def test_an_answer_is_not_lost_because_it_cannot_be_stored(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    with engine_of(write_back="off") as engine:
+        expected = engine.generate(PROMPT, max_new_tokens=5).token_ids
+    store = MemoryStore(500)
+    with engine_of(store=store, write_back=mode) as engine, caplog.at_level(logging.WARNING):
+        assert engine.generate(PROMPT, max_new_tokens=5).token_ids == expected
+        engine.flush()
+    assert "could not store" in caplog.text
+    assert store.volume() == 0
+
+
+def test_a_store_that_fails_unexpectedly_in_the_background_is_logged_and_does_not_block(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Failing(Hooked):
+        def put(self, key: str, record: Any) -> None:
+            raise ZeroDivisionError("a store of the user's failed")
+
+    with engine_of(store=Failing(), write_back="background") as engine:
+        engine.generate(PROMPT, max_new_tokens=2)
+        engine.flush()
+        engine.generate(PROMPT, max_new_tokens=2)
+    assert "a store of the user's failed" in caplog.text
+
+
+def test_a_miss_asked_twice_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_of(write_back="background") as engine:
+        computed: list[Any] = []
+        compute = engine._pipeline.compute
+
+        def counted(segments: Any) -> Any:
+            computed.extend(segments)
+            return compute(segments)
+
+        monkeypatch.setattr(engine._pipeline, "compute", counted)
+        with engine._gate:  # nothing is stored before both have been answered
+            engine.fuse(PROMPT)
+            engine.fuse(PROMPT)
+        engine.flush()
+    assert len(computed) == 3
+
+
+# The queue ----------------------------------------------------------------------------------
+
+
+def test_a_full_queue_drops_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    gate, done = IdleGate(), []
+    queue = WriteBack(gate, limit=2)
+    with gate:
+        queue.submit("a", Job(lambda: done.append("a")))
+        deadline = time.monotonic() + 5
+        while queue._jobs and time.monotonic() < deadline:  # until the thread holds the first
+            time.sleep(0.005)
+        for name in ("b", "b", "c", "d"):
+            queue.submit(name, Job(partial(done.append, name)))
+    queue.flush()
+    queue.close()
+    assert done == ["a", "b", "c"]
+    assert "queue is full" in caplog.text
+    queue.submit("e", Job(lambda: done.append("e")))
+    queue.flush()
+    assert done == ["a", "b", "c"]
+
+
+def test_waiting_jobs_keep_no_more_than_so_many_bytes(caplog: pytest.LogCaptureFixture) -> None:
+    gate, done = IdleGate(), []
+    queue = WriteBack(gate, held=100)
+    with gate:
+        for name, held in (("a", 60), ("b", 60), ("c", 0), ("d", 40), ("e", 1)):
+            queue.submit(name, Job(partial(done.append, name), held))
+    queue.flush()
+    assert done == ["a", "c", "d"]
+    assert caplog.text.count("left for the next miss") == 2
+    with gate:
+        queue.submit("b", Job(partial(done.append, "b"), 100))
+    queue.close()
+    assert done == ["a", "c", "d", "b"]
+    assert queue.seconds > 0
+
+
+def test_a_store_error_names_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="file"):
+        engine_of(store=tmp_path / "file" / "kv")

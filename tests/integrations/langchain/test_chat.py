@@ -1,0 +1,279 @@
+"""ChatCacheBlend: rendering, noticing inside messages, tool calls, usage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, RemoveMessage, SystemMessage, ToolMessage
+from langchain_core.messages.tool import tool_call
+from pydantic import BaseModel
+
+from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.langchain import ChatCacheBlend, known_chunks
+from cacheblend_rag.langchain.messages import places_of, render
+from cacheblend_rag.langchain.tools import parse_answer
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.chat import HeldBack, opening
+from tests.integrations.langchain.models import Script, passages, tiny_engine, tiny_parts
+
+DOCUMENTS = passages(3, seed=1)
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+STUFFED = "\n\n".join(one.page_content for one in DOCUMENTS)
+
+
+@pytest.fixture
+def chat() -> Iterator[ChatCacheBlend]:
+    known_chunks.clear()
+    with tiny_engine(recompute_ratio=0.2) as engine:
+        yield ChatCacheBlend.from_engine(engine, max_new_tokens=6, report_input_ids=True)
+
+
+def scripted(chat: ChatCacheBlend, answer: str) -> ChatCacheBlend:
+    """The same model, writing what is wanted."""
+    script = Script(chat.engine.tokenizer, lambda prompt: answer)
+    return ChatCacheBlend.from_engine(chat.engine, max_new_tokens=120, logits_processor=[script])
+
+
+# Noticing -----------------------------------------------------------------------------------
+
+
+def test_chunks_inside_a_message_hit_and_bos_stands_once(chat: ChatCacheBlend) -> None:
+    chat.warm(DOCUMENTS, progress=False)
+    messages = [SystemMessage(f"Use this:\n{STUFFED}"), HumanMessage("What fell?")]
+    answer = chat.invoke(messages)
+    assert (answer.response_metadata["hits"], answer.response_metadata["misses"]) == (3, 0)
+    assert answer.response_metadata["input_ids"].count(chat.engine.tokenizer.bos_token_id) == 1
+    assert chat.segments(messages).prefix.endswith("[system] Use this:\n")
+
+
+def test_usage_counts_what_was_kept_and_what_is_stored(chat: ChatCacheBlend) -> None:
+    messages = [SystemMessage(f"Use this:\n{STUFFED}"), HumanMessage("What fell?")]
+    known_chunks.add(one.page_content for one in DOCUMENTS)
+    split = chat.engine.tokenize(chat.segments(messages))
+    stored = split.chunk_tokens + len(split.prefix)
+    first, second = chat.invoke(messages), chat.invoke(messages)
+    assert first.usage_metadata is not None
+    assert second.usage_metadata is not None
+    assert first.usage_metadata["input_token_details"] == {"cache_read": 0, "cache_creation": stored}
+    recomputed = second.response_metadata["recomputed_tokens"][-1]
+    assert recomputed == int(0.2 * split.chunk_tokens)
+    assert second.usage_metadata["input_token_details"] == {"cache_read": stored - recomputed, "cache_creation": 0}
+    assert second.usage_metadata["total_tokens"] == len(split.input_ids) + 6
+    assert second.response_metadata["recompute_ratio"] == 0.2
+
+
+def test_separators_split_the_content_of_a_message_only_on_request(chat: ChatCacheBlend) -> None:
+    messages = [SystemMessage("Use # # a passage # # another # # and so on"), HumanMessage("A # # B?")]
+    text = "<s>[system] Use # # a passage # # another # # and so on\n[user] A # # B?\n[assistant] "
+    assert chat.segments(messages) == Prompt(suffix=text)
+    splitting = chat.engine.with_config(separator=" # # ", split_at_separator=True)
+    prompt = ChatCacheBlend.from_engine(splitting).segments(messages)
+    assert prompt.chunks == ("a passage", "another")
+    assert prompt.suffix == " # # and so on\n[user] A # # B?\n[assistant] "
+    assert prompt.written("").text == text
+
+
+def test_documents_and_answers_of_earlier_turns_hit_again(chat: ChatCacheBlend) -> None:
+    chat.warm(DOCUMENTS, progress=False)
+    turns: list[BaseMessage] = [HumanMessage(f"{STUFFED}\n\nWhat fell?")]
+    for answers, question in enumerate(("And then?", "And now?", "And why?")):
+        assert len(chat.segments(turns).chunks) == 3 + answers
+        info = chat.invoke(turns).response_metadata
+        # The newest answer is met for the first time, and stored.
+        assert (info["hits"], info["misses"]) == (3 + max(0, answers - 1), int(answers > 0))
+        said = f"It was number {answers} that fell, as the passage says."
+        turns += [AIMessage(said), HumanMessage(question)]
+    assert chat.invoke(turns).response_metadata["hits"] == 5
+
+
+def test_answers_are_left_alone_on_request(chat: ChatCacheBlend) -> None:
+    turns = [HumanMessage("What fell?"), AIMessage("It was the seventh leaf of the oak."), HumanMessage("So?")]
+    assert len(chat.segments(turns).chunks) == 1
+    assert ChatCacheBlend.from_engine(chat.engine, reuse_answers=False).segments(turns).chunks == ()
+
+
+def test_nothing_of_a_question_is_stored(chat: ChatCacheBlend, monkeypatch: pytest.MonkeyPatch) -> None:
+    known_chunks.add(one.page_content for one in DOCUMENTS)
+    stored: list[str] = []
+    put = chat.engine.store.put
+
+    def watched(key: str, record: Any) -> None:
+        stored.append(chat.engine.tokenizer.decode(list(record.info.token_ids)))
+        put(key, record)
+
+    monkeypatch.setattr(chat.engine.store, "put", watched)
+    turns = [SystemMessage("Be short."), HumanMessage(f"What fell in the end?\n\n{STUFFED}")]
+    chat.invoke(turns)
+    prompt = chat.segments(turns)
+    assert prompt.prefix.endswith("[system] Be short.\n[user] ")
+    assert prompt.preamble == "What fell in the end?\n\n"
+    assert len(stored) == 4
+    assert not any("What fell" in text for text in stored)
+
+
+def test_documents_that_a_tool_attached_are_noticed(chat: ChatCacheBlend) -> None:
+    call = tool_call(name="find", args={"what": "leaf"}, id="1")
+    turns = [
+        HumanMessage("What fell?"),
+        AIMessage(content="", tool_calls=[call]),
+        ToolMessage(content=STUFFED, tool_call_id="1", artifact=DOCUMENTS),
+    ]
+    assert chat.invoke(turns).response_metadata["misses"] == 3
+    assert chat.invoke(turns).response_metadata["hits"] == 3
+
+
+def test_places_are_found_wherever_a_template_puts_them() -> None:
+    messages = [SystemMessage("Be kind."), HumanMessage(" hello "), AIMessage(""), HumanMessage("again")]
+    text = "<s>hello|Be kind.|again"
+    places = places_of(text, messages)
+    assert [text[start:stop] for start, stop in places.parts] == ["Be kind.", "again"]
+    assert places.questions_from == 3
+    assert places_of("nothing of it", messages).questions_from == 0
+    assert places_of("Be kind.", messages[:1]).questions_from == 8
+
+
+def test_the_template_gets_what_it_takes_besides(chat: ChatCacheBlend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat.engine.tokenizer, "chat_template", "{{ mood }}: {{ messages[0].content }}")
+    asked = [HumanMessage("What fell?")]
+    model = ChatCacheBlend.from_engine(chat.engine, chat_template_kwargs={"mood": "calm"})
+    assert model.segments(asked).suffix == "calm: What fell?"
+    answer = chat.invoke(asked, chat_template_kwargs={"mood": "glad"})
+    assert "glad: What fell?" in chat.engine.tokenizer.decode(answer.response_metadata["input_ids"])
+    assert model._identifying_params != chat._identifying_params
+
+
+# Streams ------------------------------------------------------------------------------------
+
+
+async def test_exactly_one_streamed_chunk_carries_usage(chat: ChatCacheBlend) -> None:
+    whole = chat.invoke("What fell?")
+    for chunks in ([*chat.stream("What fell?")], [chunk async for chunk in chat.astream("What fell?")]):
+        assert "".join(str(chunk.content) for chunk in chunks) == whole.content
+        usages = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
+        assert usages == [whole.usage_metadata]
+        assert chunks[-1].response_metadata["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Let me look.\n<tool_call>\n" + '{"name": "find", "arguments": {"what": "leaf"}}\n</tool_call>',
+        '{"name": "find", "parameters": {}}',
+        "[1] says so",
+        "a <tool or two",
+        "  ",
+    ],
+)
+async def test_streams_with_tools_hold_back_calls_alone(chat: ChatCacheBlend, text: str) -> None:
+    model = scripted(chat, text).bind_tools([TOOL])
+    whole = model.invoke("What fell?")
+    for chunks in ([*model.stream("What fell?")], [chunk async for chunk in model.astream("What fell?")]):
+        merged = chunks[0]
+        for chunk in chunks[1:]:
+            merged += chunk
+        assert merged.content == whole.content
+        assert [(c["name"], c["args"]) for c in merged.tool_calls] == [(c["name"], c["args"]) for c in whole.tool_calls]
+        assert sum(bool(chunk.usage_metadata) for chunk in chunks) == 1
+
+
+def test_text_before_a_call_is_handed_out_at_once() -> None:
+    held = HeldBack(True)
+    pieces = [held.feed(piece) for piece in ("So", " be", " it.\n", "<too", "l_call>{")]
+    assert pieces == ["So", " be", " it.", "", ""]
+    assert [HeldBack(False).feed("{")] == ["{"]
+
+
+# Tools --------------------------------------------------------------------------------------
+
+
+def test_tool_calls_are_read() -> None:
+    good = '<tool_call>\n{"name": "find", "arguments": {"what": "leaf"}}\n</tool_call>'
+    text = f'Let me look.\n{good}<tool_call>{{"name": </tool_call>'
+    message = parse_answer(text, [TOOL])
+    assert message.content == "Let me look."
+    assert [(call["name"], call["args"]) for call in message.tool_calls] == [("find", {"what": "leaf"})]
+    assert [call["args"] for call in message.invalid_tool_calls] == ['{"name":']
+    assert parse_answer(text, None).content == text
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('[TOOL_CALLS] [{"name": "find", "arguments": {"a": 1}}, {"name": "find", "arguments": {}}]', [{"a": 1}, {}]),
+        ('{"name": "find", "parameters": {"a": 2}} and so on', [{"a": 2}]),
+        ('{"name": "other", "parameters": {}}', []),
+        ('{"a": 1}', []),
+        ("[1] says so", []),
+        ("{broken", []),
+    ],
+)
+def test_calls_that_are_nothing_but_json_are_read(text: str, calls: list[dict[str, int]]) -> None:
+    message = parse_answer(text, [TOOL])
+    assert [call["args"] for call in message.tool_calls] == calls
+    assert message.content == ("" if calls else text)
+    names = [call["id"] for call in message.tool_calls]
+    assert len(set(names)) == len(names)
+
+
+def test_tools_are_offered_to_the_template(chat: ChatCacheBlend) -> None:
+    def find(what: str) -> str:
+        """Find something."""
+        return what
+
+    answer = chat.bind_tools([find]).invoke("What fell?")
+    text = chat.engine.tokenizer.decode(answer.response_metadata["input_ids"])
+    assert '"name": "find"' in text
+    without = chat.bind_tools([find], tool_choice="none").invoke("What fell?")
+    assert '"name": "find"' not in chat.engine.tokenizer.decode(without.response_metadata["input_ids"])
+
+
+class Found(BaseModel):
+    """What was found."""
+
+    what: str
+
+
+def test_a_forced_call_is_begun_for_the_model(chat: ChatCacheBlend) -> None:
+    model = scripted(chat, '{"what": "leaf"}}').with_structured_output(Found)
+    assert model.invoke("What fell?") == Found(what="leaf")
+    assert [*model.stream("What fell?")][-1] == Found(what="leaf")
+    for choice in ("any", "required", {"type": "function", "function": {"name": "find"}}):
+        bound = chat.bind_tools([TOOL], tool_choice=choice)  # type: ignore[arg-type]
+        assert "find" in str(bound.invoke("What fell?").invalid_tool_calls)
+
+
+@pytest.mark.parametrize(
+    ("choice", "template", "expected"),
+    [
+        ("find", "… <tool_call> …", '<tool_call>\n{"name": "find", "arguments": '),
+        ("any", "… <tool_call> …", '<tool_call>\n{"name": "'),
+        ("find", '… "parameters" …', '{"name": "find", "parameters": '),
+        (None, "", ""),
+    ],
+)
+def test_the_opening_follows_the_template(choice: str | None, template: str, expected: str) -> None:
+    assert opening(choice, SimpleNamespace(chat_template=template)) == expected
+
+
+def test_what_cannot_be_done_is_refused(chat: ChatCacheBlend) -> None:
+    with pytest.raises(ConfigError, match="tool_choice='other'"):
+        chat.bind_tools([TOOL], tool_choice="other")
+    with pytest.raises(PromptError, match="image_url"):
+        chat.invoke([HumanMessage([{"type": "image_url", "image_url": {"url": "x"}}])])
+    tokenizer = tiny_parts()[1]
+    with pytest.raises(PromptError, match="RemoveMessage"):
+        render(tokenizer, [RemoveMessage(id="1")])
+    with pytest.raises(PromptError, match="empty"):
+        render(tokenizer, [])
+
+
+def test_a_template_must_be_there_and_take_tools(chat: ChatCacheBlend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat.engine.tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(ConfigError, match="tools"):
+        chat.bind_tools([TOOL]).invoke("What fell?")
+    monkeypatch.setattr(chat.engine.tokenizer, "chat_template", None)
+    with pytest.raises(ConfigError, match="chat_template"):
+        chat.invoke("What fell?")

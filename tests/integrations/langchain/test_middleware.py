@@ -1,0 +1,101 @@
+"""CacheBlendMiddleware, and what is said where LangChain's agents are not installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from langchain.agents import create_agent
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.messages.tool import tool_call
+
+import cacheblend_rag.langchain as ours
+from cacheblend_rag.langchain import CacheBlendMiddleware, ChatCacheBlend, known_chunks, tracking_off
+from tests.integrations.langchain.models import Ended, FixedRetriever, passages, tiny_engine
+
+DOCUMENTS = passages(3, seed=8)
+TEXTS = [one.page_content for one in DOCUMENTS]
+
+
+@pytest.fixture
+def chat() -> Iterator[ChatCacheBlend]:
+    known_chunks.clear()
+    with tiny_engine() as engine:
+        yield ChatCacheBlend.from_engine(engine, max_new_tokens=2, report_input_ids=True)
+
+
+async def test_retrieved_documents_stand_behind_the_system_prompt(chat: ChatCacheBlend) -> None:
+    chat.warm(DOCUMENTS, progress=False)
+    known_chunks.clear()
+    ended = Ended()
+    middleware = CacheBlendMiddleware(FixedRetriever(documents=DOCUMENTS), instructions="Use these.")
+    agent = create_agent(chat, [], system_prompt="Be short.", middleware=[middleware])
+    asked: Any = {"messages": [HumanMessage("What fell?")]}
+    with tracking_off():  # the middleware makes them known by itself
+        agent.invoke(asked, {"callbacks": [ended]})
+        await agent.ainvoke(asked, {"callbacks": [ended]})
+    for info in ended.infos:
+        assert (info["hits"], info["misses"]) == (3, 0)
+        text = chat.engine.tokenizer.decode(info["input_ids"])
+        assert "[system] Be short.\n\nUse these." in text
+        assert text.index("Use these.") < text.index(TEXTS[0]) < text.index("What fell?")
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_answers_of_tools_are_made_known(chat: ChatCacheBlend, whole: bool) -> None:
+    turns = [
+        HumanMessage("What fell?"),
+        AIMessage("", tool_calls=[tool_call(name="find", args={}, id="1"), tool_call(name="find", args={}, id="2")]),
+        ToolMessage("\n\n".join(TEXTS[:2]), tool_call_id="1", artifact=DOCUMENTS[:2]),
+        ToolMessage(TEXTS[2], tool_call_id="2", artifact={"not": "documents"}),
+    ]
+    agent = create_agent(chat, [], middleware=[CacheBlendMiddleware(tool_answers=whole)])
+    ended = Ended()
+    agent.invoke({"messages": turns}, {"callbacks": [ended]})
+    assert [text in known_chunks for text in TEXTS] == [True, True, whole]
+    assert ended.infos[0]["misses"] == 2 + whole
+
+
+def test_a_question_is_not_asked_twice_over_nothing(chat: ChatCacheBlend) -> None:
+    class Never(FixedRetriever):
+        def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
+            raise AssertionError("there is no question")
+
+    agent = create_agent(chat, [], middleware=[CacheBlendMiddleware(Never(documents=[]))])
+    assert agent.invoke({"messages": [AIMessage("Well, what is it?")]})["messages"]
+
+
+@pytest.mark.parametrize(
+    ("missing", "code", "command"),
+    [
+        ("langchain", "import cacheblend_rag.langchain as ours; ours.CacheBlendMiddleware", "cacheblend-rag[agents]"),
+        (
+            "langchain_text_splitters",
+            "from cacheblend_rag.retrieval.splitting import split; split([])",
+            "cacheblend-rag[langchain]",
+        ),
+    ],
+)
+def test_what_is_not_installed_is_named_with_the_command(missing: str, code: str, command: str) -> None:
+    script = f"import sys\nsys.modules[{missing!r}] = None\n{code}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"pip install '{command}'" in done.stderr.splitlines()[-1]
+
+
+def test_langchain_core_alone_is_needed_at_import() -> None:
+    script = """
+import sys
+for name in ("langchain", "langchain_classic", "langchain_text_splitters", "langgraph"):
+    sys.modules[name] = None
+from cacheblend_rag.langchain import CacheBlendLLM, CacheBlendRetriever, ChatCacheBlend, warm_vectorstore
+print("fine")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "fine", done.stderr
+    with pytest.raises(AttributeError, match="no attribute 'CacheBlend'"):
+        _ = ours.CacheBlend

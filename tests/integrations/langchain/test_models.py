@@ -1,0 +1,332 @@
+"""What both models do in every mode: stop, time out, end when they are left, and say what they did."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from langchain_core.caches import InMemoryCache
+from langchain_core.load import dumpd, load
+from langchain_core.messages import HumanMessage
+from transformers import GenerationConfig, pipeline
+from transformers.generation import LogitsProcessor
+
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.errors import ConfigError, GenerationError, GenerationTimeoutError
+from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
+from tests.integrations.langchain.models import passages, plain_answer, tiny_engine, tiny_parts
+
+KINDS = [CacheBlendLLM, ChatCacheBlend]
+DOCUMENTS = passages(6, seed=5)
+MODES = ("invoke", "ainvoke", "batch", "abatch", "stream", "astream")
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    known_chunks.clear()
+    with tiny_engine(recompute_ratio=1.0) as made:
+        yield made
+
+
+async def say(model: Any, mode: str, asked: str) -> str:
+    """An answer's text, in a mode."""
+
+    def text(piece: Any) -> str:
+        return str(getattr(piece, "content", piece))
+
+    match mode:
+        case "invoke":
+            return text(model.invoke(asked))
+        case "ainvoke":
+            return text(await model.ainvoke(asked))
+        case "batch":
+            return text(model.batch([asked, "another"])[0])
+        case "abatch":
+            return text((await model.abatch([asked, "another"]))[0])
+        case "stream":
+            return "".join(map(text, model.stream(asked)))
+        case _:
+            return "".join([text(piece) async for piece in model.astream(asked)])
+
+
+class Slow(LogitsProcessor):
+    """Takes its time for each token and never ends; counts them."""
+
+    def __init__(self, seconds: float = 0.01) -> None:
+        self.seconds, self.made = seconds, 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        self.made += 1
+        scores[:, 2] = float("-inf")
+        return scores
+
+
+class Broken(LogitsProcessor):
+    """Fails at its third token."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.made += 1
+        if self.made > 2:
+            raise ZeroDivisionError("a processor of the user's failed")
+        return scores
+
+
+# Answers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_every_mode_says_the_same_without_the_prompt_and_stops(engine: Any, kind: Any, mode: str) -> None:
+    model = kind.from_engine(engine, max_new_tokens=12)
+    whole = await say(model, mode, "What fell in the end?")
+    assert whole == await say(model, "invoke", "What fell in the end?")
+    assert "What fell" not in whole
+    stopped = kind.from_engine(engine, max_new_tokens=12, stop=[whole[4:6]])
+    assert await say(stopped, mode, "What fell in the end?") == whole[: whole.index(whole[4:6])]
+    assert await say(model.bind(stop=[whole[4:6]]), mode, "What fell in the end?") == whole[: whole.index(whole[4:6])]
+
+
+def test_the_plain_models_answer_is_transformers_own(engine: Any) -> None:
+    llm = CacheBlendLLM.from_engine(engine, max_new_tokens=8, report_input_ids=True)
+    result = llm.generate(["What fell?", "Who counted the leaves?"])
+    made = 0
+    for (one,) in result.generations:
+        assert one.generation_info is not None
+        assert one.text == plain_answer(one.generation_info["input_ids"], 8)
+        made += one.generation_info["generated_tokens"]
+    assert result.llm_output is not None
+    assert result.llm_output["token_usage"]["completion_tokens"] == made > 2
+    assert result.llm_output["model_name"] == llm.model_name
+
+
+def test_a_call_may_change_what_the_model_was_made_with(engine: Any) -> None:
+    chat = ChatCacheBlend.from_engine(engine, max_tokens=20)
+    for name in ("max_tokens", "max_new_tokens"):
+        answer = chat.invoke("What fell?", **{name: 3})
+        assert answer.usage_metadata is not None
+        assert answer.usage_metadata["output_tokens"] == 3
+    sampled = chat.bind(temperature=2.0, seed=1)
+    assert sampled.invoke("What fell?").content == sampled.invoke("What fell?").content
+    assert sampled.invoke("What fell?").content != chat.invoke("What fell?").content
+
+
+def test_generation_configs_are_followed(engine: Any) -> None:
+    config = GenerationConfig(max_new_tokens=2)
+    assert CacheBlendLLM.from_engine(engine, generation_config=config).generate(["What?"]).llm_output is not None
+    llm = CacheBlendLLM.from_engine(engine, generation_config=config)
+    info = llm.generate(["What fell?"]).generations[0][0].generation_info
+    assert info is not None
+    assert info["generated_tokens"] == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_counted_by_the_models_own_tokenizer(engine: Any, kind: Any) -> None:
+    model = kind.from_engine(engine)
+    assert model.get_num_tokens("the quick brown fox") == len(engine.tokenizer.encode("the quick brown fox")) - 1
+    counted = model.get_num_tokens_from_messages([HumanMessage("the fox")])
+    if kind is ChatCacheBlend:
+        assert counted == len(engine.tokenizer.encode("<s>[user] the fox\n[assistant] ", add_special_tokens=False))
+    assert counted > 2
+
+
+# Time, cancellation, errors -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_late_answer_is_given_up(engine: Any, kind: Any, mode: str) -> None:
+    slow = Slow()
+    model = kind.from_engine(engine, max_new_tokens=2000, timeout=0.15, logits_processor=[slow])
+    with pytest.raises(GenerationTimeoutError, match=r"0\.15 s"):
+        await say(model, mode, "What fell?")
+    quick = kind.from_engine(engine, max_new_tokens=2)
+    assert await asyncio.wait_for(quick.ainvoke("And now?"), 20)
+    assert slow.made < 500
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_cancelled_call_stops_generating(engine: Any, kind: Any) -> None:
+    slow = Slow()
+    model = kind.from_engine(engine, max_new_tokens=2000, logits_processor=[slow])
+    for calls in (model.ainvoke("What fell?"), model.abatch(["One?", "Two?"])):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(calls, 0.2)
+    quick = kind.from_engine(engine, max_new_tokens=2)
+    assert await asyncio.wait_for(quick.ainvoke("And now?"), 20)
+    assert slow.made < 500
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_that_is_left_stops_generating(engine: Any, kind: Any) -> None:
+    slow = Slow()
+    pieces = kind.from_engine(engine, max_new_tokens=2000, logits_processor=[slow]).stream("What fell?")
+    next(pieces)
+    pieces.close()
+    assert kind.from_engine(engine, max_new_tokens=2).invoke("And now?")
+    assert slow.made < 500
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_errors_while_generating_reach_the_caller(engine: Any, kind: Any, mode: str) -> None:
+    model = kind.from_engine(engine, max_new_tokens=9, logits_processor=[Broken()])
+    with pytest.raises(ZeroDivisionError, match="user's failed"):
+        await say(model, mode, "What fell?")
+    assert kind.from_engine(engine, max_new_tokens=2).invoke("And now?")
+
+
+def test_running_out_of_memory_is_tried_again(engine: Any) -> None:
+    class Full(LogitsProcessor):
+        left = 2
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if self.left:
+                self.left -= 1
+                raise torch.OutOfMemoryError("the device is full")
+            return scores
+
+    asked = {"max_new_tokens": 3, "logits_processor": [Full()]}
+    with pytest.raises(torch.OutOfMemoryError):
+        CacheBlendLLM.from_engine(engine, max_retries=0, **asked).invoke("What fell?")
+    assert CacheBlendLLM.from_engine(engine, max_retries=1, **asked).invoke("What fell?")
+
+
+async def test_a_request_that_was_given_up_while_it_waited_costs_nothing(engine: Any) -> None:
+    release = threading.Event()
+
+    class Held(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            release.wait(20)
+            return scores
+
+    first = CacheBlendLLM.from_engine(engine, max_new_tokens=1, logits_processor=[Held()])
+    running = asyncio.ensure_future(first.ainvoke("One?"))
+    await asyncio.sleep(0.05)
+    counted = Slow(0)
+    waiting = CacheBlendLLM.from_engine(engine, max_new_tokens=5, timeout=0.05, logits_processor=[counted])
+    with pytest.raises(GenerationError, match="not complete after"):
+        await waiting.ainvoke("Two?")
+    release.set()
+    await running
+    engine.generate("Three?", max_new_tokens=1)
+    assert counted.made == 0
+
+
+# Batches ------------------------------------------------------------------------------------
+
+
+async def test_a_batch_reads_each_chunk_once(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = CacheBlendLLM.from_engine(engine, max_new_tokens=2, report_input_ids=True)
+    llm.warm(DOCUMENTS, progress=False)
+    texts = [one.page_content for one in DOCUMENTS]
+    groups = [(0, 1, 2), (3, 4, 5), (2, 1, 0), (5, 3, 4), (0, 5, 1)]
+    prompts = ["\n\n".join(texts[n] for n in group) + f"\n\nQuestion {group}?" for group in groups]
+    alone = [llm.invoke(prompt) for prompt in prompts]
+    opened: list[str] = []
+    opens = engine.store.open
+    monkeypatch.setattr(engine.store, "open", lambda key: opened.append(key) or opens(key))
+    result = llm.generate(prompts)
+    chunks = [key for key in opened if opened.count(key) == 1]
+    assert len(chunks) >= 6
+    found = [engine.store.contains(key) for key in opened]
+    assert len([key for key, there in zip(opened, found, strict=True) if there]) == 6
+    assert [one[0].text for one in result.generations] == alone
+    for one in result.generations:
+        info = one[0].generation_info
+        assert info is not None
+        assert (info["hits"], info["misses"]) == (3, 0)
+    assert llm.batch(prompts) == await llm.abatch(prompts) == alone
+
+
+# Identity -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_response_cache_never_mixes_settings_up(engine: Any, kind: Any) -> None:
+    cache = InMemoryCache()
+    made = [
+        kind.from_engine(engine, cache=cache, max_new_tokens=3),
+        kind.from_engine(engine.with_config(recompute_ratio=0.1), cache=cache, max_new_tokens=3),
+        kind.from_engine(engine.with_config(selection="none"), cache=cache, max_new_tokens=3),
+        kind.from_engine(engine.with_config(separator="\n"), cache=cache, max_new_tokens=3),
+        kind.from_engine(engine.with_config(split_at_separator=True), cache=cache, max_new_tokens=3),
+        kind.from_engine(engine, cache=cache, max_new_tokens=4),
+        kind.from_engine(engine, cache=cache, max_new_tokens=3, temperature=1.0, seed=1),
+        kind.from_engine(engine, cache=cache, max_new_tokens=3, stop=["x"]),
+        kind.from_engine(engine, cache=cache, generation_config=GenerationConfig(max_new_tokens=3, top_k=3)),
+        kind.from_engine(engine, cache=cache, max_new_tokens=3, logits_processor=[Slow(0)]),
+    ]
+    for number, model in enumerate(made, 1):
+        model.invoke("What fell?")
+        assert len(cache._cache) == number
+    made[0].invoke("What fell?")
+    assert len(cache._cache) == len(made)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_traces_name_model_and_settings(engine: Any, kind: Any) -> None:
+    model = kind.from_engine(engine, model_name="tiny", temperature=0.5, max_new_tokens=7, stop=["a"])
+    params = model._get_ls_params(stop=["b"])
+    assert params["ls_provider"] == "cacheblend"
+    assert params["ls_model_name"] == "tiny"
+    assert (params["ls_temperature"], params["ls_max_tokens"], params["ls_stop"]) == (0.5, 7, ["a", "b"])
+    given = model._get_ls_params(temperature=0, max_tokens=2, model="other")
+    assert (given["ls_temperature"], given["ls_max_tokens"], given["ls_model_name"]) == (0, 2, "other")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    for part in tiny_parts():
+        part.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainBetaWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_made_by_its_id_comes_back_from_its_serialised_form(kind: Any, saved: Path, tmp_path: Path) -> None:
+    config = BlendConfig(recompute_ratio=0.3, min_tokens=5, salt="mine", check_layers=(1,))
+    model = kind.from_model_id(saved, config=config, store=tmp_path / "kv", max_new_tokens=3)
+    again = load(dumpd(model), allowed_objects=[kind], valid_namespaces=["cacheblend_rag"])
+    assert again.asdict() == model.asdict()
+    assert again.engine.config.recompute_ratio == 0.3
+    assert again.engine.config.salt == "mine"
+    assert again.invoke("What fell?") == model.invoke("What fell?") or kind is ChatCacheBlend
+    model.engine.close()
+    again.engine.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_engine_or_id_the_error_says_what_to_give(kind: Any) -> None:
+    with pytest.raises(ConfigError, match="model_id"):
+        kind()
+    with pytest.raises(ConfigError, match="timeout=0"):
+        kind(engine=tiny_engine(), timeout=0)
+    with pytest.raises(ConfigError, match="give a list"):
+        kind(engine=tiny_engine()).warm("one text")
+
+
+# Pipelines ----------------------------------------------------------------------------------
+
+
+def test_a_pipeline_is_taken_over_with_its_settings() -> None:
+    model, tokenizer = tiny_parts()
+    settings: Any = {"max_new_tokens": 5, "do_sample": False, "return_full_text": False}
+    made = pipeline("text-generation", model, tokenizer=tokenizer, **settings)
+    llm = CacheBlendLLM.from_pipeline(made, config=BlendConfig(min_tokens=0, check_model=False))
+    assert llm.engine.model is made.model
+    assert llm.invoke("<s>What fell?") == made("What fell?")[0]["generated_text"]
+    plain = pipeline("text-generation", model, tokenizer=tokenizer)
+    assert CacheBlendLLM.from_pipeline(plain).generation_config is None
+    with pytest.raises(ConfigError, match="text-generation"):
+        CacheBlendLLM.from_pipeline(object())

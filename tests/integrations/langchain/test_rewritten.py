@@ -1,0 +1,280 @@
+"""Documents that a chain escapes, normalises, wraps or cuts: each is found as it stands, or said to be missing."""
+
+from __future__ import annotations
+
+import html
+import json
+import logging
+import textwrap
+import unicodedata
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.messages import SystemMessage
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import Runnable, RunnableLambda
+from langchain_core.tools import tool
+from langchain_core.vectorstores import InMemoryVectorStore
+
+from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks, track
+from cacheblend_rag.prompt import matching as noticing
+from cacheblend_rag.report import DocumentUse
+from tests import tiny
+from tests.integrations.langchain.models import Ended, FixedRetriever, Plain, PlainChat, PlainLLM, tiny_engine
+from tests.integrations.langchain.test_matrix import EMBEDDING, QUESTION
+from tests.probes import Hooked
+
+PROMPT = ChatPromptTemplate.from_messages([("system", "Use this.\n\n{context}"), ("human", "{input}")])
+END = 'It\'s a "caf\u00e9" & a <b>well-known, far-off, hard-won</b> \ufb01gure.'
+DOCUMENTS = [
+    Document(page_content=f"Passage {n}.\n\nCaf\u00e9 & <i>bar</i>: {tiny.text(30, 700 + n)} {END}") for n in range(3)
+]
+TEXTS = [one.page_content for one in DOCUMENTS]
+
+
+def each(write: Callable[[str], str]) -> Callable[[list[Document]], str]:
+    return lambda documents: "\n\n".join(write(one.page_content) for one in documents)
+
+
+def normal(kind: Any) -> Callable[[list[Document]], str]:
+    return each(lambda text: unicodedata.normalize(kind, text))
+
+
+REWRITES: dict[str, tuple[Callable[[list[Document]], str], str]] = {
+    "a list in JSON": (lambda found: json.dumps([one.page_content for one in found]), "json-escaped"),
+    "objects in JSON": (
+        lambda found: json.dumps([one.model_dump() for one in found], ensure_ascii=False, indent=2),
+        "json-escaped",
+    ),
+    "HTML": (each(html.escape), "html-escaped"),
+    "HTML, quotes kept": (each(lambda text: html.escape(text, quote=False)), "html-escaped"),
+    "Python's own writing": (str, "python-escaped"),
+    "cut at the end": (each(lambda text: text[:120]), "truncated at the end"),
+    "cut with dots": (each(lambda text: text[:120] + "..."), "truncated at the end"),
+    "cut at the start": (each(lambda text: text[-120:]), "truncated at the start"),
+    "cut JSON": (
+        lambda found: json.dumps([one.page_content[:120] for one in found]),
+        "json-escaped, truncated at the end",
+    ),
+    "NFD": (normal("NFD"), "unicode normal form NFD"),
+    "NFKC": (normal("NFKC"), "unicode normal form NFKC"),
+    "NFKD": (normal("NFKD"), "unicode normal form NFKD"),
+    "NFKC in HTML": (
+        each(lambda text: html.escape(unicodedata.normalize("NFKC", text))),
+        "unicode normal form NFKC, html-escaped",
+    ),
+    "wrapped": (each(lambda text: textwrap.fill(text, 33)), "line-wrapped"),
+    "folded": (each(lambda text: " ".join(text.split())), "white space"),
+    "unchanged": (each(str), ""),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> None:
+    known_chunks.clear()
+    noticing._warned.clear()
+
+
+def chain_of(model: Any, write: Any, documents: list[Document] = DOCUMENTS) -> Any:
+    found = FixedRetriever(documents=documents)
+    context = (lambda given: given["input"]) | found | (write if isinstance(write, Runnable) else RunnableLambda(write))
+    return {"context": context, "input": lambda given: given["input"]} | PROMPT | model | StrOutputParser()
+
+
+def asked(chain: Runnable[Any, Any], question: str = QUESTION) -> dict[str, Any]:
+    """What the model said of its only answer."""
+    ended = Ended()
+    chain.invoke({"input": question}, {"callbacks": [ended]})
+    (info,) = ended.infos
+    return info
+
+
+def outcomes(info: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(one["outcome"], one["change"]) for one in info["documents"]]
+
+
+@pytest.mark.parametrize("kind", [CacheBlendLLM, ChatCacheBlend])
+@pytest.mark.parametrize("name", REWRITES)
+def test_rewritten_documents_hit_from_the_second_request_on(
+    name: str, kind: type[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    write, change = REWRITES[name]
+    plain, expected = Plain("byte-level BPE", 4), Ended()
+    stand_in = PlainLLM(plain=plain) if kind is CacheBlendLLM else PlainChat(plain=plain)
+    chain_of(stand_in, write).invoke({"input": QUESTION}, {"callbacks": [expected]})
+    known_chunks.clear()
+    with tiny_engine(recompute_ratio=1.0) as engine:
+        model = kind.from_engine(engine, max_new_tokens=4, report_input_ids=True)
+        for outcome in ("miss", "hit"):
+            ended = Ended()
+            chain_of(model, write).invoke({"input": QUESTION}, {"callbacks": [ended]})
+            (info,) = ended.infos
+            assert ([info["input_ids"]], ended.texts) == (plain.fed, expected.texts)
+            assert outcomes(info) == [(outcome, change)] * 3
+            assert (info["hits"], info["misses"]) == ((3, 0) if outcome == "hit" else (0, 3))
+        stats, report = model.stats(), model.last_report
+        assert report is not None
+        assert (stats.documents_hit, stats.documents_missed, stats.documents_not_found) == (3, 3, 0)
+        assert stats.documents_changed == (6 if change else 0)
+        assert report.documents == tuple(DocumentUse(" ".join(text.split())[:80], "hit", change) for text in TEXTS)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("kind", [CacheBlendLLM, ChatCacheBlend])
+@pytest.mark.parametrize("name", ["a list in JSON", "cut at the end", "wrapped"])
+async def test_so_do_they_in_asynchronous_chains_and_streams(name: str, kind: type[Any]) -> None:
+    write, change = REWRITES[name]
+    with tiny_engine() as engine:
+        chain = chain_of(kind.from_engine(engine, max_new_tokens=2), write)
+        ended = Ended()
+        config: Any = {"callbacks": [ended]}
+        await chain.ainvoke({"input": QUESTION}, config)
+        list(chain.stream({"input": QUESTION}, config))
+        assert [piece async for piece in chain.astream({"input": QUESTION}, config)]
+        await chain.abatch([{"input": QUESTION}, {"input": "And then?"}], config)
+    assert [outcomes(info) for info in ended.infos] == [
+        [(one, change)] * 3 for one in ("miss", "hit", "hit", "hit", "hit")
+    ]
+
+
+@pytest.mark.parametrize("kind", [CacheBlendLLM, ChatCacheBlend])
+def test_a_document_that_is_missing_is_said_to_be(kind: type[Any], caplog: pytest.LogCaptureFixture) -> None:
+    def write(found: list[Document]) -> str:
+        return "\n\n".join([found[0].page_content, found[1].page_content.upper(), found[2].page_content])
+
+    with tiny_engine() as engine:
+        model = kind.from_engine(engine, max_new_tokens=1)
+        infos = [asked(chain_of(model, write)) for _ in range(2)]
+        assert [outcomes(info) for info in infos] == [
+            [("miss", ""), ("not found", ""), ("miss", "")],
+            [("hit", ""), ("not found", ""), ("hit", "")],
+        ]
+        assert infos[0]["documents"][1]["document"].startswith("Passage 1. Caf\u00e9")
+        assert model.stats().documents_not_found == 2
+    (record,) = [one for one in caplog.records if one.levelno == logging.WARNING]
+    assert "1 of 3 retrieved documents were not found in the prompt: the chain rewrote" in record.getMessage()
+    assert "docs/troubleshooting.md" in record.getMessage()
+
+
+def test_a_chain_that_leaves_all_documents_out_is_warned_of_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    with tiny_engine() as engine:
+        model = ChatCacheBlend.from_engine(engine, max_new_tokens=1)
+        for _ in range(2):
+            assert outcomes(asked(chain_of(model, lambda found: f"{len(found)} found"))) == [("not found", "")] * 3
+    assert len(caplog.records) == 1
+    assert "3 of 3 retrieved documents" in caplog.text
+
+
+def test_short_documents_are_not_looked_for_and_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    documents = [*DOCUMENTS[:1], Document(page_content="Too short."), Document(page_content="")]
+    with tiny_engine() as engine:
+        info = asked(chain_of(CacheBlendLLM.from_engine(engine, max_new_tokens=1), each(str), documents))
+    assert outcomes(info) == [("miss", ""), ("not found", "too short"), ("not found", "too short")]
+    assert caplog.text == ""
+
+
+def test_what_a_later_step_left_out_is_not_missing(caplog: pytest.LogCaptureFixture) -> None:
+    with tiny_engine() as engine:
+        model = CacheBlendLLM.from_engine(engine, max_new_tokens=1)
+        best = RunnableLambda(lambda found: found[1:])
+        info = asked(chain_of(model, best | RunnableLambda(each(str))))
+        assert outcomes(info) == [("left out", ""), ("miss", ""), ("miss", "")]
+        inner = FixedRetriever(documents=DOCUMENTS)
+
+        class Outer(FixedRetriever):
+            def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
+                return inner.invoke(query, {"callbacks": run_manager.get_child()})[:2]
+
+        ended = Ended()
+        chain = Outer(documents=[]) | each(str) | model
+        chain.invoke(QUESTION, {"callbacks": [ended]})
+        assert outcomes(ended.infos[0]) == [("hit", "") if n else ("miss", "") for n in range(2)] + [("left out", "")]
+        assert model.stats().documents_left_out == 2
+    assert caplog.text == ""
+
+
+def test_documents_asked_about_one_by_one_are_not_missing(caplog: pytest.LogCaptureFixture) -> None:
+    """Each prompt of a map step holds one document; all of them are in some prompt."""
+    with tiny_engine() as engine:
+        model = CacheBlendLLM.from_engine(engine, max_new_tokens=1)
+        spread = RunnableLambda(lambda found: [f"Use:\n{one.page_content}\n\nWhat fell?" for one in found])
+        ended = Ended()
+        (FixedRetriever(documents=DOCUMENTS) | spread | model.map()).invoke(QUESTION, {"callbacks": [ended]})
+        found = [[one for one, _ in outcomes(info)] for info in ended.infos]
+        assert sorted(found) == sorted(["not found"] * n + ["miss"] + ["not found"] * (2 - n) for n in range(3))
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_documents_of_a_tracked_search_belong_to_the_run_that_asked(asynchronous: bool) -> None:
+    store = track(InMemoryVectorStore.from_texts(TEXTS, EMBEDDING))
+
+    def prompt(question: str) -> str:
+        return json.dumps([one.page_content for one in store.similarity_search(question, k=3)]) + question
+
+    async def aprompt(question: str) -> str:
+        found = await store.asimilarity_search(question, k=3)
+        return json.dumps([one.page_content for one in found]) + question
+
+    with tiny_engine() as engine:
+        ended = Ended()
+        chain = RunnableLambda(prompt, aprompt) | CacheBlendLLM.from_engine(engine, max_new_tokens=1)
+        if asynchronous:
+            await chain.ainvoke(QUESTION, {"callbacks": [ended]})
+        else:
+            chain.invoke(QUESTION, {"callbacks": [ended]})
+    assert outcomes(ended.infos[0]) == [("miss", "json-escaped")] * 3
+
+
+def test_documents_that_a_tool_attached_are_accounted_for() -> None:
+    @tool(response_format="content_and_artifact")
+    def look_up(query: str) -> tuple[str, list[Document]]:
+        """Look something up."""
+        return json.dumps([one.page_content for one in DOCUMENTS]), DOCUMENTS
+
+    answer = look_up.invoke({"name": "look_up", "args": {"query": "?"}, "id": "1", "type": "tool_call"})
+    with tiny_engine() as engine:
+        model = ChatCacheBlend.from_engine(engine, max_new_tokens=1)
+        said = model.invoke([SystemMessage("Be short."), answer])
+    assert outcomes(said.response_metadata) == [("miss", "json-escaped")] * 3
+
+
+@pytest.mark.parametrize("name", [name for name, (_, change) in REWRITES.items() if change])
+def test_erasing_a_document_erases_its_rewritten_forms(name: str) -> None:
+    store = Hooked()
+    with tiny_engine(store=store) as engine:
+        model = ChatCacheBlend.from_engine(engine, max_new_tokens=1)
+        chain = chain_of(model, REWRITES[name][0])
+        assert asked(chain)["misses"] == 3
+        assert model.forget(DOCUMENTS[:1]) == 1
+        assert [one for one, _ in outcomes(asked(chain))] == ["miss", "hit", "hit"]
+
+
+def test_so_it_does_where_a_step_handed_on_rewritten_documents() -> None:
+    def shortened(found: list[Document]) -> list[Document]:
+        return [Document(page_content=html.escape(one.page_content)[:110]) for one in found]
+
+    with tiny_engine() as engine:
+        model = CacheBlendLLM.from_engine(engine, max_new_tokens=1)
+        chain = chain_of(model, RunnableLambda(shortened) | RunnableLambda(each(str)))
+        assert outcomes(asked(chain)) == [("left out", "")] * 3 + [("miss", "")] * 3
+        assert model.forget(DOCUMENTS[:1]) == 1
+
+
+def test_nothing_before_a_part_of_a_document_is_stored_by_a_plain_model() -> None:
+    """It may be a quotation within a question."""
+    store = Hooked()
+    with tiny_engine(store=store) as engine:
+        model = CacheBlendLLM.from_engine(engine, max_new_tokens=1)
+        retriever = FixedRetriever(documents=DOCUMENTS[:1])
+        question = f"Secret question: who said {TEXTS[0][:90]}"
+        chain = retriever | RunnableLambda(lambda found: f"Facts: {len(found)}. {question} and why?") | model
+        ended = Ended()
+        chain.invoke(QUESTION, {"callbacks": [ended]})
+        assert outcomes(ended.infos[0]) == [("miss", "truncated at the end")]
+        stored = [engine.tokenizer.decode(ids) for ids in store.stored_ids()]
+    assert stored
+    assert all(" ".join(text.split()) in " ".join(TEXTS[0].split()) for text in stored)

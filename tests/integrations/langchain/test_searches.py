@@ -1,0 +1,193 @@
+"""`track`: a vector store that behaves as the one it was made of, and whose searches are seen."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.messages import ToolMessage
+from langchain_core.runnables import RunnableLambda
+from langchain_core.tools import tool
+from langchain_core.vectorstores import InMemoryVectorStore, VectorStoreRetriever
+from langgraph.types import Command
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.langchain import known_chunks, switch_on, track, tracking_off
+from cacheblend_rag.langchain.tracking import documents_in
+from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
+from tests.integrations.langchain.models import passages
+
+DOCUMENTS = passages(3, seed=9)
+TEXTS = [one.page_content for one in DOCUMENTS]
+EMBEDDING = DeterministicFakeEmbedding(size=8)
+VECTOR = EMBEDDING.embed_query("What fell?")
+SEARCHES: dict[str, Callable[[Any], Any]] = {
+    "similarity_search": lambda store: store.similarity_search("What fell?", k=3),
+    "similarity_search_with_score": lambda store: store.similarity_search_with_score("What fell?", k=3),
+    "similarity_search_by_vector": lambda store: store.similarity_search_by_vector(VECTOR, k=3),
+    "relevance scores": lambda store: store.similarity_search_with_relevance_scores("What fell?", k=3),
+    "max_marginal_relevance_search": lambda store: store.max_marginal_relevance_search("What fell?", k=3),
+    "mmr by vector": lambda store: store.max_marginal_relevance_search_by_vector(VECTOR, k=3),
+    "search": lambda store: store.search("What fell?", "similarity", k=3),
+    "retriever": lambda store: store.as_retriever(search_kwargs={"k": 3}).invoke("What fell?"),
+}
+ASYNC_SEARCHES: dict[str, Callable[[Any], Any]] = {
+    "similarity_search": lambda store: store.asimilarity_search("What fell?", k=3),
+    "similarity_search_with_score": lambda store: store.asimilarity_search_with_score("What fell?", k=3),
+    "similarity_search_by_vector": lambda store: store.asimilarity_search_by_vector(VECTOR, k=3),
+    "relevance scores": lambda store: store.asimilarity_search_with_relevance_scores("What fell?", k=3),
+    "max_marginal_relevance_search": lambda store: store.amax_marginal_relevance_search("What fell?", k=3),
+    "search": lambda store: store.asearch("What fell?", "similarity", k=3),
+    "retriever": lambda store: store.as_retriever(search_kwargs={"k": 3}).ainvoke("What fell?"),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> None:
+    known_chunks.clear()
+
+
+class Foreign(InMemoryVectorStore):
+    """LangChain's store in memory, with relevance scores."""
+
+    def _select_relevance_score_fn(self) -> Callable[[float], float]:
+        return lambda cosine: (1 + cosine) / 2
+
+
+def in_memory() -> Foreign:
+    store = Foreign(EMBEDDING)
+    store.add_texts(TEXTS, ids=["a", "b", "c"])
+    return store
+
+
+def ours() -> FaissVectorStore:
+    return FaissVectorStore.from_texts(TEXTS, EMBEDDING, ids=["a", "b", "c"])
+
+
+def known() -> list[bool]:
+    return [text in known_chunks for text in TEXTS]
+
+
+def texts(found: list[Any]) -> list[str]:
+    return [(one[0] if isinstance(one, tuple) else one).page_content for one in found]
+
+
+@pytest.mark.parametrize("name", SEARCHES)
+@pytest.mark.parametrize(
+    "make", [lambda: track(in_memory()), lambda: track(ours()), ours], ids=["other", "both", "ours"]
+)
+def test_what_a_search_returns_is_known(make: Callable[[], Any], name: str) -> None:
+    store = make()
+    with tracking_off():
+        found = SEARCHES[name](store)
+    assert sorted(texts(found)) == sorted(TEXTS)
+    assert known() == [True] * 3
+
+
+@pytest.mark.parametrize("name", ASYNC_SEARCHES)
+async def test_what_an_asynchronous_search_returns_is_known(name: str) -> None:
+    with tracking_off():
+        found = await ASYNC_SEARCHES[name](track(in_memory()))
+    assert sorted(texts(found)) == sorted(TEXTS)
+    assert known() == [True] * 3
+
+
+def test_without_track_a_direct_search_is_not_seen() -> None:
+    switch_on()
+    in_memory().similarity_search("What fell?")
+    assert known() == [False] * 3
+
+
+def test_only_what_is_returned_is_known() -> None:
+    found = track(in_memory()).similarity_search("What fell?", k=1)
+    assert [text for text, there in zip(TEXTS, known(), strict=True) if there] == texts(found)
+
+
+@pytest.mark.parametrize("make", [in_memory, ours])
+def test_it_passes_for_the_store_and_keeps_everything_in_it(make: Callable[[], Any]) -> None:
+    store = make()
+    tracked = track(store)
+    assert isinstance(tracked, type(store))
+    assert type(tracked).__name__ == type(store).__name__
+    assert repr(tracked).partition(" at ")[0] == repr(store).partition(" at ")[0]
+    assert track(tracked) is tracked
+    tracked.add_texts(["one more text of the river"], ids=["d"])
+    assert [one.id for one in store.get_by_ids(["d"])] == ["d"]
+    tracked.delete(["d"])
+    assert store.get_by_ids(["d"]) == tracked.get_by_ids(["d"]) == []
+    tracked.mark = 1
+    assert store.mark == 1
+    del tracked.mark
+    assert not hasattr(store, "mark")
+    assert dir(tracked) == dir(store)
+    assert tracked.similarity_search("What fell?") == store.similarity_search("What fell?")
+    retriever = tracked.as_retriever()
+    assert isinstance(retriever, VectorStoreRetriever)
+    assert retriever.vectorstore is tracked
+    assert retriever.tags == store.as_retriever().tags
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = tracked.nothing
+
+
+def test_methods_of_the_language_go_through_it() -> None:
+    store = ours()
+    assert len(track(store)) == 3
+    store.delete(["a"])
+    assert len(track(store)) == 2
+
+
+def test_a_copy_is_tracked_too() -> None:
+    for copied in (copy.deepcopy(track(in_memory())), pickle.loads(pickle.dumps(track(in_memory())))):
+        known_chunks.clear()
+        copied.similarity_search("What fell?", k=3)
+        assert known() == [True] * 3
+        copied.delete(["a"])
+
+
+def test_what_is_no_vector_store_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"vectorstore='VectorStoreRetriever'.*give a LangChain vector store"):
+        track(in_memory().as_retriever())  # type: ignore[type-var]
+
+
+# Documents that runnables and tools return ------------------------------------------------------------
+
+
+async def test_documents_that_a_runnable_returns_are_known() -> None:
+    switch_on()
+    store = in_memory()
+    search = RunnableLambda(lambda question: {"context": store.similarity_search_with_score(question, k=3)})
+    search.invoke("What fell?")
+    assert known() == [True] * 3
+    known_chunks.clear()
+    await search.ainvoke("What fell?")
+    assert known() == [True] * 3
+    known_chunks.clear()
+    with tracking_off():
+        search.invoke("What fell?")
+    assert known() == [False] * 3
+
+
+def test_documents_that_a_tool_attaches_are_known() -> None:
+    @tool(response_format="content_and_artifact")
+    def find(query: str) -> tuple[str, list[Document]]:
+        """Find something."""
+        return "three", DOCUMENTS
+
+    switch_on()
+    find.invoke({"name": "find", "args": {"query": "What fell?"}, "id": "1", "type": "tool_call"})
+    assert known() == [True] * 3
+
+
+def test_documents_are_found_in_what_is_returned() -> None:
+    one, two, three = DOCUMENTS
+    assert documents_in([(one, 0.5), two]) == TEXTS[:2]
+    assert documents_in({"context": [one], "question": "What?"}) == TEXTS[:1]
+    assert documents_in(Command(update={"found": {"docs": [three]}})) == TEXTS[2:]
+    assert documents_in([ToolMessage("text", tool_call_id="1", artifact=[one, two])]) == TEXTS[:2]
+    for nothing in (None, "text", 5, [["a"]], {"a": object()}, [[[[[[one]]]]]]):
+        assert documents_in(nothing) == []

@@ -1,0 +1,165 @@
+"""Tracking: switched on by a model, off by the user; bounded; run identity as a hint."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from uuid import uuid4
+
+import pytest
+from langchain_core.documents import Document
+from langchain_core.messages import HumanMessage
+from langchain_core.runnables import RunnableLambda
+
+from cacheblend_rag.langchain import CacheBlendLLM, known_chunks, switch_off, switch_on, tracking, tracking_off
+from cacheblend_rag.langchain.tracking import RunDocuments, begin_tracking, documents_of_run, prompt_key
+from tests.integrations.langchain.models import FixedRetriever, passages, tiny_engine
+
+DOCUMENTS = passages(3, seed=2)
+TEXT = DOCUMENTS[0].page_content
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    known_chunks.clear()
+    switch_on()
+    yield
+    switch_on()
+
+
+def retrieve() -> bool:
+    """Whether a retriever's documents become known."""
+    known_chunks.clear()
+    FixedRetriever(documents=DOCUMENTS).invoke("What fell?")
+    return TEXT in known_chunks
+
+
+def test_tracking_is_switched_on_by_a_model_and_not_by_the_import() -> None:
+    script = """
+from cacheblend_rag.langchain import CacheBlendLLM, known_chunks
+from tests.integrations.langchain.models import FixedRetriever, passages, tiny_engine
+retriever = FixedRetriever(documents=passages(1))
+retriever.invoke("?")
+before = len(known_chunks)
+CacheBlendLLM.from_engine(tiny_engine(), track=False)
+retriever.invoke("?")
+untracked = len(known_chunks)
+CacheBlendLLM.from_engine(tiny_engine())
+retriever.invoke("?")
+print(before, untracked, len(known_chunks))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["0", "0", "1"], done.stderr
+
+
+def test_it_can_be_switched_off_for_good_and_for_a_while() -> None:
+    assert retrieve()
+    with tracking_off():
+        assert not retrieve()
+        with tracking() as known:
+            assert retrieve()
+            assert known is known_chunks
+        assert not retrieve()
+    switch_off()
+    begin_tracking()  # what constructing a model does
+    assert not retrieve()
+    with tracking():
+        assert retrieve()
+    switch_on()
+    assert retrieve()
+
+
+def test_documents_are_not_changed() -> None:
+    documents = [Document(page_content=f"  {TEXT} ", metadata={"a": 1})]
+    before = documents[0].model_copy(deep=True)
+    found = FixedRetriever(documents=documents).invoke("?")
+    assert found == [before]
+    assert found[0] is documents[0]
+
+
+async def test_asynchronous_runs_are_tracked_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    add = known_chunks.add
+
+    def watched(texts: Iterable[str]) -> None:
+        threads.append(threading.get_ident())
+        add(texts)
+
+    monkeypatch.setattr(known_chunks, "add", watched)
+    retriever = FixedRetriever(documents=DOCUMENTS)
+    retriever.invoke("?")
+    await retriever.ainvoke("?")
+    assert threads == [threading.get_ident()] * 2
+    assert TEXT in known_chunks
+
+
+async def test_the_documents_of_a_prompts_run_are_known_for_it() -> None:
+    llm = CacheBlendLLM.from_engine(tiny_engine(), max_new_tokens=1)
+    prompts: list[str] = []
+
+    def ask(question: str) -> str:
+        found = FixedRetriever(documents=DOCUMENTS).invoke(question)
+        known_chunks.clear()  # the hint must do
+        prompts.append("\n\n".join(one.page_content for one in found) + question)
+        return prompts[-1]
+
+    chain = RunnableLambda(ask) | llm
+    chain.invoke("What fell?")
+    await chain.ainvoke("And then?")
+    chain.batch(["One?", "Two?"])
+    list(chain.stream("Three?"))
+    assert [len(documents_of_run(prompt)) for prompt in prompts] == [3] * 5
+    llm.invoke(prompts[0])  # asked again, outside of any run
+    assert len(documents_of_run(prompts[0])) == 0
+
+
+def test_what_a_run_found_wins_over_what_others_did() -> None:
+    """A parent document that was seen elsewhere holds two of this run's chunks."""
+    parent = "\n\n".join(one.page_content for one in DOCUMENTS[:2])
+    llm = CacheBlendLLM.from_engine(tiny_engine(), max_new_tokens=1)
+    known_chunks.add([parent])
+    prompt = f"Use:\n{parent}\n\nWhat fell?"
+    assert llm.notice(prompt).chunks == (parent,)
+    chain = RunnableLambda(lambda q: FixedRetriever(documents=DOCUMENTS[:2]).invoke(q)) | (lambda _: prompt) | llm
+    chain.invoke("?")
+    assert llm.notice(prompt).chunks == (DOCUMENTS[0].page_content, DOCUMENTS[1].page_content)
+
+
+def test_memory_is_bounded() -> None:
+    runs = RunDocuments(limit=100)
+    roots = [uuid4() for _ in range(20)]
+    for root in roots:
+        runs.begin(root, None)
+        child = uuid4()
+        runs.begin(child, root)
+        runs.add(uuid4(), child, ["x" * 30, "x" * 30])
+        runs.call(child, [hash(root)])
+    assert runs._size <= 100
+    assert len(runs._texts) == 3
+    for _ in range(20_000):
+        runs.begin(uuid4(), None)
+    for number in range(1000):
+        runs.call(roots[-1], [number])
+    assert len(runs._roots) <= 16_384
+    assert len(runs._prompts) <= 256
+    for root in roots:
+        runs.end(root)
+    assert (runs._size, len(runs._texts)) == (0, 0)
+
+
+def test_runs_without_documents_leave_nothing() -> None:
+    runs = RunDocuments()
+    root = uuid4()
+    runs.begin(root, None)
+    runs.add(uuid4(), root, [])
+    runs.add(root, None, ["found on its own"])
+    runs.call(root, [1])
+    runs.end(root)
+    assert (runs.of(1), len(runs._texts), len(runs._roots)) == ((), 0, 0)
+
+
+def test_prompts_are_known_by_their_text() -> None:
+    assert prompt_key([HumanMessage("a")]) == prompt_key([HumanMessage("a", id="1")])
+    assert prompt_key([HumanMessage("a")]) != prompt_key([HumanMessage("b")])

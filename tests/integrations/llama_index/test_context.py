@@ -1,0 +1,344 @@
+"""What of a prompt is a chunk: repacked, cut, cited, listed and rewritten nodes, and never a question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from llama_index.core.agent.workflow import FunctionAgent
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.memory import ChatMemoryBuffer
+from llama_index.core.postprocessor import LongContextReorder, MetadataReplacementPostProcessor
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.prompts.default_prompts import DEFAULT_REFINE_PROMPT, DEFAULT_TEXT_QA_PROMPT
+from llama_index.core.query_engine import CitationQueryEngine, SubQuestionQueryEngine
+from llama_index.core.question_gen import LLMQuestionGenerator
+from llama_index.core.response_synthesizers import get_response_synthesizer
+from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
+from llama_index.core.tools import QueryEngineTool, RetrieverTool
+
+from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag.llama_index import CacheBlendLLM, tracking, tracking_off, warm_index
+from cacheblend_rag.llama_index.context import Hint, see
+from cacheblend_rag.llama_index.parts import find_parts
+from cacheblend_rag.llama_index.tracking import RecentNodes, node_texts, recent_nodes
+from cacheblend_rag.prompt.matching import known_chunks, note_form, written_forms
+from tests import tiny
+from tests.integrations.langchain.models import Script, tiny_parts
+from tests.integrations.llama_index.common import QUESTION, listening, make_index, make_llm, make_nodes, unknow
+from tests.integrations.llama_index.test_llm import Fall
+from tests.integrations.llama_index.test_matrix import FORCED, force
+from tests.probes import Hooked
+
+SEPARATOR = " # # "
+
+
+def texts_of(nodes: list[TextNode]) -> list[str]:
+    return [node_texts(node)[0] for node in nodes]
+
+
+def seen(llm: CacheBlendLLM, template: Any, **values: Any) -> Prompt:
+    """The segments of a template's prompt."""
+    marked = llm._get_prompt(template, **values)
+    return see(marked, SEPARATOR, hint=marked.hint)  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[TextNode]]:
+    made = make_nodes(seed=11)
+    known_chunks.add(text for node in made for text in node_texts(node))
+    yield made
+    unknow(made)
+
+
+@pytest.fixture(scope="module")
+def llm() -> CacheBlendLLM:
+    return make_llm()
+
+
+# The context, and what is not in it ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("between", ["\n\n", " ", "\n-----\n", SEPARATOR])
+def test_what_stands_between_nodes_stays(llm: CacheBlendLLM, nodes: list[TextNode], between: str) -> None:
+    texts = texts_of(nodes)
+    values = {"context_str": between.join(texts), "query_str": QUESTION}
+    prompt = seen(llm, DEFAULT_TEXT_QA_PROMPT, **values)
+    assert prompt.chunks == tuple(texts)
+    assert prompt.between == (between,) * 3
+    assert prompt.written("").text == DEFAULT_TEXT_QA_PROMPT.format(**values)
+    assert prompt.prefix.startswith("Context information is below.")
+    assert prompt.suffix.endswith(f"Query: {QUESTION}\nAnswer: ")
+
+
+def test_a_question_that_quotes_a_node_is_no_chunk(llm: CacheBlendLLM, nodes: list[TextNode]) -> None:
+    quoted, *others = texts_of(nodes)
+    prompt = seen(llm, DEFAULT_TEXT_QA_PROMPT, context_str="\n\n".join(others), query_str=quoted)
+    assert prompt.chunks == tuple(others)
+    assert quoted in prompt.suffix
+    mapped = PromptTemplate(
+        "{context_str} {query_str}", function_mappings={"context_str": lambda **values: values["context_str"].title()}
+    )
+    prompt = seen(llm, mapped, context_str="\n\n".join(others), query_str=quoted)
+    assert prompt.chunks == ()  # the context was rewritten, and the question still is none
+
+
+def test_what_stands_before_the_context_and_was_asked_is_not_stored(llm: CacheBlendLLM, nodes: list[TextNode]) -> None:
+    (text,) = texts_of(nodes[:1])
+    prompt = seen(llm, DEFAULT_REFINE_PROMPT, context_msg=text, query_str=QUESTION, existing_answer="Ben was.")
+    assert prompt.chunks == (text,)
+    assert prompt.prefix == "The original query is as follows: "
+    assert prompt.preamble.startswith(QUESTION)
+    assert "Ben was." in prompt.preamble
+
+
+def test_what_was_said_in_a_conversation_is_not_stored(nodes: list[TextNode]) -> None:
+    (text,) = texts_of(nodes[:1])
+    messages = [
+        ChatMessage(role="system", content="Be kind."),
+        ChatMessage(role="user", content="Who was born?"),
+        ChatMessage(role="tool", content=text),
+    ]
+    prompt = see(f"[system] Be kind. [user] Who was born? [tool] {text} [assistant]", SEPARATOR, messages=messages)
+    assert prompt.prefix == "[system] Be kind. [user] "
+    assert prompt.chunks == (text,)
+
+
+def test_unknown_context_is_split_at_separators_of_a_template(llm: CacheBlendLLM) -> None:
+    joined = SEPARATOR + SEPARATOR.join(["One river.", "Two mills."]) + SEPARATOR
+    prompt = seen(llm, DEFAULT_TEXT_QA_PROMPT, context_str=joined, query_str=f"a{SEPARATOR}b{SEPARATOR}c")
+    assert prompt.chunks == ("One river.", "Two mills.")
+    assert seen(llm, DEFAULT_TEXT_QA_PROMPT, context_str="Nothing known.", query_str="a").chunks == ()
+
+
+def test_tracking_can_be_switched_off(llm: CacheBlendLLM) -> None:
+    made = make_nodes(seed=12)
+    retriever = make_index(made).as_retriever(similarity_top_k=4)
+    with tracking_off():
+        retriever.retrieve(QUESTION)
+        assert texts_of(made)[0] not in known_chunks
+        with tracking() as known:
+            retriever.retrieve(QUESTION)
+            assert texts_of(made)[0] in known
+    unknow(made)
+
+
+# Nodes that do not stand there as they were retrieved ---------------------------------------------------
+
+
+def ask(llm: CacheBlendLLM, index: Any, **options: Any) -> list[tuple[int, int]]:
+    """Hits and misses of each prompt with chunks."""
+    with listening() as answers:
+        index.as_query_engine(llm=llm, similarity_top_k=4, **options).query(QUESTION)
+    return answers.counts
+
+
+def test_nodes_that_are_cut_to_fit_are_matched_in_parts() -> None:
+    made = make_nodes(seed=13, words=200)
+    llm, index = make_llm(context_window=1100), make_index(made)
+    warm_index(index, llm, progress=False, say=lambda message: None)
+    first, second = ask(llm, index), ask(llm, index)
+    assert len(first) > 1  # the context did not fit into one prompt
+    assert sum(hits for hits, _ in first) >= 2
+    assert sum(misses for _, misses in first) >= 2
+    assert [misses for _, misses in second] == [0] * len(second)
+    assert sum(map(sum, second)) == sum(map(sum, first))
+
+
+def test_sources_that_are_cut_for_citation_are_matched_in_parts() -> None:
+    made = make_nodes(seed=14, words=90)
+    llm, index = make_llm(), make_index(made)
+    engine = CitationQueryEngine.from_args(
+        index, llm=llm, similarity_top_k=4, citation_chunk_size=60, citation_chunk_overlap=0
+    )
+    with listening() as answers:
+        engine.query(QUESTION)
+        engine.query(QUESTION)
+    (hits, misses), (again, none) = answers.counts
+    assert (hits, none) == (0, 0)
+    assert again == misses >= 8
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_list_is_matched_as_python_writes_it(streaming: bool) -> None:
+    plain = [TextNode(text=tiny.text(30, seed), id_=f"plain-{seed}") for seed in range(15, 19)]
+    mixed = make_nodes(seed=15)
+    mixed[0].text += ' He said "it\'s late".'
+    options: dict[str, Any] = {"response_mode": "simple_summarize", "streaming": streaming}
+    for made, first in ((plain, (4, 0)), (mixed, (0, 4))):
+        llm, index = make_llm(), make_index(made)
+        warm_index(index, llm, progress=False, say=lambda message: None)
+        counts = []
+        with listening() as answers:
+            for _ in range(2):
+                response = index.as_query_engine(llm=llm, similarity_top_k=4, **options).query(QUESTION)
+                list(response.response_gen if streaming else [])
+            counts = answers.counts
+        assert counts == [first, (4, 0)]
+        fed = llm.engine.tokenizer.decode(answers.infos[0]["input_ids"])
+        assert fed.count("\\n\\n" if made is mixed else "[") >= 1  # the prompt is the one LlamaIndex wrote
+        unknow(made)
+
+
+def test_nodes_that_are_reordered_or_dropped_hit(llm: CacheBlendLLM) -> None:
+    made = make_nodes(6, seed=16)
+    index = make_index(made)
+    warm_index(index, llm, progress=False, say=lambda message: None)
+
+    class Half(LongContextReorder):
+        def _postprocess_nodes(self, nodes: list[NodeWithScore], query_bundle: Any = None) -> list[NodeWithScore]:
+            return nodes[::-2]
+
+    assert ask(llm, index, node_postprocessors=[LongContextReorder()]) == [(4, 0)]
+    assert ask(llm, index, node_postprocessors=[Half()]) == [(2, 0)]
+
+
+def test_nodes_that_are_rewritten_are_chunks_as_they_stand() -> None:
+    made = make_nodes(seed=17)
+    for number, node in enumerate(made):
+        node.metadata["window"] = f"Window {number}: {tiny.text(40, 900 + number)}"
+        node.excluded_llm_metadata_keys = ["window", "title"]
+    llm, index = make_llm(), make_index(made)
+    rewrite = MetadataReplacementPostProcessor(target_metadata_key="window")
+    options: dict[str, Any] = {"node_postprocessors": [rewrite]}
+    assert [ask(llm, index, **options), ask(llm, index, **options)] == [[(0, 4)], [(4, 0)]]
+
+
+def test_white_space_around_and_within_nodes_may_differ(llm: CacheBlendLLM) -> None:
+    made = make_nodes(seed=18, metadata={})
+    for node in made:
+        node.text = f"\n  {node.text} \n"
+    index = make_index(made)
+    warm_index(index, llm, progress=False, say=lambda message: None)
+    assert ask(llm, index) == [(4, 0)]
+
+
+@given(st.integers(0, 250), st.integers(70, 120), st.sampled_from(["", "XYZ ", "[0] Q\n" * 20]))
+def test_a_part_of_a_known_text_is_found_wherever_it_stands(start: int, length: int, junk: str) -> None:
+    known = tiny.text(90, 21)
+    part = known[start : start + length].strip()
+    found = list(find_parts(f"{junk}{part}\n{junk}", ["another text " * 9, known]))
+    if len(part) < 64:
+        assert found == []
+        return
+    ((match, origin),) = found
+    assert (match.start, match.stop, origin) == (len(junk), len(junk) + len(part), known)
+
+
+def test_hints_are_read_from_a_templates_values() -> None:
+    hint = Hint.of({"context_str": ["a", "b"], "query_str": "c", "num": 3, "schema": None, "style": "short"})
+    assert hint == Hint((("a", "b"),), ("c", "short"))
+    assert Hint.of({"context_msg": "a"}) == Hint(("a",), ())
+    assert Hint.of({"query_str": " "}) == Hint()
+    assert Hint.of({"documents": "a", "notes": "b", "question": "c"}) == Hint(("a", "b"), ("c",))
+
+
+def test_context_under_another_name_is_found(llm: CacheBlendLLM, nodes: list[TextNode]) -> None:
+    first, second, third, quoted = texts_of(nodes)
+    prompt = seen(
+        llm,
+        PromptTemplate("Facts: {facts}\nMore: {more}\nFacts again: {again}\n{question}"),
+        facts=f"{first}\n\n{second}",
+        more=[third],
+        again=second,  # stands where the facts do, too, and is looked for there
+        question=quoted,
+    )
+    assert prompt.chunks[:2] == (first, second)
+    assert prompt.chunks[2] == repr(third)[1:-1].strip()
+    assert quoted in prompt.suffix
+
+
+def test_recent_nodes_are_bounded_and_forgotten() -> None:
+    recent, made = RecentNodes(limit=2), make_nodes(3, seed=19)
+    recent.add(made)
+    assert recent.texts() == texts_of(made)[:0:-1]
+    recent.discard(texts_of(made)[1:2])
+    assert recent.texts() == texts_of(made)[2:]
+
+
+def test_forms_of_a_text_are_remembered_but_not_without_end() -> None:
+    note_form("one  river", "one  river")
+    for number in range(300):
+        note_form("one  river", f"form {number}")
+    forms = written_forms(["one river"])
+    assert len(forms) == 256
+    assert forms[-1] == "form 299"
+
+
+async def test_answers_in_a_form_hit() -> None:
+    script = Script(tiny_parts()[1], lambda prompt: '{"what": "leaf"}}')
+    llm, made = make_llm(True, logits_processor=[script], max_new_tokens=40), make_nodes(seed=23)
+    index = make_index(made)
+    warm_index(index, llm, progress=False, say=lambda message: None)
+    with listening() as answers:
+        engine = index.as_query_engine(llm=llm, similarity_top_k=4, output_cls=Fall)
+        response = await engine.aquery(QUESTION)
+    assert "leaf" in str(response)
+    assert answers.counts == [(4, 0)]
+
+
+# Nothing of a question is stored --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_no_question_and_no_answer_is_ever_stored(chat: bool) -> None:
+    store = Hooked()
+    model, tokenizer = tiny_parts()
+    config = BlendConfig(min_tokens=0, write_back="inline", check_model=False)
+    engine = BlendEngine(model, tokenizer, config=config, store=store)
+    llm = CacheBlendLLM.from_engine(
+        engine, is_chat_model=chat, max_new_tokens=80, logits_processor=[Script(tokenizer, force)]
+    )
+    index = make_index(make_nodes(seed=20))
+    engines = [index.as_query_engine(llm=llm, similarity_top_k=4, response_mode=mode) for mode in ("compact", "refine")]
+    tool = QueryEngineTool.from_defaults(engines[0], name="docs", description="All documents.")
+    sub_question = SubQuestionQueryEngine.from_defaults(
+        [tool],
+        llm=llm,
+        question_gen=LLMQuestionGenerator.from_defaults(llm=llm),
+        response_synthesizer=get_response_synthesizer(llm=llm),
+        verbose=False,
+    )
+    for one in (*engines, sub_question):
+        one.query(QUESTION)
+    chatting = index.as_chat_engine(
+        chat_mode="context", llm=llm, memory=ChatMemoryBuffer.from_defaults(token_limit=4000)
+    )
+    for _ in range(3):
+        chatting.chat(QUESTION)
+    stored = [tokenizer.decode(ids) for ids in store.stored_ids()]
+    assert sum("Passage 20." in text for text in stored) == 4
+    for said in (QUESTION, "Where was Anna born?", "Sub question", FORCED["question list"]):
+        assert not any(said in text for text in stored)
+
+
+@pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")
+async def test_nothing_an_agent_was_asked_is_stored() -> None:
+    store = Hooked()
+    model, tokenizer = tiny_parts()
+    config = BlendConfig(min_tokens=0, write_back="inline", check_model=False)
+    call = '<tool_call>\n{"name": "docs", "arguments": {"input": "Who was born?"}}\n</tool_call>'
+    steps = [call, "Anna was."]
+    llm = CacheBlendLLM.from_engine(
+        BlendEngine(model, tokenizer, config=config, store=store),
+        max_new_tokens=200,
+        logits_processor=[Script(tokenizer, lambda prompt: steps.pop(0))],
+    )
+    retriever = make_index(make_nodes(seed=22)).as_retriever(similarity_top_k=4)
+    tool = RetrieverTool.from_defaults(retriever, name="docs", description="All documents.")
+    agent = FunctionAgent(tools=[tool], llm=llm)
+    await agent.run(QUESTION, memory=ChatMemoryBuffer.from_defaults(token_limit=4000))
+    stored = [tokenizer.decode(ids) for ids in store.stored_ids()]
+    assert sum("Passage 22." in text for text in stored) == 4
+    assert not any(QUESTION in text or "Who was born?" in text for text in stored)
+
+
+def test_node_texts_are_with_and_without_metadata() -> None:
+    node = TextNode(text=" A river. ", metadata={"title": "T"})
+    assert node_texts(node) == ["title: T\n\n A river.", "A river."]
+    assert node_texts(node)[0] == node.get_content(MetadataMode.LLM)
+    assert node_texts(TextNode(text=" ")) == []
+    assert recent_nodes.text_of("no such node") is None

@@ -1,0 +1,39 @@
+"""The page about LlamaIndex runs, and its table says what the tests cover."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.llama_index.test_matrix import CHAT_ENGINES, MODES, QUERY_ENGINES
+from tests.test_documents_run import run
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "llama_index.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.pretrained
+@pytest.mark.usefixtures("smollm2_folder", "minilm_folder")
+def test_the_page_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+    assert "14 November 1963" in run([sys.executable, "-W", "ignore", "-c", code], tmp_path)
+
+
+def test_the_table_is_the_matrix() -> None:
+    rows = {}
+    for row in re.findall(r"^\| (.*) \|$", PAGE, re.MULTILINE)[1:]:
+        name, *marks = row.split(" | ")
+        rows[name] = tuple(mode for mode, mark in zip(MODES, marks, strict=True) if mark == "yes")
+    for name, (_, modes) in QUERY_ENGINES.items():
+        shown = f"{name.replace('_', '-')} query engine" if f"`{name}`" not in PAGE else f"query engine, `{name}`"
+        assert rows.pop(shown) == modes
+    for name, (_, modes) in CHAT_ENGINES.items():
+        shown = f"chat engine, `{name.partition(',')[0]}`"
+        assert set(modes) <= set(rows[shown])
+    agents = {name: modes for name, modes in rows.items() if not name.startswith("chat engine")}
+    assert agents == {
+        f"`{one}Agent`, query engine or retriever tool": ("async", "astream") for one in ("Function", "ReAct")
+    }

@@ -1,0 +1,214 @@
+"""The KV of an index: warmed, computed while documents are ingested, erased with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from llama_index.core import Document, Settings, SummaryIndex, VectorStoreIndex
+from llama_index.core.ingestion import IngestionPipeline
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.postprocessor import MetadataReplacementPostProcessor
+from llama_index.core.schema import MetadataMode, TextNode
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.llama_index import (
+    CacheBlendLLM,
+    CacheBlendPrecompute,
+    erasing,
+    forget_nodes,
+    index_nodes,
+    warm_index,
+)
+from cacheblend_rag.llama_index.tracking import node_texts
+from cacheblend_rag.llama_index.vector_store import FaissVectorStore
+from cacheblend_rag.prompt.matching import known_chunks
+from tests import tiny
+from tests.integrations.llama_index.common import QUESTION, embedding, listening, make_index, make_llm, make_nodes
+
+
+def documents(count: int = 3, seed: int = 40) -> list[Document]:
+    return [
+        Document(text=tiny.text(120, seed + n), id_=f"doc-{seed + n}", metadata={"title": f"T{n}"})
+        for n in range(count)
+    ]
+
+
+def index_of(made: list[Document], faiss: bool) -> VectorStoreIndex:
+    splitter = SentenceSplitter(chunk_size=64, chunk_overlap=0)
+    index = make_index([], faiss=faiss)
+    index._transformations = [splitter]
+    for document in made:
+        index.insert(document)
+    return index
+
+
+def stored(llm: CacheBlendLLM, nodes: Any) -> list[bool]:
+    """Of which nodes the KV is there."""
+    pipeline, store = llm.engine._pipeline, llm.engine.store
+    return [store.contains(pipeline.chunk_segment(node_texts(node)[0]).key) for node in nodes]
+
+
+@pytest.mark.parametrize("faiss", [False, True])
+def test_warming_an_index_says_first_what_it_takes(faiss: bool) -> None:
+    llm, index = make_llm(), index_of(documents(), faiss)
+    nodes, said = index_nodes(index), list[str]()
+    assert len(nodes) > 3
+
+    def say(message: str) -> None:
+        said.append(message)
+        assert llm.engine.store.volume() == 0
+
+    report = warm_index(index, llm, progress=False, say=say)
+    assert (report.computed, report.skipped) == (len(nodes), 0)
+    assert said == [
+        f"KV of {len(nodes)} documents: {llm.estimate_bytes(nodes):,} bytes; "
+        f"the KV store may take {llm.engine.store.size_limit:,}"
+    ]
+    assert all(stored(llm, nodes))
+    both = (MetadataMode.LLM, MetadataMode.NONE)
+    again = warm_index(index, llm, metadata_modes=both, progress=False, say=said.append)
+    assert (again.computed, again.present) == (len(nodes), len(nodes))
+
+
+def test_the_model_is_the_one_of_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    index, before = SummaryIndex(nodes=make_nodes(seed=31)), Settings._llm
+    with pytest.raises(ConfigError, match="llm="):
+        warm_index(index, progress=False)
+    try:
+        Settings.llm = make_llm()
+        assert warm_index(index, progress=False).computed == 4
+    finally:
+        Settings._llm = before
+    assert "KV of 4 documents" in capsys.readouterr().err
+
+
+class Mute(FaissVectorStore):
+    """A store that cannot list its nodes."""
+
+    def get_nodes(self, node_ids: Any = None, filters: Any = None) -> Any:
+        raise NotImplementedError
+
+
+def test_a_store_that_cannot_list_its_nodes_is_named() -> None:
+    index = VectorStoreIndex.from_vector_store(Mute(), embed_model=embedding())
+    with pytest.raises(ConfigError, match="Mute"):
+        index_nodes(index)
+
+
+def refresh(index: VectorStoreIndex, made: list[Document]) -> None:
+    index.refresh_ref_docs([Document(text="A new river.", id_=made[0].id_)])
+
+
+def update(index: VectorStoreIndex, made: list[Document]) -> None:
+    index.update_ref_doc(Document(text="A new river.", id_=made[0].id_))
+
+
+def delete(index: VectorStoreIndex, made: list[Document]) -> None:
+    index.delete_ref_doc(made[0].id_, delete_from_docstore=True)
+
+
+def delete_nodes(index: VectorStoreIndex, made: list[Document]) -> None:
+    index.delete_nodes([node.node_id for node in index_nodes(index) if node.ref_doc_id == made[0].id_])
+
+
+# LlamaIndex compares hashes in the docstore, which an index over a store with texts does not use.
+CHANGES = [(change, faiss) for change in (delete, delete_nodes, update) for faiss in (False, True)]
+
+
+@pytest.mark.parametrize(("change", "faiss"), [*CHANGES, (refresh, False)])
+def test_what_leaves_the_index_is_erased(change: Callable[..., None], faiss: bool) -> None:
+    llm, made = make_llm(), documents(seed=50)
+    index = index_of(made, faiss)
+    warm_index(index, llm, progress=False, say=lambda message: None)
+    gone = [node for node in index_nodes(index) if node.ref_doc_id == made[0].id_]
+    stays = [node for node in index_nodes(index) if node.ref_doc_id != made[0].id_]
+    known_chunks.add(node_texts(gone[0]))
+    with erasing(index, llm):
+        change(index, made)
+    assert not any(stored(llm, gone))
+    assert all(stored(llm, stays))
+    assert node_texts(gone[0])[0] not in known_chunks
+    left = {node.ref_doc_id for node in index_nodes(index)}
+    assert (made[0].id_ in left) == (change in (update, refresh))
+
+
+async def test_a_text_that_another_node_has_is_kept_and_failures_are_no_excuse() -> None:
+    llm, nodes = make_llm(), make_nodes(seed=32)
+    twin = TextNode(text=nodes[0].text, metadata=nodes[0].metadata, id_="twin")
+    index = make_index([*nodes, twin])
+    warm_index(index, llm, progress=False, say=lambda message: None)
+    gone = [nodes[0].node_id, nodes[1].node_id]
+
+    async def fail() -> None:
+        with erasing(index, llm):
+            await index.adelete_nodes(gone)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
+    assert stored(llm, nodes) == [True, False, True, True]
+
+
+def test_forms_that_stood_in_prompts_are_erased_too() -> None:
+    nodes = make_nodes(seed=33, words=60)
+    for node in nodes:
+        node.metadata["window"] = "Window: " + node.text[::-1]
+        node.excluded_llm_metadata_keys = ["window"]
+    llm, index = make_llm(context_window=1000), make_index(nodes)
+    rewrite = MetadataReplacementPostProcessor(target_metadata_key="window")
+    engines = [
+        index.as_query_engine(llm=llm, similarity_top_k=4, **options)
+        for options in ({"node_postprocessors": [rewrite]}, {"response_mode": "simple_summarize"}, {})
+    ]
+    with listening() as answers:
+        for engine in engines:
+            engine.query(QUESTION)
+    assert sum(misses for _, misses in answers.counts) >= 8
+    assert forget_nodes(nodes, llm) >= 8
+    records = llm.engine.store._records.values()  # type: ignore[attr-defined]
+    kept = [llm.engine.tokenizer.decode(record.info.token_ids) for record in records]
+    assert kept  # the beginnings of the templates
+    assert not any(
+        "Passage 33" in text or "Window" in text or node.text[40:90] in text for text in kept for node in nodes
+    )
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+async def test_nodes_are_computed_while_documents_are_ingested(asynchronous: bool) -> None:
+    llm, store = make_llm(), FaissVectorStore()
+    pipeline = IngestionPipeline(
+        transformations=[
+            SentenceSplitter(chunk_size=64, chunk_overlap=0),
+            embedding(),
+            CacheBlendPrecompute(llm=llm, progress=False),
+        ],
+        vector_store=store,
+    )
+
+    async def run() -> Any:
+        return (
+            await pipeline.arun(documents=documents(seed=60))
+            if asynchronous
+            else pipeline.run(documents=documents(seed=60))
+        )
+
+    nodes = await run()
+    assert len(nodes) > 3
+    assert all(stored(llm, nodes))
+    llm.forget(nodes)
+    assert all(stored(llm, await run()))  # the pipeline's cache knows nothing of the KV store
+    index = VectorStoreIndex.from_vector_store(store, embed_model=embedding())
+    with listening() as answers:
+        index.as_query_engine(llm=llm, similarity_top_k=3).query(QUESTION)
+    assert answers.counts == [(3, 0)]
+
+
+def test_a_worker_process_without_the_model_says_so() -> None:
+    step = CacheBlendPrecompute(llm=make_llm())
+    del step.__dict__["llm"]
+    with pytest.raises(ConfigError, match="num_workers"):
+        step(make_nodes(seed=34))
+    with pytest.raises(ConfigError, match="documents"):
+        make_llm().warm(make_nodes(seed=34)[0])  # type: ignore[arg-type]

@@ -1,0 +1,321 @@
+"""CacheBlendLLM by itself: every form of every call, options, errors, timeouts, tools, tracing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, ToolCallBlock
+from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.tools import FunctionTool
+from pydantic import BaseModel
+
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.errors import ConfigError, GenerationTimeoutError, PromptError
+from cacheblend_rag.llama_index import CacheBlendLLM
+from cacheblend_rag.llama_index.messages import answer_message, turns_of
+from tests import tiny
+from tests.integrations.langchain.models import Script, tiny_parts
+from tests.integrations.llama_index.common import listening, make_llm
+
+FORMS = ("complete", "acomplete", "stream_complete", "astream_complete")
+CHAT_FORMS = ("chat", "achat", "stream_chat", "astream_chat")
+HELLO = [ChatMessage(role="system", content="Be kind."), ChatMessage(role="user", content="What fell?")]
+
+
+@pytest.fixture
+def llm() -> Iterator[CacheBlendLLM]:
+    made = make_llm(max_new_tokens=6)
+    with made.engine:
+        yield made
+
+
+async def responses(llm: CacheBlendLLM, form: str, asked: Any, **options: Any) -> list[Any]:
+    """All responses of a call: one, or one a piece."""
+    call = getattr(llm, form)
+    if form in ("complete", "chat"):
+        return [call(asked, **options)]
+    if form in ("acomplete", "achat"):
+        return [await call(asked, **options)]
+    if form in ("stream_complete", "stream_chat"):
+        return list(call(asked, **options))
+    return [one async for one in await call(asked, **options)]
+
+
+def text_of(response: Any) -> str:
+    return str(response.message.content or "") if hasattr(response, "message") else str(response.text)
+
+
+def fed(llm: CacheBlendLLM, response: Any) -> str:
+    """What the model was fed, as text."""
+    return str(llm.engine.tokenizer.decode(response.raw["input_ids"]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_all_forms_say_the_same(llm: CacheBlendLLM, form: str) -> None:
+    whole = llm.complete("What fell?").text
+    got = await responses(llm, form, "What fell?")
+    assert whole
+    assert got[-1].text == whole
+    if "stream" in form:
+        assert len(got) > 2
+        assert "".join(one.delta for one in got) == whole
+        assert [one.text for one in got] == ["".join(o.delta for o in got[: n + 1]) for n in range(len(got))]
+    assert got[-1].raw["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("form", CHAT_FORMS)
+async def test_all_chat_forms_say_the_same(llm: CacheBlendLLM, form: str) -> None:
+    got = await responses(llm, form, HELLO)
+    assert text_of(got[-1]) == text_of(llm.chat(HELLO)) != ""
+    assert got[-1].message.role is MessageRole.ASSISTANT
+    assert got[-1].message.additional_kwargs == {}  # LlamaIndex would write them into the next prompt
+    if "stream" in form:
+        assert "".join(one.delta for one in got) == text_of(got[-1])
+    ids = got[-1].raw["input_ids"]
+    assert ids.count(llm.engine.tokenizer.bos_token_id) == 1
+    assert fed(llm, got[-1]) == "<s>[system] Be kind.\n[user] What fell?\n[assistant] "
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_prompts_are_wrapped_unless_they_are_formatted(form: str) -> None:
+    llm = make_llm(completion_to_prompt=lambda prompt: f"Q: {prompt} A:")
+    assert fed(llm, (await responses(llm, form, "why"))[-1]) == "<s>Q: why A:"
+    assert fed(llm, (await responses(llm, form, "why", formatted=True))[-1]) == "<s>why"
+
+
+@pytest.mark.parametrize("form", CHAT_FORMS)
+async def test_messages_are_rendered_by_the_users_function(form: str) -> None:
+    def shout(messages: Any) -> str:
+        return "".join(f"<s>{m.content}" for m in messages).upper()
+
+    llm = make_llm(messages_to_prompt=shout)
+    response = (await responses(llm, form, HELLO[1:]))[-1]
+    assert fed(llm, response) == llm.engine.tokenizer.decode(llm.engine.tokenizer.encode("<S>WHAT FELL?"))
+    assert not llm.metadata.is_function_calling_model
+    with pytest.raises(ConfigError, match="messages_to_prompt"):
+        llm.chat(HELLO, tools=[{"type": "function", "function": {"name": "find"}}])
+
+
+async def test_predict_wraps_in_every_mode() -> None:
+    llm = make_llm(completion_to_prompt=lambda prompt: f"Q: {prompt} A:", system_prompt="Be kind.")
+    prompt = PromptTemplate("{question}")
+    with listening() as answers:
+        whole = llm.predict(prompt, question="why")
+        assert await llm.apredict(prompt, question="why") == whole
+        assert "".join(llm.stream(prompt, question="why")) == whole
+        assert "".join([piece async for piece in await llm.astream(prompt, question="why")]) == whole
+    assert {llm.engine.tokenizer.decode(i["input_ids"]) for i in answers.infos} == {"<s>Be kind.\n\nQ: why A:"}
+    assert len(answers.infos) == len(answers.events) == 4
+
+
+@pytest.mark.parametrize("form", [*FORMS, *CHAT_FORMS])
+async def test_stop_strings_end_every_form(form: str) -> None:
+    script = Script(tiny_parts()[1], lambda prompt: "one two three four")
+    llm = make_llm(logits_processor=[script], max_new_tokens=60, stop=["four"])
+    asked = HELLO if "chat" in form else "Count."
+    assert text_of((await responses(llm, form, asked))[-1]) == "one two three "
+    for stop in ("two", ["three", "two"]):
+        got = await responses(llm, form, asked, stop=stop)
+        assert [text_of(got[-1]), got[-1].raw["finish_reason"]] == ["one ", "stop"]
+        assert "two" not in "".join(one.delta or "" for one in got)
+
+
+async def test_options_of_a_call_win() -> None:
+    llm = make_llm(max_new_tokens=6, temperature=0.0)
+    assert llm.complete("why", max_tokens=2).raw["generated_tokens"] == 2
+    assert llm.complete("why", max_new_tokens=3).raw["generated_tokens"] == 3
+    sampled = [llm.complete("why", temperature=5.0, seed=seed).text for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2]
+
+
+class Gate:
+    """A logits processor that waits to be let through, and tells that it waits."""
+
+    def __init__(self) -> None:
+        self.waits, self.open = threading.Event(), threading.Event()
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        self.waits.set()
+        assert self.open.wait(60)
+        return scores
+
+
+@pytest.mark.parametrize("form", ["acomplete", "astream_complete", "achat", "astream_chat"])
+async def test_the_event_loop_goes_on_meanwhile(form: str) -> None:
+    gate = Gate()
+    llm = make_llm(logits_processor=[gate])
+    task = asyncio.create_task(responses(llm, form, HELLO if "chat" in form else "why"))
+    while not gate.waits.is_set():
+        await asyncio.sleep(0.001)  # a blocked loop would never come here
+    assert not task.done()
+    gate.open.set()
+    assert text_of((await task)[-1])
+
+
+def broken(input_ids: Any, scores: Any) -> Any:
+    raise RuntimeError("no more memory")
+
+
+@pytest.mark.parametrize("form", [*FORMS, *CHAT_FORMS])
+async def test_errors_and_timeouts_reach_the_caller(form: str) -> None:
+    asked = HELLO if "chat" in form else "why"
+    with pytest.raises(RuntimeError, match="no more memory"):
+        await responses(make_llm(logits_processor=[broken]), form, asked)
+    gate = Gate()
+    llm = make_llm(logits_processor=[gate], timeout=0.05)
+    with pytest.raises(GenerationTimeoutError, match=r"0\.05 s"):
+        await responses(llm, form, asked)
+    gate.open.set()
+    assert text_of((await responses(llm, form, asked, timeout=60))[-1])
+
+
+def test_leaving_a_stream_ends_the_generation() -> None:
+    seen: list[int] = []
+
+    def count(input_ids: Any, scores: Any) -> Any:
+        seen.append(1)
+        return scores
+
+    llm = make_llm(logits_processor=[count], max_new_tokens=2000)
+    stream = llm.stream_complete("why")
+    assert next(stream).text
+    stream.close()
+    with llm.engine:
+        assert llm.complete("why", logits_processor=[], max_tokens=2).text is not None  # waits for the one before
+    assert len(seen) < 2000
+
+
+def test_metadata_says_what_prompts_are_planned_by() -> None:
+    llm = make_llm(chat=True, max_new_tokens=7)
+    assert (llm.metadata.context_window, llm.metadata.num_output) == (8192, 7)
+    assert llm.metadata.is_chat_model
+    assert llm.metadata.is_function_calling_model
+    assert make_llm(context_window=99).metadata.context_window == 99
+    tokenizer = tiny.tokenizer()
+    plain = CacheBlendLLM.from_model(tiny.model(), tokenizer, model_name="mine")
+    assert not plain.metadata.is_chat_model
+    assert not plain.metadata.is_function_calling_model
+    assert plain.metadata.model_name == "mine"
+    assert plain.metadata.num_output == 256
+    assert plain.chat(HELLO, max_tokens=2).raw["prompt_tokens"] > 10  # LlamaIndex's own way to write messages
+
+
+def test_models_are_loaded_by_path(tmp_path: Path) -> None:
+    tiny.model(num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    config = BlendConfig(min_tokens=0, check_model=False)
+    llm = CacheBlendLLM.from_model_id(tmp_path / "model", store=tmp_path / "kv", config=config, max_tokens=3)
+    with llm.engine:
+        assert llm.complete("why").raw["generated_tokens"] == 3
+        assert llm.metadata.model_name == str(tmp_path / "model")
+        assert llm.to_dict()["max_new_tokens"] == 3
+        assert "engine" not in llm.to_dict()
+    with pytest.raises(ConfigError, match="model_id"):
+        CacheBlendLLM()
+    with pytest.raises(ConfigError, match="timeout=0"):
+        make_llm(timeout=0)
+
+
+def test_tracing_sees_each_answer_once(llm: CacheBlendLLM) -> None:
+    counter = TokenCountingHandler(tokenizer=llm.engine.tokenizer.encode)
+    llm.callback_manager = CallbackManager([counter])
+    with listening() as answers:
+        raw = llm.complete("why").raw
+        list(llm.stream_chat(HELLO))
+    assert len(answers.events) == 2
+    event = answers.events[0]
+    assert (event.ttft, event.recomputed_tokens) == (raw["ttft"], raw["recomputed_tokens"])
+    assert event.span_id is not None
+    assert event.span_id.startswith("CacheBlendLLM.complete-")
+    assert answers.events[1].span_id.startswith("CacheBlendLLM.stream_chat-")
+    assert counter.completion_llm_token_count == 12
+    assert raw["usage"]["total_tokens"] == raw["prompt_tokens"] + 6
+
+
+# Tools --------------------------------------------------------------------------------------------
+
+
+def find(what: str) -> str:
+    """Find something."""
+    return what
+
+
+def with_script(answer: Callable[[str], str | None], **fields: Any) -> CacheBlendLLM:
+    return make_llm(True, logits_processor=[Script(tiny_parts()[1], answer)], max_new_tokens=120, **fields)
+
+
+CALL = 'Let me look.<tool_call>\n{"name": "find", "arguments": {"what": "leaf"}}\n</tool_call>'
+
+
+async def test_tools_are_offered_and_called() -> None:
+    llm, tool = with_script(lambda prompt: CALL), FunctionTool.from_defaults(find)
+    whole = llm.chat_with_tools([tool], user_msg="What fell?")
+    assert '"name": "find"' in fed(llm, whole)
+    assert whole.message.content == "Let me look."
+    calls = llm.get_tool_calls_from_response(whole)
+    assert [(call.tool_name, call.tool_kwargs) for call in calls] == [("find", {"what": "leaf"})]
+    pieces = list(llm.stream_chat_with_tools([tool], chat_history=HELLO))
+    assert "".join(piece.delta or "" for piece in pieces) == "Let me look."
+    assert len(pieces) > 3
+    assert llm.get_tool_calls_from_response(pieces[-1])[0].tool_name == "find"
+    turn = turns_of([whole.message])[0]
+    assert turn["tool_calls"][0]["function"] == {"name": "find", "arguments": {"what": "leaf"}}
+    assert str(llm.predict_and_call([tool], user_msg="What fell?")) == "leaf"
+
+
+async def test_a_call_can_be_required() -> None:
+    llm, tool = with_script(lambda prompt: '{"what": "leaf"}}'), FunctionTool.from_defaults(find)
+    for options in ({"tool_required": True}, {"tool_choice": "find"}):
+        whole = await llm.achat_with_tools([tool], user_msg="What fell?", **options)
+        assert fed(llm, whole).endswith('<tool_call>\n{"name": "find", "arguments": ')
+        assert llm.get_tool_calls_from_response(whole)[0].tool_kwargs == {"what": "leaf"}
+        pieces = [one async for one in await llm.astream_chat_with_tools([tool], user_msg="What fell?", **options)]
+        assert len(pieces) == 1
+        assert llm.get_tool_calls_from_response(pieces[0])[0].tool_kwargs == {"what": "leaf"}
+    with pytest.raises(ConfigError, match="tool_choice='lose'"):
+        llm.chat_with_tools([tool], user_msg="What fell?", tool_choice="lose")
+
+
+class Fall(BaseModel):
+    """What fell."""
+
+    what: str
+
+
+def test_structured_answers_are_forced_into_their_form() -> None:
+    llm = with_script(lambda prompt: '{"what": "leaf"}}')
+    assert llm.structured_predict(Fall, PromptTemplate("What fell? {hint}"), hint="It is green.") == Fall(what="leaf")
+
+
+def test_what_is_no_call_stays_text() -> None:
+    plain = with_script(lambda prompt: "Nothing fell.")
+    response = plain.chat_with_tools([FunctionTool.from_defaults(find)], user_msg="What fell?")
+    assert response.message.content == "Nothing fell."
+    assert plain.get_tool_calls_from_response(response, error_on_no_tool_call=False) == []
+    with pytest.raises(ValueError, match="called no tool"):
+        plain.get_tool_calls_from_response(response)
+    message = answer_message('<tool_call>{"name": </tool_call>', ["find"])
+    assert message.content == '{"name":'
+    assert not any(isinstance(block, ToolCallBlock) for block in message.blocks)
+    assert answer_message(CALL).content == CALL
+
+
+def test_messages_that_are_no_text_are_refused() -> None:
+    llm = make_llm(True)
+    with pytest.raises(PromptError, match="image"):
+        llm.chat([ChatMessage(role="user", blocks=[ImageBlock(url="http://x/y.png")])])
+    with pytest.raises(PromptError, match="empty"):
+        llm.chat([])
+
+
+def test_roles_are_those_of_templates() -> None:
+    roles = [MessageRole.DEVELOPER, MessageRole.CHATBOT, MessageRole.MODEL, MessageRole.TOOL]
+    turns = turns_of([ChatMessage(role=role, content="x", additional_kwargs={"tool_call_id": "7"}) for role in roles])
+    assert [turn["role"] for turn in turns] == ["system", "assistant", "assistant", "tool"]
+    assert turns[-1]["tool_call_id"] == "7"

@@ -1,0 +1,189 @@
+"""Nodes that a template escapes, normalises, wraps or cuts: each is found as it stands, or said to be missing."""
+
+from __future__ import annotations
+
+import html
+import json
+import logging
+import textwrap
+import unicodedata
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from llama_index.core import VectorStoreIndex
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.prompts import PromptTemplate
+from llama_index.core.query_engine import CitationQueryEngine
+from llama_index.core.schema import NodeWithScore
+
+from cacheblend_rag.llama_index import CacheBlendLLM
+from cacheblend_rag.prompt import matching as noticing
+from tests import tiny
+from tests.integrations.langchain.models import plain_answer, tiny_engine, tiny_parts
+from tests.integrations.langchain.test_rewritten import END
+from tests.integrations.llama_index.common import QUESTION, listening, make_index, make_llm, make_nodes, unknow
+from tests.integrations.llama_index.test_matrix import ask
+from tests.probes import Hooked
+
+NODES = make_nodes(3, seed=41, metadata={})
+for number, node in enumerate(NODES):
+    node.text = f"Passage {number}.\n\nCaf\u00e9 & <i>bar</i>: {tiny.text(30, 4100 + number)} {END}"
+
+
+def each(write: Callable[[str], str]) -> Callable[[str], str]:
+    """Something done to every node of a context, which LlamaIndex joins by empty lines."""
+    return lambda context: "\n\n".join(write(f"Passage {part}".strip()) for part in context.split("Passage ")[1:])
+
+
+REWRITES: dict[str, tuple[Callable[[str], str], str]] = {
+    "JSON": (lambda context: json.dumps({"context": context}), "json-escaped"),
+    "JSON, letters kept": (lambda context: json.dumps([context], ensure_ascii=False), "json-escaped"),
+    "HTML": (html.escape, "html-escaped"),
+    "Python's own writing": (lambda context: str([context]), "python-escaped"),
+    "NFD": (lambda context: unicodedata.normalize("NFD", context), "unicode normal form NFD"),
+    "NFKC": (lambda context: unicodedata.normalize("NFKC", context), "unicode normal form NFKC"),
+    "cut at the end": (each(lambda text: text[:120]), "truncated at the end"),
+    "cut at the start": (each(lambda text: text[-120:]), "truncated at the start"),
+    "wrapped": (each(lambda text: textwrap.fill(text, 33)), "line-wrapped"),
+    "unchanged": (str, ""),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    unknow(NODES)
+    noticing._warned.clear()
+    yield
+    unknow(NODES)
+
+
+@pytest.fixture(scope="module")
+def index() -> VectorStoreIndex:
+    return make_index(NODES)
+
+
+def template(write: Callable[[str], str]) -> PromptTemplate:
+    """One that rewrites the context by itself."""
+    text = "Use this.\n{context_str}\nQuery: {query_str}\nAnswer: "
+    return PromptTemplate(text, function_mappings={"context_str": lambda **values: write(values["context_str"])})
+
+
+def engine_of(index: VectorStoreIndex, llm: CacheBlendLLM, write: Callable[[str], str], **options: Any) -> Any:
+    return index.as_query_engine(llm=llm, similarity_top_k=3, text_qa_template=template(write), **options)
+
+
+def outcomes(told: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(one["outcome"], one["change"]) for one in told["documents"]]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("name", REWRITES)
+def test_rewritten_nodes_hit_from_the_second_query_on(
+    index: VectorStoreIndex, name: str, chat: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    write, change = REWRITES[name]
+    llm = make_llm(chat, {"recompute_ratio": 1.0})
+    engine = engine_of(index, llm, write)
+    for outcome in ("miss", "hit"):
+        with listening() as answers:
+            response = engine.query(QUESTION)
+        (info,) = answers.infos
+        assert outcomes(info) == outcomes(response.metadata["cacheblend"]) == [(outcome, change)] * 3
+        assert answers.counts == [(3, 0) if outcome == "hit" else (0, 3)]
+        assert [info["input_ids"]] == answers.plain_ids(tiny_parts()[1])
+        assert answers.texts == [plain_answer(info["input_ids"], 4)]
+    report = llm.last_report
+    assert report is not None
+    assert [(one.outcome, one.change) for one in report.documents] == [("hit", change)] * 3
+    assert (llm.stats().documents_hit, llm.stats().documents_missed) == (3, 3)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("mode", ["async", "stream", "astream"])
+@pytest.mark.parametrize("name", ["JSON", "cut at the end", "wrapped"])
+async def test_so_do_they_asynchronously_and_in_streams(index: VectorStoreIndex, name: str, mode: str) -> None:
+    write, change = REWRITES[name]
+    engine = engine_of(index, make_llm(), write, streaming="stream" in mode)
+    with listening() as answers:
+        for _ in range(2):
+            await ask(engine, mode)
+    assert [outcomes(info) for info in answers.infos] == [[(one, change)] * 3 for one in ("miss", "hit")]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_node_that_is_missing_is_said_to_be(
+    index: VectorStoreIndex, streaming: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(context: str) -> str:
+        return each(lambda text: text.upper() if text.startswith("Passage 1") else text)(context)
+
+    llm = make_llm()
+    engine = engine_of(index, llm, write, streaming=streaming)
+    for outcome in ("miss", "hit"):
+        response = engine.query(QUESTION)
+        list(response.response_gen if streaming else ())
+        found = {one["document"][:9]: one["outcome"] for one in response.metadata["cacheblend"]["documents"]}
+        assert found == {"Passage 0": outcome, "Passage 1": "not found", "Passage 2": outcome}
+    assert llm.stats().documents_not_found == 2
+    (record,) = [one for one in caplog.records if one.levelno == logging.WARNING]
+    assert "1 of 3 retrieved documents were not found" in record.getMessage()
+
+
+@pytest.mark.parametrize("mode", ["refine", "accumulate", "compact", "simple_summarize", "tree_summarize"])
+async def test_nodes_that_come_one_by_one_are_not_missing(
+    index: VectorStoreIndex, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = make_llm()
+    engine = index.as_query_engine(llm=llm, similarity_top_k=3, response_mode=mode)
+    told = engine.query(QUESTION).metadata["cacheblend"]
+    assert [one["outcome"] for one in told["documents"]] == ["miss"] * 3
+    assert llm.stats().documents_not_found == 0
+    assert llm.stats().documents_left_out == (6 if mode in ("refine", "accumulate") else 0)
+    assert {one["change"] for one in told["documents"]} == {"python-escaped" if mode == "simple_summarize" else ""}
+    assert caplog.text == ""
+
+
+async def test_nodes_that_are_cut_for_citation_are_found_in_parts(index: VectorStoreIndex) -> None:
+    engine = CitationQueryEngine.from_args(
+        index, llm=make_llm(), similarity_top_k=3, citation_chunk_size=60, citation_chunk_overlap=0
+    )
+    told = engine.query(QUESTION).metadata["cacheblend"]
+    assert {one["change"].split()[0] for one in told["documents"]} == {"truncated"}
+    assert len(told["documents"]) == 3
+
+
+class Escaped(BaseNodePostprocessor):
+    """Rewrites nodes, as post-processors do."""
+
+    def _postprocess_nodes(self, nodes: list[NodeWithScore], query_bundle: Any = None) -> list[NodeWithScore]:
+        return [NodeWithScore(node=one.node.model_copy(update={"text": html.escape(one.text)})) for one in nodes]
+
+
+def test_nodes_that_a_post_processor_rewrote_are_said_to_be_changed(index: VectorStoreIndex) -> None:
+    llm = make_llm()
+    engine = index.as_query_engine(llm=llm, similarity_top_k=3, node_postprocessors=[Escaped()])
+    assert outcomes(engine.query(QUESTION).metadata["cacheblend"]) == [("miss", "html-escaped")] * 3
+    assert llm.forget(NODES) == 3
+
+
+@pytest.mark.parametrize("name", [name for name, (_, change) in REWRITES.items() if change])
+def test_erasing_a_node_erases_its_rewritten_forms(index: VectorStoreIndex, name: str) -> None:
+    llm = make_llm()
+    engine = engine_of(index, llm, REWRITES[name][0])
+    engine.query(QUESTION)
+    assert llm.forget(NODES[:1]) == 1
+    assert sorted(one for one, _ in outcomes(engine.query(QUESTION).metadata["cacheblend"])) == ["hit", "hit", "miss"]
+
+
+@pytest.mark.parametrize("name", [*REWRITES])
+def test_a_question_that_quotes_a_rewritten_node_is_no_chunk(index: VectorStoreIndex, name: str) -> None:
+    """The context is gone; what looks like a node stands in the question alone."""
+    store = Hooked()
+    question = f"Secret: who wrote {REWRITES[name][0](NODES[0].text)} and why?"
+    engine = engine_of(
+        index, CacheBlendLLM.from_engine(tiny_engine(store=store), max_new_tokens=1), lambda _: "Nothing."
+    )
+    response = engine.query(question)
+    assert outcomes(response.metadata["cacheblend"]) == [("not found", "")] * 3
+    assert list(store.stored_ids()) == []

@@ -1,0 +1,174 @@
+"""The vector store over faiss, and the embedding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llama_index.core.schema import MetadataMode, NodeRelationship, NodeWithScore, RelatedNodeInfo, TextNode
+from llama_index.core.vector_stores.types import (
+    ExactMatchFilter,
+    MetadataFilters,
+    VectorStoreQuery,
+    VectorStoreQueryMode,
+)
+
+from cacheblend_rag.errors import ConfigError, DocumentError, EmbedderError
+from cacheblend_rag.llama_index.embedding import SentenceTransformerEmbedding
+from cacheblend_rag.llama_index.vector_store import FaissVectorStore
+from tests.integrations.llama_index.common import QUESTION, embedding, make_index, make_nodes
+from tests.integrations.retrieval.conftest import static_model
+
+
+def embedded(count: int = 12, dimension: int = 4) -> list[TextNode]:
+    """Nodes with vectors, two to a document."""
+    vectors = np.random.default_rng(0).normal(size=(count, dimension))
+    return [
+        TextNode(
+            id_=f"n{n}",
+            text=f"text {n}",
+            metadata={"even": 1 - n % 2},
+            embedding=vectors[n].tolist(),
+            relationships={NodeRelationship.SOURCE: RelatedNodeInfo(node_id=f"doc{n // 2}")},
+        )
+        for n in range(count)
+    ]
+
+
+@pytest.fixture
+def store() -> FaissVectorStore:
+    made = FaissVectorStore()
+    made.add(embedded())
+    return made
+
+
+def nearest(query: list[float], k: int) -> list[str]:
+    nodes = embedded()
+    return sorted((n.node_id for n in nodes), key=lambda one: np.linalg.norm(by_id(one) - query))[:k]
+
+
+def by_id(node_id: str) -> np.ndarray:
+    return np.array(next(node.get_embedding() for node in embedded() if node.node_id == node_id))
+
+
+def test_the_nearest_are_found(store: FaissVectorStore) -> None:
+    query = [0.1, -0.2, 0.3, 0.4]
+    found = store.query(VectorStoreQuery(query_embedding=query, similarity_top_k=5))
+    assert found.ids == nearest(query, 5)
+    assert found.nodes is not None
+    assert [node.get_content() for node in found.nodes] == [f"text {one[1:]}" for one in found.ids]
+    expected = [1 / (1 + np.linalg.norm(by_id(one) - query)) for one in found.ids]
+    assert found.similarities == pytest.approx(expected, rel=1e-5)
+    everything = store.query(VectorStoreQuery(query_embedding=query, similarity_top_k=99))
+    assert everything.ids == nearest(query, 12)
+
+
+def test_what_may_be_found_can_be_limited(store: FaissVectorStore) -> None:
+    query = VectorStoreQuery(query_embedding=[0.0] * 4, similarity_top_k=12)
+    query.filters = MetadataFilters(filters=[ExactMatchFilter(key="even", value=1)])
+    assert sorted(store.query(query).ids or []) == sorted(f"n{n}" for n in range(0, 12, 2))
+    query.node_ids, query.doc_ids = ["n0", "n1", "n4"], ["doc0"]
+    assert store.query(query).ids == ["n0"]
+    query.doc_ids = ["none"]
+    assert store.query(query).ids == []
+    query.node_ids, query.doc_ids, query.filters = [], [], None  # as an index asks that keeps no nodes itself
+    assert len(store.query(query).ids or []) == 12
+    assert store.get_nodes(node_ids=["n3", "n1"])[0].node_id == "n1"
+
+
+def test_diverse_nodes_are_chosen_on_request() -> None:
+    store = FaissVectorStore()
+    vectors = {"a": [1.0, 0.0], "b": [1.0, 0.01], "c": [0.6, 0.8]}
+    store.add([TextNode(id_=name, text=name, embedding=vector) for name, vector in vectors.items()])
+    query = VectorStoreQuery(query_embedding=[1.0, 0.0], similarity_top_k=2)
+    assert store.query(query).ids == ["a", "b"]
+    query.mode, query.mmr_threshold = VectorStoreQueryMode.MMR, 0.3
+    assert store.query(query).ids == ["a", "c"]
+
+
+def test_nodes_are_replaced_and_removed(store: FaissVectorStore) -> None:
+    changed = TextNode(id_="n0", text="new", embedding=[9.0] * 4)
+    store.add([changed])
+    assert len(store.get_nodes()) == 12
+    found = store.query(VectorStoreQuery(query_embedding=[9.0] * 4, similarity_top_k=1))
+    assert found.nodes is not None
+    assert found.nodes[0].get_content() == "new"
+    store.delete("doc1")
+    store.delete_nodes(["n5"])
+    assert sorted(node.node_id for node in store.get_nodes()) == sorted(
+        f"n{n}" for n in range(12) if n not in (2, 3, 5)
+    )
+    store.clear()
+    assert (store.client, store.get_nodes()) == (None, [])
+    assert store.query(VectorStoreQuery(query_embedding=[1.0], similarity_top_k=1)).ids == []
+    assert store.add([]) == []
+    store.add([TextNode(text="other", embedding=[1.0, 2.0])])  # an empty store takes another dimension
+    assert store.client.d == 2
+
+
+def test_what_the_store_holds_is_its_own(store: FaissVectorStore) -> None:
+    store.get_nodes()[0].set_content("changed")
+    assert store.get_nodes()[0].get_content() == "text 0"
+
+
+def test_saved_and_read_again(store: FaissVectorStore, tmp_path: Path) -> None:
+    path = tmp_path / "storage" / "vectors.json"
+    query = VectorStoreQuery(query_embedding=[0.3] * 4, similarity_top_k=4)
+    store.delete_nodes(["n7"])
+    store.persist(str(path))
+    again = FaissVectorStore.from_persist_path(str(path))
+    assert again.query(query).ids == store.query(query).ids
+    assert [node.ref_doc_id for node in again.get_nodes()] == [node.ref_doc_id for node in store.get_nodes()]
+    FaissVectorStore().persist(str(tmp_path / "empty.json"))
+    assert FaissVectorStore.from_persist_path(str(tmp_path / "empty.json")).get_nodes() == []
+    saved = json.loads(path.read_text())
+    for damage in ({**saved, "version": 9}, {**saved, "vectors": "AAAA"}, {**saved, "nodes": [{}]}, {}):
+        path.write_text(json.dumps(damage))
+        with pytest.raises(DocumentError, match="make it anew"):
+            FaissVectorStore.from_persist_path(str(path))
+
+
+def test_what_cannot_be_done_is_refused(store: FaissVectorStore) -> None:
+    with pytest.raises(EmbedderError, match="2 numbers"):
+        store.add([TextNode(text="x", embedding=[1.0, 2.0])])
+    with pytest.raises(EmbedderError, match="2 numbers"):
+        store.query(VectorStoreQuery(query_embedding=[1.0, 2.0], similarity_top_k=1))
+    with pytest.raises(ConfigError, match="hybrid"):
+        store.query(VectorStoreQuery(query_embedding=[1.0] * 4, mode=VectorStoreQueryMode.HYBRID))
+    with pytest.raises(ConfigError, match="query_embedding"):
+        store.query(VectorStoreQuery())
+    with pytest.raises(ConfigError, match="similarity_top_k=0"):
+        store.query(VectorStoreQuery(query_embedding=[1.0] * 4, similarity_top_k=0))
+    assert len(store.get_nodes()) == 12
+
+
+async def test_the_embedding_is_the_models() -> None:
+    model = static_model()
+    made = SentenceTransformerEmbedding(model, batch_size=2)
+    texts = ["the old river", "anna plays violin", "a mill"]
+    expected = model.encode(texts)
+    assert np.allclose(made.get_text_embedding_batch(texts), expected)
+    assert np.allclose(await made.aget_text_embedding_batch(texts), expected)
+    assert np.allclose(made.get_text_embedding(texts[0]), expected[0])
+    assert np.allclose(await made.aget_text_embedding(texts[0]), expected[0])
+    assert np.allclose(made.get_query_embedding(texts[1]), expected[1])
+    assert np.allclose(await made.aget_query_embedding(texts[1]), expected[1])
+    assert (made.embed_batch_size, made.model_name) == (2, "SentenceTransformer")
+    with pytest.raises(EmbedderError, match="does not exist"):
+        SentenceTransformerEmbedding("./nowhere")
+
+
+async def test_an_index_over_either_store_finds_its_nodes() -> None:
+    nodes = make_nodes(6, seed=70)
+    for faiss in (False, True):
+        retriever = make_index(nodes, faiss=faiss).as_retriever(similarity_top_k=3)
+        found: list[NodeWithScore] = retriever.retrieve(QUESTION)
+        assert [one.node_id for one in found] == [one.node_id for one in await retriever.aretrieve(QUESTION)]
+        assert len(found) == 3
+    assert isinstance(make_index(nodes, faiss=True).vector_store, FaissVectorStore)
+    vectors = embedding().get_text_embedding_batch([node.get_content(MetadataMode.EMBED) for node in nodes])
+    query = np.array(embedding().get_query_embedding(QUESTION))
+    order = sorted(range(6), key=lambda n: float(np.linalg.norm(np.array(vectors[n]) - query)))
+    assert [one.node_id for one in found] == [nodes[n].node_id for n in order[:3]]

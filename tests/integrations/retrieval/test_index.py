@@ -1,0 +1,383 @@
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from langchain_core.documents import Document
+
+from cacheblend_rag.errors import ConfigError, DocumentError, EmbedderError
+from cacheblend_rag.retrieval.documents import SourceFile
+from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
+from cacheblend_rag.retrieval.index import FolderIndex, IndexReport, build_index
+from cacheblend_rag.retrieval.splitting import SplitSettings, split
+from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
+from tests.integrations.retrieval.conftest import static_model
+
+FILES = {
+    "people/anna.txt": "Anna was born in Oslo.",
+    "people/ben.md": "Ben lives in Bergen.",
+    "mill.txt": "The old mill by the river.",
+}
+
+
+class CountingEmbedder(SentenceTransformerEmbeddings):
+    """Remembers which documents it embedded."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.seen: list[str] = []
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        self.seen += [text for text in texts if "quick brown" not in text and len(text) < 60]
+        return super().embed_documents(texts)
+
+
+# Nothing that could be text.
+BYTES = bytes(range(256)) * 4
+
+
+class Folder:
+    """A folder of documents, its index, and what was forgotten."""
+
+    def __init__(self, place: Path, model: Any) -> None:
+        self.docs, self.index_dir = place / "docs", place / "index"
+        self.model = model
+        self.forgotten: list[str] = []
+        for path, text in FILES.items():
+            self.write(path, text)
+
+    def write(self, path: str, text: str | bytes) -> None:
+        (self.docs / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.docs / path).write_bytes(text.encode() if isinstance(text, str) else text)
+
+    def index(self, **options: Any) -> FolderIndex:
+        options.setdefault("embedder", SentenceTransformerEmbeddings(self.model))
+        options.setdefault("on_delete", self.forgotten.extend)
+        return FolderIndex(self.docs, index_dir=self.index_dir, **options)
+
+    def update(self, **options: Any) -> IndexReport:
+        """Bring the index up to date as a new process would."""
+        self.forgotten.clear()
+        return self.index(**options).update()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model: Any) -> Folder:
+    return Folder(tmp_path, model)
+
+
+def report(**values: Any) -> IndexReport:
+    empty = dict.fromkeys(("files", "unchanged", "added", "changed", "removed", "chunks", "embedded"), 0)
+    return IndexReport(**{**empty, "skipped": {}, "empty": (), "others": (), "forgotten": 0, "rebuilt": "", **values})
+
+
+def found(index: FolderIndex, query: str) -> list[str]:
+    return [one.metadata["source"] for one in index.store.similarity_search(query, 1)]
+
+
+def test_first_build_then_nothing_to_do(folder: Folder) -> None:
+    assert folder.update() == report(files=3, added=3, chunks=3, embedded=3)
+    written = {path: path.stat().st_mtime_ns for path in folder.index_dir.iterdir()}
+    embedder = CountingEmbedder(folder.model)
+    index = folder.index(embedder=embedder)
+    assert index.update() == report(files=3, unchanged=3, chunks=3)
+    assert embedder.seen == []
+    assert {path: path.stat().st_mtime_ns for path in folder.index_dir.iterdir()} == written
+    assert found(index, "anna oslo") == ["people/anna.txt"]
+    assert index.update() == report(files=3, unchanged=3, chunks=3)
+
+
+def test_only_what_changed_is_embedded(folder: Folder) -> None:
+    folder.update()
+    folder.write("people/anna.txt", "Anna works in Bergen.")
+    folder.write("new.md", "Clara plays the violin.")
+    (folder.docs / "mill.txt").unlink()
+    embedder = CountingEmbedder(folder.model)
+    assert folder.update(embedder=embedder) == report(
+        files=3, unchanged=1, added=1, changed=1, removed=1, chunks=3, embedded=2, forgotten=2
+    )
+    assert sorted(embedder.seen) == ["Anna works in Bergen.", "Clara plays the violin."]
+    assert sorted(folder.forgotten) == ["Anna was born in Oslo.", "The old mill by the river."]
+
+
+def test_chunks_come_by_file_and_place(folder: Folder) -> None:
+    folder.write("a.txt", "one two three four five six seven eight nine ten eleven twelve thirteen")
+    index = folder.index(settings=SplitSettings(chunk_size=6))
+    index.update()
+    places = [(one.metadata["source"], one.metadata["chunk"]) for one in index.chunks()]
+    assert places == sorted(places)
+    assert len(places) == len(index.store) > 12
+    assert all(one.id == f"{one.metadata['source']}#{one.metadata['chunk']}" for one in index.chunks())
+
+
+def test_a_retriever_sees_what_an_update_brings(folder: Folder) -> None:
+    index = folder.index()
+    index.update()
+    retriever = index.store.as_retriever(search_kwargs={"k": 1})
+    folder.write("violin.txt", "Clara plays the violin.")
+    assert index.update().added == 1
+    assert retriever.invoke("clara violin")[0].metadata["source"] == "violin.txt"
+
+
+def test_text_that_is_still_somewhere_is_not_forgotten(folder: Folder) -> None:
+    folder.write("copy.txt", FILES["mill.txt"])
+    folder.update()
+    (folder.docs / "mill.txt").unlink()
+    (folder.docs / "people" / "ben.md").rename(folder.docs / "renamed.md")
+    assert folder.update() == report(files=3, unchanged=2, added=1, removed=2, chunks=3, embedded=1)
+    assert folder.forgotten == []
+    (folder.docs / "copy.txt").unlink()
+    assert folder.update().forgotten == 1
+    assert folder.forgotten == [FILES["mill.txt"]]
+
+
+def test_a_changed_chunk_size_rebuilds_all(folder: Folder) -> None:
+    folder.update()
+    rebuilt = folder.update(settings=SplitSettings(chunk_size=10))
+    assert rebuilt.rebuilt == "the chunk sizes changed"
+    assert (rebuilt.changed, rebuilt.unchanged, rebuilt.forgotten) == (3, 0, 3)
+    assert rebuilt.embedded == rebuilt.chunks > 3
+    assert sorted(folder.forgotten) == sorted(FILES.values())
+    assert folder.update(settings=SplitSettings(chunk_size=10)).rebuilt == ""
+
+
+@pytest.mark.parametrize("other", [static_model(seed=1), static_model(dimension=24)], ids=["weights", "size"])
+def test_another_embedding_model_rebuilds_all(folder: Folder, other: Any) -> None:
+    folder.update()
+    embedder = SentenceTransformerEmbeddings(other)
+    assert folder.update(embedder=embedder) == report(
+        files=3, changed=3, chunks=3, embedded=3, rebuilt="the embedding model changed"
+    )
+    assert folder.forgotten == []
+    index = folder.index(embedder=embedder)
+    assert index.update() == report(files=3, unchanged=3, chunks=3)
+    assert found(index, "anna was born in oslo") == ["people/anna.txt"]
+
+
+def test_a_saved_copy_of_the_embedding_model_is_the_same_model(folder: Folder, tmp_path: Path) -> None:
+    folder.update()
+    folder.model.save(str(tmp_path / "model"))
+    again = SentenceTransformerEmbeddings(tmp_path / "model", device="cpu")
+    assert folder.update(embedder=again) == report(files=3, unchanged=3, chunks=3)
+
+
+@pytest.mark.parametrize("pattern", ["manifest.json", "*.faiss", "*.jsonl"])
+def test_a_damaged_index_is_built_anew(folder: Folder, caplog: pytest.LogCaptureFixture, pattern: str) -> None:
+    folder.update()
+    (path,) = folder.index_dir.glob(pattern)
+    path.write_bytes(path.read_bytes()[:-9])
+    assert folder.update() == report(files=3, added=3, chunks=3, embedded=3, rebuilt="the saved index is damaged")
+    assert "the index is built anew" in caplog.text
+    assert folder.forgotten == []
+    assert folder.update() == report(files=3, unchanged=3, chunks=3)
+
+
+def rewrite_state(folder: Folder, change: Any) -> None:
+    path = folder.index_dir / "manifest.json"
+    manifest = json.loads(path.read_bytes())
+    change(manifest["state"])
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda state: state.pop("files"), "the saved index is damaged"),
+        (lambda state: state["files"].pop("mill.txt"), "the saved index is damaged"),
+        (lambda state: state.pop("splitter"), "the chunk sizes changed"),
+        (lambda state: state.pop("probes"), "the embedding model changed"),
+        (lambda state: state.update(probes=[[1], ["x", 2]]), "the embedding model changed"),
+    ],
+)
+def test_a_state_that_lacks_something_rebuilds_all(folder: Folder, change: Any, why: str) -> None:
+    folder.update()
+    rewrite_state(folder, change)
+    assert folder.update().rebuilt == why
+    assert folder.update() == report(files=3, unchanged=3, chunks=3)
+
+
+def test_another_vector_store_is_not_overwritten(folder: Folder, embedder: Any) -> None:
+    FaissVectorStore.from_texts(["mine"], embedder).save(folder.index_dir)
+    index = folder.index()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"index_dir=.*another vector store is here"):
+            index.update()
+    assert len(FaissVectorStore.load(folder.index_dir, embedder)) == 1
+
+
+def test_a_file_that_cannot_be_read(folder: Folder) -> None:
+    folder.update()
+    folder.write("mill.txt", BYTES)
+    folder.write("new.txt", "Clara plays the violin.")
+    index = folder.index()
+    with pytest.raises(DocumentError, match=r"mill\.txt holds bytes that are no text"):
+        index.update()
+    assert len(index.store) == 3
+    assert folder.forgotten == []
+    skipped = {
+        "mill.txt": "mill.txt holds bytes that are no text in any known encoding; save it as UTF-8 or move it away"
+    }
+    assert folder.update(on_error="skip") == report(
+        files=3, unchanged=2, added=1, removed=1, skipped=skipped, chunks=3, embedded=1, forgotten=1
+    )
+    assert folder.update(on_error="skip") == report(files=3, unchanged=3, skipped=skipped, chunks=3)
+    folder.write("mill.txt", FILES["mill.txt"])
+    assert folder.update().added == 1
+
+
+def test_what_is_left_out_is_in_the_report(folder: Folder, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.txt").write_text("secret")
+    (folder.docs / "link.txt").symlink_to(tmp_path / "elsewhere.txt")
+    for path, data in {"picture.png": b"\x89PNG", "blank.md": b"\n", "broken.pdf": b"%PDF"}.items():
+        folder.write(path, data)
+    done = folder.update(on_error="skip")
+    assert (done.files, done.empty, done.others) == (4, ("blank.md",), ("picture.png",))
+    assert list(done.skipped) == ["broken.pdf", "link.txt"]
+    assert "cannot be read as PDF" in done.skipped["broken.pdf"]
+    assert "leads out of the folder" in done.skipped["link.txt"]
+
+
+def test_when_every_file_was_skipped_the_error_says_why(folder: Folder) -> None:
+    for path in FILES:
+        folder.write(path, BYTES)
+    with pytest.raises(DocumentError, match=r"no file in .* could be read, 3 skipped; the first: .* no text"):
+        folder.update(on_error="skip")
+
+
+def test_a_rebuild_that_failed_is_made_up_for(folder: Folder) -> None:
+    folder.update()
+    folder.write("bad.txt", BYTES)
+    index = folder.index(settings=SplitSettings(chunk_size=10))
+    with pytest.raises(DocumentError):
+        index.update()
+    (folder.docs / "bad.txt").unlink()
+    assert index.update().rebuilt == "the chunk sizes changed"
+    assert all(len(one.page_content) <= 10 for one in index.chunks())
+
+
+def test_a_failed_callback_is_called_again(folder: Folder) -> None:
+    folder.update()
+    (folder.docs / "mill.txt").unlink()
+    calls: list[Sequence[str]] = []
+
+    def fail_once(texts: Sequence[str]) -> None:
+        calls.append(texts)
+        if len(calls) == 1:
+            raise RuntimeError("the KV store is busy")
+
+    with pytest.raises(RuntimeError, match="busy"):
+        folder.update(on_delete=fail_once)
+    assert folder.update(on_delete=fail_once).removed == 1
+    assert calls == [[FILES["mill.txt"]]] * 2
+
+
+def test_a_failed_save_is_made_up_for(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = folder.index()
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("cacheblend_rag.retrieval.vectorstore.write_index", fail)
+    with pytest.raises(OSError, match="No space left"):
+        index.update()
+    monkeypatch.undo()
+    assert index.update() == report(files=3, unchanged=3, chunks=3)
+    assert folder.update() == report(files=3, unchanged=3, chunks=3)
+
+
+def test_a_failing_embedder_changes_nothing(folder: Folder) -> None:
+    folder.update()
+    folder.write("new.txt", "nothing finite")
+
+    class Broken(SentenceTransformerEmbeddings):
+        def embed_documents(self, texts: list[str]) -> list[list[float]]:
+            vectors = super().embed_documents(texts)
+            return [[float("nan")] * len(one) for one in vectors] if "nothing finite" in texts else vectors
+
+    with pytest.raises(EmbedderError, match="not finite"):
+        folder.update(embedder=Broken(folder.model))
+    assert folder.update() == report(files=4, unchanged=3, added=1, chunks=4, embedded=1)
+
+
+def test_folders_without_text(folder: Folder) -> None:
+    folder.update()
+    for path in FILES:
+        folder.write(path, " \n")
+    with pytest.raises(DocumentError, match="hold no text"):
+        folder.update()
+    folder.write("mill.txt", "words")
+    empty = ("people/anna.txt", "people/ben.md")
+    assert folder.update() == report(files=3, changed=3, empty=empty, chunks=1, embedded=1, forgotten=3)
+    assert folder.update() == report(files=3, unchanged=3, empty=empty, chunks=1)
+    for path in FILES:
+        (folder.docs / path).unlink()
+    with pytest.raises(DocumentError, match="holds no"):
+        folder.update()
+
+
+def test_bad_options(folder: Folder) -> None:
+    with pytest.raises(ConfigError, match="on_error='no'"):
+        folder.index(on_error="no")
+    folder.index_dir.write_text("a file")
+    with pytest.raises(ConfigError, match="index_dir="):
+        folder.update()
+
+
+def test_build_index_returns_index_and_report(folder: Folder, embedder: Any) -> None:
+    built = build_index(folder.docs, embedder=embedder, index_dir=folder.index_dir)
+    assert built.report == report(files=3, added=3, chunks=3, embedded=3)
+    assert found(built.index, "old mill river") == ["mill.txt"]
+
+
+NAMES = st.sampled_from(["a.txt", "b.md", "sub/c.txt"])
+CONTENTS = st.sampled_from(["", "anna was born", "ben lives in oslo", "the old mill by the river", "a b c d e"])
+
+
+@settings(deadline=None, max_examples=25)
+@given(versions=st.lists(st.dictionaries(NAMES, CONTENTS, min_size=1), min_size=1, max_size=4))
+def test_any_history_ends_like_a_fresh_build(versions: list[dict[str, str]], model: Any) -> None:
+    """Whatever the folder went through, the index equals one of the folder as it is now."""
+    embedder = SentenceTransformerEmbeddings(model)
+    settings = SplitSettings(chunk_size=12)
+    kept: set[str] = set()
+    with tempfile.TemporaryDirectory() as place:
+        docs = Path(place, "docs")
+        for version in versions:
+            for old in docs.rglob("*.*"):
+                old.unlink()
+            for name, text in version.items():
+                (docs / name).parent.mkdir(parents=True, exist_ok=True)
+                (docs / name).write_text(text)
+            index = FolderIndex(
+                docs,
+                embedder=embedder,
+                index_dir=Path(place, "index"),
+                settings=settings,
+                on_delete=kept.difference_update,
+            )
+            expected: list[Document] = split(
+                [SourceFile(name, "", (text,)) for name, text in sorted(version.items())], settings
+            )
+            if not expected:
+                with pytest.raises(DocumentError, match="hold no text"):
+                    index.update()
+                continue
+            report = index.update()
+            kept |= {one.page_content for one in index.chunks()}
+            assert [(one.page_content, one.metadata) for one in index.chunks()] == [
+                (one.page_content, one.metadata) for one in expected
+            ]
+            assert kept == {one.page_content for one in expected}
+            assert (report.files, report.chunks) == (len(version), len(expected))
+            fresh = FaissVectorStore(embedder)
+            fresh.add_documents(index.chunks())
+            for query in ("oslo", "old", ""):
+                assert index.store.similarity_search_with_score(query, 9) == (
+                    fresh.similarity_search_with_score(query, 9)
+                )

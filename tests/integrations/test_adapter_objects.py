@@ -1,0 +1,386 @@
+"""Models of LangChain and LlamaIndex as objects: strict about what they are given, copied, pickled, shown, counted."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+from langchain_core.callbacks import StdOutCallbackHandler
+from langchain_core.load import dumps, loads
+from langchain_core.tools import tool
+from transformers import GenerationConfig
+
+from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag.engine.decode import DecodeArguments
+from cacheblend_rag.engine.llm_base import AnswerFields
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
+from cacheblend_rag.langchain.base import AllFields, LangChainFields
+from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
+from cacheblend_rag.llama_index.llm import LlamaIndexFields, _AllFields
+from tests.engine.test_options import OPTIONS, OTHERS
+from tests.integrations.langchain.models import passages, tiny_engine, tiny_parts
+from tests.integrations.llama_index.common import make_index, make_llm, make_nodes
+
+KINDS = [CacheBlendLLM, ChatCacheBlend, LlamaIndexLLM]
+LANGCHAIN = [CacheBlendLLM, ChatCacheBlend]
+QUICK: Any = {"check_model": False, "min_tokens": 0, "write_back": "inline"}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[BlendEngine]:
+    with tiny_engine(recompute_ratio=1.0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    for part in tiny_parts():
+        part.save_pretrained(folder)
+    return folder
+
+
+def say(llm: Any, asked: str = "What fell?", **options: Any) -> str:
+    """A whole answer's text."""
+    if isinstance(llm, LlamaIndexLLM):
+        return str(llm.complete(asked, **options).text)
+    answer = llm.invoke(asked, **options)
+    return str(getattr(answer, "content", answer))
+
+
+# Strict arguments ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_field_is_typed(kind: Any) -> None:
+    ours, all_of = (LlamaIndexFields, _AllFields) if kind is LlamaIndexLLM else (LangChainFields, AllFields)
+    there = {*kind.model_fields, *OPTIONS, "max_tokens", "pipeline_kwargs", "generate_kwargs"}
+    typed = set(get_type_hints(all_of))
+    chat_only = set(ChatCacheBlend.model_fields) - set(CacheBlendLLM.model_fields)
+    assert typed - (chat_only if kind is CacheBlendLLM else set()) == there
+    assert set(DecodeArguments.__annotations__) < set(AnswerFields.__annotations__)
+    assert not set(kind.model_fields) & set(OPTIONS)
+    for name in ("from_model_id", "from_engine", "from_model", "__init__"):
+        hint = inspect.signature(getattr(kind, name)).parameters["fields"].annotation
+        assert str(hint).startswith("Unpack["), name
+    assert get_type_hints(ours).keys() <= typed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unknown_fields_are_refused_with_the_nearest_name(kind: Any, engine: BlendEngine, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"max_new_token=3 .*did you mean 'max_new_tokens'"):
+        kind.from_model_id(tmp_path / "no model is loaded", recompute_ratio=0.9, max_new_token=3)
+    with pytest.raises(ConfigError, match="did you mean 'recompute_ratio'"):
+        kind.from_model_id(tmp_path, recompute_ration=0.9)
+    with pytest.raises(ConfigError, match="temprature"):
+        kind(engine=engine, temprature=1.0)
+    with pytest.raises(ConfigError, match="give it in model_kwargs"):
+        kind.from_model_id(tmp_path, device_map="auto")
+    with pytest.raises(ConfigError, match=r"blend.*there is no such option|did you mean 'task'"):
+        kind.from_model_id(tmp_path, blend={"taks": "answer"})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_refused_before_anything_is_generated(kind: Any, engine: BlendEngine) -> None:
+    for name, value in {"temperature": -1, "top_k": -1, "repetition_penalty": 0, "max_retries": "often"}.items():
+        with pytest.raises(ConfigError) as caught:
+            kind(engine=engine, **{name: value})
+        assert caught.value.field == name
+    with pytest.raises(ConfigError, match="not both"):
+        kind(engine=engine, max_tokens=3, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unknown_call_options_are_refused_with_the_nearest_name(kind: Any, engine: BlendEngine) -> None:
+    model = kind(engine=engine, max_new_tokens=2)
+    with pytest.raises(ConfigError, match=r"do_samle=True .*did you mean 'do_sample'"):
+        say(model, do_samle=True)
+    with pytest.raises(ConfigError, match=r"n=2 .*one answer"):
+        say(model, n=2)
+    with pytest.raises(ConfigError, match="recompute_ratio"):
+        say(model, recompute_ratio=0.5)
+    with pytest.raises(ConfigError, match="loaded as"):
+        say(model, model="another")
+    assert say(model, n=1, timeout=60, model=model.model_name) == say(model)
+    if kind is not LlamaIndexLLM:
+        assert list(model.stream("What fell?", stream_usage=True))
+        with pytest.raises(ConfigError, match="do_sample"):
+            list(model.stream("What fell?", do_samle=True))
+    else:
+        with pytest.raises(ConfigError, match="tools"):
+            model.complete("What fell?", tools=[])
+
+
+def test_what_frameworks_pass_goes_on_working(engine: BlendEngine) -> None:
+    @tool
+    def find(what: str) -> str:
+        """Find something."""
+        return what
+
+    chat = ChatCacheBlend(engine=engine, max_new_tokens=2, streaming=True)
+    bound = chat.bind_tools([find], parallel_tool_calls=None, strict=None, tool_choice="auto")
+    config: Any = {"callbacks": [StdOutCallbackHandler()], "tags": ["a"], "metadata": {"b": 1}, "run_name": "c"}
+    assert bound.invoke("What fell?", config=config, stop=["zzz"]).usage_metadata
+    with pytest.raises(ConfigError, match="strict"):
+        chat.bind_tools([find], strict=True).invoke("What fell?")
+    assert chat.bind(ls_structured_output_format={"kwargs": {}, "schema": {}}).invoke("What fell?")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_options_of_transformers_pipelines_work(kind: Any, engine: BlendEngine) -> None:
+    plain = kind(engine=engine, max_new_tokens=6)
+    same = kind(engine=engine, pipeline_kwargs={"max_new_tokens": 6, "do_sample": False, "return_full_text": False})
+    assert say(same) == say(plain)
+    hot = kind(engine=engine, pipeline_kwargs={"max_new_tokens": 6, "temperature": 5.0, "do_sample": True}, seed=1)
+    assert say(hot) != say(plain)
+    assert say(hot, do_sample=False) == say(hot, temperature=0) == say(hot, top_k=1) == say(plain)
+    assert say(plain, pipeline_kwargs={"max_new_tokens": 1}) == say(plain, max_new_tokens=1)
+    assert say(plain, repetition_penalty=1e6) != say(plain)
+    warm = kind(engine=engine, do_sample=True, generation_config=GenerationConfig(temperature=40.0), max_new_tokens=6)
+    assert say(warm, seed=3) == say(warm, seed=3) != say(plain)
+    for bad in ({"max_length": 9}, {"max_new_tokens": 3}, {"num_beams": 2}, {"return_full_text": True}):
+        with pytest.raises(ConfigError):
+            kind(engine=engine, max_new_tokens=6, pipeline_kwargs=bad)
+
+
+def test_options_of_sampling_that_contradict_one_another_are_refused(engine: BlendEngine) -> None:
+    for bad in ({"do_sample": True, "temperature": 0}, {"do_sample": False, "temperature": 1.0}, {"top_k": 5},
+                {"do_sample": False, "top_p": 0.5}, {"do_sample": "yes"}):  # fmt: skip
+        with pytest.raises(ConfigError):
+            engine.generate("What fell?", max_new_tokens=2, **bad)
+
+
+def test_top_k_and_repetition_penalty_are_transformers_own(engine: BlendEngine) -> None:
+    for options in ({"do_sample": True, "temperature": 3.0, "top_k": 4}, {"repetition_penalty": 1.7}):
+        answer = engine.generate("What fell in the end?", max_new_tokens=12, seed=8, **options)
+        model, ids = engine.model, torch.tensor([answer.report.input_ids])
+        torch.manual_seed(8)
+        expected = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=12,
+            pad_token_id=0,
+            **{"do_sample": False, **options},
+        )
+        assert answer.token_ids == expected[0, ids.shape[1] :].tolist()
+
+
+# Blend options one by one -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_blend_options_may_be_given_one_by_one(kind: Any, saved: Path, engine: BlendEngine) -> None:
+    made = kind.from_model_id(saved, recompute_ratio=0.2, **QUICK)
+    assert made.engine.config == BlendConfig(recompute_ratio=0.2, **QUICK)
+    over = kind.from_model_id(saved, config=BlendConfig(recompute_ratio=0.9, **QUICK), recompute_ratio=0.2)
+    assert over.engine.config == made.engine.config
+    live = kind.from_model(*tiny_parts(), recompute_ratio=0.2, max_new_tokens=3, **QUICK)
+    assert live.engine.config == made.engine.config
+    with pytest.raises(ConfigError, match=r"engine\.with_config\(recompute_ratio=0\.5\)"):
+        kind(engine=engine, recompute_ratio=0.5)
+    assert kind(engine=engine, recompute_ratio=1.0).engine is engine
+
+
+@pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainBetaWarning")
+@pytest.mark.parametrize("kind", LANGCHAIN)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_response_caches_and_serialised_forms_know_every_option(
+    kind: Any, name: str, engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, other = engine.with_config(), engine.with_config()
+    usual.config, other.config = BlendConfig(), BlendConfig(**{name: OTHERS[name]})
+    first, second = kind(engine=usual), kind(engine=other)
+    assert first.asdict() != second.asdict()
+    if kind is ChatCacheBlend:
+        assert first._get_llm_string() != second._get_llm_string()
+    opened: list[BlendConfig] = []
+
+    def reopen(self: Any) -> BlendEngine:
+        opened.append(BlendConfig(**self.blend))
+        return other
+
+    second.model_id = "tiny"
+    monkeypatch.setattr(kind, "_make_engine", reopen)
+    again = loads(dumps(second), allowed_objects=[kind], valid_namespaces=["cacheblend_rag"])
+    assert opened == [other.config]
+    assert again.asdict() == second.asdict()
+
+
+# Copies, pickles, repr ----------------------------------------------------------------------
+
+
+def pickled(model: Any) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_and_pickles_open_the_engine_anew(
+    kind: Any, again: Callable[[Any], Any], saved: Path, tmp_path: Path
+) -> None:
+    model = kind.from_model_id(
+        saved, store=tmp_path / "kv", recompute_ratio=0.3, max_new_tokens=5, stop=["zzz"], **QUICK
+    )
+    documents = passages(2, seed=31)
+    texts = [document.page_content for document in documents]
+    assert model.warm(texts, progress=False).computed == 2
+    asked = "\n\n".join([*texts, "What fell?"])
+    expected = say(model, asked)
+    other = again(model)
+    assert other.engine is not model.engine
+    assert other.engine.model is not model.engine.model
+    assert other.engine.config == model.engine.config
+    assert (other.max_new_tokens, other.stop, other.model_name) == (5, ["zzz"], model.model_name)
+    assert other.stats().requests == 0
+    assert say(other, asked) == expected
+    assert other.last_report.hits == 2
+    view = again(model.engine.with_config(recompute_ratio=0.9))
+    assert view.config.recompute_ratio == 0.9
+    for one in (model.engine, other.engine, view):
+        one.close()
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_cannot_be_opened_anew_says_so(kind: Any, again: Callable[[Any], Any], engine: BlendEngine) -> None:
+    with pytest.raises(ConfigError, match="from_model_id"):
+        again(kind(engine=engine))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_repr_is_short_and_says_what_differs(kind: Any, saved: Path, tmp_path: Path) -> None:
+    model = kind.from_model_id(saved, store=tmp_path / "kv", recompute_ratio=0.2, max_new_tokens=7, metric="v", **QUICK)
+    shown = repr(model)
+    for part in (str(saved), str(tmp_path / "kv"), "recompute_ratio=0.2", "metric='v'", "max_new_tokens=7"):
+        assert part in shown
+    for absent in ("Linear", "tensor", "temperature", "codec", "BlendEngine"):
+        assert absent not in shown
+    assert len(shown) < 500
+    assert "memory" in repr(kind(engine=tiny_engine()))
+    model.engine.close()
+
+
+# Counts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stats_and_last_report(kind: Any) -> None:
+    texts = [document.page_content for document in passages(3, seed=41)]
+    known_chunks.add(texts)
+    with tiny_engine(recompute_ratio=0.3) as engine:
+        model = kind(engine=engine, max_new_tokens=2)
+        assert model.last_report is None
+        assert (model.stats().requests, model.stats().unmatched_share) == (0, 0.0)
+        asked = "\n\n".join([*texts, "What fell?"])
+        for expected in ((0, 3), (3, 0)):
+            say(model, asked)
+            assert (model.last_report.hits, model.last_report.misses) == expected
+        reused = model.last_report.reused_tokens
+        list(model.stream_complete("Nothing known.") if kind is LlamaIndexLLM else model.stream("Nothing known."))
+        assert model.last_report.hits == 0
+        seen = model.stats()
+        assert (seen.requests, seen.matched, seen.hits, seen.misses) == (3, 2, 3, 3)
+        assert seen.unmatched_share == pytest.approx(1 / 3)
+        assert seen.reused_tokens == reused > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_stats_of_asynchronous_answers_and_batches(kind: Any, engine: BlendEngine) -> None:
+    model = kind(engine=engine, max_new_tokens=1)
+    if kind is LlamaIndexLLM:
+        await model.acomplete("One?")
+        _ = [piece async for piece in await model.astream_complete("Two?")]
+    else:
+        await model.ainvoke("One?")
+        _ = [piece async for piece in model.astream("Two?")]
+        await model.abatch(["Three?", "Four?"])
+    assert model.stats().requests == (2 if kind is LlamaIndexLLM else 4)
+    stopped = model.stream_complete("Five?") if kind is LlamaIndexLLM else model.stream("Five?")
+    next(stopped)
+    stopped.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_thread_has_its_own_last_report(kind: Any, engine: BlendEngine) -> None:
+    model = kind(engine=engine, max_new_tokens=1)
+    seen: dict[str, Any] = {}
+    begin = threading.Barrier(4)
+
+    def ask(number: int) -> None:
+        begin.wait(30)
+        asked = "What fell? " * (number + 1)
+        for _ in range(3):
+            say(model, asked)
+            seen.setdefault(asked, set()).add(model.last_report.prompt_tokens)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert model.stats().requests == 12
+    assert model.last_report is None
+    assert sorted(map(len, seen.values())) == [1, 1, 1, 1]
+    assert len(set.union(*seen.values())) == 4
+
+
+@pytest.mark.parametrize("mode", ["compact", "refine", "tree_summarize", "stream", "async", "astream"])
+async def test_llama_index_responses_say_what_was_reused(mode: str) -> None:
+    nodes = make_nodes(3, seed=51)
+    index = make_index(nodes)
+    llm = make_llm(config={"recompute_ratio": 0.3})
+    settings: Any = {"streaming": True} if "stream" in mode else {}
+    if mode not in ("stream", "async", "astream"):
+        settings["response_mode"] = mode
+    query = index.as_query_engine(llm=llm, similarity_top_k=3, **settings)
+    for turn in range(2):
+        before = llm.stats()
+        response = await query.aquery("What fell?") if mode.startswith("a") else query.query("What fell?")
+        if mode == "stream":
+            assert "".join(response.response_gen)
+        if mode == "astream":
+            assert "".join([piece async for piece in response.async_response_gen()])
+        sums, after = response.metadata["cacheblend"], llm.stats()
+        assert sums["answers"] == after.requests - before.requests == (3 if mode == "refine" else 1)
+        assert sums["hits"] == after.hits - before.hits
+        assert sums["misses"] == after.misses - before.misses
+        assert sums["reused_tokens"] == after.reused_tokens - before.reused_tokens
+        if turn:
+            assert (sums["hits"], sums["misses"]) == (3, 0)
+        assert all(node.node_id in response.metadata for node in nodes)
+    sums = dict(response.metadata["cacheblend"])
+    llm.complete("Another question, outside of any synthesizer?")
+    assert response.metadata["cacheblend"] == sums
+    llm.engine.close()
+
+
+# Models and tokenizers that are none --------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [*KINDS, None])
+def test_wrong_objects_get_a_sentence(kind: Any) -> None:
+    model, tokenizer = tiny_parts()
+    make = BlendEngine if kind is None else kind.from_model
+    with pytest.raises(ConfigError, match=r"tokenizer=None .*AutoTokenizer"):
+        make(model, None)
+    with pytest.raises(ConfigError, match="model first and its tokenizer second"):
+        make(tokenizer, model)
+    with pytest.raises(ConfigError, match="from_pretrained"):
+        make("a/name", tokenizer)
+    with pytest.raises(ConfigError, match="tokenizer='dict'"):
+        make(model, {})
+    if kind is not None:
+        with pytest.raises(ConfigError, match="use from_model"):
+            kind.from_model_id(model)
+        with pytest.raises(ConfigError, match="use from_model"):
+            kind.from_engine(model)
+        with pytest.raises(ConfigError, match="store"):
+            kind.from_model_id("name", store=object())

@@ -1,0 +1,206 @@
+"""Float32 products by oneDNN: the same results, on plain layers alone, and nothing left behind."""
+
+from __future__ import annotations
+
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.models.cpu import onednn_linear as direct
+from tests import tiny
+from tests.probes import CHUNKS, PROMPT, engine_of, untouched
+from tests.products import has_products, note_products
+from tests.tolerance import assert_layers_close, assert_logits_close
+
+pytestmark = pytest.mark.skipif(not has_products(), reason="this PyTorch has no float32 products by oneDNN")
+
+
+@pytest.fixture(autouse=True)
+def even_small_products_are_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "_LEAST", 0)
+    monkeypatch.setattr(direct, "_SMALLEST", 0)
+
+
+@pytest.fixture
+def preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "prefers_onednn", lambda: True)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the rows of each product by oneDNN."""
+    return note_products(monkeypatch, direct)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "qwen3_moe"])
+def test_results_are_the_models_own(preferred: None, products: list[tuple[int, ...]], family: str) -> None:
+    model = tiny.model(family)
+    expected: dict[float, Any] = {}
+    for option in (False, "auto"):
+        with engine_of(model, pack_weights=option, recompute_ratio=0.3) as engine:
+            engine.warm(CHUNKS)
+            fused, answer = engine.fuse(PROMPT), engine.generate(PROMPT, max_new_tokens=8)
+            assert bool(products) == (option == "auto")
+            if option is False:
+                expected = {"fused": fused, "answer": answer}
+                continue
+            assert_logits_close(fused.logits, expected["fused"].logits, model, len(fused.input_ids))
+            assert_layers_close(fused.cache.layers, expected["fused"].cache.layers, model)
+            assert answer.token_ids == expected["answer"].token_ids
+            everything = engine.with_config(recompute_ratio=1.0).fuse(PROMPT)
+            plain = tiny.full_prefill(model, everything.input_ids).logits[0, -1]
+            assert_logits_close(everything.logits, plain, model, len(everything.input_ids))
+    assert untouched(model)
+
+
+def test_where_it_is_not_preferred_nothing_changes(
+    monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]]
+) -> None:
+    monkeypatch.setattr(direct, "prefers_onednn", lambda: False)
+    with engine_of(tiny.model()) as engine:
+        engine.generate(PROMPT, max_new_tokens=2)
+    assert not products
+
+
+def test_what_is_no_plain_product_is_computed_as_ever(preferred: None, products: list[tuple[int, ...]]) -> None:
+    class Own(nn.Linear):
+        pass
+
+    layer, own = nn.Linear(8, 4), Own(8, 4)
+    narrow = nn.Linear(8, 4, dtype=torch.float64)
+    rows = torch.rand(3, 8)
+    with direct.DirectProducts([layer, own, narrow]).in_use():
+        assert layer(rows).requires_grad, "gradients need the plain product"
+        with torch.no_grad():
+            torch.testing.assert_close(own(rows), nn.functional.linear(rows, own.weight, own.bias))
+            assert narrow(rows.double()).dtype is torch.float64
+            with torch.autocast("cpu", torch.bfloat16):
+                assert layer(rows).dtype is torch.bfloat16
+            with pytest.raises(RuntimeError, match="shapes"):
+                layer(torch.rand(3, 7))
+            assert layer(torch.rand(8)).shape == (4,)
+            assert not products
+            torch.testing.assert_close(layer(rows), nn.functional.linear(rows, layer.weight, layer.bias))
+            torch.testing.assert_close(layer(rows[None, :0]), torch.empty(1, 0, 4))
+            layer.weight.data[0] = 0.0  # it is the weight itself that is multiplied by
+            torch.testing.assert_close(layer(rows[None])[..., 0], layer.bias[0].expand(1, 3))
+    assert products[:1] == [(3, 8)]
+    assert "forward" not in vars(layer)
+
+
+def test_small_products_are_plain(
+    preferred: None, products: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "_LEAST", 32 * 3)
+    layer = nn.Linear(8, 4)
+    with direct.DirectProducts([layer]).in_use(), torch.no_grad():
+        for count in (1, 2, 3, 4):
+            layer(torch.rand(count, 8))
+    assert products == [(3, 8), (4, 8)]
+
+
+def test_contexts_overlap_in_several_threads(preferred: None) -> None:
+    layer = nn.Linear(8, 4)
+    products = direct.DirectProducts([layer])
+    inside, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with products.in_use():
+            inside.set()
+            go.wait(10)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    assert inside.wait(10)
+    with pytest.raises(ZeroDivisionError), products.in_use():
+        raise ZeroDivisionError
+    assert "forward" in vars(layer), "another is still within"
+    go.set()
+    other.join(10)
+    assert "forward" not in vars(layer)
+
+
+# Which processors ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., bool]]:
+    """Who multiplies on some processor, as a new process would decide."""
+
+    def chosen(vendor: str, able: str, *, mkl: bool = True, said: str | None = None) -> bool:
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: able)
+        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
+        monkeypatch.setattr(direct, "_is_amd", lambda: vendor == "AuthenticAMD")
+        if said is None:
+            monkeypatch.delenv(direct.ONEDNN_VARIABLE, raising=False)
+        else:
+            monkeypatch.setenv(direct.ONEDNN_VARIABLE, said)
+        direct._chosen.cache_clear()
+        return direct.prefers_onednn()
+
+    yield chosen
+    monkeypatch.undo()
+    direct._chosen.cache_clear()
+
+
+def test_it_is_for_amds_processors_with_avx512(choose: Callable[..., bool]) -> None:
+    assert choose("AuthenticAMD", "AVX512")
+    assert not choose("AuthenticAMD", "AVX512", mkl=False), "what PyTorch calls then was not measured"
+    assert not choose("AuthenticAMD", "AVX2")
+    assert not choose("AuthenticAMD", "DEFAULT")
+    assert not choose("GenuineIntel", "AVX512")
+    assert not choose("", "DEFAULT")
+
+
+def test_the_environment_says_otherwise(choose: Callable[..., bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose("GenuineIntel", "AVX2", said="on")
+    assert not choose("AuthenticAMD", "AVX512", said="off")
+    assert choose("AuthenticAMD", "AVX512", said="auto")
+    with pytest.raises(ConfigError, match=r"CACHEBLEND_RAG_ONEDNN='yes' .* use 'auto', 'on' or 'off'"):
+        choose("AuthenticAMD", "AVX512", said="yes")
+    assert choose("AuthenticAMD", "AVX512", said="on")
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    assert not direct.prefers_onednn(), "who switches oneDNN off gets none"
+
+
+def test_no_clock_is_looked_at(choose: Callable[..., bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    def clock() -> float:
+        raise AssertionError("a clock")
+
+    for name in ("perf_counter", "monotonic", "time"):
+        monkeypatch.setattr(time, name, clock)
+    state = torch.random.get_rng_state()
+    assert choose("AuthenticAMD", "AVX512")
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_the_maker_is_read_from_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "cpuinfo"
+    for vendor in ("AuthenticAMD", "GenuineIntel"):
+        file.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nmodel name\t: one\n")
+        assert direct._is_amd(file) == (vendor == "AuthenticAMD")
+        monkeypatch.setattr(platform, "processor", lambda vendor=vendor: f"x86 Family 25 Model 17, {vendor}")
+        assert direct._is_amd(tmp_path / "none") == (vendor == "AuthenticAMD")
+
+
+@pytest.mark.parametrize("wrong", [RuntimeError(), AttributeError(), None])
+def test_where_it_fails_or_is_wrong_it_is_left_alone(
+    choose: Callable[..., bool], monkeypatch: pytest.MonkeyPatch, wrong: Exception | None
+) -> None:
+    def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if wrong is not None:
+            raise wrong
+        return nn.functional.linear(rows, weight) * 1.001
+
+    monkeypatch.setattr(direct, "onednn_product", product)
+    assert not choose("AuthenticAMD", "AVX512")
+    with pytest.raises(ConfigError, match="use 'auto' or 'off'"):
+        choose("AuthenticAMD", "AVX512", said="on")

@@ -1,0 +1,303 @@
+"""Every model family and RoPE type against the model's own forward pass."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.families import FAMILIES
+from cacheblend_rag.models.rope import rotate
+from tests import tiny
+from tests.tolerance import assert_close, assert_layers_close, assert_logits_close, terms_of
+
+THREE_CHUNKS = Prompt("Read this:", [tiny.text(37, 1), tiny.text(20, 2), tiny.text(51, 3)], "What fell?")
+ONE_CHUNK = Prompt("Read this:", [tiny.text(51, 3)], "What fell?")
+# A window for the families whose config sets one for every layer, or leaves the choice of layers to an option.
+WINDOWS: dict[str, dict[str, Any]] = {
+    "ministral3": {"sliding_window": 16},
+    "mistral": {"sliding_window": 16},
+    "mixtral": {"sliding_window": 16},
+    "phi3": {"sliding_window": 16},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    "qwen3_moe": {"use_sliding_window": True, "sliding_window": 16},
+    "smollm3": {"use_sliding_window": True, "sliding_window": 16},
+    "starcoder2": {"sliding_window": 16},
+}
+BY_LAYER_TYPE = ("cohere2", "gemma2", "gemma3_text", "gpt_oss", "ministral", "olmo3")
+# Soft caps and attention sinks, which sdpa does not have.
+EAGER_ONLY = ("gemma2", "gpt_oss")
+
+
+def kernels(families: Sequence[str]) -> list[tuple[str, str]]:
+    """Each family with each attention kernel it runs on."""
+    return [(family, name) for family in families for name in ("sdpa", "eager")[family in EAGER_ONLY :]]
+
+
+def engine_of(model: Any, **options: Any) -> BlendEngine:
+    options = {"min_tokens": 0, "write_back": "inline"} | options
+    return BlendEngine(model, tiny.tokenizer(), config=BlendConfig(**options))
+
+
+def assert_equals_plain(fused: Any, model: Any) -> None:
+    """Logits and cache are those of the model's own prefill."""
+    plain = tiny.full_prefill(model, fused.input_ids)
+    assert_logits_close(fused.logits, plain.logits[0, -1], model, len(fused.input_ids))
+    assert_layers_close(fused.cache.layers, plain.past_key_values.layers, model)
+
+
+def plain_tokens(model: Any, ids: list[int], count: int) -> list[int]:
+    """What the model itself generates."""
+    inputs = torch.tensor([ids])
+    out = model.generate(
+        inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count, do_sample=False, pad_token_id=0
+    )
+    return list(out[0, len(ids) :].tolist())
+
+
+def check_exact(model: Any, prompt: Prompt = THREE_CHUNKS, tokens: int = 20) -> None:
+    """Full KV recompute is plain prefill, and so is what follows."""
+    with engine_of(model, recompute_ratio=1.0) as engine:
+        engine.warm(prompt.chunks)
+        fused = engine.fuse(prompt)
+        assert (fused.report.hits, fused.report.plain) == (len(prompt.chunks), False)
+        assert_equals_plain(fused, model)
+        everything = engine.with_config(selection="all")
+        assert_equals_plain(everything.fuse(prompt), model)
+        assert engine.generate(prompt, max_new_tokens=tokens).token_ids == plain_tokens(model, fused.input_ids, tokens)
+
+
+def check_exact_behind_prefix(model: Any, prompt: Prompt = ONE_CHUNK) -> None:
+    """A chunk directly behind what it was computed behind needs no recompute."""
+    with engine_of(model, recompute_ratio=0.0, condition="prefix") as engine:
+        engine.warm(prompt.chunks, prefix=prompt.prefix)
+        for prefix_hit in (False, True):
+            fused = engine.fuse(prompt)
+            assert (fused.report.hits, fused.report.prefix_hit) == (1, prefix_hit)
+            assert_equals_plain(fused, model)
+        assert fused.report.computed_tokens[-1] < len(fused.input_ids) / 2
+
+
+def test_every_family_has_a_tiny_model() -> None:
+    assert set(WINDOWS) | set(BY_LAYER_TYPE) <= set(FAMILIES)
+    for family in FAMILIES:
+        model = tiny.model(family)
+        assert model.config.model_type == family
+        assert model._supports_sdpa == (family not in EAGER_ONLY)
+
+
+def test_every_family_is_documented() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "adding-a-family.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
+    assert [name.strip("`") for row in rows for name in row.split(", ")] == sorted(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"), [(family, rope) for family in sorted(FAMILIES) for rope in tiny.rope_types(family)]
+)
+def test_exact_with_every_rope_type(family: str, rope: str) -> None:
+    model = tiny.model(family, rope)
+    check_exact(model)
+    check_exact_behind_prefix(model)
+
+
+@pytest.mark.parametrize(("family", "attention"), kernels([*sorted(WINDOWS), *BY_LAYER_TYPE]))
+def test_windows_shorter_than_the_prompt(family: str, attention: str) -> None:
+    model = tiny.model(family, **WINDOWS.get(family, {}))
+    model.set_attn_implementation(attention)
+    windows = ModelAdapter(model).windows
+    assert any(window is not None and window < 30 for window in windows)
+    check_exact(model, tokens=8)
+    check_exact_behind_prefix(model)
+
+
+@pytest.mark.parametrize("family", [*sorted(WINDOWS), *BY_LAYER_TYPE])
+def test_decoding_past_the_window(family: str) -> None:
+    with engine_of(tiny.model(family)) as engine:
+        tokens = len(engine.fuse(ONE_CHUNK).input_ids)
+    changes = WINDOWS.get(family, {}) | {"sliding_window": tokens + 5}
+    check_exact(tiny.model(family, **changes), ONE_CHUNK)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_projections_are_those_of_the_layers(family: str) -> None:
+    model = tiny.model(family, "yarn" if family != "phi3" else "default")
+    adapter = ModelAdapter(model)
+    inputs: list[torch.Tensor] = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda module, args: inputs.append(args[0][0])) for layer in adapter.layers
+    ]
+    ids = list(range(3, 40))
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(torch.tensor([ids]), past_key_values=cache)
+        for hook in hooks:
+            hook.remove()
+        torch.testing.assert_close(adapter.embed(ids), inputs[0])
+        rotaries = adapter.rotary(len(ids))
+        stored = adapter.segment_kv((), ids)
+        terms = 3 * model.config.hidden_size  # a norm, the product, a norm of keys
+        for number, layer in enumerate(cache.layers):
+            keys, values = layer.keys[0], layer.values[0]
+            assert_close(adapter.project_values(number, inputs[number]), values, terms)
+            found = adapter.project_keys(number, inputs[number], rotaries)
+            assert_close(found, keys, terms)
+            turned = rotate(stored.keys[number], rotaries.of_keys(number))
+            assert_close(turned, keys, terms_of(model, len(ids), number + 1))
+
+
+@pytest.mark.parametrize(("family", "attention"), kernels(sorted(FAMILIES)))
+def test_attention_kernel_is_given_back(family: str, attention: str) -> None:
+    model = tiny.model(family)
+    model.set_attn_implementation(attention)
+    with engine_of(model, recompute_ratio=0.3) as engine:
+        engine.warm(THREE_CHUNKS.chunks)
+        engine.fuse(THREE_CHUNKS)
+    assert model.config._attn_implementation == attention
+    assert not model.model.rotary_emb._forward_hooks
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_bfloat16_is_as_good_as_the_plain_model(family: str) -> None:
+    model = tiny.model(family, initializer_range=0.1).to(torch.bfloat16)
+    reference = tiny.model(family, initializer_range=0.1)
+    reference.load_state_dict(model.state_dict())  # the same rounded weights, computed with in float32
+    ours, theirs = 0.0, 0.0
+    with engine_of(model, recompute_ratio=1.0) as engine:
+        for seed in range(4):
+            prompt = Prompt("Read:", [tiny.text(20, seed), tiny.text(30, seed + 9)], "What fell?")
+            engine.warm(prompt.chunks)
+            fused = engine.fuse(prompt)
+            exact = tiny.full_prefill(reference, fused.input_ids).logits[0, -1]
+            plain = tiny.full_prefill(model, fused.input_ids).logits[0, -1]
+            error = float((fused.logits.float() - exact).abs().max())
+            ours += float((fused.logits.float() - exact).square().mean())
+            theirs += float((plain.float() - exact).square().mean())
+            best = exact.topk(2).values
+            if best[0] - best[1] > 2 * error:
+                assert fused.logits.argmax() == exact.argmax()
+    assert ours**0.5 <= 2 * theirs**0.5
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere2", "gpt_oss", "mixtral"])
+def test_float16(family: str) -> None:
+    model = tiny.model(family, initializer_range=0.1).to(torch.float16)
+    with engine_of(model, recompute_ratio=1.0) as engine:
+        engine.warm(THREE_CHUNKS.chunks)
+        fused = engine.fuse(THREE_CHUNKS)
+    plain = tiny.full_prefill(model, fused.input_ids)
+    assert fused.logits.dtype == torch.float16
+    torch.testing.assert_close(fused.logits, plain.logits[0, -1], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("mamba", "recurrent state"),
+        ("rwkv", "recurrent state"),
+        ("jamba", "recurrent state"),
+        ("qwen3_next", "recurrent state"),
+        ("deepseek_v2", "latent"),
+        ("deepseek_v3", "latent"),
+        ("bloom", "ALiBi"),
+        ("mpt", "ALiBi"),
+        ("gpt2", "learned"),
+        ("opt", "learned"),
+        ("t5", "encoder–decoder"),
+        ("bart", "encoder–decoder"),
+        ("gemma3", "text model"),
+        ("llama4_text", "chunked_attention"),
+        ("gptj", "no rope_parameters"),
+        ("phi", "no entry"),
+    ],
+)
+def test_unsupported_models_say_why(model_type: str, reason: str) -> None:
+    model = SimpleNamespace(config=CONFIG_MAPPING[model_type]())
+    with pytest.raises(UnsupportedModelError, match=reason) as caught:
+        ModelAdapter(model)
+    message = str(caught.value)
+    assert repr(model_type) in message
+    assert "supported families: cohere2, gemma, gemma2" in message
+
+
+def test_bidirectional_models_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="looks ahead"):
+        ModelAdapter(tiny.model("gemma3_text", use_bidirectional_attention=True))
+
+
+def test_a_family_not_listed_can_be_tried() -> None:
+    model = tiny.model("llama")
+    model.config.model_type = "llamalike"
+    with pytest.raises(UnsupportedModelError, match='like="llama"'):
+        ModelAdapter(model)
+    adapter = ModelAdapter(model, like="llama")
+    ids = list(range(5, 30))
+    assert adapter.segment_kv((), ids).keys[0].shape == (2, 25, 8)
+    with pytest.raises(ConfigError, match="like='lama'"):
+        ModelAdapter(model, like="lama")
+    for other, missing in {"phi3": "qkv_proj", "smollm3": "layer_types"}.items():
+        with pytest.raises(UnsupportedModelError, match=f"has no '{missing}'"):
+            ModelAdapter(model, like=other)
+
+
+def test_a_hopeless_model_is_refused_whatever_it_is_said_to_be_like() -> None:
+    with pytest.raises(UnsupportedModelError, match="ALiBi"):
+        ModelAdapter(SimpleNamespace(config=CONFIG_MAPPING["bloom"]()), like="llama")
+
+
+def test_models_on_several_devices_are_refused() -> None:
+    model = tiny.model("llama")
+    model.lm_head.to("meta")
+    with pytest.raises(UnsupportedModelError, match="spread over"):
+        ModelAdapter(model)
+
+
+class Int8Linear(torch.nn.Module):
+    """A linear layer whose weights are int8 codes and a scale a row."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        scale = weight.abs().amax(dim=1, keepdim=True) / 127
+        self.codes = torch.nn.Buffer((weight / scale).round().to(torch.int8))
+        self.scale, self.bias = torch.nn.Buffer(scale), linear.bias
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(rows, self.codes.to(rows.dtype) * self.scale, self.bias)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "olmo2", "stablelm", "gpt_oss"])
+def test_quantised_linears(family: str) -> None:
+    model = tiny.model(family)
+    for path, module in list(model.model.layers.named_modules()):
+        if isinstance(module, torch.nn.Linear):
+            parent, _, name = path.rpartition(".")
+            setattr(model.model.layers.get_submodule(parent), name, Int8Linear(module))
+    check_exact(model, tokens=8)
+    check_exact_behind_prefix(model)
+
+
+@pytest.mark.filterwarnings("ignore")  # torchao warns when it is imported
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma2", "mixtral"])
+def test_torchao_int8_weights(family: str) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model, other = tiny.model(family), tiny.model(family)
+    with torch.no_grad():
+        other.model.layers[1].self_attn.o_proj.weight[3] *= 2
+    for each in (model, other):
+        quantization.quantize_(each, quantization.Int8WeightOnlyConfig())
+    check_exact(model, tokens=8)
+    check_exact_behind_prefix(model)
+    assert ModelAdapter(model).fingerprint() == ModelAdapter(model).fingerprint()
+    assert ModelAdapter(model).fingerprint() != ModelAdapter(other).fingerprint()

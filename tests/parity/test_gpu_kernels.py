@@ -1,0 +1,309 @@
+"""Kernels for GPUs against what they stand for. Without a GPU, Triton's interpreter runs them on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag.models import adapter, gpu, rope
+from cacheblend_rag.models.attention import rows as attention
+from cacheblend_rag.models.kv import LayerKV
+from cacheblend_rag.store import MemoryStore
+from tests import tiny
+
+pytest.importorskip("triton")
+# KV between chunks is whatever was in memory until it is computed, and is rotated with theirs. NumPy, by which the
+# interpreter computes, warns of that.
+pytestmark = [
+    pytest.mark.filterwarnings(f"ignore:{what} encountered in:RuntimeWarning") for what in ("overflow", "invalid value")
+]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# The interpreter computes products in bfloat16 wrongly.
+DTYPES = ["float32", "bfloat16", "float16"] if DEVICE == "cuda" else ["float32", "float16"]
+PROMPT = Prompt("Read this:", [tiny.text(13, 1), tiny.text(8, 2), tiny.text(17, 3)], "What fell?")
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, biases": ("llama", {"attention_bias": True}),
+    "llama, one key for all heads": ("llama", {"num_key_value_heads": 1}),
+    "mistral, window": ("mistral", {"sliding_window": 16}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "qwen3, window on some layers": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    ),
+    "gemma2, not plain": ("gemma2", {"attn_logit_softcapping": None, "num_hidden_layers": 4}),
+    "glm, rotates a part of each head": ("glm", {"attention_bias": True}),
+}
+
+SHAPES = [(4, 2, 32), (3, 3, 80), (14, 2, 64), (4, 4, 128), (2, 1, 256)]
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels are in use, on whatever device there is."""
+    if DEVICE == "cpu":
+        for user in (adapter, attention, rope):
+            monkeypatch.setattr(user, "has_kernels", lambda device: True)
+
+
+def randn(*shape: int, dtype: str) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(getattr(torch, dtype))
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Equal but for rounding, that of the result's type included."""
+    share = 1e-5 if found.dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(found.double(), wanted.double(), rtol=share, atol=share)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 70), (5, 5), (20, 131), (70, 200), (130, 300), (600, 700)])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), SHAPES)
+def test_a_row_sees_all_up_to_its_position(
+    heads: int, kv_heads: int, width: int, rows: int, tokens: int, window: int | None, dtype: str
+) -> None:
+    if DEVICE == "cpu" and (rows > 130 or (width != 32 and (rows > 20 or dtype != "float32"))):
+        pytest.skip("too long for the interpreter")
+    from cacheblend_rag.models.gpu.attention import attend_from
+    from cacheblend_rag.models.gpu.pointer_table import ListedKV
+
+    torch.manual_seed(rows)
+    query = randn(rows, heads, width, dtype=dtype).transpose(0, 1)
+    keys, values = (randn(kv_heads, tokens, width, dtype=dtype) for _ in range(2))
+    places = torch.randperm(tokens, device=DEVICE)[:rows].sort().values
+    spread = [part.double().repeat_interleave(heads // kv_heads, 0) for part in (keys, values)]
+    columns = torch.arange(tokens, device=DEVICE)
+    seen = columns[None] <= places[:, None]
+    if window:
+        seen &= columns[None] > places[:, None] - window
+    scores = (query.double() @ spread[0].transpose(1, 2) * width**-0.5).masked_fill(~seen, float("-inf"))
+    wanted = (scores.softmax(-1) @ spread[1]).transpose(0, 1)
+    keys[:, int(places[-1]) + 1 :] = float("nan")  # positions behind the last row are not read
+    values[:, int(places[-1]) + 1 :] = float("nan")
+    kv = LayerKV(keys[None], values[None])
+    near(attend_from(query, kv, places, window, width**-0.5), wanted)
+    listed = ListedKV(torch.tensor(ListedKV.written(kv), device=DEVICE), kv_heads)
+    near(attend_from(query, listed, places, window, width**-0.5), wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_and_gates(dtype: str) -> None:
+    from cacheblend_rag.models.gpu.rowwise import add_and_normalise, gate, normalise
+
+    torch.manual_seed(0)
+    rows, more = randn(7, 96, dtype=dtype), randn(7, 96, dtype=dtype)
+    weight = randn(96, dtype=dtype)
+    near(normalise(rows, weight, 1e-5), _normalised(rows, weight))
+    total, normed = add_and_normalise(rows, more, weight, 1e-5)
+    assert torch.equal(total, rows + more)
+    near(normed, _normalised(rows + more, weight))
+    near(gate(rows, more), silu(rows) * more)
+
+
+def _normalised(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = rows.double()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("interleaved", "pairs"), [(False, 16), (True, 16), (False, 12), (True, 6)])
+def test_keys_turn_as_they_do_on_a_cpu(interleaved: bool, pairs: int, dtype: str) -> None:
+    torch.manual_seed(0)
+    whole = randn(1, 3, 50, 32, dtype=dtype)
+    angles = torch.rand(40, pairs, device=DEVICE) * 6
+    tables = [torch.stack((of, of), -1).flatten(1) for of in (angles.cos(), angles.sin())]  # each listed twice
+    cos, sin = (table[:, ::2] for table in tables)
+    wanted = whole.clone()
+    for start in range(0, 40, 10):  # in steps, which the plain form takes on a CPU
+        first, second = rope._pairs(wanted[:, :, 5:45], pairs, interleaved)
+        at = slice(start, start + 10)
+        rope._turn_pairs(first[..., at, :], second[..., at, :], cos[at], sin[at])
+    rope._turn(whole[:, :, 5:45], cos, sin, interleaved)
+    near(whole, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("turns", [False, True])
+def test_records_come_to_their_places_turned(turns: bool, dtype: str) -> None:
+    from cacheblend_rag.models.gpu.scatter import Source, place
+
+    torch.manual_seed(0)
+    layers, heads, tokens, width = 3, 2, 200, 24
+    records = [randn(layers, 2, heads, count, width, dtype=dtype) for count in (5, 70, 64)]
+    starts, rotated = (3, 20, 100), (True, False, False)
+    angles = torch.rand(tokens, width // 2, device=DEVICE) * 6
+    turning = (angles.cos(), angles.sin()) if turns else None
+    found = torch.full((layers, 2, heads, tokens, width), 7.0, device=DEVICE).to(getattr(torch, dtype))
+    wanted = found.clone()
+    for record, start, kept in zip(records, starts, rotated, strict=True):
+        span = slice(start, start + record.shape[3])
+        wanted[:, :, :, span] = record
+        if turns and not kept:
+            x, y = record[:, 0].double().chunk(2, dim=-1)
+            cos, sin = (table[span].double() for table in (angles.cos(), angles.sin()))
+            wanted[:, 0, :, span] = torch.cat((x * cos - y * sin, y * cos + x * sin), -1).to(wanted.dtype)
+    sources = [
+        Source(record.data_ptr(), record.shape[3], start, not kept)
+        for record, start, kept in zip(records, starts, rotated, strict=True)
+    ]
+    place(sources, found, turning)
+    near(found, wanted)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_equals_one_by_transformers_layers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = fused_by(family, recompute_ratio=0.3, check_layers=(1,))
+    monkeypatch.setattr(adapter.ModelAdapter, "_plain_layers", None)
+    for user in (attention, rope):
+        monkeypatch.setattr(user, "has_kernels", lambda device: False)
+    wanted = fused_by(family, recompute_ratio=0.3, check_layers=(1,))
+    assert found.report.computed_tokens == wanted.report.computed_tokens
+    assert max(found.report.recomputed_tokens) > min(found.report.recomputed_tokens) > 0
+    for ours, theirs in zip(found.recomputed, wanted.recomputed, strict=True):
+        assert torch.equal(ours, theirs)
+    _same(found, wanted.logits, wanted.cache.layers)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral, window"])
+def test_layers_in_one_call_equal_layers_one_by_one(family: str) -> None:
+    from cacheblend_rag.models.gpu.graphs import LayerGraphs
+
+    model = tiny.model(FAMILIES[family][0], num_hidden_layers=6, **FAMILIES[family][1]).to(DEVICE)
+    config = BlendConfig(min_tokens=0, write_back="inline", recompute_ratio=0.3, check_layers=(1,))
+    with BlendEngine(model, tiny.tokenizer(), config=config, store=MemoryStore(device=DEVICE)) as engine:
+        engine.warm(PROMPT.chunks)
+        engine.fuse(PROMPT)  # stores the prefix
+        plain, adapted = engine.adapter._plain_layers, engine.adapter
+        plain.graphs = None
+        wanted = engine.fuse(PROMPT)
+        plain.graphs = LayerGraphs(plain._layers, adapted.windows, adapted.kv_heads)
+        plain.graphs._failed = True  # rows are rounded up and KV is listed, but nothing is recorded
+        found = engine.fuse(PROMPT)
+    assert [list(size.recordings) for size in plain.graphs._sizes.values()] == [[(0, 1)], [(1, 5)]]
+    assert found.report.computed_tokens == wanted.report.computed_tokens
+    _same(found, wanted.logits, wanted.cache.layers)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral, window", "qwen3"])
+def test_recomputing_all_equals_full_prefill(family: str) -> None:
+    found = fused_by(family, recompute_ratio=1.0)
+    with torch.no_grad():
+        plain = _model(family)(torch.tensor([found.input_ids], device=DEVICE), use_cache=True)
+    if "window" in family:
+        torch.testing.assert_close(found.logits, plain.logits[0, -1], atol=1e-4, rtol=1e-4)
+    else:
+        _same(found, plain.logits[0, -1], plain.past_key_values.layers)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kept", ["host", "gpu"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral, window"])
+def test_recordings_serve_other_prompts(family: str, kept: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, changes = FAMILIES[family]
+    model = tiny.model(name, num_hidden_layers=11, **changes).to(DEVICE, getattr(torch, dtype))
+    config = BlendConfig(min_tokens=0, write_back="inline", recompute_ratio=0.2, check_layers=(1,), metric="v")
+    chunks = [tiny.text(words, seed) for seed, words in enumerate((60, 41, 70, 60))]
+    orders = [(0, 1, 2), (2, 0, 1), (3, 1, 2), (1, 3), (2, 1, 0), (0, 1, 2)]
+    prompts = [Prompt("Read this:", [chunks[at] for at in order], "What fell?") for order in orders]
+    store = MemoryStore(device="cuda" if kept == "gpu" else "cpu")
+    with BlendEngine(model, tiny.tokenizer(), config=config, store=store) as engine:
+        engine.warm(chunks)
+        engine.fuse(prompts[0])  # stores the prefix
+        found = [engine.fuse(prompt) for prompt in prompts]
+        graphs = engine.adapter._plain_layers.graphs
+        recordings = [made for size in graphs._sizes.values() for made in size.recordings.values()]
+        assert any(made is not None for made in recordings)
+        monkeypatch.setitem(vars(engine.adapter), "_plain_layers", None)
+        for ours, prompt in zip(found, prompts, strict=True):
+            theirs = engine.with_config(prefetch=False).fuse(prompt)
+            assert ours.report.computed_tokens == theirs.report.computed_tokens
+            if dtype == "float32":
+                _same(ours, theirs.logits, theirs.cache.layers, 1e-3)
+            else:  # random weights spread rounding far; the same would be said of two of PyTorch's kernels
+                torch.testing.assert_close(ours.logits, theirs.logits, atol=0.5, rtol=0.1)
+
+
+def _model(family: str) -> Any:
+    name, changes = FAMILIES[family]
+    return tiny.model(name, **{"num_hidden_layers": 3} | changes).to(DEVICE)
+
+
+def fused_by(family: str, **options: Any) -> Any:
+    config = BlendConfig(min_tokens=0, write_back="inline", **options)
+    with BlendEngine(_model(family), tiny.tokenizer(), config=config, store=MemoryStore(device=DEVICE)) as engine:
+        engine.warm(PROMPT.chunks)
+        fused = engine.fuse(PROMPT)
+        assert fused.report.hits == 3
+        return fused
+
+
+def _same(found: Any, logits: torch.Tensor, layers: Any, near: float = 1e-4) -> None:
+    torch.testing.assert_close(found.logits, logits, atol=near, rtol=near)
+    for ours, theirs in zip(found.cache.layers, layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, atol=near, rtol=near)
+        torch.testing.assert_close(ours.values, theirs.values, atol=near, rtol=near)
+
+
+def test_a_layer_that_is_watched_or_replaced_is_left_to_transformers() -> None:
+    model = tiny.model("llama").to(DEVICE)
+    blended = adapter.ModelAdapter(model)
+
+    def fused() -> bool:
+        with blended.blending():
+            return blended.told_positions
+
+    assert fused()
+    network = model.model.layers[2].mlp
+    hook = network.register_forward_hook(lambda module, given, out: out)
+    assert not fused()
+    hook.remove()
+    assert fused()
+    network.up_proj = torch.nn.Sequential(network.up_proj)
+    assert not fused()
+    network.up_proj = network.up_proj[0]
+    assert fused()
+    assert not blended.told_positions
+
+
+def test_kernels_that_do_not_run_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from cacheblend_rag.models.gpu import rowwise
+
+    def failing(*given: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(rowwise, "normalise", failing)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: torch.zeros(shape))
+    for capability, told in (((7, 5), False), ((9, 0), True)):
+        gpu._run_on.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=capability: of)
+        assert gpu.has_kernels(torch.device("cuda")) is False
+        assert ("Failed to find C compiler" in caplog.text) is told
+    gpu._run_on.cache_clear()
+
+
+def test_numbers_of_rows_are_rounded_up_by_little() -> None:
+    from cacheblend_rag.models.gpu.graphs import rounded
+
+    sizes = [rounded(rows) for rows in range(1, 1025)]
+    assert sizes == sorted(sizes)
+    assert all(rows <= size <= max(rows + 15, rows * 7 / 6) for rows, size in enumerate(sizes, 1))
+    assert len(set(sizes)) < 50
+
+
+def test_other_forms_of_layers_are_left_to_transformers() -> None:
+    for family in ("gemma2, not plain", "glm, rotates a part of each head"):
+        blended = adapter.ModelAdapter(_model(family))
+        with blended.blending():
+            assert not blended.told_positions
+    assert gpu.has_kernels(torch.device("cpu")) is False

@@ -1,0 +1,383 @@
+"""LoRA adapters: part of a model's identity, blended exactly, and never served another adapter's KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+
+from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
+from cacheblend_rag.langchain import ChatCacheBlend
+from cacheblend_rag.models import identity
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.identity import fingerprint
+from cacheblend_rag.models.loading import load_geometry, load_model
+from cacheblend_rag.prompt import Prompt
+from tests import tiny
+from tests.integrations.langchain.models import TEMPLATE
+
+# peft asks transformers by a name it has given up, and warns of whatever it is made to do here.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated"),
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+]
+
+CHUNKS = [tiny.text(25, seed) for seed in range(1, 4)]
+PROMPT = Prompt("answer briefly", CHUNKS, "who fell into the river")
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+FUSED = ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+
+
+def lora(targets: list[str] = TARGETS, rank: int = 4, **more: Any) -> LoraConfig:
+    # init_lora_weights=False leaves B at random, where training would bring it.
+    return LoraConfig(
+        r=rank, lora_alpha=16, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM", **more
+    )
+
+
+def adapted(model: Any, seed: int = 0, targets: list[str] = TARGETS, **more: Any) -> Any:
+    torch.manual_seed(seed)
+    return get_peft_model(model, lora(targets, **more)).eval()
+
+
+def two_adapters() -> Any:
+    """A tiny model with the adapters "one", which is active, and "two"."""
+    torch.manual_seed(1)
+    made = get_peft_model(tiny.model(), lora(), adapter_name="one")
+    torch.manual_seed(2)
+    made.add_adapter("two", lora())
+    return made.eval()
+
+
+def engine_of(model: Any, store: Any = None, **config: Any) -> BlendEngine:
+    options = {"min_tokens": 0, "write_back": "inline", "recompute_ratio": 1.0} | config
+    return BlendEngine(model, tiny.tokenizer(), config=BlendConfig(**options), store=store)
+
+
+def assert_same(engine: BlendEngine, model: Any) -> None:
+    """A fused prompt is what the model computes of it."""
+    fused = engine.fuse(PROMPT)
+    full = tiny.full_prefill(model, fused.input_ids)
+    torch.testing.assert_close(fused.logits, full.logits[0, -1], rtol=1e-4, atol=1e-4)
+    for ours, theirs in zip(fused.cache.layers, full.past_key_values.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours.values, theirs.values, rtol=1e-4, atol=1e-4)
+
+
+def hits(engine: BlendEngine) -> int:
+    return engine.fuse(PROMPT).report.hits
+
+
+# Exactness --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
+def test_an_adapted_model_is_blended_exactly(family: str) -> None:
+    model = adapted(tiny.model(family), targets=FUSED if family == "phi3" else TARGETS)
+    with engine_of(model) as engine:
+        for _ in range(2):
+            assert_same(engine, model)
+        assert hits(engine) == 3
+
+
+@pytest.mark.parametrize("more", [{"use_dora": True}, {"lora_bias": True, "use_rslora": True, "rank": 8}])
+def test_variants_of_lora_are_blended_exactly(more: dict[str, Any]) -> None:
+    bias = {"attention_bias": True, "mlp_bias": True} if "lora_bias" in more else {}
+    model = adapted(tiny.model(**bias), **more)
+    with engine_of(model) as engine:
+        engine.warm(CHUNKS)
+        assert_same(engine, model)
+
+
+def test_embedding_and_head_may_be_adapted_or_trained_too() -> None:
+    model = adapted(tiny.model(), targets=["embed_tokens", "v_proj"], modules_to_save=["lm_head"])
+    with engine_of(model) as engine:
+        engine.warm(CHUNKS)
+        assert_same(engine, model)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_packed_weights_know_what_was_merged(pack: bool) -> None:
+    wide = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    model = adapted(tiny.model(**wide).to(torch.bfloat16), targets=["q_proj", "v_proj", "down_proj"])
+    try:
+        engine = engine_of(model, pack_weights=pack, check_model=False)
+    except ValueError as error:
+        pytest.skip(str(error))
+    with engine:
+        engine.fuse(PROMPT)
+        model.merge_adapter()
+        fused = engine.fuse(PROMPT)
+        full = tiny.full_prefill(model, fused.input_ids)
+        near = (fused.logits - full.logits[0, -1]).float().norm() / full.logits[0, -1].float().norm()
+        assert near < 0.05
+
+
+def test_answers_are_those_of_the_adapted_model() -> None:
+    model = two_adapters()
+    with engine_of(model) as engine:
+        for name in ("one", "two"):
+            model.set_adapter(name)
+            answer = engine.generate(PROMPT, max_new_tokens=6)
+            ids = torch.tensor([answer.report.input_ids])
+            plain = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
+            assert answer.token_ids == plain[0, ids.shape[1] :].tolist()
+
+
+# Identity ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["memory", "folder"])
+def store_of(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    return None if request.param == "memory" else tmp_path / "kv"
+
+
+def test_one_adapters_kv_is_never_anothers(store_of: Any) -> None:
+    model = two_adapters()
+    with engine_of(model, store_of) as engine:
+        engine.warm(CHUNKS)
+        one = engine.fingerprint
+        assert hits(engine) == 3
+        model.set_adapter("two")
+        assert engine.fingerprint != one
+        assert hits(engine) == 0  # and its own are stored now
+        assert hits(engine) == 3
+        assert_same(engine, model)
+        model.set_adapter("one")
+        assert engine.fingerprint == one
+        assert hits(engine) == 3
+        assert_same(engine, model)
+        with model.disable_adapter():
+            assert engine.fingerprint == fingerprint(tiny.model())
+            assert hits(engine) == 0
+            assert_same(engine, model)
+        assert hits(engine) == 3
+
+
+def test_a_folder_knows_adapters_when_it_is_opened_again(tmp_path: Path) -> None:
+    with engine_of(two_adapters(), tmp_path / "kv") as engine:
+        engine.warm(CHUNKS)
+    model = two_adapters()
+    model.set_adapter("two")
+    with engine_of(model, tmp_path / "kv") as engine:
+        assert hits(engine) == 0
+        model.set_adapter("one")
+        assert hits(engine) == 3
+
+
+def test_a_disabled_adapter_is_the_base_model(tmp_path: Path) -> None:
+    with engine_of(tiny.model(), tmp_path / "kv") as engine:
+        engine.warm(CHUNKS)
+    model = two_adapters()
+    with engine_of(model, tmp_path / "kv") as engine:
+        assert hits(engine) == 0
+        with model.disable_adapter():
+            assert hits(engine) == 3
+
+
+def test_a_merged_adapter_has_an_identity_of_its_own(tmp_path: Path) -> None:
+    model, base = two_adapters(), tiny.model()
+    with engine_of(model, tmp_path / "kv") as engine:
+        engine.warm(CHUNKS)
+        active = engine.fingerprint
+        model.merge_adapter()
+        merged = engine.fingerprint
+        assert merged not in (active, fingerprint(base))
+        assert hits(engine) == 0
+        assert_same(engine, model)
+        model.unmerge_adapter()
+        assert engine.fingerprint != merged
+        assert_same(engine, model)
+        model.merge_adapter()
+        model.base_model.disable_adapter_layers()  # the next pass unmerges
+        assert_same(engine, model)
+        assert engine.fingerprint != merged
+
+
+def test_an_unloaded_adapter_is_the_merged_model() -> None:
+    model = two_adapters()
+    with engine_of(model) as engine:
+        model.merge_adapter()
+        merged = engine.fingerprint
+        plain = model.merge_and_unload()
+        assert engine.fingerprint == fingerprint(plain) == merged
+        assert_same(engine, plain)
+    model = two_adapters()
+    with engine_of(model) as engine:
+        active = engine.fingerprint
+        plain = model.merge_and_unload()
+        assert engine.fingerprint == fingerprint(plain) != active
+        assert_same(engine, plain)
+
+
+def test_adapters_that_come_later_are_noticed() -> None:
+    model = tiny.model()
+    with engine_of(model) as engine:
+        engine.warm(CHUNKS)
+        base = engine.fingerprint
+        wrapped = adapted(model, 1)
+        assert engine.fingerprint != base
+        assert hits(engine) == 0
+        assert_same(engine, wrapped)
+        torch.manual_seed(2)
+        wrapped.add_adapter("two", lora())
+        wrapped.add_weighted_adapter(["default", "two"], [0.7, 0.3], "both", combination_type="linear")
+        wrapped.set_adapter("both")
+        assert hits(engine) == 0
+        assert_same(engine, wrapped)
+        wrapped.base_model.set_adapter(["default", "two"])
+        assert hits(engine) == 0
+        assert_same(engine, wrapped)
+        wrapped.unload()
+        assert engine.fingerprint == base
+        assert hits(engine) == 3
+
+
+def _train(model: Any) -> None:
+    weight = model.base_model.model.model.layers[1].self_attn.v_proj.lora_B["one"].weight
+    with torch.no_grad():
+        weight[0, 0] += 1e-3
+
+
+def _write_through_data(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if "lora_B.one" in name:
+            parameter.data.mul_(1.5)
+
+
+def _scale(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("one", 0.5)
+
+
+def _replace(model: Any) -> None:
+    model.set_adapter("two")
+    model.delete_adapter("one")
+    torch.manual_seed(7)
+    model.add_adapter("one", lora())
+    model.set_adapter("one")
+
+
+@pytest.mark.parametrize("change", [_train, _write_through_data, _scale, _replace])
+def test_an_adapter_that_was_changed_is_another(change: Callable[[Any], None]) -> None:
+    model = two_adapters()
+    with engine_of(model) as engine:
+        engine.warm(CHUNKS)
+        change(model)
+        assert hits(engine) == 0
+        assert_same(engine, model)
+
+
+def test_an_adapter_is_read_once_and_a_name_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheblend_rag.models import identity as module
+
+    read = list[Any]()
+    plainly = module._content
+    monkeypatch.setattr(module, "_content", lambda tensor: (read.append(tensor), plainly(tensor))[1])
+    model = two_adapters()
+    with engine_of(model) as engine:
+        first, read[:] = engine.fingerprint, []
+        for name in ("two", "one", "two", "one"):
+            model.set_adapter(name)
+            assert (engine.fingerprint == first) is (name == "one")
+        assert len(read) == 2 * 4 * len(TARGETS)  # A and B of the second
+    torch.manual_seed(1)
+    other = get_peft_model(tiny.model(), lora(), adapter_name="quite another name").eval()
+    with engine_of(other) as engine:
+        assert engine.fingerprint == first
+
+
+def test_what_was_missing_is_not_stored_for_the_adapter_that_came_after() -> None:
+    model = two_adapters()
+    with engine_of(model, write_back="background") as engine:
+        with engine._gate:  # storing waits until nothing else runs
+            blend = engine._pipeline.blend(PROMPT)
+            engine._keep(blend)
+            model.set_adapter("two")
+        engine.flush()
+        for name in ("two", "one"):
+            model.set_adapter(name)
+            assert_same(engine, model)
+            engine.flush()
+
+
+@pytest.mark.parametrize("config", [PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)])
+def test_adapters_of_other_kinds_are_refused(config: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"only LoRA is supported.*merge_and_unload"):
+        engine_of(get_peft_model(tiny.model(), config))
+    wrapped = get_peft_model(tiny.model(), peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
+    with pytest.raises(UnsupportedModelError, match="of type IA3"):
+        ModelAdapter(wrapped.get_base_model()).fingerprint()
+
+
+# Loading ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An adapter's folder, and beside it its base model."""
+    monkeypatch.setattr(identity, "_cache_file", lambda: tmp_path / "fingerprints.json")
+    tiny.model().save_pretrained(tmp_path / "base")
+    tiny.tokenizer().save_pretrained(tmp_path / "base")
+    adapted(load_model(tmp_path / "base", device="cpu").model, 1).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_an_adapters_folder_loads_with_its_base(folder: Path, tmp_path: Path) -> None:
+    with BlendEngine.from_pretrained(
+        folder, config=BlendConfig(min_tokens=0, recompute_ratio=1.0), store=tmp_path / "kv", device="cpu"
+    ) as engine:
+        engine.warm(CHUNKS)
+        assert_same(engine, engine.model)
+        assert engine.fingerprint != fingerprint(tiny.model())
+    plain = tiny.model()
+    wrapped = PeftModel.from_pretrained(plain, str(folder)).eval()
+    with engine_of(wrapped, tmp_path / "kv") as engine:
+        assert hits(engine) == 3  # loaded by peft, it is the same
+        assert_same(engine, wrapped)
+    by_transformers = type(plain).from_pretrained(folder).eval()
+    with engine_of(by_transformers, tmp_path / "kv") as engine:
+        assert hits(engine) == 3
+        by_transformers.disable_adapters()
+        assert engine.fingerprint == fingerprint(tiny.model())
+        assert_same(engine, by_transformers)
+        by_transformers.enable_adapters()
+        assert hits(engine) == 3
+        by_transformers.delete_adapter("default")
+        assert engine.fingerprint == fingerprint(tiny.model())
+    assert load_geometry(folder)[0] == load_geometry(folder.parent / "base")[0]
+
+
+def test_a_base_model_is_known_by_its_files(folder: Path) -> None:
+    loaded = load_model(folder, device="cpu")
+    assert loaded.identity == load_model(folder.parent / "base", device="cpu").identity
+    assert loaded.fingerprint() == fingerprint(tiny.model())
+
+
+def test_an_adapter_that_cannot_be_loaded_says_why(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(ModelLoadError, match="no base_model_name_or_path"):
+        load_model(folder)
+    (folder / "adapter_config.json").write_text("{")
+    with pytest.raises(ModelLoadError, match="cannot be read"):
+        load_model(folder)
+
+
+def test_langchain_takes_an_adapted_model() -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    model = two_adapters()
+    chat = ChatCacheBlend.from_model(model, tokenizer, max_new_tokens=4, min_tokens=0, recompute_ratio=1.0)
+    first = chat._identifying_params["model_fingerprint"]
+    chat.warm(CHUNKS)
+    model.set_adapter("two")
+    assert chat._identifying_params["model_fingerprint"] != first
+    assert chat.invoke("\n\n".join([*CHUNKS, "who fell?"])).response_metadata["hits"] == 0
+    chat.engine.close()

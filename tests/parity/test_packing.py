@@ -1,0 +1,482 @@
+"""Packed copies of weights: the same results, never of a weight that has changed, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.models.cpu import weight_prepacking as packing
+from cacheblend_rag.models.memory import free_memory, total_memory
+from tests import tiny
+from tests.probes import CHUNKS, PROMPT, engine_of, untouched
+from tests.tolerance import narrow_error
+
+
+def _has_bfloat16() -> bool:
+    try:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):
+        return False
+
+
+needs_bfloat16 = pytest.mark.skipif(not _has_bfloat16(), reason="oneDNN has no bfloat16 products here")
+
+
+@pytest.fixture(autouse=True)
+def even_small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_LEAST", 0)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each product by a packed weight."""
+    rows: list[int] = []
+    inner = packing.onednn_product
+
+    def counted(given: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows.append(given.shape[-2])
+        return inner(given, packed, bias)
+
+    monkeypatch.setattr(packing, "onednn_product", counted)
+    return rows
+
+
+def model_of(family: str = "llama", **changes: Any) -> Any:
+    return tiny.model(family, initializer_range=0.1, **changes).to(torch.bfloat16)
+
+
+def packed_of(engine: BlendEngine) -> Any:
+    return engine._pipeline.packed.__self__  # type: ignore[attr-defined]
+
+
+def copies(engine: BlendEngine) -> list[Any]:
+    return [forward.copy for forward in packed_of(engine)._forwards]
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+# The same results ---------------------------------------------------------------------------
+
+
+@needs_bfloat16
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("llama", {}), ("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen2", {}), ("qwen3", {}), ("phi3", {})],
+    ids=str,
+)
+@pytest.mark.parametrize("ratio", [0.3, 1.0])
+def test_a_fused_prompt_is_that_of_plain_products(
+    family: str, changes: dict[str, Any], ratio: float, products: list[int]
+) -> None:
+    model = model_of(family, **changes)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    fused, tokens, used = {}, {}, {}
+    for option in (False, True):
+        with engine_of(model, recompute_ratio=ratio, pack_weights=option) as engine:
+            engine.warm(CHUNKS)
+            fused[option] = engine.fuse(PROMPT)
+            tokens[option] = engine.generate(PROMPT, max_new_tokens=4).token_ids
+        used[option] = len(products)
+    assert used[False] == 0 < used[True]
+    assert error(fused[True].logits, fused[False].logits) < narrow_error(model)
+    for mine, other in zip(fused[True].cache.layers, fused[False].cache.layers, strict=True):
+        assert error(mine.keys, other.keys) < narrow_error(model)
+        assert error(mine.values, other.values) < narrow_error(model)
+    assert len(tokens[True]) == len(tokens[False]) == 4
+    if ratio == 1.0:
+        plain = tiny.full_prefill(model, fused[True].input_ids)
+        assert error(fused[True].logits, plain.logits[0, -1]) < narrow_error(model)
+
+
+@needs_bfloat16
+def test_every_way_the_engine_runs_the_model_gains(products: list[int]) -> None:
+    model = model_of()
+    with engine_of(model, pack_weights=True, write_back="background") as engine:
+        ways: dict[str, Callable[[], object]] = {
+            "plain": lambda: engine.with_config(min_tokens=10_000).fuse(PROMPT),
+            "cold": lambda: engine.fuse(PROMPT),
+            "stored afterwards": engine.flush,
+            "warm": lambda: (engine.forget(CHUNKS), engine.warm(CHUNKS)),
+            "blended": lambda: engine.fuse(PROMPT),
+            "decoded": lambda: engine.generate(PROMPT, max_new_tokens=4),
+        }
+        for name, way in ways.items():
+            products.clear()
+            way()
+            assert products, name
+        assert products.count(1) >= 3 * 7 * len(model.model.layers) + 4, "tokens after the first, and the output head"
+        products.clear()
+        engine.adapter.prefill(engine.tokenize(PROMPT).input_ids)
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
+        with engine.with_config(pack_weights=False) as plain:
+            plain.fuse(PROMPT)
+        assert products == []
+
+
+@needs_bfloat16
+def test_a_tied_output_head_is_packed_and_the_embedding_is_not_disturbed(products: list[int]) -> None:
+    model = model_of(tie_word_embeddings=True)
+    with engine_of(model, pack_weights=True) as engine:
+        fused = engine.fuse(PROMPT)
+        heads = [forward for forward in packed_of(engine)._forwards if forward.module is model.lm_head]
+        assert heads[0].copy is not None
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert error(fused.logits, tiny.full_prefill(model, fused.input_ids).logits[0, -1]) < narrow_error(model)
+
+
+# Weights that change ------------------------------------------------------------------------
+
+
+def _in_place(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(-3)
+
+
+def _loaded(model: Any, assign: bool = False) -> None:
+    other = model_of(seed=5)
+    assert model.load_state_dict(other.state_dict(), assign=assign).missing_keys == []
+
+
+def _replaced(model: Any) -> None:
+    layer = model.model.layers[1].self_attn
+    layer.v_proj.weight = nn.Parameter(-3 * layer.v_proj.weight.detach())
+
+
+def _through_data(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.down_proj.weight.data.mul_(-3)
+
+
+def _other_data(model: Any) -> None:
+    weight = model.model.layers[1].mlp.gate_proj.weight
+    weight.data = -3 * weight.data
+
+
+def _cast_and_back(model: Any) -> None:
+    model.float()
+    _through_data(model)
+    model.bfloat16()
+
+
+def _turned(model: Any) -> None:
+    weight = model.model.layers[0].self_attn.q_proj.weight  # square, so that only its strides tell
+    weight.data = weight.data.t()
+
+
+def _new_module(model: Any) -> None:
+    old = model.model.layers[1].self_attn.v_proj
+    new = nn.Linear(old.in_features, old.out_features, bias=False, dtype=torch.bfloat16)
+    new.weight.data.copy_(-3 * old.weight.data)
+    model.model.layers[1].self_attn.v_proj = new
+
+
+def _own_forward(model: Any) -> None:
+    layer = model.model.layers[1].mlp.down_proj
+    layer.forward = lambda rows: -3 * nn.functional.linear(rows, layer.weight)
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "in place": _in_place,
+    "loaded": _loaded,
+    "assigned": lambda model: _loaded(model, assign=True),
+    "replaced": _replaced,
+    "through data": _through_data,
+    "other data": _other_data,
+    "cast": _cast_and_back,
+    "turned": _turned,
+    "new module": _new_module,
+    "own forward": _own_forward,
+}
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_weight_that_has_changed_is_never_computed_with_as_it_was(
+    change: Callable[[Any], None], products: list[int]
+) -> None:
+    model = model_of()
+    with engine_of(model, pack_weights=True, min_tokens=10_000) as engine:
+        before = engine.fuse(PROMPT)
+        change(model)
+        expected = tiny.full_prefill(model, before.input_ids).logits[0, -1]
+        assert error(before.logits, expected) > 0.1, "the change shows"
+        for _ in range(3):
+            products.clear()
+            assert error(engine.fuse(PROMPT).logits, expected) < narrow_error(model)
+        assert products, "weights are packed again once they rest"
+
+
+@needs_bfloat16
+def test_a_weight_that_changes_during_a_pass_is_computed_with_as_it_is() -> None:
+    model = model_of()
+    layer, rows = model.lm_head, torch.randn(2, 32).bfloat16()
+    with engine_of(model, pack_weights=True) as engine, engine._pipeline.packed(), torch.no_grad():
+        assert "forward" in vars(layer)
+        layer.weight.mul_(-3)
+        assert torch.equal(layer(rows), nn.functional.linear(rows, layer.weight))
+
+
+@needs_bfloat16
+def test_weights_written_before_an_engine_is_made_are_packed_anew_for_it() -> None:
+    model = model_of()
+    with engine_of(model, pack_weights=True, min_tokens=10_000) as engine:
+        engine.fuse(PROMPT)
+        with torch.no_grad():  # between the elements that are compared when a pass begins
+            model.lm_head.weight.data[1, 3] = 50.0
+        with engine_of(model, pack_weights=True, min_tokens=10_000) as other:
+            expected = tiny.full_prefill(model, other.tokenize(PROMPT).input_ids).logits[0, -1]
+            assert error(other.fuse(PROMPT).logits, expected) < narrow_error(model)
+            assert error(engine.fuse(PROMPT).logits, expected) < narrow_error(model)
+
+
+@needs_bfloat16
+def test_weights_that_change_before_every_pass_are_not_packed(products: list[int]) -> None:
+    model = model_of()
+    with engine_of(model, pack_weights=True, min_tokens=10_000) as engine:
+        engine.fuse(PROMPT)
+        products.clear()
+        for _ in range(3):
+            _in_place(model)
+            engine.fuse(PROMPT)
+        assert products == []
+
+
+# The user's model ---------------------------------------------------------------------------
+
+
+@needs_bfloat16
+def test_contexts_nest_and_leave_nothing_even_when_one_fails() -> None:
+    model = model_of()
+    with engine_of(model, pack_weights=True) as engine:
+        packed = engine._pipeline.packed
+
+        def fail() -> None:
+            with packed():
+                with contextlib.suppress(KeyError), packed():
+                    raise KeyError
+                assert not untouched(model)
+                raise RuntimeError("stop")
+
+        with pytest.raises(RuntimeError, match="stop"):
+            fail()
+        assert untouched(model)
+        entered, leave = threading.Event(), threading.Event()
+
+        def elsewhere() -> None:
+            with packed():
+                entered.set()
+                leave.wait(10)
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        assert entered.wait(10)
+        with packed():
+            pass
+        assert not untouched(model), "the other thread is still at it"
+        leave.set()
+        thread.join()
+        assert untouched(model)
+
+
+@needs_bfloat16
+def test_who_else_uses_the_model_meanwhile_gets_what_it_would_get(products: list[int]) -> None:
+    model, ids = model_of(), torch.tensor([[5, 6, 7, 8]])
+    expected = model(ids, labels=ids)
+    expected.loss.backward()
+    gradient = model.lm_head.weight.grad.clone()
+    model.zero_grad()
+    with engine_of(model, pack_weights=True) as engine, engine._pipeline.packed():
+        products.clear()  # one for each shape of weight, to see that products are right
+        found = model(ids, labels=ids)
+        found.loss.backward()
+        assert torch.equal(found.logits, expected.logits)
+        assert torch.equal(model.lm_head.weight.grad, gradient)
+        with torch.no_grad(), torch.autocast("cpu", torch.float16):
+            assert model.lm_head(torch.ones(2, 32)).dtype == torch.float16
+        assert model.lm_head(torch.ones(0, 32).bfloat16()).shape == (0, 400)
+        with torch.no_grad(), pytest.raises(RuntimeError, match="shapes"):
+            model.lm_head(torch.ones(2, 31).bfloat16())
+        assert products == []
+        twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.lm_head.weight.zero_()
+        assert float(twin(ids).logits.abs().max()) == 0
+        assert float(model(ids).logits.abs().max()) > 0
+
+
+@needs_bfloat16
+def test_layers_that_others_have_changed_are_left_alone() -> None:
+    model = model_of()
+    parametrize.register_parametrization(model.lm_head, "weight", nn.Identity())
+    engine = engine_of(model, pack_weights=True)
+    with engine:
+        engine.fuse(PROMPT)
+        assert all(forward.module is not model.lm_head for forward in packed_of(engine)._forwards)
+        pruned = model.model.layers[0].mlp.up_proj  # its weight is no parameter any more
+        prune.random_unstructured(pruned, "weight", 0.5)
+        plain = tiny.full_prefill(model, engine.tokenize(PROMPT).input_ids)
+        for _ in range(2):
+            assert error(engine.with_config(min_tokens=10_000).fuse(PROMPT).logits, plain.logits[0, -1]) < narrow_error(
+                model
+            )
+
+
+@needs_bfloat16
+def test_engines_over_a_model_share_copies_which_go_with_the_last() -> None:
+    model = model_of()
+    first, second = engine_of(model, pack_weights=True), engine_of(model, pack_weights=True)
+    first.fuse(PROMPT)
+    made = copies(first)
+    second.fuse(PROMPT)
+    assert all(one is other for one, other in zip(made, copies(second), strict=True))
+    held = weakref.ref(packed_of(first))
+    del made
+    first.close()
+    gc.collect()
+    assert held() is not None
+    second.close()
+    gc.collect()
+    assert held() is None
+
+
+# Where it is of no use ----------------------------------------------------------------------
+
+
+def test_a_model_that_gains_nothing_is_refused_only_if_packing_was_asked_for() -> None:
+    with pytest.raises(ConfigError, match=r"pack_weights=True is not usable: use 'auto' or False here: .* bfloat16"):
+        engine_of(tiny.model(), pack_weights=True)
+    with engine_of(tiny.model()) as engine:
+        assert engine._pipeline.packed is nullcontext
+        with pytest.raises(ConfigError, match="pack_weights"):
+            engine.with_config(pack_weights=True)
+
+
+def test_small_layers_are_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_LEAST", 2**15)
+    with engine_of(model_of()) as engine:
+        assert engine._pipeline.packed is nullcontext
+
+
+def test_a_processor_without_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    with engine_of(model_of()) as engine:
+        assert engine._pipeline.packed is nullcontext
+    with pytest.raises(ConfigError, match="processor"):
+        engine_of(model_of(), pack_weights=True)
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("total", [None, 10_000])
+def test_copies_must_fit_into_memory_unless_they_were_asked_for(
+    total: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(packing, "total_memory", lambda: total)
+    with engine_of(model_of()) as engine:
+        assert engine._pipeline.packed is nullcontext
+    monkeypatch.setattr(packing, "total_memory", lambda: 10**9)
+    with engine_of(model_of()) as engine:
+        assert engine._pipeline.packed is not nullcontext
+    monkeypatch.setattr(packing, "total_memory", lambda: total)
+    with engine_of(model_of(), pack_weights=True) as engine:
+        assert engine._pipeline.packed is not nullcontext
+
+
+@needs_bfloat16
+def test_a_processor_that_imitates_bfloat16_is_packed_for_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    with engine_of(model_of()) as engine:
+        assert engine._pipeline.packed is nullcontext
+        with engine.with_config(pack_weights=True) as other:
+            assert copies(other)
+
+
+def _raise(*arguments: object) -> torch.Tensor:
+    raise AttributeError("no such operation")
+
+
+@needs_bfloat16
+@pytest.mark.parametrize("broken", ["packing", "product", "later product", "wrong product"])
+def test_operations_that_have_gone_leave_the_plain_path(
+    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of()
+    with engine_of(model, pack_weights=True, min_tokens=10_000) as engine, caplog.at_level(logging.WARNING):
+        expected = tiny.full_prefill(model, engine.tokenize(PROMPT).input_ids).logits[0, -1]
+        if broken == "packing":
+            monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", _raise)
+        if broken == "later product":
+            engine.fuse(PROMPT)
+        if broken == "wrong product":
+            monkeypatch.setattr(
+                packing, "onednn_product", lambda rows, packed, bias: rows.new_zeros(len(rows), len(packed))
+            )
+        elif broken != "packing":
+            monkeypatch.setattr(packing, "onednn_product", _raise)
+        for _ in range(2):
+            assert error(engine.fuse(PROMPT).logits, expected) < narrow_error(model)
+        assert caplog.text.count("weights are not packed") == 1
+        assert not any(copies(engine))
+
+
+@needs_bfloat16
+def test_switching_onednn_off_is_respected(products: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    with engine_of(model_of(), pack_weights=True) as engine:
+        engine.fuse(PROMPT)
+    assert products == []
+
+
+# Memory -------------------------------------------------------------------------------------
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def test_free_memory_is_that_of_the_machine_and_of_every_group_above(tmp_path: Path) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    assert free_memory(proc, groups) is None
+    assert total_memory(proc, groups) is None
+    _write(proc / "meminfo", "MemTotal:  900 kB\nMemAvailable:   500 kB\nHugePages_Total:   0\n")
+    assert free_memory(proc, groups) == 500 * 1024
+    assert total_memory(proc, groups) == 900 * 1024
+    _write(proc / "self" / "cgroup", "0::/user.slice/job\n")
+    _write(groups / "user.slice" / "job" / "memory.max", "max\n")
+    _write(groups / "user.slice" / "job" / "memory.current", "1000\n")
+    assert free_memory(proc, groups) == 500 * 1024
+    _write(groups / "user.slice" / "memory.max", "100000\n")
+    _write(groups / "user.slice" / "memory.current", "60000\n")
+    assert free_memory(proc, groups) == 40_000
+    assert total_memory(proc, groups) == 100_000, "whatever is in use"
+    _write(groups / "user.slice" / "memory.stat", "anon 1\ninactive_file 5000\n")
+    assert free_memory(proc, groups) == 45_000
+
+
+def test_free_memory_within_groups_of_the_first_version(tmp_path: Path) -> None:
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    _write(proc / "meminfo", "MemAvailable:   500 kB\n")
+    _write(proc / "self" / "cgroup", "5:cpu:/x\n4:memory:/docker/abc\n0::/\n")
+    _write(groups / "memory" / "memory.limit_in_bytes", "30000\n")  # the group's own folder, seen from within it
+    _write(groups / "memory" / "memory.usage_in_bytes", "40000\n")
+    assert free_memory(proc, groups) == 0

@@ -1,0 +1,130 @@
+"""RoPE types whose frequencies change with the length of the prompt, on both sides of the threshold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.families import FAMILIES
+from tests import tiny
+from tests.parity.test_families import assert_equals_plain, engine_of, plain_tokens
+
+LONG_FAMILIES = [family for family in sorted(FAMILIES) if "longrope" in tiny.rope_types(family)]
+CHUNK = tiny.text(60, 3)
+SHORT = Prompt("Read this:", [CHUNK], "What fell?")
+LONG = Prompt("Read this:", [CHUNK], tiny.text(260, 4))
+
+
+def prompt_of(model: Any, tokens: int) -> Prompt:
+    """A prompt of exactly this many tokens, with two chunks."""
+    with engine_of(model, write_back="off") as engine:
+        chunks = [tiny.text(40, 1), tiny.text(50, 2)]
+        start = len(engine.fuse(Prompt("Read:", chunks, "a")).input_ids)
+        prompt = Prompt("Read:", chunks, "a" + " the" * (tokens - start))
+        assert len(engine.fuse(prompt).input_ids) == tokens
+    return prompt
+
+
+def test_regimes_of_a_model() -> None:
+    longrope = ModelAdapter(tiny.model("llama", "longrope"))
+    assert [longrope.regime(tokens) for tokens in (1, 256, 257, 5000)] == [0, 0, 256, 256]
+    assert longrope.regimes == (0, 256)
+    dynamic = ModelAdapter(tiny.model("llama", "dynamic", max_position_embeddings=256))
+    assert [dynamic.regime(tokens) for tokens in (1, 256, 257)] == [0, 0, None]
+    assert [dynamic.reusable(tokens) for tokens in (256, 257)] == [True, False]
+    for rope in tiny.ROPE_TYPES:
+        adapter = ModelAdapter(tiny.model("llama", rope, max_position_embeddings=256))
+        assert (adapter.regime(5000), adapter.regimes) == (0, (0,))
+
+
+@pytest.mark.parametrize("family", LONG_FAMILIES)
+def test_values_differ_between_the_regimes_of_longrope(family: str) -> None:
+    adapter = ModelAdapter(tiny.model(family, "longrope"))
+    ids = list(range(3, 60))
+    short, long = adapter.segment_kv((), ids, 0), adapter.segment_kv((), ids, 256)
+    torch.testing.assert_close(short.values[0], long.values[0])
+    assert (short.values[-1] - long.values[-1]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", LONG_FAMILIES)
+def test_longrope_on_both_sides(family: str) -> None:
+    model = tiny.model(family, "longrope")
+    with engine_of(model, recompute_ratio=0.0, condition="prefix") as engine:
+        engine.warm(SHORT.chunks, prefix=SHORT.prefix)
+        short = engine.fuse(SHORT)
+        assert (len(short.input_ids) < tiny.LONG, short.report.hits) == (True, 1)
+        assert_equals_plain(short, model)
+
+        missed = engine.fuse(LONG)  # warmed in the other regime
+        assert (len(missed.input_ids) > tiny.LONG, missed.report.hits) == (True, 0)
+        assert_equals_plain(missed, model)
+        hit = engine.fuse(LONG)
+        assert (hit.report.hits, hit.report.prefix_hit, hit.report.plain) == (1, True, False)
+        assert_equals_plain(hit, model)
+
+        assert engine.fuse(SHORT).report.hits == 1
+        assert_equals_plain(engine.fuse(SHORT), model)
+
+
+@pytest.mark.parametrize("family", LONG_FAMILIES)
+def test_longrope_generates_as_the_plain_model_beyond_and_across(family: str) -> None:
+    model = tiny.model(family, "longrope")
+    across = prompt_of(model, tiny.LONG - 5)
+    with engine_of(model, recompute_ratio=1.0) as engine:
+        for prompt in (LONG, across):
+            engine.fuse(prompt)
+            answer = engine.generate(prompt, max_new_tokens=20)
+            assert answer.report.hits == len(prompt.chunks)
+            expected = plain_tokens(model, engine.fuse(prompt).input_ids, 20)
+            assert answer.token_ids == expected
+
+
+@pytest.mark.parametrize("tokens", [tiny.LONG - 1, tiny.LONG, tiny.LONG + 1])
+def test_longrope_at_the_threshold(tokens: int) -> None:
+    model = tiny.model("phi3", "longrope")
+    prompt = prompt_of(model, tokens)
+    with engine_of(model, recompute_ratio=1.0) as engine:
+        engine.warm(prompt.chunks)
+        assert engine.fuse(prompt).report.hits == (2 if tokens <= tiny.LONG else 0)
+        assert engine.fuse(prompt).report.hits == 2
+        assert_equals_plain(engine.fuse(prompt), model)
+        assert engine.generate(prompt, max_new_tokens=8).token_ids == plain_tokens(
+            model, engine.fuse(prompt).input_ids, 8
+        )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "cohere2", "glm4", "gpt_oss"])
+def test_dynamic_ntk_on_both_sides(family: str) -> None:
+    def fresh() -> Any:
+        return tiny.model(family, "dynamic", max_position_embeddings=tiny.LONG)
+
+    model = fresh()
+    with engine_of(model, recompute_ratio=1.0) as engine:
+        for tokens in (tiny.LONG - 5, tiny.LONG + 40, tiny.LONG + 9, tiny.LONG, 200):
+            prompt = prompt_of(fresh(), tokens)
+            engine.warm(prompt.chunks)
+            fused = engine.fuse(prompt)
+            beyond = tokens > tiny.LONG
+            assert (fused.report.plain, fused.report.hits) == ((True, 0) if beyond else (False, 2))
+            # Compared with a model that has seen no other prompt: what it saw must not matter.
+            assert_equals_plain(fused, fresh())
+            assert engine.generate(prompt, max_new_tokens=12).token_ids == plain_tokens(fresh(), fused.input_ids, 12)
+
+
+def test_dynamic_ntk_within_the_trained_length_reuses_exactly() -> None:
+    model = tiny.model("llama", "dynamic", max_position_embeddings=tiny.LONG)
+    engine = BlendEngine(
+        model, tiny.tokenizer(), config=BlendConfig(min_tokens=0, recompute_ratio=0.0, condition="prefix")
+    )
+    with engine:
+        engine.fuse(LONG)  # beyond: plain, and nothing is stored
+        engine.flush()
+        assert engine.fuse(SHORT).report.hits == 0
+        engine.flush()
+        fused = engine.fuse(SHORT)
+        assert fused.report.hits == 1
+        assert_equals_plain(fused, tiny.model("llama", "dynamic", max_position_embeddings=tiny.LONG))

@@ -1,0 +1,72 @@
+"""The check at load, which compares the blended pass with the model's own."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.fusor.self_check import check_adapter
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.families import FAMILIES
+from tests import tiny
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_passes_for_every_family(family: str, dtype: torch.dtype) -> None:
+    model = tiny.model(family).to(dtype)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    check_adapter(ModelAdapter(model))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("rope", tiny.ALL_ROPE_TYPES)
+def test_passes_for_every_rope_type(rope: str) -> None:
+    check_adapter(ModelAdapter(tiny.model("llama", rope)))
+
+
+def test_passes_for_a_model_like_a_known_one() -> None:
+    model = tiny.model("llama")
+    model.config.model_type = "llamalike"
+    check_adapter(ModelAdapter(model, like="llama"))
+
+
+@pytest.mark.parametrize(
+    ("family", "like", "what"),
+    [
+        ("glm4", "llama", "the keys of a layer"),  # another layout of the rotation
+        ("smollm3", "qwen2", "the keys of a layer"),  # layers without positions
+        ("qwen3", "qwen2", "the keys of a layer"),  # a norm of keys
+        ("llama", "olmo2", "the values of a layer"),  # a norm before the projections
+        ("olmo2", "llama", "has no 'input_layernorm'"),
+    ],
+)
+def test_refuses_models_of_another_shape(family: str, like: str, what: str) -> None:
+    model = tiny.model(family)
+    model.config.model_type = "unheard_of"
+    with pytest.raises(UnsupportedModelError, match=what):
+        check_adapter(ModelAdapter(model, like=like))
+
+
+@pytest.mark.parametrize("change", ["scaled", "nan", "another signature"])
+def test_refuses_layers_that_have_moved(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model("llama")
+    adapter = ModelAdapter(model)
+    layer = adapter.layers[2]
+
+    def moved(self: Any, hidden: torch.Tensor, past_key_values: Any = None, **arguments: Any) -> torch.Tensor:
+        out: torch.Tensor = type(self).forward(self, hidden, past_key_values=past_key_values, **arguments)
+        if "Scatter" not in type(past_key_values).__name__:
+            return out
+        if change == "another signature":
+            raise TypeError("forward() got an unexpected keyword argument 'position_embeddings'")
+        return out * (1.3 if change == "scaled" else float("nan"))
+
+    monkeypatch.setattr(layer, "forward", types.MethodType(moved, layer))
+    with pytest.raises(UnsupportedModelError, match=r"'llama' model .* transformers .* switch this check off"):
+        check_adapter(adapter)

@@ -1,0 +1,413 @@
+"""Several answers under way: steps taken together are those that each takes alone, and nobody is in another's way."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from transformers.generation import LogitsProcessor
+
+from cacheblend_rag import BlendEngine, Prompt
+from cacheblend_rag.errors import GenerationError
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.batched_decode import StepsTogether
+from cacheblend_rag.models.families import FAMILIES
+from cacheblend_rag.report import Generation
+from tests import tiny
+from tests.parity.test_families import EAGER_ONLY, WINDOWS
+from tests.probes import engine_of, until
+from tests.tolerance import assert_layers_close, assert_logits_close
+
+PROMPTS = [
+    Prompt("Read this:", [tiny.text(23 + 9 * number, number), tiny.text(31, 9)], "What fell? " * (number + 1))
+    for number in range(4)
+]
+
+
+def all_at_once(engine: BlendEngine, prompts: list[Prompt], **options: Any) -> list[Generation]:
+    """Their answers, all begun before the first of them is let in."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        with engine._gate:
+            asked = [pool.submit(engine.generate, prompt, **options) for prompt in prompts]
+            until(lambda: len(engine._gate._line) == len(prompts))
+        return [one.result(20) for one in asked]
+
+
+@pytest.fixture
+def engine() -> Iterator[BlendEngine]:
+    with engine_of(recompute_ratio=0.2, max_concurrent=4) as made:
+        made.warm([chunk for prompt in PROMPTS for chunk in prompt.chunks])
+        made.fuse(PROMPTS[0])  # stores the prefix
+        yield made
+
+
+@pytest.fixture
+def passes(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many took each step."""
+    counts: list[int] = []
+    take = StepsTogether.__call__
+
+    def counted(self: StepsTogether, asked: Sequence[Any]) -> list[torch.Tensor]:
+        counts.append(len(asked))
+        return take(self, asked)
+
+    monkeypatch.setattr(StepsTogether, "__call__", counted)
+    return counts
+
+
+class Held(LogitsProcessor):
+    """Holds an answer where its first token is known, until it may go on."""
+
+    def __init__(self) -> None:
+        self.there, self.go, self.tokens = threading.Event(), threading.Event(), 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.tokens += 1
+        self.there.set()
+        assert self.go.wait(20)
+        return scores
+
+
+# The pass -----------------------------------------------------------------------------------
+
+
+def steps_of(model: Any, texts: list[list[int]], count: int) -> tuple[list[torch.Tensor], Any]:
+    """Logits of some steps behind texts of several lengths, each by the model alone; and its caches."""
+    logits, caches = [], []
+    for ids in texts:
+        out = tiny.full_prefill(model, ids)
+        caches.append(out.past_key_values)
+        rows = []
+        for step in range(count):
+            with torch.no_grad():
+                out = model(torch.tensor([[step + 5]]), past_key_values=caches[-1], use_cache=True)
+            rows.append(out.logits[0, -1])
+        logits.append(torch.stack(rows))
+    return logits, caches
+
+
+def check_together(model: Any, together: bool) -> None:
+    texts = [list(range(3, 3 + length)) for length in (5, 90, 12)]
+    expected, caches = steps_of(model, texts, 4)
+    steps = StepsTogether(ModelAdapter(model))
+    assert steps.possible
+    own = [steps._adapter.prefill(ids).cache for ids in texts]
+    rows: list[int] = []
+    hook = model.model.layers[0].register_forward_hook(lambda module, args, output: rows.append(len(args[0])))
+    found = [[] for _ in texts]
+    attention = model.config._attn_implementation
+    for step in range(4):
+        asked = [
+            {"input_ids": torch.tensor([[step + 5]]), "past_key_values": cache, "use_cache": True} for cache in own
+        ]
+        with torch.no_grad():
+            for logits, of in zip(steps(asked), found, strict=True):
+                assert logits.shape == (1, 1, 400)
+                of.append(logits[0, 0])
+    hook.remove()
+    assert rows == ([3] * 4 if together else [1] * 12)
+    assert model.config._attn_implementation == attention
+    for of, alone in zip(found, expected, strict=True):
+        assert_logits_close(torch.stack(of), alone, model, 90 + 4)
+    for cache, alone in zip(own, caches, strict=True):
+        assert cache.get_seq_length() == alone.get_seq_length()
+        assert_layers_close(cache.layers, alone.layers, model)
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        (family, rope)
+        for family in sorted(FAMILIES)
+        for rope in tiny.rope_types(family)
+        if rope not in ("dynamic", "longrope")
+    ],
+)
+def test_steps_together_are_those_of_each_alone(family: str, rope: str) -> None:
+    check_together(tiny.model(family, rope), family not in EAGER_ONLY)
+
+
+@pytest.mark.parametrize("family", sorted(WINDOWS))
+def test_beyond_windows_too(family: str) -> None:
+    check_together(tiny.model(family, **WINDOWS[family]), True)
+
+
+def test_who_runs_the_model_meanwhile_gets_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model()
+    steps, found = StepsTogether(ModelAdapter(model)), []
+    expected = tiny.full_prefill(model, list(range(3, 40))).logits
+    taken = StepsTogether._pass
+
+    def beside_another(self: StepsTogether, asked: Any) -> torch.Tensor:
+        assert model.config._attn_implementation == "sdpa"
+        found.append(tiny.full_prefill(model, list(range(3, 40))).logits)
+        return taken(self, asked)
+
+    monkeypatch.setattr(StepsTogether, "_pass", beside_another)
+    caches = [steps._adapter.prefill([3, 4, 5]).cache for _ in range(2)]
+    steps([{"input_ids": torch.tensor([[5]]), "past_key_values": cache} for cache in caches])
+    assert_logits_close(found[0], expected, model, 37)
+
+
+def test_a_model_that_attends_plainly_takes_its_steps_one_by_one() -> None:
+    model = tiny.model()
+    model.set_attn_implementation("eager")
+    check_together(model, False)
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_with_frequencies_that_depend_on_length_answers_come_one_after_another(rope: str) -> None:
+    with engine_of(tiny.model("llama", rope), max_concurrent=4) as engine:
+        held = Held()
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=3, logits_processor=[held])
+            assert held.there.wait(20)
+            second = pool.submit(engine.generate, PROMPTS[1], max_new_tokens=1)
+            until(lambda: engine._gate._line)
+            held.go.set()
+            assert (len(first.result(20).token_ids), len(second.result(20).token_ids)) == (3, 1)
+        assert held.tokens == 3
+
+
+# Answers ------------------------------------------------------------------------------------
+
+
+def test_answers_under_way_at_once_are_those_given_alone(engine: BlendEngine, passes: list[int]) -> None:
+    alone = [engine.generate(prompt, max_new_tokens=20) for prompt in PROMPTS]
+    assert set(passes) == {1}
+    passes.clear()
+    found = all_at_once(engine, PROMPTS, max_new_tokens=20)
+    assert [one.token_ids for one in found] == [one.token_ids for one in alone]
+    assert [one.report.ttft < 20 for one in found] == [True] * 4
+    assert passes == [4] * 19  # each step was one pass for all
+
+
+def test_who_ends_leaves_the_others_to_go_on(engine: BlendEngine, passes: list[int]) -> None:
+    lengths = [3, 9, 6, 12]
+    alone = [engine.generate(p, max_new_tokens=n).token_ids for p, n in zip(PROMPTS, lengths, strict=True)]
+    passes.clear()
+    with ThreadPoolExecutor(4) as pool:
+        with engine._gate:
+            asked = [pool.submit(engine.generate, p, max_new_tokens=n) for p, n in zip(PROMPTS, lengths, strict=True)]
+            until(lambda: len(engine._gate._line) == 4)
+        assert [one.result(20).token_ids for one in asked] == alone
+    assert passes == [4] * 2 + [3] * 3 + [2] * 3 + [1] * 3
+
+
+def test_a_request_is_let_in_between_two_tokens_of_another(engine: BlendEngine) -> None:
+    first, second = Held(), Held()
+    with ThreadPoolExecutor(2) as pool:
+        long = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=16, logits_processor=[first])
+        assert first.there.wait(20)
+        short = pool.submit(engine.generate, PROMPTS[1], max_new_tokens=2, logits_processor=[second])
+        until(lambda: engine._gate._line)
+        first.go.set()
+        assert second.there.wait(20)
+        assert first.tokens == 1  # it waits for the other's first token, and not the other for its last
+        second.go.set()
+        assert len(short.result(20).token_ids) == 2
+        assert len(long.result(20).token_ids) == 16
+
+
+def test_one_at_a_time_is_what_it_was(engine: BlendEngine) -> None:
+    one_by_one = engine.with_config(max_concurrent=1)
+    first, second = Held(), Held()
+    second.go.set()
+    with ThreadPoolExecutor(2) as pool:
+        long = pool.submit(one_by_one.generate, PROMPTS[0], max_new_tokens=5, logits_processor=[first])
+        assert first.there.wait(20)
+        short = pool.submit(one_by_one.generate, PROMPTS[1], max_new_tokens=2, logits_processor=[second])
+        until(lambda: engine._gate._line)
+        first.go.set()
+        assert len(long.result(20).token_ids) == 5
+        assert len(short.result(20).token_ids) == 2
+
+
+@pytest.mark.parametrize("limit", [2, 3])
+def test_no_more_are_under_way_than_allowed(engine: BlendEngine, passes: list[int], limit: int) -> None:
+    found = all_at_once(engine.with_config(max_concurrent=limit), PROMPTS, max_new_tokens=8)
+    assert [len(one.token_ids) for one in found] == [8] * 4
+    assert max(passes) == limit
+
+
+def test_without_room_for_another_prompt_it_waits(
+    engine: BlendEngine, passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.models.batched_decode.free_memory_on", lambda device: 10_000)
+    found = all_at_once(engine, PROMPTS, max_new_tokens=5)
+    assert [len(one.token_ids) for one in found] == [5] * 4
+    assert set(passes) == {1}
+
+
+def test_seeds_hold_whoever_else_draws(engine: BlendEngine, passes: list[int]) -> None:
+    sampled: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.5, "seed": 7}
+    alone = [engine.generate(prompt, **sampled).token_ids for prompt in PROMPTS]
+    torch.manual_seed(5)
+    state = torch.random.get_rng_state()
+    passes.clear()
+    assert [one.token_ids for one in all_at_once(engine, PROMPTS, **sampled)] == alone
+    assert max(passes) == 4
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_model_in_training_is_evaluated_until_the_last_has_ended(engine: BlendEngine) -> None:
+    frozen = engine.model.model.layers[1]
+    engine.model.train()
+    frozen.eval()
+    lengths, during = [2, 9], []
+
+    class Looking(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            during.append(any(module.training for module in engine.model.modules()))
+            return scores
+
+    with ThreadPoolExecutor(2) as pool:
+        with engine._gate:
+            asked = [
+                pool.submit(engine.generate, prompt, max_new_tokens=count, logits_processor=[Looking()])
+                for prompt, count in zip(PROMPTS, lengths, strict=False)
+            ]
+            until(lambda: len(engine._gate._line) == 2)
+        for one in asked:
+            one.result(20)
+    assert during == [False] * 11
+    assert engine.model.training
+    assert engine.model.model.layers[0].training
+    assert not frozen.training
+    assert not any(module.training for module in frozen.modules())
+
+
+def test_a_stream_given_up_leaves_the_others_alone(engine: BlendEngine) -> None:
+    alone = engine.generate(PROMPTS[0], max_new_tokens=24).token_ids
+    held = Held()
+    with ThreadPoolExecutor(1) as pool:
+        left = engine.stream(PROMPTS[1], max_new_tokens=400, logits_processor=[held])
+        reading = threading.Thread(target=lambda: [None for _ in left])
+        reading.start()
+        assert held.there.wait(20)
+        stays = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=24)
+        until(lambda: engine._gate._line)
+        left.cancel()
+        held.go.set()
+        assert stays.result(20).token_ids == alone
+        reading.join(20)
+    assert held.tokens < 400
+
+
+# Batches ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["sync", "async"])
+def test_the_prompts_of_a_batch_are_under_way_at_once(engine: BlendEngine, passes: list[int], form: str) -> None:
+    alone = [engine.generate(prompt, max_new_tokens=20).token_ids for prompt in PROMPTS]
+    passes.clear()
+    prompts = [*PROMPTS, *PROMPTS]
+    if form == "sync":
+        found = engine.generate_batch(prompts, max_new_tokens=20)
+    else:
+        found = asyncio.run(engine.agenerate_batch(prompts, max_new_tokens=20))
+    assert [one.token_ids for one in found] == [*alone, *alone]
+    assert max(passes) == 4
+    assert sum(passes) == 8 * 19
+
+
+def test_a_batch_of_one_is_answered_on_the_thread_that_asks(engine: BlendEngine) -> None:
+    threads: list[threading.Thread] = []
+
+    class Looking(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            threads.append(threading.current_thread())
+            return scores
+
+    engine.generate_batch(PROMPTS[:1], max_new_tokens=2, logits_processor=[Looking()])
+    assert threads == [threading.current_thread()] * 2
+
+
+def test_a_batch_that_fails_ends_what_was_begun_ahead(engine: BlendEngine) -> None:
+    class Failing(LogitsProcessor):
+        tokens = 0
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            self.tokens += 1
+            if input_ids.shape[1] == shortest + 3:
+                raise ZeroDivisionError
+            scores[:, 2] = float("-inf")  # the others do not end by themselves
+            return scores
+
+    shortest, failing = len(engine.tokenize(PROMPTS[0]).input_ids), Failing()
+    with pytest.raises(ZeroDivisionError):
+        engine.generate_batch(PROMPTS, max_new_tokens=10_000, logits_processor=[failing])
+    until(lambda: not engine._gate._begun)
+    assert failing.tokens < 1_000
+
+
+# Trouble ------------------------------------------------------------------------------------
+
+
+def test_a_step_that_fails_ends_those_it_was_of_and_no_others(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = engine.generate(PROMPTS[0], max_new_tokens=6).token_ids
+    with monkeypatch.context() as patch:
+        patch.setattr(StepsTogether, "_pass", lambda self, asked: torch.empty(2**62))
+        with ThreadPoolExecutor(3) as pool:
+            with engine._gate:
+                asked = [pool.submit(engine.generate, prompt, max_new_tokens=6) for prompt in PROMPTS[:3]]
+                until(lambda: len(engine._gate._line) == 3)
+            errors = [one.exception(20) for one in asked]
+    assert sorted(type(error).__name__ for error in errors) == ["GenerationError", "GenerationError", "RuntimeError"]
+    told = next(error for error in errors if isinstance(error, GenerationError))
+    assert isinstance(told.__cause__, RuntimeError)
+    assert engine.model.config._attn_implementation == "sdpa"
+    assert engine.generate(PROMPTS[0], max_new_tokens=6).token_ids == alone
+
+
+def test_an_error_of_one_answer_is_its_own(engine: BlendEngine) -> None:
+    class Failing(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            raise ZeroDivisionError
+
+    alone = engine.generate(PROMPTS[0], max_new_tokens=12).token_ids
+    with ThreadPoolExecutor(2) as pool:
+        with engine._gate:
+            good = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=12)
+            bad = pool.submit(engine.generate, PROMPTS[1], max_new_tokens=12, logits_processor=[Failing()])
+            until(lambda: len(engine._gate._line) == 2)
+        assert good.result(20).token_ids == alone
+        assert isinstance(bad.exception(20), ZeroDivisionError)
+    assert engine.generate(PROMPTS[0], max_new_tokens=12).token_ids == alone
+
+
+def test_closing_waits_for_all_who_are_under_way() -> None:
+    engine = engine_of(max_concurrent=4)
+    held = Held()
+    with ThreadPoolExecutor(2) as pool:
+        asked = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=12, logits_processor=[held])
+        assert held.there.wait(20)
+        closing = pool.submit(engine.close)
+        until(lambda: engine._gate._line)
+        held.go.set()
+        assert len(asked.result(20).token_ids) == 12
+        closing.result(20)
+    assert held.tokens == 12
+
+
+def test_warming_waits_for_answers_and_lets_later_ones_wait(engine: BlendEngine) -> None:
+    """One pass of warming may take as long as many tokens, so it does not come between two of them."""
+    held = Held()
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=12, logits_processor=[held])
+        assert held.there.wait(20)
+        warming = pool.submit(engine.warm, [tiny.text(40, 77)], progress=False)
+        until(lambda: len(engine._gate._line) == 1)
+        later = pool.submit(engine.generate, PROMPTS[1], max_new_tokens=2)
+        until(lambda: len(engine._gate._line) == 2)
+        held.go.set()
+        assert len(first.result(20).token_ids) == 12
+        assert warming.result(20).computed == 1
+        assert len(later.result(20).token_ids) == 2
