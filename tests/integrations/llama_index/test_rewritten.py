@@ -79,7 +79,7 @@ def outcomes(told: dict[str, Any]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("name", REWRITES)
-def test_rewritten_nodes_hit_from_the_second_query_on(
+async def test_rewritten_nodes_hit_from_the_second_query_on(
     index: VectorStoreIndex, name: str, chat: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     write, change = REWRITES[name]
@@ -112,7 +112,7 @@ async def test_so_do_they_asynchronously_and_in_streams(index: VectorStoreIndex,
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_node_that_is_missing_is_said_to_be(
+async def test_a_node_that_is_missing_is_said_to_be(
     index: VectorStoreIndex, streaming: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def write(context: str) -> str:
@@ -160,7 +160,7 @@ class Escaped(BaseNodePostprocessor):
         return [NodeWithScore(node=one.node.model_copy(update={"text": html.escape(one.text)})) for one in nodes]
 
 
-def test_nodes_that_a_post_processor_rewrote_are_said_to_be_changed(index: VectorStoreIndex) -> None:
+async def test_nodes_that_a_post_processor_rewrote_are_said_to_be_changed(index: VectorStoreIndex) -> None:
     llm = make_llm()
     engine = index.as_query_engine(llm=llm, similarity_top_k=3, node_postprocessors=[Escaped()])
     assert outcomes(engine.query(QUESTION).metadata["cacheblend"]) == [("miss", "html-escaped")] * 3
@@ -168,7 +168,7 @@ def test_nodes_that_a_post_processor_rewrote_are_said_to_be_changed(index: Vecto
 
 
 @pytest.mark.parametrize("name", [name for name, (_, change) in REWRITES.items() if change])
-def test_erasing_a_node_erases_its_rewritten_forms(index: VectorStoreIndex, name: str) -> None:
+async def test_erasing_a_node_erases_its_rewritten_forms(index: VectorStoreIndex, name: str) -> None:
     llm = make_llm()
     engine = engine_of(index, llm, REWRITES[name][0])
     engine.query(QUESTION)
@@ -177,7 +177,7 @@ def test_erasing_a_node_erases_its_rewritten_forms(index: VectorStoreIndex, name
 
 
 @pytest.mark.parametrize("name", [*REWRITES])
-def test_a_question_that_quotes_a_rewritten_node_is_no_chunk(index: VectorStoreIndex, name: str) -> None:
+async def test_a_question_that_quotes_a_rewritten_node_is_no_chunk(index: VectorStoreIndex, name: str) -> None:
     """The context is gone; what looks like a node stands in the question alone."""
     store = Hooked()
     question = f"Secret: who wrote {REWRITES[name][0](NODES[0].text)} and why?"
