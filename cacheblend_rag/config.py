@@ -294,7 +294,7 @@ class BlendOptions(TypedDict, total=False):
     overflow: str
     condition: str
     write_back: str
-    keep_final: bool
+    session_cache: bool
     prefetch: bool
     size_limit: int | str
     memory_limit: int | str
@@ -337,7 +337,7 @@ class BlendConfig:
     selection : str or SelectionRule
         Which tokens are recomputed: a rule, or the name of one. ``"hkvd"`` recomputes the tokens
         of highest KV deviation, ``"none"`` is full KV reuse, ``"all"`` is full KV recompute; also
-        ``"gradual"``, ``"threshold"``, ``"boundary"``, ``"query"``, ``"foreseen"``, ``"mixed"``, ``"random"``.
+        ``"gradual"``, ``"threshold"``, ``"boundary"``, ``"query"``, ``"predicted"``, ``"mixed"``, ``"random"``.
     check_layers : tuple of int
         Layers at which KV deviation is measured; the first is 1 or higher, since the KV of
         layer 0 depends on the token alone and never deviates.
@@ -347,7 +347,7 @@ class BlendConfig:
     metric : {"v", "k", "kv"}
         What KV deviation compares: values, keys at their final positions, or both.
     query_layers : tuple of int
-        Layers whose queries are stored with the KV of chunks, and at which ``"foreseen"`` looks. Records with other
+        Layers whose queries are stored with the KV of chunks, and at which ``"predicted"`` looks. Records with other
         ones, or none, are other records.
     selection_options : dict
         Options of single rules, such as ``{"bound": 0.2}`` for ``"threshold"``; in the
@@ -365,7 +365,7 @@ class BlendConfig:
     write_back : {"background", "inline", "off"}
         When chunks that were missing are stored: after the answer when nothing else waits,
         before the call returns, or never.
-    keep_final : bool
+    session_cache : bool
         Keep the KV of finished prompts and their answers, so that the next turn of a conversation,
         or the same prompt again, continues from it. It is that of a blended pass, and so
         approximate; questions and answers are then stored too.
@@ -434,7 +434,7 @@ class BlendConfig:
     overflow: str = _option("overflow", "error", str)
     condition: str = _option("condition", "sink", str)
     write_back: str = _option("write_back", "background", str)
-    keep_final: bool = _option("keep_final", False, lambda text: _flag(text))
+    session_cache: bool = _option("session_cache", False, lambda text: _flag(text))
     prefetch: bool = _option("prefetch", True, lambda text: _flag(text))
     size_limit: int | str = _option(
         "size_limit",
@@ -475,7 +475,7 @@ class BlendConfig:
         check_whole("max_concurrent", self.max_concurrent, 1)
         check_share("guard_share", self.guard_share)
         check_above_zero("guard_bound", self.guard_bound)
-        for name in ("split_at_separator", "keep_final", "prefetch", "compress", "check_model"):
+        for name in ("split_at_separator", "session_cache", "prefetch", "compress", "check_model"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "use True or False")
         if self.pack_weights != "auto" and not isinstance(self.pack_weights, bool):

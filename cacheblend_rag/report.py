@@ -115,7 +115,7 @@ class BlendReport:
         Tokens of each part; text between chunks counts as neither.
     hits, misses : int
         Chunks that were read from the store, and chunks that were not there.
-    chunk_media : tuple of str
+    chunk_tiers : tuple of str
         Of each chunk, in the order of the prompt, what it was read from, such as ``"disk"`` or
         ``"memory"``; ``""`` if it was not there.
     left_out : tuple of int
@@ -125,7 +125,7 @@ class BlendReport:
         Whether the prefix was read from the store.
     reused_tokens : int
         Chunk and prefix tokens whose KV was read from the store.
-    continued_tokens : int
+    resumed_tokens : int
         Tokens that were continued from a kept prompt; their chunks count as hits.
     recomputed_tokens : tuple of int
         Reused chunk tokens recomputed on each layer.
@@ -138,7 +138,7 @@ class BlendReport:
         Whether plain prefill answered.
     lost : int
         Records that failed while they were loaded; the pass began again without them.
-    looked_layers : int
+    queried_layers : int
         Layers whose stored queries were looked at.
     recompute_ratio : float
         Share of the reused chunk tokens that was to be recomputed; by a rule with a bound, what that came to.
@@ -160,17 +160,17 @@ class BlendReport:
     suffix_tokens: int = 0
     hits: int = 0
     misses: int = 0
-    chunk_media: tuple[str, ...] = ()
+    chunk_tiers: tuple[str, ...] = ()
     left_out: tuple[int, ...] = ()
     prefix_hit: bool = False
     reused_tokens: int = 0
-    continued_tokens: int = 0
+    resumed_tokens: int = 0
     recomputed_tokens: tuple[int, ...] = ()
     computed_tokens: tuple[int, ...] = ()
     work: float = 0.0
     plain: bool = False
     lost: int = 0
-    looked_layers: int = 0
+    queried_layers: int = 0
     recompute_ratio: float = 0.0
     expected: Expected | None = None
     seconds: Seconds = field(default_factory=Seconds)

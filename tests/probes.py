@@ -105,7 +105,7 @@ class Hooked(WrappedStore):
 class _HookedRecord:
     def __init__(self, store: Hooked, key: str, inner: StoredKV) -> None:
         self._store, self._key, self._inner = store, key, inner
-        self.info, self.medium = inner.info, inner.medium
+        self.info, self.tier = inner.info, inner.tier
 
     def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._store.reading(self._key, layer)

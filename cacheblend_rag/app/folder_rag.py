@@ -112,7 +112,11 @@ class FolderRAG:
         return Answer(result["result"].strip(), result["source_documents"], seen.info, self._segments(seen), report)
 
     def _segments(self, seen: _Seen) -> Prompt:
-        return self.llm.segments(seen.messages) if isinstance(self.llm, ChatCacheBlend) else self.llm.notice(seen.text)
+        return (
+            self.llm.segments(seen.messages)
+            if isinstance(self.llm, ChatCacheBlend)
+            else self.llm.match_chunks(seen.text)
+        )
 
     def _chain(self) -> Any:
         try:

@@ -1,6 +1,6 @@
 """The search: from which layer deviation points at the right tokens, and the cheapest schedule that reaches it.
 
-1. Rules without a check, at their least share; of `SelectForeseen`, on the layers whose queries tell most, and with
+1. Rules without a check, at their least share; of `SelectPredicted`, on the layers whose queries tell most, and with
    bounds in place of shares too. The cheapest of them that keeps the tolerance bounds what is worth trying next.
 2. For each check layer and metric, all rows before it and a share after it: the least share within the
    tolerance. The first layer that needs hardly more than any later one is the decisive layer.
@@ -22,12 +22,12 @@ from math import inf
 from cacheblend_rag.calibration.trials import TrialSet, Tried
 from cacheblend_rag.fusor.selection import (
     SelectBoundary,
-    SelectForeseen,
     SelectGradual,
     SelectHKVD,
     SelectionRule,
     SelectMixed,
     SelectNone,
+    SelectPredicted,
     SelectQuery,
     SelectThreshold,
 )
@@ -52,7 +52,7 @@ _READ = 0.5  # of that: where the least share loses no more, answers read little
 _NEAR = 0.1  # of that: what all good layers may differ by
 _SLACK = 1.5  # of the tolerance: the prompts of the search are too few to drop what is a little beyond it
 _REFINED = 3  # check layers and metrics whose schedule is searched
-_TELLING = 2  # layers whose stored queries are looked at with every share
+_DISCRIMINATIVE = 2  # layers whose stored queries are looked at with every share
 # A rule that does more work than this is not worth its trouble.
 MOST_WORK = 0.9
 _Make = Callable[[float], SelectionRule]
@@ -258,10 +258,10 @@ class Search:
     # Other rules --------------------------------------------------------------------------------
 
     def _without_check(self) -> Iterator[tuple[_Make, Sequence[float]]]:
-        for layer in self._telling():
+        for layer in self._discriminative():
             yield partial(_bounded, layer, 0), BOUNDS
             yield partial(_bounded, layer, _SAMPLES), [bound for bound in BOUNDS if bound <= _SAMPLED_BOUND]
-            yield partial(SelectForeseen, query_layers=(layer,)), RATIOS
+            yield partial(SelectPredicted, query_layers=(layer,)), RATIOS
         yield SelectBoundary, RATIOS
         # What the question attends to, on the usual layers or on a late one: which is better differs too.
         for on in dict.fromkeys((third_quarter(self._layers), self._late)):
@@ -281,13 +281,13 @@ class Search:
     def _late(self) -> tuple[int]:
         return (max(1, self._layers - 2),)
 
-    def _telling(self) -> list[int]:
+    def _discriminative(self) -> list[int]:
         """Layers whose stored queries point best at the tokens that matter; those of the last layer move no KV."""
         probes = {
-            layer: self._trials.try_rule(SelectForeseen(_BOUNDED, (layer,), _PROBE_BOUND)).divergence.mean
+            layer: self._trials.try_rule(SelectPredicted(_BOUNDED, (layer,), _PROBE_BOUND)).divergence.mean
             for layer in range(self._layers - 1)
         }
-        return sorted(probes, key=probes.__getitem__)[:_TELLING]
+        return sorted(probes, key=probes.__getitem__)[:_DISCRIMINATIVE]
 
     # The choice ---------------------------------------------------------------------------------
 
@@ -311,9 +311,9 @@ class Search:
         return None, None
 
 
-def _bounded(layer: int, samples: int, bound: float) -> SelectionRule:
+def _bounded(layer: int, anchor_tokens: int, bound: float) -> SelectionRule:
     """As many rows as stored queries of a layer foresee to move by more than a bound, and the one behind each."""
-    return SelectForeseen(_BOUNDED, (layer,), bound, following=1, samples=samples)
+    return SelectPredicted(_BOUNDED, (layer,), bound, dilation=1, anchor_tokens=anchor_tokens)
 
 
 def _scheduled(shares: Sequence[float], metric: str) -> SelectionRule:

@@ -118,9 +118,9 @@ class _Held:
         return self._record.info
 
     @property
-    def medium(self) -> str:
-        """See `StoredKV.medium`."""
-        return self._record.medium
+    def tier(self) -> str:
+        """See `StoredKV.tier`."""
+        return self._record.tier
 
     @property
     def size(self) -> int:

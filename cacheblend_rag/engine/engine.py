@@ -23,7 +23,7 @@ from cacheblend_rag.engine.decode import DEFAULT_NEW_TOKENS, DecodeArguments, De
 from cacheblend_rag.engine.guard import QualityGuard
 from cacheblend_rag.engine.lookup import Segment
 from cacheblend_rag.engine.pipeline import OTHER_FORM, Blend, Pipeline
-from cacheblend_rag.engine.scheduler import gate_of
+from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead
 from cacheblend_rag.engine.warm_up import Warming
@@ -39,7 +39,7 @@ from cacheblend_rag.errors import (
 from cacheblend_rag.fusor.self_check import check_adapter
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.batched_decode import StepsTogether
+from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.models.lora import unwrapped
 from cacheblend_rag.prompt import Fitted, Prompt, PromptTokenizer, TokenizedPrompt
@@ -108,9 +108,9 @@ class BlendEngine:
             check_adapter(adapter)
         self._pipeline = Pipeline(adapter, segments, self.config, self.store, fingerprint)
         self._prefetcher = Prefetcher(self.store)
-        self._gate = gate_of(model)  # engines over one model take turns
-        self._steps = StepsTogether(adapter)
-        self._write_back = WriteBack(self._gate)
+        self._scheduler = scheduler_of(model)  # engines over one model take turns
+        self._batched_decode = BatchedDecode(adapter)
+        self._write_back = WriteBack(self._scheduler)
         self.guard = QualityGuard()
         self._viewed: BlendEngine | None = None
         weakref.finalize(self, self._write_back.stop).atexit = False
@@ -344,9 +344,9 @@ class BlendEngine:
                     step=self._step if self._several else None,
                     window=self.context_window,
                 )
-            self._keep(self._pipeline.keep_final(blend, decoded.token_ids))
+            self._keep(self._pipeline.keep_session(blend, decoded.token_ids))
         answer = _generation(fused, decoded, fused_at)
-        self.guard.watch(blend.prompt, answer, self._pipeline, self._gate, self._write_back)
+        self.guard.watch(blend.prompt, answer, self._pipeline, self._scheduler, self._write_back)
         return answer
 
     def _keep(self, blend: Blend) -> None:
@@ -461,7 +461,7 @@ class BlendEngine:
             return
         self._prefetcher.close()
         self._write_back.close()
-        with self._gate:  # a request on another thread may still be under way
+        with self._scheduler:  # a request on another thread may still be under way
             self._pipeline.packed = contextlib.nullcontext  # packed weights go with the last engine over the model
             if self._owns_store:
                 self.store.close()
@@ -534,12 +534,12 @@ class BlendEngine:
     @contextlib.contextmanager
     def _held(self, prompt: Prompt | None = None, new_tokens: int | None = None) -> Iterator[None]:
         """The model and the store: for one request alone, or for a prompt beside others that have begun."""
-        gate: contextlib.AbstractContextManager[None] = self._gate
+        scheduler: contextlib.AbstractContextManager[None] = self._scheduler
         if prompt is not None and self._several:
             # No tokenizer makes more tokens than there are bytes.
             size = len(prompt.written(self.config.separator).text.encode())
-            gate = self._gate.entered(partial(self._beside, size + (new_tokens or 256)))
-        with gate:
+            scheduler = self._scheduler.entered(partial(self._beside, size + (new_tokens or 256)))
+        with scheduler:
             self._check_open()
             self._pipeline.look_at_model()
             yield
@@ -547,15 +547,15 @@ class BlendEngine:
     @property
     def _several(self) -> bool:
         """Whether answers may be under way at once."""
-        return self.config.max_concurrent > 1 and self._steps.possible
+        return self.config.max_concurrent > 1 and self._batched_decode.possible
 
     def _beside(self, tokens: int) -> int:
         """How many others may be under way when a prompt of so many tokens at most is begun."""
-        return self.config.max_concurrent - 1 if self._steps.fit(tokens) else 0
+        return self.config.max_concurrent - 1 if self._batched_decode.fit(tokens) else 0
 
     def _step(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """One token's pass, together with those of others under way."""
-        return self._gate.step(inputs, self._steps)
+        return self._scheduler.step(inputs, self._batched_decode)
 
     def _check_open(self) -> None:
         if self._write_back.closed:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cacheblend_rag.engine.pipeline import Pipeline
-from cacheblend_rag.engine.scheduler import IdleGate
+from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.engine.write_back import Job, WriteBack
 from cacheblend_rag.errors import CacheBlendError, GenerationError
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence, prefill_layerwise
@@ -93,12 +93,12 @@ class QualityGuard:
         return self._status
 
     def watch(
-        self, prompt: Prompt, answer: Generation, pipeline: Pipeline, gate: IdleGate, background: WriteBack
+        self, prompt: Prompt, answer: Generation, pipeline: Pipeline, scheduler: Scheduler, background: WriteBack
     ) -> None:
         """Take note of an answered request, and perhaps queue a check of it."""
         report, share = answer.report, pipeline.config.guard_share
         # Only what came from the store can be wrong, and what continued a kept prompt cannot be repeated.
-        if not share or report.plain or not report.reused_tokens or report.continued_tokens:
+        if not share or report.plain or not report.reused_tokens or report.resumed_tokens:
             return
         with self._lock:
             sampled = self._chooser.random() < share
@@ -109,7 +109,7 @@ class QualityGuard:
                 self._add(dropped=1)
                 return
             self._waiting += 1
-        check = _Check(prompt, tuple(answer.token_ids[:_TOKENS]), report.hits, pipeline, lambda: gate.awaited)
+        check = _Check(prompt, tuple(answer.token_ids[:_TOKENS]), report.hits, pipeline, lambda: scheduler.awaited)
         if not self._queue(check, background, tries=_TRIES):
             self._finish(check, None)
 
@@ -195,7 +195,7 @@ class _Check:
             If a request came meanwhile.
         """
         plain = copy.copy(self.pipeline)  # kept prompts are left aside: this very one may be among them
-        plain.config = dataclasses.replace(plain.config, keep_final=False)
+        plain.config = dataclasses.replace(plain.config, session_cache=False)
         blend = plain.blend(self._prompt, self._awaited)
         report, adapter = blend.fused.report, self.pipeline.adapter
         self.ratio = report.recompute_ratio

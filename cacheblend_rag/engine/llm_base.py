@@ -425,7 +425,7 @@ class ModelFields(BaseModel):
             "recompute_ratio": self.engine.config.recompute_ratio,
             "recomputed_tokens": list(report.recomputed_tokens),
             "reused_tokens": report.reused_tokens,
-            "continued_tokens": report.continued_tokens,
+            "resumed_tokens": report.resumed_tokens,
             "prompt_tokens": report.prompt_tokens,
             "generated_tokens": report.generated_tokens,
             "plain": report.plain,

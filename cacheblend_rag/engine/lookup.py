@@ -72,9 +72,9 @@ class Found:
     chunks: tuple[Segment, ...]
     records: dict[str, StoredKV]
 
-    def medium(self, key: str) -> str:
+    def tier(self, key: str) -> str:
         """What a segment is read from; empty if it is not stored."""
-        return self.records[key].medium if key in self.records else ""
+        return self.records[key].tier if key in self.records else ""
 
     def without(self, key: str) -> Found:
         return dataclasses.replace(self, records={k: r for k, r in self.records.items() if k != key})

@@ -13,8 +13,8 @@ import torch
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.lookup import Found, Segment, Waited, read_queries, reader_of
-from cacheblend_rag.engine.ratio_policy import Choice, Steering, controller_beside
-from cacheblend_rag.engine.session_cache import Continued, Finals
+from cacheblend_rag.engine.ratio_policy import RatioChoice, RatioPolicy, controller_beside
+from cacheblend_rag.engine.session_cache import Resumed, SessionCache
 from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
@@ -39,7 +39,7 @@ from cacheblend_rag.prompt import (
 )
 from cacheblend_rag.report import BlendReport, DocumentUse, FusedKV, Seconds
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, discard, record_key
-from cacheblend_rag.store.single_flight import store_missing
+from cacheblend_rag.store.single_flight import compute_if_missing
 
 __all__ = ["OTHER_FORM", "Blend", "Pipeline"]
 
@@ -98,7 +98,7 @@ class Pipeline:
     ) -> None:
         self.adapter, self.tokenizer, self.config, self.store = adapter, tokenizer, config, store
         self._identity = adapter.identity(fingerprint)
-        self._steering = Steering(config, adapter.num_layers, self.fingerprint, controller_beside(store))
+        self._ratio_policy = RatioPolicy(config, adapter.num_layers, self.fingerprint, controller_beside(store))
         self.packed = self._packing(anew=True)
 
     def with_config(self, config: BlendConfig, tokenizer: PromptTokenizer) -> Pipeline:
@@ -106,9 +106,9 @@ class Pipeline:
         other = object.__new__(Pipeline)
         other.__dict__.update(self.__dict__)
         other.config, other.tokenizer = config, tokenizer
-        steering = self._steering
-        other._steering = Steering(
-            config, self.adapter.num_layers, self.fingerprint, steering.controller, steering.minimum
+        policy = self._ratio_policy
+        other._ratio_policy = RatioPolicy(
+            config, self.adapter.num_layers, self.fingerprint, policy.controller, policy.minimum
         )
         if config.pack_weights != self.config.pack_weights:
             other.packed = other._packing(anew=False)
@@ -128,8 +128,8 @@ class Pipeline:
     @property
     def query_layers(self) -> tuple[int, ...]:
         """Layers whose queries are stored with chunks: those that were asked for, and those the rule looks at."""
-        steering = self._steering
-        return tuple(sorted({*steering.config.query_layers, *steering.rule.query_layers}))
+        policy = self._ratio_policy
+        return tuple(sorted({*policy.config.query_layers, *policy.rule.query_layers}))
 
     @property
     def _query_parts(self) -> int:
@@ -143,7 +143,7 @@ class Pipeline:
 
     def raise_ratio(self, ratio: float) -> None:
         """Let no prompt be blended with a smaller recompute ratio from now on, whatever the options."""
-        self._steering.minimum.raise_to(ratio)
+        self._ratio_policy.minimum.raise_to(ratio)
 
     def segment(
         self, kind: str, context_ids: tuple[int, ...], token_ids: tuple[int, ...], regime: int = 0, head: int = 0
@@ -258,7 +258,7 @@ class Pipeline:
         plain = self._prefers_plain(fit.split)
         blend = self._plain(fit, seconds) if plain else self._blended(fit, seconds, cancelled)
         fused = blend.fused
-        report = dataclasses.replace(fused.report, documents=_uses(prompt.documents, fused.report.chunk_media))
+        report = dataclasses.replace(fused.report, documents=_uses(prompt.documents, fused.report.chunk_tiers))
         return dataclasses.replace(blend, fused=dataclasses.replace(fused, report=report))
 
     def fitted(self, prompt: Prompt, new_tokens: int = 0, room: int | None = None) -> Fitted:
@@ -286,7 +286,7 @@ class Pipeline:
         report = dataclasses.replace(
             self._counts(split),
             misses=len(split.chunks),
-            chunk_media=("",) * len(split.chunks),
+            chunk_tiers=("",) * len(split.chunks),
             recomputed_tokens=(0,) * layers,
             computed_tokens=(len(rows),) * layers,
             plain=True,
@@ -300,7 +300,7 @@ class Pipeline:
     def _blended(self, fit: Fitted, seconds: Seconds, cancelled: Callable[[], bool]) -> Blend:
         """Answer by the blended pass; a record that fails on the way counts as never stored."""
         started, whole = time.perf_counter(), fit.split
-        kept = self._finals(whole).find(whole) if self._keeps_finals else None
+        kept = self._session_cache(whole).find(whole) if self._keeps_sessions else None
         split, found = self._look_up(whole, kept)
         seconds = dataclasses.replace(seconds, look_up=time.perf_counter() - started)
         started, opened, lost, clock = time.perf_counter(), [*found.records.values()], 0, ReadClock()
@@ -332,63 +332,63 @@ class Pipeline:
         took = time.perf_counter() - started
         seconds = dataclasses.replace(seconds, load=layers.seconds, fuse=took - layers.seconds, read=clock.seconds)
         if not lost and not self.store.tiers:  # what came from memory says nothing of the disk
-            self._steering.note(choice, clock.seconds)
+            self._ratio_policy.note(choice, clock.seconds)
         fused = self._fused(split, found, fusion, choice)
         report = self._whole(fused.report, whole, kept)
         report = dataclasses.replace(report, lost=lost, left_out=fit.left_out, seconds=seconds)
-        keep = self._keeps_finals and self.config.write_back != "off"
+        keep = self._keeps_sessions and self.config.write_back != "off"
         write_back = self._write_back(split, found, fusion)
         return Blend(dataclasses.replace(fused, report=report), write_back, fit.prompt, whole if keep else None)
 
-    def _whole(self, report: BlendReport, whole: TokenizedPrompt, kept: Continued | None) -> BlendReport:
-        """What the report of a continued prompt says of the whole one."""
+    def _whole(self, report: BlendReport, whole: TokenizedPrompt, kept: Resumed | None) -> BlendReport:
+        """What the report of a resumed prompt says of the whole one."""
         if kept is None:
             return report
-        counts, continued = self._counts(whole), len(whole.chunks) - len(kept.split.chunks)
+        counts, resumed = self._counts(whole), len(whole.chunks) - len(kept.split.chunks)
         return dataclasses.replace(
             report,
             prefix_tokens=counts.prefix_tokens,
             chunk_tokens=counts.chunk_tokens,
             suffix_tokens=counts.suffix_tokens,
-            hits=report.hits + continued,
-            chunk_media=(kept.record.medium,) * continued + report.chunk_media,
-            continued_tokens=kept.tokens,
+            hits=report.hits + resumed,
+            chunk_tiers=(kept.record.tier,) * resumed + report.chunk_tiers,
+            resumed_tokens=kept.tokens,
         )
 
     @property
-    def _keeps_finals(self) -> bool:
-        return self.config.keep_final and self._steering.rule.reads_store
+    def _keeps_sessions(self) -> bool:
+        return self.config.session_cache and self._ratio_policy.rule.reads_store
 
-    def _finals(self, split: TokenizedPrompt) -> Finals:
+    def _session_cache(self, split: TokenizedPrompt) -> SessionCache:
         regime = self.adapter.regime(len(split.input_ids)) or 0
-        like = self.record_info(self.segment("final", (), (), regime))
-        return Finals(self.store, self._steering.config, dataclasses.replace(like, rotated=True))
+        like = self.record_info(self.segment("session", (), (), regime))
+        return SessionCache(self.store, self._ratio_policy.config, dataclasses.replace(like, rotated=True))
 
-    def keep_final(self, blend: Blend, answer_ids: Sequence[int]) -> Blend:
+    def keep_session(self, blend: Blend, answer_ids: Sequence[int]) -> Blend:
         """Add to what is worth storing the whole prompt with its answer, if that is wanted."""
         if blend.split is None:
             return blend
-        found = self._finals(blend.split).job(blend.split, answer_ids, blend.fused.cache)
+        found = self._session_cache(blend.split).job(blend.split, answer_ids, blend.fused.cache)
         if found is None:
             return blend
         key, job = found
         return dataclasses.replace(blend, write_back={**blend.write_back, key: job})
 
-    def _choose(self, split: TokenizedPrompt, found: Found) -> tuple[Choice, Found]:
+    def _choose(self, split: TokenizedPrompt, found: Found) -> tuple[RatioChoice, Found]:
         """Let the loading controller, where there is one, choose the ratio and what is worth reading."""
-        if self._steering.controller is None:
-            return self._steering.choose((), len(split.input_ids), 0, ""), found
+        if self._ratio_policy.controller is None:
+            return self._ratio_policy.choose((), len(split.input_ids), 0, ""), found
         keys = list(dict.fromkeys(segment.key for segment in found.chunks if segment.key in found.records))
         infos = [found.records[key].info for key in keys]
         chunks = [ChunkKV(info.tokens, self.store.record_bytes(info)) for info in infos]
         tokens = len(split.input_ids)
         reused = sum(record.info.tokens for record in found.records.values())
-        choice = self._steering.choose(chunks, tokens, max(0, tokens - reused), self.store.medium)
+        choice = self._ratio_policy.choose(chunks, tokens, max(0, tokens - reused), self.store.tier)
         for number in choice.plan.recomputed_chunks if choice.plan else ():
             found = found.without(keys[number])
         return choice, found
 
-    def _look_up(self, split: TokenizedPrompt, kept: Continued | None) -> tuple[TokenizedPrompt, Found]:
+    def _look_up(self, split: TokenizedPrompt, kept: Resumed | None) -> tuple[TokenizedPrompt, Found]:
         """Open what is stored of the prefix and the chunks, or of what stands behind a kept prompt."""
         prefix_ids = split.ids(split.prefix)
         start = self.tokenizer.start_ids
@@ -398,13 +398,13 @@ class Pipeline:
         records: dict[str, StoredKV] = {}
         if kept is not None:
             split = kept.split
-            prefix = Segment("final", (), split.ids(split.prefix), kept.key, regime)
+            prefix = Segment("session", (), split.ids(split.prefix), kept.key, regime)
             records[kept.key] = kept.record
         chunks = tuple(
             self._located(chunk, split.ids(chunk.span), prefix_ids if behind_prefix else None, regime)
             for chunk in split.located
         )
-        if not self._steering.rule.reads_store:
+        if not self._ratio_policy.rule.reads_store:
             return split, Found(None, chunks, {})
         for segment in (*([prefix] if prefix else []), *chunks):
             if segment.token_ids and segment.key not in records and (record := self._open(segment)) is not None:
@@ -459,7 +459,7 @@ class Pipeline:
         question = _range(split.suffix) if len(split.suffix) else None
         return FusionPlan(split.input_ids, exact, list(reused), turn, list(reused.values()), question)
 
-    def _fused(self, split: TokenizedPrompt, found: Found, fusion: Fusion, choice: Choice) -> FusedKV:
+    def _fused(self, split: TokenizedPrompt, found: Found, fusion: Fusion, choice: RatioChoice) -> FusedKV:
         read = tuple(segment.key in found.records for segment in found.chunks)
         hits = [span for span, hit in zip(split.chunks, read, strict=True) if hit]
         prefix_hit = found.prefix is not None and found.prefix.key in found.records
@@ -467,13 +467,13 @@ class Pipeline:
             self._counts(split),
             hits=len(hits),
             misses=len(split.chunks) - len(hits),
-            chunk_media=tuple(found.medium(segment.key) for segment in found.chunks),
+            chunk_tiers=tuple(found.tier(segment.key) for segment in found.chunks),
             prefix_hit=prefix_hit,
             reused_tokens=sum(map(len, hits)) + (len(split.prefix) if prefix_hit else 0),
             recomputed_tokens=fusion.recomputed_tokens,
             computed_tokens=tuple(map(len, fusion.computed)),
             work=work_share(self.adapter.shape, len(split.input_ids), fusion.done),
-            looked_layers=len(fusion.done.looked),
+            queried_layers=len(fusion.done.queried),
             recompute_ratio=_share(choice, fusion),
             expected=choice.expected,
         )
@@ -491,7 +491,7 @@ class Pipeline:
 
     def _write_back(self, split: TokenizedPrompt, found: Found, fusion: Fusion) -> dict[str, Job]:
         """What computes and stores each segment that was missing."""
-        if not self._steering.rule.reads_store or self.config.write_back == "off":
+        if not self._ratio_policy.rule.reads_store or self.config.write_back == "off":
             return {}
         jobs: dict[str, Job] = {}
         prefix = found.prefix
@@ -506,24 +506,24 @@ class Pipeline:
         return jobs
 
     def compute_and_store(self, segments: Sequence[Segment]) -> dict[str, bool | None]:
-        """Store what is missing of segments as `compute` takes them; see `store_missing`."""
-        return store_missing(self.store, {segment.key: segment for segment in segments}, self.compute)
+        """Store what is missing of segments as `compute` takes them; see `compute_if_missing`."""
+        return compute_if_missing(self.store, {segment.key: segment for segment in segments}, self.compute)
 
     def _record(self, segment: Segment, kv: SegmentKV) -> KVRecord:
         return KVRecord(self.record_info(segment), kv)
 
 
-def _uses(documents: Sequence[DocumentPlace], media: Sequence[str]) -> tuple[DocumentUse, ...]:
+def _uses(documents: Sequence[DocumentPlace], tiers: Sequence[str]) -> tuple[DocumentUse, ...]:
     """What became of each document, by what the chunk that holds it was read from."""
     uses = []
     for one in documents:
         begins = " ".join(one.text[: 2 * _BEGINS].split())[:_BEGINS]
         if one.chunk is None:
             uses.append(DocumentUse(begins, "left out" if one.left_out else "not found", one.change))
-        elif one.chunk >= len(media):  # left out of a prompt that was too long
+        elif one.chunk >= len(tiers):  # left out of a prompt that was too long
             uses.append(DocumentUse(begins, "left out", one.change))
         else:
-            uses.append(DocumentUse(begins, "hit" if media[one.chunk] else "miss", one.change))
+            uses.append(DocumentUse(begins, "hit" if tiers[one.chunk] else "miss", one.change))
     return tuple(uses)
 
 
@@ -538,7 +538,7 @@ def _first_rows(layers: tuple[LayerKV, ...], tokens: int) -> SegmentKV:
     return SegmentKV(keys, values, rotated=True)
 
 
-def _share(choice: Choice, fusion: Fusion) -> float:
+def _share(choice: RatioChoice, fusion: Fusion) -> float:
     """Share that was to be recomputed; by a rule with a bound, what that came to."""
     if not choice.rule.bounded or not fusion.reused_tokens:
         return choice.ratio

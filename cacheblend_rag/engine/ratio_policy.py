@@ -26,13 +26,13 @@ from cacheblend_rag.loading import (
 from cacheblend_rag.report import Expected
 from cacheblend_rag.store.base import KVStore
 
-__all__ = ["Choice", "MinimumRatio", "Steering", "controller_beside", "profile_path"]
+__all__ = ["MinimumRatio", "RatioChoice", "RatioPolicy", "controller_beside", "profile_path"]
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Choice:
+class RatioChoice:
     """How one request is answered.
 
     Parameters
@@ -69,7 +69,7 @@ class MinimumRatio:
             self.value = max(ratio, self.value)
 
 
-class Steering:
+class RatioPolicy:
     """Chooses the rule of each request.
 
     Parameters
@@ -128,7 +128,7 @@ class Steering:
             return bounds
         return RatioBounds(self._usual, max(bounds.highest, self._usual), bounds.step)
 
-    def choose(self, chunks: Sequence[ChunkKV], tokens: int, computed: int, medium: str) -> Choice:
+    def choose(self, chunks: Sequence[ChunkKV], tokens: int, computed: int, tier: str) -> RatioChoice:
         """Choose for a request.
 
         Parameters
@@ -139,17 +139,17 @@ class Steering:
             Of the prompt.
         computed : int
             Tokens that are computed whatever is chosen.
-        medium : str
+        tier : str
             What the chunks are stored on.
         """
         controller = self.controller
-        if controller is None or not chunks or not controller.knows(self._model, medium):
-            return self._raised(Choice(self.rule, self._ratio))
+        if controller is None or not chunks or not controller.knows(self._model, tier):
+            return self._raised(RatioChoice(self.rule, self._ratio))
         plan = controller.plan(
             self._model,
             chunks,
             tokens,
-            device=medium,
+            device=tier,
             ratio=None if self.free else self._ratio,
             bounds=self._bounds,
             fixed_share=self._fixed_share(tokens, computed),
@@ -157,9 +157,9 @@ class Steering:
         )
         if not self.free:  # what the user fixed is only foretold
             plan = dataclasses.replace(plan, recomputed_chunks=())
-        return self._raised(Choice(self._rule_of(plan.recompute_ratio), plan.recompute_ratio, plan))
+        return self._raised(RatioChoice(self._rule_of(plan.recompute_ratio), plan.recompute_ratio, plan))
 
-    def _raised(self, choice: Choice) -> Choice:
+    def _raised(self, choice: RatioChoice) -> RatioChoice:
         """The choice with no fewer rows than the minimum asks for."""
         least = self.minimum.value
         rule = keep_at_least(choice.rule, least) if least else choice.rule
@@ -194,7 +194,7 @@ class Steering:
                 self._rules[ratio] = make_rule(config).fit(self._layers)
         return self._rules[ratio]
 
-    def note(self, choice: Choice, read: float) -> None:
+    def note(self, choice: RatioChoice, read: float) -> None:
         """Tell the controller how long reading really took."""
         if self.controller is not None and choice.plan is not None:
             self.controller.note(choice.plan.device, choice.plan.load_seconds, read)

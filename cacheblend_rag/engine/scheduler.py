@@ -1,6 +1,6 @@
-"""The gate in front of a model: one holder at a time, and answers under way take their steps together.
+"""The scheduler in front of a model: one holder at a time, and answers under way take their steps together.
 
-All who run a model through this package share its gate: see `gate_of`.
+All who run a model through this package share its scheduler: see `scheduler_of`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from cacheblend_rag.errors import GenerationError
 
-__all__ = ["IdleGate", "gate_of"]
+__all__ = ["Scheduler", "scheduler_of"]
 
 _Given = TypeVar("_Given")
 _Result = TypeVar("_Result")
@@ -41,10 +41,10 @@ class _Step(Generic[_Given, _Result]):
         return bool(self.results) or self.error is not None
 
 
-class IdleGate:
+class Scheduler:
     """One holder at a time, in the order of asking; background work waits until no request does.
 
-    ``with gate:`` is for requests beside which no other may be under way, `entered` for those that let others in
+    ``with scheduler:`` is for requests beside which no other may be under way, `entered` for those that let others in
     at every `step`, `when_idle` for background work, one short piece at a time.
 
     Notes
@@ -71,7 +71,7 @@ class IdleGate:
 
     @contextmanager
     def entered(self, beside: Callable[[], int]) -> Iterator[None]:
-        """Hold the gate, with others under way.
+        """Hold the scheduler, with others under way.
 
         Parameters
         ----------
@@ -86,13 +86,13 @@ class IdleGate:
 
     @property
     def awaited(self) -> bool:
-        """Whether a request waits for the gate."""
+        """Whether a request waits for the scheduler."""
         return bool(self._line)
 
     def step(self, given: _Given, run: Callable[[Sequence[_Given]], Sequence[_Result]]) -> _Result:
         """Let others in, then take a step together with all who wait for theirs.
 
-        Called by the holder, who holds the gate again afterwards.
+        Called by the holder, who holds the scheduler again afterwards.
 
         Parameters
         ----------
@@ -125,7 +125,7 @@ class IdleGate:
         return mine.results[0]
 
     def when_idle(self, work: Callable[[], None]) -> None:
-        """Run ``work`` as the holder once no request holds or awaits the gate, and none is under way."""
+        """Run ``work`` as the holder once no request holds or awaits the scheduler, and none is under way."""
         with self._condition:
             while self._busy or self._line or self._begun:
                 self._condition.wait()
@@ -191,11 +191,11 @@ class IdleGate:
         self._condition.notify_all()
 
 
-_gates: weakref.WeakKeyDictionary[object, IdleGate] = weakref.WeakKeyDictionary()
+_gates: weakref.WeakKeyDictionary[object, Scheduler] = weakref.WeakKeyDictionary()
 _gates_lock = threading.Lock()
 
 
-def gate_of(model: object) -> IdleGate:
-    """The gate in front of a model, one for all engines over it."""
+def scheduler_of(model: object) -> Scheduler:
+    """The scheduler in front of a model, one for all engines over it."""
     with _gates_lock:
-        return _gates.setdefault(model, IdleGate())
+        return _gates.setdefault(model, Scheduler())

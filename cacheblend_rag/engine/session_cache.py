@@ -21,16 +21,16 @@ from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import Span, TokenizedPrompt
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, record_key
 
-__all__ = ["KEY_PREFIX", "Continued", "Finals", "holds"]
+__all__ = ["KEY_PREFIX", "Resumed", "SessionCache", "holds"]
 
 _log = logging.getLogger(__name__)
-KEY_PREFIX = "final-"
+KEY_PREFIX = "session-"
 # What the KV of a blended prompt depends on, apart from its ids and the model.
 _BLENDED_BY = (*RULE_OPTIONS, "recompute_ratio", "task", "condition")
 
 
 @dataclass(frozen=True)
-class Continued:
+class Resumed:
     """A prompt whose first tokens are those of a kept one.
 
     Parameters
@@ -53,7 +53,7 @@ class Continued:
         return len(self.split.prefix)
 
 
-class Finals:
+class SessionCache:
     """Kept prompts of one model, rule and store.
 
     Parameters
@@ -72,11 +72,11 @@ class Finals:
     def key(self, anchor: Sequence[int]) -> str:
         """Key of the prompt that begins with these ids, up to the end of its last chunk."""
         rule = hashlib.sha256(self._rule.encode()).hexdigest()
-        fingerprint, kind = self._like.fingerprint, f"final {rule}"
+        fingerprint, kind = self._like.fingerprint, f"session {rule}"
         key = record_key(fingerprint=fingerprint, salt=self._salt, kind=kind, context_ids=(), token_ids=anchor)
         return KEY_PREFIX + key
 
-    def find(self, split: TokenizedPrompt) -> Continued | None:
+    def find(self, split: TokenizedPrompt) -> Resumed | None:
         """The kept prompt that has most in common with the beginning of this one."""
         for span in reversed(split.chunks):
             key = self.key(split.input_ids[: span.stop])
@@ -87,7 +87,7 @@ class Finals:
             if tokens < span.stop:
                 record.close()
                 continue
-            return Continued(_continued(split, tokens), key, _Beginning(record, tokens))
+            return Resumed(_resumed(split, tokens), key, _Beginning(record, tokens))
         return None
 
     def _in_common(self, info: RecordInfo, split: TokenizedPrompt) -> int:
@@ -130,7 +130,7 @@ class _Beginning:
     def __init__(self, inner: StoredKV, tokens: int) -> None:
         self._inner, self._tokens = inner, tokens
         self.info = dataclasses.replace(inner.info, token_ids=inner.info.token_ids[:tokens])
-        self.medium = inner.medium
+        self.tier = inner.tier
 
     def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._inner.read_layer(layer)
@@ -146,7 +146,7 @@ def holds(info: RecordInfo, chunk_ids: Sequence[int]) -> bool:
     return any(ids[at : at + len(wanted)] == wanted for at in range(len(ids) - len(wanted) + 1))
 
 
-def _continued(split: TokenizedPrompt, tokens: int) -> TokenizedPrompt:
+def _resumed(split: TokenizedPrompt, tokens: int) -> TokenizedPrompt:
     """The same ids, the first of them one long prefix."""
     return dataclasses.replace(
         split,

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cacheblend_rag.engine.scheduler import IdleGate
+from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import CacheBlendError
 
 __all__ = ["Job", "WriteBack"]
@@ -35,11 +35,11 @@ class Job:
 
 
 class WriteBack:
-    """A bounded queue of background jobs, done one by one while the gate is idle.
+    """A bounded queue of background jobs, done one by one while the scheduler is idle.
 
     Parameters
     ----------
-    gate : IdleGate
+    scheduler : Scheduler
         Shared with requests.
     limit : int
         Most jobs waiting; further ones are dropped and made again on the next miss.
@@ -47,8 +47,8 @@ class WriteBack:
         Most bytes that waiting jobs may keep in memory.
     """
 
-    def __init__(self, gate: IdleGate, limit: int = 1024, held: int = 2**30) -> None:
-        self._gate = gate
+    def __init__(self, scheduler: Scheduler, limit: int = 1024, held: int = 2**30) -> None:
+        self._scheduler = scheduler
         self._limit, self._most_held, self._held = limit, held, 0
         self._jobs: deque[tuple[str, Job]] = deque()
         self.seconds = 0.0
@@ -105,7 +105,7 @@ class WriteBack:
                 name, job = self._jobs.popleft()
             held = job.held
             try:
-                self._gate.when_idle(lambda run=job.run: self._timed(run))  # type: ignore[misc]
+                self._scheduler.when_idle(lambda run=job.run: self._timed(run))  # type: ignore[misc]
             except CacheBlendError as error:
                 _log.warning("could not store %s: %s", name, error)
             except Exception:

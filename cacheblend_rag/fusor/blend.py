@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fusor.drift_correction import Correction, sampled_rows
+from cacheblend_rag.fusor.drift_correction import DriftCorrection, sampled_rows
 from cacheblend_rag.fusor.mask import kept_mask
-from cacheblend_rag.fusor.predicted_shift import Foresight, Queries
+from cacheblend_rag.fusor.predicted_shift import Queries, ShiftPredictor
 from cacheblend_rag.fusor.scoring import question_attention
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView
-from cacheblend_rag.fusor.work import Corrected, Looked, Projected, RowsDone
+from cacheblend_rag.fusor.work import Corrected, Projected, QueriedLayer, RowsDone
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.attention.rows import RowMask
 from cacheblend_rag.models.kv import LayerKV
@@ -138,9 +138,9 @@ class _Pass:
         self.projected: list[Projected] = []
         self.scored: tuple[torch.Tensor, ...] = ()
         self.ahead: tuple[torch.Tensor, ...] = ()
-        self.looked: tuple[Looked, ...] = ()
+        self.queried: tuple[QueriedLayer, ...] = ()
         self._moves: tuple[torch.Tensor, ...] = ()
-        self._samples: list[torch.Tensor] = []
+        self._anchors: list[torch.Tensor] = []
         self._deviation: torch.Tensor | None = None
         self._measured: tuple[torch.Tensor, torch.Tensor] | None = None
         self._begin()
@@ -165,9 +165,9 @@ class _Pass:
         self._offsets = self._offsets.to(device)
         self._always = always.nonzero()[:, 0].to(device)
         self._attention = self._score(self._always) if len(candidates) else None
-        self._foreseen = self._foresee(self._always) if len(candidates) else None
+        self._predicted = self._foresee(self._always) if len(candidates) else None
         self._keep(candidates[self._rule.begin(self._view(candidates))])
-        self._correction = Correction.of(plan.reused, self._moves, self._samples, self._chosen)
+        self._drift_correction = DriftCorrection.of(plan.reused, self._moves, self._anchors, self._chosen)
         self._moves = ()  # as large as the input of a layer
         if len(self._chosen) in (0, len(candidates)):
             rows = always if not len(self._chosen) else always | reused
@@ -193,13 +193,16 @@ class _Pass:
         if self._queries is None:
             raise ConfigError("query_layers", (), "name the layers whose queries are stored with the KV of chunks")
         missing = always[always < max(span.stop for span in plan.reused)]
-        foresight = Foresight(
+        predictor = ShiftPredictor(
             self._adapter, plan.input_ids, plan.reused, plan.contexts, missing, self._queries, self._kv, self._rotaries
         )
-        foreseen = foresight.look(layers)
-        self._deviation, self.looked = foreseen.deviation, foreseen.looked
-        if self._rule.samples:
-            self._moves, self._samples = foreseen.moves, sampled_rows(plan.reused, foreseen.moves, self._rule.samples)
+        predicted = predictor.look(layers)
+        self._deviation, self.queried = predicted.deviation, predicted.queried
+        if self._rule.anchor_tokens:
+            self._moves, self._anchors = (
+                predicted.moves,
+                sampled_rows(plan.reused, predicted.moves, self._rule.anchor_tokens),
+            )
         if len(missing):
             self.ahead = (missing,) * layers[-1]
             self.projected.append(Projected(layers[-1], len(missing), len(missing)))
@@ -207,9 +210,11 @@ class _Pass:
 
     def done(self) -> RowsDone:
         """All that was worked on."""
-        by = self._correction
+        by = self._drift_correction
         corrected = Corrected(len(by.rows), by.pairs) if by else Corrected(0, 0)
-        return RowsDone(tuple(self.computed), tuple(self.projected), self.scored, 1, self.looked, self.ahead, corrected)
+        return RowsDone(
+            tuple(self.computed), tuple(self.projected), self.scored, 1, self.queried, self.ahead, corrected
+        )
 
     @property
     def deviation(self) -> torch.Tensor | None:
@@ -225,9 +230,9 @@ class _Pass:
 
     def _view(self, positions: torch.Tensor) -> StartView:
         """What a rule sees of some positions."""
-        attention, foreseen = (None if of is None else of[positions] for of in (self._attention, self._foreseen))
-        sampled = torch.isin(positions, torch.cat(self._samples)) if self._samples else None
-        return StartView(positions, self._offsets[positions], self.reused_tokens, attention, foreseen, sampled)
+        attention, predicted = (None if of is None else of[positions] for of in (self._attention, self._predicted))
+        sampled = torch.isin(positions, torch.cat(self._anchors)) if self._anchors else None
+        return StartView(positions, self._offsets[positions], self.reused_tokens, attention, predicted, sampled)
 
     def _kv(self, layer: int) -> LayerKV:
         """A layer's stored KV, keys rotated; each layer is taken from the loader once, in order."""
@@ -258,7 +263,7 @@ class _Pass:
             if self._rule.checks(layer) and len(self._chosen):
                 self._check(layer, self._kv(layer))
             together = 1
-            if self._correction is None and self._adapter.replays(len(self._rows)):
+            if self._drift_correction is None and self._adapter.replays(len(self._rows)):
                 # Layers that no check parts, the last one aside; KV comes in groups of about as many.
                 free = (at for at in range(layer + 1, count - 1) if self._rule.checks(at))
                 together = max(1, min(_TOGETHER, next(free, count - 1) - layer))
@@ -270,9 +275,9 @@ class _Pass:
         self.computed += [self._rows] * (stop - first)
         self.recomputed += [len(self._chosen)] * (stop - first)
         kvs = [self._kv(layer) for layer in range(first, stop)]
-        if self._correction is not None and first:  # KV of layer 0 never deviates
-            recomputed = self.hidden[torch.searchsorted(self._rows, self._correction.rows)]
-            self._correction.write(self._adapter, first, recomputed, kvs[0], self._rotaries)
+        if self._drift_correction is not None and first:  # KV of layer 0 never deviates
+            recomputed = self.hidden[torch.searchsorted(self._rows, self._drift_correction.rows)]
+            self._drift_correction.write(self._adapter, first, recomputed, kvs[0], self._rotaries)
         if stop == self._adapter.num_layers:
             self._end(first, kvs[0])
         self.hidden = self._adapter.run_layers(first, self.hidden, kvs, self._rows, self._kept_rotaries, self._mask)

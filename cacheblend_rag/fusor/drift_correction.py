@@ -2,7 +2,7 @@
 
 Where a model writes what a chunk is about into each of its rows, all of them deviate alike once another chunk says
 it. A few of them then tell what the others deviate by: ridge regression (Hoerl and Kennard 1970) on how far each
-row's attention is foreseen to move, and what that is worth, row by row left out (PRESS, Allen 1974).
+row's attention is predicted to move, and what that is worth, row by row left out (PRESS, Allen 1974).
 docs/decisions/0006 has the evidence.
 """
 
@@ -18,7 +18,7 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Rotaries, rotate_in_place, unrotate
 
-__all__ = ["Correction", "sampled_rows"]
+__all__ = ["DriftCorrection", "sampled_rows"]
 
 _MOVED = 0.3
 """A chunk moves as a whole if its rows move by more in the mean, in mean lengths of what attention gave them alone."""
@@ -35,7 +35,7 @@ def sampled_rows(spans: Sequence[range], moves: Sequence[torch.Tensor], count: i
     spans : sequence of range
         Positions of the chunks.
     moves : sequence of Tensor, each [chunk tokens, width] float32
-        What each row's attention is foreseen to move by, as a share of the mean length of what it was.
+        What each row's attention is predicted to move by, as a share of the mean length of what it was.
     count : int
         How many rows a chunk.
 
@@ -52,7 +52,7 @@ def sampled_rows(spans: Sequence[range], moves: Sequence[torch.Tensor], count: i
 
 
 @dataclass(frozen=True)
-class Correction:
+class DriftCorrection:
     """What the rest of some chunks is given, by recomputed rows of theirs.
 
     Parameters
@@ -85,7 +85,7 @@ class Correction:
         moves: Sequence[torch.Tensor],
         samples: Sequence[torch.Tensor],
         chosen: torch.Tensor,
-    ) -> Correction | None:
+    ) -> DriftCorrection | None:
         """That of a prompt; None where no chunk has both enough sampled rows and rows that are not recomputed.
 
         Parameters

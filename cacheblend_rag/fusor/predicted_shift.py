@@ -1,4 +1,4 @@
-"""What attention would bring a reused row from other chunks, foreseen from its stored query: no row is computed."""
+"""What attention would bring a reused row from other chunks, predicted from its stored query: no row is computed."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 import torch
 
 from cacheblend_rag.fusor.mask import kept_mask
-from cacheblend_rag.fusor.work import Looked
+from cacheblend_rag.fusor.work import QueriedLayer
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Rotaries, Rotary, rotate, unrotate
 
-__all__ = ["Foreseen", "Foresight", "Queries"]
+__all__ = ["PredictedShift", "Queries", "ShiftPredictor"]
 
 Queries = Callable[[int], torch.Tensor]
 """Stored queries of a layer, not rotated, ``[heads, tokens, head_dim]``; undefined outside of chunks."""
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class PredictedShift:
     """What stored queries say of a prompt.
 
     Parameters
@@ -31,17 +31,17 @@ class Foreseen:
         reused chunks.
     moves : tuple of Tensor, each [chunk tokens, layers * heads * head_dim] float32
         The differences themselves, as shares of the same, of each reused chunk.
-    looked : tuple of Looked
+    queried : tuple of QueriedLayer
         What was looked at.
     """
 
     deviation: torch.Tensor
     moves: tuple[torch.Tensor, ...]
-    looked: tuple[Looked, ...]
+    queried: tuple[QueriedLayer, ...]
 
 
 @dataclass(frozen=True)
-class Foresight:
+class ShiftPredictor:
     """Stored queries and KV of a prompt, to be looked at within `ModelAdapter.blending`.
 
     Parameters
@@ -72,13 +72,13 @@ class Foresight:
     layer_kv: Callable[[int], LayerKV]
     rotaries: Rotaries
 
-    def look(self, layers: Sequence[int]) -> Foreseen:
+    def look(self, layers: Sequence[int]) -> PredictedShift:
         """How far the output of a layer's attention moves once a row sees all that stands before it.
 
         The stored query of each row attends to the stored KV of its own chunk and of what that was computed behind,
         as it did when it was computed, and again to all KV before it. The difference is what the row's KV will
         deviate by on the next layer, as far as this layer alone is the cause. Each stored query and key is that of a
-        chunk computed alone, so what a row passes on of what it learned from another chunk is not foreseen.
+        chunk computed alone, so what a row passes on of what it learned from another chunk is not predicted.
 
         What a chunk was computed behind is not stored with it. Its first ids, as far as the prompt begins with them,
         are taken from there. The rest is a separator and the chunk's head: what stands before the chunk here.
@@ -101,7 +101,7 @@ class Foresight:
             for span, context in zip(self.spans, self.contexts, strict=True)
         )
         moves = by_layer[0] if len(layers) == 1 else [torch.cat(of, dim=1) for of in zip(*by_layer, strict=True)]
-        return Foreseen(deviation, tuple(moves), tuple(Looked(layer, seen) for layer in layers))
+        return PredictedShift(deviation, tuple(moves), tuple(QueriedLayer(layer, seen) for layer in layers))
 
     def _moves(self, layer: int) -> list[torch.Tensor]:
         """What each row's attention on a layer moves by, a chunk, as a share of the mean length of what it was."""

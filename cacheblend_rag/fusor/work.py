@@ -10,7 +10,7 @@ import torch
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.shape import LayerShape, ModelShape
 
-__all__ = ["Corrected", "Looked", "Projected", "RowsDone", "prefill_work", "work_share"]
+__all__ = ["Corrected", "Projected", "QueriedLayer", "RowsDone", "prefill_work", "work_share"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Projected:
 
 
 @dataclass(frozen=True)
-class Looked:
+class QueriedLayer:
     """Attention of stored queries over stored KV.
 
     Parameters
@@ -75,7 +75,7 @@ class RowsDone:
     ended : int or None
         How many rows of the last layer were computed to its end, from the last one on; of the
         others only keys and values were. None for all.
-    looked : tuple of Looked
+    queried : tuple of QueriedLayer
         What stored queries attended to.
     ahead : tuple of Tensor, each [rows] long
         Positions computed before that, because they were not stored, layer by layer as far as was needed.
@@ -87,7 +87,7 @@ class RowsDone:
     projected: tuple[Projected, ...] = ()
     scored: tuple[torch.Tensor, ...] = ()
     ended: int | None = None
-    looked: tuple[Looked, ...] = ()
+    queried: tuple[QueriedLayer, ...] = ()
     ahead: tuple[torch.Tensor, ...] = ()
     corrected: Corrected = Corrected(0, 0)
 
@@ -125,10 +125,10 @@ def work_share(shape: ModelShape, tokens: int, done: RowsDone, layers: int | Non
     spent = [_work(layer, seen[rows]) for layer, rows in zip(shape.layers, done.computed, strict=True)]
     checks = sum(p.keys * shape.layers[p.layer].keys + p.values * shape.layers[p.layer].values for p in done.projected)
     checks += sum(_work(layer, seen[rows]) for layer, rows in zip(shape.layers, done.ahead, strict=False))
-    checks += sum(one.seen * shape.layers[one.layer].attention for one in done.looked)
+    checks += sum(one.seen * shape.layers[one.layer].attention for one in done.queried)
     scoring = sum(_work(layer, seen[rows]) for layer, rows in zip(shape.layers, done.scored, strict=False))
     total = sum(spent) - _spared(shape.layers[-1], seen[done.computed[-1]], done.ended) + added * spent[-1] + checks
-    corrections = [_correction(layer, done.corrected) for layer in shape.layers]
+    corrections = [_drift_correction(layer, done.corrected) for layer in shape.layers]
     total += sum(corrections[1:]) + added * corrections[-1]
     total += scoring * layers / depth + shape.head
     return total / prefill_work(shape, tokens, layers)
@@ -188,6 +188,6 @@ def _work(layer: LayerShape, rows: _Seen) -> float:
     return layer.linear * len(rows.places) + layer.attention * rows.keys(layer.window)
 
 
-def _correction(layer: LayerShape, done: Corrected) -> float:
+def _drift_correction(layer: LayerShape, done: Corrected) -> float:
     """Multiply-adds of correcting rows on a layer; what is spread costs no more than attention over as many keys."""
     return done.rows * (layer.keys + layer.values) + done.pairs * layer.attention

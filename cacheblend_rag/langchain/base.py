@@ -20,7 +20,7 @@ from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, ModelFiel
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.tracking import begin_tracking, documents_of_run, known_chunks, note_found
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.matching import chunk_text, notice
+from cacheblend_rag.prompt.matching import chunk_text, match_chunks
 
 __all__ = ["AllFields", "BlendFields", "LangChainFields"]
 
@@ -169,9 +169,9 @@ class BlendFields(ModelFields):
             fields.setdefault("generation_config", settings)
         return cls._of_model(pipeline.model, pipeline.tokenizer, store, config, fields)
 
-    def notice(self, text: str) -> Prompt:
+    def match_chunks(self, text: str) -> Prompt:
         """The segments this model sees in a finished prompt."""
-        prompt = notice(text, known_chunks, self.engine.config.text_separator, documents=documents_of_run(text))
+        prompt = match_chunks(text, known_chunks, self.engine.config.text_separator, documents=documents_of_run(text))
         note_found(text, prompt)
         return prompt
 

@@ -25,7 +25,7 @@ from cacheblend_rag.langchain.tools import call_chunks, parse_answer
 from cacheblend_rag.langchain.tracking import documents_of_run, known_chunks, note_found
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import CALL_END, HeldBack, check_choice, opening
-from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved, notice
+from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved, match_chunks
 from cacheblend_rag.report import Generation
 
 __all__ = ["ChatCacheBlend"]
@@ -42,7 +42,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
     ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``, ``seed``, ``stop``,
     ``generation_config``, ``logits_processor``, ``timeout``), beside two of its own.
 
-    Conversations are rendered by the tokenizer's chat template; chunks are noticed inside messages, in
+    Conversations are rendered by the tokenizer's chat template; chunks are matched inside messages, in
     documents that tools attached to their answers, and in earlier turns. ``usage_metadata`` counts as
     ``cache_read`` the tokens whose KV was read and kept, as ``cache_creation`` those whose KV goes into the
     store; each answer's ``response_metadata`` has its time to first token, hits and misses.
@@ -187,7 +187,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         options = overrides.get("chat_template_kwargs", self.chat_template_kwargs)
         text = render(tokenizer, messages, tools, options) + begun
         places = places_of(text, messages)
-        prompt = notice(
+        prompt = match_chunks(
             text,
             self._known(),
             self.engine.config.text_separator,

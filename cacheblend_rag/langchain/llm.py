@@ -50,7 +50,7 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        return self._result(self._complete(self._noticed(prompts), self._arguments(stop, kwargs), kwargs))
+        return self._result(self._complete(self._prompts(prompts), self._arguments(stop, kwargs), kwargs))
 
     async def _agenerate(
         self,
@@ -59,8 +59,8 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        noticed = await asyncio.to_thread(self._noticed, prompts)
-        return self._result(await self._acomplete(noticed, self._arguments(stop, kwargs), kwargs))
+        matched = await asyncio.to_thread(self._prompts, prompts)
+        return self._result(await self._acomplete(matched, self._arguments(stop, kwargs), kwargs))
 
     def _stream(
         self,
@@ -69,7 +69,7 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        stream = self._open(self.notice(prompt), self._arguments(stop, kwargs), kwargs)
+        stream = self._open(self.match_chunks(prompt), self._arguments(stop, kwargs), kwargs)
         try:
             for piece in stream:
                 chunk = GenerationChunk(text=piece)
@@ -87,8 +87,8 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
-        noticed = await asyncio.to_thread(self.notice, prompt)
-        stream = self._open(noticed, self._arguments(stop, kwargs), kwargs)
+        matched = await asyncio.to_thread(self.match_chunks, prompt)
+        stream = self._open(matched, self._arguments(stop, kwargs), kwargs)
         try:
             async for piece in stream:
                 chunk = GenerationChunk(text=piece)
@@ -139,14 +139,14 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         together, alone = list[int](), list[Sequence[int]]()
         for number, given in enumerate(inputs):
             try:
-                self.engine.fitted(self.notice(self._convert_input(given).to_string()), most)
+                self.engine.fitted(self.match_chunks(self._convert_input(given).to_string()), most)
                 together.append(number)
             except CacheBlendError:  # raised again where it is answered
                 alone.append([number])
         return [together, *alone] if together else alone
 
-    def _noticed(self, prompts: list[str]) -> list[Prompt]:
-        return [self.notice(text) for text in prompts]
+    def _prompts(self, prompts: list[str]) -> list[Prompt]:
+        return [self.match_chunks(text) for text in prompts]
 
     def _result(self, answers: list[report.Generation]) -> LLMResult:
         read = sum(answer.report.prompt_tokens for answer in answers)

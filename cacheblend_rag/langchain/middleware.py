@@ -1,4 +1,4 @@
-"""CacheBlendMiddleware: retrieval and noticing for LangChain agents."""
+"""CacheBlendMiddleware: retrieval and chunk matching for LangChain agents."""
 
 from __future__ import annotations
 

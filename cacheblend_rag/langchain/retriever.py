@@ -1,4 +1,4 @@
-"""CacheBlendRetriever: a retriever whose documents are noticed without any tracking."""
+"""CacheBlendRetriever: a retriever whose documents are matched without any tracking."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def documents_in(value: Any, depth: int = 4) -> list[str]:
     Parameters
     ----------
     value : any
-        Looked into are lists, tuples, mappings, what tools attached to their answers, and LangGraph's commands.
+        QueriedLayer into are lists, tuples, mappings, what tools attached to their answers, and LangGraph's commands.
     depth : int
         How deep.
     """

@@ -24,8 +24,8 @@ from cacheblend_rag.prompt.matching import (
     WrittenForm,
     find_changed,
     known_chunks,
+    match_chunks,
     note_form,
-    notice,
     places_of_documents,
     rebuild,
 )
@@ -137,7 +137,7 @@ def see(
     volatile = [*(hint.asked if hint else ()), *_said(text, messages, begin)]
     questions_from = min((at for one in volatile if (at := text.find(one)) >= 0), default=None)
     if hint is None:
-        return notice(text, known_chunks, separator, questions_from=questions_from, documents=documents)
+        return match_chunks(text, known_chunks, separator, questions_from=questions_from, documents=documents)
     found: dict[Match, WrittenForm | None] = {}
     for place in places:
         found |= _chunks(text, place, documents)
@@ -146,7 +146,7 @@ def see(
     if not found:
         # Of a template that joins documents by the separator, or no chunks at all.
         parts = [(place.origins[0], place.origins[-1]) for place in places] or None
-        seen = notice(text, (), separator, parts=parts, questions_from=questions_from)
+        seen = match_chunks(text, (), separator, parts=parts, questions_from=questions_from)
         return replace(seen, documents=tuple(places_of_documents(text, (), documents)))
     matches = sorted(found, key=lambda match: match.start)
     forms = {match: form for match, form in found.items() if form is not None}

@@ -21,7 +21,7 @@ class CacheBlendEvent(BaseEvent):
         Chunks read from the store, and chunks that were not there.
     reused_tokens : int
         Tokens whose KV was read from the store.
-    continued_tokens : int
+    resumed_tokens : int
         Tokens that were continued from a kept prompt, such as the turn before.
     recomputed_tokens : list of int
         Reused chunk tokens that were recomputed, layer by layer.
@@ -35,7 +35,7 @@ class CacheBlendEvent(BaseEvent):
     hits: int
     misses: int
     reused_tokens: int
-    continued_tokens: int
+    resumed_tokens: int
     recomputed_tokens: list[int]
     prompt_tokens: int
     generated_tokens: int

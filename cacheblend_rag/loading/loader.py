@@ -63,7 +63,7 @@ def load_as_it_pays(reader: LayerReader) -> Iterator[LayerKV]:
         blocks = blocks_of(reader)
         yield from load_ahead(reader) if blocks is None else load_streamed(reader, blocks)
         return
-    if all(place.record.medium == "memory" for place in reader.placements):
+    if all(place.record.tier == "memory" for place in reader.placements):
         yield from load_plainly(reader)
         return
     started = time.perf_counter()

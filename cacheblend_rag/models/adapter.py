@@ -14,7 +14,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from cacheblend_rag.errors import UnsupportedModelError
-from cacheblend_rag.models.attention.rows import RowMask, as_added, attend_rows, telling, use_row_attention
+from cacheblend_rag.models.attention.rows import RowMask, as_added, attend_rows, use_row_attention, with_mask
 from cacheblend_rag.models.cache import Enough, GrowingLayer, LastLayer, ScatterCache, let_grow
 from cacheblend_rag.models.cpu.rowwise import computed_in_blocks, row_by_row
 from cacheblend_rag.models.families import family_of
@@ -22,7 +22,7 @@ from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.identity import ModelIdentity
 from cacheblend_rag.models.kv import LayerKV, Prefill, SegmentKV
 from cacheblend_rag.models.lora import unwrapped
-from cacheblend_rag.models.modules import StandIns, evaluating, is_compiled, misshapen, part_of, twins_of
+from cacheblend_rag.models.modules import ForwardOverrides, evaluating, is_compiled, misshapen, part_of, twins_of
 from cacheblend_rag.models.rope import Positions, Rotaries, rotate
 from cacheblend_rag.models.segments import cut_out, noting_inputs
 from cacheblend_rag.models.shape import ModelShape, context_window, layer_shape
@@ -214,7 +214,7 @@ class ModelAdapter:
         return None if self._here.blending is None else self._here.blending.kernels
 
     @cached_property
-    def _row_by_row(self) -> StandIns[Any]:
+    def _row_by_row(self) -> ForwardOverrides[Any]:
         """What is computed block by block: on other devices a call costs more than it saves."""
         attention = {self._attention(layer) for layer in range(self.num_layers)}
         parts = row_by_row(part for layer in self.layers for part in layer.children() if part not in attention)
@@ -386,7 +386,7 @@ class ModelAdapter:
         rotary = rotaries.layer(layer)
         if (kernels := self._in_use) is not None:
             return kernels[layer](hidden, kv, rows, rotary, mask)
-        with telling(mask):
+        with with_mask(mask):
             out = self.running[layer](
                 hidden[None],
                 attention_mask=None if mask is None else mask.added,

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.attention.rows import Apart, telling
+from cacheblend_rag.models.attention.rows import Apart, with_mask
 from cacheblend_rag.models.memory import free_memory_on, token_bytes
 from cacheblend_rag.models.modules import is_compiled
 
-__all__ = ["StepsTogether"]
+__all__ = ["BatchedDecode"]
 
 
-class StepsTogether:
+class BatchedDecode:
     """Takes the next step of answers, each with a cache of its own length.
 
     Parameters
@@ -66,7 +66,7 @@ class StepsTogether:
         hidden = adapter.embed(torch.cat([one["input_ids"] for one in asked]))  # [answers, 1, hidden]
         for number, layer in enumerate(adapter.running):
             rotary, apart = rotaries.layer(number), Apart([cache.layers[number] for cache in caches])
-            with telling(apart):
+            with with_mask(apart):
                 out = layer(
                     hidden,
                     attention_mask=None,

@@ -15,7 +15,16 @@ from torch import nn
 
 from cacheblend_rag.errors import UnsupportedModelError
 
-__all__ = ["OneForEach", "StandIn", "StandIns", "evaluating", "is_compiled", "misshapen", "part_of", "twins_of"]
+__all__ = [
+    "ForwardOverride",
+    "ForwardOverrides",
+    "OneForEach",
+    "evaluating",
+    "is_compiled",
+    "misshapen",
+    "part_of",
+    "twins_of",
+]
 
 
 def part_of(module: Any, name: str) -> Any:
@@ -75,8 +84,8 @@ def is_compiled(model: Any) -> bool:
     return any(module._compiled_call_impl is not None for module in model.modules())
 
 
-_Forward = TypeVar("_Forward", bound="StandIn")
-_Shared = TypeVar("_Shared", bound="StandIns[Any]")
+_Forward = TypeVar("_Forward", bound="ForwardOverride")
+_Shared = TypeVar("_Shared", bound="ForwardOverrides[Any]")
 
 
 class Here(threading.local):
@@ -88,11 +97,11 @@ class Here(threading.local):
 _NOWHERE = Here()
 
 
-class StandIn:
+class ForwardOverride:
     """Stands for the ``forward`` of a module between `put` and `remove`; subclasses say what `instead` does.
 
-    It acts on threads that are within `StandIns.in_use`. Whoever else calls the module meanwhile gets what the module
-    itself gives. What others have put in that place is left alone.
+    It acts on threads that are within `ForwardOverrides.in_use`. Whoever else calls the module meanwhile gets what the
+    module itself gives. What others have put in that place is left alone.
     """
 
     __slots__ = ("here", "module")
@@ -126,12 +135,12 @@ class StandIn:
         return types.MethodType, (type(self.module).forward, self.module)
 
 
-class StandIns(Generic[_Forward]):
-    """Stand-ins for a model's modules, in their places while anybody on any thread wants them there.
+class ForwardOverrides(Generic[_Forward]):
+    """Forward overrides of a model's modules, in their places while anybody on any thread wants them there.
 
     Parameters
     ----------
-    forwards : iterable of StandIn
+    forwards : iterable of ForwardOverride
     """
 
     def __init__(self, forwards: Iterable[_Forward]) -> None:
@@ -179,7 +188,7 @@ class StandIns(Generic[_Forward]):
 
 
 class OneForEach(Generic[_Shared]):
-    """The stand-ins of one kind that all who run a model share; they live as long as one of those keeps them.
+    """The forward overrides of one kind that all who run a model share; they live as long as one of those keeps them.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Noticing retrieved chunks in a finished prompt: the core that framework adapters share.
+"""Matching retrieved chunks in a finished prompt: the core that framework adapters share.
 
 A "stuff" prompt arrives as one text. Chunks that a retriever has returned, or that were warmed,
 are known by their text; where they stand in the prompt they become segments. The text decides:
@@ -40,9 +40,9 @@ __all__ = [
     "chunk_text",
     "find_changed",
     "known_chunks",
+    "match_chunks",
     "note_form",
     "note_rewritten",
-    "notice",
     "places_of_documents",
     "rebuild",
     "warn_of_missing",
@@ -397,7 +397,7 @@ def _place(document: Retrieved, written: Sequence[str], held: Sequence[str]) -> 
     return DocumentPlace(name, left_out=document.left_out)
 
 
-def notice(
+def match_chunks(
     text: str,
     known: ChunkRegistry | Sequence[ChunkRegistry],
     separator: str = "",

@@ -57,7 +57,7 @@ class RecordInfo:
     rotated : bool
         Whether the keys carry the rotation of the positions they were computed at.
     kind : str
-        ``"chunk"``, ``"prefix"``, or ``"final"`` for a whole prompt with its answer, which is
+        ``"chunk"``, ``"prefix"``, or ``"session"`` for a whole prompt with its answer, which is
         approximate; one is never taken for another.
     query_layers : tuple of int
         Layers whose queries follow the KV in the form of further layers, which ``layers`` counts too.
@@ -133,7 +133,7 @@ class StoredKV(Protocol):
         ...
 
     @property
-    def medium(self) -> str:
+    def tier(self) -> str:
         """What it is read from: ``"disk"``, ``"memory"``."""
         ...
 
@@ -223,7 +223,7 @@ class KVStore(Protocol):
         ...
 
     @property
-    def medium(self) -> str:
+    def tier(self) -> str:
         """What records lie on, as a profile names it: ``"disk"``, ``"memory"``; empty if it has no name."""
         ...
 
@@ -331,7 +331,7 @@ class BaseStore:
     """What a `KVStore` says of itself unless its class says otherwise, to be inherited by stores of one's own."""
 
     tiers: tuple[KVStore, ...] = ()
-    medium: str = ""
+    tier: str = ""
     device: torch.device = torch.device("cpu")
     persistent: bool = True
     read_only: bool = False

@@ -136,7 +136,7 @@ class DiskStore(BaseStore):
     """
 
     persistent = True
-    medium = "disk"
+    tier = "disk"
 
     def __init__(
         self,

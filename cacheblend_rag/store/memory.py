@@ -28,7 +28,7 @@ class MemoryRecord:
     record : KVRecord
     """
 
-    medium = "memory"
+    tier = "memory"
 
     def __init__(self, record: KVRecord) -> None:
         self.record = record
@@ -63,7 +63,7 @@ class MemoryStore(Claims, BaseStore):
     """
 
     persistent = False
-    medium = "memory"
+    tier = "memory"
 
     def __init__(
         self,

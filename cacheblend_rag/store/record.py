@@ -165,7 +165,7 @@ class FileRecord:
         If the file is not a whole record of this version, or is encrypted with another key.
     """
 
-    medium = "disk"
+    tier = "disk"
 
     def __init__(self, handle: IO[bytes], key: str = "", seal: Seal | None = None) -> None:
         self._handle, self._key, self._seal = handle, key, seal

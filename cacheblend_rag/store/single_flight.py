@@ -9,13 +9,13 @@ from typing import TypeVar
 
 from cacheblend_rag.store.base import KVRecord, KVStore
 
-__all__ = ["store_missing"]
+__all__ = ["compute_if_missing"]
 
 _log = logging.getLogger(__name__)
 _Item = TypeVar("_Item")
 
 
-def store_missing(
+def compute_if_missing(
     store: KVStore, wanted: Mapping[str, _Item], make: Callable[[Sequence[_Item]], Sequence[KVRecord]]
 ) -> dict[str, bool | None]:
     """Make together the records that are not stored, and store them.
@@ -51,11 +51,11 @@ def store_missing(
             else:
                 ours[key], done[key] = item, True
         if ours:
-            _make_and_store(store, ours, make)
+            _compute_and_store(store, ours, make)
     return done
 
 
-def _make_and_store(
+def _compute_and_store(
     store: KVStore, ours: Mapping[str, _Item], make: Callable[[Sequence[_Item]], Sequence[KVRecord]]
 ) -> None:
     """Make all in one go, or one by one if that fails; an item that fails does not cost the others."""

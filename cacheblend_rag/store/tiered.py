@@ -67,7 +67,7 @@ class TieredStore(BaseStore):
         # Tiers that count: those above a persistent one hold copies only.
         self._keeping = tuple(tier for tier in self.tiers if tier.persistent) or self.tiers
         # Plans count on the nearest tier that keeps records, whatever lies above.
-        self.medium, self.device = self._keeping[0].medium, self._keeping[0].device
+        self.tier, self.device = self._keeping[0].tier, self._keeping[0].device
         self.folder = next((tier.folder for tier in self.tiers if tier.folder is not None), None)
 
     @property
@@ -240,7 +240,7 @@ class _Rising:
 
     def __init__(self, store: TieredStore, level: int, key: str, inner: StoredKV) -> None:
         self._store, self._level, self._key, self._inner = store, level, key, inner
-        self.info, self.medium = inner.info, inner.medium
+        self.info, self.tier = inner.info, inner.tier
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._risen = False
 

@@ -21,7 +21,7 @@ class WrappedStore(BaseStore):
 
     def __init__(self, inner: KVStore) -> None:
         self.inner = inner
-        self.tiers, self.medium, self.device = inner.tiers, inner.medium, inner.device
+        self.tiers, self.tier, self.device = inner.tiers, inner.tier, inner.device
         self.persistent, self.read_only, self.folder = inner.persistent, inner.read_only, inner.folder
 
     @property

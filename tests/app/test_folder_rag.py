@@ -30,10 +30,10 @@ def test_what_was_read_last_stays_in_memory(tmp_path: Path) -> None:
         rag.warm(progress=False)
         prompt = rag.ask(read_questions()[0].question).prompt
     with FolderRAG(options) as rag:  # which finds on disk what the first one stored
-        media = [rag.engine.fuse(prompt).report.chunk_media for _ in range(2)]
+        media = [rag.engine.fuse(prompt).report.chunk_tiers for _ in range(2)]
     assert media == [("disk",) * 6, ("memory",) * 6]
     with FolderRAG(toy(tmp_path, memory_limit=0)) as rag:
-        media = [rag.engine.fuse(prompt).report.chunk_media for _ in range(2)]
+        media = [rag.engine.fuse(prompt).report.chunk_tiers for _ in range(2)]
     assert media == [("disk",) * 6] * 2, "whoever wants no copies has none"
 
 

@@ -26,9 +26,9 @@ from cacheblend_rag.calibration.evaluation.statistics import interval
 from cacheblend_rag.calibration.prompts import case_prompts, chunk_prompts, question_prompts
 from cacheblend_rag.calibration.search import Finding, LayerFinding, Search, _decisive
 from cacheblend_rag.calibration.trials import TrialSet, Tried
-from cacheblend_rag.engine.ratio_policy import Steering
+from cacheblend_rag.engine.ratio_policy import RatioPolicy
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fusor.selection import SelectForeseen, SelectHKVD, SelectionRule, SelectNone
+from cacheblend_rag.fusor.selection import SelectHKVD, SelectionRule, SelectNone, SelectPredicted
 from cacheblend_rag.loading import BlendSettings, ChunkKV, Device, LoadingController, MachineProfile, PrefillProfile
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.prompt import PromptTokenizer
@@ -148,15 +148,15 @@ def test_where_a_rule_fails_the_next_bound_is_tried(models: dict[str, Any], monk
     )
 
     def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0) -> Tried:
-        bound = getattr(rule, "bound", 0.0) if isinstance(rule, SelectForeseen) else 0.0
+        bound = getattr(rule, "bound", 0.0) if isinstance(rule, SelectPredicted) else 0.0
         good = bound > 0 and (trials is searched or bound <= 0.5)
-        work = 0.15 - 0.1 * bound + 0.001 * getattr(rule, "samples", 0)
+        work = 0.15 - 0.1 * bound + 0.001 * getattr(rule, "anchor_tokens", 0)
         return Tried(rule, (0.0 if good else 1.0,) * 6, work, True)
 
     monkeypatch.setattr(TrialSet, "try_rule", looked_up)
     finding = Search(searched, checks, 6, TOLERANCE).run()
     assert finding.chosen is not None
-    assert finding.chosen.rule == SelectForeseen(0.5, finding.chosen.rule.query_layers, 0.5, following=1)
+    assert finding.chosen.rule == SelectPredicted(0.5, finding.chosen.rule.query_layers, 0.5, dilation=1)
 
 
 def test_a_layer_that_points_at_nothing_is_not_decisive() -> None:
@@ -196,7 +196,7 @@ def test_checks_are_tried_only_where_they_could_pay(
 
     def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0) -> Tried:
         asked.append(rule)
-        good = isinstance(rule, SelectForeseen) and (trials is searched or holds)
+        good = isinstance(rule, SelectPredicted) and (trials is searched or holds)
         return Tried(rule, (0.0 if good else 1.0,) * 6, 0.1, True)
 
     monkeypatch.setattr(TrialSet, "try_rule", looked_up)
@@ -205,7 +205,7 @@ def test_checks_are_tried_only_where_they_could_pay(
     said = report(settings_of(finding, TOLERANCE), finding)
     if holds:
         assert finding.chosen is not None
-        assert isinstance(finding.chosen.rule, SelectForeseen)
+        assert isinstance(finding.chosen.rule, SelectPredicted)
         assert not measured
         assert (finding.layers, finding.decisive_layer, finding.untried_from) == ((), None, 1)
         assert "checks from layer 1 on were not tried" in said
@@ -362,40 +362,40 @@ def test_settings_are_kept_in_the_profile_and_old_profiles_still_read(tmp_path: 
     assert MachineProfile.load(path) == joined
 
 
-def steering(settings: BlendSettings, prefill: bool = False, **options: Any) -> Steering:
+def policy_of(settings: BlendSettings, prefill: bool = False, **options: Any) -> RatioPolicy:
     measured = {"m": PrefillProfile(1.0, 0.0, 0.0)} if prefill else {}
     profile = MachineProfile(measured, {"disk": Device("disk", 1e6)}, {"m": settings})
-    return Steering(BlendConfig(**options), 24, "m", LoadingController(profile))
+    return RatioPolicy(BlendConfig(**options), 24, "m", LoadingController(profile))
 
 
 def test_auto_is_what_was_calibrated_unless_a_rule_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = steering(SETTINGS).choose([ChunkKV(100, 1000)], 120, 20, "disk")
+    chosen = policy_of(SETTINGS).choose([ChunkKV(100, 1000)], 120, 20, "disk")
     assert chosen.rule == SelectHKVD((1, 2, 3), 0.5, (0.5, 0.4, 0.05), "k")
     assert chosen.ratio == 0.05
     for options in ({"recompute_ratio": 0.3}, {"metric": "v"}, {"selection": "boundary"}, {"check_layers": (2,)}):
-        assert steering(SETTINGS, **options).settings is None
+        assert policy_of(SETTINGS, **options).settings is None
     monkeypatch.setenv("CACHEBLEND_RAG_SELECTION", "query")
-    assert steering(SETTINGS).settings is None
+    assert policy_of(SETTINGS).settings is None
 
 
 def test_slow_loading_raises_what_was_calibrated_and_never_lowers_it() -> None:
-    fast = steering(SETTINGS, prefill=True).choose([ChunkKV(100, 1000)], 120, 20, "disk")
+    fast = policy_of(SETTINGS, prefill=True).choose([ChunkKV(100, 1000)], 120, 20, "disk")
     assert fast.ratio == 0.05
-    slow = steering(SETTINGS, prefill=True).choose([ChunkKV(900, 500_000)], 1000, 100, "disk")
+    slow = policy_of(SETTINGS, prefill=True).choose([ChunkKV(900, 500_000)], 1000, 100, "disk")
     assert slow.plan is not None
     assert 0.3 < slow.ratio <= 0.5
     assert slow.rule.recompute_ratios == (0.5, max(0.4, slow.ratio), slow.ratio)  # type: ignore[attr-defined]
     # What the first layers do beyond the last share counts as done at any ratio: of 24 layers
     # 1 + 0.5 + 0.4 + 21 * 0.05 are computed.
-    head = steering(SETTINGS)._head_share()
+    head = policy_of(SETTINGS)._head_share()
     assert head + 0.05 * (1 - head) == pytest.approx((1 + 0.5 + 0.4 + 21 * 0.05) / 24)
     flat = replace(SETTINGS, selection="hkvd", check_layers=(2,), recompute_ratios=())
-    assert steering(flat)._head_share() == pytest.approx(2 / 24)
+    assert policy_of(flat)._head_share() == pytest.approx(2 / 24)
 
 
 def test_a_model_that_does_not_tolerate_blending_is_prefilled_in_full(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        found = steering(BlendSettings("all", recompute_ratio=1.0, tolerance=0.01))
+        found = policy_of(BlendSettings("all", recompute_ratio=1.0, tolerance=0.01))
     assert "does not tolerate blending within 0.01 nats" in caplog.text
     assert not found.rule.reads_store
     assert not found.free

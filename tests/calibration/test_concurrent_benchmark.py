@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.engine.scheduler import IdleGate
+from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import ConfigError
 from docs.benchmarks.scripts.concurrent import ConcurrentOptions, main
 
@@ -16,13 +16,13 @@ def test_every_limit_meets_the_same_requests(
     tiny_shape: None, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     under_way: list[int] = []
-    step = IdleGate.step
+    step = Scheduler.step
 
-    def noting(self: IdleGate, given: object, run: object) -> object:
+    def noting(self: Scheduler, given: object, run: object) -> object:
         under_way.append(self._begun)
         return step(self, given, run)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(IdleGate, "step", noting)
+    monkeypatch.setattr(Scheduler, "step", noting)
     drawn = tmp_path / "concurrent.svg"
     arguments = ["--shape", "tiny", "--chunks", "2", "--chunk-tokens", "30", "--rounds", "2"]
     arguments += ["--new-tokens", "6", "--limit", "1", "--limit", "3", "--at-once", "1", "--at-once", "4"]

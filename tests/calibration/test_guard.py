@@ -12,7 +12,7 @@ import torch
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.calibration.prepared import PreparedPrompt
 from cacheblend_rag.engine.guard import GuardStatus
-from cacheblend_rag.engine.scheduler import IdleGate
+from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.fusor.selection import (
     SelectBoundary,
     SelectGradual,
@@ -121,7 +121,7 @@ def test_views_share_the_guard_and_what_it_has_raised(model: Any) -> None:
 
 def test_a_rule_with_a_bound_is_raised_from_what_it_recomputes(model: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Not from the most it may recompute, which says nothing of what a prompt got."""
-    options = {"selection": "foreseen", "query_layers": (1,), "recompute_ratio": 0.5}
+    options = {"selection": "predicted", "query_layers": (1,), "recompute_ratio": 0.5}
     with (
         warmed(model, guard_share=1.0, guard_bound=0.01, selection_options={"bound": 1e9}, **options) as engine,
         caplog.at_level(logging.WARNING),
@@ -147,13 +147,13 @@ def test_within_the_bound_nothing_changes(model: Any) -> None:
 def test_a_check_gives_way_to_requests_and_is_dropped_in_the_end(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tries = 0
 
-    def awaited(gate: IdleGate) -> bool:
+    def awaited(scheduler: Scheduler) -> bool:
         nonlocal tries
         tries += 1
         return True
 
     with warmed(model, guard_share=1.0, guard_bound=0.01) as engine:
-        monkeypatch.setattr(IdleGate, "awaited", property(awaited))
+        monkeypatch.setattr(Scheduler, "awaited", property(awaited))
         status = asked(engine)
     assert tries == 5
     assert (status.sampled, status.measured, status.dropped) == (1, 0, 1)
@@ -202,24 +202,24 @@ def test_a_real_request_is_not_kept_waiting(model: Any, monkeypatch: pytest.Monk
 
 def test_a_store_that_changed_is_not_judged(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with warmed(model, guard_share=1.0, write_back="off") as engine:
-        idle = engine._gate.when_idle
+        idle = engine._scheduler.when_idle
 
         def later(work: Any) -> None:
             for key, _ in list(engine.store.infos("")):
                 engine.store.delete(key)
             idle(work)
 
-        monkeypatch.setattr(engine._gate, "when_idle", later)
+        monkeypatch.setattr(engine._scheduler, "when_idle", later)
         status = asked(engine)
     assert (status.sampled, status.measured, status.dropped) == (1, 0, 1)
 
 
 def test_kept_prompts_do_not_disturb_it(model: Any) -> None:
-    with warmed(model, guard_share=1.0, guard_bound=100.0, keep_final=True) as engine:
+    with warmed(model, guard_share=1.0, guard_bound=100.0, session_cache=True) as engine:
         first = asked(engine)
         assert first.measured == 1
         again = engine.generate(PROMPT, max_new_tokens=2)
-        assert again.report.continued_tokens
+        assert again.report.resumed_tokens
         assert engine.guard.status.requests == 1
 
 

@@ -53,15 +53,15 @@ CASES: dict[str, dict[str, Any]] = {
     "boundary": {},
     "query": {},
     "query, chosen layers": {"selection_options": {"score_layers": [1, 2]}},
-    "foreseen": {"query_layers": (2,)},
-    "foreseen, two layers": {"query_layers": (1, 4)},
-    "foreseen, high bound": {"query_layers": (2,), "selection_options": {"bound": 1e9}},
+    "predicted": {"query_layers": (2,)},
+    "predicted, two layers": {"query_layers": (1, 4)},
+    "predicted, high bound": {"query_layers": (2,), "selection_options": {"bound": 1e9}},
     "mixed": {},
     "mixed, no deviation": {"selection_options": {"shares": [0.5, 0.0, 0.5]}},
     "mixed, deviation only": {"selection_options": {"shares": [0.0, 1.0, 0.0]}, "metric": "k"},
     "random": {"selection_options": {"seed": 5}},
 }
-CEILING = ("threshold, high bound", "foreseen, high bound")
+CEILING = ("threshold, high bound", "predicted, high bound")
 
 
 @pytest.fixture(scope="module")
@@ -432,8 +432,8 @@ def test_another_rule_does_not_inherit_the_options_of_the_one_before(model: Any)
         ({"selection": "threshold", "selection_options": {"bound": -1}}, "bound"),
         ({"selection": "threshold", "selection_options": {"bound": True}}, "bound"),
         ({"selection": "threshold", "selection_options": {"bound": float("nan")}}, "bound"),
-        ({"selection": "foreseen", "query_layers": (1,), "selection_options": {"bound": -1}}, "bound"),
-        ({"selection": "foreseen", "query_layers": (1,), "selection_options": {"lowest_ratio": 0.9}}, "lowest_ratio"),
+        ({"selection": "predicted", "query_layers": (1,), "selection_options": {"bound": -1}}, "bound"),
+        ({"selection": "predicted", "query_layers": (1,), "selection_options": {"lowest_ratio": 0.9}}, "lowest_ratio"),
         ({"selection": "threshold", "selection_options": {"lowest_ratio": 0.5}}, "lowest_ratio"),
         ({"selection": "threshold", "selection_options": {"limit": 1}}, "selection_options"),
         ({"selection": "hkvd", "selection_options": {"seed": 1}}, "selection_options"),

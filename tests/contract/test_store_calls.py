@@ -260,9 +260,9 @@ def test_every_store_has_all_that_the_protocol_names(tmp_path: Path) -> None:
     for store in stores:
         check_store(store)
     tiers, once = stores[2], ReadOnce(stores[2])
-    assert (tiers.persistent, tiers.medium, tiers.folder, tiers.tiers) == (True, "disk", disk.folder, (memory, disk))
-    assert (once.persistent, once.medium, once.folder, once.tiers) == (True, "disk", disk.folder, (memory, disk))
-    assert (memory.persistent, memory.medium, memory.folder, memory.tiers) == (False, "memory", None, ())
+    assert (tiers.persistent, tiers.tier, tiers.folder, tiers.tiers) == (True, "disk", disk.folder, (memory, disk))
+    assert (once.persistent, once.tier, once.folder, once.tiers) == (True, "disk", disk.folder, (memory, disk))
+    assert (memory.persistent, memory.tier, memory.folder, memory.tiers) == (False, "memory", None, ())
     assert tiers.stats() == once.stats() == disk.stats()
     once.on_evict = print
     assert disk.on_evict is print

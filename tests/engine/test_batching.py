@@ -38,7 +38,7 @@ class Counting:
 
 class _Record:
     def __init__(self, counts: Counting, record: Any) -> None:
-        self._counts, self._record, self.medium = counts, record, "memory"
+        self._counts, self._record, self.tier = counts, record, "memory"
 
     @property
     def info(self) -> Any:

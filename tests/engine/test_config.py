@@ -27,7 +27,7 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "overflow": ("drop_chunks", "drop_chunks"),
     "condition": ("prefix", "prefix"),
     "write_back": ("off", "off"),
-    "keep_final": ("on", True),
+    "session_cache": ("on", True),
     "prefetch": ("no", False),
     "size_limit": ("2 GiB", 2 * 2**30),
     "memory_limit": ("1GB", 10**9),

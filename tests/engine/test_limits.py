@@ -170,7 +170,7 @@ def test_chunks_are_left_out_from_the_end_until_the_prompt_fits() -> None:
         kept = 8 - len(answer.report.left_out)
         assert 0 < kept < 8
         assert answer.report.left_out == tuple(range(kept, 8))
-        assert (answer.report.hits, len(answer.report.chunk_media)) == (kept, kept)
+        assert (answer.report.hits, len(answer.report.chunk_tiers)) == (kept, kept)
         assert answer.report.prompt_tokens + 8 <= WINDOW
         assert len(engine.tokenize(prompt_of(kept + 1)).input_ids) + 8 > WINDOW  # as many as fit
         # It is the prompt of those chunks, with its prefix and its question.

@@ -28,7 +28,7 @@ PROMPT = Prompt("Read this:", [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17,
 class Record:
     """A stored record whose layers tell their number; calls back before each read."""
 
-    medium = "disk"
+    tier = "disk"
 
     def __init__(self, tokens: int, seed: int, before: Callable[[int], None] = lambda layer: None) -> None:
         self.info = RecordInfo("f", (), tuple(range(tokens)), LAYERS, HEADS, DIM, "float32", False)
@@ -139,7 +139,7 @@ def test_what_lies_in_memory_is_never_read_ahead(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(loader, "_FAST", float("inf"))
     readers: set[str] = set()
     records = [Record(5, seed, lambda layer: readers.add(threading.current_thread().name)) for seed in (1, 2)]
-    records[0].medium = "memory"
+    records[0].tier = "memory"
     assert len(list(load_as_it_pays(reader_of((0, records[0]))))) == LAYERS
     assert readers == {threading.current_thread().name}
     assert len(list(load_as_it_pays(reader_of((0, records[0]), (5, records[1]))))) == LAYERS

@@ -19,7 +19,7 @@ from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.cpu.onednn_linear import DirectProducts, direct_products
 from cacheblend_rag.models.cpu.rowwise import computed_in_blocks
-from cacheblend_rag.models.modules import StandIn, StandIns
+from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides
 from cacheblend_rag.models.segments import noting_inputs
 from tests import tiny
 from tests.engine.test_engine import picture
@@ -148,7 +148,7 @@ def test_engines_over_one_model_take_turns() -> None:
             with one._held():
                 assert apart.generate(PROMPT, max_new_tokens=1).token_ids  # another model waits for nobody
                 asked = pool.submit(other.generate, PROMPT, max_new_tokens=3)
-                until(lambda: one._gate.awaited)
+                until(lambda: one._scheduler.awaited)
                 assert not asked.done()
             assert asked.result(20).token_ids == alone
 
@@ -164,7 +164,7 @@ def test_steps_of_several_engines_are_each_as_alone() -> None:
                 pool.submit(engine.generate, prompt, max_new_tokens=12) for engine in (one, other) for prompt in prompts
             ]
             assert [answer.result(60).token_ids for answer in asked] == alone * 2
-        assert one._gate is other._gate
+        assert one._scheduler is other._scheduler
 
 
 def test_twins_run_what_is_bound_to_their_own_modules() -> None:
@@ -194,14 +194,14 @@ def test_twins_run_what_is_bound_to_their_own_modules() -> None:
         pass
 
 
-class Doubled(StandIn):
+class Doubled(ForwardOverride):
     def instead(self, rows: torch.Tensor) -> torch.Tensor:
         return 2 * rows
 
 
 def test_what_stands_for_a_module_acts_only_where_it_is_wanted() -> None:
     module, rows = nn.Identity(), torch.ones(3)
-    stand_ins = StandIns([Doubled(module)])
+    stand_ins = ForwardOverrides([Doubled(module)])
     with ThreadPoolExecutor(1) as pool:
         with stand_ins.in_use(), stand_ins.in_use():
             assert torch.equal(module(rows), 2 * rows)

@@ -319,11 +319,11 @@ def test_requests_get_through_between_batches(monkeypatch: pytest.MonkeyPatch) -
             if not threads:
                 threads.append(threading.Thread(target=ask))
                 threads[0].start()
-                while not engine._gate.awaited:
+                while not engine._scheduler.awaited:
                     time.sleep(0.001)
 
     def ask() -> None:
-        with engine._gate:  # held until the records are counted, or warming would go on meanwhile
+        with engine._scheduler:  # held until the records are counted, or warming would go on meanwhile
             engine.fuse(Prompt("", ["x"], "Why?"))
             answered.append(len(store.kept))
 

@@ -13,7 +13,7 @@ import torch
 from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import Prompt
-from cacheblend_rag.engine.scheduler import IdleGate
+from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.engine.write_back import Job, WriteBack
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store import MemoryStore
@@ -116,7 +116,7 @@ def test_a_miss_asked_twice_is_computed_once(monkeypatch: pytest.MonkeyPatch) ->
             return compute(segments)
 
         monkeypatch.setattr(engine._pipeline, "compute", counted)
-        with engine._gate:  # nothing is stored before both have been answered
+        with engine._scheduler:  # nothing is stored before both have been answered
             engine.fuse(PROMPT)
             engine.fuse(PROMPT)
         engine.flush()
@@ -127,9 +127,9 @@ def test_a_miss_asked_twice_is_computed_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_full_queue_drops_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    gate, done = IdleGate(), []
-    queue = WriteBack(gate, limit=2)
-    with gate:
+    scheduler, done = Scheduler(), []
+    queue = WriteBack(scheduler, limit=2)
+    with scheduler:
         queue.submit("a", Job(lambda: done.append("a")))
         deadline = time.monotonic() + 5
         while queue._jobs and time.monotonic() < deadline:  # until the thread holds the first
@@ -146,15 +146,15 @@ def test_a_full_queue_drops_and_says_so(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_waiting_jobs_keep_no_more_than_so_many_bytes(caplog: pytest.LogCaptureFixture) -> None:
-    gate, done = IdleGate(), []
-    queue = WriteBack(gate, held=100)
-    with gate:
+    scheduler, done = Scheduler(), []
+    queue = WriteBack(scheduler, held=100)
+    with scheduler:
         for name, held in (("a", 60), ("b", 60), ("c", 0), ("d", 40), ("e", 1)):
             queue.submit(name, Job(partial(done.append, name), held))
     queue.flush()
     assert done == ["a", "c", "d"]
     assert caplog.text.count("left for the next miss") == 2
-    with gate:
+    with scheduler:
         queue.submit("b", Job(partial(done.append, "b"), 100))
     queue.close()
     assert done == ["a", "c", "d", "b"]

@@ -297,7 +297,7 @@ def test_an_adapter_is_read_once_and_a_name_says_nothing(monkeypatch: pytest.Mon
 def test_what_was_missing_is_not_stored_for_the_adapter_that_came_after() -> None:
     model = two_adapters()
     with engine_of(model, write_back="background") as engine:
-        with engine._gate:  # storing waits until nothing else runs
+        with engine._scheduler:  # storing waits until nothing else runs
             blend = engine._pipeline.blend(PROMPT)
             engine._keep(blend)
             model.set_adapter("two")

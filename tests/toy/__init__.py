@@ -32,7 +32,7 @@ EMBEDDER_PATH = _HERE / "embedder"
 DOCUMENTS_PATH = _HERE / "documents"
 QUESTIONS_PATH = _HERE / "questions.jsonl"
 BLENDING: dict[str, Any] = {
-    "selection": "foreseen",
+    "selection": "predicted",
     "query_layers": (2,),
     "recompute_ratio": 0.5,
     "selection_options": {"bound": 0.9, "following": 1},

@@ -239,9 +239,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ratio", type=float, default=0.15, help="recompute ratio of the rule")
     parser.add_argument("--check-layer", type=int, default=1, help="layer of the rule's check")
     parser.add_argument("--query-layer", type=int, help="layer whose stored queries the rule looks at")
-    parser.add_argument("--bound", type=float, help="bound of foreseen or threshold; --ratio is then the most")
-    parser.add_argument("--samples", type=int, help="of foreseen: tokens that tell what a chunk deviates by")
-    parser.add_argument("--following", type=int, help="of foreseen: tokens behind each that count as moving no less")
+    parser.add_argument("--bound", type=float, help="bound of predicted or threshold; --ratio is then the most")
+    parser.add_argument("--samples", type=int, help="of predicted: tokens that tell what a chunk deviates by")
+    parser.add_argument("--following", type=int, help="of predicted: tokens behind each that count as moving no less")
     args = parser.parse_args(argv)
     loaded = load_model(args.model, device="cpu")
     if args.retrieve:

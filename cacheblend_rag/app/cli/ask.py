@@ -122,12 +122,12 @@ def _show_answer(screen: Screen, question: str, answer: Answer) -> None:
     screen.show("Answer:   ", (answer.text or "(the model gave no words)", "bold green"))
     screen.show("")
     screen.show("Sources:")
-    media = {} if report.plain else dict(zip(answer.prompt.chunks, report.chunk_media, strict=False))
+    tiers = {} if report.plain else dict(zip(answer.prompt.chunks, report.chunk_tiers, strict=False))
     for number, source in enumerate(answer.sources, 1):
         page = f", page {source.metadata['page']}" if "page" in source.metadata else ""
         title = source.page_content.strip().splitlines()[0].lstrip("# ")
-        medium = media.get(source.page_content)  # None: too short to be stored
-        found = "" if medium is None else f"  [{medium or 'new'}]"
+        tier = tiers.get(source.page_content)  # None: too short to be stored
+        found = "" if tier is None else f"  [{tier or 'new'}]"
         name = str(source.metadata.get("source", "?"))
         screen.show(f"  {number}. ", (name + page, "bold"), f": {title[:70]}", (found, "dim"))
     missing = sum(one["outcome"] == "not found" for one in info["documents"])

@@ -170,7 +170,7 @@ def open_evaluation(parsed: argparse.Namespace, source: CaseSource | None = None
         source = open_source(parsed.data, form=parsed.format, limit=parsed.limit)
     size = parsed.size_limit or (_MEMORY if parsed.kv == "memory" else None)
     given: dict[str, Any] = {} if size is None else {"size_limit": parse_bytes(size)}
-    fixed: dict[str, Any] = {"min_tokens": 0, "write_back": "inline", "guard_share": 0.0, "keep_final": False}
+    fixed: dict[str, Any] = {"min_tokens": 0, "write_back": "inline", "guard_share": 0.0, "session_cache": False}
     config = BlendConfig(recompute_ratio=0.15, **fixed, **given)
     with BlendEngine.from_pretrained(
         parsed.model or DEFAULT_MODEL,

@@ -13,7 +13,7 @@ Nothing is imported here, so that the command line stays light.
 ``reading``                 one file parsed in a process of its own, within limits
 ``asking``, ``comparing``   a question as a prompt, its report, and every method side by side
 ``chatting``                conversations through the LangChain chat model
-``line``                    the bounded, fair queue in front of the model
+``admission_queue``         the bounded, fair queue in front of the model
 ``streams``                 server-sent events, and clients that go away
 ``gatekeeping``             sizes, hosts, origins and headers, before anything else runs
 ``problems``                errors as answers

@@ -16,18 +16,18 @@ import anyio
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.engine.streaming import TextStream
 
-__all__ = ["Line", "Turn"]
+__all__ = ["AdmissionQueue", "Slot"]
 
 _T = TypeVar("_T")
 # Weight of the newest request in the mean time of one.
 _NEWEST = 0.2
 
 
-class Turn:
+class Slot:
     """A place at the model, or all of them; leaving ends what still runs there and lets the next one in."""
 
-    def __init__(self, line: Line, tenant: str, places: int) -> None:
-        self._line, self._tenant, self._places = line, tenant, places
+    def __init__(self, line: AdmissionQueue, tenant: str, places: int) -> None:
+        self._queue, self._tenant, self._places = line, tenant, places
         self._streams: list[TextStream] = []
         self._threads: list[asyncio.Future[Any]] = []
         self._began = time.monotonic()
@@ -55,7 +55,7 @@ class Turn:
                 for stream in self._streams:
                     await asyncio.to_thread(stream.close)
             finally:
-                self._line.passed_on(time.monotonic() - self._began, self._places)
+                self._queue.passed_on(time.monotonic() - self._began, self._places)
 
     async def give_way(self) -> bool:
         """Let all who wait go first, and come back; whether anybody waited.
@@ -65,14 +65,14 @@ class Turn:
         Problem
             503 if that took too long; the place is lost then.
         """
-        if self._left or not self._line.waiting:
+        if self._left or not self._queue.waiting:
             return False
         await self.leave()
-        await self._line.place(self._tenant, self._places)
+        await self._queue.place(self._tenant, self._places)
         self._began, self._left = time.monotonic(), False
         return True
 
-    async def __aenter__(self) -> Turn:
+    async def __aenter__(self) -> Slot:
         return self
 
     async def __aexit__(
@@ -89,7 +89,7 @@ class _Waiting:
     places: int
 
 
-class Line:
+class AdmissionQueue:
     """First come, first served within a tenant; tenants take turns.
 
     Parameters
@@ -119,7 +119,7 @@ class Line:
         """Seconds after which there will probably be room again."""
         return max(1, min(300, math.ceil(self._mean * (self.waiting + 1) / self._places)))
 
-    async def turn(self, tenant: str, *, alone: bool = False) -> Turn:
+    async def slot(self, tenant: str, *, alone: bool = False) -> Slot:
         """Wait for a place.
 
         Parameters
@@ -139,7 +139,7 @@ class Line:
                 429, "busy", "too many requests wait already; try again later", retry_after=self.retry_after()
             )
         await self.place(tenant, places)
-        return Turn(self, tenant, places)
+        return Slot(self, tenant, places)
 
     async def place(self, tenant: str, places: int) -> None:
         """Wait for so many places behind all of this tenant's who wait, however many they are.

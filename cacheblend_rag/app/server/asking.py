@@ -75,12 +75,12 @@ def report_of(engine: BlendEngine, prompt: Prompt, answer: Generation) -> dict[s
     report, seconds, split = answer.report, answer.report.seconds, engine.tokenize(prompt)
     chunks = [
         {
-            "hit": bool(medium),
-            "device": medium or None,
+            "hit": bool(tier),
+            "device": tier or None,
             "bytes": engine.estimate_bytes([text]),
             "tokens": len(span),
         }
-        for medium, text, span in zip(report.chunk_media, prompt.chunks, split.chunks, strict=True)
+        for tier, text, span in zip(report.chunk_tiers, prompt.chunks, split.chunks, strict=True)
     ]
     return {
         "ttft_s": report.ttft,

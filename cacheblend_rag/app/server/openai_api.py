@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 from fastapi import APIRouter, Depends, Request
 
-from cacheblend_rag.app.server.admission_queue import Turn
+from cacheblend_rag.app.server.admission_queue import Slot
 from cacheblend_rag.app.server.chatting import Conversation, ServedChat
 from cacheblend_rag.app.server.openai_models import ChatBody, CompletionBody, EmbeddingBody, Sampling, document_texts
 from cacheblend_rag.app.server.problems import Problem, noted_problem
@@ -22,7 +22,7 @@ from cacheblend_rag.app.server.streams import EventStream, event, unless_gone
 from cacheblend_rag.engine.engine import DecodeArguments
 from cacheblend_rag.langchain.tools import call_chunks
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.matching import notice
+from cacheblend_rag.prompt.matching import match_chunks
 from cacheblend_rag.report import BlendReport, Generation
 
 __all__ = ["router"]
@@ -58,8 +58,8 @@ async def embeddings(here: Here, request: Request, body: EmbeddingBody) -> dict[
     texts = [body.input] if isinstance(body.input, str) else body.input
     if sum(map(len, texts)) > service.limits.prompt_chars:
         raise Problem(413, "too_long", f"all texts may have {service.limits.prompt_chars:,} characters", field="input")
-    async with await unless_gone(request, service.line.turn(here.tenant.name)) as turn:
-        vectors = await turn.in_thread(service.embeddings.embed_documents, texts)
+    async with await unless_gone(request, service.queue.slot(here.tenant.name)) as slot:
+        vectors = await slot.in_thread(service.embeddings.embed_documents, texts)
     tokens = await asyncio.to_thread(service.embedder_tokens, texts)
     data = [
         {"object": "embedding", "index": number, "embedding": _encoded(vector, body.encoding_format)}
@@ -74,11 +74,11 @@ async def completions(here: Here, request: Request, body: CompletionBody) -> Any
     """Go on with a text. Chunks stand between separators in it, or come as ``documents`` before it."""
     work = _Completion(here, body)
     prompts = await asyncio.to_thread(work.prompts)
-    turn = await unless_gone(request, here.service.line.turn(here.tenant.name))
+    slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
     if body.stream:
-        return EventStream(work.events(prompts, turn), turn, here.service.longest)
-    async with turn:
-        return await unless_gone(request, work.whole(prompts, turn))
+        return EventStream(work.events(prompts, slot), slot, here.service.longest)
+    async with slot:
+        return await unless_gone(request, work.whole(prompts, slot))
 
 
 @router.post("/chat/completions", responses=_STREAMED, response_model=None)
@@ -86,11 +86,11 @@ async def chat(here: Here, request: Request, body: ChatBody) -> Any:
     """Answer a conversation. ``documents`` stand in its system message."""
     work = _Chat(here, body)
     conversation = await asyncio.to_thread(work.begin)
-    turn = await unless_gone(request, here.service.line.turn(here.tenant.name))
-    turn.holds(conversation.stream)
+    slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
+    slot.holds(conversation.stream)
     if body.stream:
-        return EventStream(work.events(conversation), turn, here.service.longest)
-    async with turn:
+        return EventStream(work.events(conversation), slot, here.service.longest)
+    async with slot:
         return await unless_gone(request, work.whole(conversation))
 
 
@@ -139,7 +139,7 @@ class _Work:
 
     def closing(self) -> dict[str, Any]:
         """Usage, and how the answers came about."""
-        return {"usage": _usage(self._reports), "cacheblend": [_told(one) for one in self._reports]}
+        return {"usage": _usage(self._reports), "cacheblend": [_mask_here(one) for one in self._reports]}
 
     async def guarded(self, pieces: AsyncIterator[str]) -> AsyncIterator[str]:
         """A stream with its end; an error becomes its last event."""
@@ -174,30 +174,30 @@ class _Completion(_Work):
     def _prompt(self, text: str) -> Prompt:
         if self.documents:
             return Prompt(chunks=self.documents, suffix=text)
-        return notice(text, self.here.tenant.known, self.engine.config.text_separator)
+        return match_chunks(text, self.here.tenant.known, self.engine.config.text_separator)
 
-    def _open(self, prompt: Prompt, turn: Turn) -> Any:
+    def _open(self, prompt: Prompt, slot: Slot) -> Any:
         timeout = self.here.service.limits.answer_seconds
-        return turn.holds(self.engine.stream(prompt, timeout=timeout, **self.arguments(self._most)))
+        return slot.holds(self.engine.stream(prompt, timeout=timeout, **self.arguments(self._most)))
 
-    def events(self, prompts: list[Prompt], turn: Turn) -> AsyncIterator[str]:
+    def events(self, prompts: list[Prompt], slot: Slot) -> AsyncIterator[str]:
         """The texts as they are made, one after the other."""
-        return self.guarded(self._pieces(prompts, turn))
+        return self.guarded(self._pieces(prompts, slot))
 
-    async def _pieces(self, prompts: list[Prompt], turn: Turn) -> AsyncIterator[str]:
+    async def _pieces(self, prompts: list[Prompt], slot: Slot) -> AsyncIterator[str]:
         for number, prompt in enumerate(prompts):
-            stream = self._open(prompt, turn)
+            stream = self._open(prompt, slot)
             async for piece in stream:
                 yield event(None, self.frame([_text_choice(number, piece, None)], chunk=True))
             self.count(stream.result)
             reason = stream.result.report.finish_reason
             yield event(None, self.frame([_text_choice(number, "", reason)], chunk=True))
 
-    async def whole(self, prompts: list[Prompt], turn: Turn) -> dict[str, Any]:
+    async def whole(self, prompts: list[Prompt], slot: Slot) -> dict[str, Any]:
         """All texts at once."""
         choices = []
         for number, prompt in enumerate(prompts):
-            answer = await self._open(prompt, turn).acomplete()
+            answer = await self._open(prompt, slot).acomplete()
             self.count(answer)
             choices.append(_text_choice(number, answer.text, answer.report.finish_reason))
         return {**self.frame(choices), **self.closing()}
@@ -295,7 +295,7 @@ def _usage(reports: list[BlendReport]) -> dict[str, Any]:
     }
 
 
-def _told(report: BlendReport) -> dict[str, Any]:
+def _mask_here(report: BlendReport) -> dict[str, Any]:
     return {
         "ttft_s": report.ttft,
         "hits": report.hits,

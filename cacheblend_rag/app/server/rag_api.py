@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, File, Request, Response, UploadFile
 from fastapi.responses import StreamingResponse
 
-from cacheblend_rag.app.server.admission_queue import Turn
+from cacheblend_rag.app.server.admission_queue import Slot
 from cacheblend_rag.app.server.asking import report_of, rule_name
 from cacheblend_rag.app.server.comparing import compare_all
 from cacheblend_rag.app.server.ingestion import Incoming, Job
@@ -119,8 +119,8 @@ async def create_collection(here: Here, body: NewCollection) -> CollectionInfo:
 async def delete_collection(here: Here, request: Request, id: str) -> Response:
     """Delete a collection, its documents and their KV."""
     here.own(id)
-    async with await unless_gone(request, here.service.line.turn(here.tenant.name, alone=True)) as turn:
-        await turn.in_thread(here.library.delete, id)
+    async with await unless_gone(request, here.service.queue.slot(here.tenant.name, alone=True)) as slot:
+        await slot.in_thread(here.library.delete, id)
     return Response(status_code=204)
 
 
@@ -212,8 +212,8 @@ async def delete_document(here: Here, request: Request, id: str, document: str) 
     collection = here.own(id)
     if not await asyncio.to_thread(here.service.ingestion.dismiss, collection, document):
         # Alone, for an answer under way would store the KV of what is deleted again.
-        async with await unless_gone(request, here.service.line.turn(here.tenant.name, alone=True)) as turn:
-            await turn.in_thread(collection.remove, document)
+        async with await unless_gone(request, here.service.queue.slot(here.tenant.name, alone=True)) as slot:
+            await slot.in_thread(collection.remove, document)
     return Response(status_code=204)
 
 
@@ -233,8 +233,8 @@ async def search(here: Here, request: Request, id: str, body: SearchBody) -> lis
     """The passages nearest to a question."""
     collection = here.collection(id)
     _check_question(here, body.query, "query")
-    async with await unless_gone(request, here.service.line.turn(here.tenant.name)) as turn:
-        found = await turn.in_thread(collection.search, body.query, body.k)
+    async with await unless_gone(request, here.service.queue.slot(here.tenant.name)) as slot:
+        found = await slot.in_thread(collection.search, body.query, body.k)
     return [FoundChunk(**asdict(one)) for one in found]
 
 
@@ -253,31 +253,31 @@ async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
     collection = here.collection(id)
     _check_question(here, body.question, "question")
     engine = _engine(here, collection, body)
-    turn = await unless_gone(request, here.service.line.turn(here.tenant.name))
-    asked = _Asked(here, collection, engine, body, turn)
+    slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
+    asked = _Asked(here, collection, engine, body, slot)
     if body.stream:
-        return EventStream(_to_the_end(asked.events()), turn, here.service.longest)
-    async with turn:
+        return EventStream(_to_the_end(asked.events()), slot, here.service.longest)
+    async with slot:
         return await unless_gone(request, asked.whole())
 
 
 class _Asked:
     """One question on its way."""
 
-    def __init__(self, here: Session, collection: Collection, engine: BlendEngine, body: AskBody, turn: Turn) -> None:
-        self._here, self._collection, self._engine, self._body, self._turn = here, collection, engine, body, turn
+    def __init__(self, here: Session, collection: Collection, engine: BlendEngine, body: AskBody, slot: Slot) -> None:
+        self._here, self._collection, self._engine, self._body, self._slot = here, collection, engine, body, slot
 
     async def _begin(self) -> tuple[list[Found], Prompt, TextStream]:
         service = self._here.service
         most = service.answer_tokens(self._body.max_tokens)
-        found, prompt = await _retrieved(service, self._collection, self._body, self._turn, most)
+        found, prompt = await _retrieved(service, self._collection, self._body, self._slot, most)
         timeout = service.limits.answer_seconds
         stream = self._engine.stream(prompt, timeout=timeout, max_new_tokens=most, temperature=0.0)
-        return found, prompt, self._turn.holds(stream)
+        return found, prompt, self._slot.holds(stream)
 
     async def _report(self, prompt: Prompt, answer: Generation) -> dict[str, Any]:
         self._here.service.metrics.answered(answer.report)
-        await self._turn.leave()  # the model is not needed for what follows
+        await self._slot.leave()  # the model is not needed for what follows
         return await asyncio.to_thread(report_of, self._engine, prompt, answer)
 
     async def events(self) -> AsyncIterator[str]:
@@ -316,19 +316,19 @@ async def compare(here: Here, request: Request, id: str, body: CompareBody) -> E
     collection, service = here.collection(id), here.service
     _check_question(here, body.question, "question")
     engine = _engine(here, collection, body)
-    turn = await unless_gone(request, service.line.turn(here.tenant.name, alone=True))
+    slot = await unless_gone(request, service.queue.slot(here.tenant.name, alone=True))
 
     async def rows() -> AsyncIterator[str]:
         most = service.answer_tokens(None)
-        found, prompt = await _retrieved(service, collection, body, turn, most)
+        found, prompt = await _retrieved(service, collection, body, slot, most)
         compared = compare_all(engine, prompt, most, service.limits.answer_seconds)
-        while (known := await turn.in_thread(next, compared, None)) is not None:
+        while (known := await slot.in_thread(next, compared, None)) is not None:
             for row in known:
                 yield event("row", row)
-            if await turn.give_way():  # nobody waits for more than one pass of one method
+            if await slot.give_way():  # nobody waits for more than one pass of one method
                 await asyncio.to_thread(_check_there, here, id, found)
 
-    return EventStream(_to_the_end(rows()), turn, service.longest)
+    return EventStream(_to_the_end(rows()), slot, service.longest)
 
 
 def _check_there(here: Session, id: str, found: list[Found]) -> None:
@@ -345,10 +345,10 @@ def _check_there(here: Session, id: str, found: list[Found]) -> None:
 
 
 async def _retrieved(
-    service: Service, collection: Collection, body: CompareBody, turn: Turn, most: int
+    service: Service, collection: Collection, body: CompareBody, slot: Slot, most: int
 ) -> tuple[list[Found], Prompt]:
     """The passages that a question is answered from, and the prompt of both; it has room for so many tokens more."""
-    found = await turn.in_thread(collection.search, body.question, body.k)
+    found = await slot.in_thread(collection.search, body.question, body.k)
     prompt = service.asking.ask(body.question, [one.text for one in found])
     prompt = await asyncio.to_thread(service.check_length, prompt, most)
     return found[: len(prompt.chunks)], prompt
@@ -373,7 +373,7 @@ def _engine(here: Session, collection: Collection, body: CompareBody) -> BlendEn
 
 def _usable(engine: BlendEngine) -> list[str]:
     """Rules that a request may name: one looks at queries, which must be stored."""
-    return [name for name in RULES if name != "foreseen" or engine.query_layers]
+    return [name for name in RULES if name != "predicted" or engine.query_layers]
 
 
 def _check_question(here: Session, text: str, field: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from cacheblend_rag.app.collection import ARTICLES_PATH, manual_path
 from cacheblend_rag.app.folder_rag import FolderRAG
-from cacheblend_rag.app.server.admission_queue import Line
+from cacheblend_rag.app.server.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.asking import QuestionPrompt
 from cacheblend_rag.app.server.ingestion import Ingestion
 from cacheblend_rag.app.server.library import BaseCollection, Collection, Library, OwnCollection
@@ -81,8 +81,8 @@ class Service:
         self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
         self._making = threading.Lock()
         self.sessions = {name: Session(self, self._tenant(name)) for name in self.keys.names}
-        self.line = Line(concurrent, self.limits.queue, self.limits.queue_seconds)
-        self.metrics = Metrics(lambda: self.line.waiting, lambda: self.line.served, self.store_stats)
+        self.queue = AdmissionQueue(concurrent, self.limits.queue, self.limits.queue_seconds)
+        self.metrics = Metrics(lambda: self.queue.waiting, lambda: self.queue.served, self.store_stats)
         self.ingestion = Ingestion(self.limits, self.metrics)
         self.ingestion.warm_base(self.engine, self.base.texts())
 

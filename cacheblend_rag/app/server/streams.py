@@ -11,7 +11,7 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from cacheblend_rag.app.server.admission_queue import Turn
+from cacheblend_rag.app.server.admission_queue import Slot
 from cacheblend_rag.app.server.problems import Problem
 
 __all__ = ["EventStream", "event", "unless_gone"]
@@ -32,7 +32,7 @@ class EventStream(StreamingResponse):
     ----------
     events : async iterator of str
         What `event` made.
-    turn : Turn, optional
+    slot : Slot, optional
         The place; left also if the client goes before the first event.
     longest : float, optional
         Seconds after which the stream is cut: a client that does not read must not keep its place.
@@ -40,9 +40,9 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], turn: Turn | None = None, longest: float | None = None) -> None:
+    def __init__(self, events: AsyncIterator[str], slot: Slot | None = None, longest: float | None = None) -> None:
         super().__init__(events, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        self._turn, self._longest, self._complete = turn, longest, False
+        self._slot, self._longest, self._complete = slot, longest, False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events; the client's leaving cancels what makes them."""
@@ -54,8 +54,8 @@ class EventStream(StreamingResponse):
         finally:
             if not self._complete:
                 scope.setdefault("state", {})["gone"] = True
-            if self._turn is not None:
-                await self._turn.leave()
+            if self._slot is not None:
+                await self._slot.leave()
 
     async def stream_response(self, send: Send) -> None:
         """See `StreamingResponse.stream_response`."""

@@ -56,7 +56,7 @@ def cost_of(adapter: ModelAdapter, tokens: int, done: Prefilled) -> Cost:
     if done.report is not None:
         report = done.report
         chunks = report.reused_tokens - report.prefix_tokens * report.prefix_hit
-        queries = report.looked_layers * kv_layers_for(adapter.heads, adapter.kv_heads) / adapter.num_layers
+        queries = report.queried_layers * kv_layers_for(adapter.heads, adapter.kv_heads) / adapter.num_layers
         return Cost(report.work, round((report.reused_tokens + chunks * queries) * token_bytes(adapter)))
     computed = tuple(torch.arange(tokens - rows, tokens) for rows in done.computed)
     return Cost(work_share(adapter.shape, tokens, RowsDone(computed)))

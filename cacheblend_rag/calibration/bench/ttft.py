@@ -41,7 +41,7 @@ from cacheblend_rag.store import KVStore, MemoryStore
 __all__ = ["KV_PLACES", "METHODS", "Others", "TTFTOptions", "measure", "show", "told"]
 
 FULL, PREFIX, REUSE, _ = WAYS
-METHODS = ("full", "prefix", "reuse", "hkvd-v", "hkvd-k", "gradual-30", "gradual-50", "foreseen", "default", "cold")
+METHODS = ("full", "prefix", "reuse", "hkvd-v", "hkvd-k", "gradual-30", "gradual-50", "predicted", "default", "cold")
 KV_PLACES = ("disk", "memory", "gpu")
 _SCHEDULES = {"gradual-30": (0.3, 0.03), "gradual-50": (0.5, 0.4, 0.3, 0.05)}
 _FLAT = {"selection": "hkvd", "check_layers": (1,), "recompute_ratios": ()}
@@ -158,7 +158,7 @@ def _warm(options: TTFTOptions, others: Others | None) -> Iterator[_Bench]:
 
 def _asked(options: TTFTOptions, model: Any) -> tuple[int, ...]:
     """Layers whose queries are stored: one at a third of the depth, if a method looks at them."""
-    return (int(model.config.num_hidden_layers) // 3,) if "foreseen" in options.methods else ()
+    return (int(model.config.num_hidden_layers) // 3,) if "predicted" in options.methods else ()
 
 
 def _store(place: str, folder: Path, model: Any) -> KVStore | str:
@@ -193,8 +193,9 @@ def _rules(options: TTFTOptions) -> dict[str, dict[str, Any]]:
         wanted[f"hkvd-{metric}"] = [
             (f"hkvd {metric.upper()} {100 * ratio:g}%", flat | {"recompute_ratio": ratio}) for ratio in options.ratios
         ]
-    wanted["foreseen"] = [
-        (f"foreseen {100 * ratio:g}%", {"selection": "foreseen", "recompute_ratio": ratio}) for ratio in options.ratios
+    wanted["predicted"] = [
+        (f"predicted {100 * ratio:g}%", {"selection": "predicted", "recompute_ratio": ratio})
+        for ratio in options.ratios
     ]
     for name, ratios in _SCHEDULES.items():
         title = "gradual " + ", ".join(f"{100 * ratio:g}" for ratio in ratios) + "%"

@@ -33,8 +33,8 @@ _PARSED: dict[str, Callable[[str], Any]] = {
     "metric": str,
     "bound": float,
     "lowest_ratio": float,
-    "following": int,
-    "samples": int,
+    "dilation": int,
+    "anchor_tokens": int,
     "seed": int,
 }
 

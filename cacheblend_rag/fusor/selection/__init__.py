@@ -13,7 +13,7 @@ from cacheblend_rag.fusor.selection.gradual import SelectGradual
 from cacheblend_rag.fusor.selection.hkvd import SelectHKVD
 from cacheblend_rag.fusor.selection.mixed import SelectMixed
 from cacheblend_rag.fusor.selection.none import SelectNone
-from cacheblend_rag.fusor.selection.predicted_shift import SelectForeseen
+from cacheblend_rag.fusor.selection.predicted_shift import SelectPredicted
 from cacheblend_rag.fusor.selection.query import SelectQuery
 from cacheblend_rag.fusor.selection.random import SelectRandom
 from cacheblend_rag.fusor.selection.threshold import SelectThreshold
@@ -26,11 +26,11 @@ __all__ = [
     "Measure",
     "SelectAll",
     "SelectBoundary",
-    "SelectForeseen",
     "SelectGradual",
     "SelectHKVD",
     "SelectMixed",
     "SelectNone",
+    "SelectPredicted",
     "SelectQuery",
     "SelectRandom",
     "SelectThreshold",
@@ -47,7 +47,7 @@ RULES: dict[str, type[SelectionRule]] = {
     "threshold": SelectThreshold,
     "boundary": SelectBoundary,
     "query": SelectQuery,
-    "foreseen": SelectForeseen,
+    "predicted": SelectPredicted,
     "mixed": SelectMixed,
     "random": SelectRandom,
     "none": SelectNone,

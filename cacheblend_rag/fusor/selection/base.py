@@ -46,11 +46,11 @@ class StartView:
         How much the question attends to each: mean over heads, over the question's rows and over
         the rule's `SelectionRule.score_layers`, keys at their final positions and nothing
         recomputed but what is always computed. None if the rule scores no layers.
-    foreseen : Tensor or None, [candidates], float32
-        How far attention moves once each sees other chunks, foreseen from its stored query on the rule's
-        `SelectionRule.query_layers`; see `Foreseen`. None if the rule names none.
+    predicted : Tensor or None, [candidates], float32
+        How far attention moves once each sees other chunks, predicted from its stored query on the rule's
+        `SelectionRule.query_layers`; see `PredictedShift`. None if the rule names none.
     sampled : Tensor or None, [candidates], bool
-        Those that are to tell what the rest of their chunk deviates by; see `SelectionRule.samples`. None if the
+        Those that are to tell what the rest of their chunk deviates by; see `SelectionRule.anchor_tokens`. None if the
         rule wants none.
     """
 
@@ -58,7 +58,7 @@ class StartView:
     offsets: torch.Tensor
     reused_tokens: int
     attention: torch.Tensor | None = None
-    foreseen: torch.Tensor | None = None
+    predicted: torch.Tensor | None = None
     sampled: torch.Tensor | None = None
 
 
@@ -68,7 +68,7 @@ class LayerView(StartView):
 
     Parameters
     ----------
-    positions, offsets, reused_tokens, attention, foreseen, sampled
+    positions, offsets, reused_tokens, attention, predicted, sampled
         As in `StartView`.
     layer : int
         Number of the layer.
@@ -118,8 +118,8 @@ class SelectionRule(ABC):
         return ()
 
     @property
-    def samples(self) -> int:
-        """How many rows of a chunk that moves as a whole are to tell what its other rows deviate by (`Correction`)."""
+    def anchor_tokens(self) -> int:
+        """How many rows of a chunk that moves as a whole show what its other rows deviate by (`DriftCorrection`)."""
         return 0
 
     def begin(self, view: StartView) -> torch.Tensor:

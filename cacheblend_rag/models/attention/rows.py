@@ -37,8 +37,8 @@ __all__ = [
     "by_position",
     "in_blocks",
     "row_attention",
-    "telling",
     "use_row_attention",
+    "with_mask",
 ]
 
 ROW_ATTENTION = "cacheblend_rag_rows"
@@ -135,17 +135,17 @@ class Apart:
 
 
 # A decoder layer hands one tensor on as its mask; what else attention should know goes beside it.
-_told: ContextVar[RowMask | Apart | None] = ContextVar("_told", default=None)
+_mask_here: ContextVar[RowMask | Apart | None] = ContextVar("_mask_here", default=None)
 
 
 @contextmanager
-def telling(what: RowMask | Apart | None) -> Iterator[None]:
+def with_mask(what: RowMask | Apart | None) -> Iterator[None]:
     """Within this, `row_attention` is told more than the layers that call it hand on."""
-    token = _told.set(what)
+    token = _mask_here.set(what)
     try:
         yield
     finally:
-        _told.reset(token)
+        _mask_here.reset(token)
 
 
 # What transformers hands to attention functions that can do with it: soft caps, attention sinks, learned biases.
@@ -174,10 +174,10 @@ def row_attention(
     ----------
     query : Tensor, [batch, heads, rows, head_dim]
     key, value : Tensor, [batch, kv_heads, tokens, head_dim]
-        Within `telling` of an `Apart`, each row of a batch sees the keys and values there in their place.
+        Within `with_mask` of an `Apart`, each row of a batch sees the keys and values there in their place.
     attention_mask : Tensor or None, [1, 1, rows, tokens]
         Added to the scores. Without one the rows are the last positions, and each sees itself and
-        all before it. Within `telling` of the `RowMask` it belongs to, its other forms are used.
+        all before it. Within `with_mask` of the `RowMask` it belongs to, its other forms are used.
 
     Returns
     -------
@@ -191,7 +191,7 @@ def row_attention(
     lacking = [name for name in _NOT_FUSED if others.get(name) is not None]
     if lacking:
         raise ValueError(f"fused attention lacks {lacking[0]!r}; load the model with attn_implementation='eager'")
-    told = _told.get()
+    told = _mask_here.get()
     if isinstance(told, Apart):
         return _attend_apart(query, told.seen, scaling), None
     if attention_mask is None:

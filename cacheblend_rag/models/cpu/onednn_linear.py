@@ -17,7 +17,7 @@ from torch import nn
 
 from cacheblend_rag.config import ENV_PREFIX
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.models.modules import OneForEach, StandIn, StandIns, is_compiled
+from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides, OneForEach, is_compiled
 
 __all__ = ["DirectProducts", "direct_products", "multiplies_directly", "onednn_product", "prefers_onednn"]
 
@@ -37,7 +37,7 @@ def multiplies_directly(model: nn.Module, layers: Iterable[nn.Linear]) -> bool:
     return some and not is_compiled(model) and prefers_onednn()
 
 
-class DirectProducts(StandIns["_Forward"]):
+class DirectProducts(ForwardOverrides["_Forward"]):
     """The linear layers of a model, to multiply by oneDNN for a while.
 
     Parameters
@@ -49,7 +49,7 @@ class DirectProducts(StandIns["_Forward"]):
         super().__init__(map(_Forward, layers))
 
 
-class _Forward(StandIn):
+class _Forward(ForwardOverride):
     """Multiplies by oneDNN; all that is not a plain product of some size is computed as ever."""
 
     __slots__ = ()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cacheblend_rag.models.modules import OneForEach, StandIn, StandIns
+from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides, OneForEach
 
 __all__ = ["computed_in_blocks", "row_by_row"]
 
@@ -38,7 +38,7 @@ def _ordinary(part: nn.Module) -> bool:
     return norm and not isinstance(part, nn.ModuleList | nn.modules.batchnorm._BatchNorm)
 
 
-class _InBlocks(StandIn):
+class _InBlocks(ForwardOverride):
     """Computes block by block; whatever is not plainly rows is left to the module's own ``forward``."""
 
     __slots__ = ()
@@ -59,5 +59,5 @@ class _InBlocks(StandIn):
         return out
 
 
-computed_in_blocks = OneForEach[StandIns[_InBlocks]](lambda modules: StandIns(map(_InBlocks, modules)))
-"""Lets modules of a model compute many rows block by block while `StandIns.in_use`."""
+computed_in_blocks = OneForEach[ForwardOverrides[_InBlocks]](lambda modules: ForwardOverrides(map(_InBlocks, modules)))
+"""Lets modules of a model compute many rows block by block while `ForwardOverrides.in_use`."""

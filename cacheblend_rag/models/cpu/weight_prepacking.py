@@ -22,7 +22,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.cpu.onednn_linear import direct_products, multiplies_directly, onednn_product
 from cacheblend_rag.models.loading import in_hardware
 from cacheblend_rag.models.memory import total_memory
-from cacheblend_rag.models.modules import StandIn, StandIns, is_compiled
+from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides, is_compiled
 
 __all__ = ["Packing", "packed_products"]
 
@@ -156,7 +156,7 @@ class _Copy:
     width: int
 
 
-class _Forward(StandIn):
+class _Forward(ForwardOverride):
     """Multiplies by a linear layer's packed weight; all that it does not know is computed plainly."""
 
     __slots__ = ("_trouble", "copy", "seen")
@@ -206,7 +206,7 @@ class _Trouble:
             _log.warning("weights are not packed any more, products are plain: %s", error)
 
 
-class _PackedWeights(StandIns[_Forward]):
+class _PackedWeights(ForwardOverrides[_Forward]):
     """Packed copies of the linear weights of one model."""
 
     def __init__(self, layers: Iterable[nn.Linear]) -> None:

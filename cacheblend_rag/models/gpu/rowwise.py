@@ -105,7 +105,7 @@ def _place_rows(
 
 
 @triton.jit
-def _gate(gates, ups, out, count, BLOCK: tl.constexpr):
+def _scheduler(gates, ups, out, count, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     x = tl.load(gates + at, mask=inside, other=0.0)
@@ -240,7 +240,7 @@ def place_rows(
 def gate(gates: torch.Tensor, ups: torch.Tensor) -> torch.Tensor:
     """``silu(gates) * ups``, without gaps."""
     out, block = torch.empty_like(gates), 1024
-    _gate[(triton.cdiv(gates.numel(), block),)](gates, ups, out, gates.numel(), BLOCK=block, num_warps=4)
+    _scheduler[(triton.cdiv(gates.numel(), block),)](gates, ups, out, gates.numel(), BLOCK=block, num_warps=4)
     return out
 
 

@@ -21,12 +21,12 @@ from cacheblend_rag.calibration.bench.benching import machine, table
 from cacheblend_rag.calibration.evaluation.statistics import interval
 from cacheblend_rag.fusor.selection import (
     SelectBoundary,
-    SelectForeseen,
     SelectGradual,
     SelectHKVD,
     SelectionRule,
     SelectMixed,
     SelectNone,
+    SelectPredicted,
     SelectQuery,
     SelectRandom,
     SelectThreshold,
@@ -63,7 +63,7 @@ def rules(check: int, scored: int) -> dict[str, list[_Make]]:
         "threshold k": lambda ratio: SelectThreshold((check,), ratio, metric="k", bound=0.0),
         "boundary": SelectBoundary,
         "query": lambda ratio: SelectQuery(ratio, (scored,)),
-        "foreseen": lambda ratio: SelectForeseen(ratio, (check - 1,)),
+        "predicted": lambda ratio: SelectPredicted(ratio, (check - 1,)),
         "mixed k": lambda ratio: SelectMixed((check,), ratio, metric="k", score_layers=(scored,)),
     }
     draws: list[_Make] = [lambda ratio, seed=seed: SelectRandom(ratio, seed=seed) for seed in range(_DRAWS)]  # type: ignore[misc]

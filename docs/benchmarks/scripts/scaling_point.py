@@ -112,7 +112,7 @@ def _blend(model: Any, tokenizer: Any, prompt: Prompt, options: PointOptions) ->
                 ended = time.perf_counter()
             seconds.append(ended - started)
             behind.append(ended - entered[0])
-            told = _told(adapter, fused)
+            told = _mask_here(adapter, fused)
             del fused  # two prompts' KV at a time would count as one's
         return told | {
             "seconds": seconds,
@@ -122,7 +122,7 @@ def _blend(model: Any, tokenizer: Any, prompt: Prompt, options: PointOptions) ->
         }
 
 
-def _told(adapter: ModelAdapter, fused: FusedKV) -> dict[str, Any]:
+def _mask_here(adapter: ModelAdapter, fused: FusedKV) -> dict[str, Any]:
     report, shape = fused.report, adapter.shape
     return {
         "tokens": report.prompt_tokens,

@@ -30,7 +30,7 @@ class ThrottledStore(WrappedStore):
 
     def __init__(self, inner: KVStore, throughput: float) -> None:
         super().__init__(inner)
-        self.medium, self.persistent, self.tiers = "throttled", True, ()
+        self.tier, self.persistent, self.tiers = "throttled", True, ()
         self.throughput = throughput
         self.read_bytes = 0
         self._device = threading.Lock()
@@ -55,7 +55,7 @@ class ThrottledStore(WrappedStore):
 class _ThrottledRecord:
     def __init__(self, store: ThrottledStore, inner: StoredKV) -> None:
         self._store, self._inner = store, inner
-        self.info, self.medium = inner.info, store.medium
+        self.info, self.tier = inner.info, store.tier
 
     def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         found: tuple[torch.Tensor, torch.Tensor] = self._delayed(lambda: self._inner.read_layer(layer))

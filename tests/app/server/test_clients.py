@@ -80,7 +80,7 @@ def test_a_stream_nobody_reads_any_more_ends_and_frees_its_place(server: Running
         pieces = answer.iter_text()  # dropping it would close the connection
         assert next(pieces).startswith("event: sources")
         until(lambda: slow.tokens > 0)
-    until(lambda: server.service.line.served == 0)
+    until(lambda: server.service.queue.served == 0)
     assert slow.tokens < 400
     until(lambda: gone(server) == before + 1)
 
@@ -96,7 +96,7 @@ def test_who_leaves_before_the_whole_answer_frees_its_place(
     body = {**body, "model": server.service.model_name} if "model" in body else body
     with client_of(server) as client, pytest.raises(httpx.ReadTimeout):
         client.post(path, json=body, timeout=httpx.Timeout(30, read=0.5))
-    until(lambda: server.service.line.served == 0)
+    until(lambda: server.service.queue.served == 0)
     assert 0 < slow.tokens < 400
     until(lambda: gone(server) == before + 1)
 
@@ -107,8 +107,8 @@ def test_who_leaves_the_queue_is_not_served(narrow: Running, slow: Slow) -> None
         next(pieces)
         with pytest.raises(httpx.ReadTimeout):
             client.post(ASK, json=QUESTION, timeout=httpx.Timeout(30, read=0.3))
-        until(lambda: narrow.service.line.waiting == 0)
-    until(lambda: narrow.service.line.served == 0)
+        until(lambda: narrow.service.queue.waiting == 0)
+    until(lambda: narrow.service.queue.served == 0)
 
 
 def test_too_many_are_told_to_come_again(narrow: Running, slow: Slow) -> None:
@@ -118,7 +118,7 @@ def test_too_many_are_told_to_come_again(narrow: Running, slow: Slow) -> None:
         waiting: list[httpx.Response] = []
         second = threading.Thread(target=lambda: waiting.append(client.post(ASK, json=QUESTION)))
         second.start()
-        until(lambda: narrow.service.line.waiting == 1)
+        until(lambda: narrow.service.queue.waiting == 1)
         third = client.post(ASK, json=QUESTION)
         assert third.status_code == 429
         assert int(third.headers["retry-after"]) >= 1
@@ -130,19 +130,19 @@ def test_too_many_are_told_to_come_again(narrow: Running, slow: Slow) -> None:
             other.completions.create(model=narrow.service.model_name, prompt="the")
         second.join()
         assert waiting[0].status_code == 503  # its patience ended first
-    until(lambda: narrow.service.line.served == 0)
+    until(lambda: narrow.service.queue.served == 0)
 
 
 def test_answers_come_side_by_side(server: Running, slow: Slow) -> None:
-    """Two streams are read in turn: neither waits for the other's end."""
+    """Two streams are read in slot: neither waits for the other's end."""
     with client_of(server) as client, ExitStack() as streams:
         answers = [streams.enter_context(client.stream("POST", ASK, json=QUESTION)) for _ in range(2)]
         pieces = [answer.iter_text() for answer in answers]
         for one in pieces:
             assert next(one).startswith("event: sources")
             assert "event: token" in next(one)
-        assert server.service.line.served == 2
-    until(lambda: server.service.line.served == 0)
+        assert server.service.queue.served == 2
+    until(lambda: server.service.queue.served == 0)
 
 
 def test_deleting_waits_for_answers_under_way(server: Running, slow: Slow) -> None:
@@ -156,11 +156,11 @@ def test_deleting_waits_for_answers_under_way(server: Running, slow: Slow) -> No
             gone: list[httpx.Response] = []
             deleting = threading.Thread(target=lambda: gone.append(client.delete(f"/api/collections/{mine}")))
             deleting.start()
-            until(lambda: server.service.line.waiting == 1)
+            until(lambda: server.service.queue.waiting == 1)
             assert not gone
         deleting.join(30)
         assert gone[0].status_code == 204
-    until(lambda: server.service.line.served == 0)
+    until(lambda: server.service.queue.served == 0)
 
 
 def test_an_answer_that_takes_too_long_ends(narrow: Running, slow: Slow) -> None:
@@ -170,7 +170,7 @@ def test_an_answer_that_takes_too_long_ends(narrow: Running, slow: Slow) -> None
         assert events[-2][1]["code"] == "timeout"
         whole = client.post(ASK, json={**QUESTION, "stream": False})
         assert whole.status_code == 504
-        until(lambda: narrow.service.line.served == 0)
+        until(lambda: narrow.service.queue.served == 0)
         slow.go.set()
         assert client.post(ASK, json={**QUESTION, "stream": False}).status_code == 200
 
@@ -184,7 +184,7 @@ async def test_many_clients_lose_nothing_and_are_served_alike(server: Running) -
     assert sum(report.served) == len(report.seconds) >= 32
     assert max(report.served) - min(report.served) <= 2
     assert report.memory[-1] < report.memory[0] + 100e6
-    until(lambda: (server.service.line.waiting, server.service.line.served) == (0, 0))
+    until(lambda: (server.service.queue.waiting, server.service.queue.served) == (0, 0))
 
 
 def test_what_happened_is_counted(server: Running) -> None:

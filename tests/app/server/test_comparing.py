@@ -94,7 +94,7 @@ def test_whoever_waits_is_let_in_after_one_pass(
             if number in (2, 7):  # another asks while this pass runs: one that answers, and one that is timed
                 body = {"query": "leaf", "k": 1}
                 asked.append(other.submit(client.post, "/api/collections/archive/search", json=body))
-                until(lambda: server.service.line.waiting == 1)
+                until(lambda: server.service.queue.waiting == 1)
 
         passes.before = before
         events = compare(client)
@@ -102,7 +102,7 @@ def test_whoever_waits_is_let_in_after_one_pass(
     assert done == ["search", 1, 2, "search", 3, 4, 5, 6, 7, "search", *range(8, 17)]
     assert events[-1] == ("done", {})
     assert events[-2][1]["rounds"] == ROUNDS
-    until(lambda: (server.service.line.waiting, server.service.line.served) == (0, 0))
+    until(lambda: (server.service.queue.waiting, server.service.queue.served) == (0, 0))
 
 
 @pytest.mark.parametrize("path", ["", "/documents/{document}"])
@@ -120,7 +120,7 @@ def test_passages_that_are_deleted_meanwhile_end_it_and_are_not_stored_again(
             if number == 6:
                 which = path.format(document=documents[0])
                 gone.append(other.submit(client.delete, f"/api/collections/{id}{which}"))
-                until(lambda: server.service.line.waiting == 1)
+                until(lambda: server.service.queue.waiting == 1)
 
         passes.before = before
         events = compare(client, id)
@@ -150,9 +150,9 @@ def test_a_client_that_goes_ends_it_after_the_pass_under_way(
         assert next(pieces).startswith("event: row")
         until(lambda: passes.count == 6)
     until(noticed.is_set)
-    assert server.service.line.served == 1  # its pass has not ended
+    assert server.service.queue.served == 1  # its pass has not ended
     go.set()
-    until(lambda: server.service.line.served == 0)
+    until(lambda: server.service.queue.served == 0)
     assert passes.count == 6
 
 

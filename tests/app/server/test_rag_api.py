@@ -91,7 +91,7 @@ def test_rule_and_ratio_are_the_requests_own(client: Any) -> None:
 def test_a_ratio_that_is_asked_for_is_not_the_most_but_the_share(
     named: dict[str, Any], model: Path, docs: Path, tmp_path: Path
 ) -> None:
-    rule = "foreseen" if named["selection_options"] else "threshold"  # which has a bound also if none is named
+    rule = "predicted" if named["selection_options"] else "threshold"  # which has a bound also if none is named
     options = {"selection": rule, "query_layers": (1,), **named}
     with TestClient(create_app(settings_for(model, docs, tmp_path, **options)), base_url=BASE) as client:
         settle(client.app.state.service)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""ChatCacheBlend: rendering, noticing inside messages, tool calls, usage."""
+"""ChatCacheBlend: rendering, chunks matched inside messages, tool calls, usage."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def scripted(chat: ChatCacheBlend, answer: str) -> ChatCacheBlend:
     return ChatCacheBlend.from_engine(chat.engine, max_new_tokens=120, logits_processor=[script])
 
 
-# Noticing -----------------------------------------------------------------------------------
+# Chunk matching ------------------------------------------------------------------------------
 
 
 def test_chunks_inside_a_message_hit_and_bos_stands_once(chat: ChatCacheBlend) -> None:

@@ -12,7 +12,7 @@ from langchain_classic.chains import create_retrieval_chain
 from langchain_classic.chains.combine_documents import create_stuff_documents_chain
 from langchain_core.documents import Document
 
-from cacheblend_rag.engine.scheduler import IdleGate
+from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
 from tests.integrations.langchain.models import Ended, FixedRetriever, passages, tiny_engine
 from tests.integrations.langchain.test_matrix import PROMPT
@@ -65,17 +65,17 @@ def test_threads_and_event_loops_do_not_cross(kind: Any) -> None:
 
 
 def test_requests_are_served_in_the_order_of_asking() -> None:
-    gate, order, threads = IdleGate(), list[int](), []
+    scheduler, order, threads = Scheduler(), list[int](), []
 
     def ask(number: int) -> None:
-        with gate:
+        with scheduler:
             order.append(number)
 
-    with gate:
+    with scheduler:
         for number in range(8):
             threads.append(threading.Thread(target=ask, args=(number,)))
             threads[-1].start()
-            while len(gate._line) <= number:
+            while len(scheduler._line) <= number:
                 pass
     for thread in threads:
         thread.join(10)

@@ -1,6 +1,6 @@
 """Unmodified chains in every mode: the model reads what the plain chain writes, and every retrieved chunk hits.
 
-Retrieval, noticing, prefill and blending are real. Where a step needs output that random weights
+Retrieval, chunk matching, prefill and blending are real. Where a step needs output that random weights
 cannot write (a tool call, a list of queries), a logits processor forces it.
 """
 

@@ -121,10 +121,10 @@ def test_what_a_run_found_wins_over_what_others_did() -> None:
     llm = CacheBlendLLM.from_engine(tiny_engine(), max_new_tokens=1)
     known_chunks.add([parent])
     prompt = f"Use:\n{parent}\n\nWhat fell?"
-    assert llm.notice(prompt).chunks == (parent,)
+    assert llm.match_chunks(prompt).chunks == (parent,)
     chain = RunnableLambda(lambda q: FixedRetriever(documents=DOCUMENTS[:2]).invoke(q)) | (lambda _: prompt) | llm
     chain.invoke("?")
-    assert llm.notice(prompt).chunks == (DOCUMENTS[0].page_content, DOCUMENTS[1].page_content)
+    assert llm.match_chunks(prompt).chunks == (DOCUMENTS[0].page_content, DOCUMENTS[1].page_content)
 
 
 def test_memory_is_bounded() -> None:

@@ -44,7 +44,7 @@ async def test_ten_turns_reuse_the_documents(engine: Any, mode: str) -> None:
 @pytest.mark.parametrize("mode", ["sync", "async", "stream", "astream"])
 async def test_each_turn_goes_on_from_the_one_before(mode: str) -> None:
     script = Script(tiny_parts()[1], lambda prompt: "Anna was born there.")
-    config = {"recompute_ratio": RATIO, "keep_final": True}
+    config = {"recompute_ratio": RATIO, "session_cache": True}
     llm = make_llm(True, config, logits_processor=[script], max_new_tokens=40)
     retriever = make_index(make_nodes(seed=81, words=40)).as_retriever(similarity_top_k=4)
     memory = ChatMemoryBuffer.from_defaults(token_limit=6000)
@@ -53,10 +53,10 @@ async def test_each_turn_goes_on_from_the_one_before(mode: str) -> None:
         for turn in range(TURNS):
             await say(chat, mode, f"{QUESTION} Turn {turn}.")
     first, *later = answers.infos
-    assert (first["hits"], first["misses"], first["continued_tokens"]) == (0, 4, 0)
+    assert (first["hits"], first["misses"], first["resumed_tokens"]) == (0, 4, 0)
     for before, info, event in zip(answers.infos, later, answers.events[1:], strict=False):
         assert (info["hits"], info["misses"]) == (4, 0)
         assert max(info["recomputed_tokens"]) == 0  # documents, earlier questions and answers: all of it is there
         # But for what merges at the seam between prompt and answer.
-        assert before["prompt_tokens"] - 3 <= info["continued_tokens"] < info["prompt_tokens"]
-        assert event.continued_tokens == info["continued_tokens"]
+        assert before["prompt_tokens"] - 3 <= info["resumed_tokens"] < info["prompt_tokens"]
+        assert event.resumed_tokens == info["resumed_tokens"]

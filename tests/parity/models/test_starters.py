@@ -40,9 +40,9 @@ WHEEL = "tiny_model-1.0-py3-none-any.whl"
 
 def wheel(path: Path, members: dict[str, bytes], marker: Path) -> bytes:
     """A package that would tell if it were imported."""
-    telling = f"open({str(marker)!r}, 'w')".encode()
+    with_mask = f"open({str(marker)!r}, 'w')".encode()
     info = "tiny_model-1.0.dist-info"
-    files = {"tiny_model/__init__.py": telling, **members}
+    files = {"tiny_model/__init__.py": with_mask, **members}
     files[f"{info}/METADATA"] = b"Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
     files[f"{info}/WHEEL"] = b"Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     files[f"{info}/RECORD"] = b""

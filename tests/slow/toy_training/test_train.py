@@ -288,7 +288,7 @@ def test_bare_comparisons_follow_from_the_numbers_before_them(tokenizer: Any) ->
             assert name.endswith(best) or best.endswith(name)
         counted = [at for at, weight in enumerate(sequence.weights) if weight >= ANSWER_WEIGHT]
         said = tokenizer.decode([sequence.ids[at] for at in counted])
-        # Numbers cannot be foreseen, and nothing is asked of them.
+        # Numbers cannot be predicted, and nothing is asked of them.
         assert not any(letter.isdigit() for letter in said)
         assert said.count(" so ") >= len(found)
     assert len(verdicts) == 8

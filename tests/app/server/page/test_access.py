@@ -59,8 +59,8 @@ def test_everything_can_be_done_by_keyboard(page: Page) -> None:
     page.keyboard.press("Shift+Enter")
     page.keyboard.press("Backspace")
     page.keyboard.press("Enter")
-    turn = page.locator(".turn")
-    expect(turn).to_have_attribute("data-status", "done")
+    slot = page.locator(".slot")
+    expect(slot).to_have_attribute("data-status", "done")
     expect(page.locator("#question")).to_be_focused()
     expect(page.locator("#compare .busy")).to_have_count(0)
 
@@ -83,8 +83,8 @@ def test_everything_can_be_done_by_keyboard(page: Page) -> None:
     expect(page.locator("#ratio-shown")).to_have_text("100%")
     tab_to(page, "ask-with")
     page.keyboard.press("Enter")
-    expect(page.locator(".turn")).to_have_count(2)
-    expect(page.locator(".turn").last).to_have_attribute("data-status", "done")
+    expect(page.locator(".slot")).to_have_count(2)
+    expect(page.locator(".slot").last).to_have_attribute("data-status", "done")
     page.locator("body").press("/")
     expect(page.locator("#question")).to_be_focused()
 
@@ -115,12 +115,12 @@ def test_names_and_contrast(page: Page, scheme: Any) -> None:
     assert probe(page, "faint") == []
     for pair in PAIRS:
         assert probe(page, "contrastOf", list(pair)) >= 3, pair
-    turn = ask(page, easy_questions()[0].question)
-    expect(turn.locator(".verdict")).to_be_visible()
+    slot = ask(page, easy_questions()[0].question)
+    expect(slot.locator(".verdict")).to_be_visible()
     expect(page.locator("#compare .busy")).to_have_count(0)
     assert probe(page, "unnamed") == []
     assert probe(page, "faint") == []
-    turn.locator(".source").first.click()
+    slot.locator(".source").first.click()
     assert probe(page, "faint") == []
     page.keyboard.press("Escape")
     for name in ("open-documents", "open-history"):
@@ -156,10 +156,10 @@ def test_a_phone(browser: Browser, address: str, problems: list[str], width: int
     assert page.evaluate(wide) == width
     expect(page.locator("#panel")).to_be_hidden()
     compare_off_on_phone(page)
-    turn = ask(page, easy_questions()[0].question)
+    slot = ask(page, easy_questions()[0].question)
     assert probe(page, "low") == []
     assert page.evaluate(wide) == width
-    turn.locator(".what").tap()
+    slot.locator(".what").tap()
     expect(page.locator("#panel")).to_be_visible()
     expect(page.locator("#talk")).to_be_hidden()
     expect(page.locator("#ttft .bar")).to_be_in_viewport()
@@ -184,7 +184,7 @@ def test_nothing_moves_for_those_who_ask_for_that(page: Page) -> None:
     ask(page, easy_questions()[0].question)
     expect(page.locator("#compare .busy")).to_be_visible()
     moving = "() => getComputedStyle(document.querySelector('#compare .busy'), '::before').animationName"
-    assert page.evaluate(moving) == "turn"
+    assert page.evaluate(moving) == "slot"
     page.emulate_media(reduced_motion="reduce")
     assert page.evaluate(moving) == "none"
     assert page.evaluate("() => getComputedStyle(document.querySelector('.track')).transitionProperty") == "none"

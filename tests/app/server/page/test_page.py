@@ -55,20 +55,20 @@ def test_a_question_is_answered_as_it_streams_with_sources_that_open(page: Page,
     question = known[offered[0]]
     probe(page, "watchAnswer")
     page.locator(".suggestion", has_text=question.question).click()
-    turn = page.locator(".turn")
-    expect(turn).to_have_attribute("data-status", "done")
+    slot = page.locator(".slot")
+    expect(slot).to_have_attribute("data-status", "done")
 
-    answer = turn.locator(".words").text_content() or ""
+    answer = slot.locator(".words").text_content() or ""
     assert question.answers[0].lower() in answer.lower()
     grown = page.evaluate("() => window.grown")
     assert len(grown) >= 2
     assert all(later.startswith(earlier) for earlier, later in pairwise(grown))
-    assert turn.locator(".answer").get_attribute("aria-live") == "polite"
-    assert turn.locator(".answer").get_attribute("aria-busy") == "false"
+    assert slot.locator(".answer").get_attribute("aria-live") == "polite"
+    assert slot.locator(".answer").get_attribute("aria-busy") == "false"
 
     name = question.files[0]
-    source = turn.locator(".source", has_text=name)
-    expect(turn.locator(".source")).to_have_count(6)
+    source = slot.locator(".source", has_text=name)
+    expect(slot.locator(".source")).to_have_count(6)
     source.click()
     expect(page.get_by_role("dialog", name=name)).to_be_visible()
     text = page.locator("#passage .passage-text").text_content()
@@ -83,14 +83,14 @@ def test_a_question_is_answered_as_it_streams_with_sources_that_open(page: Page,
 def test_the_side_shows_what_happened(page: Page) -> None:
     compare_off(page)
     question = easy_questions()[1].question
-    turn = ask(page, question)
+    slot = ask(page, question)
     expect(page.locator("#panel-of")).to_have_text(question)
 
     labels = page.locator("#ttft dt").all_text_contents()
     assert [label.split(" ")[0] for label in labels] == ["Split", "Look", "Load", "Fuse", "First"]
     shown = page.locator("#ttft .figure strong").text_content()
     assert shown is not None
-    expect(turn.locator(".what")).to_contain_text(shown)
+    expect(slot.locator(".what")).to_contain_text(shown)
     told = page.locator("#ttft .bar").get_attribute("aria-label")
     assert told is not None
     assert told.startswith(f"Time to first token {shown}: Split ")
@@ -110,7 +110,7 @@ def test_the_side_shows_what_happened(page: Page) -> None:
     page.get_by_text("As a table").click()
     expect(page.locator("#session tbody tr")).to_have_count(2)
     # The first answer can be looked at again.
-    page.locator(".turn").first.locator(".what").click()
+    page.locator(".slot").first.locator(".what").click()
     expect(page.locator("#panel-of")).to_have_text(question)
 
 
@@ -121,10 +121,10 @@ def test_text_the_model_never_saw_is_dropped_in_and_asked_about(page: Page, addr
 
     right = 0
     for question in questions[:3]:
-        turn = ask(page, question.question)
-        names = turn.locator(".source .name").all_text_contents()
+        slot = ask(page, question.question)
+        names = slot.locator(".source .name").all_text_contents()
         assert set(names) <= {file.name for file in files}
-        right += question.answers[0].lower() in (turn.locator(".words").text_content() or "").lower()
+        right += question.answers[0].lower() in (slot.locator(".words").text_content() or "").lower()
     assert right >= 2, "the model answers nearly all questions of this kind"
 
 
@@ -182,8 +182,8 @@ def test_the_ratio_changes_what_is_recomputed(page: Page) -> None:
         "rule": "hkvd",
         "stream": True,
     }
-    expect(page.locator(".turn")).to_have_count(3)
-    expect(page.locator(".turn").last).to_have_attribute("data-status", "done")
+    expect(page.locator(".slot")).to_have_count(3)
+    expect(page.locator(".slot").last).to_have_attribute("data-status", "done")
     expect(page.locator("#prompt .prompt-text .again").first).to_be_visible()
     assert page.locator("#prompt .prompt-text .again.d5").count() > 0
     page.get_by_role("button", name="As the server has it").click()
@@ -196,7 +196,7 @@ def test_the_methods_are_compared_on_the_same_question(page: Page) -> None:
     # On at first with the starter model, so that the first click shows the point.
     expect(page.get_by_role("switch", name="Compare")).to_be_checked()
     question = easy_questions()[0]
-    turn = ask(page, question.question)
+    slot = ask(page, question.question)
     rows = page.locator("#compare .methods > li")
     expect(rows).to_have_count(4)
     assert [row.get_attribute("data-method") for row in rows.all()] == METHODS
@@ -206,13 +206,13 @@ def test_the_methods_are_compared_on_the_same_question(page: Page) -> None:
         expect(row.locator(".took")).to_have_text(re.compile("^First token .* · "))
     expect(page.locator("#compare .hint")).to_contain_text("median of 3 rounds")
     assert question.answers[0].lower() in (rows.first.locator(".said").text_content() or "").lower()
-    expect(turn.locator(".verdict")).to_contain_text("full recompute")
+    expect(slot.locator(".verdict")).to_contain_text("full recompute")
 
 
 def test_everything_is_there_again_after_a_reload(page: Page) -> None:
     question = easy_questions()[0].question
-    turn = ask(page, question)
-    expect(turn.locator(".verdict")).to_be_visible()
+    slot = ask(page, question)
+    expect(slot.locator(".verdict")).to_be_visible()
     expect(page.locator("#compare .busy")).to_have_count(0)
     page.get_by_role("slider").press("End")
     page.locator("#rule").select_option("none")
@@ -236,14 +236,14 @@ def test_conversations_are_kept_opened_and_deleted(page: Page) -> None:
     first, second = (question.question for question in easy_questions()[:2])
     ask(page, first)
     page.get_by_role("button", name="New", exact=True).click()
-    expect(page.locator(".turn")).to_have_count(0)
+    expect(page.locator(".slot")).to_have_count(0)
     ask(page, second)
     page.get_by_role("button", name="History").click()
     dialog = page.get_by_role("dialog", name="Conversations")
     expect(dialog.locator(".past .name")).to_have_text([second, first])
     dialog.get_by_role("button", name=first).first.click()
     expect(dialog).to_be_hidden()
-    expect(page.locator(".turn .question")).to_have_text([first])
+    expect(page.locator(".slot .question")).to_have_text([first])
     expect(page.locator("#panel-of")).to_have_text(first)
     page.get_by_role("button", name="History").click()
     dialog.get_by_role("button", name=f"Delete conversation: {first}").click()
@@ -260,8 +260,8 @@ def test_script_in_a_document_is_shown_as_text(page: Page) -> None:
     name = "<img src=x onerror=taken=3>.md"
     text = f"People: {SCRIPT}\nThe name of the {SCRIPT} harbour is Wexholm. <b>Bold</b>"
     upload_to_new_collection(page, "<i>Scripts</i>", [File(name, text)])
-    turn = ask(page, f"What is the name of the harbour {SCRIPT}?")
-    turn.locator(".source").first.click()
+    slot = ask(page, f"What is the name of the harbour {SCRIPT}?")
+    slot.locator(".source").first.click()
     expect(page.locator("#passage .passage-text")).to_contain_text(SCRIPT)
     expect(page.locator("#passage-title")).to_have_text(name)
     page.keyboard.press("Escape")

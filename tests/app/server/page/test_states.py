@@ -39,13 +39,13 @@ def test_a_busy_server_is_asked_again(page: Page, problems: list[str]) -> None:
     page.route(ASK, lambda route: refuse(route, 429, "busy", "full", **{"Retry-After": "7"}), times=1)
     question = easy_questions()[0]
     type_and_send(page, question.question)
-    status = page.locator(".turn .status")
+    status = page.locator(".slot .status")
     expect(status).to_contain_text("The server is busy. Try again in 7 s.")
     expect(status.get_by_role("alert")).to_be_visible()
     expect(page.locator("#ttft .hint")).to_have_text("No figures: the answer did not end.")
     problems.clear()  # the browser notes every refusal
     status.get_by_role("button", name="Try again").click()
-    expect(page.locator(".turn").last.locator(".words")).to_contain_text(question.answers[0], ignore_case=True)
+    expect(page.locator(".slot").last.locator(".words")).to_contain_text(question.answers[0], ignore_case=True)
 
 
 def test_what_the_server_says_of_a_failure_is_shown(page: Page) -> None:
@@ -53,26 +53,26 @@ def test_what_the_server_says_of_a_failure_is_shown(page: Page) -> None:
     told = [("sources", []), ("token", {"text": " Half of"}), ("error", failure)]
     page.route(ASK, lambda route: stream(route, *told, ("done", {})))
     type_and_send(page, "Anything?")
-    expect(page.locator(".turn .words")).to_have_text("Half of")
-    expect(page.locator(".turn .status")).to_contain_text("Took too long.")
+    expect(page.locator(".slot .words")).to_have_text("Half of")
+    expect(page.locator(".slot .status")).to_contain_text("Took too long.")
 
 
 def test_an_answer_that_breaks_off_is_told_from_one_that_ended(page: Page) -> None:
     page.route(ASK, lambda route: stream(route, ("token", {"text": " Half of"})))
     type_and_send(page, "Anything?")
-    expect(page.locator(".turn")).to_have_attribute("data-status", "failed")
-    expect(page.locator(".turn .status")).to_contain_text("connection was lost")
+    expect(page.locator(".slot")).to_have_attribute("data-status", "failed")
+    expect(page.locator(".slot .status")).to_contain_text("connection was lost")
 
 
 def test_an_answer_can_be_stopped(page: Page) -> None:
     held: list[Route] = []
     page.route(ASK, lambda route: held.append(route))
     type_and_send(page, "Anything?")
-    expect(page.locator(".turn .status")).to_have_text("Looking for passages…")
-    expect(page.locator(".turn .answer")).to_have_attribute("aria-busy", "true")
+    expect(page.locator(".slot .status")).to_have_text("Looking for passages…")
+    expect(page.locator(".slot .answer")).to_have_attribute("aria-busy", "true")
     expect(page.locator("#ttft .hint")).to_have_text("The figures come with the answer.")
     page.get_by_role("button", name="Stop").click()
-    expect(page.locator(".turn .status")).to_contain_text("Stopped before the end.")
+    expect(page.locator(".slot .status")).to_contain_text("Stopped before the end.")
     expect(page.locator("#send")).to_have_text("Ask")
     assert len(held) == 1
 
@@ -121,10 +121,10 @@ def test_a_comparison_that_fails_leaves_the_answer(page: Page) -> None:
     row = {"method": "full", "answer": "Some.", "ttft_s": 0.5, "same_as_full": True}
     body = [("row", row), ("error", {"code": "failed", "message": "No room."}), ("done", {})]
     page.route(re.compile("/compare$"), lambda route: stream(route, *body))
-    turn = ask(page, easy_questions()[0].question)
+    slot = ask(page, easy_questions()[0].question)
     expect(page.locator("#compare [role=alert]")).to_have_text("No room.")
     expect(page.locator("#compare .methods > li")).to_have_count(1)
-    expect(turn).to_have_attribute("data-status", "done")
+    expect(slot).to_have_attribute("data-status", "done")
 
 
 def test_full_reuse_that_answers_otherwise_is_named_in_the_conversation(page: Page) -> None:
@@ -135,8 +135,8 @@ def test_full_reuse_that_answers_otherwise_is_named_in_the_conversation(page: Pa
         for one, text in answers.items()
     ]
     page.route(re.compile("/compare$"), lambda route: stream(route, *rows, ("done", {})))
-    turn = ask(page, easy_questions()[0].question)
-    expect(turn.locator(".verdict")).to_have_text(
+    slot = ask(page, easy_questions()[0].question)
+    expect(slot.locator(".verdict")).to_have_text(
         "Blending answers as full recompute does, 4.0× sooner. Full KV reuse says: In Norddale."
     )
     expect(page.locator("[data-method=reuse] .badge")).to_have_text("differs")
@@ -152,13 +152,13 @@ def test_bars_are_drawn_when_the_methods_were_timed_and_move_with_each_round(pag
     told += [row(one, seconds, 1) for one, seconds in zip(methods, (0.8, 0.7, 0.1, 0.9), strict=True)]
     told += [row(one, seconds, 2) for one, seconds in zip(methods, (0.8, 0.6, 0.1, 0.2), strict=True)]
     probe(page, "holdStream", {"path": "/compare", "events": [events(one) for one in (*told, ("done", {}))]})
-    turn = ask(page, easy_questions()[0].question)
+    slot = ask(page, easy_questions()[0].question)
     panel, rows, took = page.locator("#compare"), page.locator("#compare .methods > li"), page.locator("#compare .took")
     probe(page, "letGo", 4)
     expect(panel.locator(".busy")).to_contain_text("All have answered. Timing them, round 1")
     expect(took.first).to_have_text("First token: timed when all have answered")
     expect(panel.locator(".thin")).to_have_count(0)
-    expect(turn.locator(".verdict")).to_have_text("Blending answers as full recompute does.")
+    expect(slot.locator(".verdict")).to_have_text("Blending answers as full recompute does.")
     probe(page, "letGo", 4)
     expect(panel.locator(".busy")).to_contain_text("round 2")
     expect(took.last).to_have_text("First token 900 ms · 1.1× later")
@@ -166,7 +166,7 @@ def test_bars_are_drawn_when_the_methods_were_timed_and_move_with_each_round(pag
     expect(rows).to_have_count(4)
     expect(took.last).to_have_text("First token 200 ms · 4.0× sooner")
     expect(panel.locator(".hint")).to_contain_text("median of 2 rounds")
-    expect(turn.locator(".verdict")).to_have_text("Blending answers as full recompute does, 4.0× sooner.")
+    expect(slot.locator(".verdict")).to_have_text("Blending answers as full recompute does, 4.0× sooner.")
 
 
 def test_an_upload_shows_every_stage_and_its_failure(page: Page) -> None:
@@ -205,6 +205,6 @@ def test_a_full_storage_gives_up_prompts_before_answers(page: Page) -> None:
     ask(page, question)
     page.reload()
     page.locator("body[data-ready]").wait_for()
-    expect(page.locator(".turn .question")).to_have_text(question)
+    expect(page.locator(".slot .question")).to_have_text(question)
     expect(page.locator("#prompt .hint")).to_contain_text("kept for the latest answers only")
     expect(page.locator("#ttft .bar")).to_be_visible()

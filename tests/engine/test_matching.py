@@ -1,4 +1,4 @@
-"""Noticing chunks in a finished prompt."""
+"""Matching chunks in a finished prompt."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.matching import ChunkRegistry, known_chunks, notice
+from cacheblend_rag.prompt.matching import ChunkRegistry, known_chunks, match_chunks
 
 SEPARATOR = " # # "
 ONE = "The first passage speaks of an old mill by the river."
@@ -28,7 +28,7 @@ def written(prompt: Prompt) -> str:
 
 def test_what_stands_around_chunks_stays_as_it_is_written() -> None:
     text = f"Use this:\nContext:\n{ONE}\n\nContext:\n{TWO}\n\nQuestion: who?"
-    prompt = notice(text, registry(ONE, TWO))
+    prompt = match_chunks(text, registry(ONE, TWO))
     expected = Prompt("Use this:\nContext:\n", [ONE, TWO], "\n\nQuestion: who?", ["\n\nContext:\n"])
     assert prompt == expected
     assert written(prompt) == text
@@ -37,53 +37,53 @@ def test_what_stands_around_chunks_stays_as_it_is_written() -> None:
 def test_separators_around_known_chunks_are_text() -> None:
     text = f"Use:{SEPARATOR}{ONE}{SEPARATOR}{TWO}{SEPARATOR}Who?"
     for separator in ("", SEPARATOR):
-        assert notice(text, registry(ONE, TWO), separator) == Prompt(
+        assert match_chunks(text, registry(ONE, TWO), separator) == Prompt(
             f"Use:{SEPARATOR}", [ONE, TWO], f"{SEPARATOR}Who?", [SEPARATOR]
         )
 
 
 def test_separators_inside_known_chunks_and_questions_are_text() -> None:
     tricky = f"A passage that has{SEPARATOR}the separator in it."
-    prompt = notice(f"Use: {tricky}\n\nIs{SEPARATOR}this a question?", registry(tricky), SEPARATOR)
+    prompt = match_chunks(f"Use: {tricky}\n\nIs{SEPARATOR}this a question?", registry(tricky), SEPARATOR)
     assert prompt == Prompt("Use: ", [tricky], f"\n\nIs{SEPARATOR}this a question?", [])
 
 
 @pytest.mark.parametrize("known", [(), (ONE,)])
 def test_nothing_is_split_at_a_separator_unless_asked_for(known: tuple[str, ...]) -> None:
     text = f"Use:{SEPARATOR}{ONE}{SEPARATOR}a secret{SEPARATOR}Who{SEPARATOR}is it{SEPARATOR}?"
-    assert notice(text, registry(*known)).chunks == known
+    assert match_chunks(text, registry(*known)).chunks == known
 
 
 def test_of_overlapping_chunks_the_longest_is_taken() -> None:
     inner = "an old mill by the river."
-    prompt = notice(f"Use: {ONE}\n\n{inner}\n\nWho?", registry(inner, ONE), SEPARATOR)
+    prompt = match_chunks(f"Use: {ONE}\n\n{inner}\n\nWho?", registry(inner, ONE), SEPARATOR)
     assert prompt.chunks == (ONE, inner)
 
 
 @pytest.mark.parametrize("known", [f"  {ONE}\n", ONE])
 @pytest.mark.parametrize("written", [ONE, f"   {ONE}\n"])
 def test_white_space_around_a_chunk_never_matters(known: str, written: str) -> None:
-    prompt = notice(f"Use: {written}\n\nWho?", registry(known), SEPARATOR)
+    prompt = match_chunks(f"Use: {written}\n\nWho?", registry(known), SEPARATOR)
     assert prompt.chunks == (ONE,)
 
 
 def test_white_space_within_a_chunk_may_differ_and_is_read_as_it_is_written() -> None:
     folded = " ".join(TWO.split())
     wide = TWO.replace(" ", "  \n ")
-    prompt = notice(f"Use: {folded}\n\n{wide}\n\nWho?", registry(TWO), SEPARATOR)
+    prompt = match_chunks(f"Use: {folded}\n\n{wide}\n\nWho?", registry(TWO), SEPARATOR)
     assert prompt == Prompt("Use: ", [folded, wide], "\n\nWho?", ["\n\n"])
-    assert notice(f"Use: {TWO}", registry(folded), SEPARATOR).chunks == (TWO,)
+    assert match_chunks(f"Use: {TWO}", registry(folded), SEPARATOR).chunks == (TWO,)
 
 
 def test_the_first_source_wins_over_the_next() -> None:
     whole = f"{ONE}\n\n{TWO}"
-    prompt = notice(f"Use: {whole}\n\nWho?", [registry(ONE, TWO), registry(whole)], SEPARATOR)
+    prompt = match_chunks(f"Use: {whole}\n\nWho?", [registry(ONE, TWO), registry(whole)], SEPARATOR)
     assert prompt.chunks == (ONE, TWO)
-    assert notice(f"Use: {whole}\n\nWho?", registry(ONE, TWO, whole), SEPARATOR).chunks == (whole,)
+    assert match_chunks(f"Use: {whole}\n\nWho?", registry(ONE, TWO, whole), SEPARATOR).chunks == (whole,)
 
 
 def test_a_later_source_fills_what_an_earlier_one_left() -> None:
-    prompt = notice(f"{ONE}\n\n{TWO}\n\nWho?", [ChunkRegistry(), registry(TWO), registry(ONE)], SEPARATOR)
+    prompt = match_chunks(f"{ONE}\n\n{TWO}\n\nWho?", [ChunkRegistry(), registry(TWO), registry(ONE)], SEPARATOR)
     assert prompt.chunks == (ONE, TWO)
 
 
@@ -91,14 +91,14 @@ def test_unknown_segments_in_a_row_with_known_chunks_are_chunks() -> None:
     text = (
         f"Use:{SEPARATOR}a new passage{SEPARATOR}{ONE}{SEPARATOR}another{SEPARATOR}{TWO}{SEPARATOR}last{SEPARATOR}Who?"
     )
-    prompt = notice(text, registry(ONE, TWO), SEPARATOR)
+    prompt = match_chunks(text, registry(ONE, TWO), SEPARATOR)
     assert prompt.chunks == ("a new passage", ONE, "another", TWO, "last")
     assert written(prompt) == text
 
 
 def test_separators_a_chain_joined_with_leave_first_and_last_chunk_to_what_is_known() -> None:
     joined = SEPARATOR.join([ONE, "something unknown", TWO])
-    prompt = notice(f"Use this.\n\n{joined}\n\nIs{SEPARATOR}it{SEPARATOR}so?", registry(ONE, TWO), SEPARATOR)
+    prompt = match_chunks(f"Use this.\n\n{joined}\n\nIs{SEPARATOR}it{SEPARATOR}so?", registry(ONE, TWO), SEPARATOR)
     question = f"\n\nIs{SEPARATOR}it{SEPARATOR}so?"
     assert prompt == Prompt("Use this.\n\n", [ONE, "something unknown", TWO], question, [SEPARATOR, SEPARATOR])
 
@@ -106,31 +106,31 @@ def test_separators_a_chain_joined_with_leave_first_and_last_chunk_to_what_is_kn
 def test_separators_count_only_within_parts() -> None:
     text = f"[system] Use{SEPARATOR}a chunk{SEPARATOR}\n[user] A{SEPARATOR}B"
     parts = [(9, text.index("\n[user]")), (text.index("A "), len(text))]
-    prompt = notice(text, ChunkRegistry(), SEPARATOR, parts=parts)
+    prompt = match_chunks(text, ChunkRegistry(), SEPARATOR, parts=parts)
     assert prompt == Prompt(f"[system] Use{SEPARATOR}", ["a chunk"], f"{SEPARATOR}\n[user] A{SEPARATOR}B", [])
-    assert notice(text, ChunkRegistry(), SEPARATOR, parts=[]) == Prompt(suffix=text)
+    assert match_chunks(text, ChunkRegistry(), SEPARATOR, parts=[]) == Prompt(suffix=text)
 
 
 def test_nothing_of_a_question_becomes_prefix() -> None:
     text = f"[system] Read. [user] Who built it? [tool] {ONE} [assistant] "
     at = text.index("Who")
-    prompt = notice(text, registry(ONE), SEPARATOR, questions_from=at)
+    prompt = match_chunks(text, registry(ONE), SEPARATOR, questions_from=at)
     assert (prompt.prefix, prompt.preamble) == ("[system] Read. [user] ", "Who built it? [tool] ")
-    assert notice(text, registry(ONE), SEPARATOR, questions_from=len(text)).preamble == ""
+    assert match_chunks(text, registry(ONE), SEPARATOR, questions_from=len(text)).preamble == ""
 
 
 def test_quotes_are_reused_too() -> None:
     answer = "It was the miller's daughter."
     text = f"[user] {ONE} Who? [assistant] {answer} [user] And then? [assistant] "
-    prompt = notice(text, registry(ONE), SEPARATOR, quotes=[answer, "", "short"])
+    prompt = match_chunks(text, registry(ONE), SEPARATOR, quotes=[answer, "", "short"])
     assert prompt.chunks == (ONE, answer)
     assert written(prompt) == text
-    first = notice(f"[assistant] {answer}\n[user] So?", ChunkRegistry(), SEPARATOR, parts=[], quotes=[answer])
+    first = match_chunks(f"[assistant] {answer}\n[user] So?", ChunkRegistry(), SEPARATOR, parts=[], quotes=[answer])
     assert first == Prompt("[assistant] ", [answer], "\n[user] So?", [])
 
 
 def test_a_chunk_that_comes_twice_is_two_chunks() -> None:
-    assert notice(f"{ONE}\n\n{ONE}\n\nWho?", registry(ONE), SEPARATOR).chunks == (ONE, ONE)
+    assert match_chunks(f"{ONE}\n\n{ONE}\n\nWho?", registry(ONE), SEPARATOR).chunks == (ONE, ONE)
 
 
 def test_the_registry_of_the_process_can_be_cleared() -> None:
@@ -143,17 +143,17 @@ def test_the_registry_of_the_process_can_be_cleared() -> None:
 
 def test_a_text_whose_head_is_mostly_white_space_is_known() -> None:
     wide = "a" + " \n" * 60 + "passage with much room in it"
-    assert notice(f"Use: {wide}!", registry(wide), SEPARATOR).chunks == (wide,)
+    assert match_chunks(f"Use: {wide}!", registry(wide), SEPARATOR).chunks == (wide,)
 
 
 def test_without_known_chunks_separators_decide() -> None:
-    split = notice(f"a{SEPARATOR}b{SEPARATOR}c", ChunkRegistry(), SEPARATOR)
+    split = match_chunks(f"a{SEPARATOR}b{SEPARATOR}c", ChunkRegistry(), SEPARATOR)
     assert split == Prompt(f"a{SEPARATOR}", ["b"], f"{SEPARATOR}c", [])
-    assert notice("only text", ChunkRegistry(), SEPARATOR) == Prompt("", [], "only text")
+    assert match_chunks("only text", ChunkRegistry(), SEPARATOR) == Prompt("", [], "only text")
 
 
 def test_a_changed_chunk_is_not_found() -> None:
-    assert notice(f"Use: {ONE[:-1]}!\n\nWho?", registry(ONE), SEPARATOR).chunks == ()
+    assert match_chunks(f"Use: {ONE[:-1]}!\n\nWho?", registry(ONE), SEPARATOR).chunks == ()
 
 
 def test_the_registry_forgets_the_longest_unused() -> None:
@@ -188,6 +188,6 @@ def test_the_limit_is_checked() -> None:
 )
 def test_nothing_is_lost_or_changed(chunks: list[str], prefix: str, suffix: str) -> None:
     text = prefix + "\n\n".join(chunks) + suffix
-    prompt = notice(text, registry(*chunks), "<sep>")
+    prompt = match_chunks(text, registry(*chunks), "<sep>")
     assert written(prompt) == text
     assert prompt.chunks

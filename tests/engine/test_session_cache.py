@@ -30,21 +30,21 @@ def turn(engine: Any, first: str, again: str) -> Prompt:
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_the_next_turn_continues_from_the_last(family: str, on_disk: bool, tmp_path: Path) -> None:
     model = tiny.model(family)
-    with engine_of(model, store=tmp_path if on_disk else None, keep_final=True, recompute_ratio=1.0) as engine:
+    with engine_of(model, store=tmp_path if on_disk else None, session_cache=True, recompute_ratio=1.0) as engine:
         first = engine.generate(PROMPT, max_new_tokens=6)
-        assert first.report.continued_tokens == 0
+        assert first.report.resumed_tokens == 0
         ((key, info),) = finals(engine.store)
-        assert info.kind == "final"
+        assert info.kind == "session"
         assert info.rotated
         asked = first.report.prompt_tokens
         assert info.token_ids[:asked] == first.report.input_ids
         assert info.token_ids[asked:] == tuple(first.token_ids[:-1])
         following = engine.fuse(turn(engine, first.text, " And before that?"))
         report = following.report
-        assert asked - 2 <= report.continued_tokens < report.prompt_tokens
+        assert asked - 2 <= report.resumed_tokens < report.prompt_tokens
         assert (report.hits, report.misses, report.lost) == (3, 0, 0)
         assert report.chunk_tokens == first.report.chunk_tokens
-        computed = set(range(report.continued_tokens, report.prompt_tokens))
+        computed = set(range(report.resumed_tokens, report.prompt_tokens))
         assert all(set(rows.tolist()) == computed for rows in following.recomputed)
         plain = tiny.full_prefill(model, following.input_ids)
         assert_logits_close(following.logits, plain.logits[0, -1], model, len(following.input_ids))
@@ -53,18 +53,18 @@ def test_the_next_turn_continues_from_the_last(family: str, on_disk: bool, tmp_p
 
 
 def test_the_same_prompt_again_computes_one_row() -> None:
-    with engine_of(keep_final=True, recompute_ratio=0.2) as engine:
+    with engine_of(session_cache=True, recompute_ratio=0.2) as engine:
         first = engine.generate(PROMPT, max_new_tokens=6)
         again = engine.generate(PROMPT, max_new_tokens=6)
         assert again.report.computed_tokens == (1,) * 4
-        assert again.report.continued_tokens == again.report.prompt_tokens - 1
+        assert again.report.resumed_tokens == again.report.prompt_tokens - 1
         assert again.token_ids == first.token_ids
         assert len(finals(engine.store)) == 1
 
 
 def test_other_chunks_behind_the_same_beginning_are_reused_as_ever() -> None:
     """The history stands between old chunks and new ones."""
-    with engine_of(keep_final=True, recompute_ratio=0.2) as engine:
+    with engine_of(session_cache=True, recompute_ratio=0.2) as engine:
         engine.warm(CHUNKS)
         engine.generate(Prompt("Read this:", CHUNKS[:2], "What fell?"), max_new_tokens=4)
         longer = engine.fuse(Prompt("Read this:", CHUNKS, "What fell?"))
@@ -72,12 +72,12 @@ def test_other_chunks_behind_the_same_beginning_are_reused_as_ever() -> None:
         assert (report.hits, report.misses) == (3, 0)
         tokens = engine.tokenize(Prompt("Read this:", CHUNKS, "What fell?"))
         separator = engine._pipeline.tokenizer.context_ids(CHUNKS[0])[1:]
-        assert report.continued_tokens == tokens.chunks[1].stop + len(separator), "up to where the prompts part"
+        assert report.resumed_tokens == tokens.chunks[1].stop + len(separator), "up to where the prompts part"
         third = tokens.chunks[2]
         rows = set(longer.recomputed[-1].tolist())
         kept = rows & set(range(third.start, third.stop))
         assert len(kept) == report.recomputed_tokens[-1] == int(0.2 * len(third))
-        assert not rows & set(range(report.continued_tokens))
+        assert not rows & set(range(report.resumed_tokens))
 
 
 @pytest.mark.parametrize(
@@ -90,38 +90,45 @@ def test_other_chunks_behind_the_same_beginning_are_reused_as_ever() -> None:
     ids=["prefix", "order", "fewer"],
 )
 def test_another_beginning_is_another_prompt(other: Prompt) -> None:
-    with engine_of(keep_final=True, recompute_ratio=0.2) as engine:
+    with engine_of(session_cache=True, recompute_ratio=0.2) as engine:
         engine.warm(CHUNKS)
-        plain = engine.with_config(keep_final=False)
+        plain = engine.with_config(session_cache=False)
         plain.fuse(other)  # stores the prefix
         expected = plain.fuse(other)
         engine.generate(PROMPT, max_new_tokens=4)
         fused = engine.with_config(write_back="off").fuse(other)
-        assert fused.report.continued_tokens == 0
+        assert fused.report.resumed_tokens == 0
         assert_same(fused, expected)
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"recompute_ratio": 1.0}, {"selection": "none"}, {"check_layers": (2,)}, {"salt": "tenant"}, {"keep_final": False},
-     {"selection": "all"}, {"metric": "v"}],
+    [
+        {"recompute_ratio": 1.0},
+        {"selection": "none"},
+        {"check_layers": (2,)},
+        {"salt": "tenant"},
+        {"session_cache": False},
+        {"selection": "all"},
+        {"metric": "v"},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_one_rule_kept_no_other_continues_from(changes: dict[str, Any]) -> None:
-    with engine_of(keep_final=True, recompute_ratio=0.2, write_back="inline") as engine:
+    with engine_of(session_cache=True, recompute_ratio=0.2, write_back="inline") as engine:
         engine.generate(PROMPT, max_new_tokens=4)
         other = engine.with_config(write_back="off", **changes)
-        assert other.fuse(PROMPT).report.continued_tokens == 0
-        assert engine.fuse(PROMPT).report.continued_tokens > 0
+        assert other.fuse(PROMPT).report.resumed_tokens == 0
+        assert engine.fuse(PROMPT).report.resumed_tokens > 0
 
 
 def test_kept_prompts_are_no_chunks_and_no_prefixes() -> None:
     store = Hooked()
-    with engine_of(store=store, keep_final=True, recompute_ratio=0.2) as engine:
+    with engine_of(store=store, session_cache=True, recompute_ratio=0.2) as engine:
         engine.generate(PROMPT, max_new_tokens=4)
         kinds = sorted(record.info.kind for record in store.kept.values())
-        assert kinds == ["chunk", "chunk", "chunk", "final", "prefix"]
-        (final,) = [record for record in store.kept.values() if record.info.kind == "final"]
+        assert kinds == ["chunk", "chunk", "chunk", "session", "prefix"]
+        (final,) = [record for record in store.kept.values() if record.info.kind == "session"]
         pipeline = engine._pipeline
         as_prefix = pipeline.segment("prefix", (), final.info.token_ids)
         store.put(as_prefix.key, final)
@@ -130,7 +137,7 @@ def test_kept_prompts_are_no_chunks_and_no_prefixes() -> None:
 
 @pytest.mark.parametrize("write_back", ["background", "inline", "off"])
 def test_they_are_kept_as_everything_is_written_back(write_back: str) -> None:
-    with engine_of(keep_final=True, write_back=write_back) as engine:
+    with engine_of(session_cache=True, write_back=write_back) as engine:
         engine.generate(PROMPT, max_new_tokens=4)
         engine.flush()
         assert len(finals(engine.store)) == (0 if write_back == "off" else 1)
@@ -143,13 +150,13 @@ def test_without_the_option_nothing_of_the_question_is_kept() -> None:
 
 
 def test_plain_prompts_leave_no_trace() -> None:
-    with engine_of(keep_final=True) as engine:
+    with engine_of(session_cache=True) as engine:
         engine.generate("What fell?", max_new_tokens=4)
         assert finals(engine.store) == []
 
 
 def test_a_window_that_forgets_is_not_kept() -> None:
-    with engine_of(tiny.model("mistral", sliding_window=16), keep_final=True) as engine:
+    with engine_of(tiny.model("mistral", sliding_window=16), session_cache=True) as engine:
         first = engine.generate(PROMPT, max_new_tokens=4)
         assert finals(engine.store) == []
         assert engine.generate(PROMPT, max_new_tokens=4).token_ids == first.token_ids
@@ -157,7 +164,7 @@ def test_a_window_that_forgets_is_not_kept() -> None:
 
 def test_forgetting_a_chunk_erases_the_prompts_that_hold_it(tmp_path: Path) -> None:
     store = TieredStore([MemoryStore(), DiskStore(tmp_path)])
-    with engine_of(store=store, keep_final=True) as engine:
+    with engine_of(store=store, session_cache=True) as engine:
         engine.generate(PROMPT, max_new_tokens=4)
         engine.generate(Prompt("Read this:", CHUNKS[1:], "What fell?"), max_new_tokens=4)
         assert len(finals(store)) == 2
@@ -172,10 +179,10 @@ def test_forgetting_a_chunk_erases_the_prompts_that_hold_it(tmp_path: Path) -> N
 @pytest.mark.parametrize("layer", [0, 2])
 def test_a_kept_prompt_that_fails_while_it_is_read_was_never_kept(layer: int, caplog: pytest.LogCaptureFixture) -> None:
     store = Hooked()
-    with engine_of(store=store, keep_final=True, recompute_ratio=0.2) as engine:
+    with engine_of(store=store, session_cache=True, recompute_ratio=0.2) as engine:
         engine.warm(CHUNKS)
         engine.generate(PROMPT, max_new_tokens=4)
-        never = engine.with_config(keep_final=False, write_back="off").fuse(PROMPT)
+        never = engine.with_config(session_cache=False, write_back="off").fuse(PROMPT)
 
         def fail(key: str, at: int) -> None:
             if key.startswith(KEY_PREFIX) and at == layer:
@@ -184,7 +191,7 @@ def test_a_kept_prompt_that_fails_while_it_is_read_was_never_kept(layer: int, ca
         store.reading = fail
         with caplog.at_level(logging.WARNING):
             fused = engine.with_config(write_back="off").fuse(PROMPT)
-        assert (fused.report.lost, fused.report.continued_tokens, fused.report.hits) == (1, 0, 3)
+        assert (fused.report.lost, fused.report.resumed_tokens, fused.report.hits) == (1, 0, 3)
         assert_same(fused, never)
         assert store.still_open == []
         assert finals(store) == []

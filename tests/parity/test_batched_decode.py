@@ -15,7 +15,7 @@ from transformers.generation import LogitsProcessor
 from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.errors import GenerationError
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.batched_decode import StepsTogether
+from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.families import FAMILIES
 from cacheblend_rag.report import Generation
 from tests import tiny
@@ -32,9 +32,9 @@ PROMPTS = [
 def all_at_once(engine: BlendEngine, prompts: list[Prompt], **options: Any) -> list[Generation]:
     """Their answers, all begun before the first of them is let in."""
     with ThreadPoolExecutor(len(prompts)) as pool:
-        with engine._gate:
+        with engine._scheduler:
             asked = [pool.submit(engine.generate, prompt, **options) for prompt in prompts]
-            until(lambda: len(engine._gate._line) == len(prompts))
+            until(lambda: len(engine._scheduler._line) == len(prompts))
         return [one.result(20) for one in asked]
 
 
@@ -50,13 +50,13 @@ def engine() -> Iterator[BlendEngine]:
 def passes(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many took each step."""
     counts: list[int] = []
-    take = StepsTogether.__call__
+    take = BatchedDecode.__call__
 
-    def counted(self: StepsTogether, asked: Sequence[Any]) -> list[torch.Tensor]:
+    def counted(self: BatchedDecode, asked: Sequence[Any]) -> list[torch.Tensor]:
         counts.append(len(asked))
         return take(self, asked)
 
-    monkeypatch.setattr(StepsTogether, "__call__", counted)
+    monkeypatch.setattr(BatchedDecode, "__call__", counted)
     return counts
 
 
@@ -94,7 +94,7 @@ def steps_of(model: Any, texts: list[list[int]], count: int) -> tuple[list[torch
 def check_together(model: Any, together: bool) -> None:
     texts = [list(range(3, 3 + length)) for length in (5, 90, 12)]
     expected, caches = steps_of(model, texts, 4)
-    steps = StepsTogether(ModelAdapter(model))
+    steps = BatchedDecode(ModelAdapter(model))
     assert steps.possible
     own = [steps._adapter.prefill(ids).cache for ids in texts]
     rows: list[int] = []
@@ -139,16 +139,16 @@ def test_beyond_windows_too(family: str) -> None:
 
 def test_who_runs_the_model_meanwhile_gets_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.model()
-    steps, found = StepsTogether(ModelAdapter(model)), []
+    steps, found = BatchedDecode(ModelAdapter(model)), []
     expected = tiny.full_prefill(model, list(range(3, 40))).logits
-    taken = StepsTogether._pass
+    taken = BatchedDecode._pass
 
-    def beside_another(self: StepsTogether, asked: Any) -> torch.Tensor:
+    def beside_another(self: BatchedDecode, asked: Any) -> torch.Tensor:
         assert model.config._attn_implementation == "sdpa"
         found.append(tiny.full_prefill(model, list(range(3, 40))).logits)
         return taken(self, asked)
 
-    monkeypatch.setattr(StepsTogether, "_pass", beside_another)
+    monkeypatch.setattr(BatchedDecode, "_pass", beside_another)
     caches = [steps._adapter.prefill([3, 4, 5]).cache for _ in range(2)]
     steps([{"input_ids": torch.tensor([[5]]), "past_key_values": cache} for cache in caches])
     assert_logits_close(found[0], expected, model, 37)
@@ -168,7 +168,7 @@ def test_with_frequencies_that_depend_on_length_answers_come_one_after_another(r
             first = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=3, logits_processor=[held])
             assert held.there.wait(20)
             second = pool.submit(engine.generate, PROMPTS[1], max_new_tokens=1)
-            until(lambda: engine._gate._line)
+            until(lambda: engine._scheduler._line)
             held.go.set()
             assert (len(first.result(20).token_ids), len(second.result(20).token_ids)) == (3, 1)
         assert held.tokens == 3
@@ -192,9 +192,9 @@ def test_who_ends_leaves_the_others_to_go_on(engine: BlendEngine, passes: list[i
     alone = [engine.generate(p, max_new_tokens=n).token_ids for p, n in zip(PROMPTS, lengths, strict=True)]
     passes.clear()
     with ThreadPoolExecutor(4) as pool:
-        with engine._gate:
+        with engine._scheduler:
             asked = [pool.submit(engine.generate, p, max_new_tokens=n) for p, n in zip(PROMPTS, lengths, strict=True)]
-            until(lambda: len(engine._gate._line) == 4)
+            until(lambda: len(engine._scheduler._line) == 4)
         assert [one.result(20).token_ids for one in asked] == alone
     assert passes == [4] * 2 + [3] * 3 + [2] * 3 + [1] * 3
 
@@ -205,7 +205,7 @@ def test_a_request_is_let_in_between_two_tokens_of_another(engine: BlendEngine) 
         long = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=16, logits_processor=[first])
         assert first.there.wait(20)
         short = pool.submit(engine.generate, PROMPTS[1], max_new_tokens=2, logits_processor=[second])
-        until(lambda: engine._gate._line)
+        until(lambda: engine._scheduler._line)
         first.go.set()
         assert second.there.wait(20)
         assert first.tokens == 1  # it waits for the other's first token, and not the other for its last
@@ -222,7 +222,7 @@ def test_one_at_a_time_is_what_it_was(engine: BlendEngine) -> None:
         long = pool.submit(one_by_one.generate, PROMPTS[0], max_new_tokens=5, logits_processor=[first])
         assert first.there.wait(20)
         short = pool.submit(one_by_one.generate, PROMPTS[1], max_new_tokens=2, logits_processor=[second])
-        until(lambda: engine._gate._line)
+        until(lambda: engine._scheduler._line)
         first.go.set()
         assert len(long.result(20).token_ids) == 5
         assert len(short.result(20).token_ids) == 2
@@ -267,12 +267,12 @@ def test_a_model_in_training_is_evaluated_until_the_last_has_ended(engine: Blend
             return scores
 
     with ThreadPoolExecutor(2) as pool:
-        with engine._gate:
+        with engine._scheduler:
             asked = [
                 pool.submit(engine.generate, prompt, max_new_tokens=count, logits_processor=[Looking()])
                 for prompt, count in zip(PROMPTS, lengths, strict=False)
             ]
-            until(lambda: len(engine._gate._line) == 2)
+            until(lambda: len(engine._scheduler._line) == 2)
         for one in asked:
             one.result(20)
     assert during == [False] * 11
@@ -291,7 +291,7 @@ def test_a_stream_given_up_leaves_the_others_alone(engine: BlendEngine) -> None:
         reading.start()
         assert held.there.wait(20)
         stays = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=24)
-        until(lambda: engine._gate._line)
+        until(lambda: engine._scheduler._line)
         left.cancel()
         held.go.set()
         assert stays.result(20).token_ids == alone
@@ -342,7 +342,7 @@ def test_a_batch_that_fails_ends_what_was_begun_ahead(engine: BlendEngine) -> No
     shortest, failing = len(engine.tokenize(PROMPTS[0]).input_ids), Failing()
     with pytest.raises(ZeroDivisionError):
         engine.generate_batch(PROMPTS, max_new_tokens=10_000, logits_processor=[failing])
-    until(lambda: not engine._gate._begun)
+    until(lambda: not engine._scheduler._begun)
     assert failing.tokens < 1_000
 
 
@@ -354,11 +354,11 @@ def test_a_step_that_fails_ends_those_it_was_of_and_no_others(
 ) -> None:
     alone = engine.generate(PROMPTS[0], max_new_tokens=6).token_ids
     with monkeypatch.context() as patch:
-        patch.setattr(StepsTogether, "_pass", lambda self, asked: torch.empty(2**62))
+        patch.setattr(BatchedDecode, "_pass", lambda self, asked: torch.empty(2**62))
         with ThreadPoolExecutor(3) as pool:
-            with engine._gate:
+            with engine._scheduler:
                 asked = [pool.submit(engine.generate, prompt, max_new_tokens=6) for prompt in PROMPTS[:3]]
-                until(lambda: len(engine._gate._line) == 3)
+                until(lambda: len(engine._scheduler._line) == 3)
             errors = [one.exception(20) for one in asked]
     assert sorted(type(error).__name__ for error in errors) == ["GenerationError", "GenerationError", "RuntimeError"]
     told = next(error for error in errors if isinstance(error, GenerationError))
@@ -374,10 +374,10 @@ def test_an_error_of_one_answer_is_its_own(engine: BlendEngine) -> None:
 
     alone = engine.generate(PROMPTS[0], max_new_tokens=12).token_ids
     with ThreadPoolExecutor(2) as pool:
-        with engine._gate:
+        with engine._scheduler:
             good = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=12)
             bad = pool.submit(engine.generate, PROMPTS[1], max_new_tokens=12, logits_processor=[Failing()])
-            until(lambda: len(engine._gate._line) == 2)
+            until(lambda: len(engine._scheduler._line) == 2)
         assert good.result(20).token_ids == alone
         assert isinstance(bad.exception(20), ZeroDivisionError)
     assert engine.generate(PROMPTS[0], max_new_tokens=12).token_ids == alone
@@ -390,7 +390,7 @@ def test_closing_waits_for_all_who_are_under_way() -> None:
         asked = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=12, logits_processor=[held])
         assert held.there.wait(20)
         closing = pool.submit(engine.close)
-        until(lambda: engine._gate._line)
+        until(lambda: engine._scheduler._line)
         held.go.set()
         assert len(asked.result(20).token_ids) == 12
         closing.result(20)
@@ -404,9 +404,9 @@ def test_warming_waits_for_answers_and_lets_later_ones_wait(engine: BlendEngine)
         first = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=12, logits_processor=[held])
         assert held.there.wait(20)
         warming = pool.submit(engine.warm, [tiny.text(40, 77)], progress=False)
-        until(lambda: len(engine._gate._line) == 1)
+        until(lambda: len(engine._scheduler._line) == 1)
         later = pool.submit(engine.generate, PROMPTS[1], max_new_tokens=2)
-        until(lambda: len(engine._gate._line) == 2)
+        until(lambda: len(engine._scheduler._line) == 2)
         held.go.set()
         assert len(first.result(20).token_ids) == 12
         assert warming.result(20).computed == 1

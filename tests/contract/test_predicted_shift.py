@@ -15,11 +15,11 @@ from cacheblend_rag.calibration.calibrate import report, settings_of
 from cacheblend_rag.calibration.prepared import PreparedPrompt
 from cacheblend_rag.calibration.search import Search
 from cacheblend_rag.calibration.trials import TrialSet, Tried
-from cacheblend_rag.engine.ratio_policy import Steering
+from cacheblend_rag.engine.ratio_policy import RatioPolicy
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor import fuse
-from cacheblend_rag.fusor.predicted_shift import Foresight
-from cacheblend_rag.fusor.selection import SelectForeseen, SelectNone, StartView, make_rule
+from cacheblend_rag.fusor.predicted_shift import ShiftPredictor
+from cacheblend_rag.fusor.selection import SelectNone, SelectPredicted, StartView, make_rule
 from cacheblend_rag.fusor.work import work_share
 from cacheblend_rag.loading import BlendSettings, ChunkKV, Device, LoadingController, MachineProfile, PrefillProfile
 from cacheblend_rag.models.adapter import ModelAdapter
@@ -34,10 +34,10 @@ from tests.tolerance import assert_close, assert_logits_close, terms_of
 
 # Their attention has what fused kernels lack: soft caps, attention sinks, queries scaled by position.
 _APART = ("gemma2", "gpt_oss", "ministral3")
-LOOKING = {"selection": "foreseen", "query_layers": (1,), "recompute_ratio": 0.3}
+LOOKING = {"selection": "predicted", "query_layers": (1,), "recompute_ratio": 0.3}
 
 
-def foreseen(
+def predicted(
     prepared: PreparedPrompt, layers: tuple[int, ...], spans: Sequence[range] = (), undefined: bool = False
 ) -> torch.Tensor:
     """By position; of some of the reused chunks, the others not stored."""
@@ -59,14 +59,14 @@ def foreseen(
         return queries
 
     contexts = [plan.contexts[plan.reused.index(span)] for span in spans]
-    foresight = Foresight(
+    predictor = ShiftPredictor(
         adapter, plan.input_ids, spans, contexts, torch.tensor(missing, dtype=torch.long),
         asked, kv.__getitem__, adapter.rotary(len(plan.input_ids)),
     )  # fmt: skip
     with adapter.blending():
-        seen = foresight.look(layers)
+        seen = predictor.look(layers)
     found = seen.deviation
-    assert [one.layer for one in seen.looked] == list(layers)
+    assert [one.layer for one in seen.queried] == list(layers)
     assert torch.equal(found.isnan(), ~inside)
     return found
 
@@ -92,7 +92,7 @@ def test_on_layer_0_they_foresee_what_a_full_prefill_does(family: str) -> None:
         alone, among = given[-1][len(context) :], given[0][span.start : span.stop]
         expected[span] = (among - alone).norm(dim=1)
         lengths += alone.norm(dim=1).tolist()
-    found = foreseen(prepared, (0,))
+    found = predicted(prepared, (0,))
     assert prepared.adapter.num_layers == 4
     for span, deviation in expected.items():
         share = deviation / (sum(lengths) / len(lengths))
@@ -102,7 +102,7 @@ def test_on_layer_0_they_foresee_what_a_full_prefill_does(family: str) -> None:
 
 @pytest.mark.parametrize("family", _APART)
 def test_other_families_are_looked_at_all_the_same(family: str) -> None:
-    found = foreseen(prepared_of(tiny.model(family)), (1, 2))
+    found = predicted(prepared_of(tiny.model(family)), (1, 2))
     inside = found[~found.isnan()]
     assert len(inside) == sum(map(len, prepared_of(tiny.model(family)).plan.reused))
     assert inside.isfinite().all()
@@ -111,14 +111,14 @@ def test_other_families_are_looked_at_all_the_same(family: str) -> None:
 
 def test_layers_are_averaged() -> None:
     prepared = prepared_of(tiny.model())
-    both, first, second = (foreseen(prepared, layers) for layers in ((1, 2), (1,), (2,)))
+    both, first, second = (predicted(prepared, layers) for layers in ((1, 2), (1,), (2,)))
     torch.testing.assert_close(both, (first + second) / 2, equal_nan=True)
 
 
 def test_nothing_is_foreseen_where_nothing_is_seen() -> None:
     """With a window of one token, no row sees another chunk, nor itself among others."""
     model = tiny.model("mistral", sliding_window=1)
-    found = foreseen(prepared_of(model), (1,))
+    found = predicted(prepared_of(model), (1,))
     assert found[~found.isnan()].max() < 1e-5
 
 
@@ -128,19 +128,19 @@ def test_what_is_not_stored_is_computed_first(family: str) -> None:
     prepared = prepared_of(tiny.model(family, **({"sliding_window": 24} if family == "mistral" else {})))
     first, second, third = prepared.plan.reused
     for spans in ([first, third], [second, third], [second]):
-        found = foreseen(prepared, (1, 2), spans, undefined=True)
+        found = predicted(prepared, (1, 2), spans, undefined=True)
         assert found[spans[-1].start : spans[-1].stop].isfinite().all()
     # Before the first reused chunk nothing is missing, so what follows it changes nothing.
     for layer in (1, 2):
-        alone, among = foreseen(prepared, (layer,), [first], undefined=True), foreseen(prepared, (layer,))
+        alone, among = predicted(prepared, (layer,), [first], undefined=True), predicted(prepared, (layer,))
         # Each is a share of a mean length, of other rows: they differ by one factor.
         alone, among = alone[first.start : first.stop], among[first.start : first.stop]
         torch.testing.assert_close(alone / alone.max(), among / among.max())
 
 
 def test_the_highest_are_kept() -> None:
-    rule = SelectForeseen(0.5, (1,))
-    view = StartView(torch.arange(4), torch.arange(4), 4, foreseen=torch.tensor([0.1, 0.9, 0.3, 0.2]))
+    rule = SelectPredicted(0.5, (1,))
+    view = StartView(torch.arange(4), torch.arange(4), 4, predicted=torch.tensor([0.1, 0.9, 0.3, 0.2]))
     assert rule.begin(view).tolist() == [1, 2]
     assert rule.begin(StartView(torch.arange(4), torch.arange(4), 4)).tolist() == []
     assert not any(map(rule.checks, range(4)))
@@ -157,8 +157,8 @@ def test_the_highest_are_kept() -> None:
     ],
 )
 def test_a_bound_keeps_what_moves_farther(options: dict[str, float], kept: list[int]) -> None:
-    rule = SelectForeseen(**{"recompute_ratio": 0.75, "query_layers": (1,)} | options)
-    view = StartView(torch.arange(4), torch.arange(4), 4, foreseen=torch.tensor([0.1, 0.9, 0.3, 0.2]))
+    rule = SelectPredicted(**{"recompute_ratio": 0.75, "query_layers": (1,)} | options)
+    view = StartView(torch.arange(4), torch.arange(4), 4, predicted=torch.tensor([0.1, 0.9, 0.3, 0.2]))
     assert rule.begin(view).tolist() == kept
 
 
@@ -166,34 +166,34 @@ def test_a_bound_keeps_what_moves_farther(options: dict[str, float], kept: list[
     ("options", "kept"),
     [
         ({"bound": 0.8}, [2, 6]),
-        ({"bound": 0.8, "following": 1}, [2, 3, 6]),
-        ({"bound": 0.8, "following": 2}, [2, 3, 4, 6]),
-        ({"bound": 0.8, "following": 9}, [2, 3, 4, 6]),
-        ({"bound": 0.15, "following": 1}, [0, 1, 2, 3, 5, 6]),
-        ({"bound": 0.8, "following": 2, "recompute_ratio": 0.3}, [2, 3]),
-        ({"recompute_ratio": 0.6, "following": 1}, [2, 3, 5, 6]),
-        ({"recompute_ratio": 1.0, "bound": 2.0, "following": 1}, [0, 1, 2, 3, 4, 5, 6]),
+        ({"bound": 0.8, "dilation": 1}, [2, 3, 6]),
+        ({"bound": 0.8, "dilation": 2}, [2, 3, 4, 6]),
+        ({"bound": 0.8, "dilation": 9}, [2, 3, 4, 6]),
+        ({"bound": 0.15, "dilation": 1}, [0, 1, 2, 3, 5, 6]),
+        ({"bound": 0.8, "dilation": 2, "recompute_ratio": 0.3}, [2, 3]),
+        ({"recompute_ratio": 0.6, "dilation": 1}, [2, 3, 5, 6]),
+        ({"recompute_ratio": 1.0, "bound": 2.0, "dilation": 1}, [0, 1, 2, 3, 4, 5, 6]),
     ],
 )
 def test_what_follows_counts_as_moving_as_far(options: dict[str, float], kept: list[int]) -> None:
     """Positions 10 to 14 are one stretch, 16 and 17 another."""
-    rule = SelectForeseen(**{"recompute_ratio": 0.9, "query_layers": (1,)} | options)  # type: ignore[arg-type]
+    rule = SelectPredicted(**{"recompute_ratio": 0.9, "query_layers": (1,)} | options)  # type: ignore[arg-type]
     positions = torch.tensor([10, 11, 12, 13, 14, 16, 17])
-    view = StartView(positions, positions, 7, foreseen=torch.tensor([0.2, 0.1, 1.0, 0.05, 0.1, 0.3, 0.9]))
+    view = StartView(positions, positions, 7, predicted=torch.tensor([0.2, 0.1, 1.0, 0.05, 0.1, 0.3, 0.9]))
     assert rule.begin(view).tolist() == kept
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_fewer_tokens_than_may_follow_are_no_fault(count: int) -> None:
-    view = StartView(torch.arange(count), torch.arange(count), count, foreseen=torch.ones(count))
-    assert SelectForeseen(0.9, (1,), 0.5, following=3).begin(view).tolist() == list(range(int(0.9 * count)))
+    view = StartView(torch.arange(count), torch.arange(count), count, predicted=torch.ones(count))
+    assert SelectPredicted(0.9, (1,), 0.5, dilation=3).begin(view).tolist() == list(range(int(0.9 * count)))
 
 
 def test_a_bound_counts_in_a_prompt_what_is_above_it() -> None:
     prepared = prepared_of(tiny.model())
-    deviation = foreseen(prepared, (1,))
+    deviation = predicted(prepared, (1,))
     bound = float(deviation[~deviation.isnan()].median())
-    rows = {of: prepared.fuse(SelectForeseen(0.9, (1,), bound=of)).fusion.recomputed_tokens[0] for of in (bound, 1e9)}
+    rows = {of: prepared.fuse(SelectPredicted(0.9, (1,), bound=of)).fusion.recomputed_tokens[0] for of in (bound, 1e9)}
     assert rows[1e9] == 0
     assert rows[bound] == int((deviation > bound).sum()) > 0
 
@@ -250,7 +250,7 @@ def test_no_layer_is_computed_in_full() -> None:
     assert fused.report.work > reused.report.work
     # Looking is a part of one layer's attention.
     assert rows - 0.1 < fused.report.work < rows + 0.2
-    looked = fused.done.looked
+    looked = fused.done.queried
     assert [one.layer for one in looked] == [1]
     assert looked[0].seen > 0
 
@@ -280,7 +280,7 @@ def test_a_prepared_prompt_sees_what_stored_queries_say() -> None:
     with engine_of(model, **LOOKING) as engine:
         engine.fuse(PROMPT)
         fused = engine.fuse(PROMPT)
-    twin = prepared_of(model).fuse(SelectForeseen(0.3, (1,)))
+    twin = prepared_of(model).fuse(SelectPredicted(0.3, (1,)))
     assert_logits_close(fused.logits, twin.fusion.logits, model, len(fused.input_ids))
     assert twin.work == pytest.approx(fused.report.work)
 
@@ -347,20 +347,20 @@ def test_damaged_queries_are_a_miss(tmp_path: Path) -> None:
 def test_options_are_checked() -> None:
     for layers in ((), (-1,), (2, 1), "2"):
         with pytest.raises(ConfigError, match="query_layers"):
-            SelectForeseen(0.1, layers)  # type: ignore[arg-type]
-    for following in (-1, 1.5, True):
-        with pytest.raises(ConfigError, match=r"following.*whole number"):
-            SelectForeseen(0.1, (1,), following=following)  # type: ignore[arg-type]
+            SelectPredicted(0.1, layers)  # type: ignore[arg-type]
+    for dilation in (-1, 1.5, True):
+        with pytest.raises(ConfigError, match=r"dilation.*whole number"):
+            SelectPredicted(0.1, (1,), dilation=dilation)  # type: ignore[arg-type]
     for bad in ((-1,), (2, 2), 3):
         with pytest.raises(ConfigError, match="query_layers"):
             BlendConfig(query_layers=bad)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"query_layers.*calibrate"):
-        make_rule(BlendConfig(selection="foreseen"))
+        make_rule(BlendConfig(selection="predicted"))
     with pytest.raises(ConfigError, match="layers 0 to 3"):
         engine_of(**LOOKING | {"query_layers": (4,)})
     prepared = prepared_of(tiny.model())
     with pytest.raises(ConfigError, match="query_layers"):
-        fuse(prepared.adapter, prepared.plan, prepared._buffers(prepared._known), SelectForeseen(0.1, (1,)))
+        fuse(prepared.adapter, prepared.plan, prepared._buffers(prepared._known), SelectPredicted(0.1, (1,)))
 
 
 def test_the_environment_names_layers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,71 +370,76 @@ def test_the_environment_names_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_calibrated_says_what_records_hold() -> None:
     """Also for rules that do not look at queries: all find the same records."""
-    settings = BlendSettings("foreseen", recompute_ratio=0.08, query_layers=(2,), tolerance=0.01)
+    settings = BlendSettings("predicted", recompute_ratio=0.08, query_layers=(2,), tolerance=0.01)
     profile = MachineProfile(blends={"m": settings})
 
-    def of(**options: Any) -> Steering:
-        return Steering(BlendConfig(**options), 24, "m", LoadingController(profile))
+    def of(**options: Any) -> RatioPolicy:
+        return RatioPolicy(BlendConfig(**options), 24, "m", LoadingController(profile))
 
     chosen = of()
-    assert chosen.rule == SelectForeseen(0.08, (2,))
+    assert chosen.rule == SelectPredicted(0.08, (2,))
     assert chosen.choose([], 100, 10, "disk").ratio == 0.08
     assert of(selection="none").config.query_layers == (2,)
-    assert of(selection="foreseen", recompute_ratio=0.2).rule == SelectForeseen(0.2, (2,))
+    assert of(selection="predicted", recompute_ratio=0.2).rule == SelectPredicted(0.2, (2,))
     assert of(selection="none", query_layers=(3,)).config.query_layers == (3,)
 
 
 @pytest.mark.parametrize(("loading", "ratio"), [(0.01, 0.12), (0.2, 0.12), (0.4, 0.32), (0.8, 0.47)])
 def test_a_bound_is_planned_with_what_it_usually_takes(loading: float, ratio: float) -> None:
     """Not with its highest share, which few prompts need; time spent waiting for slow storage is used all the same."""
-    options = {"bound": 0.9, "following": 1}
-    settings = BlendSettings("foreseen", (1,), 0.5, query_layers=(2,), selection_options=options, work=0.12)
+    options = {"bound": 0.9, "dilation": 1}
+    settings = BlendSettings("predicted", (1,), 0.5, query_layers=(2,), selection_options=options, work=0.12)
     profile = MachineProfile(
         {"m": PrefillProfile(0, 1e-3, 0)}, {"disk": Device("disk", 6e6 / loading)}, {"m": settings}
     )
-    steering = Steering(BlendConfig(), 24, "m", LoadingController(profile))
-    chosen = steering.choose([ChunkKV(150, 10**6)] * 6, 1000, 100, "disk")
+    policy = RatioPolicy(BlendConfig(), 24, "m", LoadingController(profile))
+    chosen = policy.choose([ChunkKV(150, 10**6)] * 6, 1000, 100, "disk")
     assert chosen.plan is not None
     assert chosen.ratio == pytest.approx(ratio)
     assert chosen.plan.recompute_seconds == pytest.approx(0.1 + 0.9 * ratio)
     lowest = 0.0 if ratio == 0.12 else ratio
-    assert chosen.rule == SelectForeseen(0.5, (2,), bound=0.9, lowest_ratio=lowest, following=1)
+    assert chosen.rule == SelectPredicted(0.5, (2,), bound=0.9, lowest_ratio=lowest, dilation=1)
 
 
 def test_calibrate_looks_for_the_layer_that_tells_most() -> None:
     segments = PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
     trials = TrialSet(ModelAdapter(tiny.model()), segments, [PROMPT], answer_tokens=2)
-    telling = Search(trials, trials, 4, 0.01)._telling()
+    with_mask = Search(trials, trials, 4, 0.01)._discriminative()
     means = {
-        layer: trials.try_rule(SelectForeseen(0.5, (layer,), 0.6)).divergence.mean for layer in range(3)
+        layer: trials.try_rule(SelectPredicted(0.5, (layer,), 0.6)).divergence.mean for layer in range(3)
     }  # the last layer's would move no KV
-    assert telling == sorted(means, key=means.__getitem__)[:2]
+    assert with_mask == sorted(means, key=means.__getitem__)[:2]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Told:
-    """Trials in which only some bounds on the queries of layer 2 keep the tolerance, with so many samples or more."""
+    """Trials in which only some bounds on the queries of layer 2 keep the tolerance, with so many anchor tokens."""
 
-    samples: int = 0
+    anchor_tokens: int = 0
     depth = 4
 
     def try_rule(self, rule: Any, tolerance: float = float("inf")) -> Tried:
-        telling = isinstance(rule, SelectForeseen) and tuple(rule.query_layers) == (2,)
-        good = telling and 0 < rule.bound <= 0.8 and rule.samples >= self.samples
+        with_mask = isinstance(rule, SelectPredicted) and tuple(rule.query_layers) == (2,)
+        good = with_mask and 0 < rule.bound <= 0.8 and rule.anchor_tokens >= self.anchor_tokens
         work = 0.2 - 0.1 * getattr(rule, "bound", 0.0)
-        return Tried(rule, (0.001 if good else 0.5 if telling else 1.0,) * 6, work, whole=True)
+        return Tried(rule, (0.001 if good else 0.5 if with_mask else 1.0,) * 6, work, whole=True)
 
 
-@pytest.mark.parametrize(("needed", "samples"), [(0, 0), (1, 20)])
-def test_a_calibration_finds_the_highest_bound_within_the_tolerance(needed: int, samples: int) -> None:
-    """And takes samples only where bounds alone do not do."""
+@pytest.mark.parametrize(("needed", "anchor_tokens"), [(0, 0), (1, 20)])
+def test_a_calibration_finds_the_highest_bound_within_the_tolerance(needed: int, anchor_tokens: int) -> None:
+    """And takes anchor_tokens only where bounds alone do not do."""
     told: Any = _Told(needed)
     found = Search(told, told, 4, 0.01).run()
     assert found.chosen is not None
-    assert found.chosen.rule == SelectForeseen(0.5, (2,), bound=0.8, following=1, samples=samples)
+    assert found.chosen.rule == SelectPredicted(0.5, (2,), bound=0.8, dilation=1, anchor_tokens=anchor_tokens)
     settings = settings_of(found, 0.01)
-    assert settings.selection_options == {"bound": 0.8, "lowest_ratio": 0.0, "following": 1, "samples": samples}
-    described = f"bound 0.8, lowest_ratio 0.0, following 1, samples {samples}, share at most 50.0%"
+    assert settings.selection_options == {
+        "bound": 0.8,
+        "lowest_ratio": 0.0,
+        "dilation": 1,
+        "anchor_tokens": anchor_tokens,
+    }
+    described = f"bound 0.8, lowest_ratio 0.0, dilation 1, anchor_tokens {anchor_tokens}, share at most 50.0%"
     assert described in report(settings, found)
     controller = LoadingController(MachineProfile(blends={"this model": settings}))
-    assert Steering(BlendConfig(), 4, "this model", controller).rule == found.chosen.rule
+    assert RatioPolicy(BlendConfig(), 4, "this model", controller).rule == found.chosen.rule

@@ -1,4 +1,4 @@
-"""The gate: who may come in when, and what is left of those who do not come back."""
+"""The scheduler: who may come in when, and what is left of those who do not come back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cacheblend_rag.engine.scheduler import IdleGate
+from cacheblend_rag.engine.scheduler import Scheduler
 from tests.probes import until
 
 
@@ -18,15 +18,15 @@ def doubled(given: Sequence[int]) -> list[int]:
 
 
 def test_requests_go_before_background_work() -> None:
-    gate, order = IdleGate(), []
+    scheduler, order = Scheduler(), []
     started, release = threading.Event(), threading.Event()
 
     def request(name: str) -> None:
-        with gate:
+        with scheduler:
             order.append(name)
 
     def first() -> None:
-        with gate:
+        with scheduler:
             started.set()
             release.wait(5)
             order.append("first")
@@ -34,7 +34,7 @@ def test_requests_go_before_background_work() -> None:
     threads = [threading.Thread(target=first)]
     threads[0].start()
     started.wait(5)
-    threads.append(threading.Thread(target=lambda: gate.when_idle(lambda: order.append("background"))))
+    threads.append(threading.Thread(target=lambda: scheduler.when_idle(lambda: order.append("background"))))
     threads[1].start()
     time.sleep(0.02)
     for name in ("second", "third"):
@@ -50,49 +50,49 @@ def test_requests_go_before_background_work() -> None:
 
 
 def test_a_gate_is_open_again_after_an_error_and_lets_its_holder_in_twice() -> None:
-    gate = IdleGate()
-    with pytest.raises(ZeroDivisionError), gate, gate:
+    scheduler = Scheduler()
+    with pytest.raises(ZeroDivisionError), scheduler, scheduler:
         raise ZeroDivisionError
     with pytest.raises(ZeroDivisionError):
-        gate.when_idle(lambda: 1 // 0)
-    other = threading.Thread(target=gate.__enter__)
+        scheduler.when_idle(lambda: 1 // 0)
+    other = threading.Thread(target=scheduler.__enter__)
     other.start()
     other.join(5)
     assert not other.is_alive()
 
 
 def test_a_step_of_one_alone_is_taken_at_once_and_one_within_another_too() -> None:
-    gate = IdleGate()
-    with ThreadPoolExecutor(1) as pool, gate:
-        assert gate.step(4, doubled) == 8
-        other = pool.submit(gate.__enter__)
-        until(lambda: gate.awaited)
-        with gate:
-            assert gate.step(5, doubled) == 10  # it holds the gate twice and gives it to nobody
+    scheduler = Scheduler()
+    with ThreadPoolExecutor(1) as pool, scheduler:
+        assert scheduler.step(4, doubled) == 8
+        other = pool.submit(scheduler.__enter__)
+        until(lambda: scheduler.awaited)
+        with scheduler:
+            assert scheduler.step(5, doubled) == 10  # it holds the scheduler twice and gives it to nobody
             assert not other.done()
     other.result(5)
 
 
 def test_who_has_not_begun_goes_first_and_steps_are_taken_together() -> None:
-    gate, events = IdleGate(), []
+    scheduler, events = Scheduler(), []
 
     def run(given: Sequence[str]) -> list[str]:
         events.append(f"step of {', '.join(given)}")
         return [one.upper() for one in given]
 
     def answer(name: str, steps: int) -> None:
-        with gate.entered(lambda: 2):
+        with scheduler.entered(lambda: 2):
             events.append(f"{name} begins")
             for _ in range(steps):
-                assert gate.step(name, run) == name.upper()
+                assert scheduler.step(name, run) == name.upper()
             events.append(f"{name} ends")
 
     with ThreadPoolExecutor(4) as pool:
-        with gate:
+        with scheduler:
             asked = []
             for number, (name, steps) in enumerate((("a", 3), ("b", 2), ("c", 1), ("d", 1)), 1):
                 asked.append(pool.submit(answer, name, steps))
-                until(lambda number=number: len(gate._line) == number)
+                until(lambda number=number: len(scheduler._line) == number)
         for one in asked:
             one.result(5)
     assert events == [
@@ -102,23 +102,23 @@ def test_who_has_not_begun_goes_first_and_steps_are_taken_together() -> None:
 
 
 def test_background_work_waits_for_all_who_are_under_way() -> None:
-    gate, events = IdleGate(), []
+    scheduler, events = Scheduler(), []
     begun, go = threading.Event(), threading.Event()
 
     def answer() -> None:
-        with gate.entered(lambda: 3):
+        with scheduler.entered(lambda: 3):
             begun.set()
             go.wait(5)
             for _ in range(3):
-                gate.step(1, doubled)
+                scheduler.step(1, doubled)
                 events.append("token")
 
     with ThreadPoolExecutor(3) as pool:
         asked = [pool.submit(answer)]
         assert begun.wait(5)
-        asked.append(pool.submit(gate.when_idle, lambda: events.append("background")))
+        asked.append(pool.submit(scheduler.when_idle, lambda: events.append("background")))
         asked.append(pool.submit(answer))
-        until(lambda: gate.awaited)
+        until(lambda: scheduler.awaited)
         go.set()
         for one in asked:
             one.result(5)
@@ -126,18 +126,18 @@ def test_background_work_waits_for_all_who_are_under_way() -> None:
 
 
 def test_who_wants_to_be_alone_is_let_in_before_later_ones() -> None:
-    gate, events = IdleGate(), []
+    scheduler, events = Scheduler(), []
     begun, go = threading.Event(), threading.Event()
 
     def answer(name: str) -> None:
-        with gate.entered(lambda: 3):
+        with scheduler.entered(lambda: 3):
             begun.set()
             go.wait(5)
-            gate.step(1, doubled)
+            scheduler.step(1, doubled)
             events.append(name)
 
     def alone() -> None:
-        with gate:
+        with scheduler:
             events.append("alone")
 
     with ThreadPoolExecutor(3) as pool:
@@ -145,7 +145,7 @@ def test_who_wants_to_be_alone_is_let_in_before_later_ones() -> None:
         assert begun.wait(5)
         for number, work in enumerate((alone, lambda: answer("later")), 1):
             asked.append(pool.submit(work))
-            until(lambda number=number: len(gate._line) == number)
+            until(lambda number=number: len(scheduler._line) == number)
         go.set()
         for one in asked:
             one.result(5)
@@ -154,38 +154,38 @@ def test_who_wants_to_be_alone_is_let_in_before_later_ones() -> None:
 
 @pytest.mark.parametrize("when", ["waiting in line", "waiting for a step"])
 def test_who_is_interrupted_while_waiting_leaves_no_gap(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, hits = IdleGate(), threading.local()
-    wait = gate._condition.wait
+    scheduler, hits = Scheduler(), threading.local()
+    wait = scheduler._condition.wait
 
     def interrupted(*timeout: float) -> bool:
         if getattr(hits, "next", False):
             raise KeyboardInterrupt
         return wait(*timeout)
 
-    monkeypatch.setattr(gate._condition, "wait", interrupted)
+    monkeypatch.setattr(scheduler._condition, "wait", interrupted)
     taken, go = threading.Event(), threading.Event()
 
     def holder() -> None:
-        with gate.entered(lambda: 3):
+        with scheduler.entered(lambda: 3):
             taken.set()
             go.wait(5)
-            assert gate.step(1, doubled) == 2
+            assert scheduler.step(1, doubled) == 2
 
     def leaver() -> None:
         hits.next = when == "waiting in line"
-        with gate.entered(lambda: 3):
+        with scheduler.entered(lambda: 3):
             hits.next = True
-            gate.step(2, doubled)
+            scheduler.step(2, doubled)
 
     with ThreadPoolExecutor(2) as pool:
         staying = pool.submit(holder)
         assert taken.wait(5)
         leaving = pool.submit(leaver)
         if when == "waiting for a step":
-            until(lambda: gate.awaited)
+            until(lambda: scheduler.awaited)
             go.set()
         assert isinstance(leaving.exception(5), KeyboardInterrupt)
         go.set()
         staying.result(5)
-    assert (gate._begun, list(gate._line), gate._steps, gate._busy) == (0, [], [], False)
-    gate.when_idle(lambda: None)
+    assert (scheduler._begun, list(scheduler._line), scheduler._steps, scheduler._busy) == (0, [], [], False)
+    scheduler.when_idle(lambda: None)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from cacheblend_rag.app.server.admission_queue import Line
+from cacheblend_rag.app.server.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.problems import Problem
 
 
@@ -16,13 +16,13 @@ async def soon() -> None:
 
 
 async def test_tenants_take_turns_and_each_keeps_its_order() -> None:
-    line, served = Line(1, 10, 10.0), []
+    line, served = AdmissionQueue(1, 10, 10.0), []
 
     async def ask(name: str, tenant: str) -> None:
-        async with await line.turn(tenant):
+        async with await line.slot(tenant):
             served.append(name)
 
-    first = await line.turn("a")
+    first = await line.slot("a")
     waiting = [asyncio.create_task(ask(name, name[0])) for name in ("a1", "a2", "a3", "b1", "c1", "b2")]
     await soon()
     assert line.waiting == 6
@@ -33,84 +33,84 @@ async def test_tenants_take_turns_and_each_keeps_its_order() -> None:
 
 
 async def test_who_finds_the_line_full_is_told_when_to_come_again() -> None:
-    line = Line(1, 2, 10.0)
-    turn = await line.turn("a")
-    waiting = [asyncio.create_task(line.turn("a")) for _ in range(2)]
+    line = AdmissionQueue(1, 2, 10.0)
+    slot = await line.slot("a")
+    waiting = [asyncio.create_task(line.slot("a")) for _ in range(2)]
     await soon()
     with pytest.raises(Problem) as refused:
-        await line.turn("a")
+        await line.slot("a")
     assert refused.value.status == 429
     assert refused.value.response().headers["retry-after"] == str(line.retry_after())
-    other = asyncio.create_task(line.turn("b"))  # another tenant's room is its own
+    other = asyncio.create_task(line.slot("b"))  # another tenant's room is its own
     await soon()
     assert line.waiting == 3
-    await turn.leave()
+    await slot.leave()
     for task in (waiting[0], other, waiting[1]):
         await (await task).leave()
     assert line.served == 0
 
 
 async def test_who_waits_too_long_or_goes_away_leaves_no_gap() -> None:
-    line = Line(1, 10, 0.05)
-    turn = await line.turn("a")
+    line = AdmissionQueue(1, 10, 0.05)
+    slot = await line.slot("a")
     with pytest.raises(Problem) as late:
-        await line.turn("a")
+        await line.slot("a")
     assert late.value.status == 503
-    gone = asyncio.create_task(line.turn("a"))
-    stays = asyncio.create_task(line.turn("a"))
+    gone = asyncio.create_task(line.slot("a"))
+    stays = asyncio.create_task(line.slot("a"))
     await soon()
     gone.cancel()
-    await turn.leave()
-    await turn.leave()  # twice is harmless
+    await slot.leave()
+    await slot.leave()  # twice is harmless
     await (await stays).leave()
     assert (line.waiting, line.served) == (0, 0)
 
 
 async def test_a_place_given_to_someone_just_leaving_goes_on_to_the_next() -> None:
-    line = Line(1, 10, 10.0)
-    turn = await line.turn("a")
-    gone, stays = asyncio.create_task(line.turn("a")), asyncio.create_task(line.turn("a"))
+    line = AdmissionQueue(1, 10, 10.0)
+    slot = await line.slot("a")
+    gone, stays = asyncio.create_task(line.slot("a")), asyncio.create_task(line.slot("a"))
     await soon()
     line.passed_on(0.1)  # the place is gone's now; it has not run since
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):
         await gone
-    assert (await stays) is not turn
+    assert (await stays) is not slot
     assert line.waiting == 0
 
 
 async def test_who_gives_way_comes_back_behind_all_who_wait() -> None:
-    line, served = Line(1, 1, 10.0), []
-    turn = await line.turn("a")
-    assert not await turn.give_way()  # nobody waits
+    line, served = AdmissionQueue(1, 1, 10.0), []
+    slot = await line.slot("a")
+    assert not await slot.give_way()  # nobody waits
 
     async def ask(name: str) -> None:
-        async with await line.turn(name):
+        async with await line.slot(name):
             served.append(name)
 
     waiting = [asyncio.create_task(ask(name)) for name in ("a", "b")]
     await soon()
-    assert await turn.give_way()  # though its tenant's queue was full
+    assert await slot.give_way()  # though its tenant's queue was full
     assert served == ["a", "b"]
     assert line.served == 1
-    await turn.leave()
+    await slot.leave()
     await asyncio.gather(*waiting)
     assert (line.waiting, line.served) == (0, 0)
 
 
 async def test_who_goes_away_while_giving_way_leaves_no_gap() -> None:
-    line = Line(1, 10, 0.05)
-    turn = await line.turn("a")
-    stays = asyncio.create_task(line.turn("b"))
+    line = AdmissionQueue(1, 10, 0.05)
+    slot = await line.slot("a")
+    stays = asyncio.create_task(line.slot("b"))
     await soon()
-    gone = asyncio.create_task(turn.give_way())
+    gone = asyncio.create_task(slot.give_way())
     other = await stays
     gone.cancel()
     await soon()
-    await turn.leave()  # it has none to leave
+    await slot.leave()  # it has none to leave
     assert (line.waiting, line.served) == (0, 1)
     await other.leave()
-    late, stays = await line.turn("a"), asyncio.create_task(line.turn("b"))
+    late, stays = await line.slot("a"), asyncio.create_task(line.slot("b"))
     await soon()
     with pytest.raises(Problem) as refused:
         await late.give_way()  # the other stays longer than it may wait
@@ -120,13 +120,13 @@ async def test_who_goes_away_while_giving_way_leaves_no_gap() -> None:
 
 
 async def test_several_places_are_taken_at_once_and_all_of_them_by_who_must_be_alone() -> None:
-    line, events = Line(2, 10, 10.0), []
+    line, events = AdmissionQueue(2, 10, 10.0), []
 
     async def ask(name: str, alone: bool = False) -> None:
-        async with await line.turn("a", alone=alone):
+        async with await line.slot("a", alone=alone):
             events.append((name, line.served))
 
-    first, second = await line.turn("a"), await line.turn("a")
+    first, second = await line.slot("a"), await line.slot("a")
     assert line.served == 2
     waiting = [asyncio.create_task(ask(*one)) for one in (("alone", True), ("later",), ("last",))]
     await soon()
@@ -141,24 +141,24 @@ async def test_several_places_are_taken_at_once_and_all_of_them_by_who_must_be_a
 
 
 async def test_who_must_be_alone_and_goes_away_lets_the_others_in() -> None:
-    line = Line(2, 10, 0.05)
-    first = await line.turn("a")
-    alone = asyncio.create_task(line.turn("a", alone=True))
-    later = asyncio.create_task(line.turn("b"))
+    line = AdmissionQueue(2, 10, 0.05)
+    first = await line.slot("a")
+    alone = asyncio.create_task(line.slot("a", alone=True))
+    later = asyncio.create_task(line.slot("b"))
     await soon()
     assert line.waiting == 2
     alone.cancel()
     other = await later
     with pytest.raises(Problem) as late:
-        await line.turn("a", alone=True)
+        await line.slot("a", alone=True)
     assert late.value.status == 503
     await first.leave()
     await other.leave()
     assert (line.waiting, line.served) == (0, 0)
-    async with await line.turn("a", alone=True) as turn:
+    async with await line.slot("a", alone=True) as slot:
         assert line.served == 1
-        waiting = asyncio.create_task(line.turn("a"))
-        back = asyncio.create_task(turn.give_way())
+        waiting = asyncio.create_task(line.slot("a"))
+        back = asyncio.create_task(slot.give_way())
         other = await waiting
         await soon()
         assert (line.served, back.done()) == (1, False)

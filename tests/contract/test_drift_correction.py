@@ -14,9 +14,9 @@ from cacheblend_rag.calibration.evaluation.prompts import build_prompt
 from cacheblend_rag.calibration.prepared import PreparedPrompt
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor import drift_correction as correction
-from cacheblend_rag.fusor.drift_correction import Correction, sampled_rows
-from cacheblend_rag.fusor.predicted_shift import Foresight
-from cacheblend_rag.fusor.selection import SelectForeseen, SelectNone, StartView
+from cacheblend_rag.fusor.drift_correction import DriftCorrection, sampled_rows
+from cacheblend_rag.fusor.predicted_shift import ShiftPredictor
+from cacheblend_rag.fusor.selection import SelectNone, SelectPredicted, StartView
 from cacheblend_rag.fusor.work import Corrected, RowsDone, work_share
 from cacheblend_rag.models.rope import unrotate
 from cacheblend_rag.models.shape import LayerShape, ModelShape
@@ -30,7 +30,7 @@ from tests.toy.cases import ToyCases
 
 SPANS = [range(3, 15), range(15, 22), range(24, 40)]
 FAMILIES = [*tiny.FAMILIES, "phi3", "gemma2", "gpt_oss", "olmo2", "glm4", "smollm3"]
-SAMPLING = SelectForeseen(0.9, (1,), bound=9.0, samples=5)
+SAMPLING = SelectPredicted(0.9, (1,), bound=9.0, anchor_tokens=5)
 
 
 def moves(width: int = 6, alike: float = 1.0) -> list[torch.Tensor]:
@@ -75,22 +75,22 @@ def test_rows_that_move_apart_from_each_other_are_not_sampled() -> None:
     ("options", "kept"),
     [
         ({"bound": 0.8}, [0, 1, 3]),
-        ({"bound": 0.8, "following": 1}, [0, 1, 2, 3]),  # what follows a sampled row does not count as moving
-        ({"bound": 2.0, "following": 1}, [0, 3]),
+        ({"bound": 0.8, "dilation": 1}, [0, 1, 2, 3]),  # what follows a sampled row does not count as moving
+        ({"bound": 2.0, "dilation": 1}, [0, 3]),
         ({"bound": 2.0, "recompute_ratio": 0.25}, [0]),
     ],
 )
 def test_sampled_rows_are_kept_besides(options: dict[str, Any], kept: list[int]) -> None:
-    rule = SelectForeseen(**{"recompute_ratio": 0.9, "query_layers": (1,), "samples": 2} | options)
+    rule = SelectPredicted(**{"recompute_ratio": 0.9, "query_layers": (1,), "anchor_tokens": 2} | options)
     sampled = torch.tensor([True, False, False, True, False])
     view = StartView(torch.arange(5), torch.arange(5), 5, None, torch.tensor([0.1, 0.9, 0.3, 0.2, 0.1]), sampled)
     assert rule.begin(view).tolist() == kept
 
 
-@pytest.mark.parametrize("samples", [-1, 1.5, True, "many"])
-def test_the_option_is_checked(samples: Any) -> None:
+@pytest.mark.parametrize("anchor_tokens", [-1, 1.5, True, "many"])
+def test_the_option_is_checked(anchor_tokens: Any) -> None:
     with pytest.raises(ConfigError, match=r"samples.*whole number"):
-        SelectForeseen(0.1, (1,), samples=samples)
+        SelectPredicted(0.1, (1,), anchor_tokens=anchor_tokens)
 
 
 # What they tell -------------------------------------------------------------------------------
@@ -104,14 +104,14 @@ def ridge(features: torch.Tensor, seen: torch.Tensor, asked: torch.Tensor) -> to
 
 def test_it_is_ridge_regression_worth_what_it_explains_of_rows_left_out() -> None:
     moved, heads, width = moves(), 3, 4
-    samples = sampled_rows(SPANS, moved, 5)
-    chosen = torch.cat((torch.tensor([1, 5, 9, 16]), *samples, torch.tensor([41]))).unique()
-    found = Correction.of(SPANS, moved, samples, chosen)
+    anchor_tokens = sampled_rows(SPANS, moved, 5)
+    chosen = torch.cat((torch.tensor([1, 5, 9, 16]), *anchor_tokens, torch.tensor([41]))).unique()
+    found = DriftCorrection.of(SPANS, moved, anchor_tokens, chosen)
     assert found is not None
     deviation = torch.randn(len(found.rows), heads, width, generator=torch.Generator().manual_seed(2))
     deviation += 2 * found.rows[:, None, None].div(20).floor()
     told, expected = found.told(deviation.transpose(0, 1)).transpose(0, 1), {}
-    for span, move, sample in zip(SPANS, moved, samples, strict=True):
+    for span, move, sample in zip(SPANS, moved, anchor_tokens, strict=True):
         features = torch.cat((move / move.norm(dim=1).mean(), torch.ones(len(span), 1)), dim=1).double()
         rows = [row for row in span if row in chosen.tolist()]
         known = features[[row - span.start for row in rows]]
@@ -139,8 +139,8 @@ def test_it_is_ridge_regression_worth_what_it_explains_of_rows_left_out() -> Non
 
 
 def test_what_explains_nothing_is_not_given() -> None:
-    samples = sampled_rows(SPANS, moves(), 8)
-    found = Correction.of(SPANS, moves(), samples, torch.cat(samples))
+    anchor_tokens = sampled_rows(SPANS, moves(), 8)
+    found = DriftCorrection.of(SPANS, moves(), anchor_tokens, torch.cat(anchor_tokens))
     assert found is not None
     noise = torch.randn(1, len(found.rows), 4, generator=torch.Generator().manual_seed(3))
     alike = torch.ones(1, len(found.rows), 4)
@@ -151,13 +151,13 @@ def test_what_explains_nothing_is_not_given() -> None:
 
 
 def test_a_chunk_of_which_too_few_rows_or_all_are_recomputed_is_left_alone() -> None:
-    samples = sampled_rows(SPANS, moves(), 5)
-    first_two, all_of_second = samples[0][:2], torch.arange(15, 22)
-    assert Correction.of(SPANS, moves(), samples, torch.cat((first_two, all_of_second))) is None
-    found = Correction.of(SPANS, moves(), samples, torch.cat((first_two, all_of_second, samples[2])))
+    anchor_tokens = sampled_rows(SPANS, moves(), 5)
+    first_two, all_of_second = anchor_tokens[0][:2], torch.arange(15, 22)
+    assert DriftCorrection.of(SPANS, moves(), anchor_tokens, torch.cat((first_two, all_of_second))) is None
+    found = DriftCorrection.of(SPANS, moves(), anchor_tokens, torch.cat((first_two, all_of_second, anchor_tokens[2])))
     assert found is not None
-    assert found.rows.tolist() == samples[2].tolist()
-    assert set(found.places.tolist()) == set(SPANS[2]) - set(samples[2].tolist())
+    assert found.rows.tolist() == anchor_tokens[2].tolist()
+    assert set(found.places.tolist()) == set(SPANS[2]) - set(anchor_tokens[2].tolist())
 
 
 # Within the blended pass ----------------------------------------------------------------------
@@ -173,7 +173,7 @@ def test_rows_not_recomputed_get_what_the_others_show(family: str) -> None:
     chosen = fused.fusion.computed[0]
     chosen = chosen[torch.isin(chosen, torch.cat([torch.tensor(span) for span in spans]))]
     moved = correction_moves(prepared)
-    found = Correction.of(spans, moved, sampled_rows(spans, moved, 5), chosen)
+    found = DriftCorrection.of(spans, moved, sampled_rows(spans, moved, 5), chosen)
     assert found is not None
     assert len(found.rows) == len(chosen) == 5 * len(spans)
     rotaries, given = adapter.rotary(len(prepared.tokens.input_ids)), 0.0
@@ -195,14 +195,14 @@ def test_rows_not_recomputed_get_what_the_others_show(family: str) -> None:
 
 
 def correction_moves(prepared: PreparedPrompt) -> list[torch.Tensor]:
-    """What is foreseen, over KV that nothing has been written to."""
+    """What is predicted, over KV that nothing has been written to."""
     fused, plan = prepared.fuse(SelectNone()).fusion, prepared.plan
-    foresight = Foresight(
+    predictor = ShiftPredictor(
         prepared.adapter, plan.input_ids, plan.reused, plan.contexts, torch.empty(0, dtype=torch.long),
         prepared._asked, fused.layers.__getitem__, prepared.adapter.rotary(len(plan.input_ids)),
     )  # fmt: skip
     with prepared.adapter.blending():
-        return list(foresight.look((1,)).moves)
+        return list(predictor.look((1,)).moves)
 
 
 @pytest.mark.usefixtures("all_move")
@@ -231,7 +231,7 @@ def test_without_chunks_that_move_as_a_whole_nothing_changes(monkeypatch: pytest
     monkeypatch.setattr(correction, "_MOVED", 9.0)
     model = tiny.model()
     for bound in (0.05, 9.0):
-        plain, sampling = (fused_of(model, SelectForeseen(0.9, (1,), bound, samples=of))[1] for of in (0, 20))
+        plain, sampling = (fused_of(model, SelectPredicted(0.9, (1,), bound, anchor_tokens=of))[1] for of in (0, 20))
         assert sampling.fusion.done.corrected == Corrected(0, 0)
         assert torch.equal(plain.fusion.logits, sampling.fusion.logits)
         assert plain.work == sampling.work
@@ -240,8 +240,8 @@ def test_without_chunks_that_move_as_a_whole_nothing_changes(monkeypatch: pytest
 @pytest.mark.usefixtures("all_move")
 def test_the_engine_samples_and_counts_it() -> None:
     """Also where a chunk is missing: it is computed, and the others are corrected all the same."""
-    options = {"selection": "foreseen", "query_layers": (1,), "recompute_ratio": 0.9}
-    with engine_of(write_back="off", selection_options={"bound": 9.0, "samples": 4}, **options) as engine:
+    options = {"selection": "predicted", "query_layers": (1,), "recompute_ratio": 0.9}
+    with engine_of(write_back="off", selection_options={"bound": 9.0, "anchor_tokens": 4}, **options) as engine:
         engine.warm(PROMPT.chunks[1:])
         fused = engine.fuse(PROMPT)
         shape, tokens = engine.adapter.shape, len(fused.input_ids)
@@ -279,7 +279,7 @@ def test_where_passages_move_as_a_whole_it_comes_nearer_to_full_prefill() -> Non
     for case in ToyCases("dev", {"reference": 6}, 0, False).cases(6):
         chosen = choose(case, 6, order="random", ranker=None, keep_support=False, seed=0)
         prepared = PreparedPrompt(adapter, segments, build_prompt(chosen, "stuff"))
-        fused = prepared.fuse(SelectForeseen(0.5, (2,), bound=0.9, following=1, samples=20)).fusion
+        fused = prepared.fuse(SelectPredicted(0.5, (2,), bound=0.9, dilation=1, anchor_tokens=20)).fusion
         stored, computed = prepared.fuse(SelectNone()).fusion, torch.zeros(len(prepared.tokens.input_ids))
         computed[fused.computed[0]] = 1
         for layer in range(3, 7):
