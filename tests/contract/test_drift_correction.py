@@ -89,7 +89,7 @@ def test_sampled_rows_are_kept_besides(options: dict[str, Any], kept: list[int])
 
 @pytest.mark.parametrize("anchor_tokens", [-1, 1.5, True, "many"])
 def test_the_option_is_checked(anchor_tokens: Any) -> None:
-    with pytest.raises(ConfigError, match=r"samples.*whole number"):
+    with pytest.raises(ConfigError, match=r"anchor_tokens.*whole number"):
         SelectPredicted(0.1, (1,), anchor_tokens=anchor_tokens)
 
 

@@ -127,7 +127,7 @@ def test_kept_prompts_are_no_chunks_and_no_prefixes() -> None:
     with engine_of(store=store, session_cache=True, recompute_ratio=0.2) as engine:
         engine.generate(PROMPT, max_new_tokens=4)
         kinds = sorted(record.info.kind for record in store.kept.values())
-        assert kinds == ["chunk", "chunk", "chunk", "session", "prefix"]
+        assert kinds == ["chunk", "chunk", "chunk", "prefix", "session"]
         (final,) = [record for record in store.kept.values() if record.info.kind == "session"]
         pipeline = engine._pipeline
         as_prefix = pipeline.segment("prefix", (), final.info.token_ids)
