@@ -165,8 +165,10 @@ def _base_of(model: str | os.PathLike[str]) -> str | None:
         If the adapter does not say it.
     """
     name = os.fspath(model)
+    if os.path.isfile(name) or starter_named(model, "language model") is not None:  # neither asks a hub for anything
+        return None
     try:
-        found = find_adapter_config_file(name) if not os.path.isfile(name) else None
+        found = find_adapter_config_file(name)
     except (OSError, ValueError):  # whatever that is, loading it says more
         found = None
     if found is None:

@@ -164,7 +164,7 @@ def _work(way: str, dtype: str, store: str) -> None:
 
 class _Worker:
     def __init__(self, python: str, way: str, dtype: str, store: str) -> None:
-        command = [python, __file__, "--way", way, "--dtype", dtype, "--store", store]
+        command = [python, "-m", "docs.benchmarks.scripts.starter", "--way", way, "--dtype", dtype, "--store", store]
         here = os.environ | {"PYTHONPATH": os.getcwd()}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=here)
         if self._read() != "ready":

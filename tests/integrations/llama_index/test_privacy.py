@@ -36,7 +36,7 @@ def test_a_template_stores_documents_alone(
         for _ in range(2):
             llm.predict(template, **values)
     written = template.format(**values)
-    opening = written[: min(written.index(question), written.find(answer) % (len(written) + 1))]
+    opening = written[: min(written.index(values[name]) for name in ("query_str", "existing_answer") if name in values)]
     for begun in ("<s>", "<s>[user] "):
         if chat == (begun != "<s>"):
             holds_only(store.stored_ids(), DOCUMENTS, begun + opening)

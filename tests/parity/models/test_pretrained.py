@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag.models.loading import load_model
+from cacheblend_rag.models.loading import load_geometry, load_model
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 
 pytestmark = pytest.mark.pretrained
@@ -41,6 +41,14 @@ def test_the_starter_answers_as_its_gguf_file_does(
     assert said.endswith("<|im_end|>")
     assert answer(by_path) == said
     assert by_path.fingerprint() == starter.fingerprint()
+
+
+@pytest.mark.usefixtures("smollm2_folder")
+def test_no_hub_is_asked_for_a_starter(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+    monkeypatch.setattr("cacheblend_rag.models.loading.find_adapter_config_file", asked.append)
+    geometry, _ = load_geometry("smollm2")
+    assert (geometry.layers, geometry.kv_heads, asked) == (30, 3, [])
 
 
 def test_the_embedder_ranks_what_is_asked_for_first(minilm_folder: Path) -> None:
