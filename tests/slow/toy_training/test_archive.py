@@ -14,6 +14,8 @@ from tests.toy.questions import QUESTION_KINDS, WIDE_KINDS, ask_all, entity_name
 from tests.toy.relations import RELATIONS
 from tests.toy.wide import WIDE_RELATIONS
 
+pytestmark = pytest.mark.slow
+
 TOWNS = [build_town(seed, split) for split in SPLITS for seed in range(6)]
 TOWNS += [build_town(seed, split, WIDE_SIZE) for split in SPLITS for seed in range(4)]
 PLAIN_TOWN = build_town(5, "test")

@@ -14,6 +14,8 @@ from tests.toy import train
 from tests.toy.attention import PRODUCT_ATTENTION, products_are_faster
 from tests.toy.train import Shape, Stage, Trainer, TrainOptions
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 AMX = {"amx_bf16": True}
 NO_AMX = {"amx_bf16": False}

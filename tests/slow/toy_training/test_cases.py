@@ -12,6 +12,8 @@ from cacheblend_rag.calibration.evaluation.datasets import load_cases
 from cacheblend_rag.errors import ConfigError
 from tests.toy.cases import ToyCases, main
 
+pytestmark = pytest.mark.slow
+
 
 def test_splits() -> None:
     source = ToyCases("dev", per_kind=1, seed=3)

@@ -12,6 +12,8 @@ from tests.toy import EMBEDDER_PATH
 from tests.toy.measure import retrieved_cases
 from tests.toy.train_embedder import EmbedderOptions, measure_recall, train
 
+pytestmark = pytest.mark.slow
+
 
 def test_recall_of_passages_that_name_what_is_asked() -> None:
     model = SentenceTransformer(str(EMBEDDER_PATH), device="cpu")

@@ -11,6 +11,8 @@ from cacheblend_rag.errors import ConfigError
 from tests.toy.grow import grow, parse_places, spread
 from tests.toy.train import Shape, build_model
 
+pytestmark = pytest.mark.slow
+
 TINY = Shape(layers=2, hidden=128, heads=2, kv_heads=1, head_dim=32, mlp=64)
 
 

@@ -11,6 +11,8 @@ from tests.toy.measure import Case, held_out_cases, measure, normalise, wilson
 from tests.toy.prompts import FORMATS, PLAIN
 from tests.toy.questions import QUESTION_KINDS, WIDE_KINDS
 
+pytestmark = pytest.mark.slow
+
 CASES = held_out_cases(3)
 
 

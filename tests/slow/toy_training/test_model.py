@@ -15,6 +15,8 @@ from tests.toy.bundle import BUNDLED_SEED, read_questions, write_bundle
 from tests.toy.measure import held_out_cases, measure, plain_answer
 from tests.toy.prompts import LLAMA_INDEX, PLAIN, STUFF, PromptFormat
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model() -> Any:

@@ -14,6 +14,8 @@ from tests.toy.archive import build_town
 from tests.toy.names import pool
 from tests.toy.tokenizer import BOS, EOS, train_tokenizer
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:

@@ -26,6 +26,8 @@ from tests.toy.sequences import ANSWER_WEIGHT, KIND_NAMES, TrainingSequence
 from tests.toy.tokenizer import train_tokenizer
 from tests.toy.train import STAGES, WIDER, Shape, Trainer, TrainOptions, build_model, read_options
 
+pytestmark = pytest.mark.slow
+
 TINY = Shape(layers=3, hidden=128, heads=2, kv_heads=1, head_dim=32, mlp=64)
 
 
