@@ -135,6 +135,6 @@ def test_relative_links_in_documents_lead_somewhere() -> None:
 def test_every_option_is_documented() -> None:
     from cacheblend_rag import BlendConfig
 
-    page = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "options.md").read_text(encoding="utf-8")
     for name in BlendConfig.names():
         assert f"| `{name}` | `CACHEBLEND_RAG_{name.upper()}` |" in page, name
