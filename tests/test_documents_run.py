@@ -1,4 +1,4 @@
-"""Commands and examples of the README, the tutorial and other pages, and the scripts in examples/, run as they are written."""
+"""Commands and examples of the README and other pages, and the scripts in examples/, run as they are written."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ PAGES = {
     "contributing.md": r"2 hits, [1-9]\d* tokens recomputed on each layer\n2 hits\n",
     "reference/options.md": r"\d+ \d+ \([\d, ]+\)\n",
     "reference/selection.md": r"",
-    "explanation/loading.md": r"\w+ \d+\.\d\d s to load, \d+\.\d\d s to recompute\n\d+\.\d\d dollars for 100 GB a month\n",
+    "explanation/loading.md": r"\w+ \d\.\d\d s to load, \d\.\d\d s to recompute\n\d+\.\d\d dollars for 100 GB a month\n",
 }
 # Runs scripts one after another, each in a folder of its own: what they import is imported once, and the index of the
 # articles is made once.
@@ -196,7 +196,10 @@ def commands_of(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tup
 def test_every_command_and_argument_is_documented() -> None:
     page = (ROOT / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
     parts = re.split(r"^##+ (.+)\n", page, flags=re.MULTILINE)
-    documented = {name: re.findall(r"^\| `(\S+?)[ `]", text, re.MULTILINE) for name, text in zip(parts[1::2], parts[2::2])}
+    documented = {
+        name: re.findall(r"^\| `(\S+?)[ `]", text, re.MULTILINE)
+        for name, text in zip(parts[1::2], parts[2::2], strict=True)
+    }
     found = {
         name: [
             action.option_strings[0] if action.option_strings else str(action.metavar or action.dest.upper())

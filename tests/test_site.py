@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds without a warning, every link leads somewhere, nothing comes from elsewhere."""
+"""The documentation as a site: it builds without a warning, links lead somewhere, nothing comes from elsewhere."""
 
 from __future__ import annotations
 
@@ -20,7 +20,17 @@ FETCHED = re.compile(r"""<(?:script|img|link|iframe|source)\b[^>]*\b(?:src|href)
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, built as the file of its settings says."""
     folder = tmp_path_factory.mktemp("site") / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(CONFIG), "--site-dir", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--config-file",
+        str(CONFIG),
+        "--site-dir",
+        str(folder),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

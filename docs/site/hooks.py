@@ -1,7 +1,7 @@
 """The site's pages from outside ``docs``: the README, the changelog, the toy and the scripts in ``examples``.
 
-Pages link to files as they lie in the repository, so that the links hold there too. Here each link is rewritten to where
-the file is on the site.
+Pages link to files as they lie in the repository, so that the links hold there too. Here each link is rewritten to
+where the file is on the site.
 """
 
 from __future__ import annotations
