@@ -47,7 +47,7 @@ PAGES = {
     "contributing.md": r"2 hits, [1-9]\d* tokens recomputed on each layer\n2 hits\n",
     "reference/options.md": r"\d+ \d+ \([\d, ]+\)\n",
     "reference/selection.md": r"",
-    "explanation/loading.md": r"\w+ \d\.\d\d s to load, \d\.\d\d s to recompute\n\d+\.\d\d dollars for 100 GB a month\n",
+    "explanation/loading.md": r"\w+ \d\.\d\d s to load, \d\.\d\d s to recompute\n\d+\.\d\d dollars for 100 GB .+\n",
 }
 # Runs scripts one after another, each in a folder of its own: what they import is imported once, and the index of the
 # articles is made once.
