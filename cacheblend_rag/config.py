@@ -378,7 +378,7 @@ class BlendConfig:
         Bytes of memory that hold copies of records above a folder; 0 for none. ``"auto"`` is a quarter of what is free
         if the model is on a GPU, else none; applications such as ``ask`` and ``serve`` then choose for themselves.
     codec : {"raw", "fp8", "int8", "int4"}
-        How the KV of chunks is written to disk: as it is, or in fewer bits (docs/kv-record.md).
+        How the KV of chunks is written to disk: as it is, or in fewer bits (docs/reference/kv-record.md).
     compress : bool
         Compress records with zstd; needs the extra ``zstd``.
     salt : str

@@ -143,7 +143,7 @@ class BlendReport:
     recompute_ratio : float
         Share of the reused chunk tokens that was to be recomputed; by a rule with a bound, what that came to.
     expected : Expected or None
-        What the loading controller expected, if it steered the request.
+        What the loading controller expected, if it chose the ratio.
     seconds : Seconds
         Where the time to first token went.
     generated_tokens : int
@@ -205,7 +205,7 @@ class FusedKV:
         Positions whose KV was computed, layer by layer: recomputed chunk tokens, chunks that
         were not stored, and the suffix.
     deviation : Tensor or None, [tokens] float32
-        KV deviation at the first check layer, or what stored queries foresee; NaN where neither was measured.
+        KV deviation at the first check layer, or the predicted attention shift; NaN where neither was measured.
     report : BlendReport
         How it was made.
     done : RowsDone or None

@@ -1,17 +1,19 @@
-"""The README's commands and examples, and the scripts in examples/, run as they are written, on the starter models."""
+"""Commands and examples of the README and other pages, and the scripts in examples/, run as they are written."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from cacheblend_rag.app.cli import _parser
 from cacheblend_rag.models.model_folders import models_path
 
 ROOT = Path(__file__).parent.parent
@@ -40,6 +42,13 @@ SAID = {
 SHORTENED = {"long_document.py": ["--characters", "4000", "--window", "4"]}
 # What makes the first command quick: fewer passages and a shorter answer.
 QUICKLY = ["--top-k", "3", "--max-new-tokens", "24"]
+# What the code of a page prints, from top to bottom.
+PAGES = {
+    "contributing.md": r"2 hits, [1-9]\d* tokens recomputed on each layer\n2 hits\n",
+    "reference/options.md": r"\d+ \d+ \([\d, ]+\)\n",
+    "reference/selection.md": r"",
+    "explanation/loading.md": r"\w+ \d\.\d\d s to load, \d\.\d\d s to recompute\n\d+\.\d\d dollars for 100 GB .+\n",
+}
 # Runs scripts one after another, each in a folder of its own: what they import is imported once, and the index of the
 # articles is made once.
 RUNNER = """
@@ -58,6 +67,11 @@ for number, script in enumerate(sys.argv[1:]):
     if os.path.isdir(f"{folder}/blend_data/index") and not os.path.isdir("index"):
         shutil.copytree(f"{folder}/blend_data/index", "index")
 """
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """Blocks of code on a page."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
 
 
 def run(arguments: Sequence[str], folder: Path) -> str:
@@ -121,6 +135,36 @@ def test_example_scripts(framework: str, tmp_path: Path) -> None:
         assert re.search(SAID[name], said), f"{name} printed {said!r}"
 
 
+@pytest.mark.pretrained
+@pytest.mark.usefixtures("smollm2_folder", "minilm_folder")
+def test_the_tutorial_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "tutorial" / "ten-minutes.md").read_text(encoding="utf-8")
+    install, *commands = blocks(page, "bash")
+    assert install.strip() == COMMANDS[0].split(" && ")[0]
+    (code,) = blocks(page, "python")
+    python = shlex.quote(sys.executable)
+    script = [
+        f'cacheblend-rag() {{ {python} -m cacheblend_rag.app.cli "$@"; }}',
+        *commands,
+        f"{python} -W ignore - << 'CODE'\n{code}CODE",
+    ]
+    output = run(["bash", "-euc", "\n".join(script)], tmp_path)
+    asked, asked_again, chain = re.split(r"^(?=Time to first token)", output, flags=re.MULTILINE)
+    assert len(re.findall(r"^  \d\. \S+\.md: .*  \[new\]$", asked, re.MULTILINE)) == 3
+    assert "(0 hits, 3 misses; " in asked_again
+    assert len(re.findall(r"^  \d\. \S+\.md: .*  \[disk\]$", asked_again, re.MULTILINE)) == 3
+    assert "(3 hits, 0 misses; " in chain
+    assert re.search(r"\n0 hits, 3 misses, first .+\n(.*\n)+3 hits, 0 misses, first ", chain), chain
+
+
+@pytest.mark.pretrained
+@pytest.mark.usefixtures("smollm2_folder")
+@pytest.mark.parametrize("name", PAGES)
+def test_what_a_page_shows_runs(name: str, tmp_path: Path) -> None:
+    code = "\n".join(blocks((ROOT / "docs" / name).read_text(encoding="utf-8"), "python"))
+    assert re.fullmatch(PAGES[name], run([sys.executable, "-W", "ignore", "-c", code], tmp_path))
+
+
 def test_the_readme_example_is_the_script() -> None:
     script = (ROOT / "examples" / "retrieval_qa.py").read_text(encoding="utf-8")
     assert EXAMPLES[0] in script
@@ -135,6 +179,34 @@ def test_relative_links_in_documents_lead_somewhere() -> None:
 def test_every_option_is_documented() -> None:
     from cacheblend_rag import BlendConfig
 
-    page = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "options.md").read_text(encoding="utf-8")
     for name in BlendConfig.names():
         assert f"| `{name}` | `CACHEBLEND_RAG_{name.upper()}` |" in page, name
+
+
+def commands_of(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """A command's parser and those of its parts, each with its name."""
+    yield name, parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for part, below in action.choices.items():
+                yield from commands_of(below, f"{name} {part}".strip())
+
+
+def test_every_command_and_argument_is_documented() -> None:
+    page = (ROOT / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
+    parts = re.split(r"^##+ (.+)\n", page, flags=re.MULTILINE)
+    documented = {
+        name: re.findall(r"^\| `(\S+?)[ `]", text, re.MULTILINE)
+        for name, text in zip(parts[1::2], parts[2::2], strict=True)
+    }
+    found = {
+        name: [
+            action.option_strings[0] if action.option_strings else str(action.metavar or action.dest.upper())
+            for action in parser._actions
+            if not isinstance(action, (argparse._HelpAction, argparse._SubParsersAction))
+        ]
+        for name, parser in commands_of(_parser())
+        if name
+    }
+    assert documented == found

@@ -21,7 +21,8 @@ __all__ = [
 ]
 
 # Bytes a second from which reading is a CPU's own work, with hardly a wait in it to be hidden. On two cores, KV in the
-# page cache read on a thread beside the pass made it slower than KV read between its layers (docs/performance.md).
+# page cache read on a thread beside the pass made it slower than KV read between its layers
+# (docs/explanation/performance.md).
 _FAST = 10**9
 # Layers read before they are asked for. The first layers are computed in full, long enough to read several of the
 # others; with two, the loader stood still meanwhile and the pass waited for it later. Buffers that are filled early

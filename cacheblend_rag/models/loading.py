@@ -33,8 +33,8 @@ _SHARE = 0.75
 def type_to_load(config: Any, device: torch.device) -> str:
     """The checkpoint's type, but float32 on a CPU that has no products of that type.
 
-    There, PyTorch multiplies many times more slowly than in float32 (docs/performance.md). The type follows from the
-    processor and the checkpoint, not from what else runs: KV that was stored on one day is found on the next.
+    There, PyTorch multiplies many times more slowly than in float32 (docs/explanation/performance.md). The type follows
+    from the processor and the checkpoint, not from what else runs: KV that was stored on one day is found on the next.
 
     Parameters
     ----------

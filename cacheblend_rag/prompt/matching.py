@@ -535,7 +535,7 @@ def warn_of_missing(missing: int, retrieved: int) -> None:
     _warned.add(why)
     _log.warning(
         "%d of %d retrieved documents were not found in the prompt: %s, so their KV cannot be reused; "
-        "hand on what is rewritten as documents, see docs/troubleshooting.md#where-did-my-document-go",
+        "hand on what is rewritten as documents, see docs/how-to/troubleshooting.md#where-did-my-document-go",
         missing,
         retrieved,
         why,

@@ -1,4 +1,4 @@
-r"""Record format, version 2: one file a segment, readable layer by layer (docs/kv-record.md).
+r"""Record format, version 2: one file a segment, readable layer by layer (docs/reference/kv-record.md).
 
 ::
 

@@ -20,7 +20,7 @@ from tests.toy import MODEL_PATH
 from tests.toy.cases import ToyCases, write_cases
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "how-to" / "evaluation.md").read_text(encoding="utf-8")
 
 
 def blocks(language: str) -> list[str]:

@@ -263,7 +263,7 @@ RULES_BY_RATIO: dict[str, Callable[[float], SelectionRule]] = {
     "random": SelectRandom,
 }
 # The layer at which the bundled model settles references, and one from which on questions look at the right place; see
-# docs/selection.md.
+# docs/reference/selection.md.
 SETTLED, LOOKING = 3, 6
 
 

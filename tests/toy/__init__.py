@@ -14,7 +14,7 @@ DOCUMENTS_PATH : Path
 QUESTIONS_PATH : Path
     Questions about the archive, one JSON object a line.
 BLENDING : dict
-    Options of `BlendConfig` that were measured to keep this model's answers (docs/selection.md).
+    Options of `BlendConfig` that were measured to keep this model's answers (docs/reference/selection.md).
 ARGUMENTS : list of str
     What names model, embedder and archive on the command line.
 ENVIRONMENT : dict

@@ -28,7 +28,7 @@ def add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add_arguments(
         listing,
         docs="name the documents that chunks are from",
-        model="whose tokenizer cuts the documents (default: bundled)",
+        model="whose tokenizer cuts the documents (default: smollm2)",
     )
     verify = kinds.add_parser("verify", help="read every checksum; damaged records are erased")
     verify.add_argument("--keep", action="store_true", help="only name damaged records")

@@ -20,4 +20,5 @@ __all__ = ["ARTICLES_PATH", "QUESTIONS_PATH", "manual_path"]
 def manual_path() -> Path | None:
     """The project's own documentation: in the installed package, or in its source tree; None if neither is there."""
     here = Path(__file__).resolve().parent
-    return next((path for path in (here / "manual", here.parents[2] / "docs") if (path / "engine.md").is_file()), None)
+    places = (here / "manual", here.parents[2] / "docs")
+    return next((path for path in places if (path / "explanation" / "engine.md").is_file()), None)

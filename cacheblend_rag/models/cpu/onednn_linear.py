@@ -88,8 +88,8 @@ def prefers_onednn() -> bool:
     """Whether float32 is multiplied by oneDNN here.
 
     It follows from the processor, never from a measurement: the same input gives the same output in every process.
-    oneDNN is taken on AMD's processors with AVX-512 (docs/performance.md). Elsewhere MKL uses all that the processor
-    has. ``CACHEBLEND_RAG_ONEDNN``, read once a process, says otherwise with ``on`` or ``off``.
+    oneDNN is taken on AMD's processors with AVX-512 (docs/explanation/performance.md). Elsewhere MKL uses all that the
+    processor has. ``CACHEBLEND_RAG_ONEDNN``, read once a process, says otherwise with ``on`` or ``off``.
 
     Raises
     ------

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 Packing = Callable[[], AbstractContextManager[None]]
 """Gives a context within which a model multiplies by packed weights, or by oneDNN."""
 
-# Float16 gains nothing on processors without arithmetic for it; float32 too little (docs/performance.md).
+# Float16 gains nothing on processors without arithmetic for it; float32 too little (docs/explanation/performance.md).
 _DTYPE = torch.bfloat16
 # Rows that the order of a copy is chosen for; it then serves any number well, where 1 serves only few.
 _ROWS = 256

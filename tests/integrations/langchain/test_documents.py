@@ -14,7 +14,7 @@ from tests.toy import MODEL_PATH
 
 ROOT = Path(__file__).parents[3]
 NAMES = ("langchain", "from-huggingface", "troubleshooting")
-PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in NAMES}
+PAGES = {name: (ROOT / "docs" / "how-to" / f"{name}.md").read_text(encoding="utf-8") for name in NAMES}
 EXPECTED = {
     "from-huggingface": r"\S",
     "troubleshooting": r"chunks=\('The harbour was dredged in 1912, and again after the war\.',\).*\n\(\)",

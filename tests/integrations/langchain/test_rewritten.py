@@ -156,7 +156,7 @@ def test_a_document_that_is_missing_is_said_to_be(kind: type[Any], caplog: pytes
         assert model.stats().documents_not_found == 2
     (record,) = [one for one in caplog.records if one.levelno == logging.WARNING]
     assert "1 of 3 retrieved documents were not found in the prompt: the chain rewrote" in record.getMessage()
-    assert "docs/troubleshooting.md" in record.getMessage()
+    assert "docs/how-to/troubleshooting.md" in record.getMessage()
 
 
 def test_a_chain_that_leaves_all_documents_out_is_warned_of_by_itself(caplog: pytest.LogCaptureFixture) -> None:

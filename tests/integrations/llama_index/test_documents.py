@@ -12,7 +12,7 @@ from tests.integrations.llama_index.test_matrix import CHAT_ENGINES, MODES, QUER
 from tests.test_documents_run import run
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "llama_index.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "how-to" / "llama_index.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.pretrained

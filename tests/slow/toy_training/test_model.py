@@ -48,7 +48,7 @@ def test_the_model_has_a_card() -> None:
 def test_it_answers_held_out_questions(model: Any, tokenizer: Any) -> None:
     results = measure(plain_answer(model, tokenizer), held_out_cases(20, seed=5))
     assert sum(result.count for result in results) == 80
-    # Measured over 800 questions: 0.97 to 0.99; by guessing comparisons would be a half. See docs/reference-model.md.
+    # Measured over 800 questions: 0.97 to 0.99; by guessing comparisons would be a half. See docs/decisions/0003.
     assert all(result.exact >= 0.85 for result in results)
 
 

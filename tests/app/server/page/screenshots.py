@@ -1,4 +1,4 @@
-"""Take the pictures of docs/page.md: ``python -m tests.app.server.page.screenshots [ADDRESS] [FOLDER]``."""
+"""Take the pictures of docs/how-to/page.md: ``python -m tests.app.server.page.screenshots [ADDRESS] [FOLDER]``."""
 
 from __future__ import annotations
 
