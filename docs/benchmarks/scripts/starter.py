@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -196,8 +196,9 @@ def _prepare(store: str, gguf: str) -> int:
     return len(ids)
 
 
-def measure(llama_python: str | None, gguf: str, dtypes: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Time all ways in turn, one element type after the other."""
+def measure(llama_python: str | None, gguf: str, dtypes: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
+    """Time all ways in turn; the result so far after each element type."""
+    machine = {"processor": _processor(), "threads": THREADS, "python": platform.python_version()}
     rows = []
     with tempfile.TemporaryDirectory() as store:
         tokens = _prepare(store, gguf)
@@ -225,8 +226,7 @@ def measure(llama_python: str | None, gguf: str, dtypes: Sequence[str], rounds: 
                         "rounds": [[one["first"], one["whole"]] for one in times],
                     }
                 )
-    machine = {"processor": _processor(), "threads": THREADS, "python": platform.python_version()}
-    return {"date": date.today().isoformat(), "prompt_tokens": tokens, "machine": machine, "rows": rows}
+            yield {"date": date.today().isoformat(), "prompt_tokens": tokens, "machine": machine, "rows": rows}
 
 
 def _processor() -> str:
@@ -268,10 +268,10 @@ def main() -> None:
     if given.way:
         _work(given.way, given.dtype, given.store)
         return
-    result = measure(given.llama_python, given.gguf, given.dtypes, given.rounds)
-    print(markdown(result))
-    if given.out:
-        given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for result in measure(given.llama_python, given.gguf, given.dtypes, given.rounds):
+        print(markdown(result), flush=True)
+        if given.out:
+            given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
