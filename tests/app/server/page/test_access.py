@@ -184,7 +184,7 @@ def test_nothing_moves_for_those_who_ask_for_that(page: Page) -> None:
     ask(page, easy_questions()[0].question)
     expect(page.locator("#compare .busy")).to_be_visible()
     moving = "() => getComputedStyle(document.querySelector('#compare .busy'), '::before').animationName"
-    assert page.evaluate(moving) == "slot"
+    assert page.evaluate(moving) == "turn"
     page.emulate_media(reduced_motion="reduce")
     assert page.evaluate(moving) == "none"
     assert page.evaluate("() => getComputedStyle(document.querySelector('.track')).transitionProperty") == "none"
