@@ -35,7 +35,7 @@ BLENDING: dict[str, Any] = {
     "selection": "predicted",
     "query_layers": (2,),
     "recompute_ratio": 0.5,
-    "selection_options": {"bound": 0.9, "following": 1},
+    "selection_options": {"bound": 0.9, "dilation": 1},
 }
 ARGUMENTS = ["--model", str(MODEL_PATH), "--embedder", str(EMBEDDER_PATH), "--docs", str(DOCUMENTS_PATH)]
 ENVIRONMENT = {

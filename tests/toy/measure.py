@@ -240,8 +240,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check-layer", type=int, default=1, help="layer of the rule's check")
     parser.add_argument("--query-layer", type=int, help="layer whose stored queries the rule looks at")
     parser.add_argument("--bound", type=float, help="bound of predicted or threshold; --ratio is then the most")
-    parser.add_argument("--samples", type=int, help="of predicted: tokens that tell what a chunk deviates by")
-    parser.add_argument("--following", type=int, help="of predicted: tokens behind each that count as moving no less")
+    parser.add_argument("--anchor-tokens", type=int, help="of predicted: tokens that tell what a chunk deviates by")
+    parser.add_argument("--dilation", type=int, help="of predicted: tokens behind each that count as moving no less")
     args = parser.parse_args(argv)
     loaded = load_model(args.model, device="cpu")
     if args.retrieve:
@@ -258,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rule: dict[str, Any] = {"recompute_ratio": args.ratio, "check_layers": (args.check_layer,)}
     if args.query_layer is not None:
         rule["query_layers"] = (args.query_layer,)
-    options = {"bound": args.bound, "following": args.following, "samples": args.samples}
+    options = {"bound": args.bound, "dilation": args.dilation, "anchor_tokens": args.anchor_tokens}
     rule["selection_options"] = {name: value for name, value in options.items() if value is not None}
     results = measure(_answer(loaded.model, loaded.tokenizer, args.selection, rule), cases)
     for result in results:

@@ -67,7 +67,7 @@ def ask(page: Page, question: str) -> Locator:
     """Type a question, send it, and wait until its answer has ended; its place in the conversation."""
     page.locator("#question").fill(question)
     page.locator("#question").press("Enter")
-    slot = page.locator(".slot").last
+    slot = page.locator(".turn").last
     expect(slot.locator(".question")).to_have_text(question)
     expect(slot).to_have_attribute("data-status", "done")
     return slot

@@ -59,7 +59,7 @@ def test_everything_can_be_done_by_keyboard(page: Page) -> None:
     page.keyboard.press("Shift+Enter")
     page.keyboard.press("Backspace")
     page.keyboard.press("Enter")
-    slot = page.locator(".slot")
+    slot = page.locator(".turn")
     expect(slot).to_have_attribute("data-status", "done")
     expect(page.locator("#question")).to_be_focused()
     expect(page.locator("#compare .busy")).to_have_count(0)
@@ -83,8 +83,8 @@ def test_everything_can_be_done_by_keyboard(page: Page) -> None:
     expect(page.locator("#ratio-shown")).to_have_text("100%")
     tab_to(page, "ask-with")
     page.keyboard.press("Enter")
-    expect(page.locator(".slot")).to_have_count(2)
-    expect(page.locator(".slot").last).to_have_attribute("data-status", "done")
+    expect(page.locator(".turn")).to_have_count(2)
+    expect(page.locator(".turn").last).to_have_attribute("data-status", "done")
     page.locator("body").press("/")
     expect(page.locator("#question")).to_be_focused()
 
@@ -184,7 +184,7 @@ def test_nothing_moves_for_those_who_ask_for_that(page: Page) -> None:
     ask(page, easy_questions()[0].question)
     expect(page.locator("#compare .busy")).to_be_visible()
     moving = "() => getComputedStyle(document.querySelector('#compare .busy'), '::before').animationName"
-    assert page.evaluate(moving) == "slot"
+    assert page.evaluate(moving) == "turn"
     page.emulate_media(reduced_motion="reduce")
     assert page.evaluate(moving) == "none"
     assert page.evaluate("() => getComputedStyle(document.querySelector('.track')).transitionProperty") == "none"

@@ -1,4 +1,4 @@
-"""The page's files by themselves: complete, from here alone, and without means to slot text into markup."""
+"""The page's files by themselves: complete, from here alone, and without means to turn text into markup."""
 
 from __future__ import annotations
 

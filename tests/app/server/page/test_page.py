@@ -55,7 +55,7 @@ def test_a_question_is_answered_as_it_streams_with_sources_that_open(page: Page,
     question = known[offered[0]]
     probe(page, "watchAnswer")
     page.locator(".suggestion", has_text=question.question).click()
-    slot = page.locator(".slot")
+    slot = page.locator(".turn")
     expect(slot).to_have_attribute("data-status", "done")
 
     answer = slot.locator(".words").text_content() or ""
@@ -110,7 +110,7 @@ def test_the_side_shows_what_happened(page: Page) -> None:
     page.get_by_text("As a table").click()
     expect(page.locator("#session tbody tr")).to_have_count(2)
     # The first answer can be looked at again.
-    page.locator(".slot").first.locator(".what").click()
+    page.locator(".turn").first.locator(".what").click()
     expect(page.locator("#panel-of")).to_have_text(question)
 
 
@@ -182,8 +182,8 @@ def test_the_ratio_changes_what_is_recomputed(page: Page) -> None:
         "rule": "hkvd",
         "stream": True,
     }
-    expect(page.locator(".slot")).to_have_count(3)
-    expect(page.locator(".slot").last).to_have_attribute("data-status", "done")
+    expect(page.locator(".turn")).to_have_count(3)
+    expect(page.locator(".turn").last).to_have_attribute("data-status", "done")
     expect(page.locator("#prompt .prompt-text .again").first).to_be_visible()
     assert page.locator("#prompt .prompt-text .again.d5").count() > 0
     page.get_by_role("button", name="As the server has it").click()
@@ -236,14 +236,14 @@ def test_conversations_are_kept_opened_and_deleted(page: Page) -> None:
     first, second = (question.question for question in easy_questions()[:2])
     ask(page, first)
     page.get_by_role("button", name="New", exact=True).click()
-    expect(page.locator(".slot")).to_have_count(0)
+    expect(page.locator(".turn")).to_have_count(0)
     ask(page, second)
     page.get_by_role("button", name="History").click()
     dialog = page.get_by_role("dialog", name="Conversations")
     expect(dialog.locator(".past .name")).to_have_text([second, first])
     dialog.get_by_role("button", name=first).first.click()
     expect(dialog).to_be_hidden()
-    expect(page.locator(".slot .question")).to_have_text([first])
+    expect(page.locator(".turn .question")).to_have_text([first])
     expect(page.locator("#panel-of")).to_have_text(first)
     page.get_by_role("button", name="History").click()
     dialog.get_by_role("button", name=f"Delete conversation: {first}").click()

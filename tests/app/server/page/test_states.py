@@ -39,13 +39,13 @@ def test_a_busy_server_is_asked_again(page: Page, problems: list[str]) -> None:
     page.route(ASK, lambda route: refuse(route, 429, "busy", "full", **{"Retry-After": "7"}), times=1)
     question = easy_questions()[0]
     type_and_send(page, question.question)
-    status = page.locator(".slot .status")
+    status = page.locator(".turn .status")
     expect(status).to_contain_text("The server is busy. Try again in 7 s.")
     expect(status.get_by_role("alert")).to_be_visible()
     expect(page.locator("#ttft .hint")).to_have_text("No figures: the answer did not end.")
     problems.clear()  # the browser notes every refusal
     status.get_by_role("button", name="Try again").click()
-    expect(page.locator(".slot").last.locator(".words")).to_contain_text(question.answers[0], ignore_case=True)
+    expect(page.locator(".turn").last.locator(".words")).to_contain_text(question.answers[0], ignore_case=True)
 
 
 def test_what_the_server_says_of_a_failure_is_shown(page: Page) -> None:
@@ -53,26 +53,26 @@ def test_what_the_server_says_of_a_failure_is_shown(page: Page) -> None:
     told = [("sources", []), ("token", {"text": " Half of"}), ("error", failure)]
     page.route(ASK, lambda route: stream(route, *told, ("done", {})))
     type_and_send(page, "Anything?")
-    expect(page.locator(".slot .words")).to_have_text("Half of")
-    expect(page.locator(".slot .status")).to_contain_text("Took too long.")
+    expect(page.locator(".turn .words")).to_have_text("Half of")
+    expect(page.locator(".turn .status")).to_contain_text("Took too long.")
 
 
 def test_an_answer_that_breaks_off_is_told_from_one_that_ended(page: Page) -> None:
     page.route(ASK, lambda route: stream(route, ("token", {"text": " Half of"})))
     type_and_send(page, "Anything?")
-    expect(page.locator(".slot")).to_have_attribute("data-status", "failed")
-    expect(page.locator(".slot .status")).to_contain_text("connection was lost")
+    expect(page.locator(".turn")).to_have_attribute("data-status", "failed")
+    expect(page.locator(".turn .status")).to_contain_text("connection was lost")
 
 
 def test_an_answer_can_be_stopped(page: Page) -> None:
     held: list[Route] = []
     page.route(ASK, lambda route: held.append(route))
     type_and_send(page, "Anything?")
-    expect(page.locator(".slot .status")).to_have_text("Looking for passages…")
-    expect(page.locator(".slot .answer")).to_have_attribute("aria-busy", "true")
+    expect(page.locator(".turn .status")).to_have_text("Looking for passages…")
+    expect(page.locator(".turn .answer")).to_have_attribute("aria-busy", "true")
     expect(page.locator("#ttft .hint")).to_have_text("The figures come with the answer.")
     page.get_by_role("button", name="Stop").click()
-    expect(page.locator(".slot .status")).to_contain_text("Stopped before the end.")
+    expect(page.locator(".turn .status")).to_contain_text("Stopped before the end.")
     expect(page.locator("#send")).to_have_text("Ask")
     assert len(held) == 1
 
@@ -205,6 +205,6 @@ def test_a_full_storage_gives_up_prompts_before_answers(page: Page) -> None:
     ask(page, question)
     page.reload()
     page.locator("body[data-ready]").wait_for()
-    expect(page.locator(".slot .question")).to_have_text(question)
+    expect(page.locator(".turn .question")).to_have_text(question)
     expect(page.locator("#prompt .hint")).to_contain_text("kept for the latest answers only")
     expect(page.locator("#ttft .bar")).to_be_visible()
