@@ -26,7 +26,7 @@ def compare_all(
     """Rows, step by step; between two steps other requests may use the model.
 
     A step is one pass of one method, and its answer the first time. Each method's row comes with its answer, full
-    recompute first, and all rows come again after each of `ROUNDS` rounds in which every method is timed in slot.
+    recompute first, and all rows come again after each of `ROUNDS` rounds in which every method is timed in turn.
     Other steps have no rows. ``ttft_s`` of a row is the median of so many ``rounds``; while that is 0, of the pass
     that answered.
 

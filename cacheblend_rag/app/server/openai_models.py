@@ -86,7 +86,7 @@ class TextPart(_Taken):
 
 
 class FunctionCall(_Taken):
-    """A call the model made in an earlier slot."""
+    """A call the model made in an earlier turn."""
 
     name: str
     arguments: _Text = "{}"

@@ -67,10 +67,10 @@ def ask(page: Page, question: str) -> Locator:
     """Type a question, send it, and wait until its answer has ended; its place in the conversation."""
     page.locator("#question").fill(question)
     page.locator("#question").press("Enter")
-    slot = page.locator(".turn").last
-    expect(slot.locator(".question")).to_have_text(question)
-    expect(slot).to_have_attribute("data-status", "done")
-    return slot
+    turn = page.locator(".turn").last
+    expect(turn.locator(".question")).to_have_text(question)
+    expect(turn).to_have_attribute("data-status", "done")
+    return turn
 
 
 def compare_off(page: Page) -> None:

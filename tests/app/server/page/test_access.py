@@ -59,8 +59,8 @@ def test_everything_can_be_done_by_keyboard(page: Page) -> None:
     page.keyboard.press("Shift+Enter")
     page.keyboard.press("Backspace")
     page.keyboard.press("Enter")
-    slot = page.locator(".turn")
-    expect(slot).to_have_attribute("data-status", "done")
+    turn = page.locator(".turn")
+    expect(turn).to_have_attribute("data-status", "done")
     expect(page.locator("#question")).to_be_focused()
     expect(page.locator("#compare .busy")).to_have_count(0)
 
@@ -115,12 +115,12 @@ def test_names_and_contrast(page: Page, scheme: Any) -> None:
     assert probe(page, "faint") == []
     for pair in PAIRS:
         assert probe(page, "contrastOf", list(pair)) >= 3, pair
-    slot = ask(page, easy_questions()[0].question)
-    expect(slot.locator(".verdict")).to_be_visible()
+    turn = ask(page, easy_questions()[0].question)
+    expect(turn.locator(".verdict")).to_be_visible()
     expect(page.locator("#compare .busy")).to_have_count(0)
     assert probe(page, "unnamed") == []
     assert probe(page, "faint") == []
-    slot.locator(".source").first.click()
+    turn.locator(".source").first.click()
     assert probe(page, "faint") == []
     page.keyboard.press("Escape")
     for name in ("open-documents", "open-history"):
@@ -156,10 +156,10 @@ def test_a_phone(browser: Browser, address: str, problems: list[str], width: int
     assert page.evaluate(wide) == width
     expect(page.locator("#panel")).to_be_hidden()
     compare_off_on_phone(page)
-    slot = ask(page, easy_questions()[0].question)
+    turn = ask(page, easy_questions()[0].question)
     assert probe(page, "low") == []
     assert page.evaluate(wide) == width
-    slot.locator(".what").tap()
+    turn.locator(".what").tap()
     expect(page.locator("#panel")).to_be_visible()
     expect(page.locator("#talk")).to_be_hidden()
     expect(page.locator("#ttft .bar")).to_be_in_viewport()

@@ -55,20 +55,20 @@ def test_a_question_is_answered_as_it_streams_with_sources_that_open(page: Page,
     question = known[offered[0]]
     probe(page, "watchAnswer")
     page.locator(".suggestion", has_text=question.question).click()
-    slot = page.locator(".turn")
-    expect(slot).to_have_attribute("data-status", "done")
+    turn = page.locator(".turn")
+    expect(turn).to_have_attribute("data-status", "done")
 
-    answer = slot.locator(".words").text_content() or ""
+    answer = turn.locator(".words").text_content() or ""
     assert question.answers[0].lower() in answer.lower()
     grown = page.evaluate("() => window.grown")
     assert len(grown) >= 2
     assert all(later.startswith(earlier) for earlier, later in pairwise(grown))
-    assert slot.locator(".answer").get_attribute("aria-live") == "polite"
-    assert slot.locator(".answer").get_attribute("aria-busy") == "false"
+    assert turn.locator(".answer").get_attribute("aria-live") == "polite"
+    assert turn.locator(".answer").get_attribute("aria-busy") == "false"
 
     name = question.files[0]
-    source = slot.locator(".source", has_text=name)
-    expect(slot.locator(".source")).to_have_count(6)
+    source = turn.locator(".source", has_text=name)
+    expect(turn.locator(".source")).to_have_count(6)
     source.click()
     expect(page.get_by_role("dialog", name=name)).to_be_visible()
     text = page.locator("#passage .passage-text").text_content()
@@ -83,14 +83,14 @@ def test_a_question_is_answered_as_it_streams_with_sources_that_open(page: Page,
 def test_the_side_shows_what_happened(page: Page) -> None:
     compare_off(page)
     question = easy_questions()[1].question
-    slot = ask(page, question)
+    turn = ask(page, question)
     expect(page.locator("#panel-of")).to_have_text(question)
 
     labels = page.locator("#ttft dt").all_text_contents()
     assert [label.split(" ")[0] for label in labels] == ["Split", "Look", "Load", "Fuse", "First"]
     shown = page.locator("#ttft .figure strong").text_content()
     assert shown is not None
-    expect(slot.locator(".what")).to_contain_text(shown)
+    expect(turn.locator(".what")).to_contain_text(shown)
     told = page.locator("#ttft .bar").get_attribute("aria-label")
     assert told is not None
     assert told.startswith(f"Time to first token {shown}: Split ")
@@ -121,10 +121,10 @@ def test_text_the_model_never_saw_is_dropped_in_and_asked_about(page: Page, addr
 
     right = 0
     for question in questions[:3]:
-        slot = ask(page, question.question)
-        names = slot.locator(".source .name").all_text_contents()
+        turn = ask(page, question.question)
+        names = turn.locator(".source .name").all_text_contents()
         assert set(names) <= {file.name for file in files}
-        right += question.answers[0].lower() in (slot.locator(".words").text_content() or "").lower()
+        right += question.answers[0].lower() in (turn.locator(".words").text_content() or "").lower()
     assert right >= 2, "the model answers nearly all questions of this kind"
 
 
@@ -196,7 +196,7 @@ def test_the_methods_are_compared_on_the_same_question(page: Page) -> None:
     # On at first with the starter model, so that the first click shows the point.
     expect(page.get_by_role("switch", name="Compare")).to_be_checked()
     question = easy_questions()[0]
-    slot = ask(page, question.question)
+    turn = ask(page, question.question)
     rows = page.locator("#compare .methods > li")
     expect(rows).to_have_count(4)
     assert [row.get_attribute("data-method") for row in rows.all()] == METHODS
@@ -206,13 +206,13 @@ def test_the_methods_are_compared_on_the_same_question(page: Page) -> None:
         expect(row.locator(".took")).to_have_text(re.compile("^First token .* · "))
     expect(page.locator("#compare .hint")).to_contain_text("median of 3 rounds")
     assert question.answers[0].lower() in (rows.first.locator(".said").text_content() or "").lower()
-    expect(slot.locator(".verdict")).to_contain_text("full recompute")
+    expect(turn.locator(".verdict")).to_contain_text("full recompute")
 
 
 def test_everything_is_there_again_after_a_reload(page: Page) -> None:
     question = easy_questions()[0].question
-    slot = ask(page, question)
-    expect(slot.locator(".verdict")).to_be_visible()
+    turn = ask(page, question)
+    expect(turn.locator(".verdict")).to_be_visible()
     expect(page.locator("#compare .busy")).to_have_count(0)
     page.get_by_role("slider").press("End")
     page.locator("#rule").select_option("none")
@@ -260,8 +260,8 @@ def test_script_in_a_document_is_shown_as_text(page: Page) -> None:
     name = "<img src=x onerror=taken=3>.md"
     text = f"People: {SCRIPT}\nThe name of the {SCRIPT} harbour is Wexholm. <b>Bold</b>"
     upload_to_new_collection(page, "<i>Scripts</i>", [File(name, text)])
-    slot = ask(page, f"What is the name of the harbour {SCRIPT}?")
-    slot.locator(".source").first.click()
+    turn = ask(page, f"What is the name of the harbour {SCRIPT}?")
+    turn.locator(".source").first.click()
     expect(page.locator("#passage .passage-text")).to_contain_text(SCRIPT)
     expect(page.locator("#passage-title")).to_have_text(name)
     page.keyboard.press("Escape")

@@ -121,10 +121,10 @@ def test_a_comparison_that_fails_leaves_the_answer(page: Page) -> None:
     row = {"method": "full", "answer": "Some.", "ttft_s": 0.5, "same_as_full": True}
     body = [("row", row), ("error", {"code": "failed", "message": "No room."}), ("done", {})]
     page.route(re.compile("/compare$"), lambda route: stream(route, *body))
-    slot = ask(page, easy_questions()[0].question)
+    turn = ask(page, easy_questions()[0].question)
     expect(page.locator("#compare [role=alert]")).to_have_text("No room.")
     expect(page.locator("#compare .methods > li")).to_have_count(1)
-    expect(slot).to_have_attribute("data-status", "done")
+    expect(turn).to_have_attribute("data-status", "done")
 
 
 def test_full_reuse_that_answers_otherwise_is_named_in_the_conversation(page: Page) -> None:
@@ -135,8 +135,8 @@ def test_full_reuse_that_answers_otherwise_is_named_in_the_conversation(page: Pa
         for one, text in answers.items()
     ]
     page.route(re.compile("/compare$"), lambda route: stream(route, *rows, ("done", {})))
-    slot = ask(page, easy_questions()[0].question)
-    expect(slot.locator(".verdict")).to_have_text(
+    turn = ask(page, easy_questions()[0].question)
+    expect(turn.locator(".verdict")).to_have_text(
         "Blending answers as full recompute does, 4.0× sooner. Full KV reuse says: In Norddale."
     )
     expect(page.locator("[data-method=reuse] .badge")).to_have_text("differs")
@@ -152,13 +152,13 @@ def test_bars_are_drawn_when_the_methods_were_timed_and_move_with_each_round(pag
     told += [row(one, seconds, 1) for one, seconds in zip(methods, (0.8, 0.7, 0.1, 0.9), strict=True)]
     told += [row(one, seconds, 2) for one, seconds in zip(methods, (0.8, 0.6, 0.1, 0.2), strict=True)]
     probe(page, "holdStream", {"path": "/compare", "events": [events(one) for one in (*told, ("done", {}))]})
-    slot = ask(page, easy_questions()[0].question)
+    turn = ask(page, easy_questions()[0].question)
     panel, rows, took = page.locator("#compare"), page.locator("#compare .methods > li"), page.locator("#compare .took")
     probe(page, "letGo", 4)
     expect(panel.locator(".busy")).to_contain_text("All have answered. Timing them, round 1")
     expect(took.first).to_have_text("First token: timed when all have answered")
     expect(panel.locator(".thin")).to_have_count(0)
-    expect(slot.locator(".verdict")).to_have_text("Blending answers as full recompute does.")
+    expect(turn.locator(".verdict")).to_have_text("Blending answers as full recompute does.")
     probe(page, "letGo", 4)
     expect(panel.locator(".busy")).to_contain_text("round 2")
     expect(took.last).to_have_text("First token 900 ms · 1.1× later")
@@ -166,7 +166,7 @@ def test_bars_are_drawn_when_the_methods_were_timed_and_move_with_each_round(pag
     expect(rows).to_have_count(4)
     expect(took.last).to_have_text("First token 200 ms · 4.0× sooner")
     expect(panel.locator(".hint")).to_contain_text("median of 2 rounds")
-    expect(slot.locator(".verdict")).to_have_text("Blending answers as full recompute does, 4.0× sooner.")
+    expect(turn.locator(".verdict")).to_have_text("Blending answers as full recompute does, 4.0× sooner.")
 
 
 def test_an_upload_shows_every_stage_and_its_failure(page: Page) -> None:
