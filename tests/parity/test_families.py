@@ -98,7 +98,7 @@ def test_every_family_has_a_tiny_model() -> None:
 
 
 def test_every_family_is_documented() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "adding-a-family.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "adding-a-family.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
     assert [name.strip("`") for row in rows for name in row.split(", ")] == sorted(FAMILIES)
 
