@@ -23,6 +23,7 @@ __all__ = [
     "ENV_PREFIX",
     "LOWEST_RATIOS",
     "METRICS",
+    "MOST_CONTEXTS",
     "OVERFLOWS",
     "RULE_OPTIONS",
     "WRITE_BACKS",
@@ -30,7 +31,6 @@ __all__ = [
     "BlendOptions",
     "Option",
     "check_above_zero",
-    "check_bound",
     "check_choice",
     "check_fit",
     "check_layer_list",
@@ -68,16 +68,6 @@ def check_above_zero(name: str, value: object) -> None:
     """A number above 0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ConfigError(name, value, "use a number above 0")
-
-
-def check_bound(bound: object, lowest_ratio: float, recompute_ratio: float) -> None:
-    """A bound of 0 or more, and the lowest share to keep whatever is above it: at most the highest."""
-    if isinstance(bound, bool) or not isinstance(bound, (int, float)) or not bound >= 0:
-        raise ConfigError("bound", bound, "use a number, 0 or more")
-    check_share("lowest_ratio", lowest_ratio)
-    if lowest_ratio > recompute_ratio:
-        remedy = f"use at most the highest share, recompute_ratio={recompute_ratio!r}"
-        raise ConfigError("lowest_ratio", lowest_ratio, remedy)
 
 
 def _is_share(value: object) -> bool:
@@ -148,7 +138,8 @@ ENV_PREFIX = "CACHEBLEND_RAG_"
 # Names of the starter models, which commands use unless another model is named.
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EMBEDDER = "minilm"
-CONDITIONS = ("sink", "prefix")
+CONDITIONS = ("context", "sink", "prefix")
+MOST_CONTEXTS = 4
 OVERFLOWS = ("error", "drop_chunks")
 METRICS = ("v", "k", "kv")
 WRITE_BACKS = ("background", "inline", "off")
@@ -288,11 +279,11 @@ class BlendOptions(TypedDict, total=False):
     check_layers: tuple[int, ...]
     recompute_ratios: tuple[float, ...]
     metric: str
-    query_layers: tuple[int, ...]
     selection_options: Mapping[str, Any]
     min_tokens: int
     overflow: str
     condition: str
+    contexts: int
     write_back: str
     session_cache: bool
     prefetch: bool
@@ -335,9 +326,10 @@ class BlendConfig:
     task : {"answer", "summary"}
         What answers are for: bounds of the ratio that ``"auto"`` chooses.
     selection : str or SelectionRule
-        Which tokens are recomputed: a rule, or the name of one. ``"hkvd"`` recomputes the tokens
-        of highest KV deviation, ``"none"`` is full KV reuse, ``"all"`` is full KV recompute; also
-        ``"gradual"``, ``"threshold"``, ``"boundary"``, ``"query"``, ``"predicted"``, ``"mixed"``, ``"random"``.
+        Which tokens are recomputed: a rule, or the name of one. ``"boundary"`` recomputes the first tokens of each
+        chunk, ``"hkvd"`` those of highest KV deviation, as the paper does; ``"none"`` is full KV reuse, ``"all"`` is
+        full KV recompute; also
+        ``"gradual"``, ``"query"`` and ``"random"``.
     check_layers : tuple of int
         Layers at which KV deviation is measured; the first is 1 or higher, since the KV of
         layer 0 depends on the token alone and never deviates.
@@ -346,11 +338,8 @@ class BlendConfig:
         (``"hkvd"``), or for the first check layer and those after it (``"gradual"``).
     metric : {"v", "k", "kv"}
         What KV deviation compares: values, keys at their final positions, or both.
-    query_layers : tuple of int
-        Layers whose queries are stored with the KV of chunks, and at which ``"predicted"`` looks. Records with other
-        ones, or none, are other records.
     selection_options : dict
-        Options of single rules, such as ``{"bound": 0.2}`` for ``"threshold"``; in the
+        Options of single rules, such as ``{"score_layers": [28]}`` for ``"query"``; in the
         environment, as JSON.
     min_tokens : int
         A prompt with fewer chunk tokens than this is answered by plain prefill.
@@ -358,10 +347,16 @@ class BlendConfig:
         What becomes of a prompt that the model's context window does not hold: it is refused, or whole chunks are
         left out from the end until it fits. Change it where a shorter context is better than no answer, and
         retrieval gives the best chunks first.
-    condition : {"sink", "prefix"}
-        What a chunk is computed behind before it is stored: the fixed tokens that open every
-        text (so that it hits behind any prefix), or the actual prefix (exact directly behind
-        it, but another prefix is another record).
+    condition : {"context", "sink", "prefix"}
+        What a chunk is computed behind before it is stored. ``"context"``: stretches of chunks that it belongs with,
+        those beside it where chunks are warmed, those retrieved with it otherwise; they are dropped afterwards, and
+        the chunk hits wherever it stands. ``"sink"``: only the fixed tokens that open every text, as in the paper;
+        chunks are stored in half of the time, and answers are further from full prefill. ``"prefix"``: the
+        actual prefix, which is exact directly behind it; another prefix is another record. Change it where storing
+        takes too long, or where every prompt has one chunk behind one prefix.
+    contexts : int
+        Over how many contexts the KV of a chunk is averaged, from 1 to 4. More are a little nearer to full prefill,
+        and storing takes as many times longer.
     write_back : {"background", "inline", "off"}
         When chunks that were missing are stored: after the answer when nothing else waits,
         before the call returns, or never.
@@ -422,17 +417,17 @@ class BlendConfig:
         help="recompute ratio, 0 to 1",
     )
     task: str = _option("task", "answer", str)
-    selection: Any = _option("selection", "hkvd", str, rule=True)  # noqa: RUF009
+    selection: Any = _option("selection", "boundary", str, rule=True)  # noqa: RUF009
     check_layers: tuple[int, ...] = _option("check_layers", (1,), _layers, rule=True)
     recompute_ratios: tuple[float, ...] = _option("recompute_ratios", (), _ratios, like="'0.2,0.1'", rule=True)
-    metric: str = _option("metric", "k", str, rule=True)
-    query_layers: tuple[int, ...] = _option("query_layers", (), _layers, like="'6'", rule=True)
+    metric: str = _option("metric", "v", str, rule=True)
     selection_options: Mapping[str, Any] = _option(
         "selection_options", {}, json.loads, like="""'{"seed": 1}'""", hashed=False, rule=True
     )
     min_tokens: int = _option("min_tokens", 256, int)
     overflow: str = _option("overflow", "error", str)
-    condition: str = _option("condition", "sink", str)
+    condition: str = _option("condition", "context", str)
+    contexts: int = _option("contexts", 2, int)
     write_back: str = _option("write_back", "background", str)
     session_cache: bool = _option("session_cache", False, lambda text: _flag(text))
     prefetch: bool = _option("prefetch", True, lambda text: _flag(text))
@@ -473,6 +468,8 @@ class BlendConfig:
         check_choice("codec", self.codec, CODEC_NAMES)
         check_whole("min_tokens", self.min_tokens)
         check_whole("max_concurrent", self.max_concurrent, 1)
+        if not is_whole(self.contexts) or not 1 <= self.contexts <= MOST_CONTEXTS:
+            raise ConfigError("contexts", self.contexts, f"use a whole number from 1 to {MOST_CONTEXTS}")
         check_share("guard_share", self.guard_share)
         check_above_zero("guard_bound", self.guard_bound)
         for name in ("split_at_separator", "session_cache", "prefetch", "compress", "check_model"):
@@ -485,9 +482,6 @@ class BlendConfig:
                 raise ConfigError(name, getattr(self, name), f"use a text; {remedy}")
         check_layer_list("check_layers", self.check_layers)
         object.__setattr__(self, "check_layers", tuple(self.check_layers))
-        if self.query_layers not in ((), []):
-            check_layer_list("query_layers", self.query_layers, lowest=0)
-        object.__setattr__(self, "query_layers", tuple(self.query_layers))
         check_shares("recompute_ratios", self.recompute_ratios)
         object.__setattr__(self, "recompute_ratios", tuple(self.recompute_ratios))
         options = self.selection_options

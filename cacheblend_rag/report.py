@@ -138,8 +138,6 @@ class BlendReport:
         Whether plain prefill answered.
     lost : int
         Records that failed while they were loaded; the pass began again without them.
-    queried_layers : int
-        Layers whose stored queries were looked at.
     recompute_ratio : float
         Share of the reused chunk tokens that was to be recomputed; by a rule with a bound, what that came to.
     expected : Expected or None
@@ -170,7 +168,6 @@ class BlendReport:
     work: float = 0.0
     plain: bool = False
     lost: int = 0
-    queried_layers: int = 0
     recompute_ratio: float = 0.0
     expected: Expected | None = None
     seconds: Seconds = field(default_factory=Seconds)
@@ -205,7 +202,7 @@ class FusedKV:
         Positions whose KV was computed, layer by layer: recomputed chunk tokens, chunks that
         were not stored, and the suffix.
     deviation : Tensor or None, [tokens] float32
-        KV deviation at the first check layer, or the predicted attention shift; NaN where neither was measured.
+        KV deviation at the first check layer; NaN where it was not measured.
     report : BlendReport
         How it was made.
     done : RowsDone or None

@@ -6,14 +6,16 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from cacheblend_rag.calibration.corpus import Corpus
 from cacheblend_rag.calibration.evaluation.journal import Journal
 from cacheblend_rag.calibration.profiler import keep_profile
-from cacheblend_rag.calibration.search import PROBE, RATIOS, Finding, Search
+from cacheblend_rag.calibration.search import Finding, Search, TrialSets
 from cacheblend_rag.calibration.trials import TrialSet
 from cacheblend_rag.config import check_above_zero, check_whole
 from cacheblend_rag.engine.engine import BlendEngine
@@ -24,7 +26,8 @@ from cacheblend_rag.prompt import Prompt, PromptTokenizer
 
 __all__ = ["CalibrationOptions", "calibrate", "keep_settings", "report", "settings_of"]
 
-_VERSION = 3
+_VERSION = 4
+_BEHIND = {"context": "contexts", "sink": "the start of a text alone"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,8 @@ class CalibrationOptions:
     Parameters
     ----------
     tolerance : float
-        Mean KL divergence from full prefill that is allowed, in nats a token.
+        Mean KL divergence from full prefill that is allowed, in nats a token. Putting the passages in another order
+        moves answers by more than twice the default (docs/explanation/quality.md).
     check_share : float
         Share of the prompts that have no part in the search and check its result.
     most : int
@@ -42,15 +46,12 @@ class CalibrationOptions:
         most wrong, the others to stand for the rest. Of those that check the result, twice as many.
     answer_tokens : int
         Tokens of each answer of full prefill that are compared.
-    scaled : bool
-        Prefer what is cheapest in a model of 24 layers, for a model of fewer.
     """
 
-    tolerance: float = 0.01
+    tolerance: float = 0.02
     check_share: float = 0.67
     most: int = 24
     answer_tokens: int = 32
-    scaled: bool = False
 
     def __post_init__(self) -> None:
         check_above_zero("tolerance", self.tolerance)
@@ -65,6 +66,7 @@ def calibrate(
     prompts: Sequence[Prompt],
     options: CalibrationOptions | None = None,
     *,
+    corpus: Sequence[str] = (),
     folder: Path | None = None,
     progress: bool | None = None,
 ) -> tuple[BlendSettings, Finding]:
@@ -77,9 +79,11 @@ def calibrate(
     prompts : sequence of Prompt
         As they will be asked; no answers are needed.
     options : CalibrationOptions, optional
+    corpus : sequence of str
+        All chunks, those of a document one after another, as they are warmed; by default those of the prompts.
     folder : path, optional
         Keeps what was tried, rule by rule: a search that was killed goes on where it was, and one with another
-        tolerance, or with ``scaled``, tries only what is new.
+        tolerance tries only what is new.
     progress : bool, optional
         Show a progress bar; by default if standard error is a terminal.
 
@@ -103,7 +107,11 @@ def calibrate(
         bar = stack.enter_context(tqdm(desc="calibrating", unit=" passes", disable=hidden))
         journal = stack.enter_context(Journal(folder, _search_settings(engine, prompts, options))) if folder else None
 
-        def trials(name: str, of: Sequence[Prompt], most: int) -> TrialSet:
+        chunks = [*corpus, *(chunk for prompt in prompts for chunk in prompt.chunks)]
+        beside = Corpus(engine.adapter, segments, chunks, engine.config.contexts)
+
+        def trials(condition: str, part: str, of: Sequence[Prompt], most: int) -> TrialSet:
+            name = f"{condition}, {part}"
             return TrialSet(
                 engine.adapter,
                 segments,
@@ -111,15 +119,21 @@ def calibrate(
                 most=most,
                 answer_tokens=options.answer_tokens,
                 end_ids=_end_ids(engine),
-                scaled=options.scaled,
+                behind=beside.behind if condition == "context" else None,
                 on_prompt=bar.update,
                 known=[line for line in journal.lines if line["set"] == name] if journal else (),
                 on_tried=lambda found: journal.append({"set": name, **found}) if journal else None,
             )
 
-        sets = trials("searched", searched, options.most), trials("checks", checks, 2 * options.most)
         stack.enter_context(engine.products())
-        found = Search(*sets, engine.adapter.num_layers, options.tolerance).run()
+        conditions = {
+            name: TrialSets(
+                trials(name, "searched", searched, options.most),
+                partial(trials, name, "checks", checks, 2 * options.most),
+            )
+            for name in _BEHIND
+        }
+        found = Search(conditions, engine.adapter.num_layers, options.tolerance).run()
     return settings_of(found, options.tolerance), found
 
 
@@ -141,6 +155,7 @@ def _search_settings(engine: BlendEngine, prompts: Sequence[Prompt], options: Ca
         "dtype": str(engine.adapter.dtype).removeprefix("torch."),
         "separator": engine.config.separator,
         "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest()[:16],
+        "contexts": engine.config.contexts,
         "check_share": options.check_share,
         "most": options.most,
         "answer_tokens": options.answer_tokens,
@@ -159,12 +174,13 @@ def _end_ids(engine: BlendEngine) -> list[int]:
 def settings_of(found: Finding, tolerance: float) -> BlendSettings:
     """What a finding says about how to blend."""
     if found.chosen is None or found.checked is None:
-        prompts = len(found.reuse.divergences)
+        prompts = len(found.reuse[found.condition].divergences)
         return BlendSettings("all", recompute_ratio=1.0, tolerance=tolerance, prompts=prompts)
     rule, seen = found.chosen.rule, found.chosen.joined(found.checked)
     values = {option.name: getattr(rule, option.name) for option in fields(rule)}  # type: ignore[arg-type]
     return BlendSettings(
         selection=_name(rule),
+        condition=found.condition,
         **{name: _plain(values[name]) for name in SHARED_OPTIONS if name in values},
         selection_options={name: _plain(value) for name, value in values.items() if name not in SHARED_OPTIONS},
         tolerance=tolerance,
@@ -200,39 +216,38 @@ def keep_settings(engine: BlendEngine, settings: BlendSettings) -> Path:
 
 
 def report(settings: BlendSettings, found: Finding) -> str:
-    """What was found, in words and a table."""
-    lines = [f"full KV reuse is {found.reuse.divergence.mean:.4f} nats a token from full prefill"]
-    if found.layers:
-        compared = f"divergence with {PROBE:.0%} after it  with {RATIOS[0]:.0%}"
-        lines += ["", f"layer  metric  {compared}  least share within the tolerance"]
-    for layer in found.layers:
-        least = "none" if layer.least_ratio is None else f"{layer.least_ratio:.1%}"
-        lost = f"{layer.divergence:>28.4f}  {layer.at_lowest:>7.4f}"
-        lines.append(f"{layer.layer:>5}  {layer.metric:<6}  {lost}  {least:>32}")
-    if found.decisive_layer:
-        lines += ["", f"deviation points at the tokens that matter from layer {found.decisive_layer} on"]
-    elif found.layers:
-        lines += ["", "deviation points at the tokens that matter on none of these layers"]
-    if any(layer.least_ratio is None for layer in found.layers) and found.chosen is not None:
-        lines.append("shares that cost more than what is chosen were not tried")
-    if found.untried_from is not None:
-        lines.append(f"checks from layer {found.untried_from} on were not tried: they cost more than what is chosen")
+    """What was found, in words."""
+    lines = []
+    for condition, tried in found.reuse.items():
+        lost = tried.divergence.mean
+        lines.append(f"full KV reuse, chunks computed behind {_BEHIND[condition]}: {lost:.4f} nats a token")
     if found.checked is None:
         lines.append(
             "this model does not tolerate blending: nothing that saves work stays within "
             f"{settings.tolerance:g} nats a token of full prefill; auto will prefill every prompt in full"
         )
         return "\n".join(lines)
-    checks = ", ".join(map(str, settings.check_layers))
-    shares = ", ".join(f"{share:.1%}" for share in settings.recompute_ratios or (settings.recompute_ratio,))
-    measured = settings.selection in ("hkvd", "mixed", "threshold")
-    at = f", metric {settings.metric}, checks at layer {checks}" if measured else ""
-    at += f", queries of layer {', '.join(map(str, settings.query_layers))}" if settings.query_layers else ""
-    at += "".join(f", {name} {value}" for name, value in settings.selection_options.items())
-    share = "share at most" if settings.selection_options.get("bound") else "share"
-    lines.append(
-        f"chosen: {settings.selection}{at}, {share} {shares}: {settings.work:.1%} of full prefill's work, divergence "
-        f"{settings.divergence:.4f} (95% interval to {settings.highest:.4f}) where {settings.tolerance:g} is allowed, "
-        f"{found.checked.divergence.mean:.4f} on the prompts that had no part in the search"
-    )
+    if found.least:
+        lines += ["", f"{'least share within the tolerance':<34}share   work  divergence"]
+    for kind, tried in found.least.items():
+        share = getattr(tried.rule, "recompute_ratio", 0.0)
+        lines.append(f"  {kind:<32}{share:>5.1%}  {tried.work:>5.1%}  {tried.divergence.mean:>10.4f}")
+    lines += [
+        "",
+        f"chosen: chunks behind {_BEHIND[settings.condition]}, {_described(settings)}",
+        f"  work        {settings.work:.1%} of full prefill's",
+        f"  divergence  {settings.divergence:.4f} nats a token, 95% interval to {settings.highest:.4f}, where "
+        f"{settings.tolerance:g} is allowed",
+        f"  held back   {found.checked.divergence.mean:.4f} on the prompts that had no part in the search",
+    ]
     return "\n".join(lines)
+
+
+def _described(settings: BlendSettings) -> str:
+    """A rule with its share, in words."""
+    if settings.recompute_ratio == 0:
+        return "nothing recomputed"
+    share = f"{settings.recompute_ratio:.1%} of their tokens recomputed"
+    if settings.selection == "hkvd":
+        return f"{share}, those of highest KV deviation (metric {settings.metric!r}, layer {settings.check_layers[0]})"
+    return f"{share}, the first of each chunk"

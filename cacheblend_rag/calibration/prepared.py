@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,14 +14,15 @@ from cacheblend_rag.fusor.selection import SelectionRule
 from cacheblend_rag.fusor.teacher_forcing import prefill_layerwise
 from cacheblend_rag.fusor.work import work_share
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.kv import LayerKV, SegmentKV, from_kv_layers
+from cacheblend_rag.models.contexts import ContextKV
+from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import Prompt, PromptTokenizer, TokenizedPrompt
 
-__all__ = ["DEPTH", "Fused", "PreparedPrompt"]
+__all__ = ["DEPTH", "Behind", "Fused", "PreparedPrompt"]
 
+Behind = Callable[[str, Sequence[int]], tuple[ContextKV, Sequence[int]]]
 DEPTH = 24
 """Layers of the model to which work is scaled, so that shallow models compare with usual ones."""
-_KEPT_QUERIES = 2  # layers: those of a whole model would take as much memory as its KV, and more
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,9 @@ class PreparedPrompt:
     tokenizer : PromptTokenizer
     prompt : Prompt
         With at least one chunk and a suffix.
+    behind : callable, optional
+        By a chunk's text and ids, what computes it behind contexts, and the numbers of these; by default each chunk is
+        computed behind what opens a text.
 
     Raises
     ------
@@ -59,27 +63,33 @@ class PreparedPrompt:
         If it has no chunk with tokens that can be reused, or no suffix.
     """
 
-    def __init__(self, adapter: ModelAdapter, tokenizer: PromptTokenizer, prompt: Prompt) -> None:
+    def __init__(
+        self, adapter: ModelAdapter, tokenizer: PromptTokenizer, prompt: Prompt, behind: Behind | None = None
+    ) -> None:
         if not prompt.chunks or not prompt.suffix:
             raise ConfigError("prompt", prompt, "give at least one chunk, and the question as suffix")
         self.adapter = adapter
         self.tokens: TokenizedPrompt = tokenizer.tokenize(prompt)
         self._known: dict[range, SegmentKV] = {}
-        self._queries: dict[int, torch.Tensor] = {}
         self._regime = adapter.regime(len(self.tokens.input_ids)) or 0
-        # Ids that each chunk is computed behind.
-        self._contexts = {
-            range(chunk.span.start, chunk.span.stop): tokenizer.context_ids(chunk.text) + chunk.head
-            for chunk in self.tokens.located
-            if len(chunk.span)
-        }
-        if not self._contexts:
+        in_place: list[range] = []
+        reused: list[range] = []
+        for chunk in self.tokens.located:
+            if not len(chunk.span):
+                continue
+            span, before = range(chunk.span.start, chunk.span.stop), tokenizer.context_ids(chunk.text) + chunk.head
+            if behind is None:
+                self._known[span] = adapter.segment_kv(before, self.ids(span), self._regime)
+                exact = self.tokens.input_ids[: span.start] == before
+            else:
+                contexts, numbers = behind(chunk.text, self.ids(span))
+                own = [(*before, *self.ids(span))]
+                self._known[span] = contexts.segments_kv(own, self._regime, [len(before)], [numbers])[0]
+                exact = False
+            (in_place if exact else reused).append(span)
+        chunks = list(self._known)
+        if not chunks:
             raise ConfigError("prompt", prompt, "give at least one chunk of more than a word or two")
-        chunks = list(self._contexts)
-        for span, context in self._contexts.items():
-            self._known[span] = adapter.segment_kv(context, self.ids(span), self._regime)
-        in_place = [span for span, context in self._contexts.items() if self.tokens.input_ids[: span.start] == context]
-        reused = [span for span in chunks if span not in in_place]
         if prefix := range(self.tokens.prefix.start, self.tokens.prefix.stop):
             self._known[prefix] = adapter.segment_kv((), self.ids(prefix), self._regime)
             in_place.append(prefix)
@@ -88,7 +98,6 @@ class PreparedPrompt:
             exact=in_place,
             reused=reused,
             unrotated=range(0, chunks[-1].stop),
-            contexts=[self._contexts[span] for span in reused],
             question=self.question,
         )
 
@@ -108,7 +117,7 @@ class PreparedPrompt:
 
     def fuse(self, rule: SelectionRule) -> Fused:
         """Fuse by a rule."""
-        fusion = fuse(self.adapter, self.plan, self._buffers(self._known), rule, self._asked)
+        fusion = fuse(self.adapter, self.plan, self._buffers(self._known), rule)
         shape, tokens = self.adapter.shape, len(self.tokens.input_ids)
         layers = max(DEPTH, self.adapter.num_layers)
         return Fused(fusion, work_share(shape, tokens, fusion.done), work_share(shape, tokens, fusion.done, layers))
@@ -121,21 +130,6 @@ class PreparedPrompt:
     def forget_full(self) -> None:
         """Let go of the full prefill; it is made again when it is wanted."""
         self.__dict__.pop("full", None)
-
-    def _asked(self, layer: int) -> torch.Tensor:
-        """Queries of a layer as they would be stored, ``[heads, tokens, head_dim]``."""
-        if layer not in self._queries:
-            adapter, first = self.adapter, self.adapter.num_layers
-            shape = (adapter.heads, len(self.tokens.input_ids), adapter.head_dim)
-            queries = torch.zeros(shape, dtype=adapter.dtype, device=adapter.device)
-            for span in self.plan.reused:
-                kv = adapter.segment_kv(self._contexts[span], self.ids(span), self._regime, (layer,))
-                parts = list(zip(kv.keys[first:], kv.values[first:], strict=True))
-                queries[:, span.start : span.stop] = from_kv_layers(parts, adapter.heads)
-            while len(self._queries) >= _KEPT_QUERIES:
-                del self._queries[next(iter(self._queries))]
-            self._queries[layer] = queries
-        return self._queries[layer]
 
     def _buffers(self, known: Mapping[range, SegmentKV]) -> list[LayerKV]:
         """Fresh buffers of every layer, with what is stored in place."""

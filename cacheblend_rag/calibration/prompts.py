@@ -5,17 +5,19 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from langchain_core.documents import Document
 
 from cacheblend_rag.calibration.evaluation.choosing import WordRanker, choose
-from cacheblend_rag.calibration.evaluation.prompts import build_prompt
+from cacheblend_rag.calibration.evaluation.prompts import ChatFrame, build_prompt
 from cacheblend_rag.calibration.evaluation.sources import open_source
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import STUFF
 
-__all__ = ["case_prompts", "chunk_prompts", "question_prompts"]
+__all__ = ["case_prompts", "chunk_prompts", "framed", "question_prompts"]
 
 _NAME = re.compile(r"\b[A-Z][\w’'-]+(?: [A-Z][\w’'-]+)*")
 _QUESTIONS = (
@@ -101,6 +103,16 @@ def case_prompts(data: str, count: int, per_prompt: int = 6, seed: int = 0, styl
     words = WordRanker(passage.chunk for case in cases for passage in case.passages)
     chosen = [choose(case, per_prompt, order="random", ranker=words, seed=seed) for case in cases[:count]]
     return [build_prompt(case, style) for case in chosen]
+
+
+def framed(prompts: Sequence[Prompt], tokenizer: Any) -> list[Prompt]:
+    """The prompts as a chat model is asked them: within its template, if the tokenizer has one."""
+    if not getattr(tokenizer, "chat_template", None):
+        return list(prompts)
+    chat = ChatFrame(tokenizer)
+    return [
+        replace(prompt, prefix=chat.before + prompt.prefix, suffix=prompt.suffix + chat.after) for prompt in prompts
+    ]
 
 
 def _prompt(chunks: Sequence[str], question: str) -> Prompt:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.calibration.evaluation.statistics import Interval, interval
-from cacheblend_rag.calibration.prepared import DEPTH, Fused, PreparedPrompt
+from cacheblend_rag.calibration.prepared import Behind, Fused, PreparedPrompt
 from cacheblend_rag.fusor import Fusion
 from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
@@ -84,8 +84,8 @@ class TrialSet:
         Most tokens generated.
     end_ids : sequence of int
         Tokens that end an answer.
-    scaled : bool
-        Count work as in a model of 24 layers, see `work_share`.
+    behind : callable, optional
+        Computes chunks behind contexts; see `PreparedPrompt`.
     on_prompt : callable
         Called after each prompt that was prepared or tried.
     known : iterable of mapping
@@ -103,28 +103,23 @@ class TrialSet:
         most: int | None = None,
         answer_tokens: int = 32,
         end_ids: Sequence[int] = (),
-        scaled: bool = False,
+        behind: Behind | None = None,
         on_prompt: Callable[[], object] = lambda: None,
         known: Iterable[Mapping[str, Any]] = (),
         on_tried: Callable[[dict[str, Any]], object] = lambda found: None,
     ) -> None:
-        self._adapter, self._scaled, self._on_prompt, self._on_tried = adapter, scaled, on_prompt, on_tried
+        self._adapter, self._behind, self._on_prompt, self._on_tried = adapter, behind, on_prompt, on_tried
         self._known = {str(found["rule"]): found for found in known}
         self._answer_tokens, self._end_ids = answer_tokens, frozenset(end_ids)
         self._prompts = len(prompts)
         made = (self._prepared(tokenizer, prompt) for prompt in prompts)
         self._trials = [*made] if most is None or most >= len(prompts) else self._chosen(made, most)
 
-    @property
-    def depth(self) -> int:
-        """Layers by which work is counted."""
-        return max(DEPTH, self._adapter.num_layers) if self._scaled else self._adapter.num_layers
-
     def __len__(self) -> int:
         return self._prompts
 
     def _prepared(self, tokenizer: PromptTokenizer, prompt: Prompt) -> _Trial:
-        prepared = PreparedPrompt(self._adapter, tokenizer, prompt)
+        prepared = PreparedPrompt(self._adapter, tokenizer, prompt, self._behind)
         ids, log_probs = _generate(self._adapter, prepared.full, self._answer_tokens, self._end_ids)
         prepared.forget_full()
         self._on_prompt()
@@ -158,22 +153,20 @@ class TrialSet:
         if known is None or not (known["whole"] or self._hopeless(known["divergences"], tolerance)):
             known = self._known[key] = {"rule": key, **self._tried(rule, tolerance)}
             self._on_tried(known)
-        work = known["scaled_work" if self._scaled else "work"]
-        return Tried(rule, tuple(known["divergences"]), work, known["whole"])
+        return Tried(rule, tuple(known["divergences"]), known["work"], known["whole"])
 
     def _tried(self, rule: SelectionRule, tolerance: float) -> dict[str, Any]:
         divergences: list[float] = []
-        works: list[tuple[float, float]] = []
+        works: list[float] = []
         for trial in self._trials:
             if self._hopeless(divergences, tolerance):
                 break
             divergence, fused = self._divergence(trial, rule)
             divergences += [divergence] * trial.count
-            works += [(fused.work, fused.scaled_work)] * trial.count
+            works += [fused.work] * trial.count
             self._on_prompt()
-        work, scaled = (sum(of) / len(works) for of in zip(*works, strict=True))
         whole = len(divergences) == self._prompts
-        return {"divergences": divergences, "work": work, "scaled_work": scaled, "whole": whole}
+        return {"divergences": divergences, "work": sum(works) / len(works), "whole": whole}
 
     def _divergence(self, trial: _Trial, rule: SelectionRule) -> tuple[float, Fused]:
         fused = trial.prepared.fuse(rule)

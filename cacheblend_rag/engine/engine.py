@@ -26,7 +26,7 @@ from cacheblend_rag.engine.pipeline import OTHER_FORM, Blend, Pipeline
 from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead
-from cacheblend_rag.engine.warm_up import Warming
+from cacheblend_rag.engine.warm_up import Warming, behind_each_other
 from cacheblend_rag.engine.write_back import WriteBack
 from cacheblend_rag.errors import (
     CacheBlendError,
@@ -43,6 +43,7 @@ from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.models.lora import unwrapped
 from cacheblend_rag.prompt import Fitted, Prompt, PromptTokenizer, TokenizedPrompt
+from cacheblend_rag.prompt.contexts import finder
 from cacheblend_rag.report import FusedKV, Generation, WarmReport
 from cacheblend_rag.store import KVStore, open_store
 
@@ -200,11 +201,6 @@ class BlendEngine:
     def fingerprint(self) -> str:
         """Identity of the model: its weights, its active adapters and what else its KV depends on."""
         return self._pipeline.look_at_model()
-
-    @property
-    def query_layers(self) -> tuple[int, ...]:
-        """Layers whose queries are stored with the KV of chunks."""
-        return self._pipeline.query_layers
 
     @property
     def context_window(self) -> int | None:
@@ -375,7 +371,8 @@ class BlendEngine:
         Parameters
         ----------
         chunks : iterable of str
-            Chunk texts.
+            Chunk texts, those of a document one after another: chunks are computed behind stretches of those next
+            to them (``condition="context"``).
         prefix : str
             The prefix they will stand behind; needed with ``condition="prefix"`` only.
         progress : bool, optional
@@ -389,12 +386,15 @@ class BlendEngine:
         self._check_open()
         texts = _texts(chunks)
         self._pipeline.look_at_model()
-        segments = [segment for text in texts if (segment := self._fitting_segment(text, prefix)) is not None]
+        pairs = [(text, found) for text in texts if (found := self._fitting_segment(text, prefix)) is not None]
+        segments = behind_each_other(self._pipeline, [text for text, _ in pairs], [found for _, found in pairs])
         return Warming(self._pipeline, self._held).run(segments, progress)
 
     def estimate_bytes(self, chunks: Iterable[str]) -> int:
         """Bytes the KV of chunks will take in the store; nothing is computed."""
-        segments = {segment.key: segment for segment in self._segments(chunks)}
+        texts = [text for text in _texts(chunks) if self._pipeline.chunk_segment(text) is not None]
+        found = behind_each_other(self._pipeline, texts, list(self._segments(texts)))
+        segments = {segment.key: segment for segment in found}
         return sum(self.store.record_bytes(self._pipeline.record_info(segment)) for segment in segments.values())
 
     def prefetch(self, chunks: Iterable[str], *, prefix: str = "") -> None:
@@ -411,7 +411,7 @@ class BlendEngine:
         self._prefetcher.submit(segment.key for segment in self._segments(chunks, prefix))
 
     def forget(self, chunks: Iterable[str], *, prefix: str = "") -> int:
-        """Erase the stored KV of chunks.
+        """Erase the stored KV of chunks, and that of other chunks that was computed behind them.
 
         Returns
         -------
@@ -432,8 +432,14 @@ class BlendEngine:
         for key in [*keys]:
             with _noted(failed):
                 keys.update(other for other, _ in self.store.infos(key + OTHER_FORM))
-        # Prompts that were kept whole have their chunks in them.
         ids = [segments[0].token_ids for segments in forms if segments]
+        if self._pipeline.condition == "context" and ids:  # others were computed behind them
+            begins = finder(ids)
+            with _noted(failed):
+                keys.update(
+                    key for key, info in self.store.infos("") if info.kind == "chunk" and begins(info.context_ids)
+                )
+        # Prompts that were kept whole have their chunks in them.
         with _noted(failed):
             kept = self.store.infos(KEY_PREFIX) if ids else ()
             keys.update(key for key, info in kept if any(holds(info, chunk) for chunk in ids))

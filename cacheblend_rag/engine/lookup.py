@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
-
-import torch
 
 from cacheblend_rag.errors import GenerationError
-from cacheblend_rag.loading import LayerReader, Placement, load_plainly
+from cacheblend_rag.loading import LayerReader, Placement
 from cacheblend_rag.loading.reader import ReadClock
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.kv import LayerKV, from_kv_layers, kv_layers_for
+from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import TokenizedPrompt
+from cacheblend_rag.prompt.contexts import Contexts
 from cacheblend_rag.store.base import StoredKV
 
-__all__ = ["Found", "Segment", "Waited", "read_queries", "reader_of"]
-
-_Read = TypeVar("_Read")
+__all__ = ["Found", "Segment", "Waited", "reader_of"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +39,10 @@ class Segment:
         How many of the context's last ids belong to this segment alone; see `ChunkTokens`.
     model : str
         Identity of the model, and of its adapters, that the key is of.
+    averaged : bool
+        Whether its KV is the mean over several contexts, which stand before its context ids and are no part of its key.
+    contexts : Contexts or None
+        These contexts, where it is to be computed.
     """
 
     kind: str
@@ -52,6 +52,8 @@ class Segment:
     regime: int = 0
     head: int = 0
     model: str = ""
+    averaged: bool = False
+    contexts: Contexts | None = None
 
     @property
     def shared_ids(self) -> tuple[int, ...]:
@@ -101,31 +103,6 @@ def reader_of(adapter: ModelAdapter, split: TokenizedPrompt, found: Found, clock
     )
 
 
-def read_queries(reader: LayerReader, adapter: ModelAdapter, stored: Sequence[int], layer: int) -> torch.Tensor:
-    """Stored queries of a layer at all positions, ``[heads, tokens, head_dim]``; undefined outside of chunks.
-
-    Parameters
-    ----------
-    reader : LayerReader
-        Reads the KV of the same prompt.
-    adapter : ModelAdapter
-    stored : sequence of int
-        Layers whose queries the records of chunks hold.
-    layer : int
-        One of them.
-
-    Raises
-    ------
-    RecordLost
-        If a record cannot be read or fails its checksum.
-    """
-    holding = [place for place in reader.placements if place.record.info.query_layers]
-    parts = kv_layers_for(adapter.heads, adapter.kv_heads)
-    first = adapter.num_layers + parts * stored.index(layer)
-    behind = dataclasses.replace(reader, placements=holding, layers=first + parts)
-    return from_kv_layers([(kv.keys[0], kv.values[0]) for kv in load_plainly(behind, first)], adapter.heads)
-
-
 class Waited:
     """An iterator that notes how long its reader waited for it, and ends when nobody wants the answer."""
 
@@ -139,19 +116,11 @@ class Waited:
     def __next__(self) -> LayerKV:
         if self._cancelled():
             raise GenerationError("the answer was given up while its prompt was fused")
-        return self.waiting_for(lambda _: next(self._layers))(0)
-
-    def waiting_for(self, read: Callable[[int], _Read]) -> Callable[[int], _Read]:
-        """The same reading of a layer, its time counted."""
-
-        def waited(layer: int) -> _Read:
-            started = time.perf_counter()
-            try:
-                return read(layer)
-            finally:
-                self.seconds += time.perf_counter() - started
-
-        return waited
+        started = time.perf_counter()
+        try:
+            return next(self._layers)
+        finally:
+            self.seconds += time.perf_counter() - started
 
     def close(self) -> None:
         """End the loader, whatever it still has in hand."""

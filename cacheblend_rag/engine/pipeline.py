@@ -8,24 +8,25 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine.lookup import Found, Segment, Waited, read_queries, reader_of
+from cacheblend_rag.engine.lookup import Found, Segment, Waited, reader_of
 from cacheblend_rag.engine.ratio_policy import RatioChoice, RatioPolicy, controller_beside
 from cacheblend_rag.engine.session_cache import Resumed, SessionCache
 from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
-from cacheblend_rag.fusor.predicted_shift import Queries
 from cacheblend_rag.fusor.work import work_share
 from cacheblend_rag.loading import ChunkKV, load_as_it_pays, load_plainly
 from cacheblend_rag.loading.reader import ReadClock, RecordLost
 from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.contexts import ContextKV
 from cacheblend_rag.models.cpu.weight_prepacking import Packing, packed_products
 from cacheblend_rag.models.identity import fingerprint_in
-from cacheblend_rag.models.kv import LayerKV, SegmentKV, kv_layers_for
+from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import (
     DocumentPlace,
     Fitted,
@@ -37,6 +38,7 @@ from cacheblend_rag.prompt import (
     check_all_fit,
     fitted,
 )
+from cacheblend_rag.prompt.contexts import CONTEXT_TOKENS, Contexts
 from cacheblend_rag.report import BlendReport, DocumentUse, FusedKV, Seconds
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, discard, record_key
 from cacheblend_rag.store.single_flight import compute_if_missing
@@ -49,6 +51,8 @@ OTHER_FORM = "-as-"
 _log = logging.getLogger(__name__)
 # Bytes of a layer below which handing it to another thread costs more than reading it.
 _WORTH_A_THREAD = 2**19
+# Share of the context window that a context takes at most.
+_OF_WINDOW = 4
 # Characters by which a report names a document.
 _BEGINS = 80
 
@@ -98,6 +102,7 @@ class Pipeline:
     ) -> None:
         self.adapter, self.tokenizer, self.config, self.store = adapter, tokenizer, config, store
         self._identity = adapter.identity(fingerprint)
+        self._context_kv: dict[str, Any] = {}
         self._ratio_policy = RatioPolicy(config, adapter.num_layers, self.fingerprint, controller_beside(store))
         self.packed = self._packing(anew=True)
 
@@ -119,22 +124,16 @@ class Pipeline:
         """Identity of the model when it was last looked at; see `look_at_model`."""
         return self._identity.value
 
+    @property
+    def condition(self) -> str:
+        """What chunks are computed behind: as the options say, or as calibration found best."""
+        return self._ratio_policy.config.condition
+
     def look_at_model(self) -> str:
         """Notice that adapters were switched, merged or trained since; the identity of the model now."""
         if self._identity.refresh():  # copies of its weights are of what they were
             self._packing(anew=True)
         return self._identity.value
-
-    @property
-    def query_layers(self) -> tuple[int, ...]:
-        """Layers whose queries are stored with chunks: those that were asked for, and those the rule looks at."""
-        policy = self._ratio_policy
-        return tuple(sorted({*policy.config.query_layers, *policy.rule.query_layers}))
-
-    @property
-    def _query_parts(self) -> int:
-        """How many layers of a record the queries of one layer take."""
-        return kv_layers_for(self.adapter.heads, self.adapter.kv_heads)
 
     def _packing(self, anew: bool) -> Packing:
         """The context within which the model is run here."""
@@ -149,15 +148,15 @@ class Pipeline:
         self, kind: str, context_ids: tuple[int, ...], token_ids: tuple[int, ...], regime: int = 0, head: int = 0
     ) -> Segment:
         """Describe a segment and derive its key."""
+        averaged = kind == "chunk" and self.condition == "context"
         key = record_key(
-            fingerprint=fingerprint_in(self.fingerprint, regime),
+            fingerprint=fingerprint_in(self.fingerprint, regime, self.config.contexts * averaged),
             salt=self.config.salt,
             kind=kind,
             context_ids=context_ids,
             token_ids=token_ids,
-            query_layers=self.query_layers if kind == "chunk" else (),
         )
-        return Segment(kind, context_ids, token_ids, key, regime, head, self.fingerprint)
+        return Segment(kind, context_ids, token_ids, key, regime, head, self.fingerprint, averaged)
 
     def chunk_segment(self, text: str, prefix: str = "") -> Segment | None:
         """The segment of a chunk, or None if the text is too short to have one.
@@ -168,27 +167,40 @@ class Pipeline:
         prefix : str
             Matters only if chunks are computed behind it.
         """
-        first, *_ = self.chunk_forms(text, prefix) or (None,)
-        if first is None:
+        forms = self.chunk_forms(text, prefix)
+        if not forms:
             return None
-        regime = self.adapter.regime(len(first.context_ids) + len(first.token_ids)) or 0
-        return self._chunk(first.shared_ids, self.tokenizer.chunk(text).head, first.token_ids, regime)
+        regime = self.adapter.regime(len(forms[0].context_ids) + len(forms[0].token_ids)) or 0
+        return next(form for form in forms if form.regime == regime)
 
     def chunk_forms(self, text: str, prefix: str = "") -> list[Segment]:
         """All segments under which a chunk may be stored, one a frequency regime."""
         chunk = self.tokenizer.chunk(text)
         if not chunk.ids:
             return []
-        context = self.tokenizer.context_ids(text, prefix if self.config.condition == "prefix" else "")
+        context = self.tokenizer.context_ids(text, prefix if self.condition == "prefix" else "")
         return [self._chunk(context, chunk.head, chunk.ids, regime) for regime in self.adapter.regimes]
 
     def _chunk(
         self, context_ids: tuple[int, ...], head: tuple[int, ...], token_ids: tuple[int, ...], regime: int
     ) -> Segment:
-        return self.segment("chunk", context_ids + head, token_ids, regime, len(head))
+        # Behind contexts all that stands directly before a chunk is its own.
+        own = len(context_ids) * (self.condition == "context") + len(head)
+        return self.segment("chunk", context_ids + head, token_ids, regime, own)
+
+    def contexts(self, chunks: Sequence[str]) -> Contexts:
+        """The contexts of chunks that belong together."""
+        window = self.adapter.context_window
+        tokens = CONTEXT_TOKENS if window is None else min(CONTEXT_TOKENS, window // _OF_WINDOW)
+        return Contexts(self.tokenizer, chunks, self.config.contexts, tokens)
 
     def compute(self, segments: Sequence[Segment]) -> list[KVRecord]:
-        """Compute the KV of segments behind the same shared context and of the same regime, in one pass.
+        """Compute the KV of segments, in one pass for each context.
+
+        Parameters
+        ----------
+        segments : sequence of Segment
+            Behind the same shared context, or the same contexts, and of the same regime.
 
         Raises
         ------
@@ -199,9 +211,21 @@ class Pipeline:
         first, ids = segments[0], [segment.own_ids for segment in segments]
         heads = [segment.head for segment in segments]
         with self.packed():
-            computed = self.adapter.segments_kv(first.shared_ids, ids, first.regime, self.query_layers, heads)
+            if first.contexts is None:
+                computed = self.adapter.segments_kv(first.shared_ids, ids, first.regime, heads)
+            else:
+                numbers = [first.contexts.of(segment.token_ids) for segment in segments]
+                computed = self._kv_of(first.contexts).segments_kv(ids, first.regime, heads, numbers)
         self._check_model(segments)
         return [self._record(segment, kv) for segment, kv in zip(segments, computed, strict=True)]
+
+    def _kv_of(self, contexts: Contexts) -> ContextKV:
+        """What computes chunks behind contexts; that of the last ones is kept, since more chunks of theirs may come."""
+        wanted = self.fingerprint, contexts.digest
+        if self._context_kv.get("of") != wanted:
+            self._context_kv.update(of=wanted, kv=ContextKV(self.adapter, contexts.ids))
+        kv: ContextKV = self._context_kv["kv"]
+        return kv
 
     def _check_model(self, segments: Sequence[Segment]) -> None:
         """Let no KV be stored as that of another adapter."""
@@ -212,18 +236,18 @@ class Pipeline:
     def record_info(self, segment: Segment) -> RecordInfo:
         """What the record of a segment says of itself."""
         adapter = self.adapter
-        asked = self.query_layers if segment.kind == "chunk" else ()
+        behind = segment.contexts
+        contexts = () if behind is None else sum((behind.ids[at] for at in behind.of(segment.token_ids)), ())
         return RecordInfo(
-            fingerprint=fingerprint_in(segment.model, segment.regime),
-            context_ids=segment.context_ids,
+            fingerprint=fingerprint_in(segment.model, segment.regime, self.config.contexts * segment.averaged),
+            context_ids=segment.context_ids + contexts,
             token_ids=segment.token_ids,
-            layers=adapter.num_layers + len(asked) * self._query_parts,
+            layers=adapter.num_layers,
             kv_heads=adapter.kv_heads,
             head_dim=adapter.head_dim,
             dtype=str(adapter.dtype).removeprefix("torch."),
             rotated=segment.kind == "prefix",
             kind=segment.kind,
-            query_layers=asked,
         )
 
     def blend(
@@ -307,12 +331,10 @@ class Pipeline:
         try:
             choice, found = self._choose(split, found)
             while True:
-                stored, queries = self._load(split, found, clock)
-                layers = Waited(stored, cancelled)
+                layers = Waited(self._load(split, found, clock), cancelled)
                 try:
                     with self.packed():
-                        plan, asked = self._plan(split, found), layers.waiting_for(queries)
-                        fusion = fuse(self.adapter, plan, layers, choice.rule, asked)
+                        fusion = fuse(self.adapter, self._plan(split, found), layers, choice.rule)
                     break
                 except RecordLost as error:
                     _log.warning("%s; the prompt is blended again without it", error)
@@ -394,7 +416,7 @@ class Pipeline:
         start = self.tokenizer.start_ids
         regime = self.adapter.regime(len(split.input_ids)) or 0
         prefix = self.segment("prefix", (), prefix_ids, regime) if len(prefix_ids) > len(start) else None
-        behind_prefix = self.config.condition == "prefix" and prefix is not None
+        behind_prefix = self.condition == "prefix" and prefix is not None
         records: dict[str, StoredKV] = {}
         if kept is not None:
             split = kept.split
@@ -425,24 +447,28 @@ class Pipeline:
 
     def _open(self, segment: Segment) -> StoredKV | None:
         record = self.store.open(segment.key)
-        if record is None or record.info == self.record_info(segment):
+        if record is None:
+            return None
+        found = record.info
+        if segment.averaged:  # behind which contexts is not ours to say
+            found = dataclasses.replace(found, context_ids=found.context_ids[: len(segment.context_ids)])
+        if found == self.record_info(segment):
             return record
         _log.warning("KV record %s is of another segment or model and counts as a miss", segment.key)
         record.close()
         discard(self.store, segment.key)
         return None
 
-    def _load(self, split: TokenizedPrompt, found: Found, clock: ReadClock) -> tuple[Iterator[LayerKV], Queries]:
-        """Stored KV, layer by layer, and stored queries."""
+    def _load(self, split: TokenizedPrompt, found: Found, clock: ReadClock) -> Iterator[LayerKV]:
+        """Stored KV, layer by layer."""
         reader = reader_of(self.adapter, split, found, clock)
         ahead = self.config.prefetch and reader.stored_layer_bytes >= _WORTH_A_THREAD
-        layers = load_as_it_pays(reader) if ahead else load_plainly(reader)
-        return layers, partial(read_queries, reader, self.adapter, self.query_layers)
+        return load_as_it_pays(reader) if ahead else load_plainly(reader)
 
     def _plan(self, split: TokenizedPrompt, found: Found) -> FusionPlan:
         """Sort the stored segments into exact and reused ones."""
         exact: list[range] = []
-        reused: dict[range, tuple[int, ...]] = {}  # with what each was computed behind
+        reused: list[range] = []
         unrotated: list[Span] = []
         if found.prefix is not None and found.prefix.key in found.records:
             exact.append(_range(split.prefix))
@@ -450,14 +476,14 @@ class Pipeline:
             if segment.key not in found.records:
                 continue
             unrotated.append(span)
-            in_place = split.input_ids[: span.start] == segment.context_ids
+            in_place = not segment.averaged and split.input_ids[: span.start] == segment.context_ids
             if in_place:
                 exact.append(_range(span))
             else:
-                reused[_range(span)] = segment.context_ids
+                reused.append(_range(span))
         turn = range(unrotated[0].start, unrotated[-1].stop) if unrotated else range(0)
         question = _range(split.suffix) if len(split.suffix) else None
-        return FusionPlan(split.input_ids, exact, list(reused), turn, list(reused.values()), question)
+        return FusionPlan(split.input_ids, exact, reused, turn, question)
 
     def _fused(self, split: TokenizedPrompt, found: Found, fusion: Fusion, choice: RatioChoice) -> FusedKV:
         read = tuple(segment.key in found.records for segment in found.chunks)
@@ -473,8 +499,7 @@ class Pipeline:
             recomputed_tokens=fusion.recomputed_tokens,
             computed_tokens=tuple(map(len, fusion.computed)),
             work=work_share(self.adapter.shape, len(split.input_ids), fusion.done),
-            queried_layers=len(fusion.done.queried),
-            recompute_ratio=_share(choice, fusion),
+            recompute_ratio=choice.ratio,
             expected=choice.expected,
         )
         cache = self.adapter.new_cache(fusion.layers)
@@ -500,9 +525,11 @@ class Pipeline:
             kv = _first_rows(fusion.layers, len(prefix.token_ids))
             held = sum(tensor.nbytes for tensor in kv.keys + kv.values)
             jobs[prefix.key] = Job(lambda: self.store.put(prefix.key, self._record(prefix, kv)), held)
+        contexts = self.contexts([chunk.text for chunk in split.located])
         for segment in found.chunks:
             if segment.token_ids and segment.key not in found.records:
-                jobs[segment.key] = Job(partial(self.compute_and_store, [segment]))
+                behind = dataclasses.replace(segment, contexts=contexts if segment.averaged else None)
+                jobs[segment.key] = Job(partial(self.compute_and_store, [behind]))
         return jobs
 
     def compute_and_store(self, segments: Sequence[Segment]) -> dict[str, bool | None]:
@@ -536,10 +563,3 @@ def _first_rows(layers: tuple[LayerKV, ...], tokens: int) -> SegmentKV:
     keys = tuple(layer.keys[0, :, :tokens].cpu().clone() for layer in layers)
     values = tuple(layer.values[0, :, :tokens].cpu().clone() for layer in layers)
     return SegmentKV(keys, values, rotated=True)
-
-
-def _share(choice: RatioChoice, fusion: Fusion) -> float:
-    """Share that was to be recomputed; by a rule with a bound, what that came to."""
-    if not choice.rule.bounded or not fusion.reused_tokens:
-        return choice.ratio
-    return fusion.recomputed_tokens[-1] / fusion.reused_tokens

@@ -98,19 +98,14 @@ class RatioPolicy:
     ) -> None:
         self.controller, self.minimum = controller, minimum or MinimumRatio()
         self.settings = _calibrated(config, model, controller)
-        self.config = _with_stored(config, model, controller)
+        self.config = config
         """The options, with the calibrated rule where it holds."""
         if self.settings is not None:
             self.config = _applied(config, self.settings)
         self._layers, self._model = layers, model
         self.rule = make_rule(self.config).fit(layers)
         self._ratio = self.config.ratio if self.settings is None else self.settings.least_ratio
-        self._usual = self._ratio
-        if self.settings is not None and self.rule.bounded:
-            # Its ratio is the most, which few prompts need. What it keeps in the mean is less than the work it was seen
-            # to take, which counts the question too.
-            self._usual = round(min(self._ratio, self.settings.work), 6)
-        self._rules = {self._ratio: self.rule, self._usual: self.rule}
+        self._rules = {self._ratio: self.rule}
 
     @property
     def free(self) -> bool:
@@ -126,7 +121,7 @@ class RatioPolicy:
         bounds = TASKS[self.config.task]
         if self.settings is None:
             return bounds
-        return RatioBounds(self._usual, max(bounds.highest, self._usual), bounds.step)
+        return RatioBounds(self._ratio, max(bounds.highest, self._ratio), bounds.step)
 
     def choose(self, chunks: Sequence[ChunkKV], tokens: int, computed: int, tier: str) -> RatioChoice:
         """Choose for a request.
@@ -221,17 +216,11 @@ def _calibrated(config: BlendConfig, model: str, controller: LoadingController |
     return settings
 
 
-def _with_stored(config: BlendConfig, model: str, controller: LoadingController | None) -> BlendConfig:
-    """Options with the queries that calibrated records hold, so that other rules find the same records."""
-    settings = controller.blends.get(model) if controller is not None else None
-    if settings is None or config.query_layers:
-        return config
-    return dataclasses.replace(config, query_layers=settings.query_layers)
-
-
 def _applied(config: BlendConfig, settings: BlendSettings) -> BlendConfig:
     """Options with the calibrated rule in place of the default one."""
     values: dict[str, Any] = {name: getattr(settings, name) for name in RULE_OPTIONS}
+    if config.condition == BlendConfig.default("condition"):
+        values["condition"] = settings.condition
     return dataclasses.replace(config, recompute_ratio=settings.recompute_ratio, **values)
 
 

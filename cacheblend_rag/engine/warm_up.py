@@ -6,14 +6,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from tqdm import tqdm
 
 from cacheblend_rag.engine.lookup import Segment
 from cacheblend_rag.engine.pipeline import Pipeline
+from cacheblend_rag.prompt.contexts import side_by_side
 from cacheblend_rag.report import WarmReport
 
-__all__ = ["Warming", "in_batches"]
+__all__ = ["Warming", "behind_each_other", "in_batches"]
 
 # Tokens of one pass, which a request may have to wait for. A CPU is fastest with about a thousand: with fewer the
 # cost of every single operation shows, with more what passes between them no longer stays in its cache. The rest
@@ -32,6 +34,24 @@ _INDEX_ROOM = 2**16
 _PATIENCE = 300.0
 
 
+def behind_each_other(pipeline: Pipeline, texts: Sequence[str], segments: Sequence[Segment]) -> list[Segment]:
+    """Segments with the contexts they are computed behind, which are made of those next to them.
+
+    Parameters
+    ----------
+    pipeline : Pipeline
+    texts : sequence of str
+        Those of the segments.
+    segments : sequence of Segment
+        In the order of their documents, where they have one.
+    """
+    found: list[Segment] = []
+    for group in side_by_side([len(segment.token_ids) for segment in segments]):
+        contexts = pipeline.contexts([texts[at] for at in group])
+        found += [replace(segments[at], contexts=contexts if segments[at].averaged else None) for at in group]
+    return found
+
+
 def in_batches(segments: Iterable[Segment], tokens: int) -> Iterator[list[Segment]]:
     """Segments that may be computed in one pass, with little padding between them.
 
@@ -44,11 +64,11 @@ def in_batches(segments: Iterable[Segment], tokens: int) -> Iterator[list[Segmen
     Yields
     ------
     list of Segment
-        The longest first; all behind the same shared context and of the same regime.
+        The longest first; all behind the same shared context, or the same contexts, and of the same regime.
     """
-    groups: dict[tuple[tuple[int, ...], int], list[Segment]] = {}
+    groups: dict[tuple[tuple[int, ...], int, int], list[Segment]] = {}
     for segment in segments:
-        groups.setdefault((segment.shared_ids, segment.regime), []).append(segment)
+        groups.setdefault((segment.shared_ids, segment.regime, id(segment.contexts)), []).append(segment)
     for group in groups.values():
         batch: list[Segment] = []
         wanted = longest = 0

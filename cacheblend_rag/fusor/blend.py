@@ -7,13 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fusor.drift_correction import DriftCorrection, sampled_rows
 from cacheblend_rag.fusor.mask import kept_mask
-from cacheblend_rag.fusor.predicted_shift import Queries, ShiftPredictor
 from cacheblend_rag.fusor.scoring import question_attention
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView
-from cacheblend_rag.fusor.work import Corrected, Projected, QueriedLayer, RowsDone
+from cacheblend_rag.fusor.work import Projected, RowsDone
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.attention.rows import RowMask
 from cacheblend_rag.models.kv import LayerKV
@@ -39,9 +36,6 @@ class FusionPlan:
         Positions of the other stored chunks; a selection rule decides on these.
     unrotated : range
         Positions from the first to the last whose stored keys still need their rotation.
-    contexts : sequence of sequence of int
-        Ids that each of the reused chunks was computed behind; needed only by a rule that does
-        not move keys, or that looks at stored queries.
     question : range or None
         Positions of the question, at the end; by default those behind the last stored chunk.
 
@@ -53,7 +47,6 @@ class FusionPlan:
     exact: Sequence[range]
     reused: Sequence[range]
     unrotated: range
-    contexts: Sequence[Sequence[int]] = ()
     question: range | None = None
 
 
@@ -74,7 +67,7 @@ class Fusion:
     reused_tokens : int
         Reused chunk tokens in all.
     deviation : Tensor or None, [tokens] float32
-        KV deviation at the first check layer, or what stored queries foresee; NaN where neither was measured.
+        KV deviation at the first check layer; NaN where it was not measured.
     done : RowsDone
         All rows that were worked on, those of checks and of a scoring pass included.
     """
@@ -93,7 +86,6 @@ def fuse(
     plan: FusionPlan,
     layers: Iterable[LayerKV],
     rule: SelectionRule,
-    queries: Queries | None = None,
 ) -> Fusion:
     """Run the blended pass (Fig. 5 and 9 of the paper).
 
@@ -107,11 +99,9 @@ def fuse(
         Stored KV, layer by layer; its buffers are taken over and filled.
     rule : SelectionRule
         Which reused rows stay on which layer.
-    queries : callable, optional
-        Stored queries, for a rule that looks at them.
     """
     with adapter.blending():
-        state = _Pass(adapter, plan, rule.fit(adapter.num_layers), iter(layers), queries)
+        state = _Pass(adapter, plan, rule.fit(adapter.num_layers), iter(layers))
         fused = tuple(state.prefill_layers())
         logits = adapter.head(state.hidden[-1])
         done = state.done()
@@ -127,9 +117,8 @@ class _Pass:
         plan: FusionPlan,
         rule: SelectionRule,
         layers: Iterator[LayerKV],
-        queries: Queries | None,
     ) -> None:
-        self._adapter, self._plan, self._rule, self._queries = adapter, plan, rule, queries
+        self._adapter, self._plan, self._rule = adapter, plan, rule
         self._layers, self._turned = layers, list[LayerKV]()
         self._tokens = len(plan.input_ids)
         self._rotaries = adapter.rotary(self._tokens)  # of all positions, float32
@@ -137,11 +126,6 @@ class _Pass:
         self.recomputed: list[int] = []
         self.projected: list[Projected] = []
         self.scored: tuple[torch.Tensor, ...] = ()
-        self.ahead: tuple[torch.Tensor, ...] = ()
-        self.queried: tuple[QueriedLayer, ...] = ()
-        self._moves: tuple[torch.Tensor, ...] = ()
-        self._anchors: list[torch.Tensor] = []
-        self._deviation: torch.Tensor | None = None
         self._measured: tuple[torch.Tensor, torch.Tensor] | None = None
         self._begin()
         ids = torch.tensor(plan.input_ids, dtype=torch.long).to(adapter.device)
@@ -165,10 +149,7 @@ class _Pass:
         self._offsets = self._offsets.to(device)
         self._always = always.nonzero()[:, 0].to(device)
         self._attention = self._score(self._always) if len(candidates) else None
-        self._predicted = self._foresee(self._always) if len(candidates) else None
         self._keep(candidates[self._rule.begin(self._view(candidates))])
-        self._drift_correction = DriftCorrection.of(plan.reused, self._moves, self._anchors, self._chosen)
-        self._moves = ()  # as large as the input of a layer
         if len(self._chosen) in (0, len(candidates)):
             rows = always if not len(self._chosen) else always | reused
             self._trailing = bool(rows[-len(self._rows) :].all())
@@ -185,54 +166,27 @@ class _Pass:
         self.scored = scores.scored
         return scores.attention
 
-    def _foresee(self, always: torch.Tensor) -> torch.Tensor | None:
-        """What stored queries say of all positions, if the rule wants it."""
-        plan, layers = self._plan, self._rule.query_layers
-        if not layers:
-            return None
-        if self._queries is None:
-            raise ConfigError("query_layers", (), "name the layers whose queries are stored with the KV of chunks")
-        missing = always[always < max(span.stop for span in plan.reused)]
-        predictor = ShiftPredictor(
-            self._adapter, plan.input_ids, plan.reused, plan.contexts, missing, self._queries, self._kv, self._rotaries
-        )
-        predicted = predictor.look(layers)
-        self._deviation, self.queried = predicted.deviation, predicted.queried
-        if self._rule.anchor_tokens:
-            self._moves, self._anchors = (
-                predicted.moves,
-                sampled_rows(plan.reused, predicted.moves, self._rule.anchor_tokens),
-            )
-        if len(missing):
-            self.ahead = (missing,) * layers[-1]
-            self.projected.append(Projected(layers[-1], len(missing), len(missing)))
-        return self._deviation
-
     def done(self) -> RowsDone:
         """All that was worked on."""
-        by = self._drift_correction
-        corrected = Corrected(len(by.rows), by.pairs) if by else Corrected(0, 0)
-        return RowsDone(
-            tuple(self.computed), tuple(self.projected), self.scored, 1, self.queried, self.ahead, corrected
-        )
+        return RowsDone(tuple(self.computed), tuple(self.projected), self.scored, 1)
 
     @property
     def deviation(self) -> torch.Tensor | None:
         """See `Fusion`; made when the pass is done, which need not wait for it."""
-        if self._deviation is None and self._measured is not None:
-            positions, first = self._measured
-            self._deviation = torch.full((self._tokens,), float("nan"), device=positions.device)
-            self._deviation[positions] = first
-        return self._deviation
+        if self._measured is None:
+            return None
+        positions, first = self._measured
+        deviation = torch.full((self._tokens,), float("nan"), device=positions.device)
+        deviation[positions] = first
+        return deviation
 
     def _behind_chunks(self) -> int:
         return max((span.stop for span in (*self._plan.reused, *self._plan.exact)), default=0)
 
     def _view(self, positions: torch.Tensor) -> StartView:
         """What a rule sees of some positions."""
-        attention, predicted = (None if of is None else of[positions] for of in (self._attention, self._predicted))
-        sampled = torch.isin(positions, torch.cat(self._anchors)) if self._anchors else None
-        return StartView(positions, self._offsets[positions], self.reused_tokens, attention, predicted, sampled)
+        attention = None if self._attention is None else self._attention[positions]
+        return StartView(positions, self._offsets[positions], self.reused_tokens, attention)
 
     def _kv(self, layer: int) -> LayerKV:
         """A layer's stored KV, keys rotated; each layer is taken from the loader once, in order."""
@@ -263,7 +217,7 @@ class _Pass:
             if self._rule.checks(layer) and len(self._chosen):
                 self._check(layer, self._kv(layer))
             together = 1
-            if self._drift_correction is None and self._adapter.replays(len(self._rows)):
+            if self._adapter.replays(len(self._rows)):
                 # Layers that no check parts, the last one aside; KV comes in groups of about as many.
                 free = (at for at in range(layer + 1, count - 1) if self._rule.checks(at))
                 together = max(1, min(_TOGETHER, next(free, count - 1) - layer))
@@ -275,9 +229,6 @@ class _Pass:
         self.computed += [self._rows] * (stop - first)
         self.recomputed += [len(self._chosen)] * (stop - first)
         kvs = [self._kv(layer) for layer in range(first, stop)]
-        if self._drift_correction is not None and first:  # KV of layer 0 never deviates
-            recomputed = self.hidden[torch.searchsorted(self._rows, self._drift_correction.rows)]
-            self._drift_correction.write(self._adapter, first, recomputed, kvs[0], self._rotaries)
         if stop == self._adapter.num_layers:
             self._end(first, kvs[0])
         self.hidden = self._adapter.run_layers(first, self.hidden, kvs, self._rows, self._kept_rotaries, self._mask)

@@ -10,7 +10,7 @@ import torch
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.shape import LayerShape, ModelShape
 
-__all__ = ["Corrected", "Projected", "QueriedLayer", "RowsDone", "prefill_work", "work_share"]
+__all__ = ["Projected", "RowsDone", "prefill_work", "work_share"]
 
 
 @dataclass(frozen=True)
@@ -30,37 +30,6 @@ class Projected:
 
 
 @dataclass(frozen=True)
-class QueriedLayer:
-    """Attention of stored queries over stored KV.
-
-    Parameters
-    ----------
-    layer : int
-    seen : int
-        Keys that rows attended to, over all rows.
-    """
-
-    layer: int
-    seen: int
-
-
-@dataclass(frozen=True)
-class Corrected:
-    """What it took on every layer but the first to correct rows by others.
-
-    Parameters
-    ----------
-    rows : int
-        Rows whose keys and values were projected for it.
-    pairs : int
-        Of these rows and those that were corrected, over which deviation was spread.
-    """
-
-    rows: int
-    pairs: int
-
-
-@dataclass(frozen=True)
 class RowsDone:
     """All rows a pass worked on.
 
@@ -75,28 +44,19 @@ class RowsDone:
     ended : int or None
         How many rows of the last layer were computed to its end, from the last one on; of the
         others only keys and values were. None for all.
-    queried : tuple of QueriedLayer
-        What stored queries attended to.
-    ahead : tuple of Tensor, each [rows] long
-        Positions computed before that, because they were not stored, layer by layer as far as was needed.
-    corrected : Corrected
-        What it took to correct rows that were not computed.
     """
 
     computed: tuple[torch.Tensor, ...]
     projected: tuple[Projected, ...] = ()
     scored: tuple[torch.Tensor, ...] = ()
     ended: int | None = None
-    queried: tuple[QueriedLayer, ...] = ()
-    ahead: tuple[torch.Tensor, ...] = ()
-    corrected: Corrected = Corrected(0, 0)
 
 
 def work_share(shape: ModelShape, tokens: int, done: RowsDone, layers: int | None = None) -> float:
     """Work of a pass as a share of a full prefill's.
 
     Counted are the linear layers by rows, attention by row and visible key, the projections of
-    checks, attention of stored queries, corrections, the scoring pass, and the output head once. The question's rows
+    checks, the scoring pass, and the output head once. The question's rows
     are rows like others.
 
     Parameters
@@ -124,12 +84,8 @@ def work_share(shape: ModelShape, tokens: int, done: RowsDone, layers: int | Non
     seen = _Counted()
     spent = [_work(layer, seen[rows]) for layer, rows in zip(shape.layers, done.computed, strict=True)]
     checks = sum(p.keys * shape.layers[p.layer].keys + p.values * shape.layers[p.layer].values for p in done.projected)
-    checks += sum(_work(layer, seen[rows]) for layer, rows in zip(shape.layers, done.ahead, strict=False))
-    checks += sum(one.seen * shape.layers[one.layer].attention for one in done.queried)
     scoring = sum(_work(layer, seen[rows]) for layer, rows in zip(shape.layers, done.scored, strict=False))
     total = sum(spent) - _spared(shape.layers[-1], seen[done.computed[-1]], done.ended) + added * spent[-1] + checks
-    corrections = [_drift_correction(layer, done.corrected) for layer in shape.layers]
-    total += sum(corrections[1:]) + added * corrections[-1]
     total += scoring * layers / depth + shape.head
     return total / prefill_work(shape, tokens, layers)
 
@@ -186,8 +142,3 @@ def _spared(last: LayerShape, rows: _Seen, ended: int | None) -> float:
 def _work(layer: LayerShape, rows: _Seen) -> float:
     """Multiply-adds of some rows on a layer."""
     return layer.linear * len(rows.places) + layer.attention * rows.keys(layer.window)
-
-
-def _drift_correction(layer: LayerShape, done: Corrected) -> float:
-    """Multiply-adds of correcting rows on a layer; what is spread costs no more than attention over as many keys."""
-    return done.rows * (layer.keys + layer.values) + done.pairs * layer.attention

@@ -113,8 +113,10 @@ class BlendSettings:
     ----------
     selection : str
         Name of the rule; ``"all"`` for a model that does not tolerate blending.
-    check_layers, recompute_ratio, recompute_ratios, metric, query_layers, selection_options
+    check_layers, recompute_ratio, recompute_ratios, metric, selection_options
         Its options, as in `BlendConfig`.
+    condition : str
+        What chunks are computed behind, as in `BlendConfig`.
     tolerance : float
         Mean KL divergence from full prefill that was allowed, in nats a token.
     divergence, highest : float
@@ -131,12 +133,12 @@ class BlendSettings:
     recompute_ratios: tuple[float, ...] = ()
     metric: str = BlendConfig.default("metric")
     selection_options: Mapping[str, Any] = field(default_factory=dict)
+    condition: str = BlendConfig.default("condition")
     tolerance: float = 0.0
     divergence: float = 0.0
     highest: float = 0.0
     work: float = 1.0
     prompts: int = 0
-    query_layers: tuple[int, ...] = ()
 
     @property
     def tolerates(self) -> bool:
@@ -247,6 +249,6 @@ def _numbers(found: Mapping[str, Any]) -> dict[str, float]:
 def _settings(found: Mapping[str, Any]) -> BlendSettings:
     """Settings as they were saved; what a later version added is left out."""
     known = {option.name: found[option.name] for option in dataclasses.fields(BlendSettings) if option.name in found}
-    for name in ("check_layers", "recompute_ratios", "query_layers"):
+    for name in ("check_layers", "recompute_ratios"):
         known[name] = tuple(known.get(name, getattr(BlendSettings, name)))
     return BlendSettings(**known)

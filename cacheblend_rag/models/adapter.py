@@ -14,7 +14,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from cacheblend_rag.errors import UnsupportedModelError
-from cacheblend_rag.models.attention.rows import RowMask, as_added, attend_rows, use_row_attention, with_mask
+from cacheblend_rag.models.attention.rows import RowMask, as_added, use_row_attention, with_mask
 from cacheblend_rag.models.cache import Enough, GrowingLayer, LastLayer, ScatterCache, let_grow
 from cacheblend_rag.models.cpu.rowwise import computed_in_blocks, row_by_row
 from cacheblend_rag.models.families import family_of
@@ -24,7 +24,7 @@ from cacheblend_rag.models.kv import LayerKV, Prefill, SegmentKV
 from cacheblend_rag.models.lora import unwrapped
 from cacheblend_rag.models.modules import ForwardOverrides, evaluating, is_compiled, misshapen, part_of, twins_of
 from cacheblend_rag.models.rope import Positions, Rotaries, rotate
-from cacheblend_rag.models.segments import cut_out, noting_inputs
+from cacheblend_rag.models.segments import cut_out
 from cacheblend_rag.models.shape import ModelShape, context_window, layer_shape
 
 if TYPE_CHECKING:
@@ -262,33 +262,6 @@ class ModelAdapter:
         projected = self._project(layer, self._normed(layer, hidden), self._family.keys)
         return self._keys(layer, projected, rotaries)
 
-    def project_queries(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Queries of the rows on a layer, not rotated, ``[heads, rows, head_dim]``; ``hidden`` as for keys."""
-        projected = self._project(layer, self._normed(layer, hidden), self._family.queries)
-        width = self.heads * self.head_dim
-        return self._heads(layer, projected[:, :width], self._family.queries_norm)
-
-    def attend(
-        self, layer: int, queries: torch.Tensor, kv: LayerKV, rotaries: Rotaries, mask: RowMask | None
-    ) -> torch.Tensor:
-        """What a layer's attention gives some rows, before its output projection, ``[rows, heads, head_dim]``.
-
-        Soft caps and attention sinks, which fused kernels lack, are left out.
-
-        Parameters
-        ----------
-        queries : Tensor, [heads, rows, head_dim]
-            Not rotated.
-        kv : LayerKV
-            Keys, rotated, and values of the positions that may be seen.
-        rotaries : Rotaries
-            Of the rows, in float32.
-        mask : RowMask or None
-            What `kernel_mask` made of what the rows see.
-        """
-        turned, scaling = rotate(queries, rotaries.of_keys(layer)), getattr(self._attention(layer), "scaling", None)
-        return attend_rows(turned[None], kv.keys, kv.values, mask, scaling)[0]
-
     def write_kv(self, layer: int, hidden: torch.Tensor, kv: LayerKV, rows: torch.Tensor, rotaries: Rotaries) -> None:
         """Compute keys and values of rows on a layer, and no more of it; parameters as in `run_layer`.
 
@@ -467,19 +440,17 @@ class ModelAdapter:
             out = self.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
             return Prefill(cache, out.logits[0, -1])
 
-    def segment_kv(
-        self, context_ids: Sequence[int], ids: Sequence[int], regime: int = 0, query_layers: Sequence[int] = ()
-    ) -> SegmentKV:
+    def segment_kv(self, context_ids: Sequence[int], ids: Sequence[int], regime: int = 0) -> SegmentKV:
         """KV of one segment; see `segments_kv`."""
-        return self.segments_kv(context_ids, [ids], regime, query_layers)[0]
+        return self.segments_kv(context_ids, [ids], regime)[0]
 
     def segments_kv(
         self,
         context_ids: Sequence[int],
         segments: Sequence[Sequence[int]],
         regime: int = 0,
-        query_layers: Sequence[int] = (),
         heads: Sequence[int] = (),
+        behind: Sequence[LayerKV] = (),
     ) -> list[SegmentKV]:
         """KV of several segments in one pass, each computed behind the context as if it were alone.
 
@@ -495,10 +466,10 @@ class ModelAdapter:
             Ids of each.
         regime : int
             They are computed as parts of a prompt of this frequency regime.
-        query_layers : sequence of int
-            Layers whose queries are wanted, not rotated; they follow the KV's last layer, as `as_kv_layers` says.
         heads : sequence of int
             How many first tokens of each only serve as its context, and are left out of its KV; by default none.
+        behind : sequence of LayerKV
+            KV of what stands before the context's ids, as `context_kv` gives it; by default nothing does.
 
         Returns
         -------
@@ -506,19 +477,31 @@ class ModelAdapter:
             In the order of the segments; none shares memory with another.
         """
         rows, heads = [[*context_ids, *ids] for ids in segments], heads or [0] * len(segments)
-        if len(rows) > 1 and not self._positions.alike(map(len, rows), regime):
+        before = behind[0].keys.shape[2] if behind else 0
+        if len(rows) > 1 and not self._positions.alike((before + len(row) for row in rows), regime):
             pairs = zip(segments, heads, strict=True)
-            return [self.segments_kv(context_ids, [ids], regime, query_layers, [head])[0] for ids, head in pairs]
-        first, longest = len(context_ids), max(map(len, rows))
+            return [self.segments_kv(context_ids, [ids], regime, [head], behind)[0] for ids, head in pairs]
+        first, longest = before + len(context_ids), before + max(map(len, rows))
         # A token of its own is padding that every model has seen: rows hidden by a mask must still be finite.
-        inputs = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows], device=self.device)
-        layers = [*(DynamicLayer() for _ in self.layers[1:]), LastLayer()]
-        with self._plain(), self._row_by_row.in_use(), self._positions.within(regime):
-            with noting_inputs(self.layers, query_layers) as hidden, suppress(Enough):
-                self._decoder(inputs, past_key_values=Cache(layers=layers), use_cache=True)
-            queries = [[self.project_queries(at, rows[first:]) for rows in hidden[at]] for at in query_layers]
+        inputs = torch.tensor([row + row[-1:] * (longest - before - len(row)) for row in rows], device=self.device)
+        layers = self._run_decoder(inputs, regime, behind)
         rotaries = self.rotary(longest - first, first, regime)
-        return cut_out(layers, queries, list(map(len, segments)), heads, first, rotaries, self.kv_heads)
+        return cut_out(layers, list(map(len, segments)), heads, first, rotaries)
+
+    def context_kv(self, ids: Sequence[int], regime: int = 0) -> tuple[LayerKV, ...]:
+        """KV of what opens a text, keys rotated, layer by layer: what segments are computed behind."""
+        layers = self._run_decoder(torch.tensor([list(ids)], device=self.device), regime)
+        return tuple(LayerKV(layer.keys, layer.values) for layer in layers)
+
+    def _run_decoder(self, inputs: torch.Tensor, regime: int, behind: Sequence[LayerKV] = ()) -> list[Any]:
+        """Cache layers of some rows, ``[rows, kv_heads, tokens, head_dim]``; what they stand behind comes first."""
+        layers = [*(DynamicLayer() for _ in self.layers[1:]), LastLayer()]
+        for layer, kv in zip(layers, behind, strict=False):
+            shape = (len(inputs), *kv.keys.shape[1:])
+            DynamicLayer.update(layer, kv.keys.expand(shape), kv.values.expand(shape))
+        with self._plain(), self._row_by_row.in_use(), self._positions.within(regime), suppress(Enough):
+            self._decoder(inputs, past_key_values=Cache(layers=layers), use_cache=True)
+        return layers
 
     @property
     def _kv_width(self) -> int:

@@ -68,7 +68,7 @@ class Family:
     fused : str or None
         Attribute of the attention module: one projection of queries, keys and values, in this
         order, in place of the three.
-    queries_norm, keys_norm : str or None
+    keys_norm : str or None
         Attributes of the attention module: the norms of queries and keys; may be missing in some models.
     norms_span_heads : bool
         Whether these norms take all heads at once; otherwise each head for itself.
@@ -84,7 +84,6 @@ class Family:
     keys: str = "k_proj"
     values: str = "v_proj"
     fused: str | None = None
-    queries_norm: str | None = None
     keys_norm: str | None = None
     norms_span_heads: bool = False
 
@@ -95,7 +94,7 @@ FAMILIES: dict[str, Family] = {
         Family("cohere2", _by_layer_type, _sliding_layers_rotate, _INTERLEAVED_PAIRS),
         Family("gemma"),
         Family("gemma2", _by_layer_type),
-        Family("gemma3_text", _by_layer_type, queries_norm="q_norm", keys_norm="k_norm"),
+        Family("gemma3_text", _by_layer_type, keys_norm="k_norm"),
         Family("glm", layout=_INTERLEAVED),
         Family("glm4", layout=_INTERLEAVED),
         Family("gpt_oss", _by_layer_type, layout=_ONCE),
@@ -105,14 +104,14 @@ FAMILIES: dict[str, Family] = {
         Family("ministral3", _every_layer),
         Family("mistral", _every_layer),
         Family("mixtral", _every_layer),
-        Family("olmo2", norm=None, queries_norm="q_norm", keys_norm="k_norm", norms_span_heads=True),
-        Family("olmo3", _by_layer_type, norm=None, queries_norm="q_norm", keys_norm="k_norm", norms_span_heads=True),
+        Family("olmo2", norm=None, keys_norm="k_norm", norms_span_heads=True),
+        Family("olmo3", _by_layer_type, norm=None, keys_norm="k_norm", norms_span_heads=True),
         Family("phi3", _every_layer, fused="qkv_proj"),
         Family("qwen2", _by_layer_type),
-        Family("qwen3", _by_layer_type, queries_norm="q_norm", keys_norm="k_norm"),
-        Family("qwen3_moe", _every_layer, queries_norm="q_norm", keys_norm="k_norm"),
+        Family("qwen3", _by_layer_type, keys_norm="k_norm"),
+        Family("qwen3_moe", _every_layer, keys_norm="k_norm"),
         Family("smollm3", _by_layer_type, _listed_layers_rotate),
-        Family("stablelm", queries_norm="q_layernorm", keys_norm="k_layernorm"),
+        Family("stablelm", keys_norm="k_layernorm"),
         Family("starcoder2", _every_layer),
     )
 }

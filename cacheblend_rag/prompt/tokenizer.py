@@ -195,6 +195,10 @@ class PromptTokenizer:
         encoded = self._opening(before + text.strip())
         return encoded.ids[: self._prefix_stop(encoded, before)]
 
+    def text_ids(self, text: str) -> tuple[int, ...]:
+        """Ids of a text by itself, without what opens a text."""
+        return self._encode(text).ids
+
     def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
         """Tokenise a prompt.
 

@@ -59,8 +59,6 @@ class RecordInfo:
     kind : str
         ``"chunk"``, ``"prefix"``, or ``"session"`` for a whole prompt with its answer, which is
         approximate; one is never taken for another.
-    query_layers : tuple of int
-        Layers whose queries follow the KV in the form of further layers, which ``layers`` counts too.
     """
 
     fingerprint: str
@@ -72,7 +70,6 @@ class RecordInfo:
     dtype: str
     rotated: bool
     kind: str = "chunk"
-    query_layers: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -408,7 +405,6 @@ def record_key(
     kind: str,
     context_ids: Sequence[int],
     token_ids: Sequence[int],
-    query_layers: Sequence[int] = (),
 ) -> str:
     """Key of a record by content: the same segment has one key wherever it stands.
 
@@ -422,12 +418,9 @@ def record_key(
         ``"chunk"`` or ``"prefix"``.
     context_ids, token_ids : sequence of int
         What the segment is computed behind, and the segment.
-    query_layers : sequence of int
-        Layers whose queries are stored with it.
     """
     digest = hashlib.sha256()
-    also = (_join(query_layers),) if query_layers else ()
-    for part in (fingerprint, salt, kind, _join(context_ids), _join(token_ids), *also):
+    for part in (fingerprint, salt, kind, _join(context_ids), _join(token_ids)):
         data = part.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()

@@ -313,7 +313,6 @@ def _parse_header(header: bytes | bytearray) -> _Header:
             dtype=str(fields["dtype"]),
             rotated=bool(fields["rotated"]),
             kind=str(fields["kind"]),
-            query_layers=tuple(map(int, fields.get("query_layers", ()))),
         )
         codec, compression = str(fields["codec"]), str(fields["compression"])
         layers = tuple(_Layer(*(int(number) for number in entry)) for entry in fields["table"])

@@ -21,14 +21,15 @@ from cacheblend_rag.calibration.calibrate import (
     report,
     settings_of,
 )
+from cacheblend_rag.calibration.corpus import Corpus
 from cacheblend_rag.calibration.evaluation.methods import settings_rule, variants
 from cacheblend_rag.calibration.evaluation.statistics import interval
 from cacheblend_rag.calibration.prompts import case_prompts, chunk_prompts, question_prompts
-from cacheblend_rag.calibration.search import Finding, LayerFinding, Search, _decisive
+from cacheblend_rag.calibration.search import Finding, Search, TrialSets
 from cacheblend_rag.calibration.trials import TrialSet, Tried
 from cacheblend_rag.engine.ratio_policy import RatioPolicy
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fusor.selection import SelectHKVD, SelectionRule, SelectNone, SelectPredicted
+from cacheblend_rag.fusor.selection import SelectBoundary, SelectHKVD, SelectionRule, SelectNone
 from cacheblend_rag.loading import BlendSettings, ChunkKV, Device, LoadingController, MachineProfile, PrefillProfile
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.prompt import PromptTokenizer
@@ -70,6 +71,13 @@ def found(models: dict[str, Any]) -> dict[str, tuple[BlendSettings, Finding]]:
     return results
 
 
+def trials_of(adapter: ModelAdapter, segments: PromptTokenizer, of: list[Prompt], condition: str) -> TrialSet:
+    """Prompts whose chunks are computed under a condition."""
+    beside = Corpus(adapter, segments, [chunk for prompt in of for chunk in prompt.chunks], BlendConfig().contexts)
+    behind = beside.behind if condition == "context" else None
+    return TrialSet(adapter, segments, of, answer_tokens=8, end_ids=[2], behind=behind)
+
+
 def test_different_models_get_different_settings(found: dict[str, tuple[BlendSettings, Finding]]) -> None:
     calm, middling, wild = (found[name][0] for name in MODELS)
     assert calm.tolerates
@@ -87,8 +95,8 @@ def test_the_tolerance_holds_on_prompts_nobody_has_seen(
     for name in ("calm", "middling"):
         settings, _ = found[name]
         assert settings.divergence <= settings.highest <= settings.tolerance == TOLERANCE
-        segments = PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
-        fresh = TrialSet(ModelAdapter(models[name]), segments, prompts(100, 16), answer_tokens=8, end_ids=[2])
+        adapter, segments = ModelAdapter(models[name]), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
+        fresh = trials_of(adapter, segments, prompts(100, 16), settings.condition)
         tried = fresh.try_rule(settings_rule(settings).fit(6))
         assert tried.divergence.mean <= TOLERANCE
         assert tried.work == pytest.approx(settings.work, abs=0.05)
@@ -108,9 +116,9 @@ def test_a_mean_within_the_tolerance_is_not_enough(models: dict[str, Any], monke
 
     monkeypatch.setattr(TrialSet, "try_rule", looked_up)
     assert sum(few_bad) / 6 < TOLERANCE < interval(few_bad).high
-    search = Search(searched, checks, 6, TOLERANCE)
+    search = Search({"sink": TrialSets(searched, lambda: checks)}, 6, TOLERANCE)
     search._good = {repr(tried.rule): tried for tried in (dear, cheap)}
-    chosen, checked = search._checked()
+    chosen, checked = search._checked(TrialSets(searched, lambda: checks))
     assert chosen is dear, "one prompt of the six held back is far beyond"
     assert checked is not None
     assert checked.divergences == even
@@ -121,109 +129,81 @@ def test_no_cheaper_rule_was_passed_over(
 ) -> None:
     _, finding = found["middling"]
     assert finding.chosen is not None
-    assert [tried.work for tried in finding.tried] == sorted(tried.work for tried in finding.tried)
-    segments = PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
+    adapter, segments = ModelAdapter(models["middling"]), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
     _, checks = _divided(prompts(0, COUNT), 0.67)
     assert len(checks) == COUNT * 2 // 3
-    held_back = TrialSet(ModelAdapter(models["middling"]), segments, checks, answer_tokens=8, end_ids=[2])
-    for tried in finding.tried[: finding.tried.index(finding.chosen)]:
-        unseen = held_back.try_rule(tried.rule)
-        over_all = interval((*tried.divergences, *unseen.divergences))
-        assert max(unseen.divergence.mean, over_all.high) > TOLERANCE
-    assert finding.reuse.divergence.mean > TOLERANCE
-    for layer in finding.layers:
-        assert layer.least_ratio is None or 0 < layer.least_ratio <= 0.7
-    by_layer = {layer.layer: layer.divergence for layer in finding.layers}
-    lowest = {layer.layer: layer.at_lowest for layer in finding.layers}
-    assert lowest[max(lowest)] < lowest[1], "all rows before the check were computed"
-    assert finding.decisive_layer is not None
-    assert by_layer[max(by_layer)] < by_layer[1], "the later the check, the better it points"
+    assert finding.reuse[finding.condition].divergence.mean > TOLERANCE
+    assert finding.least
+    held_back = trials_of(adapter, segments, checks, finding.condition)
+    for tried in finding.least.values():
+        if tried.work < finding.chosen.work:
+            unseen = held_back.try_rule(tried.rule)
+            over_all = interval((*tried.divergences, *unseen.divergences))
+            assert max(unseen.divergence.mean, over_all.high) > 0.9 * TOLERANCE
 
 
-def test_where_a_rule_fails_the_next_bound_is_tried(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search halves, and so passes over most bounds; those that only other prompts tell apart must not be lost."""
+def stubbed(models: dict[str, Any]) -> tuple[TrialSet, TrialSet]:
+    """Prompts to search on and to check on, for searches that look rules up."""
     segments = PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
-    searched, checks = (
-        TrialSet(ModelAdapter(models["calm"]), segments, prompts(first, 6), answer_tokens=2) for first in (0, 6)
-    )
+    first, second = (TrialSet(ModelAdapter(models["calm"]), segments, prompts(at, 6), answer_tokens=2) for at in (0, 6))
+    return first, second
+
+
+def test_where_a_rule_fails_the_next_share_is_tried(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search halves, and so passes over most shares; those that only other prompts tell apart must not be lost."""
+    searched, checks = stubbed(models)
 
     def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0) -> Tried:
-        bound = getattr(rule, "bound", 0.0) if isinstance(rule, SelectPredicted) else 0.0
-        good = bound > 0 and (trials is searched or bound <= 0.5)
-        work = 0.15 - 0.1 * bound + 0.001 * getattr(rule, "anchor_tokens", 0)
-        return Tried(rule, (0.0 if good else 1.0,) * 6, work, True)
+        share = rule.recompute_ratio if isinstance(rule, SelectBoundary) else 0.0
+        good = share >= (0.05 if trials is searched else 0.2)
+        return Tried(rule, (0.0 if good else 1.0,) * 6, 0.1 + share, True)
 
     monkeypatch.setattr(TrialSet, "try_rule", looked_up)
-    finding = Search(searched, checks, 6, TOLERANCE).run()
+    finding = Search({"sink": TrialSets(searched, lambda: checks)}, 6, TOLERANCE).run()
     assert finding.chosen is not None
-    assert finding.chosen.rule == SelectPredicted(0.5, finding.chosen.rule.query_layers, 0.5, dilation=1)
+    assert finding.chosen.rule == SelectBoundary(0.2)
+    assert finding.least["chunk starts"].rule == SelectBoundary(0.05)
 
 
-def test_a_layer_that_points_at_nothing_is_not_decisive() -> None:
-    """However near it comes to the best one, where that keeps little more than full reuse."""
-    at = ((1, 0.019), (8, 0.018), (9, 0.014), (10, 0.013))
-    layers = [LayerFinding(layer, "k", lost, 0.02, None) for layer, lost in at]
-    assert _decisive(layers, reuse=0.0193) == 9
-    assert _decisive(layers[:2], reuse=0.0193) is None
-    assert _decisive([], reuse=0.0193) is None
-
-
-def test_a_layer_behind_which_nothing_is_read_is_not_decisive() -> None:
-    """There nothing diverges whatever is kept, so deviation points at nothing."""
-    read = [LayerFinding(layer, "k", lost, 0.03, None) for layer, lost in ((2, 0.03), (3, 0.012), (7, 0.03))]
-    unread = [LayerFinding(layer, "k", 0.0, 0.0, 0.01) for layer in (8, 9)]
-    assert _decisive(read + unread, reuse=0.03) == 3
-    assert _decisive(unread, reuse=0.03) is None
-
-
-def test_the_decisive_layer_has_nothing_to_do_with_the_tolerance() -> None:
-    """Where full reuse is hardly beyond it, every layer keeps it, and one alone points at the right tokens."""
-    at = ((1, "v", 0.0097, 0.0101), (2, "k", 0.0094, 0.0099), (3, "v", 0.0033, 0.0099), (3, "k", 0.0018, 0.0099))
-    layers = [LayerFinding(layer, metric, lost, lowest, 0.01) for layer, metric, lost, lowest in at]
-    assert _decisive(layers, reuse=0.0101) == 3
-
-
-@pytest.mark.parametrize("holds", [True, False])
-def test_checks_are_tried_only_where_they_could_pay(
-    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch, holds: bool
+@pytest.mark.parametrize("nearer", ["context", "sink"])
+def test_rules_are_tried_where_reuse_is_nearer(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch, nearer: str
 ) -> None:
-    """A check on layer 1 costs a sixth of six layers: too much beside a tenth, if that holds on other prompts."""
-    segments = PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
-    searched, checks = (
-        TrialSet(ModelAdapter(models["calm"]), segments, prompts(first, 6), answer_tokens=2) for first in (0, 6)
-    )
-    asked: list[SelectionRule] = []
+    sets = {"context": stubbed(models), "sink": stubbed(models)}
+    ruled: list[TrialSet] = []
 
     def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0) -> Tried:
-        asked.append(rule)
-        good = isinstance(rule, SelectPredicted) and (trials is searched or holds)
-        return Tried(rule, (0.0 if good else 1.0,) * 6, 0.1, True)
+        if isinstance(rule, SelectNone):
+            return Tried(rule, (0.1 if trials is sets[nearer][0] else 0.3,) * 6, 0.05, True)
+        ruled.append(trials)
+        return Tried(rule, (0.0,) * 6, 0.1, True)
 
     monkeypatch.setattr(TrialSet, "try_rule", looked_up)
-    finding = Search(searched, checks, 6, TOLERANCE).run()
-    measured = {rule.check_layers for rule in asked if isinstance(rule, SelectHKVD) and rule.recompute_ratio > 0}
-    said = report(settings_of(finding, TOLERANCE), finding)
-    if holds:
-        assert finding.chosen is not None
-        assert isinstance(finding.chosen.rule, SelectPredicted)
-        assert not measured
-        assert (finding.layers, finding.decisive_layer, finding.untried_from) == ((), None, 1)
-        assert "checks from layer 1 on were not tried" in said
-    else:
-        assert finding.chosen is None
-        assert measured == {(layer,) for layer in range(1, 6)}
-        assert finding.untried_from is None
-        assert "does not tolerate blending" in said
+    conditions = {name: TrialSets(of[0], lambda of=of: of[1]) for name, of in sets.items()}  # type: ignore[misc]
+    finding = Search(conditions, 6, TOLERANCE).run()
+    assert finding.condition == nearer
+    assert set(ruled) == set(sets[nearer])
+    settings = settings_of(finding, TOLERANCE)
+    assert settings.condition == nearer
+    said = report(settings, finding)
+    assert "behind contexts: " in said
+    assert "behind the start of a text alone: " in said
+
+
+def test_nothing_that_saves_work_is_no_blending(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    searched, checks = stubbed(models)
+    monkeypatch.setattr(TrialSet, "try_rule", lambda trials, rule, tolerance=1.0: Tried(rule, (1.0,) * 6, 0.1, True))
+    finding = Search({"sink": TrialSets(searched, lambda: checks)}, 6, TOLERANCE).run()
+    assert (finding.chosen, finding.checked, finding.least) == (None, None, {})
+    assert settings_of(finding, TOLERANCE).selection == "all"
 
 
 def test_what_is_said(found: dict[str, tuple[BlendSettings, Finding]]) -> None:
-    assert "chosen: hkvd" in report(*found["calm"])
-    assert "of full prefill's work" in report(*found["middling"])
+    assert "nothing recomputed" in report(*found["calm"])
+    assert "of full prefill's" in report(*found["middling"])
+    assert "of their tokens recomputed" in report(*found["middling"])
     assert "does not tolerate blending" in report(*found["wild"])
-    assert "full KV reuse is" in report(*found["wild"])
-    assert found["calm"][1].layers == (), "where full reuse will do, nothing is searched"
-    assert "layer  metric" not in report(*found["calm"])
-    assert "from layer" in report(*found["middling"])
+    assert all("full KV reuse, chunks computed behind" in report(*one) for one in found.values())
 
 
 def test_answers_are_those_of_full_prefill(models: dict[str, Any]) -> None:
@@ -267,7 +247,7 @@ def test_a_search_that_was_killed_goes_on_where_it_was(
     tried, try_one = [], TrialSet._tried
 
     def counted(trials: TrialSet, rule: SelectionRule, tolerance: float) -> dict[str, Any]:
-        if len(tried) == 15:
+        if len(tried) == 6:
             raise KeyboardInterrupt
         tried.append(repr(rule))
         return try_one(trials, rule, tolerance)
@@ -285,9 +265,9 @@ def test_a_search_that_was_killed_goes_on_where_it_was(
         assert [line["rule"] for line in before] == tried
         assert calibrate(engine, prompts(0, COUNT), options, folder=tmp_path, progress=False) == found["middling"]
         after = kept()
-        assert after[:15] == before
+        assert after[:6] == before
         whole = [(line["set"], line["rule"]) for line in after if line["whole"]]
-        assert len(whole) == len(set(whole)) > 10, "what was found is not tried again"
+        assert len(whole) == len(set(whole)) > 6, "what was found is not tried again"
         wider = replace(options, tolerance=2 * TOLERANCE)
         settings, _ = calibrate(engine, prompts(0, COUNT), wider, folder=tmp_path, progress=False)
         assert settings.work <= found["middling"][0].work
@@ -372,7 +352,7 @@ def test_auto_is_what_was_calibrated_unless_a_rule_is_named(monkeypatch: pytest.
     chosen = policy_of(SETTINGS).choose([ChunkKV(100, 1000)], 120, 20, "disk")
     assert chosen.rule == SelectHKVD((1, 2, 3), 0.5, (0.5, 0.4, 0.05), "k")
     assert chosen.ratio == 0.05
-    for options in ({"recompute_ratio": 0.3}, {"metric": "v"}, {"selection": "boundary"}, {"check_layers": (2,)}):
+    for options in ({"recompute_ratio": 0.3}, {"metric": "k"}, {"selection": "hkvd"}, {"check_layers": (2,)}):
         assert policy_of(SETTINGS, **options).settings is None
     monkeypatch.setenv("CACHEBLEND_RAG_SELECTION", "query")
     assert policy_of(SETTINGS).settings is None
@@ -404,11 +384,11 @@ def test_a_model_that_does_not_tolerate_blending_is_prefilled_in_full(caplog: py
 def test_the_next_engine_uses_what_was_kept(models: dict[str, Any], tmp_path: Path) -> None:
     (prompt,) = prompts(7, 1)
     settings = replace(SETTINGS, recompute_ratios=(0.5, 0.1))
-    with engine_of(models["calm"], store=str(tmp_path)) as engine:
+    with engine_of(models["calm"], store=str(tmp_path), selection="boundary") as engine:
         engine.warm(prompt.chunks, progress=False)
         assert keep_settings(engine, settings) == tmp_path / "profile.json"
         assert engine.fuse(prompt).report.recompute_ratio == 0.15
-    with engine_of(models["calm"], store=str(tmp_path)) as engine:
+    with engine_of(models["calm"], store=str(tmp_path), selection="boundary") as engine:
         report = engine.fuse(prompt).report
         reused = report.chunk_tokens
         assert report.recompute_ratio == 0.1
@@ -428,11 +408,11 @@ def test_the_command(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     small = ["--prompts", "6", "--chunks", "3", "--answer-tokens", "3", "--device", "cpu"]
     kept_in = tmp_path / "searched"
     assert main([*given, *small, "--tolerance", "5", "--out", str(kept_in)]) == 0
-    assert "chosen: hkvd" in capsys.readouterr().out
+    assert "chosen: chunks behind" in capsys.readouterr().out
     assert (kept_in / "results.jsonl").exists()
     assert main([*given, *small, "--tolerance", "5"]) == 0
     said = capsys.readouterr().out
-    assert "chosen: hkvd" in said
+    assert "chosen: chunks behind" in said
     path = tmp_path / "data" / "kv" / "profile.json"
     assert f"kept in {path}" in said
     (kept,) = json.loads(path.read_text(encoding="utf-8"))["blends"].values()

@@ -20,7 +20,6 @@ from cacheblend_rag.fusor.selection import (
     SelectionRule,
     SelectNone,
     SelectQuery,
-    SelectThreshold,
 )
 from cacheblend_rag.fusor.selection.minimum_ratio import keep_at_least
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence, prefill_layerwise
@@ -119,23 +118,6 @@ def test_views_share_the_guard_and_what_it_has_raised(model: Any) -> None:
         assert asked(engine).raised == 1
 
 
-def test_a_rule_with_a_bound_is_raised_from_what_it_recomputes(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Not from the most it may recompute, which says nothing of what a prompt got."""
-    options = {"selection": "predicted", "query_layers": (1,), "recompute_ratio": 0.5}
-    with (
-        warmed(model, guard_share=1.0, guard_bound=0.01, selection_options={"bound": 1e9}, **options) as engine,
-        caplog.at_level(logging.WARNING),
-    ):
-        before = engine.fuse(PROMPT).report
-        assert before.recompute_ratio == before.recomputed_tokens[-1] == 0
-        status = asked(engine, 3)
-        assert (status.raised, status.least_ratio) == (1, 0.05)
-        assert "raised from 0 to 0.05" in caplog.text
-        after = engine.fuse(PROMPT).report
-        assert after.recomputed_tokens[-1] == int(0.05 * after.chunk_tokens) > 0
-        assert after.recompute_ratio == after.recomputed_tokens[-1] / after.chunk_tokens
-
-
 def test_within_the_bound_nothing_changes(model: Any) -> None:
     with warmed(model, guard_share=1.0, guard_bound=50.0) as engine:
         status = asked(engine, 4)
@@ -229,7 +211,6 @@ def test_what_raising_does_to_each_rule() -> None:
         (SelectHKVD((1, 2), 0.5, (0.5, 0.1)), SelectHKVD((1, 2), 0.5, (0.5, 0.3))),
         (SelectGradual((1,), 0.1).fit(6), keep_at_least(SelectGradual((1,), 0.1).fit(6), 0.3)),
         (SelectBoundary(0.1), SelectBoundary(0.3)),
-        (SelectThreshold((1,), 0.2, 0.05), SelectThreshold((1,), 0.3, 0.3)),
         (SelectQuery(0.0).fit(8), SelectQuery(0.3)),
     ]
     for rule, expected in rules:

@@ -37,7 +37,7 @@ from tests.toy import MODEL_PATH
 from tests.toy.cases import ToyCases
 
 ROOT = Path(__file__).parent.parent.parent
-METHODS_RUN = "full,prefix,reuse,hkvd,boundary,query,mixed,gradual"
+METHODS_RUN = "full,prefix,reuse,hkvd,boundary,query,random,gradual"
 
 
 def arguments(model: Path, questions: Path, out: Path, *more: str) -> list[str]:
@@ -368,7 +368,7 @@ def test_methods_by_name() -> None:
     assert rule_of("gradual", 0.2) == SelectGradual((1,), 0.2)
     own = variants(["hkvd:ratio=0.02+0.04:metric=k", "query"], (0.1,), 6)
     assert [variant.label for variant in own[1:]] == ["hkvd:metric=k 0.02", "hkvd:metric=k 0.04", "query 0.1"]
-    assert {"full", "prefix", "reuse", "hkvd", "gradual", "boundary", "query", "mixed"} < set(METHODS)
+    assert {"full", "prefix", "reuse", "hkvd", "gradual", "boundary", "query", "random"} < set(METHODS)
 
 
 @pytest.mark.parametrize(

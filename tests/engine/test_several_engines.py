@@ -20,7 +20,6 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.cpu.onednn_linear import DirectProducts, direct_products
 from cacheblend_rag.models.cpu.rowwise import computed_in_blocks
 from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides
-from cacheblend_rag.models.segments import noting_inputs
 from tests import tiny
 from tests.engine.test_engine import picture
 from tests.probes import CHUNKS, PROMPT, Hooked, engine_of, until
@@ -208,17 +207,6 @@ def test_what_stands_for_a_module_acts_only_where_it_is_wanted() -> None:
             assert torch.equal(pool.submit(module, rows).result(), rows)
         assert torch.equal(module(rows), rows)
     assert "forward" not in vars(module)
-
-
-def test_inputs_are_noted_of_one_thread_alone() -> None:
-    model = tiny.model()
-    layers = list(model.model.layers)
-    with ThreadPoolExecutor(1) as pool, noting_inputs(layers, [1]) as noted:
-        pool.submit(plain_answer, model).result()
-        assert not noted
-        with torch.no_grad():
-            model(IDS)
-        assert list(noted) == [1]
 
 
 def test_frequencies_of_a_regime_are_those_of_one_thread_alone() -> None:

@@ -21,7 +21,6 @@ ENVIRONMENT : dict
     `BLENDING` as environment variables, for commands.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +31,19 @@ EMBEDDER_PATH = _HERE / "embedder"
 DOCUMENTS_PATH = _HERE / "documents"
 QUESTIONS_PATH = _HERE / "questions.jsonl"
 BLENDING: dict[str, Any] = {
-    "selection": "predicted",
-    "query_layers": (2,),
-    "recompute_ratio": 0.5,
-    "selection_options": {"bound": 0.9, "dilation": 1},
+    "selection": "hkvd",
+    "check_layers": (3,),
+    "metric": "k",
+    "recompute_ratio": 0.15,
+    "condition": "sink",
 }
 ARGUMENTS = ["--model", str(MODEL_PATH), "--embedder", str(EMBEDDER_PATH), "--docs", str(DOCUMENTS_PATH)]
 ENVIRONMENT = {
     "CACHEBLEND_RAG_SELECTION": BLENDING["selection"],
-    "CACHEBLEND_RAG_QUERY_LAYERS": ",".join(map(str, BLENDING["query_layers"])),
+    "CACHEBLEND_RAG_CHECK_LAYERS": ",".join(map(str, BLENDING["check_layers"])),
+    "CACHEBLEND_RAG_METRIC": BLENDING["metric"],
     "CACHEBLEND_RAG_RECOMPUTE_RATIO": str(BLENDING["recompute_ratio"]),
-    "CACHEBLEND_RAG_SELECTION_OPTIONS": json.dumps(BLENDING["selection_options"]),
+    "CACHEBLEND_RAG_CONDITION": BLENDING["condition"],
 }
 
 __all__ = ["ARGUMENTS", "BLENDING", "DOCUMENTS_PATH", "EMBEDDER_PATH", "ENVIRONMENT", "MODEL_PATH", "QUESTIONS_PATH"]

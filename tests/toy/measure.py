@@ -238,10 +238,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--selection", help="blend by this rule instead of a full prefill: hkvd, none, …")
     parser.add_argument("--ratio", type=float, default=0.15, help="recompute ratio of the rule")
     parser.add_argument("--check-layer", type=int, default=1, help="layer of the rule's check")
-    parser.add_argument("--query-layer", type=int, help="layer whose stored queries the rule looks at")
-    parser.add_argument("--bound", type=float, help="bound of predicted or threshold; --ratio is then the most")
-    parser.add_argument("--anchor-tokens", type=int, help="of predicted: tokens that tell what a chunk deviates by")
-    parser.add_argument("--dilation", type=int, help="of predicted: tokens behind each that count as moving no less")
     args = parser.parse_args(argv)
     loaded = load_model(args.model, device="cpu")
     if args.retrieve:
@@ -256,10 +252,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             wide=args.wide,
         )
     rule: dict[str, Any] = {"recompute_ratio": args.ratio, "check_layers": (args.check_layer,)}
-    if args.query_layer is not None:
-        rule["query_layers"] = (args.query_layer,)
-    options = {"bound": args.bound, "dilation": args.dilation, "anchor_tokens": args.anchor_tokens}
-    rule["selection_options"] = {name: value for name, value in options.items() if value is not None}
     results = measure(_answer(loaded.model, loaded.tokenizer, args.selection, rule), cases)
     for result in results:
         print(
@@ -276,7 +268,7 @@ def _answer(model: Any, tokenizer: Any, selection: str | None, rule: Mapping[str
     from cacheblend_rag.config import BlendConfig
     from cacheblend_rag.engine.engine import BlendEngine
 
-    config = BlendConfig(selection=selection, **rule, min_tokens=0, size_limit="1GB")
+    config = BlendConfig(selection=selection, **rule, condition="sink", min_tokens=0, size_limit="1GB")
     return blended_answer(BlendEngine(model, tokenizer, config=config))
 
 

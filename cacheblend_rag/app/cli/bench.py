@@ -27,13 +27,13 @@ def add_ttft_arguments(parser: argparse.ArgumentParser) -> None:
     """What `TTFTOptions` says, and a file for the plot."""
     add_prompt_arguments(parser, shape="qwen2.5-0.5b", rounds=5)
     parser.add_argument(
-        "--ratios", type=float, nargs="+", metavar="R", help="of flat HKVD and predicted (default 0.15 0.05)"
+        "--ratios", type=float, nargs="+", metavar="R", help="of flat HKVD and chunk starts (default 0.15 0.05)"
     )
     parser.add_argument(
         "--methods",
         nargs="+",
         metavar="NAME",
-        help="full, prefix, reuse, hkvd-v, hkvd-k, gradual-30, gradual-50, predicted, default, cold (default: all)",
+        help="full, prefix, reuse, hkvd-v, hkvd-k, gradual-30, gradual-50, starts, default, cold (default: all)",
     )
     parser.add_argument(
         "--kv", nargs="+", metavar="PLACE", help="where stored KV lies: disk, memory, gpu (default: disk memory)"

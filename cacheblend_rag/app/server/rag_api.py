@@ -47,7 +47,7 @@ from cacheblend_rag.app.server.suggestions import suggestions_for
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import ConfigError, DocumentError
-from cacheblend_rag.fusor.selection import RULES, make_rule
+from cacheblend_rag.fusor.selection import RULES
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import Generation
 from cacheblend_rag.retrieval.documents import SUFFIXES
@@ -72,7 +72,6 @@ async def state(here: Here) -> State:
         collections=[_collection_info(here, one) for one in here.collections()],
         settings=SettingsInfo(
             ratio=_shown_ratio(config.recompute_ratio),
-            bounded=make_rule(config).bounded,
             rule=rule,
             rules=_usable(service.engine),
         ),
@@ -373,7 +372,7 @@ def _engine(here: Session, collection: Collection, body: CompareBody) -> BlendEn
 
 def _usable(engine: BlendEngine) -> list[str]:
     """Rules that a request may name: one looks at queries, which must be stored."""
-    return [name for name in RULES if name != "predicted" or engine.query_layers]
+    return list(RULES)
 
 
 def _check_question(here: Session, text: str, field: str) -> None:

@@ -79,7 +79,6 @@ class SettingsInfo(BaseModel):
     """How answers are made unless a request says otherwise."""
 
     ratio: float | Literal["auto"]
-    bounded: bool = Field(description="Whether `ratio` is the most, and prompts that need less recompute less.")
     rule: str
     rules: list[str]
 

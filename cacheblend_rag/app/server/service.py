@@ -25,7 +25,6 @@ from cacheblend_rag.app.server.tenants import Keys, Tenant
 from cacheblend_rag.config import DEFAULT_MODEL
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError
-from cacheblend_rag.fusor.selection.minimum_ratio import asked_share
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.matching import written_forms
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings
@@ -139,7 +138,7 @@ class Service:
             if key not in self._engines:
                 engine = self.engine.with_config(**changes)
                 if ratio is not None:
-                    engine = engine.with_config(**asked_share(engine.config, ratio))
+                    engine = engine.with_config(recompute_ratio=ratio, recompute_ratios=())
                 self._engines[key] = engine
                 if len(self._engines) > _ENGINES:
                     self._engines.popitem(last=False)

@@ -11,7 +11,6 @@ from cacheblend_rag.calibration.profiler import measure_gpu_copy, measure_memory
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.fusor.work import RowsDone, work_share
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.kv import kv_layers_for
 from cacheblend_rag.models.memory import token_bytes
 
 __all__ = ["Cost", "cost_of", "kv_rate"]
@@ -55,9 +54,7 @@ def cost_of(adapter: ModelAdapter, tokens: int, done: Prefilled) -> Cost:
     """
     if done.report is not None:
         report = done.report
-        chunks = report.reused_tokens - report.prefix_tokens * report.prefix_hit
-        queries = report.queried_layers * kv_layers_for(adapter.heads, adapter.kv_heads) / adapter.num_layers
-        return Cost(report.work, round((report.reused_tokens + chunks * queries) * token_bytes(adapter)))
+        return Cost(report.work, report.reused_tokens * token_bytes(adapter))
     computed = tuple(torch.arange(tokens - rows, tokens) for rows in done.computed)
     return Cost(work_share(adapter.shape, tokens, RowsDone(computed)))
 

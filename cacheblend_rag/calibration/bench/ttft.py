@@ -41,7 +41,7 @@ from cacheblend_rag.store import KVStore, MemoryStore
 __all__ = ["KV_PLACES", "METHODS", "Others", "TTFTOptions", "measure", "show", "told"]
 
 FULL, PREFIX, REUSE, _ = WAYS
-METHODS = ("full", "prefix", "reuse", "hkvd-v", "hkvd-k", "gradual-30", "gradual-50", "predicted", "default", "cold")
+METHODS = ("full", "prefix", "reuse", "hkvd-v", "hkvd-k", "gradual-30", "gradual-50", "starts", "default", "cold")
 KV_PLACES = ("disk", "memory", "gpu")
 _SCHEDULES = {"gradual-30": (0.3, 0.03), "gradual-50": (0.5, 0.4, 0.3, 0.05)}
 _FLAT = {"selection": "hkvd", "check_layers": (1,), "recompute_ratios": ()}
@@ -145,7 +145,7 @@ def _warm(options: TTFTOptions, others: Others | None) -> Iterator[_Bench]:
         known: str | None = None
         for place in options.kv:
             store = _store(place, folder / "kv", model)
-            made = warmed(model, tokenizer, prompt, store, fingerprint=known, query_layers=_asked(options, model))
+            made = warmed(model, tokenizer, prompt, store, fingerprint=known)
             engines[place], warming[place] = stack.enter_context(made)
             known = engines[place].fingerprint
         nothing = _store(options.kv[0], folder / "nothing", model)
@@ -154,11 +154,6 @@ def _warm(options: TTFTOptions, others: Others | None) -> Iterator[_Bench]:
         stack.enter_context(cold)
         more = stack.enter_context(others(engines[options.kv[0]], prompt)) if others else {}
         yield _Bench(prompt, engines, warming, cold, more)
-
-
-def _asked(options: TTFTOptions, model: Any) -> tuple[int, ...]:
-    """Layers whose queries are stored: one at a third of the depth, if a method looks at them."""
-    return (int(model.config.num_hidden_layers) // 3,) if "predicted" in options.methods else ()
 
 
 def _store(place: str, folder: Path, model: Any) -> KVStore | str:
@@ -193,8 +188,8 @@ def _rules(options: TTFTOptions) -> dict[str, dict[str, Any]]:
         wanted[f"hkvd-{metric}"] = [
             (f"hkvd {metric.upper()} {100 * ratio:g}%", flat | {"recompute_ratio": ratio}) for ratio in options.ratios
         ]
-    wanted["predicted"] = [
-        (f"predicted {100 * ratio:g}%", {"selection": "predicted", "recompute_ratio": ratio})
+    wanted["starts"] = [
+        (f"chunk starts {100 * ratio:g}%", {"selection": "boundary", "recompute_ratio": ratio})
         for ratio in options.ratios
     ]
     for name, ratios in _SCHEDULES.items():

@@ -26,15 +26,10 @@ def _each(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
 _PARSED: dict[str, Callable[[str], Any]] = {
     "check_layers": _each(int),
     "score_layers": _each(int),
-    "query_layers": _each(int),
     "shares": _each(float),
     "head": _each(float),
     "ratio": _each(float),
     "metric": str,
-    "bound": float,
-    "lowest_ratio": float,
-    "dilation": int,
-    "anchor_tokens": int,
     "seed": int,
 }
 

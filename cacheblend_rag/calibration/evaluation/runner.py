@@ -193,9 +193,7 @@ class Evaluation:
     ) -> None:
         self._source, self._options, self._ranker = source, options, ranker
         self._variants = variants(options.methods, options.ratios, engine.adapter.num_layers, calibrated)
-        # One store serves all methods, so its records hold the queries that any of them looks at.
-        asked = {layer for one in self._variants if one.rule is not None for layer in one.rule.query_layers}
-        self._engine = engine.with_config(query_layers=tuple(sorted({*engine.config.query_layers, *asked})))
+        self._engine = engine
         self._chat = ChatFrame(engine.tokenizer) if options.chat else None
         self.pools = {count: self._pool(count) for count in options.chunks}
         if any(case.task != "qa" for pool in self.pools.values() for case in pool):

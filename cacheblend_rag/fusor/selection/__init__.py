@@ -11,12 +11,9 @@ from cacheblend_rag.fusor.selection.base import FixedRule, LayerView, Measure, S
 from cacheblend_rag.fusor.selection.boundary import SelectBoundary
 from cacheblend_rag.fusor.selection.gradual import SelectGradual
 from cacheblend_rag.fusor.selection.hkvd import SelectHKVD
-from cacheblend_rag.fusor.selection.mixed import SelectMixed
 from cacheblend_rag.fusor.selection.none import SelectNone
-from cacheblend_rag.fusor.selection.predicted_shift import SelectPredicted
 from cacheblend_rag.fusor.selection.query import SelectQuery
 from cacheblend_rag.fusor.selection.random import SelectRandom
-from cacheblend_rag.fusor.selection.threshold import SelectThreshold
 
 __all__ = [
     "RULES",
@@ -28,12 +25,9 @@ __all__ = [
     "SelectBoundary",
     "SelectGradual",
     "SelectHKVD",
-    "SelectMixed",
     "SelectNone",
-    "SelectPredicted",
     "SelectQuery",
     "SelectRandom",
-    "SelectThreshold",
     "SelectionRule",
     "StartView",
     "budget",
@@ -44,16 +38,13 @@ __all__ = [
 RULES: dict[str, type[SelectionRule]] = {
     "hkvd": SelectHKVD,
     "gradual": SelectGradual,
-    "threshold": SelectThreshold,
     "boundary": SelectBoundary,
     "query": SelectQuery,
-    "predicted": SelectPredicted,
-    "mixed": SelectMixed,
     "random": SelectRandom,
     "none": SelectNone,
     "all": SelectAll,
 }
-SHARED_OPTIONS = ("check_layers", "recompute_ratio", "recompute_ratios", "metric", "query_layers")
+SHARED_OPTIONS = ("check_layers", "recompute_ratio", "recompute_ratios", "metric")
 """Options that rules share are options of the engine; the others are given as ``selection_options``."""
 
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["FixedRule", "LayerView", "Measure", "SelectionRule", "StartView", "above", "budget", "top"]
+__all__ = ["FixedRule", "LayerView", "Measure", "SelectionRule", "StartView", "budget", "top"]
 
 
 class Measure(Protocol):
@@ -46,20 +46,12 @@ class StartView:
         How much the question attends to each: mean over heads, over the question's rows and over
         the rule's `SelectionRule.score_layers`, keys at their final positions and nothing
         recomputed but what is always computed. None if the rule scores no layers.
-    predicted : Tensor or None, [candidates], float32
-        How far attention moves once each sees other chunks, predicted from its stored query on the rule's
-        `SelectionRule.query_layers`; see `PredictedShift`. None if the rule names none.
-    sampled : Tensor or None, [candidates], bool
-        Those that are to tell what the rest of their chunk deviates by; see `SelectionRule.anchor_tokens`. None if the
-        rule wants none.
     """
 
     positions: torch.Tensor
     offsets: torch.Tensor
     reused_tokens: int
     attention: torch.Tensor | None = None
-    predicted: torch.Tensor | None = None
-    sampled: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,7 @@ class LayerView(StartView):
 
     Parameters
     ----------
-    positions, offsets, reused_tokens, attention, predicted, sampled
+    positions, offsets, reused_tokens, attention
         As in `StartView`.
     layer : int
         Number of the layer.
@@ -103,24 +95,9 @@ class SelectionRule(ABC):
         return self
 
     @property
-    def bounded(self) -> bool:
-        """Whether the rule's share is the most it recomputes, and prompts that need less get less."""
-        return False
-
-    @property
     def score_layers(self) -> Sequence[int]:
         """Layers on which the question's attention is wanted; each call of a rule then shows it."""
         return ()
-
-    @property
-    def query_layers(self) -> Sequence[int]:
-        """Layers whose stored queries are looked at before layer 0; records must hold them."""
-        return ()
-
-    @property
-    def anchor_tokens(self) -> int:
-        """How many rows of a chunk that moves as a whole show what its other rows deviate by (`DriftCorrection`)."""
-        return 0
 
     def begin(self, view: StartView) -> torch.Tensor:
         """Indices into ``view.positions`` of the rows computed on layer 0, rising, ``[kept]`` long."""
@@ -150,15 +127,6 @@ class FixedRule(SelectionRule):
 def budget(ratio: float, tokens: int) -> int:
     """Number of rows a ratio allows: never more than the share, and all of them at 1."""
     return int(ratio * tokens + 1e-9)
-
-
-def above(scores: torch.Tensor, bound: float, lowest: float, highest: float, tokens: int) -> torch.Tensor:
-    """Indices of the scores above a bound, within a lowest and a highest share; at a highest share of 1, all."""
-    most = budget(highest, tokens)
-    kept = most if highest == 1 else budget(lowest, tokens)
-    if kept < most:  # else the scores need not be waited for
-        kept = min(max(int((scores > bound).sum()), kept), most)
-    return top(scores, kept)
 
 
 def top(scores: torch.Tensor, count: int) -> torch.Tensor:

@@ -36,7 +36,6 @@ def test_the_state_has_what_the_page_needs(client: Any) -> None:
     assert state["model"]["layers"] == 2
     assert not state["model"]["starter"]
     assert state["settings"]["ratio"] == 0.3
-    assert not state["settings"]["bounded"]
     assert {"hkvd", "none", "all"} <= set(state["settings"]["rules"])
     assert state["store"]["records"] >= 4
     assert state["suggestions"] == []
@@ -85,25 +84,6 @@ def test_rule_and_ratio_are_the_requests_own(client: Any) -> None:
     wrong = client.post("/api/collections/archive/ask", json={"question": QUESTION, "rule": "best"})
     assert wrong.status_code == 400
     assert wrong.json()["error"]["field"] == "rule"
-
-
-@pytest.mark.parametrize("named", [{"selection_options": {"bound": 1e9}}, {"selection_options": {}}])
-def test_a_ratio_that_is_asked_for_is_not_the_most_but_the_share(
-    named: dict[str, Any], model: Path, docs: Path, tmp_path: Path
-) -> None:
-    rule = "predicted" if named["selection_options"] else "threshold"  # which has a bound also if none is named
-    options = {"selection": rule, "query_layers": (1,), **named}
-    with TestClient(create_app(settings_for(model, docs, tmp_path, **options)), base_url=BASE) as client:
-        settle(client.app.state.service)  # type: ignore[attr-defined]
-        assert client.get("/api/state").json()["settings"]["bounded"]
-        asked: dict[float | None, dict[str, Any]] = {None: {}, 0.9: {"ratio": 0.9}, 1.0: {"ratio": 1.0}}
-        reports = {ratio: ask(client, "archive", **body)[-2][1] for ratio, body in asked.items()}
-        other = ask(client, "archive", ratio=0.9, rule="boundary")[-2][1]
-    tokens = reports[None]["tokens"]["chunks"]
-    assert reports[None]["ratio"] == reports[None]["recomputed"][-1] / tokens < 0.3
-    assert reports[0.9]["recomputed"][-1] == other["recomputed"][-1] == int(0.9 * tokens)
-    assert reports[0.9]["ratio"] == 0.9
-    assert reports[1.0]["recomputed"][-1] == tokens
 
 
 def test_the_comparison_has_a_row_a_method(client: Any) -> None:

@@ -53,8 +53,7 @@ function refresh() {
   const auto = typeof settings.ratio !== "number";
   const ratio = state.ratio ?? (auto ? 0.15 : settings.ratio);
   slider.value = Math.round(ratio * 100);
-  const most = settings.bounded ? `up to ${share(ratio)}` : share(ratio);
-  const text = state.ratio === null ? (auto ? "automatic" : `${most}, default`) : share(ratio);
+  const text = state.ratio !== null ? share(ratio) : auto ? "automatic" : `${share(ratio)}, default`;
   shown.textContent = text;
   slider.setAttribute("aria-valuetext", text);
   slider.style.setProperty("--at", `${ratio * 100}%`);

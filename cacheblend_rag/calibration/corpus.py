@@ -1,0 +1,47 @@
+"""Chunks computed behind those next to them, as warming does it, without a store."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.contexts import ContextKV
+from cacheblend_rag.prompt import PromptTokenizer
+from cacheblend_rag.prompt.contexts import Contexts, side_by_side
+
+__all__ = ["Corpus"]
+
+_KEPT = 8  # groups whose contexts' KV stays in memory
+
+
+class Corpus:
+    """What computes the chunks of a corpus behind contexts.
+
+    Parameters
+    ----------
+    adapter : ModelAdapter
+    tokenizer : PromptTokenizer
+    chunks : sequence of str
+        Those of a document one after another.
+    count : int
+        How many contexts each chunk has.
+    """
+
+    def __init__(self, adapter: ModelAdapter, tokenizer: PromptTokenizer, chunks: Sequence[str], count: int) -> None:
+        self._adapter = adapter
+        texts = list(dict.fromkeys(text.strip() for text in chunks))
+        groups = side_by_side([len(tokenizer.chunk(text).ids) for text in texts])
+        contexts = [Contexts(tokenizer, [texts[at] for at in group], count) for group in groups]
+        self._contexts = {texts[at]: found for group, found in zip(groups, contexts, strict=True) for at in group}
+        self._known: OrderedDict[str, ContextKV] = OrderedDict()
+
+    def behind(self, text: str, ids: Sequence[int]) -> tuple[ContextKV, Sequence[int]]:
+        """What computes a chunk of the corpus, and the numbers of its contexts."""
+        contexts = self._contexts[text.strip()]
+        if contexts.digest not in self._known:
+            self._known[contexts.digest] = ContextKV(self._adapter, contexts.ids)
+            if len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        self._known.move_to_end(contexts.digest)
+        return self._known[contexts.digest], contexts.of(ids)

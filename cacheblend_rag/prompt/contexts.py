@@ -1,0 +1,131 @@
+"""What chunks are computed behind: stretches of other chunks, so that none is read as the beginning of a text."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from importlib.resources import files
+from itertools import accumulate
+
+from cacheblend_rag.prompt.tokenizer import PromptTokenizer
+
+__all__ = ["CONTEXT_TOKENS", "Contexts", "finder", "side_by_side"]
+
+CONTEXT_TOKENS = 350
+"""Tokens of a context. A much shorter one leaves much of what a beginning is; a longer one gains little."""
+# Tokens of chunks that share their contexts. With fewer, computing the contexts takes as long as computing the chunks;
+# with more, contexts are made of chunks further away.
+_GROUP_TOKENS = 6 * CONTEXT_TOKENS
+_OPENS = 24  # first tokens of a chunk by which it is found within a context
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """The contexts that a group of chunks is computed behind, made of these chunks themselves.
+
+    The chunks should belong together, as those of a document do, or those retrieved for one question: the nearer a
+    context is to what will stand before a chunk, the nearer is the chunk's KV to that of a full prefill. Each chunk is
+    part of one context at most. Where chunks are too few, prose that this package brings along stands before them.
+    Which of them are taken does not depend on their order.
+
+    Parameters
+    ----------
+    tokenizer : PromptTokenizer
+    chunks : sequence of str
+    count : int
+        How many contexts; at most `MOST_CONTEXTS`, for each of which there is a passage.
+    tokens : int
+        Of each context.
+    """
+
+    tokenizer: PromptTokenizer
+    chunks: Sequence[str]
+    count: int
+    tokens: int = CONTEXT_TOKENS
+
+    @cached_property
+    def ids(self) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each."""
+        separator = self.tokenizer.text_ids(self.tokenizer.separator)
+        parts: list[list[tuple[int, ...]]] = [[] for _ in range(self.count)]
+        for text in sorted({text.strip() for text in self.chunks}, key=_by_chance):
+            shortest = min(parts, key=_length)
+            if _length(shortest) >= self.tokens:
+                break
+            # At most half of a context is one text: a prompt speaks of several things, too.
+            shortest.append((*self.tokenizer.text_ids(text)[: self.tokens // 2], *separator))
+        pairs = zip(parts, _passages(), strict=False)
+        return tuple(self._filled(part, (*self.tokenizer.text_ids(passage), *separator)) for part, passage in pairs)
+
+    def _filled(self, parts: Sequence[tuple[int, ...]], filling: tuple[int, ...]) -> tuple[int, ...]:
+        """A context: its parts, behind as much of the filling as there is room for."""
+        start = self.tokenizer.start_ids
+        room = max(0, self.tokens - len(start))
+        own = sum(parts, ())[:room]
+        return start + filling[max(0, len(filling) - room + len(own)) :] + own
+
+    @cached_property
+    def digest(self) -> str:
+        """Identity of the ids."""
+        return hashlib.sha256(repr(self.ids).encode()).hexdigest()
+
+    def of(self, chunk: Sequence[int]) -> tuple[int, ...]:
+        """Numbers of the contexts for a chunk of these ids: those it is no part of, or all if it is part of each.
+
+        Behind itself a chunk would be read as a repetition.
+        """
+        begins = finder([chunk])
+        others = tuple(number for number, ids in enumerate(self.ids) if not begins(ids))
+        return others or tuple(range(len(self.ids)))
+
+
+def side_by_side(tokens: Sequence[int]) -> list[list[int]]:
+    """Chunks that share their contexts: those that follow one another.
+
+    Parameters
+    ----------
+    tokens : sequence of int
+        How many each chunk has, in the order of their documents.
+
+    Returns
+    -------
+    list of list of int
+        Numbers of the chunks of each group.
+    """
+    total = max(1, sum(tokens))
+    groups = max(1, round(total / _GROUP_TOKENS))
+    found: list[list[int]] = [[] for _ in range(groups)]
+    for number, end in enumerate(accumulate(tokens)):
+        found[min(groups - 1, (end - 1) * groups // total)].append(number)
+    return [group for group in found if group]
+
+
+def finder(chunks: Iterable[Sequence[int]]) -> Callable[[Sequence[int]], bool]:
+    """Says of the ids of a context whether one of some chunks begins in them."""
+    openings = [_joined(chunk[:_OPENS]) for chunk in chunks]
+
+    def begins(context: Sequence[int]) -> bool:
+        text = _joined(context)
+        return any(opening in text for opening in openings)
+
+    return begins
+
+
+def _joined(ids: Sequence[int]) -> str:
+    return "".join(f" {number} " for number in ids)
+
+
+def _length(parts: Sequence[Sequence[int]]) -> int:
+    return sum(map(len, parts))
+
+
+def _by_chance(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+@lru_cache(1)
+def _passages() -> list[str]:
+    text = files("cacheblend_rag.prompt").joinpath("contexts.txt").read_text(encoding="utf-8")
+    return [passage.strip() for passage in text.split("---\n")]

@@ -1,0 +1,414 @@
+"""How far blended answers are from full prefill's on real text: conditions and rules, and the noise that users accept.
+
+``python -m docs.benchmarks.scripts.yardstick run --data squad.jsonl --half test --out runs/squad.jsonl``
+
+Each prompt is prefilled in full, and answers greedily. Each method then fuses the same prompt and is held against that
+answer, token by token. A method is written ``condition/rule@ratio``, such as ``context/boundary@0.1``:
+
+- ``sink``: a chunk is computed behind what opens a text;
+- ``prefix``: behind the prompt's own prefix;
+- ``plain``: behind passages about nothing in particular;
+- ``context``, ``context1``: behind two stretches, or one, of the chunks next to it in the corpus;
+- ``together``: behind two stretches of the chunks of its own prompt, in another order.
+
+``--noise`` adds what changes an answer without any blending: other separators, another order, a passage left out,
+weights of 8 bits, bfloat16. Methods named by ``--answers`` also write their own answers. Runs over parts of the prompts (``--part 0/2``) may be made side by side; ``show`` joins them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import json
+import random
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheblend_rag.calibration.corpus import Corpus
+from cacheblend_rag.calibration.evaluation.answers import GreedyAnswers, shared_cache
+from cacheblend_rag.calibration.evaluation.cases import EvalCase, Passage
+from cacheblend_rag.calibration.evaluation.datasets import load_cases
+from cacheblend_rag.calibration.evaluation.prompts import ChatFrame, build_prompt
+from cacheblend_rag.calibration.prepared import Behind, PreparedPrompt
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor.selection import RULES, SelectionRule
+from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.contexts import ContextKV
+from cacheblend_rag.prompt import Prompt, PromptTokenizer
+from cacheblend_rag.prompt.contexts import Contexts
+from docs.benchmarks.scripts.common import script_parser
+
+__all__ = ["Conditions", "Yardstick", "main", "parse_method"]
+
+NOISE = ("separator", "order", "one passage less", "8-bit weights", "bfloat16")
+_ANSWER_TOKENS = 32
+_KEYS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "jasper", "kestrel", "lagoon")
+
+
+# Prompts ---------------------------------------------------------------------------------------
+
+
+def open_cases(path: str) -> list[EvalCase]:
+    """Questions of a file; of one of texts without questions, such as country articles, questions that are made."""
+    first = json.loads(Path(path).read_text(encoding="utf-8").split("\n", 1)[0])
+    return load_cases(path) if "question" in first else _country_cases(path)
+
+
+def _country_cases(path: str) -> list[EvalCase]:
+    """Articles cut so that one chunk has the name and the next ones say "the country", and numbers to be found."""
+    articles: dict[str, list[dict[str, str]]] = {}
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        articles.setdefault(entry["title"], []).append(entry)
+    found = []
+    titles = sorted(title for title, parts in articles.items() if len(parts) > 3)
+    for number, title in enumerate(titles):
+        chooser = random.Random(title)
+        own = articles[title]
+        about = chooser.choice(own[1:])
+        text = re.sub(rf"\b{re.escape(title)}('s)?\b", lambda m: "the country" + (m[1] or ""), about["text"])
+        passages = [
+            Passage("", f"{title}. The sections that follow describe the country. {_words(own[0]['text'], 45)}", True),
+            Passage("", f"{about['section']} of the country. {_words(text, 90)}", True),
+        ]
+        for other in chooser.sample(titles, 6):
+            part = chooser.choice(articles[other][1:])
+            passages.append(Passage("", f"{other}, {part['section']}. {_words(part['text'], 90)}"))
+        question = f"What do the passages say about the {about['section'].lower()} of {title}?"
+        found.append(EvalCase(f"country-{number}", question, (title,), tuple(passages), "country", group=title))
+    return found
+
+
+def keys_cases(count: int) -> list[EvalCase]:
+    """Numbers to be found among others like them (as RULER's retrieval with several keys, arXiv 2404.06654)."""
+    found = []
+    for number in range(count):
+        chooser = random.Random(f"keys/{number}")
+        names = chooser.sample(_KEYS, len(_KEYS))
+        values = {name: str(chooser.randrange(1000, 9999)) for name in names}
+        passages = []
+        for at in range(6):
+            pair = names[2 * at : 2 * at + 2]
+            said = " ".join(f"The number of the {name} room is {values[name]}." for name in pair)
+            passages.append(Passage("", f"On floor {at + 1} there are two rooms, and a corridor between them. {said}"))
+        asked = chooser.choice(names)
+        question = f"What is the number of the {asked} room?"
+        found.append(EvalCase(f"keys-{number}", question, (values[asked],), tuple(passages), "keys"))
+    return found
+
+
+def _words(text: str, count: int) -> str:
+    return " ".join(text.split()[:count])
+
+
+def of_half(cases: Sequence[EvalCase], half: str) -> list[EvalCase]:
+    """The questions of a half, by what they are about, so that no text is in both."""
+    if half == "all":
+        return list(cases)
+    wanted = {"dev": 0, "test": 1}[half]
+    return [case for case in cases if hashlib.md5((case.group or case.id).encode()).digest()[0] % 2 == wanted]
+
+
+def in_prompt(case: EvalCase, chunks: int, order: str = "0") -> EvalCase:
+    """A question with the passages of its prompt, those it needs among them, in random order."""
+    needed = sorted(case.passages, key=lambda passage: not passage.support)[:chunks]
+    random.Random(f"{order}/{case.id}").shuffle(needed)
+    return replace(case, passages=tuple(needed))
+
+
+class Conditions:
+    """What computes the chunks of a prompt, by the name of a condition.
+
+    Parameters
+    ----------
+    adapter : ModelAdapter
+    tokenizer : PromptTokenizer
+    cases : sequence of EvalCase
+        Their passages, in the order of their file, are the corpus.
+    """
+
+    def __init__(self, adapter: ModelAdapter, tokenizer: PromptTokenizer, cases: Sequence[EvalCase]) -> None:
+        self._adapter, self._tokenizer = adapter, tokenizer
+        self._texts = [passage.chunk for case in cases for passage in case.passages]
+        self._corpora: dict[int, Corpus] = {}
+
+    def behind(self, condition: str, prompt: Prompt) -> Behind | None:
+        """For the chunks of a prompt; None where they are computed behind what opens a text."""
+        if condition == "sink":
+            return None
+        if condition == "prefix":
+            tokens = self._tokenizer.tokenize(prompt)
+            return self._fixed(ContextKV(self._adapter, [tokens.ids(tokens.prefix)]), (0,))
+        if condition == "plain":
+            return self._fixed(ContextKV(self._adapter, Contexts(self._tokenizer, (), 2).ids), (0, 1))
+        if condition == "together":
+            return Corpus(self._adapter, self._tokenizer, prompt.chunks, 2).behind
+        if condition not in ("context", "context1"):
+            raise ConfigError(
+                "condition", condition, "use 'sink', 'prefix', 'plain', 'context', 'context1', 'together'"
+            )
+        count = 1 if condition == "context1" else 2
+        if count not in self._corpora:
+            self._corpora[count] = Corpus(self._adapter, self._tokenizer, self._texts, count)
+        return self._corpora[count].behind
+
+    @staticmethod
+    def _fixed(kv: ContextKV, numbers: Sequence[int]) -> Behind:
+        return lambda text, ids: (kv, numbers)
+
+
+# Methods ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Method:
+    name: str
+    condition: str
+    rule: SelectionRule
+
+
+def parse_method(text: str) -> _Method:
+    """``condition/rule@ratio``, a rule with options as ``hkvd:metric=v:check_layers=2``."""
+    match = re.fullmatch(r"(\w+)/(\w+)((?::\w+=[\w.+-]+)*)(?:@([\d.]+))?", text)
+    if match is None or match[2] not in RULES:
+        raise ConfigError("methods", text, "write condition/rule@ratio, such as context/boundary@0.1")
+    options: dict[str, Any] = {}
+    for option in match[3].split(":")[1:]:
+        name, value = option.split("=")
+        options[name] = value if name == "metric" else tuple(map(_number, value.split("+")))
+        if name in ("bound", "seed", "lowest_ratio"):
+            options[name] = _number(value)
+    if match[4]:
+        options["recompute_ratio"] = float(match[4])
+    return _Method(text, match[1], RULES[match[2]](**options))
+
+
+def _number(text: str) -> float:
+    return float(text) if "." in text else int(text)
+
+
+class Yardstick:
+    """Holds methods against full prefill, prompt by prompt.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+    cases : sequence of EvalCase
+        All of the file; they make the corpus.
+    methods : sequence of str
+    chunks : int
+        Passages of each prompt.
+    answers : sequence of str
+        Methods whose own answers are written too.
+    noise : sequence of str
+        Of `NOISE`, what is measured of what users accept anyway.
+    """
+
+    def __init__(
+        self,
+        engine: BlendEngine,
+        cases: Sequence[EvalCase],
+        methods: Sequence[str],
+        chunks: int = 6,
+        answers: Sequence[str] = (),
+        noise: Sequence[str] = (),
+    ) -> None:
+        self._engine, self._adapter, self._chunks, self._answers, self._noise = (
+            engine,
+            engine.adapter,
+            chunks,
+            answers,
+            noise,
+        )
+        self._tokenizer = PromptTokenizer(engine.tokenizer, engine.config.separator)
+        self._chat = ChatFrame(engine.tokenizer) if engine.tokenizer.chat_template else None
+        self._methods = [parse_method(name) for name in methods]
+        self._conditions = Conditions(self._adapter, self._tokenizer, cases)
+        self._ends = _end_ids(engine)
+        self._other_models: dict[str, Any] = {}
+
+    def prompt(self, case: EvalCase, between: str = "\n\n") -> Prompt:
+        """The prompt that LangChain's ``RetrievalQA`` writes, in the model's chat template."""
+        made = build_prompt(case, "stuff", self._chat)
+        separator = made.prefix if made.prefix.endswith("\n\n") else made.prefix + "\n\n"
+        count = max(0, len(made.chunks) - 1)
+        return Prompt(separator, made.chunks, "\n\n" + made.suffix.lstrip("\n"), (between,) * count)
+
+    def measure(self, case: EvalCase, order: str) -> dict[str, Any]:
+        """What each method does on a prompt."""
+        asked = in_prompt(case, self._chunks, order)
+        prompt = self.prompt(asked)
+        ids = self._tokenizer.tokenize(prompt).input_ids
+        full = self._adapter.prefill(ids)
+        prefilled = shared_cache(full.cache)
+        answer, rows = self._answer(full.cache, full.logits)
+        gold = self._engine.tokenizer.encode(" " + case.answers[0], add_special_tokens=False)[:_ANSWER_TOKENS]
+        gold_full = self._gold(shared_cache(prefilled), full.logits, gold)
+        text = self._engine.tokenizer.decode(answer, skip_special_tokens=True)
+        greedy = GreedyAnswers(self._engine, ids, _ANSWER_TOKENS)
+        found: dict[str, Any] = {}
+        for condition in dict.fromkeys(method.condition for method in self._methods):
+            prepared = PreparedPrompt(
+                self._adapter, self._tokenizer, prompt, self._conditions.behind(condition, prompt)
+            )
+            for method in self._methods:
+                if method.condition == condition:
+                    fused = prepared.fuse(method.rule)
+                    cache = self._adapter.new_cache(fused.fusion.layers)
+                    logits = fused.fusion.logits
+                    gold_here = self._gold(shared_cache(cache), logits, gold)
+                    held = answer_log_probs(self._adapter, shared_cache(cache), logits, answer)
+                    found[method.name] = {
+                        "work": round(fused.work, 5),
+                        "kl": _short(kl_divergence(rows, held)),
+                        "gold": round(gold_here - gold_full, 5),
+                    }
+                    if method.name in self._answers:
+                        said = greedy.text(cache, logits, answer, held.argmax(dim=-1).tolist())
+                        same = said.strip() == text.strip()
+                        found[method.name] |= {"right": is_right(said, case.answers), "same": same}
+        noises = dict(self._noises(asked, answer, rows))
+        return {
+            "id": f"{case.id}/{order}",
+            "group": case.group or case.id,
+            "tokens": len(ids),
+            "answer": text,
+            "right": is_right(text, case.answers),
+            "methods": found,
+            "noise": noises,
+        }
+
+    def _answer(self, cache: Any, logits: torch.Tensor) -> tuple[list[int], torch.Tensor]:
+        """Ids of full prefill's greedy answer, and its distributions, ``[ids, vocab]``."""
+        ids: list[int] = []
+        rows: list[torch.Tensor] = []
+        with torch.no_grad():
+            while True:
+                rows.append(logits.float().log_softmax(dim=-1))
+                ids.append(int(rows[-1].argmax()))
+                if len(ids) == _ANSWER_TOKENS or ids[-1] in self._ends:
+                    return ids, torch.stack(rows)
+                given = torch.tensor([[ids[-1]]])
+                logits = self._engine.model(given, past_key_values=cache, use_cache=True).logits[0, -1]
+
+    def _gold(self, cache: Any, logits: torch.Tensor, gold: Sequence[int]) -> float:
+        """Mean log-likelihood of the gold answer's tokens."""
+        rows = answer_log_probs(self._adapter, cache, logits, gold)
+        return float(rows[range(len(gold)), list(gold)].mean())
+
+    def _noises(self, case: EvalCase, answer: Sequence[int], rows: torch.Tensor) -> Iterator[tuple[str, Any]]:
+        """How far full prefill moves from itself by what users accept anyway."""
+        others = [passage for passage in case.passages if not passage.support]
+        left_out = replace(case, passages=tuple(p for p in case.passages if p is not others[0])) if others else case
+        shuffled = list(case.passages)
+        random.Random(f"noise/{case.id}").shuffle(shuffled)
+        prompts = {
+            "separator": self.prompt(case, "\n # # \n"),
+            "order": self.prompt(replace(case, passages=tuple(shuffled))),
+            "one passage less": self.prompt(left_out),
+        }
+        for name in self._noise:
+            model = self._engine.model if name in prompts else self._other_model(name)
+            yield name, self._moved(model, prompts.get(name) or self.prompt(case), answer, rows)
+
+    def _moved(self, model: Any, prompt: Prompt, answer: Sequence[int], rows: torch.Tensor) -> list[float]:
+        ids = [*self._tokenizer.tokenize(prompt).input_ids, *answer[:-1]]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids]), logits_to_keep=len(answer)).logits[0]
+        return _short(kl_divergence(rows, logits.float().log_softmax(dim=-1)))
+
+    def _other_model(self, name: str) -> Any:
+        if name not in self._other_models:
+            model = copy.deepcopy(self._engine.model)
+            if name == "bfloat16":
+                model = model.to(torch.bfloat16)
+            else:
+                for module in model.modules():
+                    if isinstance(module, torch.nn.Linear) and module is not model.lm_head:
+                        scale = module.weight.data.abs().amax(dim=1, keepdim=True) / 127
+                        module.weight.data = (module.weight.data / scale).round() * scale
+            self._other_models[name] = model
+        return self._other_models[name]
+
+
+def is_right(text: str, answers: Sequence[str]) -> bool:
+    """Whether an answer has a gold answer's words in it, letters and digits alone counting."""
+    said = f" {_plain(text)} "
+    return any(f" {_plain(answer)} " in said for answer in answers if _plain(answer))
+
+
+def _plain(text: str) -> str:
+    words = re.findall(r"\w+", text.lower())
+    return " ".join(word for word in words if word not in ("a", "an", "the"))
+
+
+def _short(values: torch.Tensor) -> list[float]:
+    return [float(f"{value:.4g}") for value in values.tolist()]
+
+
+def _end_ids(engine: BlendEngine) -> frozenset[int]:
+    end = engine.model.generation_config.eos_token_id
+    end = engine.tokenizer.eos_token_id if end is None else end
+    return frozenset(end if isinstance(end, (list, tuple)) else [] if end is None else [end])
+
+
+# Running ---------------------------------------------------------------------------------------
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure prompts that the file of results does not have yet, one line each."""
+    torch.set_num_threads(options.threads)
+    engine = BlendEngine.from_pretrained(options.model, dtype=options.dtype)
+    cases = keys_cases(options.count) if options.data == "keys" else open_cases(options.data)
+    yardstick = Yardstick(engine, cases, options.methods, options.chunks, options.answers, options.noise)
+    part, parts = map(int, options.part.split("/"))
+    chosen = of_half(cases, options.half)
+    random.Random(options.seed).shuffle(chosen)
+    out = Path(options.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    known = {json.loads(line)["id"] for line in out.open(encoding="utf-8")} if out.exists() else set()
+    with out.open("a", encoding="utf-8") as file:
+        for case in chosen[: options.count][part::parts]:
+            for order in options.orders:
+                if f"{case.id}/{order}" not in known:
+                    file.write(json.dumps(yardstick.measure(case, order)) + "\n")
+                    file.flush()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the script."""
+    parser = script_parser("yardstick", __doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    actions = parser.add_subparsers(required=True)
+    add = actions.add_parser("run", help="measure prompts")
+    add.add_argument("--data", required=True, metavar="FILE", help="questions, texts of countries, or 'keys'")
+    add.add_argument("--methods", nargs="+", required=True, metavar="METHOD")
+    add.add_argument("--answers", nargs="*", default=[], metavar="METHOD", help="of these, which write answers")
+    add.add_argument("--half", choices=("dev", "test", "all"), default="dev")
+    add.add_argument("--count", type=int, default=1000, help="most questions")
+    add.add_argument("--chunks", type=int, default=6)
+    add.add_argument("--orders", nargs="+", default=["0"], help="each puts the passages in another order")
+    add.add_argument("--part", default="0/1", help="which part of the questions")
+    add.add_argument("--model", default="smollm2")
+    add.add_argument("--dtype", default="float32")
+    add.add_argument("--threads", type=int, default=1)
+    add.add_argument("--seed", default="0")
+    add.add_argument("--noise", nargs="*", choices=NOISE, default=[], help="what to measure without any blending")
+    add.add_argument("--out", required=True, metavar="FILE")
+    add.set_defaults(action=run)
+    options = parser.parse_args(arguments)
+    options.action(options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""Chunks computed behind contexts: the mean of plain passes, and the same key wherever they stand."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag.config import MOST_CONTEXTS
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.contexts import ContextKV
+from cacheblend_rag.models.families import FAMILIES
+from cacheblend_rag.models.kv import SegmentKV
+from cacheblend_rag.prompt import PromptTokenizer
+from cacheblend_rag.prompt.contexts import Contexts, finder, side_by_side
+from tests import tiny
+from tests.probes import engine_of
+from tests.tolerance import assert_close, assert_logits_close, terms_of
+
+TEXTS = [tiny.text(words, seed) for seed, words in enumerate((23, 31, 17, 28))]
+PROMPT = Prompt("Read this:", TEXTS[:3], "What fell in the end?")
+CONTEXTS = ((5, 6, 7, 8, 9, 10, 11), (30, 31, 32, 33))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny.model(num_hidden_layers=4)
+
+
+def engine_with(model: Any, **options: Any) -> BlendEngine:
+    return engine_of(model, **{"condition": "context", "selection": "boundary"} | options)
+
+
+def ids_of(length: int, seed: int = 0) -> list[int]:
+    return [int(one) for one in torch.randint(40, 400, (length,), generator=torch.Generator().manual_seed(seed))]
+
+
+def twin(adapter: ModelAdapter, contexts: Any, own: list[int], regime: int = 0) -> SegmentKV:
+    """The mean of what one plain pass over context and segment gives, context by context."""
+    found = [adapter.segment_kv(context, own, regime) for context in contexts]
+    keys = tuple(torch.stack([kv.keys[at].float() for kv in found]).mean(dim=0) for at in range(adapter.num_layers))
+    values = tuple(torch.stack([kv.values[at].float() for kv in found]).mean(dim=0) for at in range(adapter.num_layers))
+    return SegmentKV(keys, values, rotated=False)
+
+
+def assert_same_kv(ours: SegmentKV, theirs: SegmentKV, model: Any) -> None:
+    for mine, other in zip(ours.keys + ours.values, theirs.keys + theirs.values, strict=True):
+        assert_close(mine, other, terms_of(model, 100))
+
+
+# The mean over contexts -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_kv_is_the_mean_of_plain_passes(family: str) -> None:
+    for rope in tiny.rope_types(family):
+        adapter = ModelAdapter(tiny.model(family, rope))
+        segments = [ids_of(9, 1), ids_of(14, 2)]
+        found = ContextKV(adapter, CONTEXTS).segments_kv(segments)
+        for own, kv in zip(segments, found, strict=True):
+            assert_same_kv(kv, twin(adapter, CONTEXTS, own), adapter.model)
+
+
+def test_each_segment_has_contexts_and_a_head_of_its_own() -> None:
+    adapter = ModelAdapter(tiny.model())
+    segments = [ids_of(9, 1), ids_of(14, 2), ids_of(11, 3)]
+    kv = ContextKV(adapter, CONTEXTS).segments_kv(segments, heads=[0, 3, 1], numbers=[(0,), (1,), (0, 1)])
+    for own, head, numbers, found in zip(segments, (0, 3, 1), ((0,), (1,), (0, 1)), kv, strict=True):
+        expected = twin(adapter, [CONTEXTS[number] for number in numbers], own)
+        cut = [tuple(layer[:, head:] for layer in part) for part in (expected.keys, expected.values)]
+        assert_same_kv(found, SegmentKV(*cut, rotated=False), adapter.model)
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_a_context_that_would_change_the_frequencies_is_left_out(rope: str) -> None:
+    family = next(name for name in sorted(FAMILIES) if rope in tiny.rope_types(name))
+    adapter = ModelAdapter(tiny.model(family, rope))
+    edge = next(tokens for tokens in range(1, 5000) if adapter.regime(tokens) != adapter.regime(1))
+    own = ids_of(edge - 3)
+    found = ContextKV(adapter, CONTEXTS[:1]).segments_kv([own])[0]
+    assert_same_kv(found, adapter.segment_kv((), own), adapter.model)
+
+
+# What contexts are made of --------------------------------------------------------------------
+
+
+def contexts(chunks: list[str], count: int = 2, tokens: int = 60) -> Contexts:
+    return Contexts(PromptTokenizer(tiny.tokenizer(), "\n\n"), chunks, count, tokens)
+
+
+def test_contexts_hold_chunks_whatever_their_order_and_each_in_one_only() -> None:
+    tokenizer = PromptTokenizer(tiny.tokenizer(), "\n\n")
+    made = contexts(TEXTS)
+    assert [len(ids) for ids in made.ids] == [60, 60]
+    for order in itertools.permutations(TEXTS):
+        assert contexts(list(order)).ids == made.ids
+    for text in TEXTS:
+        within = [finder([tokenizer.chunk(text).ids])(ids) for ids in made.ids]
+        assert sum(within) <= 1
+        assert made.of(tokenizer.chunk(text).ids) == tuple(at for at, held in enumerate(within) if not held)
+
+
+def test_where_chunks_are_few_prose_stands_before_them() -> None:
+    tokenizer = PromptTokenizer(tiny.tokenizer(), "\n\n")
+    alone, few = contexts([]), contexts(TEXTS[:1])
+    assert [len(ids) for ids in alone.ids] == [len(ids) for ids in few.ids] == [60, 60]
+    assert alone.digest != few.digest
+    assert alone.ids[1] == few.ids[1], "a single chunk is in one of them"
+    assert few.of(tokenizer.chunk(TEXTS[0]).ids) == (1,), "and is not computed behind itself"
+    four = contexts([], MOST_CONTEXTS, 350)
+    assert len(set(four.ids)) == MOST_CONTEXTS == len(four.ids)
+
+
+def test_chunks_that_follow_one_another_share_contexts() -> None:
+    groups = side_by_side([150] * 40)
+    assert [number for group in groups for number in group] == list(range(40))
+    assert 2 <= len(groups) <= 4
+    assert max(map(len, groups)) - min(map(len, groups)) <= 1
+    assert side_by_side([]) == []
+    assert side_by_side([5, 9000, 5]) != [[0, 1, 2]]
+
+
+# In the engine --------------------------------------------------------------------------------
+
+
+def test_a_chunk_hits_behind_any_prefix_and_at_any_place(model: Any) -> None:
+    with engine_with(model) as engine:
+        engine.warm(TEXTS)
+        for order in itertools.permutations(range(3)):
+            report = engine.fuse(Prompt(f"Prefix {order[0]}:", [TEXTS[at] for at in order], "And?")).report
+            assert (report.hits, report.misses) == (3, 0)
+
+
+def test_ratio_one_is_a_full_prefill_behind_contexts_too(model: Any) -> None:
+    with engine_with(model, recompute_ratio=1.0) as engine:
+        engine.warm(PROMPT.chunks)
+        fused = engine.fuse(PROMPT)
+    assert fused.report.hits == 3
+    plain = tiny.full_prefill(model, fused.input_ids)
+    assert_logits_close(fused.logits, plain.logits[0, -1], model, len(fused.input_ids))
+
+
+def test_a_chunk_at_the_very_start_of_a_prompt_is_not_taken_for_exact(model: Any) -> None:
+    prompt = Prompt("", [TEXTS[0]], "And?")
+    with engine_with(model, selection="none") as engine:
+        engine.warm([TEXTS[0]])
+        reused = engine.fuse(prompt)
+        assert reused.report.reused_tokens
+        whole = engine.with_config(recompute_ratio=1.0, selection="boundary").fuse(prompt)
+    plain = tiny.full_prefill(model, whole.input_ids).logits[0, -1]
+    assert_logits_close(whole.logits, plain, model, len(whole.input_ids))
+    assert not torch.allclose(reused.logits, plain, atol=1e-3), "it was computed behind something else"
+
+
+def test_conditions_and_counts_of_contexts_are_records_of_their_own(model: Any) -> None:
+    with engine_with(model) as engine:
+        engine.warm(TEXTS)
+        for other in ({"condition": "sink"}, {"contexts": 1}, {"contexts": 3}):
+            assert engine.with_config(**other).fuse(PROMPT).report.hits == 0
+        assert engine.fuse(PROMPT).report.hits == 3
+
+
+def test_what_a_prompt_missed_is_computed_behind_what_was_retrieved_with_it(model: Any) -> None:
+    with engine_with(model, condition="context", contexts=1) as engine:
+        assert engine.fuse(PROMPT).report.misses == 3
+        stored = {info.token_ids: info for _, info in engine.store.infos("") if info.kind == "chunk"}
+        assert len(stored) == 3
+        others = [finder([ids]) for ids in stored]
+        for ids, info in stored.items():
+            held = [begins(info.context_ids) for begins in others]
+            assert not finder([ids])(info.context_ids) or all(held)
+        again = engine.fuse(PROMPT)
+        assert again.report.hits == 3
+
+
+def test_warming_again_and_in_another_process_gives_the_same_records(model: Any, tmp_path: Path) -> None:
+    def layers(store: Any) -> dict[str, torch.Tensor]:
+        found = {}
+        for key, _ in store.infos(""):
+            record = store.open(key)
+            found[key] = torch.cat([tensor.flatten() for tensor in record.read_layer(2)])
+            record.close()
+        return found
+
+    seen = []
+    for folder in ("one", "two"):
+        with engine_with(model, store=tmp_path / folder) as engine:
+            engine.warm(TEXTS if folder == "one" else TEXTS[::-1])
+            seen.append(layers(engine.store))
+    assert seen[0].keys() == seen[1].keys()
+    assert all(torch.equal(seen[0][key], seen[1][key]) for key in seen[0])
+
+
+def test_forgetting_a_chunk_forgets_what_was_computed_behind_it(model: Any) -> None:
+    with engine_with(model) as engine:
+        engine.warm(TEXTS)
+        tokenizer = PromptTokenizer(engine.tokenizer, "\n\n")
+        gone = finder([tokenizer.chunk(TEXTS[1]).ids])
+        behind = [key for key, info in engine.store.infos("") if gone(info.context_ids)]
+        assert behind, "otherwise nothing is shown here"
+        assert engine.forget([TEXTS[1]]) == 1 + len(behind)
+        assert not any(gone(info.context_ids) or gone(info.token_ids) for _, info in engine.store.infos(""))
+        left = engine.fuse(Prompt("Read this:", TEXTS, "And?")).report
+        assert left.hits == len(TEXTS) - 1 - len(behind)
+
+
+def test_an_estimate_is_what_warming_takes(model: Any, tmp_path: Path) -> None:
+    with engine_with(model, store=tmp_path) as engine:
+        expected = engine.estimate_bytes(TEXTS)
+        assert engine.warm(TEXTS).bytes == expected
+
+
+@pytest.mark.parametrize("contexts", [0, 5, 1.5, True, "2"])
+def test_a_bad_number_of_contexts_is_refused(contexts: Any) -> None:
+    with pytest.raises(ConfigError, match="contexts=") as caught:
+        BlendConfig(contexts=contexts)
+    assert caught.value.field == "contexts"
