@@ -16,7 +16,7 @@ from functools import partial
 from itertools import pairwise
 
 from cacheblend_rag.calibration.trials import TrialSet, Tried
-from cacheblend_rag.fusor.selection import SelectBoundary, SelectHKVD, SelectionRule, SelectNone
+from cacheblend_rag.fusor.selection import SelectBoundary, SelectHKVD, SelectionRule, SelectNone, SelectQuery
 
 __all__ = ["KINDS", "RATIOS", "Finding", "Search", "TrialSets"]
 
@@ -28,8 +28,9 @@ KINDS: Mapping[str, _Make] = {
     "chunk starts": SelectBoundary,
     "KV deviation, by values": partial(SelectHKVD, (1,), metric="v"),
     "KV deviation, by keys": partial(SelectHKVD, (1,), metric="k"),
+    "the question's attention": SelectQuery,
 }
-"""Kinds of rules that are tried, by name: each won on some model."""
+"""Kinds of rules that are tried, by name."""
 _SLACK = 1.5  # of the tolerance: the prompts of the search are too few to drop what is a little beyond it
 # A rule that does more work than this is not worth its trouble.
 _MOST_WORK = 0.9

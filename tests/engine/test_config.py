@@ -21,7 +21,7 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "check_layers": ("1, 3", (1, 3)),
     "recompute_ratios": ("0.2, 0.1", (0.2, 0.1)),
     "metric": ("kv", "kv"),
-    "query_layers": ("2, 5", (2, 5)),
+    "contexts": ("3", 3),
     "selection_options": ('{"seed": 3}', {"seed": 3}),
     "min_tokens": ("7", 7),
     "overflow": ("drop_chunks", "drop_chunks"),

@@ -110,7 +110,7 @@ def test_another_beginning_is_another_prompt(other: Prompt) -> None:
         {"salt": "tenant"},
         {"session_cache": False},
         {"selection": "all"},
-        {"metric": "v"},
+        {"metric": "k"},
     ],
     ids=str,
 )

@@ -12,7 +12,8 @@ answer, token by token. A method is written ``condition/rule@ratio``, such as ``
 - ``together``: behind two stretches of the chunks of its own prompt, in another order.
 
 ``--noise`` adds what changes an answer without any blending: other separators, another order, a passage left out,
-weights of 8 bits, bfloat16. Methods named by ``--answers`` also write their own answers. Runs over parts of the prompts (``--part 0/2``) may be made side by side; ``show`` joins them.
+weights of 8 bits, bfloat16. Methods named by ``--answers`` also write their own answers. Runs over parts of the prompts
+(``--part 0/2``) may be made side by side; ``show`` joins them: a table, its JSON, and a plot.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from cacheblend_rag.calibration.evaluation.answers import GreedyAnswers, shared_
 from cacheblend_rag.calibration.evaluation.cases import EvalCase, Passage
 from cacheblend_rag.calibration.evaluation.datasets import load_cases
 from cacheblend_rag.calibration.evaluation.prompts import ChatFrame, build_prompt
+from cacheblend_rag.calibration.evaluation.statistics import interval
 from cacheblend_rag.calibration.prepared import Behind, PreparedPrompt
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
@@ -185,7 +187,7 @@ def parse_method(text: str) -> _Method:
     for option in match[3].split(":")[1:]:
         name, value = option.split("=")
         options[name] = value if name == "metric" else tuple(map(_number, value.split("+")))
-        if name in ("bound", "seed", "lowest_ratio"):
+        if name == "seed":
             options[name] = _number(value)
     if match[4]:
         options["recompute_ratio"] = float(match[4])
@@ -384,6 +386,145 @@ def run(options: argparse.Namespace) -> None:
                     file.flush()
 
 
+# Results ---------------------------------------------------------------------------------------
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Means over prompts with their 95% intervals, whole groups of questions drawn."""
+    groups = [row["group"] for row in rows]
+    methods: dict[str, Any] = {}
+    for name in rows[0]["methods"]:
+        found = [row["methods"][name] for row in rows]
+        methods[name] = {
+            "work": _mean([one["work"] for one in found]),
+            "kl": _spread([_mean(one["kl"]) for one in found], groups),
+            "kl_p95": _p95([value for one in found for value in one["kl"]]),
+            "first_token": _mean([one["kl"][0] for one in found]),
+            "gold_log_likelihood": _spread([one["gold"] for one in found], groups),
+        }
+        if "right" in found[0]:
+            right = [one for one, row in zip(found, rows, strict=True) if row["right"]]
+            methods[name] |= {
+                "same_answer": _mean([one["same"] for one in found]),
+                "lost_of_right": sum(not one["right"] for one in right),
+                "right": sum(one["right"] for one in found),
+            }
+    noise: dict[str, Any] = {}
+    for name in NOISE:
+        moved = [(_mean(row["noise"][name]), row["group"]) for row in rows if name in row["noise"]]
+        if moved:
+            noise[name] = {"prompts": len(moved), "kl": _spread([one for one, _ in moved], [at for _, at in moved])}
+    return {
+        "prompts": len(rows),
+        "mean_tokens": round(_mean([row["tokens"] for row in rows])),
+        "right": sum(row["right"] for row in rows),
+        "methods": methods,
+        "noise": noise,
+    }
+
+
+def differences(rows: Sequence[dict[str, Any]], method: str) -> dict[str, dict[str, float]]:
+    """How much further each other method is from full prefill than one, paired by prompt."""
+    own = [_mean(row["methods"][method]["kl"]) for row in rows]
+    groups = [row["group"] for row in rows]
+    return {
+        name: _spread([_mean(row["methods"][name]["kl"]) - one for row, one in zip(rows, own, strict=True)], groups)
+        for name in rows[0]["methods"]
+        if name != method
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(f"{sum(values) / len(values):.5g}")
+
+
+def _p95(values: Sequence[float]) -> float:
+    return float(f"{sorted(values)[int(0.95 * len(values))]:.4g}")
+
+
+def _spread(values: Sequence[float], groups: Sequence[str]) -> dict[str, float]:
+    found = interval(values, groups=groups)
+    return {name: float(f"{getattr(found, name):.4g}") for name in ("mean", "low", "high")}
+
+
+def table(found: dict[str, Any]) -> str:
+    """A summary in Markdown."""
+    lines = [
+        "| method | work | divergence, nats a token | 95th percentile | first token |",
+        "|---|---|---|---|---|",
+    ]
+    for name, one in sorted(found["methods"].items(), key=lambda item: -item[1]["kl"]["mean"]):
+        kl = one["kl"]
+        spread = f"{kl['mean']:.3f} [{kl['low']:.3f}, {kl['high']:.3f}]"
+        lines.append(f"| `{name}` | {one['work']:.1%} | {spread} | {one['kl_p95']:.3f} | {one['first_token']:.3f} |")
+    for name, one in found["noise"].items():
+        kl = one["kl"]
+        spread = f"{kl['mean']:.3f} [{kl['low']:.3f}, {kl['high']:.3f}]"
+        lines.append(f"| full prefill, {name} ({one['prompts']} prompts) | | {spread} | | |")
+    return "\n".join(lines)
+
+
+_LINES = {
+    "sink/hkvd": ("the paper's rule: highest KV deviation", "tab:red", "s"),
+    "sink/boundary": ("first tokens of chunks", "tab:orange", "^"),
+    "sink/query": ("what the question attends to", "tab:brown", "v"),
+    "context/query": ("behind contexts: what the question attends to", "tab:cyan", "v"),
+    "context/boundary": ("behind contexts: first tokens of chunks (default)", "tab:blue", "o"),
+}
+
+
+def draw(found: dict[str, Any], title: str, path: str) -> None:
+    """Divergence over work, every kind of method a line from full KV reuse on, with what users accept anyway."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.5, 4.6), layout="constrained")
+    axes = figure.subplots()
+    methods = found["methods"]
+    for begins, (label, colour, marker) in _LINES.items():
+        names = [name for name in methods if name.startswith((begins + "@", begins + ":"))]
+        reuse = begins.split("/")[0] + "/none"
+        points = sorted(((methods[name]["work"], methods[name]["kl"]) for name in (reuse, *names)), key=lambda p: p[0])
+        if not names:
+            continue
+        work, kl = [100 * at for at, _ in points], [one["mean"] for _, one in points]
+        low = [one["mean"] - one["low"] for _, one in points]
+        high = [one["high"] - one["mean"] for _, one in points]
+        axes.errorbar(work, kl, yerr=[low, high], label=label, color=colour, marker=marker, capsize=3, linewidth=1.4)
+    for name, one in found["noise"].items():
+        axes.axhline(one["kl"]["mean"], color="0.55", linestyle="--", linewidth=1)
+        axes.annotate(name, (0.995, one["kl"]["mean"]), xycoords=("axes fraction", "data"), ha="right", va="bottom",
+                      fontsize="small", color="0.35")  # fmt: skip
+    axes.set_yscale("log")
+    axes.set_xlim(left=0)
+    axes.set_xlabel("work, % of a full prefill's, question included")
+    axes.set_ylabel("KL divergence from full prefill, nats a token")
+    axes.set_title(title, fontsize="medium")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def show(options: argparse.Namespace) -> None:
+    """Print tables, and write their JSON and a plot of all prompts together."""
+    sets: dict[str, list[dict[str, Any]]] = {}
+    for path in map(Path, options.results):
+        name = re.sub(r"-\d+$", "", path.stem)
+        sets.setdefault(name, []).extend(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
+    together = [row for rows in sets.values() for row in rows]
+    result: dict[str, Any] = {"about": options.about, "date": options.date, "machine": options.machine}
+    result["sets"] = {name: summary(rows) for name, rows in sets.items()}
+    result["together"] = summary(together)
+    if options.against:
+        result["further_than"] = {options.against: differences(together, options.against)}
+    for name, found in {**result["sets"], "together": result["together"]}.items():
+        print(f"\n{name}: {found['prompts']} prompts, {found['mean_tokens']} tokens, {found['right']} right\n")
+        print(table(found))
+    if options.out:
+        Path(options.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if options.plot:
+        draw(result["together"], options.about, options.plot)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the script."""
     parser = script_parser("yardstick", __doc__)
@@ -405,6 +546,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add.add_argument("--noise", nargs="*", choices=NOISE, default=[], help="what to measure without any blending")
     add.add_argument("--out", required=True, metavar="FILE")
     add.set_defaults(action=run)
+    join = actions.add_parser("show", help="join results: a table, its JSON and a plot")
+    join.add_argument("results", nargs="+", metavar="FILE")
+    join.add_argument("--against", metavar="METHOD", help="pair all others with this one")
+    join.add_argument("--about", default="")
+    join.add_argument("--date", default="")
+    join.add_argument("--machine", default="")
+    join.add_argument("--out", metavar="FILE", help="JSON")
+    join.add_argument("--plot", metavar="FILE", help="SVG")
+    join.set_defaults(action=show)
     options = parser.parse_args(arguments)
     options.action(options)
     return 0
