@@ -67,7 +67,9 @@ def test_a_report_accounts_for_every_token_of_the_prompt(client: Any) -> None:
     assert sum(one["recomputed"] for one in of_chunks) == report["recomputed"][-1]
     assert 0 < report["recomputed"][-1] < len(of_chunks)
     assert all(one["recomputed"] for one in prompt if one["segment"] == "suffix")
-    assert any(one["deviation"] is not None for one in of_chunks)
+    assert all(one["deviation"] is None for one in of_chunks), "chunk starts are chosen without looking at it"
+    looked = ask(client, "archive", rule="hkvd")[-2][1]
+    assert any(one["deviation"] is not None for one in looked["prompt"] if one["segment"] == "chunk")
     assert "".join(one["text"] for one in prompt if one["segment"] == "suffix").endswith(
         f"Question: {QUESTION}\nHelpful Answer:"
     )

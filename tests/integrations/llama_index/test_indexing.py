@@ -28,6 +28,10 @@ from tests import tiny
 from tests.integrations.llama_index.common import QUESTION, embedding, listening, make_index, make_llm, make_nodes
 
 
+# No chunk is computed behind another, so what is erased is exactly what left.
+APART = {"condition": "sink"}
+
+
 def documents(count: int = 3, seed: int = 40) -> list[Document]:
     return [
         Document(text=tiny.text(120, seed + n), id_=f"doc-{seed + n}", metadata={"title": f"T{n}"})
@@ -119,7 +123,7 @@ CHANGES = [(change, faiss) for change in (delete, delete_nodes, update) for fais
 
 @pytest.mark.parametrize(("change", "faiss"), [*CHANGES, (refresh, False)])
 def test_what_leaves_the_index_is_erased(change: Callable[..., None], faiss: bool) -> None:
-    llm, made = make_llm(), documents(seed=50)
+    llm, made = make_llm(config=APART), documents(seed=50)
     index = index_of(made, faiss)
     warm_index(index, llm, progress=False, say=lambda message: None)
     gone = [node for node in index_nodes(index) if node.ref_doc_id == made[0].id_]
@@ -135,7 +139,7 @@ def test_what_leaves_the_index_is_erased(change: Callable[..., None], faiss: boo
 
 
 async def test_a_text_that_another_node_has_is_kept_and_failures_are_no_excuse() -> None:
-    llm, nodes = make_llm(), make_nodes(seed=32)
+    llm, nodes = make_llm(config=APART), make_nodes(seed=32)
     twin = TextNode(text=nodes[0].text, metadata=nodes[0].metadata, id_="twin")
     index = make_index([*nodes, twin])
     warm_index(index, llm, progress=False, say=lambda message: None)

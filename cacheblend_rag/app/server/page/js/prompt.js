@@ -41,13 +41,13 @@ function segments(prompt) {
   return found;
 }
 
-function legend() {
+function legend(measured) {
   const shades = Array.from({ length: LEVELS }, (_, at) => el("span", { class: `again d${at + 1}`, text: "\u2002" }));
   return el(
     "p",
     { class: "hint keys" },
     el("span", {}, "reused"),
-    el("span", {}, "recomputed, by deviation ", el("span", { class: "shades", "aria-hidden": "true" }, shades)),
+    el("span", {}, measured ? "recomputed, by deviation " : "recomputed ", el("span", { class: "shades", "aria-hidden": "true" }, measured ? shades : shades[0])),
     el("span", {}, el("span", { class: "new", text: "computed" }), " (question, misses)"),
   );
 }
@@ -70,7 +70,7 @@ export function promptView(turn) {
   const { prefix, chunks, suffix, between = 0 } = report.tokens;
   return [
     el("p", { class: "took", text: `${count(prefix + chunks + between + suffix, "token")}: ${again} of ${chunkTokens.length} passage tokens recomputed (${share(again / (chunkTokens.length || 1))}).` }),
-    legend(),
+    legend(report.prompt.some((token) => token.recomputed && token.deviation !== null)),
     el("div", { class: "prompt-text", tabindex: 0, role: "region", "aria-label": "The prompt's text" }, parts),
   ];
 }

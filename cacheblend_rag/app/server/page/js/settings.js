@@ -9,11 +9,8 @@ const RULES = {
   hkvd: "Recomputes the tokens whose KV deviates most at the check layer.",
   gradual: "Starts with more tokens and keeps fewer at each check layer.",
   query: "Recomputes the tokens that the question attends to most.",
-  mixed: "Joins KV deviation and the question's attention.",
   boundary: "Recomputes the first tokens of each passage.",
   random: "Recomputes tokens at random: a yardstick.",
-  foreseen: "Recomputes what stored queries say will learn most from other passages.",
-  threshold: "Recomputes every token whose deviation passes a bound.",
   none: "Recomputes nothing: full KV reuse.",
   all: "Recomputes everything: full KV recompute.",
 };
