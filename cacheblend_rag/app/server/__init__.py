@@ -12,6 +12,7 @@ Nothing is imported here, so that the command line stays light.
 ``ingestion``               uploads read, split, embedded and warmed in the background
 ``reading``                 one file parsed in a process of its own, within limits
 ``asking``, ``comparing``   a question as a prompt, its report, and every method side by side
+``templates``               what a request may hand to the chat template, and how long that may run
 ``chatting``                conversations through the LangChain chat model
 ``admission_queue``         the bounded, fair queue in front of the model
 ``streams``                 server-sent events, and clients that go away

@@ -44,6 +44,8 @@ class Limits:
         Of a question, and of all text of a request to the model.
     prompt_tokens : int
         Tokens the model is fed, at most what it can take.
+    prompt_seconds : float
+        Time that making a prompt of a request may take.
     answer_tokens : int
         Most tokens of an answer.
     answer_seconds : float
@@ -67,6 +69,7 @@ class Limits:
     question_chars: int = 4_000
     prompt_chars: int = 1_000_000
     prompt_tokens: int = 131_072
+    prompt_seconds: float = 20.0
     answer_tokens: int = 4_096
     answer_seconds: float = 300.0
     queue: int = 64
