@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,8 @@ from cacheblend_rag.prompt.chat import question_turns
 from cacheblend_rag.report import BlendReport, WarmReport
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.retrieval.index import FolderIndex, IndexReport
+from cacheblend_rag.store.base import KVStore
+from cacheblend_rag.store.factory import open_store
 
 __all__ = ["Answer", "FolderRAG", "FolderRAGOptions"]
 
@@ -61,6 +64,8 @@ class FolderRAG:
     Parameters
     ----------
     options : FolderRAGOptions
+    wrapped : callable, optional
+        Puts a store of its own around the KV store.
 
     Raises
     ------
@@ -68,14 +73,15 @@ class FolderRAG:
         If the model, the embedder or the documents cannot be read.
     """
 
-    def __init__(self, options: FolderRAGOptions) -> None:
+    def __init__(self, options: FolderRAGOptions, *, wrapped: Callable[[KVStore], KVStore] | None = None) -> None:
         self.options = options
         options.check_paths()
-        folder = options.data_path
+        folder, config = options.data_path, options.blending
+        self._store = wrapped and wrapped(open_store(folder / "kv", config, beside_gpu=options.on_gpu))
         self.engine = BlendEngine.from_pretrained(
             options.model,
-            config=options.blending,
-            store=folder / "kv",
+            config=config,
+            store=self._store or folder / "kv",
             device=options.device,
             dtype=options.dtype,
         )
@@ -139,6 +145,8 @@ class FolderRAG:
     def close(self) -> None:
         """Store what waits and release the model."""
         self.engine.close()
+        if self._store is not None:
+            self._store.close()
 
     def __enter__(self) -> FolderRAG:
         return self

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import shutil
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,8 @@ from cacheblend_rag.app.collection import ARTICLES_PATH, manual_path
 from cacheblend_rag.app.folder_rag import FolderRAG
 from cacheblend_rag.app.server.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.asking import QuestionPrompt
-from cacheblend_rag.app.server.ingestion import Ingestion
-from cacheblend_rag.app.server.library import BaseCollection, Collection, Library, OwnCollection
+from cacheblend_rag.app.server.ingestion import Ingestion, Warmed
+from cacheblend_rag.app.server.library import BaseCollection, Collection, Found, Library, OwnCollection
 from cacheblend_rag.app.server.metrics import Metrics
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.settings import ServerSettings
@@ -27,13 +25,11 @@ from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.fusor.selection.minimum_ratio import asked_share
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.matching import written_forms
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings
-from cacheblend_rag.store.base import StoreStats
+from cacheblend_rag.store.base import KVStore, StoreStats
+from cacheblend_rag.store.tombstones import TombstonedStore
 
 __all__ = ["BASE_ID", "MANUAL_ID", "Service", "Session"]
-
-_log = logging.getLogger(__name__)
 
 BASE_ID = "archive"
 MANUAL_ID = "documentation"
@@ -65,7 +61,7 @@ class Service:
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings, self.limits, self.started = settings, settings.limits, int(time.time())
-        self.rag = FolderRAG(settings.rag)
+        self.rag = FolderRAG(settings.rag, wrapped=self._tombstoned)
         # On a GPU steps of several have not been measured.
         concurrent = settings.concurrent or (_CONCURRENT if self.rag.engine.adapter.device.type == "cpu" else 1)
         self.engine = self.rag.engine.with_config(max_concurrent=concurrent)
@@ -80,11 +76,26 @@ class Service:
         self.keys = Keys(settings.api_keys)
         self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
         self._making = threading.Lock()
+        self._shared = frozenset(text for one in self.fixed for text in one.texts())
         self.sessions = {name: Session(self, self._tenant(name)) for name in self.keys.names}
         self.queue = AdmissionQueue(concurrent, self.limits.queue, self.limits.queue_seconds)
         self.metrics = Metrics(lambda: self.queue.waiting, lambda: self.queue.served, self.store_stats)
-        self.ingestion = Ingestion(self.limits, self.metrics)
-        self.ingestion.warm_base(self.engine, self.base.texts())
+        self.ingestion = Ingestion(
+            self.limits,
+            self.metrics,
+            self.embeddings,
+            {name: session.library for name, session in self.sessions.items()},
+            lambda name: self.sessions[name].engine(),
+            Warmed(self.engine, deque(self.base.texts())),
+        )
+
+    def _tombstoned(self, store: KVStore) -> KVStore:
+        self.tombstones = TombstonedStore(store, self.longest)
+        return self.tombstones
+
+    def shared(self, salt: str) -> Container[str]:
+        """Texts that all may read, if their KV is stored under this salt."""
+        return self._shared if salt == self.engine.config.salt else ()
 
     def _manual(self) -> list[BaseCollection]:
         """The project's own documentation, beside the bundled articles."""
@@ -190,6 +201,8 @@ class Service:
     def close(self) -> None:
         """Finish the document in hand, store what waits, release the model."""
         self.ingestion.close()
+        for session in self.sessions.values():
+            session.library.close()
         self.rag.close()
 
 
@@ -198,14 +211,8 @@ class Session:
 
     def __init__(self, service: Service, tenant: Tenant) -> None:
         self.service, self.tenant = service, tenant
-        shutil.rmtree(tenant.folder / "incoming", ignore_errors=True)  # uploads that were never taken in
-        self.library = Library(tenant.folder / "collections", service.embeddings, self._forget)
-        for collection in self.library.collections():
-            tenant.known.add(collection.texts())
-
-    def _forget(self, texts: Sequence[str]) -> None:
-        self.tenant.known.discard(texts)
-        self.engine().forget([*texts, *written_forms(texts)])
+        shared = service.shared(tenant.salt)
+        self.library = Library(tenant, service.embeddings, self.engine, service.tombstones, shared)
 
     def engine(self, ratio: float | None = None, rule: str | None = None) -> BlendEngine:
         """The engine with this tenant's salt."""
@@ -219,6 +226,12 @@ class Session:
     def collections(self) -> list[Collection]:
         """All that this tenant may read."""
         return [*self.service.fixed, *self.library.collections()]
+
+    def search(self, collection: Collection, query: str, k: int) -> list[Found]:
+        """The passages of a collection that are nearest to a question."""
+        if isinstance(collection, OwnCollection):
+            return self.library.search(collection, query, k)
+        return collection.search(query, k)
 
     def collection(self, id: str) -> Collection:
         """A collection by its id.

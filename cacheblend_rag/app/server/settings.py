@@ -55,7 +55,9 @@ class Limits:
     queue_seconds : float
         Time a request may wait.
     jobs : int
-        Uploads of all tenants that may wait.
+        Uploads of one tenant that may wait.
+    disk_bytes : int
+        Bytes that one tenant's uploads, passages and vectors may take.
     collections, documents : int
         Collections of a tenant, and documents in one.
     """
@@ -75,6 +77,7 @@ class Limits:
     queue: int = 64
     queue_seconds: float = 120.0
     jobs: int = 32
+    disk_bytes: int = 5_000_000_000
     collections: int = 200
     documents: int = 10_000
 

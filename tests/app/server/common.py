@@ -114,9 +114,7 @@ def running(settings: ServerSettings) -> Iterator[Running]:
 
 def settle(service: Any) -> None:
     """Wait until nothing is left to be done in the background."""
-    done = threading.Event()
-    service.ingestion._work.put(done.set)
-    assert done.wait(60)
+    assert service.ingestion.wait_idle(60)
     service.engine.flush()
 
 
