@@ -15,7 +15,7 @@ import sys
 import threading
 from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, cast
 
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.errors import DocumentError
@@ -92,16 +92,15 @@ class Reader:
         if self._stopped:
             raise DocumentError("the server is stopping")
         process = self._process = self._process or self._started()
-        assert process.stdin is not None
-        assert process.stdout is not None
+        given, told = cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
         ends = threading.Timer(self._limits.parse_seconds, process.kill)
         ends.daemon = True
         ends.start()
         try:
-            process.stdin.write(json.dumps({"suffix": suffix, "bytes": len(data)}).encode() + b"\n" + data)
-            process.stdin.flush()
+            given.write(json.dumps({"suffix": suffix, "bytes": len(data)}).encode() + b"\n" + data)
+            given.flush()
             # Six bytes for a character are the most that JSON takes; what goes on longer is no answer.
-            line = process.stdout.readline(12 * self._limits.document_chars + 1_000_000)
+            line = told.readline(12 * self._limits.document_chars + 1_000_000)
             answer = json.loads(line)
             if not isinstance(answer, dict) or not isinstance(answer.get("pages", []), list):
                 raise ValueError
