@@ -24,7 +24,7 @@ from langchain_core.documents import Document
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.retrieval.vectors import Vectors
 
-__all__ = ["Catalogue", "CatalogueDamagedError", "DocumentEntry", "Incoming", "Passage"]
+__all__ = ["Catalogue", "CatalogueDamagedError", "DocumentEntry", "Incoming", "Passage", "stored_bytes"]
 
 _VERSION = 1
 _SCHEMA = """
@@ -331,7 +331,7 @@ class Catalogue:
                     )
                     for number, (chunk, vector) in enumerate(zip(chunks, vectors, strict=True))
                 ]
-                stored = sum(len(text.encode()) + len(metadata) + len(vector) for *_, text, metadata, vector in rows)
+                stored = stored_bytes(chunks, vectors)
                 db.execute("DELETE FROM files WHERE id = ?", (file.id,))
                 db.execute(
                     "INSERT INTO documents (id, job, collection, name, bytes, sha256, chunks, stored) "
@@ -379,17 +379,19 @@ class Catalogue:
         """Whether anything that was deleted is still here."""
         return bool(self._read("SELECT 1 FROM tombstones UNION ALL SELECT 1 FROM documents WHERE gone = 1 LIMIT 1"))
 
-    def tombstones(self) -> list[str]:
-        """Keys of KV records that are to be erased."""
-        return [row[0] for row in self._read("SELECT DISTINCT key FROM tombstones")]
+    def tombstones(self, most: int = -1) -> list[str]:
+        """Keys of KV records that are to be erased: all, or so many of them by chance."""
+        # One that cannot be erased is in the way of no other.
+        rows = self._read("SELECT DISTINCT key FROM tombstones ORDER BY random() LIMIT ?", most)
+        return [row[0] for row in rows]
 
     def erased(self, keys: Sequence[str]) -> None:
         """These records are erased; forget their tombstones."""
         with self._changing() as db:
             db.executemany("DELETE FROM tombstones WHERE key = ?", [(key,) for key in keys])
 
-    def purge(self, most: int) -> bool:
-        """Remove up to so many deleted documents whose KV is erased, with their text; whether there were any."""
+    def purge(self, most: int) -> None:
+        """Remove up to so many deleted documents whose KV is erased, with their text."""
         rows = self._read(
             "SELECT id FROM documents WHERE gone = 1 AND id NOT IN (SELECT document FROM tombstones) LIMIT ?", most
         )
@@ -397,7 +399,6 @@ class Catalogue:
             with self._changing() as db:
                 db.executemany("DELETE FROM passages WHERE document = ?", rows)
                 db.executemany("DELETE FROM documents WHERE id = ?", rows)
-        return bool(rows)
 
     # Passages ------------------------------------------------------------------------------------
 
@@ -552,6 +553,12 @@ class Catalogue:
     def taken(self, job: str) -> int:
         """Documents that an upload became."""
         return int(self._read("SELECT COUNT(*) FROM documents WHERE job = ?", job)[0][0])
+
+
+def stored_bytes(chunks: Sequence[Document], vectors: Vectors) -> int:
+    """Bytes that passages and their vectors are counted as."""
+    texts = sum(len(one.page_content.encode()) + len(json.dumps(one.metadata)) for one in chunks)
+    return texts + int(vectors.nbytes)
 
 
 def _digest(text: str) -> bytes:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from langchain_core.documents import Document
 
-from cacheblend_rag.app.server.catalogue import Incoming
+from cacheblend_rag.app.server.catalogue import Incoming, stored_bytes
 from cacheblend_rag.app.server.library import Library
 from cacheblend_rag.app.server.metrics import Metrics
 from cacheblend_rag.app.server.problems import Problem, problem_of
@@ -240,6 +240,8 @@ class Ingestion:
                 continue
             self._reader.close()
             waits = any(time.monotonic() < until for until in self._not_before.values())
+            if not waits and any(one.unfinished for one in self._libraries.values()):
+                continue
             if not waits and not self._news.is_set():
                 self._idle.set()
             self._news.wait(_RETRY / 5 if waits else None)
@@ -311,6 +313,7 @@ class Ingestion:
             taken = self._embedded(name, read)
             if self._stopping.is_set():
                 return
+            taken = self._with_room(library, taken)
             came: list[Incoming] = []
             for id in dict.fromkeys(file.collection for file, _ in read):
                 if (collection := library.get(id)) is not None:
@@ -325,6 +328,21 @@ class Ingestion:
             return
         library.discard([file for file, _ in read])
         self._metrics.ingested.labels("ready").inc(len(came))
+
+    def _with_room(
+        self, library: Library, taken: Sequence[tuple[Incoming, list[Document], Vectors]]
+    ) -> list[tuple[Incoming, list[Document], Vectors]]:
+        """Those documents that the tenant has room for; they may take more than their files did."""
+        used, most, fit = library.catalogue.bytes_used(), self._limits.disk_bytes, []
+        for file, chunks, vectors in taken:
+            more = stored_bytes(chunks, vectors) - file.bytes
+            if used + more <= most:
+                used += more
+                fit.append((file, chunks, vectors))
+            else:
+                message = f"with it your documents would take {used + more:,} bytes; they may take {most:,}"
+                self._fail(library, file, DocumentError(message))
+        return fit
 
     def _embedded(
         self, name: str, read: Sequence[tuple[Incoming, list[Document]]]

@@ -37,8 +37,8 @@ _log = logging.getLogger(__name__)
 # Passages whose vectors stay in memory, of all collections of a tenant; 1.5 kB each with the starter embedder.
 _IN_MEMORY = 300_000
 _EMBEDDED = 128
-# Deleted documents removed in one transaction.
-_PURGED = 50
+# KV records erased at a time, and deleted documents: others wait as long.
+_ERASED, _PURGED = 200, 100
 
 
 @dataclass(frozen=True)
@@ -402,10 +402,10 @@ class Library:
         self._store.bury(keys)
 
     def erase(self) -> bool:
-        """Erase what was deleted; whether nothing is left of it."""
+        """Erase something of what was deleted, as `unfinished` says; whether nothing failed."""
         done, failed = [], 0
         try:
-            for key in self.catalogue.tombstones():
+            for key in self.catalogue.tombstones(_ERASED):
                 try:
                     self._store.erase(key)
                     done.append(key)
@@ -415,13 +415,12 @@ class Library:
                     failed += 1
             if done:
                 self.catalogue.erased(done)
-            while self.catalogue.purge(_PURGED):
-                pass
+            self.catalogue.purge(_PURGED)
             self.catalogue.keep_reserve()
         except Problem as problem:
             _log.warning("what was deleted cannot be erased yet, and is not read: %s", problem.message)
             failed += 1
-        self.unfinished = bool(failed)
+        self.unfinished = self.catalogue.unfinished()
         return not failed
 
     # Uploads -------------------------------------------------------------------------------------

@@ -87,9 +87,7 @@ def test_on_a_full_disk_deleting_is_written_down_and_becomes_true(
         assert client.delete(f"/api/collections/{id}").status_code == 204
         assert client.get(f"/api/collections/{id}/documents").status_code == 404
         assert [hits(client, seed) for seed in (900, 901)] == [0, 0]
-    # Neither a restart on the full disk nor one with room brings them back.
     with TestClient(create_app(settings), base_url=BASE) as client:
-        assert [hits(client, seed) for seed in (900, 901)] == [0, 0]
         assert id not in [one["id"] for one in client.get("/api/state").json()["collections"]]
         ballast.unlink()
         library = service_of(client).sessions["local"].library
@@ -100,6 +98,7 @@ def test_on_a_full_disk_deleting_is_written_down_and_becomes_true(
         assert not library.unfinished
         assert not library.catalogue.tombstones()
         assert records_on_disk(data) == records - 2
+        assert [hits(client, seed) for seed in (900, 901)] == [0, 0]
     for path in (data / "tenants").rglob("*"):
         if path.is_file():
             assert passage(900).split("\n")[1].encode() not in path.read_bytes(), "the text is overwritten"
@@ -148,6 +147,27 @@ def test_a_store_that_does_not_erase_is_not_read_and_tried_again(
             settle(service_of(client))
             assert not service_of(client).sessions["local"].library.unfinished
         assert [hits(client, seed) for seed in (910, 911)] == [0, 0]
+
+
+def test_what_is_not_erased_yet_is_not_read_after_a_restart_either(
+    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for(model, docs, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskStore, "delete", lambda *args: False)
+        with TestClient(create_app(settings), base_url=BASE) as client:
+            id = new_collection(client)
+            upload(client, id, {"a.txt": passage(915)})
+            settle(service_of(client))
+            assert hits(client, 915) == 1
+            records = records_on_disk(tmp_path)
+            assert client.delete(f"/api/collections/{id}").status_code == 204
+        with TestClient(create_app(settings), base_url=BASE) as client:
+            assert hits(client, 915) == 0
+            assert records_on_disk(tmp_path) == records
+    with TestClient(create_app(settings), base_url=BASE) as client:
+        settle(service_of(client))
+        assert records_on_disk(tmp_path) == records - 1
 
 
 def test_what_comes_again_is_read_again(model: Path, docs: Path, tmp_path: Path) -> None:
