@@ -164,7 +164,7 @@ def main(arguments: list[str]) -> int:
 
     most, memory, seconds = int(arguments[0]), int(arguments[1]), float(arguments[2])
     given, told = sys.stdin.buffer, sys.stdout.buffer
-    confine(memory, seconds, [one for one in sys.path if one])
+    confine(memory, seconds)
     while head := given.readline(_LONGEST_HEAD):
         asked = json.loads(head)
         told.write(json.dumps(_parsed(asked["suffix"], given.read(asked["bytes"]), most)).encode() + b"\n")
