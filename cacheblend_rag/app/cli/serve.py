@@ -24,6 +24,9 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     serve.add_argument("--upload-limit", metavar="SIZE", help="of one uploaded file (default 20 MB)")
     serve.add_argument("--disk-limit", metavar="SIZE", help="of the documents of one key (default 5 GB)")
     serve.add_argument("--queue", type=int, metavar="N", help="requests of one key that may wait (default 64)")
+    serve.add_argument(
+        "--connections", type=int, metavar="N", help="open at once from one address, a proxy too (default 250)"
+    )
     serve.add_argument("--concurrent", type=int, metavar="N", help="answers under way at once (default 4; 1 on a GPU)")
     serve.set_defaults(run=_serve)
 
@@ -33,7 +36,7 @@ def server_settings(parsed: argparse.Namespace) -> ServerSettings:
     from cacheblend_rag.app.server.settings import Limits, ServerSettings
     from cacheblend_rag.config import parse_bytes
 
-    limits = {"queue": parsed.queue}
+    limits = {"queue": parsed.queue, "address_connections": parsed.connections}
     for name, given in (("upload_bytes", "upload_limit"), ("disk_bytes", "disk_limit")):
         if (size := getattr(parsed, given)) is not None:
             limits[name] = parse_bytes(size, given)

@@ -9,15 +9,19 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend_rag.app.server.problems import Problem, noted_problem
 from cacheblend_rag.app.server.settings import ServerSettings
+from cacheblend_rag.app.server.tenants import Keys
 
 __all__ = ["Gatekeeper"]
 
 _log = logging.getLogger("cacheblend_rag.app.server.access")
 _SAFE = ("GET", "HEAD", "OPTIONS")
+# What needs a key, where there are keys.
+_GUARDED = ("/api/", "/v1/", "/metrics")
 # Scripts come from the server's own files only: text of documents can never become one.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -47,6 +51,7 @@ class Gatekeeper:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, seen: Callable[[str, int], None]) -> None:
         self._app, self._settings, self._seen = app, settings, seen
+        self._keys = Keys(settings.api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or refuse it."""
@@ -73,6 +78,8 @@ class Gatekeeper:
                 await self._app(scope, limited.receive, limited.send)
         except _TooLargeError:
             pass  # answered already
+        except ClientDisconnect:
+            scope.setdefault("state", {})["gone"] = True
         except Exception as error:
             problem = noted_problem(error)
             if not status:
@@ -88,6 +95,11 @@ class Gatekeeper:
         host = headers.get("host", "")
         if self._settings.is_loopback and not _local(host):
             return Problem(421, "wrong_host", "this server answers on its own machine only")
+        if scope["path"].startswith(_GUARDED):  # before anything of a body is read
+            try:
+                self._keys.name_of(headers.get("authorization"))
+            except Problem as problem:
+                return problem
         origin = headers.get("origin")
         if origin is not None and scope["method"] not in _SAFE and urlsplit(origin).netloc != host:
             return Problem(403, "wrong_origin", "pages of other servers may not use this one")

@@ -210,6 +210,11 @@ class Ingestion:
         """Wait until nothing is left to be done; whether that came true."""
         return self._idle.wait(seconds)
 
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
     def stop(self) -> None:
         """Stop after the step in hand; what is not done yet is done when the server runs again."""
         self._stopping.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -44,6 +45,8 @@ _PLAIN_TEMPLATE = (
 )
 _CONCURRENT = 4  # answers under way at once, where nothing else is said
 _ENGINES = 128
+# Seconds in which a thread must be free for the server to be ready.
+_THREAD_SECONDS = 3.0
 
 
 class Service:
@@ -61,6 +64,7 @@ class Service:
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings, self.limits, self.started = settings, settings.limits, int(time.time())
+        self._stopping = False
         self.rag = FolderRAG(settings.rag, wrapped=self._tombstoned)
         # On a GPU steps of several have not been measured.
         concurrent = settings.concurrent or (_CONCURRENT if self.rag.engine.adapter.device.type == "cpu" else 1)
@@ -194,8 +198,32 @@ class Service:
         except CacheBlendError:
             return None
 
+    async def check_ready(self) -> None:
+        """Whether requests are answered.
+
+        Raises
+        ------
+        Problem
+            503 if the server stops, its threads do not get to anything, or nobody is let in at the model.
+        """
+        why = ""
+        try:
+            async with asyncio.timeout(_THREAD_SECONDS):
+                await asyncio.to_thread(int)
+        except TimeoutError:
+            why = "all threads are busy"
+        if self._stopping:
+            why = "the server is stopping"
+        elif self.queue.still > self.limits.queue_seconds:
+            why = "nobody was let in at the model for a long time"
+        elif not self.ingestion.alive:
+            why = "uploads are not read any more"
+        if why:
+            raise Problem(503, "not_ready", why, retry_after=10)
+
     def begin_stop(self) -> None:
         """Let what runs in the background end soon."""
+        self._stopping = True
         self.ingestion.stop()
 
     def close(self) -> None:

@@ -54,6 +54,10 @@ class Limits:
         Requests of one tenant that may wait.
     queue_seconds : float
         Time a request may wait.
+    connections, address_connections : int
+        Open at once, of all and of one address. A proxy before the server is one address.
+    head_seconds, body_seconds : float
+        Time in which the head of a request must come, and the longest gap in its body.
     jobs : int
         Uploads of one tenant that may wait.
     disk_bytes : int
@@ -76,6 +80,10 @@ class Limits:
     answer_seconds: float = 300.0
     queue: int = 64
     queue_seconds: float = 120.0
+    connections: int = 1_000
+    address_connections: int = 250
+    head_seconds: float = 10.0
+    body_seconds: float = 30.0
     jobs: int = 32
     disk_bytes: int = 5_000_000_000
     collections: int = 200
