@@ -174,6 +174,7 @@ class Ingestion:
         ended = [key for key, one in self._jobs.items() if one.ended]
         for key in ended[: max(0, len(self._jobs) - _REMEMBERED)]:
             del self._jobs[key]
+        self._end_if_done(self._libraries[tenant], job)  # the thread may have been quicker
         self.wake()
 
     def job(self, id: str, tenant: str) -> Job:

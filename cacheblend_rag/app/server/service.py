@@ -80,7 +80,9 @@ class Service:
         self.keys = Keys(settings.api_keys)
         self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
         self._making = threading.Lock()
-        self._shared = frozenset(text for one in self.fixed for text in one.texts())
+        # With keys every tenant has a salt of its own, and nothing is shared.
+        fixed = [] if settings.api_keys else self.fixed
+        self._shared = frozenset(text for one in fixed for text in one.texts())
         self.sessions = {name: Session(self, self._tenant(name)) for name in self.keys.names}
         self.queue = AdmissionQueue(concurrent, self.limits.queue, self.limits.queue_seconds)
         self.metrics = Metrics(lambda: self.queue.waiting, lambda: self.queue.served, self.store_stats)
