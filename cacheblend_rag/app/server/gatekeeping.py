@@ -5,7 +5,9 @@ from __future__ import annotations
 import ipaddress
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -51,7 +53,7 @@ class Gatekeeper:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, seen: Callable[[str, int], None]) -> None:
         self._app, self._settings, self._seen = app, settings, seen
-        self._keys = Keys(settings.api_keys)
+        self._keys, self._uploads = Keys(settings.api_keys), Counter[str]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or refuse it."""
@@ -75,7 +77,8 @@ class Gatekeeper:
             if problem is not None:
                 await problem.response()(scope, receive, noted)
             else:
-                await self._app(scope, limited.receive, limited.send)
+                with self._counted(scope):
+                    await self._app(scope, limited.receive, limited.send)
         except _TooLargeError:
             pass  # answered already
         except ClientDisconnect:
@@ -87,6 +90,16 @@ class Gatekeeper:
         finally:
             self._note(scope, status, time.perf_counter() - started)
 
+    @contextmanager
+    def _counted(self, scope: Scope) -> Iterator[None]:
+        """Count the uploads of each tenant: their files lie on the disk before they are looked at."""
+        counted = [scope["tenant"]] if _is_upload(scope) and "tenant" in scope else []
+        self._uploads.update(counted)
+        try:
+            yield
+        finally:
+            self._uploads.subtract(counted)
+
     def _refusal(self, scope: Scope, most: int) -> Problem | None:
         headers = Headers(scope=scope)
         length = headers.get("content-length", "")
@@ -97,9 +110,12 @@ class Gatekeeper:
             return Problem(421, "wrong_host", "this server answers on its own machine only")
         if scope["path"].startswith(_GUARDED):  # before anything of a body is read
             try:
-                self._keys.name_of(headers.get("authorization"))
+                tenant = self._keys.name_of(headers.get("authorization"))
             except Problem as problem:
                 return problem
+            if self._uploads[tenant] >= self._settings.limits.uploading and _is_upload(scope):
+                return Problem(429, "busy", "as many uploads of yours are being sent as may be", retry_after=5)
+            scope["tenant"] = tenant
         origin = headers.get("origin")
         if origin is not None and scope["method"] not in _SAFE and urlsplit(origin).netloc != host:
             return Problem(403, "wrong_origin", "pages of other servers may not use this one")
@@ -152,6 +168,10 @@ class _Limited:
             return
         self._begun = True
         await self._send(message)
+
+
+def _is_upload(scope: Scope) -> bool:
+    return scope["method"] == "POST" and str(scope["path"]).endswith("/documents")
 
 
 def _too_large(most: int) -> Problem:

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ __all__ = ["Ingestion", "Job", "Warmed"]
 _log = logging.getLogger(__name__)
 # Jobs whose events are kept.
 _REMEMBERED = 500
-# Files and chunks of a turn: together they are embedded and saved faster. A longer document has a turn of its own.
+# Files and chunks of a turn: together they are embedded and saved faster. A longer document takes several turns.
 _FILES, _CHUNKS = 32, 256
 _EMBEDDED = 32
 # Chunks warmed in one go, and characters of shorter ones: more go faster together, and others wait as long.
@@ -156,6 +156,7 @@ class Ingestion:
         self._libraries, self._engine, self._base = libraries, engine, base
         self._indexing, self._warming = deque(libraries), deque(["", *libraries])  # whose turn is next
         self._texts: dict[str, deque[_Text]] = {name: deque() for name in libraries}  # read ahead to be warmed
+        self._begun: dict[str, Iterator[None]] = {}  # work of a tenant that is more than a turn
         self._not_before = dict.fromkeys(libraries, 0.0)
         self._jobs: OrderedDict[tuple[str, str], Job] = OrderedDict()
         self._stopping, self._news, self._idle = threading.Event(), threading.Event(), threading.Event()
@@ -281,16 +282,20 @@ class Ingestion:
         """One turn of one tenant; whether there was anything to be done."""
         for name in self._next(self._indexing):
             library = self._libraries[name]
-            if files := library.catalogue.waiting(_FILES):
-                if name != self._read_for:
-                    self._reader.close()  # each tenant's files are parsed in a process of their own
-                    self._read_for = name
-                with self._for(name):
-                    self._take_in(name, library, files)
-                return True
+            work = self._begun.pop(name, None)
+            if work is None and (files := library.catalogue.waiting(_FILES)):
+                work = self._take_in(name, library, files)
+            if work is None:
+                continue
+            with self._for(name):
+                for _ in work:  # there is more of it than fits a turn
+                    self._begun[name] = work
+                    break
+            return True
         return False
 
-    def _take_in(self, name: str, library: Library, files: Sequence[Incoming]) -> None:
+    def _take_in(self, name: str, library: Library, files: Sequence[Incoming]) -> Iterator[None]:
+        """Make documents of some files; gives way after each turn's share of the work."""
         read: list[tuple[Incoming, list[Document]]] = []
         for file in files:
             if self._stopping.is_set() or sum(len(chunks) for _, chunks in read) >= _CHUNKS:
@@ -301,12 +306,15 @@ class Ingestion:
                 if self._stopping.is_set():
                     return
                 self._fail(library, file, error)
-        self._embed_and_save(name, library, read)
+        yield from self._embed_and_save(name, library, read)
         for job in dict.fromkeys(file.job for file in files):
             self._end_if_done(library, job)
 
     def _read(self, name: str, library: Library, file: Incoming) -> list[Document]:
         self._say(name, file.job, "reading", file.name, 0, 1)
+        if name != self._read_for:
+            self._reader.close()  # each tenant's files are parsed in a process of their own
+            self._read_for = name
         source = self._reader.read(library.incoming / file.id, file.name)
         self._say(name, file.job, "splitting", file.name, 0, 1)
         chunks = split([source])
@@ -314,9 +322,11 @@ class Ingestion:
             raise DocumentError("the file holds no text")
         return chunks
 
-    def _embed_and_save(self, name: str, library: Library, read: Sequence[tuple[Incoming, list[Document]]]) -> None:
+    def _embed_and_save(
+        self, name: str, library: Library, read: Sequence[tuple[Incoming, list[Document]]]
+    ) -> Iterator[None]:
         try:
-            taken = self._embedded(name, read)
+            taken = yield from self._embedded(name, read)
             if self._stopping.is_set():
                 return
             taken = self._with_room(library, taken)
@@ -330,7 +340,7 @@ class Ingestion:
             if len(read) == 1:
                 self._fail(library, read[0][0], error)
             for one in read if len(read) > 1 else ():  # it may be the fault of one alone
-                self._embed_and_save(name, library, [one])
+                yield from self._embed_and_save(name, library, [one])
             return
         library.discard([file for file, _ in read])
         self._metrics.ingested.labels("ready").inc(len(came))
@@ -352,12 +362,14 @@ class Ingestion:
 
     def _embedded(
         self, name: str, read: Sequence[tuple[Incoming, list[Document]]]
-    ) -> list[tuple[Incoming, list[Document], Vectors]]:
+    ) -> Generator[None, None, list[tuple[Incoming, list[Document], Vectors]]]:
         """Embed the chunks of several files together."""
         places = [(file, number, len(chunks)) for file, chunks in read for number in range(len(chunks))]
         texts = [chunk.page_content for _, chunks in read for chunk in chunks]
         parts = []
         for start in range(0, len(texts), _EMBEDDED):
+            if start and start % _CHUNKS == 0:
+                yield
             for file, number, total in places[start : start + _EMBEDDED]:
                 if number % (max(1, total // _EMBEDDED // _TOLD) * _EMBEDDED) == 0:
                     self._say(name, file.job, "embedding", file.name, number, total)

@@ -329,6 +329,17 @@ class Library:
             self._sweep()
         self.erase()
 
+    def check_holds(self, collection: OwnCollection, document: str) -> None:
+        """Refuse what is not here.
+
+        Raises
+        ------
+        Problem
+            404 if the collection has no such document.
+        """
+        if not self.catalogue.holds(document, collection.id):
+            raise Problem(404, "no_document", "there is no such document")
+
     def remove(self, collection: OwnCollection, document: str) -> None:
         """Delete a document: its passages are not found any more, and its KV is not read any more.
 
@@ -340,8 +351,7 @@ class Library:
             If it cannot be looked up which KV belongs to it; nothing is deleted then.
         """
         with self._lock:
-            if not self.catalogue.holds(document, collection.id):
-                raise Problem(404, "no_document", "there is no such document")
+            self.check_holds(collection, document)
             texts, keys = self._leaving([document])
             collection.keep_up(lambda: self.catalogue.delete([document], keys), [document], [])
             self._forget(texts, keys)

@@ -226,6 +226,7 @@ async def delete_document(here: Here, request: Request, id: str, document: str) 
     """Delete a document and its KV."""
     collection = here.own(id)
     if not await asyncio.to_thread(here.service.ingestion.dismiss, here.library, collection.id, document):
+        await asyncio.to_thread(here.library.check_holds, collection, document)  # nobody waits for what is not here
         # Alone, for an answer under way would store the KV of what is deleted again.
         async with await unless_gone(request, here.service.queue.slot(here.tenant.name, alone=True)) as slot:
             await slot.in_thread(here.library.remove, collection, document)

@@ -34,6 +34,8 @@ class Limits:
         Of one uploaded file; a body of several may have four times as much.
     upload_files : int
         Files of one upload.
+    uploading : int
+        Uploads of one tenant that may be sent at once.
     document_chars : int
         Characters of text in one document.
     parse_seconds : float
@@ -69,6 +71,7 @@ class Limits:
     body_bytes: int = 4_000_000
     upload_bytes: int = 20_000_000
     upload_files: int = 50
+    uploading: int = 8
     document_chars: int = 5_000_000
     parse_seconds: float = 60.0
     parse_bytes: int = 2_000_000_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -109,6 +110,50 @@ def test_a_tenant_with_much_to_index_keeps_no_other_waiting_and_warming_is_last(
         assert states(ada, mine) == ["ready"] * 300
         assert warmed
         assert not any(warmed)
+
+
+def test_a_long_document_takes_several_turns(
+    model: Path, docs: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingestion, "_CHUNKS", 64)
+    with two(model, docs, tmp_path, Limits()) as (service, ada, ben):
+        mine, theirs = new_collection(ada), new_collection(ben)
+        gate = request.getfixturevalue("gate")
+        long = "\n\n".join(passage(number, 300) for number in range(150))
+        assert send(ada, mine, {"long.txt": long}).status_code == 202
+        assert send(ben, theirs, {"one.txt": passage(999)}).status_code == 202
+        gate.release(3)  # one turn of the long one, and the short one
+        ends = time.monotonic() + 30
+        while states(ben, theirs) != ["ready"] and time.monotonic() < ends:
+            time.sleep(0.02)
+        assert (states(ben, theirs), states(ada, mine)) == (["ready"], ["indexing"])
+        gate.release(1000)
+        settle(service)
+        (document,) = ada.get(f"/api/collections/{mine}/documents").json()
+        assert (document["state"], document["chunks"] > 128) == ("ready", True)
+        found = ada.post(f"/api/collections/{mine}/search", json={"query": passage(140, 300), "k": 1}).json()
+        assert passage(140, 300)[:200] in found[0]["text"] or found[0]["score"] < 1
+
+
+def test_uploads_that_are_being_sent_have_a_limit_for_each_tenant(model: Path, docs: Path, tmp_path: Path) -> None:
+    with two(model, docs, tmp_path, Limits(uploading=2)) as (_, ada, ben):
+        mine, theirs = new_collection(ada), new_collection(ben)
+        head = (
+            f"POST /api/collections/{mine}/documents HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 1000\r\n"
+            f"Content-Type: multipart/form-data; boundary=x\r\nAuthorization: Bearer {KEYS['ada']}\r\n\r\n--x"
+        )
+        address = (ada.base_url.host, ada.base_url.port or 0)
+        with socket.create_connection(address) as one, socket.create_connection(address) as other:
+            for half in (one, other):
+                half.sendall(head.encode())
+            time.sleep(2)  # one that is sent now would take the place of a half
+            assert send(ada, mine, {"a.txt": passage(1)}).status_code == 429
+            assert send(ben, theirs, {"a.txt": passage(1)}).status_code == 202
+            assert ada.get(f"/api/collections/{mine}/documents").status_code == 200
+        ends = time.monotonic() + 10
+        while (again := send(ada, mine, {"b.txt": passage(2)})).status_code == 429 and time.monotonic() < ends:
+            time.sleep(0.02)
+        assert again.status_code == 202
 
 
 def test_a_tenant_that_has_used_its_disk_space_is_told_and_others_go_on(
