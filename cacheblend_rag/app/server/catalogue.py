@@ -96,6 +96,8 @@ CREATE TRIGGER document_out AFTER DELETE ON documents BEGIN
 """
 # Bytes of the smallest file of SQLite.
 _HEADER = 512
+# Bytes that the journal keeps on the disk for its next use.
+_JOURNAL = 32 * 2**20
 # Disk space kept back, so that a deletion can be written down where the disk is full.
 _RESERVE = 2**20
 # Ended uploads that can still be asked about.
@@ -194,7 +196,12 @@ class Catalogue:
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=10)
         try:
             # What is deleted is overwritten: no text of it stays in the file.
-            for setting in ("journal_mode = WAL", "synchronous = FULL", "secure_delete = ON"):
+            for setting in (
+                "journal_mode = WAL",
+                "synchronous = FULL",
+                "secure_delete = ON",
+                f"journal_size_limit = {_JOURNAL}",
+            ):
                 self._db.execute(f"PRAGMA {setting}").fetchall()
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             if version == 0:
@@ -391,14 +398,20 @@ class Catalogue:
             db.executemany("DELETE FROM tombstones WHERE key = ?", [(key,) for key in keys])
 
     def purge(self, most: int) -> None:
-        """Remove up to so many deleted documents whose KV is erased, with their text."""
-        rows = self._read(
-            "SELECT id FROM documents WHERE gone = 1 AND id NOT IN (SELECT document FROM tombstones) LIMIT ?", most
-        )
-        if rows:
-            with self._changing() as db:
-                db.executemany("DELETE FROM passages WHERE document = ?", rows)
-                db.executemany("DELETE FROM documents WHERE id = ?", rows)
+        """Remove deleted documents whose KV is erased, up to so many passages of them, and overwrite their text."""
+        ready = "SELECT id FROM documents WHERE gone = 1 AND id NOT IN (SELECT document FROM tombstones) LIMIT ?"
+        some = "SELECT id FROM passages WHERE document = ? LIMIT ?"
+        if not (rows := self._read(ready, most)):
+            return
+        with self._changing() as db:
+            for (id,) in rows:
+                most -= db.execute(f"DELETE FROM passages WHERE id IN ({some})", (id, most)).rowcount
+                if most <= 0:
+                    break
+                db.execute("DELETE FROM documents WHERE id = ?", (id,))
+        if not self.unfinished():
+            with contextlib.suppress(sqlite3.Error):  # no text of them stays in the journal either; done again later
+                self._read("PRAGMA wal_checkpoint(TRUNCATE)")
 
     # Passages ------------------------------------------------------------------------------------
 

@@ -37,8 +37,8 @@ _log = logging.getLogger(__name__)
 # Passages whose vectors stay in memory, of all collections of a tenant; 1.5 kB each with the starter embedder.
 _IN_MEMORY = 300_000
 _EMBEDDED = 128
-# KV records erased at a time, and deleted documents: others wait as long.
-_ERASED, _PURGED = 200, 100
+# KV records erased at a time, and passages of deleted documents: others wait as long.
+_ERASED, _PURGED = 200, 2_000
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,24 @@ def test_a_store_that_does_not_erase_is_not_read_and_tried_again(
         assert [hits(client, seed) for seed in (910, 911)] == [0, 0]
 
 
+def test_no_text_of_what_was_deleted_stays_in_the_files(
+    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.app.server.library._PURGED", 3)  # in several steps
+    with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
+        id, kept = new_collection(client), new_collection(client)
+        texts = [passage(seed, 300) for seed in range(930, 940)]
+        upload(client, id, {"long.txt": "\n\n".join(texts), "short.txt": passage(950)})
+        upload(client, kept, {"kept.txt": passage(960)})
+        assert client.delete(f"/api/collections/{id}").status_code == 204
+        settle(service_of(client))
+        assert not service_of(client).sessions["local"].library.unfinished
+        held = b"".join(path.read_bytes() for path in (tmp_path / "tenants").rglob("*") if path.is_file())
+        for text in (*texts, passage(950)):
+            assert text.split("\n")[1][:60].encode() not in held
+        assert passage(960).split("\n")[1][:60].encode() in held
+
+
 def test_what_is_not_erased_yet_is_not_read_after_a_restart_either(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
