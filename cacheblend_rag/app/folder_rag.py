@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,7 +18,9 @@ from langchain_core.messages import BaseMessage
 from langchain_core.outputs import ChatGeneration, LLMResult
 from langchain_core.prompts import ChatPromptTemplate
 
+from cacheblend_rag.app.data_lock import DataLock
 from cacheblend_rag.app.options import FolderRAGOptions
+from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
@@ -26,6 +29,8 @@ from cacheblend_rag.prompt.chat import question_turns
 from cacheblend_rag.report import BlendReport, WarmReport
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.retrieval.index import FolderIndex, IndexReport
+from cacheblend_rag.store.base import KVStore
+from cacheblend_rag.store.factory import open_store
 
 __all__ = ["Answer", "FolderRAG", "FolderRAGOptions"]
 
@@ -58,24 +63,39 @@ class Answer:
 class FolderRAG:
     """Documents in a folder, answered through LangChain's ``RetrievalQA`` ("stuff").
 
+    It holds its data folder from the beginning to `close`: no other process writes there meanwhile.
+
     Parameters
     ----------
     options : FolderRAGOptions
+    wrapped : callable, optional
+        Puts a store of its own around the KV store.
 
     Raises
     ------
     CacheBlendError
-        If the model, the embedder or the documents cannot be read.
+        If the model, the embedder or the documents cannot be read, or another process uses the data folder.
     """
 
-    def __init__(self, options: FolderRAGOptions) -> None:
+    def __init__(self, options: FolderRAGOptions, *, wrapped: Callable[[KVStore], KVStore] | None = None) -> None:
         self.options = options
         options.check_paths()
-        folder = options.data_path
+        folder, config = options.data_path, options.blending
+        # Before anything is loaded, so that it is known at once.
+        self._lock = DataLock(folder)
+        try:
+            self._load(folder, config, wrapped)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _load(self, folder: Path, config: BlendConfig, wrapped: Callable[[KVStore], KVStore] | None) -> None:
+        options = self.options
+        self._store = wrapped and wrapped(open_store(folder / "kv", config, beside_gpu=options.on_gpu))
         self.engine = BlendEngine.from_pretrained(
             options.model,
-            config=options.blending,
-            store=folder / "kv",
+            config=config,
+            store=self._store or folder / "kv",
             device=options.device,
             dtype=options.dtype,
         )
@@ -139,6 +159,9 @@ class FolderRAG:
     def close(self) -> None:
         """Store what waits and release the model."""
         self.engine.close()
+        if self._store is not None:
+            self._store.close()
+        self._lock.release()
 
     def __enter__(self) -> FolderRAG:
         return self

@@ -114,12 +114,13 @@ class FolderRAGOptions:
     def blending(self) -> BlendConfig:
         """Options of the engine; copies of what was read last stay in memory, unless something else was chosen."""
         config = self.config
-        if config.memory_limit == "auto" and not self._on_gpu:
+        if config.memory_limit == "auto" and not self.on_gpu:
             config = replace(config, memory_limit=_MEMORY_LIMIT)
         return config
 
     @property
-    def _on_gpu(self) -> bool:
+    def on_gpu(self) -> bool:
+        """Whether the model will be on a GPU."""
         import torch
 
         return torch.cuda.is_available() if self.device == "auto" else self.device.startswith("cuda")

@@ -425,10 +425,36 @@ class BlendEngine:
         """
         self._check_open()
         self.flush()
+        failed: list[StoreError] = []
+        keys = self._records_of(chunks, prefix, failed)
+        erased = 0
+        for key in keys:
+            with _noted(failed):
+                erased += self.store.delete(key)
+        if failed:
+            raise StoreError(f"not all could be forgotten, {erased} records were: {failed[0]}") from failed[0]
+        return erased
+
+    def records_of(self, chunks: Iterable[str], *, prefix: str = "") -> set[str]:
+        """Keys of all records that hold KV of chunks, and of those that would: what `forget` erases.
+
+        Raises
+        ------
+        StoreError
+            If some could not be looked for.
+        """
+        self._check_open()
+        failed: list[StoreError] = []
+        keys = self._records_of(chunks, prefix, failed)
+        if failed:
+            raise StoreError(f"not all records could be looked for: {failed[0]}") from failed[0]
+        return keys
+
+    def _records_of(self, chunks: Iterable[str], prefix: str, failed: list[StoreError]) -> set[str]:
+        """See `records_of`; what went wrong on the way is added to ``failed``."""
         self._pipeline.look_at_model()
         forms = [self._pipeline.chunk_forms(text, prefix) for text in _texts(chunks)]
         keys = {segment.key for segments in forms for segment in segments}
-        failed: list[StoreError] = []
         for key in [*keys]:
             with _noted(failed):
                 keys.update(other for other, _ in self.store.infos(key + OTHER_FORM))
@@ -443,14 +469,9 @@ class BlendEngine:
         with _noted(failed):
             kept = self.store.infos(KEY_PREFIX) if ids else ()
             keys.update(key for key, info in kept if any(holds(info, chunk) for chunk in ids))
+        # No text of theirs stays in memory either.
         self._pipeline.tokenizer.forget()
-        erased = 0
-        for key in keys:
-            with _noted(failed):
-                erased += self.store.delete(key)
-        if failed:
-            raise StoreError(f"not all could be forgotten, {erased} records were: {failed[0]}") from failed[0]
-        return erased
+        return keys
 
     @property
     def storing_seconds(self) -> float:

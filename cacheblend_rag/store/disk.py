@@ -322,20 +322,22 @@ class DiskStore(BaseStore):
 
     # What is in it ---------------------------------------------------------------------------
 
-    def entries(self) -> Iterator[DiskEntry]:
-        """All records, most recently used first; looking does not count as use."""
+    def entries(self, beginning: str = "") -> Iterator[DiskEntry]:
+        """All records whose key begins so, most recently used first; looking does not count as use."""
         fields = "key, size, store_time, access_time, filename"
+        where = "raw = 1 AND key >= ? AND key < ?"  # a range of keys, which the index of the data base has in order
         with self._reading() as sql:
-            rows = sql(f"SELECT {fields} FROM Cache WHERE raw = 1 ORDER BY access_time DESC").fetchall()
+            rows = sql(
+                f"SELECT {fields} FROM Cache WHERE {where} ORDER BY access_time DESC",
+                (beginning, beginning + chr(0x10FFFF)),
+            ).fetchall()
         for row in rows:
             if isinstance(row[0], str) and isinstance(row[4], str):
                 yield DiskEntry(*row)
 
     def infos(self, beginning: str) -> Iterator[tuple[str, RecordInfo]]:
         """See `KVStore.infos`."""
-        for entry in self.entries():
-            if not entry.key.startswith(beginning):
-                continue
+        for entry in self.entries(beginning):
             try:
                 record = self.read(entry)
             except RecordError:

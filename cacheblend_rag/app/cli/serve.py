@@ -22,7 +22,11 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     serve.add_argument("--port", type=int, default=8000, help="port (default 8000; 0 for a free one)")
     add_arguments(serve, "ratio", "max-new-tokens")
     serve.add_argument("--upload-limit", metavar="SIZE", help="of one uploaded file (default 20 MB)")
+    serve.add_argument("--disk-limit", metavar="SIZE", help="of the documents of one key (default 5 GB)")
     serve.add_argument("--queue", type=int, metavar="N", help="requests of one key that may wait (default 64)")
+    serve.add_argument(
+        "--connections", type=int, metavar="N", help="open at once from one address, a proxy too (default 250)"
+    )
     serve.add_argument("--concurrent", type=int, metavar="N", help="answers under way at once (default 4; 1 on a GPU)")
     serve.set_defaults(run=_serve)
 
@@ -32,9 +36,10 @@ def server_settings(parsed: argparse.Namespace) -> ServerSettings:
     from cacheblend_rag.app.server.settings import Limits, ServerSettings
     from cacheblend_rag.config import parse_bytes
 
-    limits = {"queue": parsed.queue}
-    if parsed.upload_limit is not None:
-        limits["upload_bytes"] = parse_bytes(parsed.upload_limit, "upload_limit")
+    limits = {"queue": parsed.queue, "address_connections": parsed.connections}
+    for name, given in (("upload_bytes", "upload_limit"), ("disk_bytes", "disk_limit")):
+        if (size := getattr(parsed, given)) is not None:
+            limits[name] = parse_bytes(size, given)
     chosen = Limits(**{name: value for name, value in limits.items() if value is not None})
     rag = rag_options(parsed)
     return ServerSettings(rag=rag, host=parsed.host, port=parsed.port, limits=chosen, concurrent=parsed.concurrent)

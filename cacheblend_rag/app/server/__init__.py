@@ -8,14 +8,18 @@ Nothing is imported here, so that the command line stays light.
 ``rag_api``, ``openai_api`` requests; their bodies in ``rag_models`` and ``openai_models``
 ``service``, ``sessions``   what all requests share, and the server as one tenant sees it
 ``tenants``                 keys, and what belongs to each: salt, known texts, a folder
-``library``                 documents with their index, saved together
-``ingestion``               uploads read, split, embedded and warmed in the background
-``reading``                 one file parsed in a process of its own, within limits
+``library``                 collections as requests see them, and what deleting takes
+``catalogue``               collections, documents, passages and uploads of a tenant, in one SQLite file
+``ingestion``               uploads read, split, embedded and warmed in the background, tenants in turns
+``reading``                 files parsed in a process of its own
+``confinement``             limits that this process sets itself
 ``asking``, ``comparing``   a question as a prompt, its report, and every method side by side
+``templates``               what a request may hand to the chat template, and how long that may run
 ``chatting``                conversations through the LangChain chat model
 ``admission_queue``         the bounded, fair queue in front of the model
 ``streams``                 server-sent events, and clients that go away
-``gatekeeping``             sizes, hosts, origins and headers, before anything else runs
+``gatekeeping``             keys, sizes, hosts, origins and headers, before anything else runs
+``connections``             slow, idle and too many connections
 ``problems``                errors as answers
 ``metrics``, ``logs``       what is counted and what is written down
 ``suggestions``             questions the page offers for the bundled articles

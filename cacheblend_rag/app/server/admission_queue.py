@@ -108,12 +108,17 @@ class AdmissionQueue:
         self.served = 0
         """Requests that are served now."""
         self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
-        self._mean = 1.0
+        self._mean, self._moved = 1.0, time.monotonic()
 
     @property
     def waiting(self) -> int:
         """Requests that wait now."""
         return sum(map(len, self._waiting.values()))
+
+    @property
+    def still(self) -> float:
+        """Seconds for which all places have been taken by the same requests; 0 if one is free."""
+        return 0.0 if self._free else time.monotonic() - self._moved
 
     def retry_after(self) -> int:
         """Seconds after which there will probably be room again."""
@@ -177,6 +182,7 @@ class AdmissionQueue:
     def _give(self, places: int) -> None:
         self._free -= places
         self.served += 1
+        self._moved = time.monotonic()
 
     def _take_back(self, places: int) -> None:
         self._free += places

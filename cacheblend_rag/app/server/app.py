@@ -75,7 +75,18 @@ def create_app(settings: ServerSettings, service: Service | None = None) -> Fast
 def _add_plain_routes(app: FastAPI) -> None:
     @app.get("/healthz", tags=["Server"])
     async def healthz() -> dict[str, str]:
-        """Whether the server is up."""
+        """Whether the server is up, as `/livez` says it."""
+        return {"status": "ok"}
+
+    @app.get("/livez", tags=["Server"])
+    async def livez() -> dict[str, str]:
+        """Whether the server is up; if this is not answered, start it again."""
+        return {"status": "ok"}
+
+    @app.get("/readyz", tags=["Server"])
+    async def readyz(request: Request) -> dict[str, str]:
+        """Whether requests are answered: 503 with the reason where they are not."""
+        await service_of(request).check_ready()
         return {"status": "ok"}
 
     @app.get("/metrics", tags=["Server"], response_class=Response)

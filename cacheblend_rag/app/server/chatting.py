@@ -12,6 +12,7 @@ from langchain_core.messages.utils import convert_to_messages
 from pydantic import Field
 
 from cacheblend_rag.app.server.openai_models import ChatBody, ChatMessage
+from cacheblend_rag.app.server.templates import check_arguments
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import CacheBlendError, PromptError
 from cacheblend_rag.langchain import ChatCacheBlend
@@ -60,7 +61,10 @@ class ServedChat(ChatCacheBlend):
             If the chat template refuses the conversation.
         ConfigError
             If a tool or an option cannot be used.
+        Problem
+            400 if the chat template takes no such argument.
         """
+        check_arguments(self.engine.tokenizer, body.chat_template_kwargs)
         tools = [tool.model_dump() for tool in body.tools or []] if body.tool_choice != "none" else []
         overrides: dict[str, Any] = {
             "tools": tools or None,

@@ -5,19 +5,25 @@ from __future__ import annotations
 import ipaddress
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend_rag.app.server.problems import Problem, noted_problem
 from cacheblend_rag.app.server.settings import ServerSettings
+from cacheblend_rag.app.server.tenants import Keys
 
 __all__ = ["Gatekeeper"]
 
 _log = logging.getLogger("cacheblend_rag.app.server.access")
 _SAFE = ("GET", "HEAD", "OPTIONS")
+# What needs a key, where there are keys.
+_GUARDED = ("/api/", "/v1/", "/metrics")
 # Scripts come from the server's own files only: text of documents can never become one.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -47,6 +53,7 @@ class Gatekeeper:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, seen: Callable[[str, int], None]) -> None:
         self._app, self._settings, self._seen = app, settings, seen
+        self._keys, self._uploads = Keys(settings.api_keys), Counter[str]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or refuse it."""
@@ -70,15 +77,28 @@ class Gatekeeper:
             if problem is not None:
                 await problem.response()(scope, receive, noted)
             else:
-                await self._app(scope, limited.receive, limited.send)
+                with self._counted(scope):
+                    await self._app(scope, limited.receive, limited.send)
         except _TooLargeError:
             pass  # answered already
+        except ClientDisconnect:
+            scope.setdefault("state", {})["gone"] = True
         except Exception as error:
             problem = noted_problem(error)
             if not status:
                 await problem.response()(scope, receive, noted)
         finally:
             self._note(scope, status, time.perf_counter() - started)
+
+    @contextmanager
+    def _counted(self, scope: Scope) -> Iterator[None]:
+        """Count the uploads of each tenant: their files lie on the disk before they are looked at."""
+        counted = [scope["tenant"]] if _is_upload(scope) and "tenant" in scope else []
+        self._uploads.update(counted)
+        try:
+            yield
+        finally:
+            self._uploads.subtract(counted)
 
     def _refusal(self, scope: Scope, most: int) -> Problem | None:
         headers = Headers(scope=scope)
@@ -88,6 +108,14 @@ class Gatekeeper:
         host = headers.get("host", "")
         if self._settings.is_loopback and not _local(host):
             return Problem(421, "wrong_host", "this server answers on its own machine only")
+        if scope["path"].startswith(_GUARDED):  # before anything of a body is read
+            try:
+                tenant = self._keys.name_of(headers.get("authorization"))
+            except Problem as problem:
+                return problem
+            if self._uploads[tenant] >= self._settings.limits.uploading and _is_upload(scope):
+                return Problem(429, "busy", "as many uploads of yours are being sent as may be", retry_after=5)
+            scope["tenant"] = tenant
         origin = headers.get("origin")
         if origin is not None and scope["method"] not in _SAFE and urlsplit(origin).netloc != host:
             return Problem(403, "wrong_origin", "pages of other servers may not use this one")
@@ -140,6 +168,10 @@ class _Limited:
             return
         self._begun = True
         await self._send(message)
+
+
+def _is_upload(scope: Scope) -> bool:
+    return scope["method"] == "POST" and str(scope["path"]).endswith("/documents")
 
 
 def _too_large(most: int) -> Problem:

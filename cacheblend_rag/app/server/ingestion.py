@@ -1,69 +1,52 @@
-"""Uploads read, split, embedded, saved and warmed in the background, one file after the other."""
+"""Uploads read, split, embedded, saved and warmed in the background, tenants in turns.
+
+What is to be done stands in the catalogue of each tenant, so a server that is started again goes on with it. A turn
+takes a batch of files of one tenant. KV is stored when no tenant has files to be read.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import os
-import queue
-import secrets
 import threading
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from langchain_core.documents import Document
 
-from cacheblend_rag.app.server.library import DocumentEntry, OwnCollection
+from cacheblend_rag.app.server.catalogue import Incoming, stored_bytes
+from cacheblend_rag.app.server.library import Library
 from cacheblend_rag.app.server.metrics import Metrics
 from cacheblend_rag.app.server.problems import Problem, problem_of
-from cacheblend_rag.app.server.reading import read_upload
+from cacheblend_rag.app.server.reading import Reader
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.errors import CacheBlendError
-from cacheblend_rag.prompt.matching import ChunkRegistry
+from cacheblend_rag.errors import CacheBlendError, DocumentError, StoreError
+from cacheblend_rag.retrieval.embedder import SharedEmbeddings
 from cacheblend_rag.retrieval.splitting import split
+from cacheblend_rag.retrieval.vectors import Vectors, as_matrix
 
-__all__ = ["Incoming", "Ingestion", "Job"]
+__all__ = ["Ingestion", "Job", "Warmed"]
 
 _log = logging.getLogger(__name__)
-# Jobs that can still be asked about after their end.
+# Jobs whose events are kept.
 _REMEMBERED = 500
-_BATCH = 32
-# Chunks warmed in one go: more go faster together, and for as long a document cannot be deleted.
-_WARMED = 4
+# Files and chunks of a turn: together they are embedded and saved faster. A longer document takes several turns.
+_FILES, _CHUNKS = 32, 256
+_EMBEDDED = 32
+# Chunks warmed in one go, and characters of shorter ones: more go faster together, and others wait as long.
+_WARMED, _WARMED_CHARS = 4, 8_000
+# Documents whose texts are read ahead for that.
+_AHEAD = 32
 # Events of one stage of one file, about; all are kept for who comes later.
 _TOLD = 100
-
-
-@dataclass
-class Incoming:
-    """An uploaded file on its way in.
-
-    Parameters
-    ----------
-    id, name : str
-        Of the document it becomes.
-    path : path
-        Where its bytes wait; a name drawn by the server.
-    bytes : int
-    sha256 : str
-    error : str
-        Why it did not come in.
-    taken : bool
-        Whether it has come in.
-    """
-
-    id: str
-    name: str
-    path: Path
-    bytes: int
-    sha256: str
-    error: str = ""
-    taken: bool = False
+# Seconds until what failed for want of disk space is tried again.
+_RETRY = 5.0
 
 
 class Job:
@@ -72,20 +55,21 @@ class Job:
     Events are kept, so that who comes later reads all of them.
     """
 
-    def __init__(self, tenant: str, collection: OwnCollection, files: Sequence[Incoming]) -> None:
-        self.id, self.tenant = secrets.token_hex(8), tenant
-        self.collection, self.files = collection, list(files)
+    def __init__(self, id: str, names: Mapping[str, str]) -> None:
+        self.id, self.names = id, dict(names)
         self.ended = False
         self._events: list[dict[str, Any]] = []
         self._listeners: set[Callable[[], object]] = set()
         self._lock = threading.Lock()
 
-    def say(self, stage: str, file: str, done: int, total: int, error: str = "") -> None:
+    def say(self, stage: str, file: str, done: int, total: int, error: str = "", *, last: bool = False) -> None:
         """Tell how far it is; ``done`` of ``total`` chunks of this stage."""
         told = {"stage": stage, "file": file, "done": done, "total": total, **({"error": error} if error else {})}
         with self._lock:
+            if self.ended:
+                return
             self._events.append(told)
-            self.ended = self.ended or stage in ("done", "failed")
+            self.ended = last
             for wake in self._listeners:
                 with contextlib.suppress(RuntimeError):  # a loop that is closed
                     wake()
@@ -117,6 +101,32 @@ class Job:
                 self._listeners.discard(wake)
 
 
+@dataclass
+class Warmed:
+    """What is warmed besides documents: texts that all may read.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+    texts : deque of str
+    """
+
+    engine: BlendEngine
+    texts: deque[str]
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A passage whose KV is to be stored."""
+
+    document: str
+    name: str
+    job: str
+    text: str
+    number: int
+    of: int
+
+
 class Ingestion:
     """The background thread through which everything goes into collections.
 
@@ -124,41 +134,49 @@ class Ingestion:
     ----------
     limits : Limits
     metrics : Metrics
+    embeddings : SharedEmbeddings
+    libraries : mapping of str to Library
+        By tenant.
+    engine : callable
+        The engine of a tenant.
+    base : Warmed
+        Warmed like the documents of a tenant.
     """
 
-    def __init__(self, limits: Limits, metrics: Metrics) -> None:
-        self._limits, self._metrics = limits, metrics
-        self._work: queue.Queue[Callable[[], None] | None] = queue.Queue()
-        self._jobs: OrderedDict[str, Job] = OrderedDict()
-        self._stopping = threading.Event()
+    def __init__(
+        self,
+        limits: Limits,
+        metrics: Metrics,
+        embeddings: SharedEmbeddings,
+        libraries: Mapping[str, Library],
+        engine: Callable[[str], BlendEngine],
+        base: Warmed,
+    ) -> None:
+        self._limits, self._metrics, self._embeddings = limits, metrics, embeddings
+        self._libraries, self._engine, self._base = libraries, engine, base
+        self._indexing, self._warming = deque(libraries), deque(["", *libraries])  # whose turn is next
+        self._texts: dict[str, deque[_Text]] = {name: deque() for name in libraries}  # read ahead to be warmed
+        self._begun: dict[str, Iterator[None]] = {}  # work of a tenant that is more than a turn
+        self._not_before = dict.fromkeys(libraries, 0.0)
+        self._jobs: OrderedDict[tuple[str, str], Job] = OrderedDict()
+        self._stopping, self._news, self._idle = threading.Event(), threading.Event(), threading.Event()
+        self._reader, self._read_for = Reader(limits), ""
+        for name, library in libraries.items():
+            for id, _ in library.catalogue.jobs():
+                self._jobs[name, id] = Job(id, {one.id: one.name for one in library.catalogue.files(job=id)})
         self._thread = threading.Thread(target=self._run, name="ingestion", daemon=True)
         self._thread.start()
 
-    def warm_base(self, engine: BlendEngine, texts: Sequence[str]) -> None:
-        """Store the KV of the base documents, between requests."""
+    # What requests ask of it ---------------------------------------------------------------------
 
-        def work() -> None:
-            for start in range(0, len(texts), _WARMED):
-                if self._stopping.is_set() or engine.warm(texts[start : start + _WARMED], progress=False).skipped:
-                    return
-
-        self._work.put(work)
-
-    def submit(self, job: Job, known: ChunkRegistry, engine: BlendEngine) -> None:
-        """Take a job in.
-
-        Raises
-        ------
-        Problem
-            429 if too many wait.
-        """
-        waiting = sum(not one.ended for one in self._jobs.values())
-        if waiting >= self._limits.jobs:
-            raise Problem(429, "busy", "too many uploads wait already; try again later", retry_after=10)
-        self._jobs[job.id] = job
-        while len(self._jobs) > _REMEMBERED:
-            self._jobs.popitem(last=False)
-        self._work.put(lambda: self._ingest_all(job, known, engine))
+    def accepted(self, tenant: str, job: str, files: Iterable[Incoming]) -> None:
+        """An upload was taken in: get to it."""
+        self._jobs[tenant, job] = Job(job, {one.id: one.name for one in files})
+        ended = [key for key, one in self._jobs.items() if one.ended]
+        for key in ended[: max(0, len(self._jobs) - _REMEMBERED)]:
+            del self._jobs[key]
+        self._end_if_done(self._libraries[tenant], job)  # the thread may have been quicker
+        self.wake()
 
     def job(self, id: str, tenant: str) -> Job:
         """A job of a tenant.
@@ -168,105 +186,293 @@ class Ingestion:
         Problem
             404 if it has none of this id.
         """
-        job = self._jobs.get(id)
-        if job is None or job.tenant != tenant:
+        job = self._jobs.get((tenant, id))
+        if job is None and self._libraries[tenant].catalogue.job(id) is not None:
+            job = Job(id, {})  # one that ended before the server was started
+            self._tell_end(self._libraries[tenant], job)
+        if job is None:
             raise Problem(404, "no_job", "there is no such job")
         return job
 
-    def under_way(self, collection: OwnCollection) -> list[Incoming]:
-        """Files on their way into a collection, and those that failed."""
-        files = [one for job in self._jobs.values() if job.collection is collection for one in job.files]
-        return [one for one in files if not one.taken]
+    def dismiss(self, library: Library, collection: str, file: str) -> bool:
+        """Take a file that failed or waits off the list; whether there was one."""
+        found = [one for one in library.catalogue.files(collection=collection) if one.id == file]
+        if not found or not library.catalogue.dismiss(collection, file):
+            return False
+        library.discard(found)
+        self._end_if_done(library, found[0].job)
+        return True
 
-    def dismiss(self, collection: OwnCollection, id: str) -> bool:
-        """Take a failed or waiting file off the list; whether there was one."""
-        with collection.lock:
-            for job in list(self._jobs.values()):
-                for one in list(job.files):
-                    if job.collection is collection and one.id == id and not one.taken:
-                        job.files.remove(one)
-                        return True
-        return False
+    def wake(self) -> None:
+        """There is something to be done."""
+        self._idle.clear()
+        self._news.set()
+
+    def wait_idle(self, seconds: float) -> bool:
+        """Wait until nothing is left to be done; whether that came true."""
+        return self._idle.wait(seconds)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
 
     def stop(self) -> None:
-        """Stop after the step in hand; what was not saved yet is dropped whole."""
+        """Stop after the step in hand; what is not done yet is done when the server runs again."""
         self._stopping.set()
-        self._work.put(None)
+        self._reader.stop()
+        for job in list(self._jobs.values()):
+            job.say(
+                "waiting", "", 0, len(job.names), "the server stops; it goes on with this when it runs again", last=True
+            )
+        self.wake()
 
     def close(self) -> None:
         """`stop`, and wait for it."""
         self.stop()
         self._thread.join()
-        for job in self._jobs.values():
-            if not job.ended:
-                job.say("failed", "", 0, len(job.files), "the server is stopping")
+
+    # The thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (work := self._work.get()) is not None and not self._stopping.is_set():
+        while not self._stopping.is_set():
+            self._news.clear()
             try:
-                work()
+                self._erase()
+                while not self._stopping.is_set() and (self._index() or self._warm()):
+                    self._erase()
             except Exception as error:
-                _log.error("background work failed: %s", type(error).__name__)
+                _log.error("background work failed: %s", type(error).__name__, exc_info=True)
+                self._stopping.wait(_RETRY)
+                continue
+            self._reader.close()
+            waits = any(time.monotonic() < until for until in self._not_before.values())
+            if not waits and any(one.unfinished for one in self._libraries.values()):
+                continue
+            if not waits and not self._news.is_set():
+                self._idle.set()
+            self._news.wait(_RETRY / 5 if waits else None)
+        self._reader.close()
 
-    def _ingest_all(self, job: Job, known: ChunkRegistry, engine: BlendEngine) -> None:
-        failed, count = [], len(job.files)
-        for file in list(job.files):
+    def _next(self, turns: deque[str]) -> Iterable[str]:
+        """All whose turn can come; who had one goes to the end."""
+        now = time.monotonic()
+        for name in list(turns):
+            if self._not_before.get(name, 0.0) <= now:
+                turns.remove(name)
+                turns.append(name)
+                yield name
+
+    @contextlib.contextmanager
+    def _for(self, name: str) -> Iterator[None]:
+        """Work for a tenant; where the disk is full or fails it is tried again later."""
+        try:
+            yield
+        except (Problem, StoreError) as error:
+            _log.warning("work for a tenant waits: %s", error)
+            self._not_before[name] = time.monotonic() + _RETRY
+
+    def _erase(self) -> None:
+        """Try again to erase what was deleted."""
+        for name, library in self._libraries.items():
+            if library.unfinished and self._not_before[name] <= time.monotonic() and not library.erase():
+                self._not_before[name] = time.monotonic() + _RETRY
+
+    def _index(self) -> bool:
+        """One turn of one tenant; whether there was anything to be done."""
+        for name in self._next(self._indexing):
+            library = self._libraries[name]
+            work = self._begun.pop(name, None)
+            if work is None and (files := library.catalogue.waiting(_FILES)):
+                work = self._take_in(name, library, files)
+            if work is None:
+                continue
+            with self._for(name):
+                for _ in work:  # there is more of it than fits a turn
+                    self._begun[name] = work
+                    break
+            return True
+        return False
+
+    def _take_in(self, name: str, library: Library, files: Sequence[Incoming]) -> Iterator[None]:
+        """Make documents of some files; gives way after each turn's share of the work."""
+        read: list[tuple[Incoming, list[Document]]] = []
+        for file in files:
+            if self._stopping.is_set() or sum(len(chunks) for _, chunks in read) >= _CHUNKS:
+                break
             try:
+                read.append((file, self._read(name, library, file)))
+            except Exception as error:
                 if self._stopping.is_set():
-                    raise Problem(503, "stopping", "the server is stopping")
-                if file in job.files:
-                    self._ingest(job, file, known, engine)
-                    self._metrics.ingested.labels("ready").inc()
-            except Exception as error:
-                if not isinstance(error, (CacheBlendError, Problem)):
-                    _log.error("a document could not be ingested: %s", type(error).__name__)
-                file.error = problem_of(error).message
-                failed.append(file)
-                self._metrics.ingested.labels("failed").inc()
-            finally:
-                with contextlib.suppress(OSError):
-                    os.unlink(file.path)
-        name = failed[0].name if failed else job.files[-1].name if job.files else ""
-        problem = "; ".join(f"{one.name}: {one.error}" for one in failed)
-        job.say("failed" if len(failed) == count else "done", name, count - len(failed), count, problem)
+                    return
+                self._fail(library, file, error)
+        yield from self._embed_and_save(name, library, read)
+        for job in dict.fromkeys(file.job for file in files):
+            self._end_if_done(library, job)
 
-    def _ingest(self, job: Job, file: Incoming, known: ChunkRegistry, engine: BlendEngine) -> None:
-        collection = job.collection
-        job.say("reading", file.name, 0, 1)
-        source = read_upload(file.path, file.name, self._limits, self._stopping.is_set)
-        job.say("splitting", file.name, 0, 1)
+    def _read(self, name: str, library: Library, file: Incoming) -> list[Document]:
+        self._say(name, file.job, "reading", file.name, 0, 1)
+        if name != self._read_for:
+            self._reader.close()  # each tenant's files are parsed in a process of their own
+            self._read_for = name
+        source = self._reader.read(library.incoming / file.id, file.name)
+        self._say(name, file.job, "splitting", file.name, 0, 1)
         chunks = split([source])
         if not chunks:
-            raise Problem(400, "no_text", "the file holds no text")
-        texts = [chunk.page_content for chunk in chunks]
-        parts = []
-        step = max(1, len(texts) // _BATCH // _TOLD) * _BATCH
-        for start in range(0, len(texts), _BATCH):
-            if start % step == 0:
-                job.say("embedding", file.name, start, len(texts))
-            parts.append(collection.store.embed(texts[start : start + _BATCH]))
-            if self._stopping.is_set():
-                raise Problem(503, "stopping", "the server is stopping")
-        entry = DocumentEntry(file.id, file.name, file.bytes, file.sha256, len(chunks))
-        with collection.lock:
-            if file not in job.files:
-                return  # taken back meanwhile
-            collection.add(entry, chunks, np.concatenate(parts))
-            file.taken = True
-            known.add(texts)
-        try:
-            self._warm(job, entry, texts, engine)
-        except CacheBlendError as error:  # the document is in; its KV is stored when it is used
-            _log.warning("a document could not be warmed: %s", type(error).__name__)
+            raise DocumentError("the file holds no text")
+        return chunks
 
-    def _warm(self, job: Job, entry: DocumentEntry, texts: Sequence[str], engine: BlendEngine) -> None:
-        """Store the KV of a document; one that is deleted meanwhile gets none."""
-        step = max(1, len(texts) // _WARMED // _TOLD) * _WARMED
-        for start in range(0, len(texts), _WARMED):
-            if start % step == 0:
-                job.say("warming", entry.name, start, len(texts))
-            with job.collection.lock:
-                if self._stopping.is_set() or not job.collection.holds(entry.id):
-                    return
-                if engine.warm(texts[start : start + _WARMED], progress=False).skipped:
-                    return  # the store is full; the rest is stored as it is used
+    def _embed_and_save(
+        self, name: str, library: Library, read: Sequence[tuple[Incoming, list[Document]]]
+    ) -> Iterator[None]:
+        try:
+            taken = yield from self._embedded(name, read)
+            if self._stopping.is_set():
+                return
+            taken = self._with_room(library, taken)
+            came: list[Incoming] = []
+            for id in dict.fromkeys(file.collection for file, _ in read):
+                if (collection := library.get(id)) is not None:
+                    came += library.add(collection, [one for one in taken if one[0].collection == id])
+        except (Problem, StoreError):
+            raise  # the disk is full or fails, which is no fault of the files
+        except Exception as error:
+            if len(read) == 1:
+                self._fail(library, read[0][0], error)
+            for one in read if len(read) > 1 else ():  # it may be the fault of one alone
+                yield from self._embed_and_save(name, library, [one])
+            return
+        library.discard([file for file, _ in read])
+        self._metrics.ingested.labels("ready").inc(len(came))
+
+    def _with_room(
+        self, library: Library, taken: Sequence[tuple[Incoming, list[Document], Vectors]]
+    ) -> list[tuple[Incoming, list[Document], Vectors]]:
+        """Those documents that the tenant has room for; they may take more than their files did."""
+        used, most, fit = library.catalogue.bytes_used(), self._limits.disk_bytes, []
+        for file, chunks, vectors in taken:
+            more = stored_bytes(chunks, vectors) - file.bytes
+            if used + more <= most:
+                used += more
+                fit.append((file, chunks, vectors))
+            else:
+                message = f"with it your documents would take {used + more:,} bytes; they may take {most:,}"
+                self._fail(library, file, DocumentError(message))
+        return fit
+
+    def _embedded(
+        self, name: str, read: Sequence[tuple[Incoming, list[Document]]]
+    ) -> Generator[None, None, list[tuple[Incoming, list[Document], Vectors]]]:
+        """Embed the chunks of several files together."""
+        places = [(file, number, len(chunks)) for file, chunks in read for number in range(len(chunks))]
+        texts = [chunk.page_content for _, chunks in read for chunk in chunks]
+        parts = []
+        for start in range(0, len(texts), _EMBEDDED):
+            if start and start % _CHUNKS == 0:
+                yield
+            for file, number, total in places[start : start + _EMBEDDED]:
+                if number % (max(1, total // _EMBEDDED // _TOLD) * _EMBEDDED) == 0:
+                    self._say(name, file.job, "embedding", file.name, number, total)
+            some = texts[start : start + _EMBEDDED]
+            parts.append(as_matrix(self._embeddings.embed_documents(some), len(some)))
+            if self._stopping.is_set():
+                return []
+        vectors = np.concatenate(parts) if parts else np.empty((0, 0), dtype=np.float32)
+        taken, at = [], 0
+        for file, chunks in read:
+            taken.append((file, chunks, vectors[at : at + len(chunks)]))
+            at += len(chunks)
+        return taken
+
+    def _fail(self, library: Library, file: Incoming, error: BaseException) -> None:
+        if not isinstance(error, (CacheBlendError, Problem)):
+            _log.error("a document could not be ingested: %s", type(error).__name__)
+        library.catalogue.fail(file.id, problem_of(error).message)
+        library.discard([file])
+        self._metrics.ingested.labels("failed").inc()
+
+    def _warm(self) -> bool:
+        """One step for one tenant; whether there was anything to be done."""
+        for name in self._next(self._warming):
+            if name == "":
+                if self._warm_base():
+                    return True
+                continue
+            library, texts = self._libraries[name], self._texts[name]
+            if not texts:
+                texts.extend(self._ahead(library))
+            if texts:
+                with self._for(name):
+                    self._warm_some(name, library, texts)
+                return True
+        return False
+
+    def _warm_base(self) -> bool:
+        some = _step(self._base.texts, len)
+        if some and self._base.engine.warm(some, progress=False).skipped:
+            self._base.texts.clear()
+        return bool(some)
+
+    def _ahead(self, library: Library) -> Iterable[_Text]:
+        for id, name, job in library.catalogue.to_warm(_AHEAD):
+            found = library.catalogue.texts_of(id)
+            yield from (_Text(id, name, job, text, number, len(found)) for number, text in enumerate(found))
+            if len(found) > _CHUNKS:
+                return
+
+    def _warm_some(self, name: str, library: Library, texts: deque[_Text]) -> None:
+        """Store the KV of some passages; a document that is deleted meanwhile gets none."""
+        some = _step(texts, lambda one: len(one.text))
+        there = {id for id in dict.fromkeys(one.document for one in some) if library.catalogue.holds(id)}
+        for one in some:
+            if one.document in there and one.number % (max(1, one.of // _WARMED // _TOLD) * _WARMED) == 0:
+                self._say(name, one.job, "warming", one.name, one.number, one.of)
+        done = [one for one in some if one.number == one.of - 1]
+        try:
+            skipped = (
+                self._engine(name).warm([one.text for one in some if one.document in there], progress=False).skipped
+            )
+        except CacheBlendError as error:  # the documents are in; their KV is stored when it is used
+            _log.warning("documents could not be warmed: %s", type(error).__name__)
+            skipped = 0
+        if skipped:  # the store is full; the rest is stored as it is used
+            done = [*some, *texts]
+            texts.clear()
+        library.catalogue.warmed(list(dict.fromkeys(one.document for one in done)))
+        for job in dict.fromkeys(one.job for one in done):
+            self._end_if_done(library, job)
+
+    # Telling -------------------------------------------------------------------------------------
+
+    def _say(self, name: str, job: str, stage: str, file: str, done: int, total: int) -> None:
+        found = self._jobs.get((name, job))
+        if found is not None:
+            found.say(stage, file, done, total)
+
+    def _end_if_done(self, library: Library, id: str) -> None:
+        """End a job of which nothing is left to be done."""
+        catalogue = library.catalogue
+        if any(not one.error for one in catalogue.files(job=id)) or catalogue.unwarmed(id):
+            return
+        catalogue.end_job(id)
+        job = self._jobs.get((library.tenant.name, id))
+        if job is not None:
+            self._tell_end(library, job)
+
+    def _tell_end(self, library: Library, job: Job) -> None:
+        failed = library.catalogue.files(job=job.id)
+        total = max(len(job.names), library.catalogue.taken(job.id) + len(failed))
+        name = failed[0].name if failed else list(job.names.values())[-1] if job.names else ""
+        problem = "; ".join(f"{one.name}: {one.error}" for one in failed)
+        stage = "failed" if failed and len(failed) == total else "done"
+        job.say(stage, name, total - len(failed), total, problem, last=True)
+
+
+def _step(waiting: deque[Any], length: Callable[[Any], int]) -> list[Any]:
+    """Take what is warmed in one go off the front."""
+    some: list[Any] = []
+    room = _WARMED_CHARS
+    while waiting and (not some or (room >= length(waiting[0]))):
+        some.append(waiting.popleft())
+        room -= length(some[-1])
+    return some

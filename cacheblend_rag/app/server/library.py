@@ -1,59 +1,44 @@
-"""Collections: documents with their index, saved together so that they are never apart.
+"""Collections as requests see them: the served folders, and those of a tenant over its catalogue.
 
-A document is its entry in the state of a saved index and its chunks in that index; both are
-replaced in one step (`cacheblend_rag.retrieval.saved`), so a crash leaves the set before or after.
+Documents and passages lie in the catalogue. Vectors come into memory when a collection is first searched.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
+import os
 import secrets
-import shutil
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from langchain_core.documents import Document
 
+from cacheblend_rag.app.server.catalogue import Catalogue, CatalogueDamagedError, DocumentEntry, Incoming
 from cacheblend_rag.app.server.problems import Problem
-from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.app.server.settings import Limits
+from cacheblend_rag.app.server.tenants import Tenant
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.prompt.matching import written_forms
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings
 from cacheblend_rag.retrieval.embedder_fingerprint import same_model
 from cacheblend_rag.retrieval.index import FolderIndex
-from cacheblend_rag.retrieval.saved import IndexDamagedError, has_index, read_index
 from cacheblend_rag.retrieval.vectors import Vectors
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
+from cacheblend_rag.store.tombstones import TombstonedStore
 
-__all__ = ["BaseCollection", "Collection", "DocumentEntry", "Found", "Library", "OwnCollection"]
+__all__ = ["BaseCollection", "Collection", "Found", "Library", "OwnCollection"]
 
 _log = logging.getLogger(__name__)
-_KIND = "collection"
-
-
-@dataclass(frozen=True)
-class DocumentEntry:
-    """A document of a collection.
-
-    Parameters
-    ----------
-    id : str
-        Drawn by the server.
-    name : str
-        As its owner calls it; only ever shown.
-    bytes : int
-        Size of the file it came from.
-    sha256 : str
-        Hash of that file.
-    chunks : int
-    """
-
-    id: str
-    name: str
-    bytes: int
-    sha256: str
-    chunks: int
+# Passages whose vectors stay in memory, of all collections of a tenant; 1.5 kB each with the starter embedder.
+_IN_MEMORY = 300_000
+_EMBEDDED = 128
+# KV records erased at a time, and passages of deleted documents: others wait as long.
+_ERASED, _PURGED = 200, 2_000
 
 
 @dataclass(frozen=True)
@@ -72,24 +57,20 @@ class Collection:
 
     writable = False
 
-    def __init__(self, id: str, name: str, store: FaissVectorStore, embeddings: SharedEmbeddings) -> None:
-        self.id, self.name, self.store = id, name, store
-        self._embeddings = embeddings
+    def __init__(self, id: str, name: str) -> None:
+        self.id, self.name = id, name
 
     def documents(self) -> list[DocumentEntry]:
         """All documents, by name."""
         raise NotImplementedError
 
+    def counts(self) -> tuple[int, int]:
+        """How many documents and passages there are."""
+        raise NotImplementedError
+
     def search(self, query: str, k: int) -> list[Found]:
         """The chunks nearest to a question."""
-        if not len(self.store):
-            return []
-        vector = self._embeddings.embed_query(query)
-        hits = self.store.similarity_search_with_score_by_vector(vector, k)
-        return [
-            Found(self._document_id(one), one.metadata["source"], one.metadata["chunk"], one.page_content, score)
-            for one, score in hits
-        ]
+        raise NotImplementedError
 
     def chunk(self, document_id: str, number: int) -> Found:
         """One chunk of a document.
@@ -99,27 +80,15 @@ class Collection:
         Problem
             404 if there is none.
         """
-        found = self.store.get_by_ids([self._chunk_id(document_id, number)])
-        if not found:
-            raise Problem(404, "no_chunk", "there is no such chunk")
-        return Found(document_id, found[0].metadata["source"], number, found[0].page_content, 0.0)
-
-    def texts(self) -> list[str]:
-        """Texts of all chunks."""
-        return [one.page_content for one in self.store.documents()]
-
-    def _document_id(self, chunk: Document) -> str:
-        raise NotImplementedError
-
-    def _chunk_id(self, document_id: str, number: int) -> str:
         raise NotImplementedError
 
 
 class BaseCollection(Collection):
-    """The folder the server was started with; everyone may read it and nobody writes it here."""
+    """A folder the server was started with; everyone may read it and nobody writes it here."""
 
     def __init__(self, id: str, name: str, index: FolderIndex, embeddings: SharedEmbeddings) -> None:
-        super().__init__(id, name, index.store, embeddings)
+        super().__init__(id, name)
+        self.store, self._embeddings = index.store, embeddings
         self._entries: dict[str, DocumentEntry] = {}
         counts: dict[str, int] = {}
         for chunk in index.chunks():
@@ -134,195 +103,194 @@ class BaseCollection(Collection):
         """See `Collection.documents`."""
         return sorted(self._entries.values(), key=lambda one: one.name)
 
-    def _document_id(self, chunk: Document) -> str:
-        return _hashed(chunk.metadata["source"])
+    def counts(self) -> tuple[int, int]:
+        """See `Collection.counts`."""
+        return len(self._entries), len(self.store)
 
-    def _chunk_id(self, document_id: str, number: int) -> str:
+    def search(self, query: str, k: int) -> list[Found]:
+        """See `Collection.search`."""
+        if not len(self.store):
+            return []
+        vector = self._embeddings.embed_query(query)
+        return [
+            Found(_hashed(one.metadata["source"]), one.metadata["source"], one.metadata["chunk"], one.page_content, far)
+            for one, far in self.store.similarity_search_with_score_by_vector(vector, k)
+        ]
+
+    def chunk(self, document_id: str, number: int) -> Found:
+        """See `Collection.chunk`."""
         entry = self._entries.get(document_id)
-        return f"{entry.name}#{number}" if entry else ""
+        found = self.store.get_by_ids([f"{entry.name}#{number}"]) if entry else []
+        if not found:
+            raise Problem(404, "no_chunk", "there is no such chunk")
+        return Found(document_id, found[0].metadata["source"], number, found[0].page_content, 0.0)
+
+    def texts(self) -> list[str]:
+        """Texts of all chunks."""
+        return [one.page_content for one in self.store.documents()]
 
 
 class OwnCollection(Collection):
-    """A collection of one tenant, in a folder.
+    """A collection of one tenant.
 
     Parameters
     ----------
-    folder : path
-        Its own; made by the server.
-    name : str
+    id, name : str
+    catalogue : Catalogue
+        Where its documents are.
     embeddings : SharedEmbeddings
-    forget : callable
-        Erases what else is known of texts that leave (their KV), before they leave.
-
-    Raises
-    ------
-    IndexDamagedError
-        If what is saved there cannot be used.
     """
 
     writable = True
 
-    def __init__(
-        self,
-        folder: Path,
-        name: str,
-        embeddings: SharedEmbeddings,
-        forget: Callable[[OwnCollection, Sequence[str]], None],
-    ) -> None:
-        super().__init__(folder.name, name, FaissVectorStore(embeddings), embeddings)
-        self.folder = folder
-        self.lock = threading.RLock()
-        self.gone = False
-        self._entries: dict[str, DocumentEntry] = {}
-        if has_index(folder):
-            self._load()
-        else:
-            self._save()
-        self.store.on_delete(lambda texts: forget(self, texts))
+    def __init__(self, id: str, name: str, catalogue: Catalogue, embeddings: SharedEmbeddings) -> None:
+        super().__init__(id, name)
+        self._catalogue, self._embeddings = catalogue, embeddings
+        self._lock = threading.RLock()
+        self._index: FaissVectorStore | None = None
 
     def documents(self) -> list[DocumentEntry]:
         """See `Collection.documents`."""
-        return sorted(self._entries.values(), key=lambda one: (one.name, one.id))
+        return self._catalogue.documents(self.id)
 
-    def holds(self, document_id: str) -> bool:
-        """Whether a document is here."""
-        return document_id in self._entries
+    def counts(self) -> tuple[int, int]:
+        """See `Collection.counts`."""
+        return self._catalogue.counts(self.id)
 
-    def add(self, entry: DocumentEntry, chunks: Sequence[Document], vectors: Vectors) -> None:
-        """Add a document; one of the same name gives way to it, in the same step.
+    def chunk(self, document_id: str, number: int) -> Found:
+        """See `Collection.chunk`."""
+        found = self._catalogue.passage(self.id, document_id, number)
+        if found is None:
+            raise Problem(404, "no_chunk", "there is no such chunk")
+        return Found(found.document_id, found.document, found.number, found.text, 0.0)
 
-        Raises
-        ------
-        Problem
-            404 if the collection has been deleted meanwhile.
-        OSError
-            If it cannot be saved; the collection is then as before.
-        """
-        with self.lock:
-            if self.gone:
-                raise Problem(404, "no_collection", "the collection was deleted")
-            replaced = [one.id for one in self._entries.values() if one.name == entry.name]
-            for number, chunk in enumerate(chunks):
-                chunk.id = self._chunk_id(entry.id, number)
-                chunk.metadata = {**chunk.metadata, "source": entry.name, "document": entry.id, "chunk": number}
-            entries = {id: one for id, one in self._entries.items() if id not in replaced}
-            self._commit({**entries, entry.id: entry}, self._chunk_ids(replaced), chunks, vectors)
+    def search(self, query: str, k: int) -> list[Found]:
+        """See `Collection.search`."""
+        vector = self._embeddings.embed_query(query)
+        with self._lock:
+            index = self._loaded()
+            hits = index.similarity_search_with_score_by_vector(vector, k) if len(index) else []
+        far = {int(str(one.id)): distance for one, distance in hits}
+        passages = self._catalogue.passages(far)
+        return [
+            Found(one.document_id, one.document, one.number, one.text, distance)
+            for id, distance in far.items()
+            if (one := passages.get(id)) is not None
+        ]
 
-    def remove(self, document_id: str) -> None:
-        """Remove a document, its chunks and what `forget` erases.
+    @property
+    def in_memory(self) -> int:
+        """Passages whose vectors are in memory."""
+        index = self._index
+        return 0 if index is None else len(index)
 
-        Raises
-        ------
-        Problem
-            404 if it is not here.
-        """
-        with self.lock:
-            if document_id not in self._entries:
-                raise Problem(404, "no_document", "there is no such document")
-            entries = {id: one for id, one in self._entries.items() if id != document_id}
-            self._commit(entries, self._chunk_ids([document_id]))
+    def let_go(self) -> None:
+        """Let the vectors go; the next search brings them back."""
+        with self._lock:
+            self._index = None
 
-    def destroy(self) -> None:
-        """Remove everything."""
-        with self.lock:
-            self.gone = True
-            self.store.delete()
-            self._entries = {}
-            shutil.rmtree(_hidden(self.folder), ignore_errors=True)
+    def keep_up(self, change: Callable[[], None], removed: Sequence[str], added: Sequence[str]) -> None:
+        """Change the catalogue, and the vectors in memory with it."""
+        with self._lock:
+            if added:
+                self._renew()
+            leaving = self._catalogue.vectors(self.id, removed)[0] if self._index is not None else []
+            change()
+            if self._index is not None:
+                _put(self._index, leaving, *self._catalogue.vectors(self.id, added))
 
-    def _commit(
-        self,
-        entries: dict[str, DocumentEntry],
-        remove: Sequence[str],
-        chunks: Sequence[Document] = (),
-        vectors: Vectors | None = None,
-    ) -> None:
-        before, self._entries = self._entries, entries
-        try:
-            self.store.replace(remove, chunks, vectors)
-            self._save()
-        except BaseException:
-            self._entries = before
-            self.store.restore(read_index(self.folder))
-            raise
+    def _loaded(self) -> FaissVectorStore:
+        self._renew()
+        if self._index is None:
+            index = FaissVectorStore(self._embeddings)
+            _put(index, [], *self._catalogue.vectors(self.id))
+            self._index = index
+        return self._index
 
-    def _chunk_ids(self, document_ids: Sequence[str]) -> list[str]:
-        return [self._chunk_id(id, n) for id in document_ids for n in range(self._entries[id].chunks)]
+    def _renew(self) -> None:
+        """Embed everything anew if another model made the vectors; a collection has those of one model."""
+        if self._index is not None or same_model(self._catalogue.probes(self.id), self._embeddings.probes):
+            return
+        _log.warning("collection %s is embedded anew: the embedding model changed", self.id)
+        ids = self._catalogue.vectors(self.id)[0]
+        vectors: dict[int, Vectors] = {}
+        for start in range(0, len(ids), _EMBEDDED):
+            some = self._catalogue.passages(ids[start : start + _EMBEDDED])
+            embedded = FaissVectorStore(self._embeddings).embed([one.text for one in some.values()])
+            vectors.update(zip(some, embedded, strict=True))
+        self._catalogue.embed_anew(self.id, self._embeddings.probes.tolist(), vectors)
 
-    def _chunk_id(self, document_id: str, number: int) -> str:
-        return f"{document_id}#{number}"
 
-    def _document_id(self, chunk: Document) -> str:
-        return str(chunk.metadata["document"])
-
-    def _save(self) -> None:
-        state = {
-            "kind": _KIND,
-            "name": self.name,
-            "documents": [asdict(one) for one in self._entries.values()],
-            "probes": self._embeddings.probes.tolist(),
-        }
-        self.store.save(self.folder, state)
-
-    def _load(self) -> None:
-        saved = read_index(self.folder)
-        if saved.state.get("kind") != _KIND:
-            raise IndexDamagedError(f"the index in {self.folder} is no collection")
-        try:
-            self.name = str(saved.state["name"])
-            entries = [DocumentEntry(**one) for one in saved.state["documents"]]
-        except (KeyError, TypeError) as error:
-            raise IndexDamagedError(f"the collection in {self.folder} cannot be read: {error!r}") from error
-        self._entries = {one.id: one for one in entries}
-        self.store.restore(saved)
-        chunks = self.store.documents()
-        if sorted(str(one.id) for one in chunks) != sorted(self._chunk_ids(list(self._entries))):
-            raise IndexDamagedError(f"documents and chunks in {self.folder} do not belong together")
-        if not same_model(saved.state.get("probes"), self._embeddings.probes):
-            _log.warning("collection %s is embedded anew: the embedding model changed", self.id)
-            texts = [one.page_content for one in chunks]
-            self.store.replace([str(one.id) for one in chunks], chunks, self.store.embed(texts))
-            self._save()
+def _put(index: FaissVectorStore, leaving: Sequence[int], ids: Sequence[int], vectors: Vectors) -> None:
+    """Change an index whose documents are ids alone; their texts are in the catalogue."""
+    documents = [Document(id=str(id), page_content="") for id in ids]
+    index.replace([str(id) for id in leaving], documents, vectors if len(ids) else None)
 
 
 class Library:
-    """The collections of one tenant.
+    """The collections of one tenant, and its uploads.
 
     Parameters
     ----------
-    folder : path
+    tenant : Tenant
     embeddings : SharedEmbeddings
-    forget : callable
-        Erases the KV of texts that no collection of the tenant holds any more.
+    engine : callable
+        The engine with the tenant's salt.
+    store : TombstonedStore
+        Where the KV of its texts is.
+    shared : container of str
+        Texts whose KV stays whatever the tenant deletes.
+
+    Raises
+    ------
+    OSError
+        If the tenant's folder cannot be written.
     """
 
-    def __init__(self, folder: Path, embeddings: SharedEmbeddings, forget: Callable[[Sequence[str]], None]) -> None:
-        self.folder, self._embeddings, self._forget = folder, embeddings, forget
-        self._lock = threading.Lock()
-        self._collections: dict[str, OwnCollection] = {}
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for place in sorted(folder.iterdir()):
-            if place.name.startswith(".") or not has_index(place):
-                if not place.name.startswith(".damaged"):
-                    shutil.rmtree(place, ignore_errors=True)  # never finished, or deleted
-                continue
-            self._open(place)
+    def __init__(
+        self,
+        tenant: Tenant,
+        embeddings: SharedEmbeddings,
+        engine: Callable[[], BlendEngine],
+        store: TombstonedStore,
+        shared: Container[str] = (),
+    ) -> None:
+        self.tenant = tenant
+        self._embeddings, self._engine, self._store, self._shared = embeddings, engine, store, shared
+        self._lock = threading.RLock()
+        self.catalogue = _opened(tenant.folder / "documents")
+        self.incoming = self.catalogue.folder / "incoming"
+        self.incoming.mkdir(mode=0o700, exist_ok=True)
+        self._sweep(unfinished=True)
+        store.bury(self.catalogue.tombstones())
+        self.unfinished = self.catalogue.unfinished()
+        """Whether something that was deleted is still to be erased."""
+        self._collections = {
+            id: OwnCollection(id, name, self.catalogue, embeddings) for id, name in self.catalogue.collections()
+        }
+        tenant.remembers(self.catalogue.latest_texts)
 
-    def _open(self, place: Path) -> None:
-        try:
-            self._collections[place.name] = OwnCollection(place, "", self._embeddings, self._forget_alone)
-        except CacheBlendError as error:
-            aside = place.with_name(f".damaged-{place.name}-{secrets.token_hex(4)}")
-            place.rename(aside)
-            _log.error("a collection cannot be used and was put aside as %s: %s", aside.name, error)
+    def close(self) -> None:
+        """Close the catalogue."""
+        self.catalogue.close()
 
     def collections(self) -> list[OwnCollection]:
         """All collections, by name."""
-        return sorted(self._collections.values(), key=lambda one: (one.name, one.id))
+        known = list(self._collections.values())  # at once: another thread may make or delete one meanwhile
+        return sorted(known, key=lambda one: (one.name, one.id))
 
     def get(self, id: str) -> OwnCollection | None:
         """A collection by its id."""
         return self._collections.get(id)
+
+    def search(self, collection: OwnCollection, query: str, k: int) -> list[Found]:
+        """The chunks nearest to a question; other collections let go of their vectors if all take too much."""
+        found = collection.search(query, k)
+        room = _IN_MEMORY - collection.in_memory
+        for other in list(self._collections.values()):
+            if other is not collection and (room := room - other.in_memory) < 0:
+                other.let_go()
+        return found
 
     def create(self, name: str, limit: int) -> OwnCollection:
         """Make an empty collection.
@@ -330,14 +298,14 @@ class Library:
         Raises
         ------
         Problem
-            409 if there are ``limit`` already.
+            409 if there are ``limit`` already, 507 if the disk is full.
         """
         with self._lock:
             if len(self._collections) >= limit:
                 raise Problem(409, "too_many_collections", f"there may be {limit} collections; delete one first")
             id = secrets.token_hex(8)
-            made = OwnCollection(self.folder / id, name, self._embeddings, self._forget_alone)
-            self._collections[id] = made
+            self.catalogue.create(id, name, self._embeddings.probes.tolist())
+            made = self._collections[id] = OwnCollection(id, name, self.catalogue, self._embeddings)
             return made
 
     def delete(self, id: str) -> None:
@@ -346,32 +314,203 @@ class Library:
         Raises
         ------
         Problem
-            404 if there is none.
+            404 if there is none, 507 if the disk is so full that this cannot be written down.
+        StoreError
+            If it cannot be looked up which KV belongs to it; nothing is deleted then.
         """
-        collection = self._collections.get(id)
-        if collection is None:
-            raise Problem(404, "no_collection", "there is no such collection")
-        collection.destroy()
-        self._collections.pop(id, None)
+        with self._lock:
+            if id not in self._collections:
+                raise Problem(404, "no_collection", "there is no such collection")
+            documents = [one.id for one in self.catalogue.documents(id)]
+            texts, keys = self._leaving(documents)
+            self.catalogue.delete(documents, keys, id)
+            del self._collections[id]
+            self._forget(texts, keys)
+            self._sweep()
+        self.erase()
 
-    def _forget_alone(self, collection: OwnCollection, texts: Sequence[str]) -> None:
-        known = list(self._collections.values())  # at once: another thread may make or delete one meanwhile
-        others = [one for one in known if one is not collection]
-        elsewhere = {text for one in others for text in one.texts()}
-        alone = [text for text in texts if text not in elsewhere]
-        if alone:
-            self._forget(alone)
+    def check_holds(self, collection: OwnCollection, document: str) -> None:
+        """Refuse what is not here.
+
+        Raises
+        ------
+        Problem
+            404 if the collection has no such document.
+        """
+        if not self.catalogue.holds(document, collection.id):
+            raise Problem(404, "no_document", "there is no such document")
+
+    def remove(self, collection: OwnCollection, document: str) -> None:
+        """Delete a document: its passages are not found any more, and its KV is not read any more.
+
+        Raises
+        ------
+        Problem
+            404 if it is not here, 507 if the disk is so full that this cannot be written down.
+        StoreError
+            If it cannot be looked up which KV belongs to it; nothing is deleted then.
+        """
+        with self._lock:
+            self.check_holds(collection, document)
+            texts, keys = self._leaving([document])
+            collection.keep_up(lambda: self.catalogue.delete([document], keys), [document], [])
+            self._forget(texts, keys)
+        self.erase()
+
+    def add(
+        self, collection: OwnCollection, taken: Sequence[tuple[Incoming, Sequence[Document], Vectors]]
+    ) -> list[Incoming]:
+        """Make documents of uploads that were read; documents of their names give way to them, in the same step.
+
+        Returns
+        -------
+        list of Incoming
+            Those that came in: what was taken back or deleted meanwhile does not.
+
+        Raises
+        ------
+        Problem
+            507 if the disk is full; nothing is changed then.
+        """
+        with self._lock:
+            wanted = {one.id for one in self.catalogue.files(collection=collection.id)}
+            taken = [one for one in taken if one[0].id in wanted and collection.id in self._collections]
+            if not taken:
+                return []
+            latest = {file.name: file.id for file, _, _ in taken}  # of two that come at once, the last stays
+            replaced = self.catalogue.named(collection.id, latest)
+            staying = [one for one in taken if latest[one[0].name] == one[0].id]
+            texts = [chunk.page_content for _, chunks, _ in staying for chunk in chunks]
+            leaving, keys = self._leaving(replaced, texts)
+            allowed = self._engine().records_of(texts) if self._store.tombstones else set()
+            double = [file.id for file, _, _ in taken if latest[file.name] != file.id]
+
+            def change() -> None:
+                self.catalogue.add(taken, replaced, keys, allowed)
+                if double:
+                    self.catalogue.delete(double, ())
+
+            collection.keep_up(change, replaced, list(latest.values()))
+            self._store.allow(allowed)
+            self._forget(leaving, keys)
+            self.tenant.known.add(texts)
+        return [file for file, _, _ in taken]
+
+    def _leaving(self, documents: Sequence[str], staying: Iterable[str] = ()) -> tuple[list[str], set[str]]:
+        """Texts that nobody holds once some documents are gone, and the keys of their KV records."""
+        texts = list(dict.fromkeys(text for id in documents for text in self.catalogue.texts_of(id)))
+        if not texts:
+            return [], set()
+        held = {*staying, *self.catalogue.held_by_others(texts, documents)}
+        alone = [text for text in texts if text not in held and text not in self._shared]
+        engine = self._engine()
+        engine.flush()  # what waits to be stored is found, too
+        return alone, engine.records_of([*alone, *written_forms(alone)])
+
+    def _forget(self, texts: Sequence[str], keys: Iterable[str]) -> None:
+        self.tenant.known.discard(texts)
+        self._store.bury(keys)
+
+    def erase(self) -> bool:
+        """Erase something of what was deleted, as `unfinished` says; whether nothing failed."""
+        done, failed = [], 0
+        try:
+            for key in self.catalogue.tombstones(_ERASED):
+                try:
+                    self._store.erase(key)
+                    done.append(key)
+                except StoreError as error:
+                    if not failed:
+                        _log.warning("a deleted record cannot be erased yet, and is not read: %s", error)
+                    failed += 1
+            if done:
+                self.catalogue.erased(done)
+            self.catalogue.purge(_PURGED)
+            self.catalogue.keep_reserve()
+        except Problem as problem:
+            _log.warning("what was deleted cannot be erased yet, and is not read: %s", problem.message)
+            failed += 1
+        self.unfinished = self.catalogue.unfinished()
+        return not failed
+
+    # Uploads -------------------------------------------------------------------------------------
+
+    def accept(self, job: str, collection: OwnCollection, files: Sequence[Incoming], limits: Limits) -> None:
+        """Take an upload in whose files were written by `part_of`; from now on it outlives the process.
+
+        Raises
+        ------
+        Problem
+            404 if the collection is gone, 409, 429 or 507 if the tenant has too much of something.
+        OSError
+            If the files cannot be put in place.
+        """
+        with self._lock:
+            if collection.id not in self._collections:
+                raise Problem(404, "no_collection", "there is no such collection")
+            self.check_room(collection, files, limits)
+            for one in files:
+                self.part_of(one.id).rename(self.incoming / one.id)
+            _sync(self.incoming)
+            self.catalogue.accept(job, collection.id, files)
+
+    def check_room(self, collection: OwnCollection, files: Sequence[Incoming], limits: Limits) -> None:
+        """Refuse an upload that is too much.
+
+        Raises
+        ------
+        Problem
+            429 if too many uploads of the tenant wait, 409 if the collection would have too many documents, 507 if
+            the tenant would have too many bytes.
+        """
+        if self.catalogue.jobs_waiting() >= limits.jobs:
+            message = f"{limits.jobs} uploads of yours wait already, which is the most; try again when one is done"
+            raise Problem(429, "too_many_uploads", message, retry_after=10)
+        waiting = sum(not one.error for one in self.catalogue.files(collection=collection.id))
+        if collection.counts()[0] + waiting + len(files) > limits.documents:
+            raise Problem(409, "too_many_documents", f"a collection may hold {limits.documents} documents")
+        used, more = self.catalogue.bytes_used(), sum(one.bytes for one in files)
+        if used + more > limits.disk_bytes:
+            message = f"your documents take {used:,} bytes and may take {limits.disk_bytes:,}; delete some first"
+            raise Problem(507, "disk_quota", message, field="files")
+
+    def part_of(self, id: str) -> Path:
+        """Where an upload is written that is not taken in yet."""
+        return self.incoming / f".{id}"
+
+    def discard(self, files: Iterable[Incoming]) -> None:
+        """Remove uploaded files."""
+        for one in files:
+            for path in (self.incoming / one.id, self.part_of(one.id)):
+                path.unlink(missing_ok=True)
+
+    def _sweep(self, *, unfinished: bool = False) -> None:
+        """Remove uploaded files that nothing waits for, perhaps also those that were never taken in."""
+        waiting = {one.id for id, _ in self.catalogue.collections() for one in self.catalogue.files(collection=id)}
+        for path in self.incoming.iterdir():
+            if path.name not in waiting and (unfinished or not path.name.startswith(".")):
+                path.unlink(missing_ok=True)
+
+
+def _opened(folder: Path) -> Catalogue:
+    try:
+        return Catalogue(folder)
+    except CatalogueDamagedError as error:
+        aside = folder.with_name(f"{folder.name}.damaged-{secrets.token_hex(4)}")
+        folder.rename(aside)
+        _log.error("the documents of a tenant cannot be used and were put aside as %s: %s", aside, error)
+        return Catalogue(folder)
 
 
 def _hashed(source: str) -> str:
     return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
-def _hidden(folder: Path) -> Path:
-    """Take a folder out of sight in one step, so that a crash while it is removed leaves nothing half."""
-    away = folder.with_name(f".gone-{folder.name}-{secrets.token_hex(4)}")
-    try:
-        folder.rename(away)
-    except FileNotFoundError:
-        return folder
-    return away
+def _sync(folder: Path) -> None:
+    """Let the names in a folder outlive a loss of power, where the system can do that."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

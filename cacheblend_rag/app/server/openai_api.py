@@ -6,8 +6,8 @@ import asyncio
 import base64
 import secrets
 import time
-from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Depends, Request
@@ -19,6 +19,7 @@ from cacheblend_rag.app.server.problems import Problem, noted_problem
 from cacheblend_rag.app.server.service import Session
 from cacheblend_rag.app.server.sessions import session_of
 from cacheblend_rag.app.server.streams import EventStream, event, unless_gone
+from cacheblend_rag.app.server.templates import within
 from cacheblend_rag.engine.engine import DecodeArguments
 from cacheblend_rag.langchain.tools import call_chunks
 from cacheblend_rag.prompt import Prompt
@@ -29,6 +30,7 @@ __all__ = ["router"]
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 Here = Annotated[Session, Depends(session_of)]
+_T = TypeVar("_T")
 _DONE = "data: [DONE]\n\n"
 # Below this, sampling is greedy but for rounding, and its probabilities overflow.
 _COLDEST = 0.01
@@ -73,8 +75,8 @@ async def embeddings(here: Here, request: Request, body: EmbeddingBody) -> dict[
 async def completions(here: Here, request: Request, body: CompletionBody) -> Any:
     """Go on with a text. Chunks stand between separators in it, or come as ``documents`` before it."""
     work = _Completion(here, body)
-    prompts = await asyncio.to_thread(work.prompts)
     slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
+    prompts = await _prepared(request, slot, work.prompts)
     if body.stream:
         return EventStream(work.events(prompts, slot), slot, here.service.longest)
     async with slot:
@@ -85,13 +87,22 @@ async def completions(here: Here, request: Request, body: CompletionBody) -> Any
 async def chat(here: Here, request: Request, body: ChatBody) -> Any:
     """Answer a conversation. ``documents`` stand in its system message."""
     work = _Chat(here, body)
-    conversation = await asyncio.to_thread(work.begin)
     slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
+    conversation = await _prepared(request, slot, work.begin)
     slot.holds(conversation.stream)
     if body.stream:
         return EventStream(work.events(conversation), slot, here.service.longest)
     async with slot:
         return await unless_gone(request, work.whole(conversation))
+
+
+async def _prepared(request: Request, slot: Slot, make: Callable[[], _T]) -> _T:
+    """Make what the model is fed, in the request's own turn; the slot is left if that fails or the client goes."""
+    try:
+        return await unless_gone(request, slot.in_thread(make))
+    except BaseException:
+        await slot.leave()
+        raise
 
 
 class _Work:
@@ -166,10 +177,11 @@ class _Completion(_Work):
 
     def prompts(self) -> list[Prompt]:
         """A prompt for each text."""
-        prompts = [self._prompt(text) for text in self._texts]
-        for prompt in prompts:
-            self.here.service.check_length(prompt, self._most)
-        return prompts
+        with within(self.here.service.limits.prompt_seconds):
+            prompts = [self._prompt(text) for text in self._texts]
+            for prompt in prompts:
+                self.here.service.check_length(prompt, self._most)
+            return prompts
 
     def _prompt(self, text: str) -> Prompt:
         if self.documents:
@@ -227,9 +239,10 @@ class _Chat(_Work):
             top_p=arguments["top_p"],
             seed=arguments["seed"],
         )
-        conversation = model.begin(self._body, self.here.service.limits.answer_seconds)
-        self.here.service.check_length(conversation.prompt, most)
-        return conversation
+        with within(self.here.service.limits.prompt_seconds):
+            conversation = model.begin(self._body, self.here.service.limits.answer_seconds)
+            self.here.service.check_length(conversation.prompt, most)
+            return conversation
 
     def events(self, conversation: Conversation) -> AsyncIterator[str]:
         """The answer as it is made."""

@@ -20,6 +20,7 @@ _Zero = Annotated[float, Field(ge=0, le=0)]
 _One = Annotated[int, Field(ge=1, le=1)]
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 _Text = Annotated[str, StringConstraints(max_length=4_000_000)]
+_Argument = Annotated[str, StringConstraints(max_length=200)]
 
 
 class _Taken(BaseModel):
@@ -140,7 +141,9 @@ class ChatBody(Sampling):
     tool_choice: str | dict[str, Any] | None = None
     response_format: PlainText | None = None
     logprobs: Literal[False] | None = None
-    chat_template_kwargs: dict[str, str | bool | int | float] = Field(default_factory=dict)
+    chat_template_kwargs: Annotated[dict[str, bool | int | float | _Argument], Field(max_length=16)] = Field(
+        default_factory=dict
+    )
 
 
 class EmbeddingBody(_Taken):

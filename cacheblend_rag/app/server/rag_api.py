@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import re
 import secrets
 import unicodedata
 from collections.abc import AsyncIterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -17,9 +18,9 @@ from fastapi.responses import StreamingResponse
 
 from cacheblend_rag.app.server.admission_queue import Slot
 from cacheblend_rag.app.server.asking import report_of, rule_name
+from cacheblend_rag.app.server.catalogue import Incoming
 from cacheblend_rag.app.server.comparing import compare_all
-from cacheblend_rag.app.server.ingestion import Incoming, Job
-from cacheblend_rag.app.server.library import Collection, Found
+from cacheblend_rag.app.server.library import Collection, Found, OwnCollection
 from cacheblend_rag.app.server.problems import Problem, noted_problem
 from cacheblend_rag.app.server.rag_models import (
     AskBody,
@@ -40,7 +41,7 @@ from cacheblend_rag.app.server.rag_models import (
     WholeAnswer,
 )
 from cacheblend_rag.app.server.reading import suffix_of
-from cacheblend_rag.app.server.service import Service, Session
+from cacheblend_rag.app.server.service import Session
 from cacheblend_rag.app.server.sessions import session_of
 from cacheblend_rag.app.server.streams import EventStream, event, unless_gone
 from cacheblend_rag.app.server.suggestions import suggestions_for
@@ -69,7 +70,7 @@ async def state(here: Here) -> State:
     return State(
         model=ModelInfo(name=service.model_name, layers=service.engine.adapter.num_layers, starter=service.starter),
         embedder=service.embedder_name,
-        collections=[_collection_info(here, one) for one in here.collections()],
+        collections=await asyncio.to_thread(lambda: [_collection_info(here, one) for one in here.collections()]),
         settings=SettingsInfo(
             ratio=_shown_ratio(config.recompute_ratio),
             rule=rule,
@@ -94,11 +95,12 @@ def _shown_ratio(ratio: float | str) -> float | Literal["auto"]:
 
 
 def _collection_info(here: Session, collection: Collection) -> CollectionInfo:
+    documents, chunks = collection.counts()
     return CollectionInfo(
         id=collection.id,
         name=collection.name,
-        documents=len(collection.documents()),
-        chunks=len(collection.store),
+        documents=documents,
+        chunks=chunks,
         bundled=not collection.writable and here.service.bundled,
         writable=collection.writable,
     )
@@ -111,7 +113,7 @@ def _collection_info(here: Session, collection: Collection) -> CollectionInfo:
 async def create_collection(here: Here, body: NewCollection) -> CollectionInfo:
     """Make an empty collection."""
     made = await asyncio.to_thread(here.library.create, _cleaned(body.name), here.service.limits.collections)
-    return _collection_info(here, made)
+    return await asyncio.to_thread(_collection_info, here, made)
 
 
 @router.delete("/collections/{id}", status_code=204)
@@ -120,6 +122,7 @@ async def delete_collection(here: Here, request: Request, id: str) -> Response:
     here.own(id)
     async with await unless_gone(request, here.service.queue.slot(here.tenant.name, alone=True)) as slot:
         await slot.in_thread(here.library.delete, id)
+    here.service.ingestion.wake()
     return Response(status_code=204)
 
 
@@ -127,8 +130,12 @@ async def delete_collection(here: Here, request: Request, id: str) -> Response:
 async def documents(here: Here, id: str) -> list[DocumentInfo]:
     """Documents of a collection, and files on their way into it."""
     collection = here.collection(id)
+    return await asyncio.to_thread(_listed, here, collection)
+
+
+def _listed(here: Session, collection: Collection) -> list[DocumentInfo]:
     # Asked for first: one that arrives in between is in both rather than in neither.
-    coming = here.service.ingestion.under_way(here.own(id)) if collection.writable else []
+    coming = here.library.catalogue.files(collection=collection.id) if collection.writable else []
     ready = [
         DocumentInfo(id=one.id, name=one.name, chunks=one.chunks, bytes=one.bytes, state="ready")
         for one in collection.documents()
@@ -150,43 +157,51 @@ async def documents(here: Here, id: str) -> list[DocumentInfo]:
 
 @router.post("/collections/{id}/documents", status_code=202)
 async def upload(here: Here, id: str, files: Annotated[list[UploadFile], File()]) -> JobInfo:
-    """Take files in; they are read and indexed in the background. One of a name already there replaces it."""
+    """Take files in; they are read and indexed in the background. One of a name already there replaces it.
+
+    Once this is answered the files are on the disk, and are indexed whatever becomes of the server meanwhile.
+    """
     collection, limits = here.own(id), here.service.limits
     if len(files) > limits.upload_files:
         raise Problem(413, "too_many_files", f"upload {limits.upload_files} files at a time")
-    if len(collection.documents()) + len(files) > limits.documents:
-        raise Problem(409, "too_many_documents", f"a collection may hold {limits.documents} documents")
     names = [_document_name(one.filename) for one in files]
-    folder = here.tenant.folder / "incoming"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return JobInfo(job=await asyncio.to_thread(_taken_in, here, collection, names, files))
+
+
+def _taken_in(here: Session, collection: OwnCollection, names: list[str], files: list[UploadFile]) -> str:
+    """Copy uploads to files whose names the server draws, and take them in; the id of the job."""
+    library, limits, job = here.library, here.service.limits, secrets.token_hex(8)
+    library.check_room(collection, [], limits)
     taken: list[Incoming] = []
     try:
         for one, name in zip(files, names, strict=True):
-            taken.append(await _taken_in(one, name, folder, limits.upload_bytes))
-        job = Job(here.tenant.name, collection, taken)
-        here.service.ingestion.submit(job, here.tenant.known, here.engine())
+            file = Incoming(secrets.token_hex(8), name, 0, "", job, collection.id)
+            taken.append(file)
+            taken[-1] = _copied(one, file, library.part_of(file.id), limits.upload_bytes)
+        library.accept(job, collection, taken, limits)
+    except OSError as error:
+        library.discard(taken)
+        raise Problem(507, "disk_full", "the server's disk is full, or fails; nothing was taken in") from error
     except BaseException:
-        for incoming in taken:
-            incoming.path.unlink(missing_ok=True)
+        library.discard(taken)
         raise
-    return JobInfo(job=job.id)
+    here.service.ingestion.accepted(here.tenant.name, job, taken)
+    return job
 
 
-async def _taken_in(file: UploadFile, name: str, folder: Path, most: int) -> Incoming:
-    """Copy an upload to a file whose name the server draws."""
-    path, size, digest = folder / secrets.token_hex(16), 0, hashlib.sha256()
-    try:
-        with path.open("xb") as target:
-            while piece := await file.read(_COPIED_AT_ONCE):
-                size += len(piece)
-                if size > most:
-                    raise Problem(413, "file_too_large", f"a file may have {most:,} bytes", field="files")
-                digest.update(piece)
-                target.write(piece)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    return Incoming(secrets.token_hex(8), name, path, size, digest.hexdigest())
+def _copied(upload: UploadFile, file: Incoming, path: Path, most: int) -> Incoming:
+    """An upload written to a file, and on the disk."""
+    size, digest = 0, hashlib.sha256()
+    with path.open("xb") as target:
+        while piece := upload.file.read(_COPIED_AT_ONCE):
+            size += len(piece)
+            if size > most:
+                raise Problem(413, "file_too_large", f"a file may have {most:,} bytes", field="files")
+            digest.update(piece)
+            target.write(piece)
+        target.flush()
+        os.fsync(target.fileno())
+    return replace(file, bytes=size, sha256=digest.hexdigest())
 
 
 @router.get(
@@ -196,7 +211,7 @@ async def _taken_in(file: UploadFile, name: str, folder: Path, most: int) -> Inc
 )
 async def job_events(here: Here, job: str) -> EventStream:
     """How far an upload is, from its beginning; ends with the stage ``done`` or ``failed``."""
-    found = here.service.ingestion.job(job, here.tenant.name)
+    found = await asyncio.to_thread(here.service.ingestion.job, job, here.tenant.name)
 
     async def told() -> AsyncIterator[str]:
         async for one in found.events():
@@ -209,17 +224,19 @@ async def job_events(here: Here, job: str) -> EventStream:
 async def delete_document(here: Here, request: Request, id: str, document: str) -> Response:
     """Delete a document and its KV."""
     collection = here.own(id)
-    if not await asyncio.to_thread(here.service.ingestion.dismiss, collection, document):
+    if not await asyncio.to_thread(here.service.ingestion.dismiss, here.library, collection.id, document):
+        await asyncio.to_thread(here.library.check_holds, collection, document)  # nobody waits for what is not here
         # Alone, for an answer under way would store the KV of what is deleted again.
         async with await unless_gone(request, here.service.queue.slot(here.tenant.name, alone=True)) as slot:
-            await slot.in_thread(collection.remove, document)
+            await slot.in_thread(here.library.remove, collection, document)
+        here.service.ingestion.wake()
     return Response(status_code=204)
 
 
 @router.get("/collections/{id}/documents/{document}/chunks/{number}")
 async def chunk(here: Here, id: str, document: str, number: int) -> ChunkText:
     """The text of one passage."""
-    found = here.collection(id).chunk(document, number)
+    found = await asyncio.to_thread(here.collection(id).chunk, document, number)
     title = found.text.strip().splitlines()[0] if found.text.strip() else ""
     return ChunkText(text=found.text, document=found.document, title=title[:200])
 
@@ -233,7 +250,7 @@ async def search(here: Here, request: Request, id: str, body: SearchBody) -> lis
     collection = here.collection(id)
     _check_question(here, body.query, "query")
     async with await unless_gone(request, here.service.queue.slot(here.tenant.name)) as slot:
-        found = await slot.in_thread(collection.search, body.query, body.k)
+        found = await slot.in_thread(here.search, collection, body.query, body.k)
     return [FoundChunk(**asdict(one)) for one in found]
 
 
@@ -269,7 +286,7 @@ class _Asked:
     async def _begin(self) -> tuple[list[Found], Prompt, TextStream]:
         service = self._here.service
         most = service.answer_tokens(self._body.max_tokens)
-        found, prompt = await _retrieved(service, self._collection, self._body, self._slot, most)
+        found, prompt = await _retrieved(self._here, self._collection, self._body, self._slot, most)
         timeout = service.limits.answer_seconds
         stream = self._engine.stream(prompt, timeout=timeout, max_new_tokens=most, temperature=0.0)
         return found, prompt, self._slot.holds(stream)
@@ -319,7 +336,7 @@ async def compare(here: Here, request: Request, id: str, body: CompareBody) -> E
 
     async def rows() -> AsyncIterator[str]:
         most = service.answer_tokens(None)
-        found, prompt = await _retrieved(service, collection, body, slot, most)
+        found, prompt = await _retrieved(here, collection, body, slot, most)
         compared = compare_all(engine, prompt, most, service.limits.answer_seconds)
         while (known := await slot.in_thread(next, compared, None)) is not None:
             for row in known:
@@ -344,12 +361,12 @@ def _check_there(here: Session, id: str, found: list[Found]) -> None:
 
 
 async def _retrieved(
-    service: Service, collection: Collection, body: CompareBody, slot: Slot, most: int
+    here: Session, collection: Collection, body: CompareBody, slot: Slot, most: int
 ) -> tuple[list[Found], Prompt]:
     """The passages that a question is answered from, and the prompt of both; it has room for so many tokens more."""
-    found = await slot.in_thread(collection.search, body.question, body.k)
-    prompt = service.asking.ask(body.question, [one.text for one in found])
-    prompt = await asyncio.to_thread(service.check_length, prompt, most)
+    found = await slot.in_thread(here.search, collection, body.question, body.k)
+    prompt = here.service.asking.ask(body.question, [one.text for one in found])
+    prompt = await asyncio.to_thread(here.service.check_length, prompt, most)
     return found[: len(prompt.chunks)], prompt
 
 

@@ -1,23 +1,33 @@
-"""One uploaded file parsed in a process of its own, within limits of time and memory."""
+"""Uploaded files parsed in a process of its own, which gets their bytes and gives their text.
+
+The process is started with no environment, holds itself within limits (`confinement`) and opens no file of ours. It
+parses the files of one tenant one after the other. One that ends it is tried once more in a fresh process, so that
+no file is blamed for another.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+import threading
 from pathlib import Path
+from types import TracebackType
+from typing import IO, cast
 
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.errors import DocumentError
 from cacheblend_rag.retrieval.documents import SUFFIXES, FileBytes, SourceFile, parse
 
-__all__ = ["main", "read_upload", "suffix_of"]
+__all__ = ["Reader", "main", "suffix_of"]
 
-_FAILED, _TOO_LONG = 3, 4
-# -P: no module is ever picked up from the working folder.
-_FLAGS = ("-P", "-s", "-W", "ignore")
+# -I: nothing of the environment or the working folder is used. What is imported comes from the same places as here.
+_FLAGS = ("-I", "-X", "utf8", "-W", "ignore")
+_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from cacheblend_rag.app.server import reading; "
+_PROGRAM += "sys.exit(reading.main(sys.argv[2:]))"
+_LONGEST_HEAD = 1_000
 
 
 def suffix_of(name: str) -> str:
@@ -34,82 +44,139 @@ def suffix_of(name: str) -> str:
     return suffix
 
 
-def read_upload(path: Path, name: str, limits: Limits, stopping: Callable[[], bool] = lambda: False) -> SourceFile:
-    """Parse a file.
+class _EndedError(Exception):
+    """The process gave no answer."""
+
+
+class Reader:
+    """Parses files, each within limits of time and memory. To be closed.
 
     Parameters
     ----------
-    path : path
-        Where its bytes are.
-    name : str
-        Tells its kind; is never opened.
     limits : Limits
-    stopping : callable
-        Once this is true nobody waits for the text any more.
-
-    Raises
-    ------
-    DocumentError
-        If it cannot be read within the limits.
     """
-    suffix = suffix_of(name)
-    arguments = [str(path), suffix, str(limits.document_chars), str(limits.parse_bytes), str(limits.parse_seconds)]
-    with subprocess.Popen(
-        [sys.executable, *_FLAGS, "-m", "cacheblend_rag.app.server.reading", *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    ) as process:
-        output = _output(process, limits.parse_seconds, stopping)
-    if process.returncode == _TOO_LONG:
-        raise DocumentError(f"the file holds more than {limits.document_chars:,} characters of text")
-    try:
-        answer = json.loads(output)
-    except ValueError:
-        raise DocumentError("the file cannot be read within the limits of memory and time") from None
-    if process.returncode:
-        raise DocumentError(str(answer))
-    return SourceFile(name, "", tuple(answer))
 
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopped = False
 
-def _output(process: subprocess.Popen[bytes], seconds: float, stopping: Callable[[], bool]) -> bytes:
-    ends = time.monotonic() + seconds
-    while True:
+    def read(self, path: Path, name: str) -> SourceFile:
+        """Parse a file.
+
+        Parameters
+        ----------
+        path : path
+            Where its bytes are.
+        name : str
+            Tells its kind; is never opened.
+
+        Raises
+        ------
+        DocumentError
+            If it cannot be read within the limits.
+        """
+        suffix, data = suffix_of(name), path.read_bytes()
+        fresh = self._process is None
         try:
-            output, _ = process.communicate(timeout=0.2)
-            return output
-        except subprocess.TimeoutExpired:
-            if time.monotonic() > ends or stopping():
-                process.kill()
-                process.communicate()
-                raise DocumentError("reading the file took too long") from None
+            answer = self._ask(suffix, data)
+        except _EndedError:
+            if fresh:
+                raise DocumentError("the file cannot be read within the limits of memory and time") from None
+            return self.read(path, name)
+        if "error" in answer:
+            raise DocumentError(str(answer["error"]))
+        return SourceFile(name, hashlib.sha256(data).hexdigest(), tuple(map(str, answer["pages"])))
+
+    def _ask(self, suffix: str, data: bytes) -> dict[str, list[object]]:
+        if self._stopped:
+            raise DocumentError("the server is stopping")
+        process = self._process = self._process or self._started()
+        given, told = cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
+        ends = threading.Timer(self._limits.parse_seconds, process.kill)
+        ends.daemon = True
+        ends.start()
+        try:
+            given.write(json.dumps({"suffix": suffix, "bytes": len(data)}).encode() + b"\n" + data)
+            given.flush()
+            # Six bytes for a character are the most that JSON takes; what goes on longer is no answer.
+            line = told.readline(12 * self._limits.document_chars + 1_000_000)
+            answer = json.loads(line)
+            if not isinstance(answer, dict) or not isinstance(answer.get("pages", []), list):
+                raise ValueError
+        except (OSError, ValueError):
+            self.close()
+            raise _EndedError from None
+        finally:
+            ends.cancel()
+        return answer
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        limits = self._limits
+        arguments = [str(limits.document_chars), str(limits.parse_bytes), str(limits.parse_seconds)]
+        # Without this one Windows starts nothing.
+        kept = {name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.environ}
+        return subprocess.Popen(
+            [sys.executable, *_FLAGS, "-c", _PROGRAM, json.dumps([one for one in sys.path if one]), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=kept,
+            cwd=os.path.abspath(os.sep),
+        )
+
+    def stop(self) -> None:
+        """Parse nothing more, from any thread; what is being parsed fails."""
+        self._stopped = True
+        if (process := self._process) is not None:
+            process.kill()
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            _close(pipe)
+        process.wait()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _close(pipe: IO[bytes] | None) -> None:
+    try:
+        if pipe is not None:
+            pipe.close()
+    except OSError:  # what was not written yet cannot be any more
+        pass
 
 
 def main(arguments: list[str]) -> int:
-    """The process that parses: pages as JSON on standard output, or why there are none."""
-    path, suffix, most, memory, seconds = arguments
-    _confine(int(memory), float(seconds))
-    try:
-        pages = parse(FileBytes("the file" + suffix, "", Path(path).read_bytes())).pages
-    except (DocumentError, ImportError) as error:
-        print(json.dumps(str(error)))
-        return _FAILED
-    if sum(map(len, pages)) > int(most):
-        return _TOO_LONG
-    sys.stdout.write(json.dumps(pages))
+    """The process that parses: a line of JSON for each file on standard input, until that ends."""
+    from cacheblend_rag.app.server.confinement import confine
+
+    most, memory, seconds = int(arguments[0]), int(arguments[1]), float(arguments[2])
+    given, told = sys.stdin.buffer, sys.stdout.buffer
+    confine(memory, seconds)
+    while head := given.readline(_LONGEST_HEAD):
+        asked = json.loads(head)
+        told.write(json.dumps(_parsed(asked["suffix"], given.read(asked["bytes"]), most)).encode() + b"\n")
+        told.flush()
     return 0
 
 
-def _confine(memory: int, seconds: float) -> None:
+def _parsed(suffix: str, data: bytes, most: int) -> dict[str, object]:
     try:
-        import resource
-    except ImportError:  # not on Windows; the time limit of the parent holds there too
-        return
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 1))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # it has nothing to write
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+        pages = parse(FileBytes("the file" + suffix, "", data)).pages
+    except (DocumentError, ImportError) as error:
+        return {"error": str(error)}
+    if sum(map(len, pages)) > most:
+        return {"error": f"the file holds more than {most:,} characters of text"}
+    return {"pages": pages}

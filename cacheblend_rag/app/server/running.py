@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
+import threading
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from cacheblend_rag.app.server.app import create_app
+from cacheblend_rag.app.server.connections import protocol_for
 from cacheblend_rag.app.server.logs import configure_logs
 from cacheblend_rag.app.server.service import Service
 from cacheblend_rag.app.server.settings import ServerSettings
 
-__all__ = ["serve"]
+__all__ = ["serve", "server_config"]
 
-# Seconds that requests under way may take to end once the server is asked to stop.
-_GRACE = 20
-# Connections and requests at once; more are answered 503.
-_CONNECTIONS = 1_000
+_log = logging.getLogger(__name__)
+# Seconds that requests under way may take to end once the server is asked to stop, and until it ends whatever runs.
+_GRACE, _LAST = 20, 35
+
+
+def _end() -> None:
+    """End the process: something runs on that cannot be stopped. What was answered is on the disk."""
+    _log.error("the server ends while something still runs")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 class _Announcing(uvicorn.Server):
-    """Says where it listens, once it does."""
+    """Says where it listens, once it does, and ends when it is told to."""
+
+    _ending = False
 
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         await super().startup(sockets)  # type: ignore[arg-type]
@@ -33,9 +46,39 @@ class _Announcing(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Tell the background too, so that who waits for it is not kept."""
         super().handle_exit(sig, frame)
+        if not self._ending:
+            self._ending = True
+            last = threading.Timer(_LAST, _end)
+            last.daemon = True
+            last.start()
         service: Service | None = getattr(self.config.app.state, "service", None)  # type: ignore[union-attr]
         if service is not None:
             service.begin_stop()
+
+
+def server_config(app: FastAPI, settings: ServerSettings, *, grace: int = _GRACE) -> uvicorn.Config:
+    """How uvicorn runs the application.
+
+    Parameters
+    ----------
+    app : FastAPI
+    settings : ServerSettings
+    grace : int
+        Seconds that requests under way may take to end.
+    """
+    return uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        http=protocol_for(settings.limits),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=grace,
+        timeout_keep_alive=15,
+        h11_max_incomplete_event_size=64 * 1024,
+    )
 
 
 def serve(settings: ServerSettings) -> int:
@@ -49,20 +92,7 @@ def serve(settings: ServerSettings) -> int:
     # Before anything listens, so that what cannot be loaded ends the command with its reason.
     service = Service(settings)
     configure_logs()
-    config = uvicorn.Config(
-        create_app(settings, service),
-        host=settings.host,
-        port=settings.port,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=_GRACE,
-        limit_concurrency=_CONNECTIONS,
-        timeout_keep_alive=15,
-        h11_max_incomplete_event_size=64 * 1024,
-    )
-    server = _Announcing(config)
+    server = _Announcing(server_config(create_app(settings, service), settings))
     try:
         server.run()
     except KeyboardInterrupt:  # what uvicorn raises again once all is closed

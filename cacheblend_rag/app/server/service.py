@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import os
-import shutil
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from cacheblend_rag.app.collection import ARTICLES_PATH, manual_path
 from cacheblend_rag.app.folder_rag import FolderRAG
 from cacheblend_rag.app.server.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.asking import QuestionPrompt
-from cacheblend_rag.app.server.ingestion import Ingestion
-from cacheblend_rag.app.server.library import BaseCollection, Collection, Library, OwnCollection
+from cacheblend_rag.app.server.ingestion import Ingestion, Warmed
+from cacheblend_rag.app.server.library import BaseCollection, Collection, Found, Library, OwnCollection
 from cacheblend_rag.app.server.metrics import Metrics
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.settings import ServerSettings
@@ -26,13 +25,11 @@ from cacheblend_rag.config import DEFAULT_MODEL
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.matching import written_forms
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings
-from cacheblend_rag.store.base import StoreStats
+from cacheblend_rag.store.base import KVStore, StoreStats
+from cacheblend_rag.store.tombstones import TombstonedStore
 
 __all__ = ["BASE_ID", "MANUAL_ID", "Service", "Session"]
-
-_log = logging.getLogger(__name__)
 
 BASE_ID = "archive"
 MANUAL_ID = "documentation"
@@ -47,6 +44,8 @@ _PLAIN_TEMPLATE = (
 )
 _CONCURRENT = 4  # answers under way at once, where nothing else is said
 _ENGINES = 128
+# Seconds in which a thread must be free for the server to be ready.
+_THREAD_SECONDS = 3.0
 
 
 class Service:
@@ -64,7 +63,8 @@ class Service:
 
     def __init__(self, settings: ServerSettings) -> None:
         self.settings, self.limits, self.started = settings, settings.limits, int(time.time())
-        self.rag = FolderRAG(settings.rag)
+        self._stopping = False
+        self.rag = FolderRAG(settings.rag, wrapped=self._tombstoned)
         # On a GPU steps of several have not been measured.
         concurrent = settings.concurrent or (_CONCURRENT if self.rag.engine.adapter.device.type == "cpu" else 1)
         self.engine = self.rag.engine.with_config(max_concurrent=concurrent)
@@ -79,11 +79,28 @@ class Service:
         self.keys = Keys(settings.api_keys)
         self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
         self._making = threading.Lock()
+        # With keys every tenant has a salt of its own, and nothing is shared.
+        fixed = [] if settings.api_keys else self.fixed
+        self._shared = frozenset(text for one in fixed for text in one.texts())
         self.sessions = {name: Session(self, self._tenant(name)) for name in self.keys.names}
         self.queue = AdmissionQueue(concurrent, self.limits.queue, self.limits.queue_seconds)
         self.metrics = Metrics(lambda: self.queue.waiting, lambda: self.queue.served, self.store_stats)
-        self.ingestion = Ingestion(self.limits, self.metrics)
-        self.ingestion.warm_base(self.engine, self.base.texts())
+        self.ingestion = Ingestion(
+            self.limits,
+            self.metrics,
+            self.embeddings,
+            {name: session.library for name, session in self.sessions.items()},
+            lambda name: self.sessions[name].engine(),
+            Warmed(self.engine, deque(self.base.texts())),
+        )
+
+    def _tombstoned(self, store: KVStore) -> KVStore:
+        self.tombstones = TombstonedStore(store, self.longest)
+        return self.tombstones
+
+    def shared(self, salt: str) -> Container[str]:
+        """Texts that all may read, if their KV is stored under this salt."""
+        return self._shared if salt == self.engine.config.salt else ()
 
     def _manual(self) -> list[BaseCollection]:
         """The project's own documentation, beside the bundled articles."""
@@ -182,13 +199,39 @@ class Service:
         except CacheBlendError:
             return None
 
+    async def check_ready(self) -> None:
+        """Whether requests are answered.
+
+        Raises
+        ------
+        Problem
+            503 if the server stops, its threads do not get to anything, or nobody is let in at the model.
+        """
+        why = ""
+        try:
+            async with asyncio.timeout(_THREAD_SECONDS):
+                await asyncio.to_thread(int)
+        except TimeoutError:
+            why = "all threads are busy"
+        if self._stopping:
+            why = "the server is stopping"
+        elif self.queue.still > self.limits.queue_seconds:
+            why = "nobody was let in at the model for a long time"
+        elif not self.ingestion.alive:
+            why = "uploads are not read any more"
+        if why:
+            raise Problem(503, "not_ready", why, retry_after=10)
+
     def begin_stop(self) -> None:
         """Let what runs in the background end soon."""
+        self._stopping = True
         self.ingestion.stop()
 
     def close(self) -> None:
         """Finish the document in hand, store what waits, release the model."""
         self.ingestion.close()
+        for session in self.sessions.values():
+            session.library.close()
         self.rag.close()
 
 
@@ -197,14 +240,8 @@ class Session:
 
     def __init__(self, service: Service, tenant: Tenant) -> None:
         self.service, self.tenant = service, tenant
-        shutil.rmtree(tenant.folder / "incoming", ignore_errors=True)  # uploads that were never taken in
-        self.library = Library(tenant.folder / "collections", service.embeddings, self._forget)
-        for collection in self.library.collections():
-            tenant.known.add(collection.texts())
-
-    def _forget(self, texts: Sequence[str]) -> None:
-        self.tenant.known.discard(texts)
-        self.engine().forget([*texts, *written_forms(texts)])
+        shared = service.shared(tenant.salt)
+        self.library = Library(tenant, service.embeddings, self.engine, service.tombstones, shared)
 
     def engine(self, ratio: float | None = None, rule: str | None = None) -> BlendEngine:
         """The engine with this tenant's salt."""
@@ -218,6 +255,12 @@ class Session:
     def collections(self) -> list[Collection]:
         """All that this tenant may read."""
         return [*self.service.fixed, *self.library.collections()]
+
+    def search(self, collection: Collection, query: str, k: int) -> list[Found]:
+        """The passages of a collection that are nearest to a question."""
+        if isinstance(collection, OwnCollection):
+            return self.library.search(collection, query, k)
+        return collection.search(query, k)
 
     def collection(self, id: str) -> Collection:
         """A collection by its id.

@@ -34,6 +34,8 @@ class Limits:
         Of one uploaded file; a body of several may have four times as much.
     upload_files : int
         Files of one upload.
+    uploading : int
+        Uploads of one tenant that may be sent at once.
     document_chars : int
         Characters of text in one document.
     parse_seconds : float
@@ -44,6 +46,8 @@ class Limits:
         Of a question, and of all text of a request to the model.
     prompt_tokens : int
         Tokens the model is fed, at most what it can take.
+    prompt_seconds : float
+        Time that making a prompt of a request may take.
     answer_tokens : int
         Most tokens of an answer.
     answer_seconds : float
@@ -52,8 +56,14 @@ class Limits:
         Requests of one tenant that may wait.
     queue_seconds : float
         Time a request may wait.
+    connections, address_connections : int
+        Open at once, of all and of one address. A proxy before the server is one address.
+    head_seconds, body_seconds : float
+        Time in which the head of a request must come, and the longest gap in its body.
     jobs : int
-        Uploads of all tenants that may wait.
+        Uploads of one tenant that may wait.
+    disk_bytes : int
+        Bytes that one tenant's uploads, passages and vectors may take.
     collections, documents : int
         Collections of a tenant, and documents in one.
     """
@@ -61,17 +71,24 @@ class Limits:
     body_bytes: int = 4_000_000
     upload_bytes: int = 20_000_000
     upload_files: int = 50
+    uploading: int = 8
     document_chars: int = 5_000_000
     parse_seconds: float = 60.0
     parse_bytes: int = 2_000_000_000
     question_chars: int = 4_000
     prompt_chars: int = 1_000_000
     prompt_tokens: int = 131_072
+    prompt_seconds: float = 20.0
     answer_tokens: int = 4_096
     answer_seconds: float = 300.0
     queue: int = 64
     queue_seconds: float = 120.0
+    connections: int = 1_000
+    address_connections: int = 250
+    head_seconds: float = 10.0
+    body_seconds: float = 30.0
     jobs: int = 32
+    disk_bytes: int = 5_000_000_000
     collections: int = 200
     documents: int = 10_000
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from cacheblend_rag.app.server.problems import Problem
@@ -29,17 +30,30 @@ class Tenant:
     salt : str, optional
         By default one of its own is drawn and kept in the folder.
 
-    Attributes
-    ----------
-    known : ChunkRegistry
-        Texts of its documents. Those of another tenant must not show in how a prompt is split.
     """
 
     def __init__(self, name: str, folder: Path, salt: str | None = None) -> None:
         self.name, self.folder = name, folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.salt = _kept_salt(folder / "salt") if salt is None else salt
-        self.known = ChunkRegistry(_KNOWN)
+        self._known: ChunkRegistry | None = None
+        self._texts: Callable[[int], Iterable[str]] = lambda characters: ()
+        self._lock = threading.Lock()
+
+    def remembers(self, texts: Callable[[int], Iterable[str]]) -> None:
+        """Where the latest texts of its documents come from, so many characters of them."""
+        self._texts = texts
+
+    @property
+    def known(self) -> ChunkRegistry:
+        """Texts of its documents, read when they are first wanted.
+
+        Those of another tenant must not show in how a prompt is split.
+        """
+        with self._lock:
+            if self._known is None:
+                self._known = ChunkRegistry(_KNOWN, self._texts(_KNOWN))
+            return self._known
 
 
 class Keys:

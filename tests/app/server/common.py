@@ -19,6 +19,7 @@ from fastapi import FastAPI
 
 from cacheblend_rag.app.folder_rag import FolderRAGOptions
 from cacheblend_rag.app.server.app import create_app
+from cacheblend_rag.app.server.running import server_config
 from cacheblend_rag.app.server.settings import Limits, ServerSettings
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
@@ -71,12 +72,12 @@ class Running:
     Parameters
     ----------
     app : FastAPI
+    settings : ServerSettings
     """
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
         self.app = app
-        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_config=None, timeout_graceful_shutdown=5)
-        self.server = uvicorn.Server(config)
+        self.server = uvicorn.Server(server_config(app, settings, grace=5))
         self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve()))
 
     def __enter__(self) -> Running:
@@ -107,16 +108,14 @@ class Running:
 @contextmanager
 def running(settings: ServerSettings) -> Iterator[Running]:
     """A server on a socket, ready and with its base documents warmed."""
-    with Running(create_app(settings)) as server:
+    with Running(create_app(settings), settings) as server:
         settle(server.service)
         yield server
 
 
 def settle(service: Any) -> None:
     """Wait until nothing is left to be done in the background."""
-    done = threading.Event()
-    service.ingestion._work.put(done.set)
-    assert done.wait(60)
+    assert service.ingestion.wait_idle(60)
     service.engine.flush()
 
 

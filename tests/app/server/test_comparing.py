@@ -13,7 +13,7 @@ import pytest
 
 from cacheblend_rag.app.server import comparing
 from cacheblend_rag.app.server.comparing import ROUNDS, compare_all
-from cacheblend_rag.app.server.library import Collection
+from cacheblend_rag.app.server.library import BaseCollection
 from cacheblend_rag.app.server.streams import EventStream
 from cacheblend_rag.calibration.comparison import Prefilled, time_once
 from cacheblend_rag.prompt import Prompt
@@ -84,8 +84,8 @@ def test_whoever_waits_is_let_in_after_one_pass(
     client: httpx.Client, server: Running, passes: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[Any] = []
-    search = Collection.search
-    monkeypatch.setattr(Collection, "search", lambda *given: (done.append("search"), search(*given))[1])
+    search = BaseCollection.search
+    monkeypatch.setattr(BaseCollection, "search", lambda *given: (done.append("search"), search(*given))[1])
     asked: list[Any] = []
     with ThreadPoolExecutor(1) as other:
 

@@ -6,8 +6,10 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,11 @@ import pytest
 from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
-from cacheblend_rag.retrieval import saved
+from cacheblend_rag.app.server.catalogue import Catalogue
+from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.store.disk import DiskStore
-from tests.app.server.common import BASE, new_collection, passage, read_events, settings_for, upload
+from tests.app.server.common import BASE, new_collection, passage, read_events, settings_for, settle, upload
 from tests.toy import EMBEDDER_PATH
 
 ROOT = Path(__file__).parents[3]
@@ -112,49 +115,70 @@ def test_killed_in_the_middle_of_ingestion_nothing_is_half_indexed(model: Path, 
     assert {"/api/collections/{id}/ask", "/v1/completions"} <= {one.get("path") for one in requests}
 
 
-@pytest.mark.parametrize("writes", range(3))
-def test_a_save_that_fails_leaves_the_collection_as_it_was(
-    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: int
+@pytest.mark.parametrize("table", ["documents", "passages"])
+def test_a_save_that_fails_leaves_the_collection_as_it_was_and_is_tried_again(
+    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str
 ) -> None:
+    monkeypatch.setattr("cacheblend_rag.app.server.ingestion._RETRY", 0.2)
     settings = settings_for(model, docs, tmp_path)
     with TestClient(create_app(settings), base_url=BASE) as client:
         id = new_collection(client)
         upload(client, id, {"old.txt": passage(300)})
+        settle(client.app.state.service)  # type: ignore[attr-defined]
         before = whole_or_not_at_all(client, id)
-        write, count = saved._write, iter(range(10))
+        library = client.app.state.service.sessions["local"].library  # type: ignore[attr-defined]
+        add, failed = Catalogue.add, threading.Event()
 
-        def full_disk(path: Path, data: bytes) -> None:
-            if next(count) == writes:
-                write(path, data[: len(data) // 2])
-                raise OSError(28, "No space left on device")
-            write(path, data)
+        def full_disk(self: Catalogue, *given: Any, **more: Any) -> None:
+            refusal = "BEGIN SELECT RAISE(ABORT, 'full'); END"
+            self._db.execute(f"CREATE TEMP TRIGGER IF NOT EXISTS full BEFORE INSERT ON {table} {refusal}")
+            try:
+                add(self, *given, **more)
+            except sqlite3.IntegrityError as error:
+                failed.set()
+                raise Problem(507, "disk_full", "full") from error
 
         with monkeypatch.context() as patch:
-            patch.setattr(saved, "_write", full_disk)
-            told = upload(client, id, {"new.txt": passage(301)})
-        assert told[-1]["stage"] == "failed"
-        listed: list[dict[str, Any]] = client.get(f"/api/collections/{id}/documents").json()
-        (failed,) = [one for one in listed if one["state"] == "failed"]
-        assert client.delete(f"/api/collections/{id}/documents/{failed['id']}").status_code == 204
-        assert whole_or_not_at_all(client, id) == before
-        assert upload(client, id, {"new.txt": passage(301)})[-1]["stage"] == "done"
+            patch.setattr(Catalogue, "add", full_disk)
+            sent = client.post(f"/api/collections/{id}/documents", files=[("files", ("new.txt", passage(301)))])
+            assert sent.status_code == 202
+            assert failed.wait(30)
+            states = {one["name"]: one["state"] for one in client.get(f"/api/collections/{id}/documents").json()}
+            assert states == {"old.txt": "ready", "new.txt": "indexing"}
+            found = client.post(f"/api/collections/{id}/search", json={"query": "leaf", "k": 9}).json()
+            assert {one["document"] for one in found} == set(before)
+        with library.catalogue._lock:
+            library.catalogue._db.execute("DROP TRIGGER full")
+        events = read_events(client.get(f"/api/jobs/{sent.json()['job']}/events").text)
+        assert events[-1][1]["stage"] == "done"
+        assert whole_or_not_at_all(client, id) == {"old.txt": 1, "new.txt": 1}
     with TestClient(create_app(settings), base_url=BASE) as client:
         assert whole_or_not_at_all(client, id) == {"old.txt": 1, "new.txt": 1}
 
 
-def test_a_damaged_collection_is_put_aside_and_the_rest_is_served(model: Path, docs: Path, tmp_path: Path) -> None:
-    settings = settings_for(model, docs, tmp_path)
+@pytest.mark.parametrize("damage", [b"{", b"SQLite format 3\0" + b"\xff" * 4000])
+def test_a_damaged_catalogue_is_put_aside_and_other_tenants_are_served(
+    model: Path, docs: Path, tmp_path: Path, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = {"ada": "ada-0123456789abcdef", "ben": "ben-0123456789abcdef"}
+    settings = settings_for(model, docs, tmp_path, keys=keys)
+    ids = {}
     with TestClient(create_app(settings), base_url=BASE) as client:
-        good, bad = new_collection(client, "Good"), new_collection(client, "Bad")
-        upload(client, good, {"a.txt": passage(310)})
-    folder = tmp_path / "tenants" / "local" / "collections"
-    (folder / bad / "manifest.json").write_text("{")
-    (folder / ".gone-left-behind").mkdir()
-    (folder / "never-finished").mkdir()
+        for name, key in keys.items():
+            client.headers["Authorization"] = f"Bearer {key}"
+            ids[name] = new_collection(client, name)
+            upload(client, ids[name], {"a.txt": passage(310)})
+    folder = tmp_path / "tenants" / "ben"
+    (folder / "documents" / "catalogue.db").write_bytes(damage)
     with TestClient(create_app(settings), base_url=BASE) as client:
-        assert whole_or_not_at_all(client, good) == {"a.txt": 1}
-        assert client.get(f"/api/collections/{bad}/documents").status_code == 404
-    assert sorted(path.name.split("-")[0] for path in folder.iterdir()) == [".damaged", good]
+        client.headers["Authorization"] = f"Bearer {keys['ada']}"
+        assert whole_or_not_at_all(client, ids["ada"]) == {"a.txt": 1}
+        client.headers["Authorization"] = f"Bearer {keys['ben']}"
+        assert client.get(f"/api/collections/{ids['ben']}/documents").status_code == 404
+        upload(client, new_collection(client), {"b.txt": passage(311)})
+    assert "put aside" in caplog.text
+    (aside,) = folder.glob("documents.damaged-*")
+    assert (aside / "catalogue.db").read_bytes() == damage
 
 
 def test_another_embedder_makes_the_vectors_anew(

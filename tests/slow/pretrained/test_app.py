@@ -58,7 +58,8 @@ def test_the_server_answers_an_openai_client(smollm2_folder: Path, minilm_folder
     )
     paragraphs = [one for one in article.split("\n\n") if len(one) > 200][:4]
     question = [{"role": "user", "content": "When was Surtsey first seen? Answer in a few words."}]
-    with Running(create_app(ServerSettings(rag=rag, port=0, api_keys={}))) as server:
+    settings = ServerSettings(rag=rag, port=0, api_keys={})
+    with Running(create_app(settings), settings) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
         model = client.models.list().data[0].id
         answers = [

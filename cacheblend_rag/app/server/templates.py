@@ -1,0 +1,99 @@
+"""Chat templates within bounds: what a request may hand to one, and how long making a prompt may take."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from jinja2 import Environment, TemplateSyntaxError, meta, nodes
+from jinja2.defaults import DEFAULT_NAMESPACE
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+
+from cacheblend_rag.app.server.problems import Problem
+
+__all__ = ["check_arguments", "template_arguments", "within"]
+
+# What transformers gives every template, besides the arguments of `apply_chat_template`.
+_GIVEN = {"messages", "raise_exception", "strftime_now", *DEFAULT_NAMESPACE}
+
+
+class _Generation(Extension):
+    """The tag with which transformers marks answers in a template."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def template_arguments(tokenizer: Any) -> frozenset[str]:
+    """What the tokenizer's own chat template reads that a request may set, such as ``enable_thinking``."""
+    environment = Environment(extensions=[_Generation, "jinja2.ext.loopcontrols"])
+    try:
+        read = meta.find_undeclared_variables(environment.parse(str(tokenizer.chat_template or "")))
+    except TemplateSyntaxError:  # it can make no prompt either
+        return frozenset()
+    taken = inspect.signature(tokenizer.apply_chat_template).parameters
+    return frozenset(read - _GIVEN - set(taken) - set(tokenizer.special_tokens_map))
+
+
+def check_arguments(tokenizer: Any, given: Mapping[str, Any]) -> None:
+    """Refuse what the template does not read. A template of the request's own would run its own program.
+
+    Raises
+    ------
+    Problem
+        400 that names the argument, and those there are.
+    """
+    if not given:
+        return
+    known = template_arguments(tokenizer)
+    for name in given:
+        if name not in known:
+            remedy = f"use {', '.join(sorted(known))}" if known else "it takes none: leave it out"
+            message = f"chat_template_kwargs has {name[:64]!r}, which the model's chat template does not take; {remedy}"
+            raise Problem(400, "bad_value", message, field="chat_template_kwargs")
+
+
+class _OverdueError(BaseException):
+    """The time is over; nothing on the way catches it."""
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """End what this thread does within this when the time is over.
+
+    Python code is ended between two of its steps, also within a loop. One call of compiled code is not.
+
+    Raises
+    ------
+    Problem
+        400 if the time is over.
+    """
+    thread, lock, over = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
+
+    def interrupt() -> None:
+        with lock:
+            if not over:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_OverdueError))
+
+    timer = threading.Timer(seconds, interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        try:
+            yield
+        finally:
+            timer.cancel()
+            with lock:
+                over = True
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)  # one that was sent and has not come yet
+    except _OverdueError:
+        message = f"making the prompt took longer than {seconds:g} s; send fewer or shorter messages"
+        raise Problem(400, "prompt_timeout", message) from None

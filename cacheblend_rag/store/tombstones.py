@@ -1,0 +1,100 @@
+"""A store whose records can be given up at once and erased when that is possible."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterable, Iterator
+
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV
+from cacheblend_rag.store.wrapped import WrappedStore
+
+__all__ = ["TombstonedStore"]
+
+_log = logging.getLogger(__name__)
+
+
+class TombstonedStore(WrappedStore):
+    """A KV store with tombstones: a record under one is a miss, whether it could be erased or not.
+
+    Tombstones are kept in memory. Who needs them to outlive the process writes the keys down and sets them again.
+
+    Parameters
+    ----------
+    inner : KVStore
+        Where the records are.
+    lasting : float
+        Seconds that a tombstone stays after its record is erased. An answer that began before may
+        store the record again within that time: it is dropped.
+    """
+
+    def __init__(self, inner: KVStore, lasting: float) -> None:
+        super().__init__(inner)
+        self._lasting, self._lock = lasting, threading.Lock()
+        self._until: dict[str, float] = {}  # by key; for ever while the record may be there
+
+    def bury(self, keys: Iterable[str]) -> None:
+        """Set tombstones: from now on nothing is read from these records or stored in their place."""
+        now = time.monotonic()
+        with self._lock:
+            self._until = {key: until for key, until in self._until.items() if until > now}
+            self._until.update(dict.fromkeys(keys, math.inf))
+
+    def allow(self, keys: Iterable[str]) -> None:
+        """Take tombstones away: the text is known again."""
+        with self._lock:
+            for key in keys:
+                self._until.pop(key, None)
+
+    def erase(self, key: str) -> None:
+        """Erase a record under a tombstone; one whose tombstone was taken away meanwhile stays.
+
+        Raises
+        ------
+        StoreError
+            If it is still there.
+        """
+        if not self._buried(key):
+            return
+        self.inner.delete(key)
+        if self.inner.contains(key):
+            raise StoreError(f"KV record {key} is still there after it was erased")
+        with self._lock:
+            if key in self._until:
+                self._until[key] = time.monotonic() + self._lasting
+
+    @property
+    def tombstones(self) -> int:
+        """How many there are."""
+        now = time.monotonic()
+        with self._lock:
+            return sum(until > now for until in self._until.values())
+
+    def _buried(self, key: str) -> bool:
+        return self._until.get(key, 0.0) > time.monotonic()
+
+    def open(self, key: str) -> StoredKV | None:
+        """See `KVStore.open`."""
+        return None if self._buried(key) else self.inner.open(key)
+
+    def put(self, key: str, record: KVRecord) -> None:
+        """See `KVStore.put`; what has a tombstone is dropped."""
+        if self._buried(key):
+            _log.debug("KV record %s is not stored: it was deleted", key)
+            return
+        self.inner.put(key, record)
+
+    def contains(self, key: str) -> bool:
+        """See `KVStore.contains`."""
+        return not self._buried(key) and self.inner.contains(key)
+
+    def prefetch(self, key: str) -> bool:
+        """See `KVStore.prefetch`."""
+        return not self._buried(key) and self.inner.prefetch(key)
+
+    def infos(self, beginning: str) -> Iterator[tuple[str, RecordInfo]]:
+        """See `KVStore.infos`."""
+        return (one for one in self.inner.infos(beginning) if not self._buried(one[0]))

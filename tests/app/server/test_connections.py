@@ -1,0 +1,213 @@
+"""Clients that send half of a request, one byte at a time, or nothing; and a server that is to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag.app.server.admission_queue import AdmissionQueue
+from cacheblend_rag.app.server.settings import Limits
+from cacheblend_rag.engine.engine import BlendEngine
+from tests.app.server.common import Running, client_of, new_collection, running, settings_for
+from tests.app.server.test_crash import ROOT
+from tests.toy import EMBEDDER_PATH
+
+HALF = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "
+WHOLE = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+KEYS = {"ada": "ada-0123456789abcdef"}
+
+
+@pytest.fixture(scope="module")
+def careful(model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    limits = Limits(connections=60, address_connections=40, head_seconds=1.5, body_seconds=1.5)
+    with running(settings_for(model, docs, tmp_path_factory.mktemp("data"), limits=limits, keys=KEYS)) as made:
+        yield made
+
+
+def address_of(server: Running) -> tuple[str, int]:
+    host, port = server.server.servers[0].sockets[0].getsockname()[:2]
+    return str(host), int(port)
+
+
+@contextmanager
+def connected(server: Running, sent: bytes, source: str = "127.0.0.1") -> Iterator[socket.socket]:
+    with socket.create_connection(address_of(server), 20, (source, 0)) as made:
+        made.sendall(sent)
+        yield made
+
+
+def heard(one: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    pieces = []
+    try:
+        while piece := one.recv(65536):
+            pieces.append(piece)
+    except ConnectionResetError:
+        pass
+    return b"".join(pieces)
+
+
+def test_half_sent_heads_of_one_address_leave_room_for_others_and_end(careful: Running) -> None:
+    with ExitStack() as open_ones:
+        slow = [open_ones.enter_context(connected(careful, HALF)) for _ in range(39)]
+        with connected(careful, WHOLE) as last, connected(careful, WHOLE) as more:
+            assert last.recv(12) == b"HTTP/1.1 200"
+            assert more.recv(12) == b"HTTP/1.1 429"
+        with connected(careful, WHOLE, "127.0.0.2") as other:
+            assert other.recv(12) == b"HTTP/1.1 200"
+        started = time.monotonic()
+        answers = [heard(one) for one in slow]
+        assert time.monotonic() - started < 5
+        assert all(one.startswith(b"HTTP/1.1 408") for one in answers)
+
+
+def test_of_many_addresses_those_that_wait_give_way(careful: Running) -> None:
+    with ExitStack() as open_ones:
+        for number in range(80):  # which is more than there may be
+            open_ones.enter_context(connected(careful, HALF, f"127.0.1.{number % 4 + 1}"))
+        with connected(careful, WHOLE, "127.0.0.9") as other:
+            assert other.recv(12) == b"HTTP/1.1 200"
+    ends = time.monotonic() + 10
+    while careful.server.server_state.connections and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert not careful.server.server_state.connections
+
+
+@pytest.mark.parametrize("first", [b"", WHOLE])
+def test_a_head_that_comes_a_byte_at_a_time_is_cut_off(careful: Running, first: bytes) -> None:
+    """The first of a connection, and a further one."""
+    with connected(careful, first) as one:
+        if first:
+            assert one.recv(65536).startswith(b"HTTP/1.1 200")
+        started = time.monotonic()
+        try:
+            for byte in HALF + b"x" * 100:
+                one.sendall(bytes([byte]))
+                time.sleep(0.1)
+        except OSError:
+            pass
+        assert 1 < time.monotonic() - started < 5
+
+
+def test_a_body_that_stops_is_cut_off_and_one_that_goes_on_is_not(careful: Running) -> None:
+    with client_of(careful, KEYS["ada"]) as client:
+        id = new_collection(client)
+    head = (
+        f"POST /api/collections/{id}/search HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEYS['ada']}\r\n"
+        "Content-Type: application/json\r\nContent-Length: 20\r\n\r\n"
+    ).encode()
+    with connected(careful, head + b'{"query"') as one:
+        started = time.monotonic()
+        assert heard(one) == b""
+        assert 1 < time.monotonic() - started < 5
+    with connected(careful, head) as one:
+        for byte in b'{"query":  "a leaf"}':
+            one.sendall(bytes([byte]))
+            time.sleep(0.15)
+        assert one.recv(12) == b"HTTP/1.1 200"
+
+
+def test_an_answer_may_take_longer_than_a_head(careful: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(self: BlendEngine, *args: object, **more: object) -> None:
+        time.sleep(2.5)
+        raise RuntimeError
+
+    monkeypatch.setattr(BlendEngine, "stream", slow)
+    with client_of(careful, KEYS["ada"]) as client:
+        answer = client.post("/api/collections/archive/ask", json={"question": "Which?", "stream": False})
+    assert answer.status_code == 500
+
+
+def test_without_a_key_no_body_is_read(careful: Running) -> None:
+    head = "POST /api/collections/x/documents HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 10000000\r\n\r\n"
+    with connected(careful, head.encode()) as one:
+        assert one.recv(12) == b"HTTP/1.1 401"
+
+
+def test_ready_is_who_answers(careful: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = careful.service
+    with client_of(careful) as client:
+        assert client.get("/livez").json() == client.get("/readyz").json() == {"status": "ok"}
+        with monkeypatch.context() as patch:
+            patch.setattr(AdmissionQueue, "still", 1e6)
+            told = client.get("/readyz")
+            assert (told.status_code, told.json()["error"]["code"]) == (503, "not_ready")
+            assert client.get("/livez").status_code == 200
+        with monkeypatch.context() as patch:
+            patch.setattr("cacheblend_rag.app.server.service._THREAD_SECONDS", 0.2)
+            release = threading.Event()
+
+            async def occupy() -> None:
+                loop = asyncio.get_running_loop()
+                for _ in range(64):
+                    loop.run_in_executor(None, release.wait)
+
+            loop = next(iter(careful.server.server_state.connections)).loop
+            asyncio.run_coroutine_threadsafe(occupy(), loop).result(5)
+            assert "threads" in client.get("/readyz").json()["error"]["message"]
+            assert client.get("/livez").status_code == 200
+            release.set()
+        with monkeypatch.context() as patch:
+            patch.setattr(service, "_stopping", True)
+            assert "stopping" in client.get("/readyz").json()["error"]["message"]
+        assert client.get("/readyz").status_code == 200
+
+
+async def test_a_queue_knows_how_long_nobody_was_let_in() -> None:
+    queue = AdmissionQueue(2, 5, 60)
+    first = await queue.slot("a")
+    assert queue.still == 0
+    second = await queue.slot("a")
+    time.sleep(0.05)
+    assert queue.still >= 0.05
+    await second.leave()
+    assert queue.still == 0
+    await first.leave()
+
+
+STUCK = """
+import sys, threading, time
+from cacheblend_rag.app.cli import main
+from cacheblend_rag.app.server import running
+from cacheblend_rag.engine.engine import BlendEngine
+def never(*args, **more):
+    while True:
+        time.sleep(0.1)
+BlendEngine.stream = never
+running._GRACE, running._LAST = 1, 4
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_server_ends_when_it_is_told_to_whatever_runs(model: Path, docs: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STUCK, "serve", "--port", "0", "--device", "cpu", "--model", str(model)]
+    command += ["--embedder", str(EMBEDDER_PATH), "--docs", str(docs), "--data-dir", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        port = next(int(line.rsplit(":", 1)[1]) for line in process.stderr if line.startswith("Open http"))
+        body = b'{"question": "Which?"}'
+        head = "POST /api/collections/archive/ask HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", port), 10) as one:
+            one.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            time.sleep(1)
+            started = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 1
+            assert time.monotonic() - started < 10
+        assert "ends while something still runs" in process.stderr.read()
+    finally:
+        process.kill()
+        process.communicate()

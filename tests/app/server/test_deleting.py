@@ -1,0 +1,244 @@
+"""Deletion is true once it is answered: on a full disk, with a store that fails, across a restart."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from cacheblend_rag.app.server import catalogue
+from cacheblend_rag.app.server.app import create_app
+from cacheblend_rag.app.server.service import Service
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.store import DiskStore, MemoryStore
+from cacheblend_rag.store.tombstones import TombstonedStore
+from tests.app.server.common import BASE, new_collection, passage, settings_for, settle, upload
+from tests.contract.test_store import make
+
+MB = 10**6
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own."""
+    folder, libc = tmp_path / "disk", ctypes.CDLL(None, use_errno=True)
+    folder.mkdir()
+    if libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, b"size=40m") != 0:
+        pytest.skip("nothing can be mounted here")
+    yield folder
+    libc.umount2(os.fsencode(folder), 2)
+
+
+def fill(folder: Path) -> Path:
+    ballast, disk = folder / "ballast", os.statvfs(folder)
+    ballast.write_bytes(b"\0" * (disk.f_bavail * disk.f_frsize))
+    assert os.statvfs(folder).f_bavail == 0
+    return ballast
+
+
+def hits(client: Any, seed: int) -> int:
+    """Whether the KV of a passage is read."""
+    name = client.get("/v1/models").json()["data"][0]["id"]
+    body = {"model": name, "prompt": "Which leaf?", "documents": [passage(seed)], "max_tokens": 1}
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return int(answer.json()["cacheblend"][0]["hits"])
+
+
+def service_of(client: Any) -> Service:
+    service: Service = client.app.state.service
+    return service
+
+
+def ids_of(client: Any, collection: str) -> dict[str, str]:
+    return {one["name"]: one["id"] for one in client.get(f"/api/collections/{collection}/documents").json()}
+
+
+def records_on_disk(data: Path) -> int:
+    store = DiskStore(data / "kv")
+    try:
+        return store.stats().records
+    finally:
+        store.close()
+
+
+def test_on_a_full_disk_deleting_is_written_down_and_becomes_true(
+    model: Path, docs: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.app.server.ingestion._RETRY", 0.3)
+    data = small_disk / "data"
+    settings = settings_for(model, docs, data, memory_limit=0)
+    with TestClient(create_app(settings), base_url=BASE) as client:
+        id = new_collection(client)
+        upload(client, id, {"a.txt": passage(900), "b.txt": passage(901)})
+        settle(service_of(client))
+        documents, records = ids_of(client, id), records_on_disk(data)
+        assert hits(client, 900) == 1
+        ballast = fill(small_disk)
+        assert client.delete(f"/api/collections/{id}/documents/{documents['a.txt']}").status_code == 204
+        assert list(ids_of(client, id)) == ["b.txt"]
+        assert hits(client, 900) == 0
+        assert client.delete(f"/api/collections/{id}").status_code == 204
+        assert client.get(f"/api/collections/{id}/documents").status_code == 404
+        assert [hits(client, seed) for seed in (900, 901)] == [0, 0]
+    with TestClient(create_app(settings), base_url=BASE) as client:
+        assert id not in [one["id"] for one in client.get("/api/state").json()["collections"]]
+        ballast.unlink()
+        library = service_of(client).sessions["local"].library
+        service_of(client).ingestion.wake()
+        ends = time.monotonic() + 30
+        while library.unfinished and time.monotonic() < ends:
+            time.sleep(0.05)
+        assert not library.unfinished
+        assert not library.catalogue.tombstones()
+        assert records_on_disk(data) == records - 2
+        assert [hits(client, seed) for seed in (900, 901)] == [0, 0]
+    for path in (data / "tenants").rglob("*"):
+        if path.is_file():
+            assert passage(900).split("\n")[1].encode() not in path.read_bytes(), "the text is overwritten"
+
+
+def test_a_disk_without_any_room_for_it_refuses_to_delete(model: Path, docs: Path, small_disk: Path) -> None:
+    with TestClient(create_app(settings_for(model, docs, small_disk / "data")), base_url=BASE) as client:
+        id = new_collection(client)
+        upload(client, id, {"a.txt": passage(902)})
+        settle(service_of(client))
+        (small_disk / "data" / "tenants" / "local" / "documents" / "reserve").unlink()
+        ballast = fill(small_disk)
+        answer = client.delete(f"/api/collections/{id}/documents/{ids_of(client, id)['a.txt']}")
+        assert answer.status_code == 507
+        assert answer.json()["error"]["code"] == "disk_full"
+        assert list(ids_of(client, id)) == ["a.txt"]
+        refused = client.post(f"/api/collections/{id}/documents", files=[("files", ("b.txt", passage(903)))])
+        assert refused.status_code == 507
+        assert client.post("/api/collections", json={"name": "x"}).status_code == 507
+        ballast.unlink()
+        assert client.delete(f"/api/collections/{id}/documents/{ids_of(client, id)['a.txt']}").status_code == 204
+
+
+def test_a_store_that_does_not_erase_is_not_read_and_tried_again(
+    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.app.server.ingestion._RETRY", 0.2)
+    settings = settings_for(model, docs, tmp_path)
+
+    def fails(*args: object) -> bool:
+        raise StoreError("not now")
+
+    with TestClient(create_app(settings), base_url=BASE) as client:
+        id = new_collection(client)
+        upload(client, id, {"a.txt": passage(910), "b.txt": passage(911)})
+        settle(service_of(client))
+        documents = ids_of(client, id)
+        for refusal in (fails, lambda *args: False):  # one that says so, and one that says nothing
+            with monkeypatch.context() as patch:
+                patch.setattr(DiskStore, "delete", refusal)
+                patch.setattr(MemoryStore, "delete", refusal)
+                name, identity = documents.popitem()
+                assert client.delete(f"/api/collections/{id}/documents/{identity}").status_code == 204
+                assert hits(client, {"a.txt": 910, "b.txt": 911}[name]) == 0
+                assert service_of(client).sessions["local"].library.unfinished
+            settle(service_of(client))
+            assert not service_of(client).sessions["local"].library.unfinished
+        assert [hits(client, seed) for seed in (910, 911)] == [0, 0]
+
+
+def test_no_text_of_what_was_deleted_stays_in_the_files(
+    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.app.server.library._PURGED", 3)  # in several steps
+    with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
+        id, kept = new_collection(client), new_collection(client)
+        texts = [passage(seed, 300) for seed in range(930, 940)]
+        upload(client, id, {"long.txt": "\n\n".join(texts), "short.txt": passage(950)})
+        upload(client, kept, {"kept.txt": passage(960)})
+        assert client.delete(f"/api/collections/{id}").status_code == 204
+        settle(service_of(client))
+        assert not service_of(client).sessions["local"].library.unfinished
+        held = b"".join(path.read_bytes() for path in (tmp_path / "tenants").rglob("*") if path.is_file())
+        for text in (*texts, passage(950)):
+            assert text.split("\n")[1][:60].encode() not in held
+        assert passage(960).split("\n")[1][:60].encode() in held
+
+
+def test_what_is_not_erased_yet_is_not_read_after_a_restart_either(
+    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for(model, docs, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskStore, "delete", lambda *args: False)
+        with TestClient(create_app(settings), base_url=BASE) as client:
+            id = new_collection(client)
+            upload(client, id, {"a.txt": passage(915)})
+            settle(service_of(client))
+            assert hits(client, 915) == 1
+            records = records_on_disk(tmp_path)
+            assert client.delete(f"/api/collections/{id}").status_code == 204
+        with TestClient(create_app(settings), base_url=BASE) as client:
+            assert hits(client, 915) == 0
+            assert records_on_disk(tmp_path) == records
+    with TestClient(create_app(settings), base_url=BASE) as client:
+        settle(service_of(client))
+        assert records_on_disk(tmp_path) == records - 1
+
+
+def test_what_comes_again_is_read_again(model: Path, docs: Path, tmp_path: Path) -> None:
+    with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
+        id = new_collection(client)
+        for _ in range(2):
+            upload(client, id, {"a.txt": passage(920)})
+            settle(service_of(client))
+            assert hits(client, 920) == 1
+            assert client.delete(f"/api/collections/{id}/documents/{ids_of(client, id)['a.txt']}").status_code == 204
+            assert hits(client, 920) == 0
+
+
+def test_a_folder_that_is_served_keeps_the_kv_of_its_texts(model: Path, docs: Path, tmp_path: Path) -> None:
+    with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
+        settle(service_of(client))
+        id = new_collection(client)
+        upload(client, id, {"copy.txt": passage(0)})
+        assert client.delete(f"/api/collections/{id}").status_code == 204
+        body = {"question": "Which leaf?", "stream": False}
+        assert client.post("/api/collections/archive/ask", json=body).json()["report"]["misses"] == 0
+
+
+def test_tombstones_of_a_store() -> None:
+    inner = MemoryStore("1MB")
+    store = TombstonedStore(inner, lasting=0.2)
+    store.put("a", make())
+    store.bury(["a", "b"])
+    assert store.open("a") is None
+    assert not store.contains("a")
+    assert not store.prefetch("a")
+    assert not list(store.infos(""))
+    store.put("b", make())
+    assert not inner.contains("b")
+    store.erase("a")
+    assert not inner.contains("a")
+    store.put("a", make())  # by an answer that was under way
+    assert not inner.contains("a")
+    assert store.tombstones == 2
+    time.sleep(0.3)
+    store.put("a", make())
+    assert store.contains("a")
+    store.allow(["b"])
+    store.put("b", make())
+    store.erase("b")
+    assert store.contains("b"), "it has no tombstone any more"
+
+
+def test_space_is_kept_back_and_kept_back_again(tmp_path: Path) -> None:
+    made = catalogue.Catalogue(tmp_path / "documents")
+    reserve = tmp_path / "documents" / "reserve"
+    assert reserve.stat().st_size == 2**20
+    reserve.unlink()
+    made.keep_reserve()
+    assert reserve.exists()
+    made.close()

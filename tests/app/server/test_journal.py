@@ -1,0 +1,136 @@
+"""A server killed at random moments of uploads and deletions keeps what it has answered."""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+
+from cacheblend_rag.app.server.app import create_app
+from tests.app.server.common import BASE, new_collection, passage, read_events, settings_for, settle
+from tests.app.server.test_crash import Served, sections, whole_or_not_at_all
+
+
+class Writer:
+    """Uploads and deletes until the server is gone, and knows what was answered."""
+
+    def __init__(self, id: str, seed: int) -> None:
+        self.id, self.random, self.number = id, random.Random(seed), 1000 * seed
+        self.accepted: dict[str, str] = {}  # name to text
+        self.deleted: set[str] = set()
+        self.unsure: set[str] = set()  # asked for, and not answered
+        self.jobs: list[str] = []
+
+    def write(self, client: httpx.Client) -> None:
+        """Go on until the connection breaks."""
+        path = f"/api/collections/{self.id}/documents"
+        try:
+            while True:
+                self.number += 1
+                name, text = f"{self.number}.txt", passage(self.number, 80)
+                answer = client.post(path, files=[("files", (name, text))])
+                if answer.status_code == 202:
+                    self.accepted[name] = text
+                    self.jobs.append(answer.json()["job"])
+                else:
+                    assert answer.status_code == 429, answer.text
+                if self.random.random() < 0.4:
+                    known = [one for one in client.get(path).json() if one["name"] not in self.unsure]
+                    if known:
+                        gone = self.random.choice(known)
+                        self.unsure.add(gone["name"])
+                        status = client.delete(f"{path}/{gone['id']}").status_code
+                        self.unsure.discard(gone["name"])
+                        # It may have become a document between the two; then it is there, and stays.
+                        if status == 204:
+                            self.deleted.add(gone["name"])
+        except httpx.HTTPError:
+            pass
+
+
+def test_killed_at_random_moments_nothing_that_was_answered_is_lost(model: Path, docs: Path, tmp_path: Path) -> None:
+    seed = 7
+    chance, data = random.Random(seed), tmp_path / "data"
+    server = Served(model, docs, data)
+    writers = [Writer(new_collection(server.client, f"{n}"), n) for n in (1, 2)]
+    for _ in range(4):
+        threads = [threading.Thread(target=one.write, args=(server.client,)) for one in writers]
+        for one in threads:
+            one.start()
+        time.sleep(chance.uniform(0.1, 2.5))
+        server.process.kill()
+        for one in threads:
+            one.join(60)
+        server.end(signal.SIGKILL)
+        server = Served(model, docs, data)
+    client = server.client
+    for writer in writers:
+        for job in writer.jobs[-3:]:
+            told = read_events(client.get(f"/api/jobs/{job}/events").text)  # which waits for its end
+            assert told[-1][1]["stage"] == "done"
+        kept = set(whole_or_not_at_all(client, writer.id))
+        assert kept >= set(writer.accepted) - writer.deleted - writer.unsure
+        assert not kept & writer.deleted
+        assert len(writer.accepted) > 5
+    name = client.get("/v1/models").json()["data"][0]["id"]
+    gone = [(writer, one) for writer in writers for one in sorted(writer.deleted)]
+    assert gone
+    for writer, one in gone:
+        body = {"model": name, "prompt": "Which?", "documents": [writer.accepted[one]], "max_tokens": 1}
+        assert client.post("/v1/completions", json=body).json()["cacheblend"][0]["hits"] == 0
+    assert not list(data.glob("tenants/*/documents/incoming/*"))
+    assert server.end(signal.SIGTERM) in (0, -signal.SIGTERM)
+
+
+def test_an_upload_goes_on_after_a_stop_and_its_followers_are_told(model: Path, docs: Path, tmp_path: Path) -> None:
+    settings = settings_for(model, docs, tmp_path)
+    app = create_app(settings)
+    with TestClient(app, base_url=BASE) as client:
+        id = new_collection(client)
+        files = [("files", (f"{number}.txt", sections(number))) for number in range(6)]
+        job = client.post(f"/api/collections/{id}/documents", files=files).json()["job"]
+        told: list[Any] = []
+        follower = threading.Thread(target=lambda: told.extend(read_events(client.get(f"/api/jobs/{job}/events").text)))
+        follower.start()
+        time.sleep(0.2)
+        app.state.service.begin_stop()
+        follower.join(30)
+        assert not follower.is_alive()
+    assert told[-1][1]["stage"] == "waiting"
+    assert "goes on" in told[-1][1]["error"]
+    for round in range(2):  # while it goes on, and once it has ended
+        with TestClient(create_app(settings), base_url=BASE) as client:
+            events = read_events(client.get(f"/api/jobs/{job}/events").text)
+            assert events[-1][1]["stage"] == "done", round
+            assert events[-1][1]["done"] == events[-1][1]["total"] == 6
+            assert len(whole_or_not_at_all(client, id)) == 6
+            settle(client.app.state.service)  # type: ignore[attr-defined]
+            report = client.post(f"/api/collections/{id}/ask", json={"question": "Which?", "stream": False}).json()
+            assert report["report"]["misses"] == 0
+
+
+@pytest.mark.parametrize("name", ["bad.txt", "good.txt"])
+def test_failures_and_their_dismissal_outlive_the_server(model: Path, docs: Path, tmp_path: Path, name: str) -> None:
+    settings = settings_for(model, docs, tmp_path)
+    with TestClient(create_app(settings), base_url=BASE) as client:
+        id = new_collection(client)
+        files = [("files", ("bad.txt", b"\xff\xfe\x00")), ("files", ("good.txt", passage(40)))]
+        job = client.post(f"/api/collections/{id}/documents", files=files).json()["job"]
+        first = read_events(client.get(f"/api/jobs/{job}/events").text)[-1][1]
+    with TestClient(create_app(settings), base_url=BASE) as client:
+        again = read_events(client.get(f"/api/jobs/{job}/events").text)[-1][1]
+        assert (again["stage"], again["done"], again["total"], again["error"]) == ("done", 1, 2, first["error"])
+        listed = {one["name"]: one for one in client.get(f"/api/collections/{id}/documents").json()}
+        assert {key: one["state"] for key, one in listed.items()} == {"bad.txt": "failed", "good.txt": "ready"}
+        assert client.delete(f"/api/collections/{id}/documents/{listed[name]['id']}").status_code == 204
+    with TestClient(create_app(settings), base_url=BASE) as client:
+        left = [one["name"] for one in client.get(f"/api/collections/{id}/documents").json()]
+        assert left == [one for one in ("bad.txt", "good.txt") if one != name]
+        assert client.get("/api/jobs/0123456789abcdef/events").status_code == 404

@@ -1,0 +1,161 @@
+"""The process that parses: what it is given, what it can reach, and whom it blames."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag.app.server.reading import Reader
+from cacheblend_rag.app.server.settings import KEYS_VARIABLE, Limits
+from cacheblend_rag.errors import DocumentError
+from tests.integrations.retrieval.office import make_docx
+from tests.integrations.retrieval.pdf import make_pdf
+
+ROOT = Path(__file__).parents[3]
+LIMITS = Limits(document_chars=100_000, parse_seconds=10)
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="system calls are filtered on Linux")
+
+# Runs within the limits of the process that parses, and says what an attack came to.
+CONFINED = """
+import ctypes, os, socket, sys
+from cacheblend_rag.app.server.confinement import confine
+held = confine(2_000_000_000, 10)
+print(*sorted(held))
+def attack():
+{attack}
+try:
+    print("done", attack())
+except OSError as error:
+    print("refused", type(error).__name__)
+"""
+
+
+def confined(attack: str) -> tuple[set[str], str]:
+    """What holds, and what became of an attack."""
+    program = CONFINED.replace("{attack}", "\n".join("    " + line for line in attack.splitlines()))
+    command = [sys.executable, "-c", program]
+    environment = {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    held, _, outcome = done.stdout.partition("\n")
+    return set(held.split()), outcome.strip() or done.stderr
+
+
+@LINUX
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "return socket.create_connection(('127.0.0.1', {port}), 2)",
+        "return socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))",
+        "return socket.socket(socket.AF_UNIX)",
+        "return open('{folder}/new', 'w')",
+        "return os.open('{folder}/new', os.O_RDONLY | os.O_CREAT)",
+        "return open('{folder}/there', 'a')",
+        "return os.unlink('{folder}/there')",
+        "return os.rename('{folder}/there', '{folder}/elsewhere')",
+        "return os.truncate('{folder}/there', 0)",
+        "return os.chmod('{folder}/there', 0o777)",
+        "return os.mkdir('{folder}/made')",
+        "return os.symlink('/etc/passwd', '{folder}/made')",
+        "return os.fork()",
+        "return os.execv('/bin/true', ['true'])",
+        "return os.kill({parent}, 0)",
+        "return os.posix_spawn('/bin/true', ['true'], {{}})",
+    ],
+)
+def test_it_reaches_no_network_no_file_and_no_process(attack: str, tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("there")
+    before = (tmp_path / "there").stat()
+    held, outcome = confined(attack.format(folder=tmp_path, port=9, parent=os.getpid()))
+    assert "calls" in held
+    assert outcome == "refused PermissionError"
+    assert [one.name for one in tmp_path.iterdir()] == ["there"]
+    assert (tmp_path / "there").stat().st_mode == before.st_mode
+
+
+@LINUX
+def test_it_reads_no_file_but_code(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    held, outcome = confined(f"return open({str(tmp_path / 'secret')!r}).read()")
+    if "reading" not in held:
+        pytest.skip("the kernel has no Landlock")
+    assert outcome == "refused PermissionError"
+    for path in (f"/proc/{os.getpid()}/environ", "/etc/passwd", str(Path.home())):
+        assert confined(f"return os.listdir({path!r}) if os.path.isdir({path!r}) else open({path!r}).read()")[1] == (
+            "refused PermissionError"
+        )
+    assert confined("import pypdf, mammoth, lxml.html, decimal\nreturn 1")[1] == "done 1"
+
+
+def test_it_gets_nothing_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEYS_VARIABLE, "ada=ada-0123456789abcdef")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    (tmp_path / "a.txt").write_text("some text")
+    with Reader(LIMITS) as reader:
+        assert reader.read(tmp_path / "a.txt", "a.txt").pages == ("some text",)
+        process = reader._process
+        assert process is not None
+        told = Path(f"/proc/{process.pid}/environ")
+        if not told.exists():
+            pytest.skip("this system does not tell")
+        assert told.read_bytes() == b""
+        assert Path(f"/proc/{process.pid}/cwd").resolve() == Path("/")
+
+
+def test_every_kind_is_read_within_the_limits_by_one_process(tmp_path: Path) -> None:
+    files = {
+        "a.txt": "Grüße".encode("latin-1") + b" aus der Stadt am Fluss, in der es immer regnet und die Leute lachen",
+        "b.html": b"<html><title>T</title><p>Text of a page</p></html>",
+        "c.docx": make_docx(lambda one: one.add_paragraph("Text of a letter")),
+        "d.pdf": make_pdf(["Text of a page in print"]),
+        "e.md": b"# Head\n\nText",
+    }
+    found = {}
+    with Reader(LIMITS) as reader:
+        for name, data in files.items():
+            (tmp_path / "file").write_bytes(data)
+            found[name] = reader.read(tmp_path / "file", name).pages[0]
+            first = reader._process
+        assert reader._process is first
+    assert "Grüße" in found["a.txt"]
+    assert all("Text of a" in found[name] for name in ("b.html", "c.docx", "d.pdf"))
+
+
+def test_a_file_that_ends_the_process_is_blamed_and_no_other(tmp_path: Path) -> None:
+    (tmp_path / "good").write_text("good text")
+    (tmp_path / "bomb").write_bytes(b"<p>" + b"<b>x" * 400_000)
+    narrow = Limits(document_chars=100_000, parse_seconds=3, parse_bytes=400_000_000)
+    with Reader(narrow) as reader:
+        assert reader.read(tmp_path / "good", "a.txt").pages == ("good text",)
+        with pytest.raises(DocumentError):
+            reader.read(tmp_path / "bomb", "b.html")
+        assert reader.read(tmp_path / "good", "c.txt").pages == ("good text",)
+        process = reader._process
+        assert process is not None
+        process.kill()  # whoever did that
+        process.wait()
+        assert reader.read(tmp_path / "good", "d.txt").pages == ("good text",)
+
+
+def test_reading_ends_when_the_server_stops(tmp_path: Path) -> None:
+    (tmp_path / "bomb").write_bytes(b"<p>" + b"<b>x" * 400_000)
+    reader, failed = Reader(Limits(parse_seconds=60)), []
+
+    def read() -> None:
+        try:
+            reader.read(tmp_path / "bomb", "b.html")
+        except DocumentError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    time.sleep(0.5)
+    reader.stop()
+    thread.join(5)
+    assert not thread.is_alive()
+    reader.close()

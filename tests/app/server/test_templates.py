@@ -1,0 +1,127 @@
+"""Chat templates that requests would run, and those that never end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.settings import Limits
+from cacheblend_rag.app.server.templates import template_arguments, within
+from tests import tiny
+from tests.app.server.common import Running, client_of, running, settings_for
+
+# Reads an argument, and turns in a loop for as long as it is told to.
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{{ mood }}"
+    "{% if rounds %}{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}{% endif %}"
+    "{% if add_generation_prompt %}{% generation %}[assistant] {% endgeneration %}{% endif %}"
+)
+BOMBS = [
+    "{{ 'x' * 700000000 }}",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+]
+SAID = [{"role": "user", "content": "Which leaf fell?"}]
+
+
+@pytest.fixture(scope="module")
+def templated(docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("templated")
+    tiny.model(num_hidden_layers=2, max_position_embeddings=2048).save_pretrained(folder)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    limits = Limits(prompt_seconds=1.0)
+    with running(settings_for(folder, docs, tmp_path_factory.mktemp("data"), limits=limits)) as made:
+        yield made
+
+
+def chat(client: Any, **arguments: Any) -> Any:
+    model = client.get("/v1/models").json()["data"][0]["id"]
+    body = {"model": model, "messages": SAID, "max_tokens": 2, "chat_template_kwargs": arguments}
+    return client.post("/v1/chat/completions", json=body)
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+@pytest.mark.parametrize("name", ["chat_template", "chat_template ", "Chat_Template"])
+def test_a_request_brings_no_template_of_its_own(templated: Running, name: str, bomb: str) -> None:
+    with client_of(templated) as client:
+        started = time.monotonic()
+        answer = chat(client, **{name: bomb})
+        assert time.monotonic() - started < 1, "nothing of it has run"
+    assert answer.status_code in (400, 422)
+    assert answer.json()["error"]["field"].startswith("chat_template_kwargs")
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenize", "tools", "documents", "messages", "range", "bos_token", "add_generation_prompt", "nothing"]
+)
+def test_arguments_that_are_not_the_templates_are_refused_by_name(templated: Running, name: str) -> None:
+    with client_of(templated) as client:
+        answer = chat(client, **{name: True})
+    assert answer.status_code == 400
+    assert name in answer.json()["error"]["message"]
+    assert "use mood, rounds" in answer.json()["error"]["message"]
+
+
+def test_an_argument_that_the_template_reads_is_handed_to_it(templated: Running) -> None:
+    with client_of(templated) as client:
+        plain, moody = chat(client), chat(client, mood="a mood of several words")
+        assert plain.status_code == moody.status_code == 200
+        assert moody.json()["usage"]["prompt_tokens"] > plain.json()["usage"]["prompt_tokens"]
+        assert chat(client, mood="x" * 201).status_code == 422
+        assert chat(client, **{f"a{n}": 1 for n in range(17)}).status_code == 422
+
+
+def test_a_template_that_does_not_end_is_ended_and_nobody_is_kept(templated: Running) -> None:
+    queue = templated.service.queue
+    with client_of(templated) as client:
+        answers: list[Any] = []
+        threads = [threading.Thread(target=lambda: answers.append(chat(client, rounds=1))) for _ in range(9)]
+        for one in threads:
+            one.start()
+        ends = time.monotonic() + 10
+        while not queue.waiting and time.monotonic() < ends:
+            time.sleep(0.01)
+        assert queue.served <= 4, "prompts are made within the turn of their requests"
+        assert queue.waiting >= 1
+        for one in threads:
+            one.join()
+        assert [one.status_code for one in answers] == [400] * 9
+        assert {one.json()["error"]["code"] for one in answers} == {"prompt_timeout"}
+        assert chat(client).status_code == 200
+    assert (queue.waiting, queue.served) == (0, 0)
+
+
+def test_arguments_of_a_template() -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    assert template_arguments(tokenizer) == {"mood", "rounds"}
+    tokenizer.chat_template = "{% broken"
+    assert template_arguments(tokenizer) == frozenset()
+
+
+def test_only_what_runs_within_is_ended() -> None:
+    ended = []
+    for seconds in (0.05, 5.0):
+        try:
+            with within(seconds):
+                until = time.monotonic() + 1
+                while time.monotonic() < until:
+                    pass
+            ended.append(False)
+        except Problem:
+            ended.append(True)
+    assert ended == [True, False]
+    for _ in range(200):  # the end of the time and of the work fall together
+        try:
+            with within(1e-4):
+                sum(range(2000))
+        except Problem:
+            pass
+    assert sum(range(100_000)) == 4999950000

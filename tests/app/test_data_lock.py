@@ -1,0 +1,94 @@
+"""Two processes never write one data folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag.app.data_lock import DataLock
+from cacheblend_rag.app.folder_rag import FolderRAG, FolderRAGOptions
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.errors import CacheBlendError, ConfigError
+from tests import tiny
+from tests.app.server.common import new_collection, passage, upload, write_documents
+from tests.app.server.test_crash import ROOT, Served
+from tests.toy import EMBEDDER_PATH
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.model(num_hidden_layers=2, max_position_embeddings=8192).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+def second(command: list[str], model: Path, docs: Path, data: Path) -> subprocess.CompletedProcess[str]:
+    """Another process on the same folder."""
+    arguments = ["--model", str(model), "--embedder", str(EMBEDDER_PATH), "--docs", str(docs), "--data-dir", str(data)]
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "cacheblend_rag.app.cli", *command, *arguments, "--device", "cpu"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def test_a_second_process_is_refused_and_told_by_whom_and_nothing_is_lost(model: Path, tmp_path: Path) -> None:
+    docs, data = write_documents(tmp_path / "docs"), tmp_path / "data"
+    server = Served(model, docs, data)
+    id = new_collection(server.client)
+    upload(server.client, id, {"a.txt": passage(1)})
+    for command in (["serve", "--port", "0"], ["ask", "Which leaf?"], ["cache", "warm"]):
+        done = second(command, model, docs, data)
+        assert done.returncode == 2, done.stderr
+        assert f"in use by process {server.process.pid} (" in done.stderr
+        assert "serve)" in done.stderr
+        assert "a data folder of its own" in done.stderr
+    upload(server.client, id, {"b.txt": passage(2)})
+    server.end(signal.SIGKILL)  # which leaves no time to give anything up
+    assert second(["ask", "Which leaf?"], model, docs, data).returncode == 0
+    again = Served(model, docs, data)
+    assert [one["name"] for one in again.client.get(f"/api/collections/{id}/documents").json()] == ["a.txt", "b.txt"]
+    again.end(signal.SIGTERM)
+
+
+def test_it_is_held_within_a_process_too_and_given_up_from_any_thread(tmp_path: Path) -> None:
+    held = DataLock(tmp_path)
+    with pytest.raises(ConfigError, match=f"data_dir=.*in use by process {os.getpid()}"):
+        DataLock(tmp_path)
+    thread = threading.Thread(target=held.release)
+    thread.start()
+    thread.join()
+    held.release()
+    DataLock(tmp_path).release()
+    assert not (tmp_path / "in-use.json").exists()
+
+
+def test_a_folder_whose_owner_is_not_known(tmp_path: Path) -> None:
+    held = DataLock(tmp_path)
+    for text in ("", "{", "[]", '{"process": "x", "command": 1}'):
+        (tmp_path / "in-use.json").write_text(text)
+        with pytest.raises(ConfigError, match="in use by another process"):
+            DataLock(tmp_path)
+    held.release()
+
+
+def test_what_cannot_be_loaded_holds_nothing(tmp_path: Path) -> None:
+    docs = write_documents(tmp_path / "docs")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    options = FolderRAGOptions(
+        docs=docs, model=tmp_path / "model", embedder=EMBEDDER_PATH, data_dir=tmp_path / "data", config=BlendConfig()
+    )
+    with pytest.raises(CacheBlendError):
+        FolderRAG(options)
+    DataLock(tmp_path / "data").release()
