@@ -24,6 +24,11 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     serve.add_argument("--upload-limit", metavar="SIZE", help="of one uploaded file (default 20 MB)")
     serve.add_argument("--queue", type=int, metavar="N", help="requests of one key that may wait (default 64)")
     serve.add_argument("--concurrent", type=int, metavar="N", help="answers under way at once (default 4; 1 on a GPU)")
+    serve.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="what clients call the model (default: its id, or its folder's name)",
+    )
     serve.set_defaults(run=_serve)
 
 
@@ -37,7 +42,14 @@ def server_settings(parsed: argparse.Namespace) -> ServerSettings:
         limits["upload_bytes"] = parse_bytes(parsed.upload_limit, "upload_limit")
     chosen = Limits(**{name: value for name, value in limits.items() if value is not None})
     rag = rag_options(parsed)
-    return ServerSettings(rag=rag, host=parsed.host, port=parsed.port, limits=chosen, concurrent=parsed.concurrent)
+    return ServerSettings(
+        rag=rag,
+        host=parsed.host,
+        port=parsed.port,
+        limits=chosen,
+        concurrent=parsed.concurrent,
+        served_model_name=parsed.served_model_name,
+    )
 
 
 def _serve(parsed: argparse.Namespace) -> int:

@@ -12,10 +12,10 @@ from langchain_core.messages.utils import convert_to_messages
 from pydantic import Field
 
 from cacheblend_rag.app.server.openai_models import ChatBody, ChatMessage
+from cacheblend_rag.engine.engine import DecodeArguments
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import CacheBlendError, PromptError
 from cacheblend_rag.langchain import ChatCacheBlend
-from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import HeldBack
 from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved
 
@@ -51,8 +51,8 @@ class ServedChat(ChatCacheBlend):
         mine: ChunkRegistry = self.mine
         return mine
 
-    def begin(self, body: ChatBody, timeout: float) -> Conversation:
-        """Make a prompt of a conversation; nothing is generated yet.
+    def asked(self, body: ChatBody) -> Any:
+        """What the engine is asked for a conversation; nothing is generated yet.
 
         Raises
         ------
@@ -66,18 +66,30 @@ class ServedChat(ChatCacheBlend):
             "tools": tools or None,
             "tool_choice": body.tool_choice if tools else None,
             "chat_template_kwargs": body.chat_template_kwargs,
-            "timeout": timeout,
         }
         messages = messages_of(body.messages, self.given)
         try:
-            request = self._request(messages, body.stops, overrides)
+            return self._request(messages, body.stops, overrides)
         except CacheBlendError:
             raise
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             kind = str(error) if isinstance(error, jinja2.TemplateError) else type(error).__name__
             raise PromptError(f"the model's chat template refuses this conversation: {kind}") from error
-        stream = self._open(request.prompt, request.arguments, overrides)
-        return Conversation(self, request, stream, HeldBack(bool(tools)))
+
+    def answer(self, request: Any, options: DecodeArguments, timeout: float) -> Conversation:
+        """One answer to what is asked.
+
+        Parameters
+        ----------
+        request : object
+            What `asked` gave.
+        options : DecodeArguments
+            What this answer has of its own, such as its seed.
+        timeout : float
+            Seconds it may take.
+        """
+        stream = self._open(request.prompt, {**request.arguments, **options}, {"timeout": timeout})
+        return Conversation(self, request, stream, HeldBack(bool(request.tools)))
 
 
 @dataclass
@@ -88,12 +100,6 @@ class Conversation:
     request: Any
     stream: TextStream
     held: HeldBack = field(repr=False)
-
-    @property
-    def prompt(self) -> Prompt:
-        """What the model is fed."""
-        prompt: Prompt = self.request.prompt
-        return prompt
 
     async def pieces(self) -> AsyncIterator[str]:
         """Text as soon as it is certain that it is no tool call."""

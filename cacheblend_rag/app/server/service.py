@@ -115,12 +115,12 @@ class Service:
     @property
     def model_name(self) -> str:
         """What clients call the model."""
-        return os.fspath(self.settings.rag.model)
+        return self.settings.served_model_name or _without_folders(os.fspath(self.settings.rag.model))
 
     @property
     def embedder_name(self) -> str:
         """What clients call the embedder."""
-        return os.fspath(self.settings.rag.embedder)
+        return _without_folders(os.fspath(self.settings.rag.embedder))
 
     @property
     def longest(self) -> float:
@@ -191,6 +191,11 @@ class Service:
         """Finish the document in hand, store what waits, release the model."""
         self.ingestion.close()
         self.rag.close()
+
+
+def _without_folders(model: str) -> str:
+    """An id as it is; of a path its last part: where it lies is nothing for clients."""
+    return Path(model).resolve().name if os.path.exists(model) else model
 
 
 class Session:
