@@ -8,7 +8,7 @@ import re
 import secrets
 import unicodedata
 from collections.abc import AsyncIterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,7 @@ from fastapi import APIRouter, Depends, File, Request, Response, UploadFile
 from fastapi.responses import StreamingResponse
 
 from cacheblend_rag.app.server.admission_queue import Slot
-from cacheblend_rag.app.server.asking import report_of, rule_name
+from cacheblend_rag.app.server.asking import EarlierTurn, report_of, rule_name, search
 from cacheblend_rag.app.server.comparing import compare_all
 from cacheblend_rag.app.server.ingestion import Incoming, Job
 from cacheblend_rag.app.server.library import Collection, Found
@@ -46,7 +46,7 @@ from cacheblend_rag.app.server.streams import EventStream, event, unless_gone
 from cacheblend_rag.app.server.suggestions import suggestions_for
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.streaming import TextStream
-from cacheblend_rag.errors import ConfigError, DocumentError
+from cacheblend_rag.errors import ConfigError, ContextLengthError, DocumentError
 from cacheblend_rag.fusor.selection import RULES, make_rule
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import Generation
@@ -229,7 +229,7 @@ async def chunk(here: Here, id: str, document: str, number: int) -> ChunkText:
 
 
 @router.post("/collections/{id}/search")
-async def search(here: Here, request: Request, id: str, body: SearchBody) -> list[FoundChunk]:
+async def find(here: Here, request: Request, id: str, body: SearchBody) -> list[FoundChunk]:
     """The passages nearest to a question."""
     collection = here.collection(id)
     _check_question(here, body.query, "query")
@@ -267,34 +267,35 @@ class _Asked:
     def __init__(self, here: Session, collection: Collection, engine: BlendEngine, body: AskBody, slot: Slot) -> None:
         self._here, self._collection, self._engine, self._body, self._slot = here, collection, engine, body, slot
 
-    async def _begin(self) -> tuple[list[Found], Prompt, TextStream]:
+    async def _begin(self) -> tuple[_Question, TextStream]:
         service = self._here.service
         most = service.answer_tokens(self._body.max_tokens)
-        found, prompt = await _retrieved(service, self._collection, self._body, self._slot, most)
+        question = await _retrieved(service, self._collection, self._body, self._slot, most)
         timeout = service.limits.answer_seconds
-        stream = self._engine.stream(prompt, timeout=timeout, max_new_tokens=most, temperature=0.0)
-        return found, prompt, self._slot.holds(stream)
+        stream = self._engine.stream(question.prompt, timeout=timeout, max_new_tokens=most, temperature=0.0)
+        return question, self._slot.holds(stream)
 
-    async def _report(self, prompt: Prompt, answer: Generation) -> dict[str, Any]:
+    async def _report(self, question: _Question, answer: Generation) -> dict[str, Any]:
         self._here.service.metrics.answered(answer.report)
         await self._slot.leave()  # the model is not needed for what follows
-        return await asyncio.to_thread(report_of, self._engine, prompt, answer)
+        return await asyncio.to_thread(report_of, self._engine, question.prompt, answer, question.turns)
 
     async def events(self) -> AsyncIterator[str]:
         """The answer as events."""
-        found, prompt, stream = await self._begin()
-        yield event("sources", [asdict(one) for one in found])
+        question, stream = await self._begin()
+        yield event("sources", [asdict(one) for one in question.found])
         async for piece in stream:
             yield event("token", {"text": piece})
         if stream.result is not None:
-            yield event("report", await self._report(prompt, stream.result))
+            yield event("report", await self._report(question, stream.result))
 
     async def whole(self) -> WholeAnswer:
         """The answer at once."""
-        found, prompt, stream = await self._begin()
+        question, stream = await self._begin()
         answer = await stream.acomplete()
-        report = await self._report(prompt, answer)
-        return WholeAnswer(answer=answer.text, sources=[FoundChunk(**asdict(one)) for one in found], report=report)
+        report = await self._report(question, answer)
+        sources = [FoundChunk(**asdict(one)) for one in question.found]
+        return WholeAnswer(answer=answer.text, sources=sources, report=report)
 
 
 @router.post(
@@ -320,13 +321,13 @@ async def compare(here: Here, request: Request, id: str, body: CompareBody) -> E
 
     async def rows() -> AsyncIterator[str]:
         most = service.answer_tokens(None)
-        found, prompt = await _retrieved(service, collection, body, slot, most)
-        compared = compare_all(engine, prompt, most, service.limits.answer_seconds)
+        question = await _retrieved(service, collection, body, slot, most)
+        compared = compare_all(engine, question.prompt, most, service.limits.answer_seconds)
         while (known := await slot.in_thread(next, compared, None)) is not None:
             for row in known:
                 yield event("row", row)
             if await slot.give_way():  # nobody waits for more than one pass of one method
-                await asyncio.to_thread(_check_there, here, id, found)
+                await asyncio.to_thread(_check_there, here, id, question.found)
 
     return EventStream(_to_the_end(rows()), slot, service.longest)
 
@@ -344,14 +345,43 @@ def _check_there(here: Session, id: str, found: list[Found]) -> None:
         collection.chunk(one.document_id, one.chunk)
 
 
-async def _retrieved(
-    service: Service, collection: Collection, body: CompareBody, slot: Slot, most: int
-) -> tuple[list[Found], Prompt]:
-    """The passages that a question is answered from, and the prompt of both; it has room for so many tokens more."""
-    found = await slot.in_thread(collection.search, body.question, body.k)
-    prompt = service.asking.ask(body.question, [one.text for one in found])
-    prompt = await asyncio.to_thread(service.check_length, prompt, most)
-    return found[: len(prompt.chunks)], prompt
+@dataclass(frozen=True)
+class _Question:
+    """A question as the engine is asked it.
+
+    Parameters
+    ----------
+    found : list of Found
+        The passages in the prompt.
+    prompt : Prompt
+    turns : int
+        Earlier turns of the conversation in it.
+    """
+
+    found: list[Found]
+    prompt: Prompt
+    turns: int
+
+
+async def _retrieved(service: Service, collection: Collection, body: CompareBody, slot: Slot, most: int) -> _Question:
+    """The passages that a question is answered from, and the prompt; it has room for so many tokens more."""
+    earlier = [EarlierTurn(one.question, one.answer) for one in body.history]
+    found = await slot.in_thread(search, collection, body.question, earlier, body.k)
+    return await asyncio.to_thread(_fitting, service, body.question, found, earlier, most)
+
+
+def _fitting(service: Service, question: str, found: list[Found], earlier: list[EarlierTurn], most: int) -> _Question:
+    """The prompt with as many of the latest turns as there is room for beside the passages."""
+    asked = service.asking.ask(question, [one.text for one in found], earlier)
+    try:
+        prompt = service.check_length(asked, most)
+    except (Problem, ContextLengthError):
+        if not earlier:
+            raise
+        return _fitting(service, question, found, earlier[1:], most)
+    if earlier and len(prompt.chunks) < len(found):
+        return _fitting(service, question, found, earlier[1:], most)
+    return _Question(found[: len(prompt.chunks)], prompt, len(earlier))
 
 
 async def _to_the_end(events: AsyncIterator[str]) -> AsyncIterator[str]:

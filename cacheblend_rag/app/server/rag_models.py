@@ -13,6 +13,7 @@ __all__ = [
     "CompareBody",
     "DocumentInfo",
     "FoundChunk",
+    "HistoryTurn",
     "JobInfo",
     "NewCollection",
     "SearchBody",
@@ -40,10 +41,18 @@ class SearchBody(_Given):
     k: Annotated[int, Field(ge=1, le=50)] = 6
 
 
-class CompareBody(_Given):
-    """A question to be answered by every method."""
+class HistoryTurn(_Given):
+    """A question that was asked before in the conversation, and its answer."""
 
     question: _Question
+    answer: Annotated[str, StringConstraints(max_length=100_000)]
+
+
+class CompareBody(_Given):
+    """A question to be answered by every method; ``history`` is its conversation, the first turn first."""
+
+    question: _Question
+    history: Annotated[list[HistoryTurn], Field(max_length=50)] = Field(default_factory=list)
     k: Annotated[int, Field(ge=1, le=50)] = 6
     ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     rule: Annotated[str, StringConstraints(max_length=40)] | None = None

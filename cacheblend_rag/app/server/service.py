@@ -72,7 +72,7 @@ class Service:
         self.template = getattr(self.engine.tokenizer, "chat_template", None)
         if not self.template:
             self.engine.tokenizer.chat_template = _PLAIN_TEMPLATE  # a tokenizer of our own
-        self.asking = QuestionPrompt.of(self.engine.tokenizer, self.template)
+        self.asking = QuestionPrompt(self.engine.tokenizer, self.template)
         self.rag.update()
         self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings)
         self.base = BaseCollection(BASE_ID, self._base_name(), self.rag.index, self.embeddings)

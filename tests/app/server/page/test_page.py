@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import pairwise
 
@@ -20,6 +21,7 @@ from tests.app.server.page.driving import (
     upload_to_new_collection,
 )
 
+ASK = re.compile("/ask$")
 METHODS = ["full", "prefix", "reuse", "blend"]
 
 
@@ -175,7 +177,10 @@ def test_the_ratio_changes_what_is_recomputed(page: Page) -> None:
     expect(page.locator("#rule-help")).not_to_be_empty()
     with page.expect_request(re.compile("/ask$")) as asked:
         page.get_by_role("button", name="Ask again with these").click()
-    assert asked.value.post_data_json == {
+    sent = asked.value.post_data_json
+    (followed,) = sent.pop("history")  # what was asked before, and not the answer that is asked for again
+    assert followed["question"] == easy_questions()[0].question
+    assert sent == {
         "question": easy_questions()[0].question,
         "k": 6,
         "ratio": 0.99,
@@ -250,6 +255,65 @@ def test_conversations_are_kept_opened_and_deleted(page: Page) -> None:
     expect(dialog.locator(".past .name")).to_have_text([second])
     page.keyboard.press("Escape")
     expect(page.get_by_role("heading", name="Ask the articles")).to_be_visible()
+
+
+def test_a_question_follows_those_above_it(page: Page) -> None:
+    compare_off(page)
+    questions = [question.question for question in easy_questions()[:3]]
+
+    def sent(question: str) -> list[str]:
+        """The earlier questions that go with one."""
+        with page.expect_request(ASK) as asked:
+            ask(page, question)
+        return [one["question"] for one in asked.value.post_data_json.get("history", [])]
+
+    assert sent(questions[0]) == []
+    first = page.locator(".turn").first
+    expect(first.locator(".follows")).to_have_count(0)
+    with page.expect_request(ASK) as asked:
+        ask(page, questions[1])
+    answer = first.locator(".words").text_content() or ""
+    (turn,) = asked.value.post_data_json["history"]
+    assert (turn["question"], turn["answer"].strip()) == (questions[0], answer.strip())
+    expect(page.locator(".turn").last.locator(".follows")).to_have_text("Follows 1 question")
+    assert questions[0] in (page.locator("#prompt .prompt-text").text_content() or "")
+    # Asking the first again is asking it without those that came after; the next question then follows it alone.
+    with page.expect_request(ASK) as asked:
+        first.get_by_role("button", name="Ask again").click()
+    assert "history" not in asked.value.post_data_json
+    expect(page.locator(".turn").last).to_have_attribute("data-status", "done")
+    page.reload()
+    page.locator("body[data-ready]").wait_for()
+    assert sent(questions[2]) == [questions[0]]
+    page.get_by_role("button", name="New", exact=True).click()
+    assert sent(questions[1]) == []
+
+
+def test_an_answer_that_did_not_end_is_not_followed(page: Page, problems: list[str]) -> None:
+    compare_off(page)
+    question = easy_questions()[0].question
+    page.route(ASK, lambda route: route.abort("connectionrefused"), times=1)
+    page.locator("#question").fill("Lost?")
+    page.locator("#question").press("Enter")
+    expect(page.locator(".turn")).to_have_attribute("data-status", "failed")
+    with page.expect_request(ASK) as asked:
+        ask(page, question)
+    assert "history" not in asked.value.post_data_json
+    problems.clear()  # the browser notes that the connection was refused
+
+
+def test_what_there_was_no_room_for_is_told(page: Page) -> None:
+    compare_off(page)
+    question = easy_questions()[0].question
+    ask(page, question)
+    page.reload()  # which writes everything down
+    state = json.loads(page.evaluate("() => localStorage.getItem('cacheblend-rag/1')"))
+    state["conversations"][0]["turns"][0]["answer"] = "oak " * 12_000
+    page.add_init_script(f"localStorage.setItem('cacheblend-rag/1', {json.dumps(json.dumps(state))})")
+    page.reload()
+    page.locator("body[data-ready]").wait_for()
+    turn = ask(page, question)
+    expect(turn.locator(".follows")).to_have_text("Follows 0 of 1 question: there was no room for more")
 
 
 SCRIPT = "<script>window.taken = 1</script><img src=x onerror='window.taken = 2'>"

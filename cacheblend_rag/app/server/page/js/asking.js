@@ -3,9 +3,10 @@
 import { ApiError, stream } from "./api.js";
 import { say } from "./dom.js";
 import { count, time } from "./format.js";
-import { addPoint, changed, comparing, conversationFor, newId, selectedTurn, state } from "./store.js";
+import { addPoint, changed, comparing, conversationFor, newId, selectedTurn, state, turnOf } from "./store.js";
 
 const PASSAGES = 6;
+const FOLLOWED = 6; // turns of a conversation that a question is asked with
 let running = null; // the AbortController of the answer being written
 
 export const isAsking = () => running !== null;
@@ -16,26 +17,35 @@ const path = (collection, action) => `api/collections/${encodeURIComponent(colle
 
 function request(turn) {
   const body = { question: turn.question, k: PASSAGES };
+  const history = turn.earlier.map(turnOf).filter(Boolean);
+  if (history.length) body.history = history.map(({ question, answer }) => ({ question, answer }));
   if (turn.ratio !== null) body.ratio = turn.ratio;
   if (turn.rule !== null) body.rule = turn.rule;
   return body;
 }
 
-/** Ask, show the answer as it comes, and compare methods where that is wanted. */
-export async function ask(question) {
+/** Ids of the turns that a question after this one follows: what it followed itself, and it, if it was answered. */
+function upTo(turn) {
+  if (!turn) return [];
+  return turn.status === "done" && turn.answer.trim() ? [...turn.earlier, turn.id].slice(-FOLLOWED) : turn.earlier;
+}
+
+/** Ask, show the answer as it comes, and compare methods where that is wanted; by default it follows the latest turn. */
+export async function ask(question, earlier = null) {
   if (running || !state.collection) return;
   const { collection, ratio, rule } = state;
+  const { turns } = conversationFor(collection);
   const turn = { id: newId(), question, collection, ratio, rule, at: Date.now(), status: "asking", answer: "" };
-  Object.assign(turn, { sources: [], report: null, rows: null, error: null });
-  conversationFor(collection).turns.push(turn);
+  Object.assign(turn, { earlier: earlier ?? upTo(turns.at(-1)), sources: [], report: null, rows: null, error: null });
+  turns.push(turn);
   state.selected = turn.id;
   changed("conversation", { latest: turn });
   await answer(turn);
   if (turn.status === "done" && comparing()) await compare(turn);
 }
 
-/** Ask the same again, with the settings as they are now. */
-export const askAgain = (turn) => ask(turn.question);
+/** Ask the same again, after the same turns, with the settings as they are now. */
+export const askAgain = (turn) => ask(turn.question, turn.earlier);
 
 async function answer(turn) {
   running = new AbortController();

@@ -93,7 +93,15 @@ function showFoot(node, turn) {
   const chunks = report.hits + report.misses;
   const text = `First token ${time(report.ttft_s)} · ${report.hits} of ${chunks} from the store`;
   node.append(button(text, () => select(turn), { class: "link what", "aria-label": `What happened: ${text}` }));
+  if (turn.earlier.length) node.append(el("span", { class: "follows", text: followedBy(turn) }));
   if (turn.status !== "streaming") node.append(button("Ask again", () => askAgain(turn), { class: "link" }));
+}
+
+/** What of the conversation the model was given. */
+function followedBy({ earlier, report }) {
+  const all = count(earlier.length, "question");
+  if (report.turns === earlier.length) return `Follows ${all}`;
+  return `Follows ${report.turns} of ${all}: there was no room for more`;
 }
 
 /** The comparison in a sentence, where the conversation is read. */

@@ -38,6 +38,9 @@ export const conversation = () => state.conversations.find((one) => one.id === s
 
 export const turns = () => conversation()?.turns ?? [];
 
+/** A turn by its id, of whatever conversation. */
+export const turnOf = (id) => state.conversations.flatMap((one) => one.turns).find((turn) => turn.id === id) ?? null;
+
 export const selectedTurn = () => turns().find((turn) => turn.id === state.selected) ?? null;
 
 export const collection = () => state.server?.collections.find((one) => one.id === state.collection) ?? null;
@@ -117,6 +120,7 @@ export function restore() {
   for (const turn of state.conversations.flatMap((one) => one.turns)) {
     if (turn.status === "asking" || turn.status === "streaming") turn.status = "stopped";
     if (turn.comparing) turn.comparing = false;
+    turn.earlier ??= []; // kept by an older page, where each question was asked by itself
   }
   addEventListener("pagehide", keep);
 }
