@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from cacheblend_rag.app.server.library import Collection, Found
+from cacheblend_rag.app.server.library import Found
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.prompt import Prompt, TokenizedPrompt
@@ -94,9 +94,21 @@ def search_texts(question: str, earlier: Sequence[EarlierTurn]) -> list[str]:
     return [question, " ".join([question, *before])] if before else [question]
 
 
-def search(collection: Collection, question: str, earlier: Sequence[EarlierTurn], k: int) -> list[Found]:
-    """The ``k`` passages that a question is answered from, the first of each search before the second of each."""
-    rankings = [collection.search(text, k) for text in search_texts(question, earlier)]
+def search(
+    find: Callable[[str, int], list[Found]], question: str, earlier: Sequence[EarlierTurn], k: int
+) -> list[Found]:
+    """The ``k`` passages that a question is answered from, the first of each search before the second of each.
+
+    Parameters
+    ----------
+    find : callable
+        Gives the passages nearest to a text, as many as asked for.
+    question : str
+    earlier : sequence of EarlierTurn
+        The first one first.
+    k : int
+    """
+    rankings = [find(text, k) for text in search_texts(question, earlier)]
     found: dict[tuple[str, int], Found] = {}
     for one in (one for rank in zip_longest(*rankings) for one in rank if one is not None):
         found.setdefault((one.document_id, one.chunk), one)

@@ -6,10 +6,10 @@ import asyncio
 import base64
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Depends, Request
@@ -35,6 +35,7 @@ __all__ = ["router"]
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 Here = Annotated[Session, Depends(session_of)]
+_T = TypeVar("_T")
 _DONE = "data: [DONE]\n\n"
 # Below this, sampling is greedy but for rounding, and its probabilities overflow.
 _COLDEST = 0.01
@@ -90,12 +91,21 @@ async def chat(here: Here, request: Request, body: ChatBody) -> Any:
 async def _answered(work: _Work, request: Request) -> Any:
     """All of a request's answers, or their pieces."""
     here = work.here
-    await asyncio.to_thread(work.prepare)
     slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
+    await _prepared(request, slot, work.prepare)
     if work.body.stream:
         return EventStream(work.events(slot), slot, here.service.longest)
     async with slot:
         return await unless_gone(request, work.whole(slot))
+
+
+async def _prepared(request: Request, slot: Slot, make: Callable[[], _T]) -> _T:
+    """Make what the model is fed, in the request's own turn; the slot is left if that fails or the client goes."""
+    try:
+        return await unless_gone(request, slot.in_thread(make))
+    except BaseException:
+        await slot.leave()
+        raise
 
 
 class _Work:
@@ -107,11 +117,7 @@ class _Work:
     def __init__(self, here: Session, body: Sampling, most: int | None) -> None:
         self.here, self.body = here, body
         _check_model(body.model, [here.service.model_name])
-        limit = here.service.limits.answer_tokens
-        if most is not None and most > limit:
-            message = f"{self.most_field}: {most:,} is too much; an answer may have {limit:,} tokens here"
-            raise Problem(400, "bad_value", message, field=self.most_field)
-        self.most = here.service.answer_tokens(most)
+        self.most = here.service.answer_tokens(most, self.most_field)
         self.engine = here.engine(body.recompute_ratio, body.selection)
         vocabulary = self.engine.model.config.get_text_config().vocab_size
         if (largest := max(body.logit_bias, default=0)) >= vocabulary:

@@ -22,6 +22,7 @@ from cacheblend_rag.app.server.ingestion import Incoming, Job
 from cacheblend_rag.app.server.library import Collection, Found
 from cacheblend_rag.app.server.problems import Problem, noted_problem
 from cacheblend_rag.app.server.rag_models import (
+    MOST_PASSAGES,
     AskBody,
     ChunkText,
     CollectionInfo,
@@ -75,6 +76,8 @@ async def state(here: Here) -> State:
             bounded=make_rule(config).bounded,
             rule=rule,
             rules=_usable(service.engine),
+            passages=min(service.settings.rag.top_k, MOST_PASSAGES),
+            answer_tokens=service.answer_tokens(None),
         ),
         suggestions=[Suggestion(**one) for one in suggestions_for(Path(service.settings.rag.docs))],
         store=StoreInfo(
@@ -86,6 +89,8 @@ async def state(here: Here) -> State:
             upload_bytes=service.limits.upload_bytes,
             upload_suffixes=list(SUFFIXES),
             question_chars=service.limits.question_chars,
+            passages=MOST_PASSAGES,
+            answer_tokens=service.limits.answer_tokens,
         ),
     )
 
@@ -252,9 +257,9 @@ async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
     """Answer a question from a collection, with sources."""
     collection = here.collection(id)
     _check_question(here, body.question, "question")
-    engine = _engine(here, collection, body)
+    engine, most = _engine(here, collection, body), here.service.answer_tokens(body.max_tokens)
     slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
-    asked = _Asked(here, collection, engine, body, slot)
+    asked = _Asked(here, collection, engine, body, slot, most)
     if body.stream:
         return EventStream(_to_the_end(asked.events()), slot, here.service.longest)
     async with slot:
@@ -264,15 +269,17 @@ async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
 class _Asked:
     """One question on its way."""
 
-    def __init__(self, here: Session, collection: Collection, engine: BlendEngine, body: AskBody, slot: Slot) -> None:
+    def __init__(
+        self, here: Session, collection: Collection, engine: BlendEngine, body: AskBody, slot: Slot, most: int
+    ) -> None:
         self._here, self._collection, self._engine, self._body, self._slot = here, collection, engine, body, slot
+        self._most = most
 
     async def _begin(self) -> tuple[_Question, TextStream]:
         service = self._here.service
-        most = service.answer_tokens(self._body.max_tokens)
-        question = await _retrieved(service, self._collection, self._body, self._slot, most)
+        question = await _retrieved(service, self._collection, self._body, self._slot, self._most)
         timeout = service.limits.answer_seconds
-        stream = self._engine.stream(question.prompt, timeout=timeout, max_new_tokens=most, temperature=0.0)
+        stream = self._engine.stream(question.prompt, timeout=timeout, max_new_tokens=self._most, temperature=0.0)
         return question, self._slot.holds(stream)
 
     async def _report(self, question: _Question, answer: Generation) -> dict[str, Any]:
@@ -316,11 +323,10 @@ async def compare(here: Here, request: Request, id: str, body: CompareBody) -> E
     """Answer a question by full recompute, prefix caching, full KV reuse and blending, then time all in rounds."""
     collection, service = here.collection(id), here.service
     _check_question(here, body.question, "question")
-    engine = _engine(here, collection, body)
+    engine, most = _engine(here, collection, body), service.answer_tokens(body.max_tokens)
     slot = await unless_gone(request, service.queue.slot(here.tenant.name, alone=True))
 
     async def rows() -> AsyncIterator[str]:
-        most = service.answer_tokens(None)
         question = await _retrieved(service, collection, body, slot, most)
         compared = compare_all(engine, question.prompt, most, service.limits.answer_seconds)
         while (known := await slot.in_thread(next, compared, None)) is not None:
@@ -366,7 +372,7 @@ class _Question:
 async def _retrieved(service: Service, collection: Collection, body: CompareBody, slot: Slot, most: int) -> _Question:
     """The passages that a question is answered from, and the prompt; it has room for so many tokens more."""
     earlier = [EarlierTurn(one.question, one.answer) for one in body.history]
-    found = await slot.in_thread(search, collection, body.question, earlier, body.k)
+    found = await slot.in_thread(search, collection.search, body.question, earlier, body.k)
     return await asyncio.to_thread(_fitting, service, body.question, found, earlier, most)
 
 
@@ -424,7 +430,7 @@ def _document_name(given: str | None) -> str:
     try:
         suffix_of(name)
     except DocumentError as error:
-        raise Problem(415, "unknown_kind", str(error), field="files") from None
+        raise Problem(415, "unknown_kind", f"{name}: {error}", field="files") from None
     return name
 
 

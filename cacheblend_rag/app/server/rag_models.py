@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 __all__ = [
+    "MOST_PASSAGES",
     "AskBody",
     "ChunkText",
     "CollectionInfo",
@@ -20,6 +21,9 @@ __all__ = [
     "State",
     "WholeAnswer",
 ]
+
+MOST_PASSAGES = 50
+"""Passages that a question may ask for."""
 
 _Question = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=100_000)]
 
@@ -38,7 +42,7 @@ class SearchBody(_Given):
     """What to search for."""
 
     query: _Question
-    k: Annotated[int, Field(ge=1, le=50)] = 6
+    k: Annotated[int, Field(ge=1, le=MOST_PASSAGES)] = 6
 
 
 class HistoryTurn(_Given):
@@ -53,16 +57,16 @@ class CompareBody(_Given):
 
     question: _Question
     history: Annotated[list[HistoryTurn], Field(max_length=50)] = Field(default_factory=list)
-    k: Annotated[int, Field(ge=1, le=50)] = 6
+    k: Annotated[int, Field(ge=1, le=MOST_PASSAGES)] = 6
     ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     rule: Annotated[str, StringConstraints(max_length=40)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
 
 
 class AskBody(CompareBody):
     """A question; ``stream`` chooses between events and one answer."""
 
     stream: bool = True
-    max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
 
 
 class ModelInfo(BaseModel):
@@ -91,6 +95,8 @@ class SettingsInfo(BaseModel):
     bounded: bool = Field(description="Whether `ratio` is the most, and prompts that need less recompute less.")
     rule: str
     rules: list[str]
+    passages: int
+    answer_tokens: int
 
 
 class Suggestion(BaseModel):
@@ -114,6 +120,8 @@ class LimitsInfo(BaseModel):
     upload_bytes: int
     upload_suffixes: list[str]
     question_chars: int
+    passages: int
+    answer_tokens: int
 
 
 class State(BaseModel):

@@ -127,9 +127,19 @@ class Service:
         """Seconds after which a stream is cut, whether its client has read it or not."""
         return self.limits.answer_seconds + 30.0
 
-    def answer_tokens(self, asked: int | None) -> int:
-        """Most tokens of an answer, by what a request asks for."""
-        return min(asked or self.rag.options.max_new_tokens, self.limits.answer_tokens)
+    def answer_tokens(self, asked: int | None, field: str = "max_tokens") -> int:
+        """Most tokens of an answer, by what a request asks for.
+
+        Raises
+        ------
+        Problem
+            400 if that is more than this server allows; it names the field.
+        """
+        most = self.limits.answer_tokens
+        if asked is not None and asked > most:
+            message = f"{field}: {asked:,} is too much; an answer may have {most:,} tokens here"
+            raise Problem(400, "bad_value", message, field=field)
+        return asked or min(self.rag.options.max_new_tokens, most)
 
     def engine_for(self, salt: str, ratio: float | None, rule: str | None) -> BlendEngine:
         """The engine with a tenant's salt and a request's choice of rule and ratio."""

@@ -36,7 +36,7 @@ class Shelf:
 
 def test_a_question_alone_is_searched_for_as_it_is() -> None:
     assert search_texts(NEXT, []) == [NEXT]
-    found = search(Shelf({"warranty": [1, 2, 3]}), NEXT, [], 2)  # type: ignore[arg-type]
+    found = search(Shelf({"warranty": [1, 2, 3]}).search, NEXT, [], 2)
     assert [one.chunk for one in found] == [1, 2]
 
 
@@ -44,9 +44,9 @@ def test_a_question_that_follows_is_searched_for_with_and_without_those_before()
     turns = [EarlierTurn(f"question {number}", "") for number in range(5)]
     assert search_texts(NEXT, turns) == [NEXT, f"{NEXT} question 4 question 3 question 2"]
     shelf = Shelf({"kettle": [7, 8, 1, 9], "warranty": [1, 2, 3, 4]})
-    found = search(shelf, NEXT, [KETTLE], 4)  # type: ignore[arg-type]
+    found = search(shelf.search, NEXT, [KETTLE], 4)
     assert [one.chunk for one in found] == [1, 7, 2, 8], "each search in turn, no passage twice"
-    assert [one.chunk for one in search(shelf, NEXT, [KETTLE], 20)] == [1, 7, 2, 8, 3, 4, 9]  # type: ignore[arg-type]
+    assert [one.chunk for one in search(shelf.search, NEXT, [KETTLE], 20)] == [1, 7, 2, 8, 3, 4, 9]
 
 
 def test_earlier_turns_stand_behind_the_passages() -> None:

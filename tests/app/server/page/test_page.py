@@ -148,14 +148,73 @@ def test_files_dropped_onto_the_archive_go_to_a_collection_of_ones_own(page: Pag
     expect(page.get_by_role("radio", name="My documents")).to_have_count(0)
 
 
-def test_a_refused_file_says_why(page: Page, problems: list[str]) -> None:
-    drop(page, [File("program.exe", "MZ")])
-    expect(page.locator("#jobs li")).to_have_class("failed")
-    expect(page.locator("#jobs [role=alert]")).not_to_be_empty()
+def test_a_file_that_cannot_be_read_keeps_no_other_back(page: Page) -> None:
+    files = [
+        File("program.exe", "MZ"),
+        File("one.md", "One\nNothing."),
+        File("empty.md", "  "),
+        File("two.csv", "a,b\n1,2"),
+    ]
+    drop(page, files)
+    lines = page.locator("#jobs li")
+    expect(lines.filter(has_text="4 files").locator(".took")).to_have_text("2 of 4 files are ready to be asked about.")
+    expect(lines).to_have_count(3)
+    for name, reason in (("program.exe", "Files of this kind cannot be read. These can: "), ("empty.md", "no text")):
+        line = lines.filter(has_text=name)
+        expect(line).to_have_class("failed")
+        expect(line.get_by_role("alert")).to_contain_text(reason)
+    expect(lines.filter(has_text="program.exe").get_by_role("alert")).to_contain_text(".csv, .docx, .htm, .html")
+    expect(page.locator("#files-list li.ready .name")).to_have_text(["one.md", "two.csv"])
     page.get_by_role("button", name="Put away: program.exe").click()
-    expect(page.locator("#jobs li")).to_have_count(0)
-    assert all("415" in problem for problem in problems)  # the browser notes every refusal
-    problems.clear()
+    expect(lines).to_have_count(2)
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("heading", name="Ask your documents")).to_be_visible()
+    expect(page.get_by_text("holds no documents yet")).to_have_count(0)
+    expect(page.get_by_role("button", name="Ask", exact=True)).to_be_enabled()
+
+
+def test_a_file_that_is_too_large_is_not_sent(page: Page, problems: list[str]) -> None:
+    sent: list[str] = []
+    page.on("request", lambda request: sent.append(request.url) if request.method == "POST" else None)
+    page.evaluate("() => Object.defineProperty(File.prototype, 'size', { get: () => 30_000_000 })")
+    drop(page, [File("large.md", "Large")])
+    expect(page.locator("#jobs [role=alert]")).to_have_text("It has 30 MB; at most 20 MB are taken.")
+    assert sent == []
+
+
+def test_passages_and_length_of_an_answer_are_settings(page: Page) -> None:
+    compare_off(page)
+    question = easy_questions()[0].question
+    passages, longest = page.get_by_role("spinbutton", name="Passages"), page.locator("#tokens")
+    expect(passages).to_have_value("6")
+    expect(longest).to_have_value("64")
+    passages.fill("3")
+    longest.fill("2")
+    longest.press("Tab")
+    with page.expect_request(ASK) as asked:
+        turn = ask(page, question)
+    assert (asked.value.post_data_json["k"], asked.value.post_data_json["max_tokens"]) == (3, 2)
+    expect(turn.locator(".source")).to_have_count(3)
+    expect(turn.locator(".status")).to_contain_text("Cut off: an answer may have 2 tokens.")
+    with page.expect_request(ASK) as asked:
+        turn.get_by_role("button", name="Ask again with up to 8 tokens").click()
+    assert asked.value.post_data_json["max_tokens"] == 8
+    expect(page.locator(".turn")).to_have_count(2)
+    expect(page.locator(".turn").last).to_have_attribute("data-status", "done")
+    # What is out of bounds becomes the nearest that is within.
+    passages.fill("900")
+    passages.press("Tab")
+    expect(passages).to_have_value("50")
+    page.reload()
+    page.locator("body[data-ready]").wait_for()
+    expect(passages).to_have_value("50")
+    expect(longest).to_have_value("2")
+    page.get_by_role("button", name="As the server has it").click()
+    expect(passages).to_have_value("6")
+    with page.expect_request(ASK) as asked:
+        ask(page, question)
+    assert asked.value.post_data_json["k"] == 6
+    assert "max_tokens" not in asked.value.post_data_json
 
 
 def test_the_ratio_changes_what_is_recomputed(page: Page) -> None:

@@ -15,7 +15,10 @@ export const state = {
   selected: null, // id of the turn that the panel shows
   ratio: null, // null: the server's own
   rule: null,
+  passages: null, // for each answer
+  tokens: null, // of the longest answer
   compare: null, // null: on for the small starter model
+  pace: null, // seconds that the latest comparison took, for each token of the prompt
   points: [], // {ttft, hits, misses}
   jobs: [], // {job, collection, files}
   draft: "",
@@ -120,6 +123,8 @@ export function restore() {
   for (const turn of state.conversations.flatMap((one) => one.turns)) {
     if (turn.status === "asking" || turn.status === "streaming") turn.status = "stopped";
     if (turn.comparing) turn.comparing = false;
+    turn.tokens ??= null;
+    turn.passages ??= 6;
     turn.earlier ??= []; // kept by an older page, where each question was asked by itself
   }
   addEventListener("pagehide", keep);
