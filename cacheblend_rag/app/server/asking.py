@@ -16,7 +16,7 @@ from cacheblend_rag.prompt import Prompt, TokenizedPrompt
 from cacheblend_rag.prompt.chat import STUFF, question_turns, render_turns
 from cacheblend_rag.report import Generation
 
-__all__ = ["EarlierTurn", "QuestionPrompt", "report_of", "rule_name", "search", "search_texts"]
+__all__ = ["EarlierTurn", "QuestionPrompt", "report_of", "rule_name", "search"]
 
 
 # What a "stuff" chain joins documents with.
@@ -84,20 +84,14 @@ class QuestionPrompt:
         return render_turns(self._tokenizer, turns)
 
 
-def search_texts(question: str, earlier: Sequence[EarlierTurn]) -> list[str]:
-    """What passages are searched for: a question, and the same question with the latest ones before it.
-
-    Both are searched, because neither does alone: a question such as "And when was it built?" names nothing, and a
-    question about something else is drowned by those before it (see ``docs/decisions``).
-    """
-    before = [turn.question for turn in reversed(earlier[-_SEARCHED:])]
-    return [question, " ".join([question, *before])] if before else [question]
-
-
 def search(
     find: Callable[[str, int], list[Found]], question: str, earlier: Sequence[EarlierTurn], k: int
 ) -> list[Found]:
-    """The ``k`` passages that a question is answered from, the first of each search before the second of each.
+    """The ``k`` passages that a question is answered from.
+
+    A question such as "And when was it built?" names nothing, so that it is also searched for together with the latest
+    questions before it. It stands by itself if it finds a nearer passage alone. Otherwise both searches give passages
+    in turn (``docs/decisions`` has the trial).
 
     Parameters
     ----------
@@ -108,9 +102,15 @@ def search(
         The first one first.
     k : int
     """
-    rankings = [find(text, k) for text in search_texts(question, earlier)]
+    alone = find(question, k)
+    if not earlier:
+        return alone
+    before = [turn.question for turn in reversed(earlier[-_SEARCHED:])]
+    together = find(" ".join([question, *before]), k)
+    if not together or (alone and alone[0].score < together[0].score):
+        return alone
     found: dict[tuple[str, int], Found] = {}
-    for one in (one for rank in zip_longest(*rankings) for one in rank if one is not None):
+    for one in (one for both in zip_longest(together, alone) for one in both if one is not None):
         found.setdefault((one.document_id, one.chunk), one)
     return list(found.values())[:k]
 

@@ -224,10 +224,26 @@ async def delete_document(here: Here, request: Request, id: str, document: str) 
 
 @router.get("/collections/{id}/documents/{document}/chunks/{number}")
 async def chunk(here: Here, id: str, document: str, number: int) -> ChunkText:
-    """The text of one passage."""
-    found = here.collection(id).chunk(document, number)
+    """The text of one passage, and of those before and after it in the document."""
+    return await asyncio.to_thread(_shown, here.collection(id), document, number)
+
+
+def _shown(collection: Collection, document: str, number: int) -> ChunkText:
+    def text_of(neighbour: int) -> str | None:
+        try:
+            return collection.chunk(document, neighbour).text
+        except Problem:  # the document ends here
+            return None
+
+    found = collection.chunk(document, number)
     title = found.text.strip().splitlines()[0] if found.text.strip() else ""
-    return ChunkText(text=found.text, document=found.document, title=title[:200])
+    return ChunkText(
+        text=found.text,
+        document=found.document,
+        title=title[:200],
+        before=text_of(number - 1),
+        after=text_of(number + 1),
+    )
 
 
 # Questions ----------------------------------------------------------------------------------

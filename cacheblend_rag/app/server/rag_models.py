@@ -154,11 +154,13 @@ class JobInfo(BaseModel):
 
 
 class ChunkText(BaseModel):
-    """A passage."""
+    """A passage, and those before and after it; null where the document begins or ends."""
 
     text: str
     document: str
     title: str
+    before: str | None
+    after: str | None
 
 
 class FoundChunk(BaseModel):

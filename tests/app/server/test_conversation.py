@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
-from cacheblend_rag.app.server.asking import EarlierTurn, QuestionPrompt, search, search_texts
+from cacheblend_rag.app.server.asking import EarlierTurn, QuestionPrompt, search
 from cacheblend_rag.app.server.library import Found
 from cacheblend_rag.errors import PromptError
 from tests import tiny
@@ -22,31 +21,43 @@ HISTORY = [{"question": KETTLE.question, "answer": KETTLE.answer}]
 NEXT = "And what about its warranty?"
 
 
-@dataclass
 class Shelf:
-    """A collection whose search knows a few words."""
+    """A collection in which searches find what a test says, the nearest at a distance that it says."""
 
-    rankings: dict[str, list[int]]
+    def __init__(self, **rankings: tuple[float, list[int]]) -> None:
+        self.rankings, self.asked = rankings, list[str]()
 
     def search(self, query: str, k: int) -> list[Found]:
         """See `Collection.search`."""
-        numbers = next((found for word, found in self.rankings.items() if word in query), [])
-        return [Found("d", "d.md", number, f"passage {number}", score=len(query)) for number in numbers[:k]]
+        self.asked.append(query)
+        distance, numbers = next((found for word, found in self.rankings.items() if word in query), (0.0, []))
+        return [Found("d", "d.md", number, "", distance + at / 10) for at, number in enumerate(numbers[:k])]
+
+    def found(self, earlier: list[EarlierTurn], k: int) -> list[int]:
+        """Passages for a question that follows these."""
+        return [one.chunk for one in search(self.search, NEXT, earlier, k)]
 
 
 def test_a_question_alone_is_searched_for_as_it_is() -> None:
-    assert search_texts(NEXT, []) == [NEXT]
-    found = search(Shelf({"warranty": [1, 2, 3]}).search, NEXT, [], 2)
-    assert [one.chunk for one in found] == [1, 2]
+    shelf = Shelf(warranty=(1.0, [1, 2, 3]))
+    assert shelf.found([], 2) == [1, 2]
+    assert shelf.asked == [NEXT]
 
 
-def test_a_question_that_follows_is_searched_for_with_and_without_those_before() -> None:
-    turns = [EarlierTurn(f"question {number}", "") for number in range(5)]
-    assert search_texts(NEXT, turns) == [NEXT, f"{NEXT} question 4 question 3 question 2"]
-    shelf = Shelf({"kettle": [7, 8, 1, 9], "warranty": [1, 2, 3, 4]})
-    found = search(shelf.search, NEXT, [KETTLE], 4)
-    assert [one.chunk for one in found] == [1, 7, 2, 8], "each search in turn, no passage twice"
-    assert [one.chunk for one in search(shelf.search, NEXT, [KETTLE], 20)] == [1, 7, 2, 8, 3, 4, 9]
+def test_a_question_that_follows_is_searched_for_with_those_before_it() -> None:
+    shelf = Shelf(kettle=(0.8, [7, 8, 1, 9]), warranty=(1.0, [1, 2, 3, 4]))
+    assert shelf.found([KETTLE], 4) == [7, 1, 8, 2], "each search in turn, no passage twice"
+    assert shelf.asked == [NEXT, f"{NEXT} {KETTLE.question}"]
+    assert shelf.found([KETTLE], 20) == [7, 1, 8, 2, 3, 9, 4]
+    many = Shelf()
+    many.found([EarlierTurn(f"question {number}", "") for number in range(5)], 4)
+    assert many.asked[1] == f"{NEXT} question 4 question 3 question 2", "the latest first, and not all of them"
+
+
+def test_a_question_that_finds_nearer_passages_alone_stands_by_itself() -> None:
+    shelf = Shelf(kettle=(0.8, [7, 8, 1, 9]), warranty=(0.7, [1, 2, 3, 4]))
+    assert shelf.found([KETTLE], 4) == [1, 2, 3, 4]
+    assert Shelf(kettle=(0.8, [])).found([KETTLE], 4) == []
 
 
 def test_earlier_turns_stand_behind_the_passages() -> None:

@@ -338,7 +338,7 @@ def test_a_question_follows_those_above_it(page: Page) -> None:
     assert questions[0] in (page.locator("#prompt .prompt-text").text_content() or "")
     # Asking the first again is asking it without those that came after; the next question then follows it alone.
     with page.expect_request(ASK) as asked:
-        first.get_by_role("button", name="Ask again").click()
+        first.get_by_role("button", name="Ask again", exact=True).click()
     assert "history" not in asked.value.post_data_json
     expect(page.locator(".turn").last).to_have_attribute("data-status", "done")
     page.reload()
@@ -373,6 +373,75 @@ def test_what_there_was_no_room_for_is_told(page: Page) -> None:
     page.locator("body[data-ready]").wait_for()
     turn = ask(page, question)
     expect(turn.locator(".follows")).to_have_text("Follows 0 of 1 question: there was no room for more")
+
+
+def test_a_passage_opens_between_its_neighbours(page: Page) -> None:
+    compare_off(page)
+    parts = [
+        f"Part {number}. " + f"The {word} was painted in the year {1800 + number}. " * 30
+        for number, word in enumerate(("mill", "barn", "gate"))
+    ]
+    upload_to_new_collection(page, "Long", [File("long.md", "\n\n".join(parts))])
+    turn = ask(page, "When was the barn painted?")
+    opened = []
+    for source in turn.locator(".source").all():
+        source.click()
+        expect(page.locator("#passage .neighbour").first).to_be_visible()
+        opened.append(len(page.locator("#passage .neighbour").all()))
+        page.keyboard.press("Escape")
+    assert opened.count(1) == 2, "the first and the last have one beside them"
+    assert set(opened) <= {1, 2}
+
+
+def test_a_question_is_edited_and_asked_again(page: Page) -> None:
+    compare_off(page)
+    first, second, third = (question.question for question in easy_questions()[:3])
+    ask(page, first)
+    turn = ask(page, second)
+    turn.get_by_role("button", name="Edit the question and ask again").click()
+    box = page.get_by_label("The question, edited")
+    expect(box).to_be_focused()
+    expect(box).to_have_value(second)
+    box.press("Escape")
+    expect(turn.locator(".question")).to_have_text(second)
+    turn.get_by_role("button", name="Edit the question and ask again").click()
+    box.fill(third)
+    with page.expect_request(ASK) as asked:
+        box.press("Enter")
+    sent = asked.value.post_data_json
+    assert sent["question"] == third
+    assert [one["question"] for one in sent["history"]] == [first], "it follows what the edited question followed"
+    expect(page.locator(".turn .question")).to_have_text([first, second, third])
+    expect(page.locator(".turn").last).to_have_attribute("data-status", "done")
+
+
+def test_conversations_are_searched_and_saved(page: Page) -> None:
+    compare_off(page)
+    known = easy_questions()[:2]
+    ask(page, known[0].question)
+    page.get_by_role("button", name="New", exact=True).click()
+    turn = ask(page, known[1].question)
+    answer = (turn.locator(".words").text_content() or "").strip()
+    document = turn.locator(".source .name").first.text_content() or ""
+    page.get_by_role("button", name="History").click()
+    names = page.locator("#history .past .name")
+    search = page.get_by_role("searchbox", name="Search questions and answers")
+    search.fill(known[0].question.upper())
+    expect(names).to_have_text([known[0].question])
+    search.fill(f"{answer.split()[-1]} {known[1].question.split()[0]}")
+    expect(names.first).to_have_text(known[1].question)
+    search.fill("no such words anywhere")
+    expect(page.get_by_text("No conversation holds all of these words.")).to_be_visible()
+    search.fill("")
+    with page.expect_download() as saved:
+        page.get_by_role("button", name=f"Save conversation: {known[1].question}").click()
+    assert saved.value.suggested_filename.endswith(".md")
+    text = saved.value.path().read_text(encoding="utf-8")
+    assert text.startswith(f"# {known[1].question}\n")
+    assert answer in text
+    assert f"1. {document}, passage " in text
+    assert passage_text(document).splitlines()[0] in text
+    assert known[0].question not in text
 
 
 SCRIPT = "<script>window.taken = 1</script><img src=x onerror='window.taken = 2'>"

@@ -259,6 +259,51 @@ def test_an_answer_is_copied_as_it_was_written(page: Page) -> None:
     expect(turn.locator(".copy")).to_have_text("Copied")
 
 
+PASSAGES = [
+    "Surtsey is an island off the south coast of Iceland. The eruption was first seen on 14 November 1963.",
+    "Mount Everest is 8,849 metres high. Junko Tabei was the first woman on its summit.",
+]
+CITED = """The eruption was first seen in **1963**. It was first seen in 1862. Nothing else is known about bananas.
+
+- Junko Tabei stood on the summit first.
+"""
+
+
+def test_a_sentence_leads_to_the_passage_that_has_its_words(page: Page) -> None:
+    compare_off(page)
+    sources = [
+        {"document_id": "d", "document": f"{at}.md", "chunk": at, "text": text, "score": 1.0}
+        for at, text in enumerate(PASSAGES)
+    ]
+    told = [("sources", sources), ("token", {"text": CITED}), ("done", {})]
+    page.route(ASK, lambda route: stream(route, *told))
+    page.route(
+        re.compile("/chunks/"),
+        lambda route: route.fulfill(
+            json={
+                "text": PASSAGES[1],
+                "document": "1.md",
+                "title": "",
+                "before": f"Before. {PASSAGES[1][:30]}",
+                "after": None,
+            }
+        ),
+    )
+    words = ask(page, "When was it seen?").locator(".words")
+    marks = words.locator(".cite")
+    assert [mark.get_attribute("data-number") for mark in marks.all()] == ["1", "2"]
+    expect(marks.first).to_have_accessible_name("From passage 1: 0.md, open it")
+    # Behind its sentence, and no part of the text.
+    assert marks.first.evaluate("(one) => one.previousSibling.textContent") == "."
+    assert (words.text_content() or "").startswith("The eruption was first seen in 1963. It was first seen in 1862. No")
+    marks.last.click()
+    expect(page.locator("#passage .passage-text")).to_have_text(PASSAGES[1])
+    expect(page.locator("#passage .neighbour")).to_have_text("Before. ")  # what both hold is shown once
+    expect(page.locator("#passage mark").first).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(marks.last).to_be_focused()
+
+
 def test_full_reuse_that_answers_otherwise_is_named_in_the_conversation(page: Page) -> None:
     answers = {"full": "In Wexholm.", "prefix": "In Wexholm.", "reuse": "In Norddale.", "blend": "In Wexholm."}
     seconds = {"full": 0.08, "prefix": 0.06, "reuse": 0.01, "blend": 0.02}

@@ -1,6 +1,7 @@
 // The one column: questions, streamed answers, their sources.
 
-import { askAgain, isAsking, longerAnswer } from "./asking.js";
+import { ask, askAgain, isAsking, longerAnswer } from "./asking.js";
+import { cite } from "./citations.js";
 import { isTimed } from "./compare.js";
 import { $, button, copy, el, say } from "./dom.js";
 import { count, sooner, time } from "./format.js";
@@ -24,6 +25,10 @@ function turnView(turn) {
     const waiting = turn.status === "asking" || turn.status === "streaming";
     const text = turn.answer.trimStart();
     showMarkdown(words, text);
+    if (turn.status === "done" && !words.dataset.cited) {
+      words.dataset.cited = "yes";
+      cite(words, turn.question, turn.sources, (at) => openPassage(turn.collection, turn.sources[at], turn.answer));
+    }
     words.hidden = !text;
     root.dataset.status = turn.status;
     answer.setAttribute("aria-busy", String(waiting));
@@ -107,6 +112,36 @@ function showFoot(node, turn) {
   node.prepend(button(text, () => select(turn), { class: "link what", "aria-label": `What happened: ${text}` }));
   if (turn.earlier.length) node.append(el("span", { class: "follows", text: followedBy(turn) }));
   if (turn.status !== "streaming") node.append(button("Ask again", () => askAgain(turn), { class: "link" }));
+  if (turn.status !== "streaming") node.append(button("Edit", () => edit(turn), { class: "link", "aria-label": "Edit the question and ask again" }));
+}
+
+/** Write a question anew in its place; it is asked after the same turns, and what was answered stays. */
+function edit(turn) {
+  const { root } = views.get(turn.id);
+  const heading = root.querySelector(".question");
+  const box = el("textarea", { rows: 2, maxlength: state.server?.limits.question_chars, "aria-label": "The question, edited" });
+  box.value = turn.question;
+  const back = () => {
+    form.replaceWith(heading);
+    root.querySelector(".foot button[aria-label^=Edit]")?.focus();
+  };
+  const cancel = button("Cancel", back);
+  const form = el("form", { class: "editing" }, box, el("span", { class: "row" }, el("button", { type: "submit", class: "main", text: "Ask" }), cancel));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    const question = box.value.trim();
+    if (!question || isAsking()) return;
+    form.replaceWith(heading);
+    ask(question, { earlier: turn.earlier });
+  });
+  form.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") back();
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing || event.target !== box) return;
+    event.preventDefault();
+    form.requestSubmit();
+  });
+  heading.replaceWith(form);
+  box.focus();
 }
 
 /** Show for a moment what a button has done. */
