@@ -16,7 +16,7 @@ from cacheblend_rag.engine.engine import DecodeArguments
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import CacheBlendError, PromptError
 from cacheblend_rag.langchain import ChatCacheBlend
-from cacheblend_rag.prompt.chat import HeldBack
+from cacheblend_rag.prompt.chat import CALL_END, HeldBack
 from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved
 
 __all__ = ["Conversation", "ServedChat", "messages_of"]
@@ -38,10 +38,13 @@ class ServedChat(ChatCacheBlend):
         for, since they are other tenants' too.
     given : list of str
         Texts of the request's own documents.
+    one_call : bool
+        Whether an answer ends with its first tool call.
     """
 
     mine: Any = Field(default=None, exclude=True, repr=False)
     given: list[str] = Field(default_factory=list, exclude=True, repr=False)
+    one_call: bool = False
     track: bool = False
 
     def _retrieved(self, messages: Sequence[BaseMessage]) -> list[Retrieved]:
@@ -69,7 +72,7 @@ class ServedChat(ChatCacheBlend):
         }
         messages = messages_of(body.messages, self.given)
         try:
-            return self._request(messages, body.stops, overrides)
+            return self._request(messages, [*body.stops, *([CALL_END] if self.one_call and tools else [])], overrides)
         except CacheBlendError:
             raise
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
@@ -110,7 +113,11 @@ class Conversation:
     def message(self) -> AIMessage:
         """The whole answer, once the stream has ended; ``held.sent`` characters have been handed out."""
         answer = self.stream.result
-        return self.model._message(self.request, answer) if answer else AIMessage(content="")
+        message = self.model._message(self.request, answer) if answer else AIMessage(content="")
+        if self.model.one_call:  # an answer that is nothing but a list of calls has no end mark to stop at
+            message.tool_calls = message.tool_calls[:1]
+            message.invalid_tool_calls = message.invalid_tool_calls[: 1 - len(message.tool_calls)]
+        return message
 
 
 def messages_of(given: Sequence[ChatMessage], documents: Sequence[str]) -> list[BaseMessage]:

@@ -331,6 +331,7 @@ class _Chat(_Work):
             engine=self.engine,
             mine=here.tenant.known,
             given=self.documents,
+            one_call=not body.parallel_tool_calls,
             model_name=here.service.model_name,
             max_tokens=self.most,
             temperature=arguments["temperature"],

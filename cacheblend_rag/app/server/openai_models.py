@@ -201,7 +201,7 @@ class ChatBody(Sampling):
     response_format: PlainText | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    parallel_tool_calls: Literal[True] = True
+    parallel_tool_calls: bool = True
     modalities: list[Literal["text"]] | None = None
     chat_template_kwargs: dict[str, str | bool | int | float] = Field(default_factory=dict)
 

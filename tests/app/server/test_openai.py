@@ -244,6 +244,48 @@ def test_tool_calls(chat: openai.OpenAI, chatty: Running, stream: bool, monkeypa
     assert after.choices[0].message.tool_calls is None
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        '<tool_call>{"name": "look_up", "arguments": {"leaf": "red"}}</tool_call>\n' * 2,
+        '[{"name": "look_up", "arguments": {"leaf": "red"}}, {"name": "look_up", "arguments": {}}]',
+    ],
+    ids=["tagged", "list"],
+)
+def test_one_tool_call_where_several_are_not_wanted(
+    chat: openai.OpenAI, chatty: Running, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = Script(chatty.service.engine.tokenizer, lambda prompt: said)
+    process_logits(monkeypatch, script)
+    asked: dict[str, Any] = {"model": name_of(chat), "messages": [{"role": "user", "content": "Which?"}]}
+    asked |= {"tools": [TOOL], "max_tokens": 190}
+    both = chat.chat.completions.create(**asked)
+    assert len(both.choices[0].message.tool_calls) == 2
+    for stream in (False, True):
+        made = chat.chat.completions.create(**asked, parallel_tool_calls=False, stream=stream)
+        calls = (
+            [call for one in made for call in one.choices[0].delta.tool_calls or []]
+            if stream
+            else made.choices[0].message.tool_calls
+        )
+        assert [call.function.arguments for call in calls] == ['{"leaf": "red"}']
+
+
+def test_langchains_structured_output_by_a_call(
+    chatty: Running, chat: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = '"red"}}</tool_call>'  # the rest is begun for the model
+    process_logits(monkeypatch, Script(chatty.service.engine.tokenizer, lambda prompt: '{"leaf": ' + said))
+    schema = {
+        "title": "look_up",
+        "description": "A leaf.",
+        "type": "object",
+        "properties": {"leaf": {"type": "string"}},
+    }
+    llm = ChatOpenAI(base_url=chatty.url + "/v1", api_key=KEY, model=name_of(chat), max_tokens=90, max_retries=0)
+    assert llm.with_structured_output(schema, method="function_calling").invoke("Which?") == {"leaf": "red"}
+
+
 def test_what_cannot_be_done_is_refused(client: openai.OpenAI, chat: openai.OpenAI) -> None:
     name, messages = name_of(client), [{"role": "user", "content": "Which?"}]
     with pytest.raises(openai.BadRequestError, match="tools"):
@@ -261,7 +303,6 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, chat: openai.Open
         "max_tokens": {"max_tokens": 100_000},
         "response_format.type": {"response_format": {"type": "json_object"}},
         "reasoning_effort": {"reasoning_effort": "high"},
-        "parallel_tool_calls": {"parallel_tool_calls": False},
         "store": {"store": True},
         "min_p": {"extra_body": {"min_p": 0.1}},
         "no-such-field": {"extra_body": {"no-such-field": 1}},
@@ -373,6 +414,8 @@ def test_all_answers_of_a_request_share_its_time(model: Path, docs: Path, tmp_pa
             client.completions.create(model=name_of(client), prompt="the", n=8, max_tokens=6)
         assert caught.value.status_code == 504
         assert time.monotonic() - began < 4
+        with pytest.raises(openai.APIError, match="not complete after 1 s"):
+            list(client.completions.create(model=name_of(client), prompt="the", n=8, max_tokens=6, stream=True))
 
 
 def test_logit_bias_and_penalties_change_the_answer(client: openai.OpenAI, server: Running) -> None:
