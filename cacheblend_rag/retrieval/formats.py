@@ -5,12 +5,14 @@ Files may come from anywhere. Nothing they name is opened or fetched. What does 
 
 from __future__ import annotations
 
+import csv
 import io
 import logging
 import re
 import warnings
 import zipfile
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 from xml.parsers import expat
 
@@ -191,8 +193,30 @@ def _missing(package: str, name: str) -> MissingExtraError:
     return missing
 
 
+def _csv(name: str, data: bytes) -> tuple[str, ...]:
+    """A table as one paragraph a row; each cell stands behind its column's name, so that a row is understood alone."""
+    text = _decoded(name, data)
+    first = text.lstrip().partition("\n")[0]
+    delimiter = max(",;\t|", key=first.count)
+    try:
+        rows = [
+            [cell.strip() for cell in row] for row in csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+        ]
+    except csv.Error as error:
+        raise DocumentError(f"{name} is no table of separated values: {error}") from None
+    head, *others = [row for row in rows if any(row)] or [[]]
+    told = ["; ".join(filter(None, map(_cell, zip_longest(head, row, fillvalue="")))) for row in others]
+    return ("\n\n".join(told or ["; ".join(filter(None, head))]),)
+
+
+def _cell(column_and_value: tuple[str, str]) -> str:
+    column, value = column_and_value
+    return f"{column}: {value}" if column and value else value
+
+
 # By suffix. The one list: folders, uploads and the page go by it.
 READERS: dict[str, Reader] = {
+    ".csv": _csv,
     ".docx": _docx,
     ".htm": _html,
     ".html": _html,

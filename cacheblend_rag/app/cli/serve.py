@@ -28,6 +28,11 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--connections", type=int, metavar="N", help="open at once from one address, a proxy too (default 250)"
     )
     serve.add_argument("--concurrent", type=int, metavar="N", help="answers under way at once (default 4; 1 on a GPU)")
+    serve.add_argument(
+        "--served-model-name",
+        metavar="NAME",
+        help="what clients call the model (default: its id, or its folder's name)",
+    )
     serve.set_defaults(run=_serve)
 
 
@@ -42,7 +47,14 @@ def server_settings(parsed: argparse.Namespace) -> ServerSettings:
             limits[name] = parse_bytes(size, given)
     chosen = Limits(**{name: value for name, value in limits.items() if value is not None})
     rag = rag_options(parsed)
-    return ServerSettings(rag=rag, host=parsed.host, port=parsed.port, limits=chosen, concurrent=parsed.concurrent)
+    return ServerSettings(
+        rag=rag,
+        host=parsed.host,
+        port=parsed.port,
+        limits=chosen,
+        concurrent=parsed.concurrent,
+        served_model_name=parsed.served_model_name,
+    )
 
 
 def _serve(parsed: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from cacheblend_rag.app.server.gatekeeping import Gatekeeper
 from cacheblend_rag.app.server.openai_api import router as openai_router
 from cacheblend_rag.app.server.problems import Problem, ProblemBody, add_handlers
 from cacheblend_rag.app.server.rag_api import router as rag_router
+from cacheblend_rag.app.server.request_ids import RequestIds
 from cacheblend_rag.app.server.service import Service, Session
 from cacheblend_rag.app.server.sessions import service_of, session_of
 from cacheblend_rag.app.server.settings import ServerSettings
@@ -69,6 +70,7 @@ def create_app(settings: ServerSettings, service: Service | None = None) -> Fast
             service.metrics.request(path, status)
 
     app.add_middleware(Gatekeeper, settings=settings, seen=seen)
+    app.add_middleware(RequestIds)  # outermost: what the gatekeeper refuses has an id too
     return app
 
 

@@ -4,64 +4,118 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
+from cacheblend_rag.app.server.library import Found
 from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.errors import PromptError
 from cacheblend_rag.prompt import Prompt, TokenizedPrompt
 from cacheblend_rag.prompt.chat import STUFF, question_turns, render_turns
 from cacheblend_rag.report import Generation
 
-__all__ = ["QuestionPrompt", "report_of", "rule_name"]
+__all__ = ["EarlierTurn", "QuestionPrompt", "report_of", "rule_name", "search"]
+
 
 # What a "stuff" chain joins documents with.
 CHUNK_SEPARATOR = "\n\n"
+_SEARCHED = 3  # earlier questions that a search takes into account
 
 
 @dataclass(frozen=True)
+class EarlierTurn:
+    """A question that was asked before in the same conversation, and its answer."""
+
+    question: str
+    answer: str
+
+
 class QuestionPrompt:
     """How a model is asked about passages: as `FolderRAG` asks it, by its chat template if it has one.
 
     Parameters
     ----------
-    prefix : str
-        What stands before the passages.
-    before, after : str
-        What stands before and after the question, behind the passages.
+    tokenizer : transformers tokenizer
+    template : str or None
+        The chat template the model was made with, if any.
     """
 
-    prefix: str
-    before: str
-    after: str
+    def __init__(self, tokenizer: Any, template: str | None) -> None:
+        self._tokenizer, self._template = tokenizer, template
 
-    @classmethod
-    def of(cls, tokenizer: Any, template: str | None) -> QuestionPrompt:
-        """The form for a tokenizer.
+    def ask(self, question: str, passages: Sequence[str], earlier: Sequence[EarlierTurn] = ()) -> Prompt:
+        """The prompt; whatever passages, questions and answers hold, they stay in their places.
 
         Parameters
         ----------
-        tokenizer : transformers tokenizer
-        template : str or None
-            The chat template the model was made with, if any.
+        question : str
+        passages : sequence of str
+        earlier : sequence of EarlierTurn
+            Of the conversation, the first one first. They stand behind the passages, so that the passages keep their
+            place in the prompt from turn to turn.
+
+        Raises
+        ------
+        PromptError
+            If the chat template does not write every turn.
         """
+        said = [text for turn in earlier for text in (turn.question, turn.answer)] + [question]
         # Marks that no document can hold stand for the parts while the template is applied.
-        passages, question = (f"<{secrets.token_hex(8)}>" for _ in range(2))
-        if template:
-            text = render_turns(tokenizer, question_turns(tokenizer, passages, question))
-        else:
-            text = STUFF.prefix + passages + STUFF.suffix.replace("{q}", question)
-        prefix, _, rest = text.partition(passages)
-        before, _, after = rest.partition(question)
-        return cls(prefix, before, after)
+        context, *marks = (f"<{secrets.token_hex(8)}>" for _ in range(len(said) + 1))
+        prefix, _, rest = self._written(context, marks).partition(context)
+        suffix = ""
+        for mark, text in zip(marks, said, strict=True):
+            before, found, rest = rest.partition(mark)
+            if not found:
+                raise PromptError("the model's chat template leaves out earlier turns; ask without history")
+            suffix += before + text
+        return Prompt(prefix, passages, suffix + rest, [CHUNK_SEPARATOR] * (len(passages) - 1))
 
-    def ask(self, question: str, passages: Sequence[str]) -> Prompt:
-        """The prompt; whatever passages and question hold, they stay in their places."""
-        suffix = self.before + question + self.after
-        return Prompt(self.prefix, passages, suffix, [CHUNK_SEPARATOR] * (len(passages) - 1))
+    def _written(self, context: str, said: Sequence[str]) -> str:
+        """The whole prompt's text: questions and answers in turn, the question that is asked last."""
+        if not self._template:
+            told = [STUFF.suffix.replace("{q}", text) if at % 2 == 0 else f" {text}" for at, text in enumerate(said)]
+            return STUFF.prefix + context + "".join(told)
+        roles = ("user", "assistant")
+        turns = question_turns(self._tokenizer, context, said[0])
+        turns += [{"role": roles[at % 2], "content": text} for at, text in enumerate(said)][1:]
+        return render_turns(self._tokenizer, turns)
 
 
-def report_of(engine: BlendEngine, prompt: Prompt, answer: Generation) -> dict[str, Any]:
+def search(
+    find: Callable[[str, int], list[Found]], question: str, earlier: Sequence[EarlierTurn], k: int
+) -> list[Found]:
+    """The ``k`` passages that a question is answered from.
+
+    A question such as "And when was it built?" names nothing, so that it is also searched for together with the latest
+    questions before it. It stands by itself if it finds a nearer passage alone. Otherwise both searches give passages
+    in turn (``docs/decisions`` has the trial).
+
+    Parameters
+    ----------
+    find : callable
+        Gives the passages nearest to a text, as many as asked for.
+    question : str
+    earlier : sequence of EarlierTurn
+        The first one first.
+    k : int
+    """
+    alone = find(question, k)
+    if not earlier:
+        return alone
+    before = [turn.question for turn in reversed(earlier[-_SEARCHED:])]
+    together = find(" ".join([question, *before]), k)
+    if not together or (alone and alone[0].score < together[0].score):
+        return alone
+    found: dict[tuple[str, int], Found] = {}
+    for one in (one for both in zip_longest(together, alone) for one in both if one is not None):
+        found.setdefault((one.document_id, one.chunk), one)
+    return list(found.values())[:k]
+
+
+def report_of(engine: BlendEngine, prompt: Prompt, answer: Generation, turns: int = 0) -> dict[str, Any]:
     """What the page shows of how an answer came about; times in seconds, sizes in bytes.
 
     Parameters
@@ -71,6 +125,8 @@ def report_of(engine: BlendEngine, prompt: Prompt, answer: Generation) -> dict[s
     prompt : Prompt
         What it was asked.
     answer : Generation
+    turns : int
+        Earlier turns of the conversation that the prompt holds.
     """
     report, seconds, split = answer.report, answer.report.seconds, engine.tokenize(prompt)
     chunks = [
@@ -106,6 +162,7 @@ def report_of(engine: BlendEngine, prompt: Prompt, answer: Generation) -> dict[s
         "rule": rule_name(engine),
         "plain": report.plain,
         "finish_reason": report.finish_reason,
+        "turns": turns,
         "prompt": _tokens(engine, split, answer),
     }
 

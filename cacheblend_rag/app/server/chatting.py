@@ -13,11 +13,11 @@ from pydantic import Field
 
 from cacheblend_rag.app.server.openai_models import ChatBody, ChatMessage
 from cacheblend_rag.app.server.templates import check_arguments
+from cacheblend_rag.engine.engine import DecodeArguments
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import CacheBlendError, PromptError
 from cacheblend_rag.langchain import ChatCacheBlend
-from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.chat import HeldBack
+from cacheblend_rag.prompt.chat import CALL_END, HeldBack
 from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved
 
 __all__ = ["Conversation", "ServedChat", "messages_of"]
@@ -39,10 +39,13 @@ class ServedChat(ChatCacheBlend):
         for, since they are other tenants' too.
     given : list of str
         Texts of the request's own documents.
+    one_call : bool
+        Whether an answer ends with its first tool call.
     """
 
     mine: Any = Field(default=None, exclude=True, repr=False)
     given: list[str] = Field(default_factory=list, exclude=True, repr=False)
+    one_call: bool = False
     track: bool = False
 
     def _retrieved(self, messages: Sequence[BaseMessage]) -> list[Retrieved]:
@@ -52,8 +55,8 @@ class ServedChat(ChatCacheBlend):
         mine: ChunkRegistry = self.mine
         return mine
 
-    def begin(self, body: ChatBody, timeout: float) -> Conversation:
-        """Make a prompt of a conversation; nothing is generated yet.
+    def asked(self, body: ChatBody) -> Any:
+        """What the engine is asked for a conversation; nothing is generated yet.
 
         Raises
         ------
@@ -70,18 +73,30 @@ class ServedChat(ChatCacheBlend):
             "tools": tools or None,
             "tool_choice": body.tool_choice if tools else None,
             "chat_template_kwargs": body.chat_template_kwargs,
-            "timeout": timeout,
         }
         messages = messages_of(body.messages, self.given)
         try:
-            request = self._request(messages, body.stops, overrides)
+            return self._request(messages, [*body.stops, *([CALL_END] if self.one_call and tools else [])], overrides)
         except CacheBlendError:
             raise
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             kind = str(error) if isinstance(error, jinja2.TemplateError) else type(error).__name__
             raise PromptError(f"the model's chat template refuses this conversation: {kind}") from error
-        stream = self._open(request.prompt, request.arguments, overrides)
-        return Conversation(self, request, stream, HeldBack(bool(tools)))
+
+    def answer(self, request: Any, options: DecodeArguments, timeout: float) -> Conversation:
+        """One answer to what is asked.
+
+        Parameters
+        ----------
+        request : object
+            What `asked` gave.
+        options : DecodeArguments
+            What this answer has of its own, such as its seed.
+        timeout : float
+            Seconds it may take.
+        """
+        stream = self._open(request.prompt, {**request.arguments, **options}, {"timeout": timeout})
+        return Conversation(self, request, stream, HeldBack(bool(request.tools)))
 
 
 @dataclass
@@ -93,12 +108,6 @@ class Conversation:
     stream: TextStream
     held: HeldBack = field(repr=False)
 
-    @property
-    def prompt(self) -> Prompt:
-        """What the model is fed."""
-        prompt: Prompt = self.request.prompt
-        return prompt
-
     async def pieces(self) -> AsyncIterator[str]:
         """Text as soon as it is certain that it is no tool call."""
         async for piece in self.stream:
@@ -108,7 +117,11 @@ class Conversation:
     def message(self) -> AIMessage:
         """The whole answer, once the stream has ended; ``held.sent`` characters have been handed out."""
         answer = self.stream.result
-        return self.model._message(self.request, answer) if answer else AIMessage(content="")
+        message = self.model._message(self.request, answer) if answer else AIMessage(content="")
+        if self.model.one_call:  # an answer that is nothing but a list of calls has no end mark to stop at
+            message.tool_calls = message.tool_calls[:1]
+            message.invalid_tool_calls = message.invalid_tool_calls[: 1 - len(message.tool_calls)]
+        return message
 
 
 def messages_of(given: Sequence[ChatMessage], documents: Sequence[str]) -> list[BaseMessage]:

@@ -7,6 +7,8 @@ import logging
 import sys
 import traceback
 
+from cacheblend_rag.app.server.request_ids import request_id
+
 __all__ = ["JsonFormatter", "configure_logs"]
 
 
@@ -25,6 +27,8 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if mine := request_id.get():
+            line["request"] = mine
         line.update(getattr(record, "fields", {}))
         if record.exc_info and record.exc_info[1] is not None:
             error = record.exc_info[1]

@@ -6,11 +6,14 @@ import asyncio
 import base64
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Depends, Request
+from langchain_core.messages import AIMessage
 
 from cacheblend_rag.app.server.admission_queue import Slot
 from cacheblend_rag.app.server.chatting import Conversation, ServedChat
@@ -21,6 +24,9 @@ from cacheblend_rag.app.server.sessions import session_of
 from cacheblend_rag.app.server.streams import EventStream, event, unless_gone
 from cacheblend_rag.app.server.templates import within
 from cacheblend_rag.engine.engine import DecodeArguments
+from cacheblend_rag.engine.logits import LogProbs, Penalties, TokenLogProb, logit_bias
+from cacheblend_rag.engine.streaming import TextStream
+from cacheblend_rag.errors import ConfigError, GenerationTimeoutError
 from cacheblend_rag.langchain.tools import call_chunks
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.matching import match_chunks
@@ -74,26 +80,24 @@ async def embeddings(here: Here, request: Request, body: EmbeddingBody) -> dict[
 @router.post("/completions", responses=_STREAMED, response_model=None)
 async def completions(here: Here, request: Request, body: CompletionBody) -> Any:
     """Go on with a text. Chunks stand between separators in it, or come as ``documents`` before it."""
-    work = _Completion(here, body)
-    slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
-    prompts = await _prepared(request, slot, work.prompts)
-    if body.stream:
-        return EventStream(work.events(prompts, slot), slot, here.service.longest)
-    async with slot:
-        return await unless_gone(request, work.whole(prompts, slot))
+    return await _answered(_Completion(here, body), request)
 
 
 @router.post("/chat/completions", responses=_STREAMED, response_model=None)
 async def chat(here: Here, request: Request, body: ChatBody) -> Any:
     """Answer a conversation. ``documents`` stand in its system message."""
-    work = _Chat(here, body)
+    return await _answered(_Chat(here, body), request)
+
+
+async def _answered(work: _Work, request: Request) -> Any:
+    """All of a request's answers, or their pieces."""
+    here = work.here
     slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
-    conversation = await _prepared(request, slot, work.begin)
-    slot.holds(conversation.stream)
-    if body.stream:
-        return EventStream(work.events(conversation), slot, here.service.longest)
+    await _prepared(request, slot, work.prepare)
+    if work.body.stream:
+        return EventStream(work.events(slot), slot, here.service.longest)
     async with slot:
-        return await unless_gone(request, work.whole(conversation))
+        return await unless_gone(request, work.whole(slot))
 
 
 async def _prepared(request: Request, slot: Slot, make: Callable[[], _T]) -> _T:
@@ -106,31 +110,73 @@ async def _prepared(request: Request, slot: Slot, make: Callable[[], _T]) -> _T:
 
 
 class _Work:
-    """What both kinds of answers have in common."""
+    """What both kinds of requests have in common: each prompt has ``n`` answers, made one after the other."""
 
     kind, chunk_kind, mark = "", "", ""
+    most_field = "max_tokens"
 
-    def __init__(self, here: Session, body: Sampling) -> None:
+    def __init__(self, here: Session, body: Sampling, most: int | None) -> None:
         self.here, self.body = here, body
         _check_model(body.model, [here.service.model_name])
+        self.most = here.service.answer_tokens(most, self.most_field)
         self.engine = here.engine(body.recompute_ratio, body.selection)
+        vocabulary = self.engine.model.config.get_text_config().vocab_size
+        if (largest := max(body.logit_bias, default=0)) >= vocabulary:
+            raise ConfigError("logit_bias", largest, f"the model's tokens are 0 to {vocabulary - 1}")
         self.documents = document_texts(body)
         self.id, self.created = f"{self.mark}-{secrets.token_hex(12)}", int(time.time())
         self._reports: list[BlendReport] = []
+        self._ends: float | None = None
 
-    def arguments(self, most: int) -> DecodeArguments:
+    def prepare(self) -> None:
+        """Make the prompts, and refuse those that do not fit."""
+        raise NotImplementedError
+
+    def choices(self, slot: Slot) -> Iterator[_Choice]:
+        """The answers in their order; each is to be read to its end before the next is taken."""
+        raise NotImplementedError
+
+    def arguments(self) -> DecodeArguments:
         """How to decode."""
         body, temperature = self.body, self.body.temperature
         if temperature is not None:
             temperature = 0.0 if temperature < _COLDEST else temperature
+        wants_sampling = (body.top_p or 1) < 1 or (body.top_k or 0) > 1 or body.n > 1  # who gives them alone
         return DecodeArguments(
-            max_new_tokens=most,
+            max_new_tokens=self.most,
             temperature=temperature,
-            do_sample=True if temperature is None and (body.top_p or 1) < 1 else None,  # who gives it wants sampling
+            do_sample=True if temperature is None and wants_sampling else None,
             top_p=body.top_p,
-            seed=body.seed,
+            top_k=body.top_k,
+            repetition_penalty=body.repetition_penalty,
             stop=body.stops,
         )
+
+    def own_arguments(self, number: int) -> tuple[DecodeArguments, LogProbs | None]:
+        """What the answer with this number among the ``n`` has of its own."""
+        body, top = self.body, self.body.top_of_each
+        noted = None if top is None else LogProbs(self.engine.tokenizer, top)
+        processors: list[Any] = [] if noted is None else [noted]
+        if body.logit_bias:
+            processors.append(logit_bias(body.logit_bias))
+        if body.presence_penalty or body.frequency_penalty:
+            processors.append(Penalties(body.presence_penalty, body.frequency_penalty))
+        seed = None if body.seed is None else body.seed + number
+        return DecodeArguments(seed=seed, logits_processor=processors), noted
+
+    def left(self) -> float:
+        """Seconds left for all answers together, from the first time this is asked."""
+        if self._ends is None:
+            self._ends = time.monotonic() + self.here.service.limits.answer_seconds
+        return max(0.0, self._ends - time.monotonic())
+
+    @contextmanager
+    def in_time(self) -> Iterator[None]:
+        """Say of an answer that came too late how long all of them may take."""
+        try:
+            yield
+        except GenerationTimeoutError as error:
+            raise GenerationTimeoutError(self.here.service.limits.answer_seconds) from error
 
     def count(self, answer: Generation) -> None:
         """Take note of a finished answer."""
@@ -150,18 +196,67 @@ class _Work:
 
     def closing(self) -> dict[str, Any]:
         """Usage, and how the answers came about."""
-        return {"usage": _usage(self._reports), "cacheblend": [_mask_here(one) for one in self._reports]}
+        return {"usage": _usage(self._reports, self.body.n), "cacheblend": [_mask_here(one) for one in self._reports]}
 
-    async def guarded(self, pieces: AsyncIterator[str]) -> AsyncIterator[str]:
-        """A stream with its end; an error becomes its last event."""
+    async def events(self, slot: Slot) -> AsyncIterator[str]:
+        """The answers as they are made, one after the other; an error becomes the last event."""
         try:
-            async for piece in pieces:
-                yield piece
+            for choice in self.choices(slot):
+                with self.in_time():
+                    async for piece in choice.pieces():
+                        yield event(None, self.frame([piece], chunk=True))
+                if choice.stream.result is not None:
+                    self.count(choice.stream.result)
             if self.body.stream_options is not None and self.body.stream_options.include_usage:
                 yield event(None, {**self.frame([], chunk=True), **self.closing()})
         except Exception as error:
             yield event(None, noted_problem(error).body())
         yield _DONE
+
+    async def whole(self, slot: Slot) -> dict[str, Any]:
+        """All answers at once."""
+        choices = []
+        for choice in self.choices(slot):
+            with self.in_time():
+                answer = await choice.stream.acomplete()
+            self.count(answer)
+            choices.append(choice.whole(answer))
+        return {**self.frame(choices), **self.closing()}
+
+
+@dataclass
+class _Choice:
+    """One of a request's answers on its way.
+
+    Parameters
+    ----------
+    index : int
+        Its number among all.
+    stream : TextStream
+        Gives it.
+    noted : LogProbs or None
+        Its log-probabilities, if they are asked for.
+    """
+
+    index: int
+    stream: TextStream
+    noted: LogProbs | None
+
+    def pieces(self) -> AsyncIterator[dict[str, Any]]:
+        """The choice in pieces, as chunks of a stream have it."""
+        raise NotImplementedError
+
+    def whole(self, answer: Generation) -> dict[str, Any]:
+        """The choice as a whole."""
+        raise NotImplementedError
+
+    def up_to(self, characters: int) -> Sequence[TokenLogProb] | None:
+        """Log-probabilities not handed out before, of so many characters; None if they are not asked for."""
+        return None if self.noted is None else self.noted.up_to(characters)
+
+    def rest(self, answer: Generation | None) -> Sequence[TokenLogProb] | None:
+        """Those of what is left."""
+        return None if self.noted is None or answer is None else self.noted.rest(answer.token_ids, answer.text)
 
 
 class _Completion(_Work):
@@ -171,48 +266,56 @@ class _Completion(_Work):
     mark = "cmpl"
 
     def __init__(self, here: Session, body: CompletionBody) -> None:
-        super().__init__(here, body)
+        super().__init__(here, body, body.max_tokens)
         self._texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        self._most = here.service.answer_tokens(body.max_tokens)
+        self._prompts: list[Prompt] = []
 
-    def prompts(self) -> list[Prompt]:
-        """A prompt for each text."""
+    def prepare(self) -> None:
+        """See `_Work.prepare`."""
         with within(self.here.service.limits.prompt_seconds):
-            prompts = [self._prompt(text) for text in self._texts]
-            for prompt in prompts:
-                self.here.service.check_length(prompt, self._most)
-            return prompts
+            self._prompts = [self._prompt(text) for text in self._texts]
+            for prompt in self._prompts:
+                self.here.service.check_length(prompt, self.most)
 
     def _prompt(self, text: str) -> Prompt:
         if self.documents:
             return Prompt(chunks=self.documents, suffix=text)
         return match_chunks(text, self.here.tenant.known, self.engine.config.text_separator)
 
-    def _open(self, prompt: Prompt, slot: Slot) -> Any:
-        timeout = self.here.service.limits.answer_seconds
-        return slot.holds(self.engine.stream(prompt, timeout=timeout, **self.arguments(self._most)))
+    def choices(self, slot: Slot) -> Iterator[_Choice]:
+        """See `_Work.choices`."""
+        for at, prompt in enumerate(self._prompts):
+            for number in range(self.body.n):
+                own, noted = self.own_arguments(number)
+                stream = self.engine.stream(prompt, timeout=self.left(), **(self.arguments() | own))
+                yield _TextChoice(at * self.body.n + number, slot.holds(stream), noted)
 
-    def events(self, prompts: list[Prompt], slot: Slot) -> AsyncIterator[str]:
-        """The texts as they are made, one after the other."""
-        return self.guarded(self._pieces(prompts, slot))
 
-    async def _pieces(self, prompts: list[Prompt], slot: Slot) -> AsyncIterator[str]:
-        for number, prompt in enumerate(prompts):
-            stream = self._open(prompt, slot)
-            async for piece in stream:
-                yield event(None, self.frame([_text_choice(number, piece, None)], chunk=True))
-            self.count(stream.result)
-            reason = stream.result.report.finish_reason
-            yield event(None, self.frame([_text_choice(number, "", reason)], chunk=True))
+class _TextChoice(_Choice):
+    """A text as it goes on."""
 
-    async def whole(self, prompts: list[Prompt], slot: Slot) -> dict[str, Any]:
-        """All texts at once."""
-        choices = []
-        for number, prompt in enumerate(prompts):
-            answer = await self._open(prompt, slot).acomplete()
-            self.count(answer)
-            choices.append(_text_choice(number, answer.text, answer.report.finish_reason))
-        return {**self.frame(choices), **self.closing()}
+    async def pieces(self) -> AsyncIterator[dict[str, Any]]:
+        """See `_Choice.pieces`."""
+        sent = 0
+        async for piece in self.stream:
+            sent += len(piece)
+            yield self._choice(piece, None, self.up_to(sent))
+        answer = self.stream.result
+        yield self._choice("", answer.report.finish_reason if answer else "stop", self.rest(answer))
+
+    def whole(self, answer: Generation) -> dict[str, Any]:
+        """See `_Choice.whole`."""
+        return self._choice(answer.text, answer.report.finish_reason, self.rest(answer))
+
+    def _choice(self, text: str, reason: str | None, tokens: Sequence[TokenLogProb] | None) -> dict[str, Any]:
+        told = tokens and {
+            "tokens": [one.token for one in tokens],
+            "token_logprobs": [one.logprob for one in tokens],
+            # The token that was taken is among them, and of several with one text the likeliest counts.
+            "top_logprobs": [{**dict(reversed(one.top)), one.token: one.logprob} for one in tokens],
+            "text_offset": [one.offset for one in tokens],
+        }
+        return {"index": self.index, "text": text, "logprobs": told or None, "finish_reason": reason}
 
 
 class _Chat(_Work):
@@ -221,85 +324,108 @@ class _Chat(_Work):
     kind, chunk_kind, mark = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(self, here: Session, body: ChatBody) -> None:
-        super().__init__(here, body)
-        self._body = body
-
-    def begin(self) -> Conversation:
-        """Make the prompt."""
-        most = self.here.service.answer_tokens(self._body.max_completion_tokens or self._body.max_tokens)
-        arguments = self.arguments(most)
-        model = ServedChat(
+        if body.max_completion_tokens is not None:
+            self.most_field = "max_completion_tokens"
+        super().__init__(here, body, body.max_completion_tokens or body.max_tokens)
+        self._conversation = body
+        arguments = self.arguments()
+        self._model = ServedChat(
             engine=self.engine,
-            mine=self.here.tenant.known,
+            mine=here.tenant.known,
             given=self.documents,
-            model_name=self.here.service.model_name,
-            max_tokens=most,
+            one_call=not body.parallel_tool_calls,
+            model_name=here.service.model_name,
+            max_tokens=self.most,
             temperature=arguments["temperature"],
             do_sample=arguments["do_sample"],
             top_p=arguments["top_p"],
-            seed=arguments["seed"],
+            top_k=arguments["top_k"],
+            repetition_penalty=arguments["repetition_penalty"],
         )
+        self._request: Any = None
+
+    def prepare(self) -> None:
+        """See `_Work.prepare`."""
         with within(self.here.service.limits.prompt_seconds):
-            conversation = model.begin(self._body, self.here.service.limits.answer_seconds)
-            self.here.service.check_length(conversation.prompt, most)
-            return conversation
+            self._request = self._model.asked(self._conversation)
+            self.here.service.check_length(self._request.prompt, self.most)
 
-    def events(self, conversation: Conversation) -> AsyncIterator[str]:
-        """The answer as it is made."""
-        return self.guarded(self._pieces(conversation))
+    def choices(self, slot: Slot) -> Iterator[_Choice]:
+        """See `_Work.choices`."""
+        for number in range(self.body.n):
+            own, noted = self.own_arguments(number)
+            conversation = self._model.answer(self._request, own, self.left())
+            yield _ChatChoice(number, slot.holds(conversation.stream), noted, conversation)
 
-    async def _pieces(self, conversation: Conversation) -> AsyncIterator[str]:
+
+@dataclass
+class _ChatChoice(_Choice):
+    """An answer to a conversation."""
+
+    conversation: Conversation
+
+    async def pieces(self) -> AsyncIterator[dict[str, Any]]:
+        """See `_Choice.pieces`."""
+        sent = 0
         yield self._delta({"role": "assistant", "content": ""})
-        async for piece in conversation.pieces():
-            yield self._delta({"content": piece})
-        message, answer = conversation.message(), conversation.stream.result
-        if answer is not None:
-            self.count(answer)
-        if rest := str(message.content)[conversation.held.sent :]:
+        async for piece in self.conversation.pieces():
+            sent += len(piece)
+            yield self._delta({"content": piece}, self.up_to(sent))
+        message, answer = self.conversation.message(), self.stream.result
+        if rest := str(message.content)[self.conversation.held.sent :]:
             yield self._delta({"content": rest})
-        calls = [
-            {
-                "index": call["index"],
-                "id": call["id"],
-                "type": "function",
-                "function": {"name": call["name"] or "", "arguments": call["args"]},
-            }
-            for call in call_chunks(message)
-        ]
+        calls = [{"index": at, **call} for at, call in enumerate(_calls(message))]
         if calls:
             yield self._delta({"tool_calls": calls})
         reason = "tool_calls" if calls else answer.report.finish_reason if answer else "stop"
-        yield self._delta({}, reason)
+        yield self._delta({}, self.rest(answer), reason)
 
-    def _delta(self, delta: dict[str, Any], reason: str | None = None) -> str:
-        return event(None, self.frame([{"index": 0, "delta": delta, "finish_reason": reason}], chunk=True))
-
-    async def whole(self, conversation: Conversation) -> dict[str, Any]:
-        """The answer at once."""
-        answer = await conversation.stream.acomplete()
-        self.count(answer)
-        found = conversation.message()
+    def whole(self, answer: Generation) -> dict[str, Any]:
+        """See `_Choice.whole`."""
+        found = self.conversation.message()
         message: dict[str, Any] = {"role": "assistant", "content": str(found.content)}
-        calls = [
-            {"id": one["id"], "type": "function", "function": {"name": one["name"] or "", "arguments": one["args"]}}
-            for one in call_chunks(found)
-        ]
-        if calls:
+        if calls := _calls(found):
             message |= {"content": message["content"] or None, "tool_calls": calls}
         reason = "tool_calls" if calls else answer.report.finish_reason
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": reason}
-        return {**self.frame([choice]), **self.closing()}
+        told = _content_logprobs(self.rest(answer))
+        return {"index": self.index, "message": message, "logprobs": told, "finish_reason": reason}
+
+    def _delta(
+        self, delta: dict[str, Any], tokens: Sequence[TokenLogProb] | None = None, reason: str | None = None
+    ) -> dict[str, Any]:
+        told = _content_logprobs(tokens or None)
+        return {"index": self.index, "delta": delta, "logprobs": told, "finish_reason": reason}
 
 
-def _text_choice(number: int, text: str, reason: str | None) -> dict[str, Any]:
-    return {"index": number, "text": text, "logprobs": None, "finish_reason": reason}
+def _calls(message: AIMessage) -> list[dict[str, Any]]:
+    return [
+        {"id": one["id"], "type": "function", "function": {"name": one["name"] or "", "arguments": one["args"]}}
+        for one in call_chunks(message)
+    ]
 
 
-def _usage(reports: list[BlendReport]) -> dict[str, Any]:
-    """Tokens; ``cached_tokens`` are those whose KV was read and kept on every layer."""
-    prompt = sum(one.prompt_tokens for one in reports)
+def _content_logprobs(tokens: Sequence[TokenLogProb] | None) -> dict[str, Any] | None:
+    if tokens is None:
+        return None
+    content = [
+        {
+            "token": one.token,
+            "logprob": one.logprob,
+            "bytes": list(one.text.encode()),
+            "top_logprobs": [
+                {"token": name, "logprob": value, "bytes": list(name.encode())} for name, value in one.top
+            ],
+        }
+        for one in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _usage(reports: list[BlendReport], n: int) -> dict[str, Any]:
+    """Tokens, each prompt counted once; ``cached_tokens`` are those whose KV was read and kept on every layer."""
+    prompt = sum(one.prompt_tokens for one in reports[::n])
     answer = sum(one.generated_tokens for one in reports)
-    cached = sum(one.reused_tokens - (one.recomputed_tokens or (0,))[-1] for one in reports)
+    cached = sum(one.reused_tokens - (one.recomputed_tokens or (0,))[-1] for one in reports[::n])
     return {
         "prompt_tokens": prompt,
         "completion_tokens": answer,

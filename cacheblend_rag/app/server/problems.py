@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import traceback
 from http import HTTPStatus
 from typing import Any
@@ -25,6 +26,8 @@ from cacheblend_rag.errors import (
 __all__ = ["Problem", "ProblemBody", "add_handlers", "noted_problem", "problem_of"]
 
 _log = logging.getLogger(__name__)
+_FIELD = re.compile(r"[a-z_][a-z0-9_]*")
+_FORMS = ("str", "int", "float", "bool", "none")
 
 
 class ProblemDetail(BaseModel):
@@ -126,10 +129,10 @@ def add_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        # Values are left out: they may be text of documents.
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
-        return Problem(422, "invalid", f"{where or 'body'}: {first['msg']}", field=where or None).response()
+        where, message = _first_fault(error)
+        # What OpenAI answers; its clients raise their BadRequestError for nothing else.
+        status = 400 if request.url.path.startswith("/v1/") else 422
+        return Problem(status, "invalid", f"{where or 'body'}: {message}", field=where or None).response()
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
@@ -139,3 +142,27 @@ def add_handlers(app: FastAPI) -> None:
         answer = Problem(error.status_code, phrase.lower().replace(" ", "_"), phrase).response()
         answer.headers.update(error.headers or {})
         return answer
+
+
+def _first_fault(error: RequestValidationError) -> tuple[str, str]:
+    """The first field that is wrong, and how; empty if it is the whole body.
+
+    Of values only numbers are repeated: others may be text of documents.
+    """
+    found = error.errors()
+    if found[0]["type"] == "json_invalid":
+        return "", "it is no JSON"
+    # A field of several forms has an error for each; the one that was understood the furthest is about its value.
+    fault = max((one for one in found if one["loc"][:2] == found[0]["loc"][:2]), key=lambda one: len(one["loc"]))
+    parts = [str(part) for part in fault["loc"][:-1] if part != "body" and _names_field(part)]
+    last, value = fault["loc"][-1], fault.get("input")
+    if fault["type"] == "extra_forbidden":
+        return ".".join([*parts, str(last)[:100]]), "this is not supported here; leave it out"
+    where = ".".join([*parts, str(last)] if last != "body" and _names_field(last) else parts)
+    shown = f", not {value}" if isinstance(value, (int, float)) else ""
+    return where, f"{fault['msg'].removeprefix('Value error, ')}{shown}"
+
+
+def _names_field(part: int | str) -> bool:
+    """Whether a part of a place is one of the request's, not one of pydantic's names for forms of a value."""
+    return isinstance(part, int) or (bool(_FIELD.fullmatch(part)) and part not in _FORMS)

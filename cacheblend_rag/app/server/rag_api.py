@@ -9,7 +9,8 @@ import re
 import secrets
 import unicodedata
 from collections.abc import AsyncIterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -17,12 +18,13 @@ from fastapi import APIRouter, Depends, File, Request, Response, UploadFile
 from fastapi.responses import StreamingResponse
 
 from cacheblend_rag.app.server.admission_queue import Slot
-from cacheblend_rag.app.server.asking import report_of, rule_name
+from cacheblend_rag.app.server.asking import EarlierTurn, report_of, rule_name, search
 from cacheblend_rag.app.server.catalogue import Incoming
 from cacheblend_rag.app.server.comparing import compare_all
 from cacheblend_rag.app.server.library import Collection, Found, OwnCollection
 from cacheblend_rag.app.server.problems import Problem, noted_problem
 from cacheblend_rag.app.server.rag_models import (
+    MOST_PASSAGES,
     AskBody,
     ChunkText,
     CollectionInfo,
@@ -41,13 +43,13 @@ from cacheblend_rag.app.server.rag_models import (
     WholeAnswer,
 )
 from cacheblend_rag.app.server.reading import suffix_of
-from cacheblend_rag.app.server.service import Session
+from cacheblend_rag.app.server.service import Service, Session
 from cacheblend_rag.app.server.sessions import session_of
 from cacheblend_rag.app.server.streams import EventStream, event, unless_gone
 from cacheblend_rag.app.server.suggestions import suggestions_for
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.streaming import TextStream
-from cacheblend_rag.errors import ConfigError, DocumentError
+from cacheblend_rag.errors import ConfigError, ContextLengthError, DocumentError
 from cacheblend_rag.fusor.selection import RULES
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import Generation
@@ -75,6 +77,8 @@ async def state(here: Here) -> State:
             ratio=_shown_ratio(config.recompute_ratio),
             rule=rule,
             rules=_usable(service.engine),
+            passages=min(service.settings.rag.top_k, MOST_PASSAGES),
+            answer_tokens=service.answer_tokens(None),
         ),
         suggestions=[Suggestion(**one) for one in suggestions_for(Path(service.settings.rag.docs))],
         store=StoreInfo(
@@ -86,6 +90,8 @@ async def state(here: Here) -> State:
             upload_bytes=service.limits.upload_bytes,
             upload_suffixes=list(SUFFIXES),
             question_chars=service.limits.question_chars,
+            passages=MOST_PASSAGES,
+            answer_tokens=service.limits.answer_tokens,
         ),
     )
 
@@ -235,17 +241,33 @@ async def delete_document(here: Here, request: Request, id: str, document: str) 
 
 @router.get("/collections/{id}/documents/{document}/chunks/{number}")
 async def chunk(here: Here, id: str, document: str, number: int) -> ChunkText:
-    """The text of one passage."""
-    found = await asyncio.to_thread(here.collection(id).chunk, document, number)
+    """The text of one passage, and of those before and after it in the document."""
+    return await asyncio.to_thread(_shown, here.collection(id), document, number)
+
+
+def _shown(collection: Collection, document: str, number: int) -> ChunkText:
+    def text_of(neighbour: int) -> str | None:
+        try:
+            return collection.chunk(document, neighbour).text
+        except Problem:  # the document ends here
+            return None
+
+    found = collection.chunk(document, number)
     title = found.text.strip().splitlines()[0] if found.text.strip() else ""
-    return ChunkText(text=found.text, document=found.document, title=title[:200])
+    return ChunkText(
+        text=found.text,
+        document=found.document,
+        title=title[:200],
+        before=text_of(number - 1),
+        after=text_of(number + 1),
+    )
 
 
 # Questions ----------------------------------------------------------------------------------
 
 
 @router.post("/collections/{id}/search")
-async def search(here: Here, request: Request, id: str, body: SearchBody) -> list[FoundChunk]:
+async def find(here: Here, request: Request, id: str, body: SearchBody) -> list[FoundChunk]:
     """The passages nearest to a question."""
     collection = here.collection(id)
     _check_question(here, body.query, "query")
@@ -268,9 +290,9 @@ async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
     """Answer a question from a collection, with sources."""
     collection = here.collection(id)
     _check_question(here, body.question, "question")
-    engine = _engine(here, collection, body)
+    engine, most = _engine(here, collection, body), here.service.answer_tokens(body.max_tokens)
     slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
-    asked = _Asked(here, collection, engine, body, slot)
+    asked = _Asked(here, collection, engine, body, slot, most)
     if body.stream:
         return EventStream(_to_the_end(asked.events()), slot, here.service.longest)
     async with slot:
@@ -280,37 +302,40 @@ async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
 class _Asked:
     """One question on its way."""
 
-    def __init__(self, here: Session, collection: Collection, engine: BlendEngine, body: AskBody, slot: Slot) -> None:
+    def __init__(
+        self, here: Session, collection: Collection, engine: BlendEngine, body: AskBody, slot: Slot, most: int
+    ) -> None:
         self._here, self._collection, self._engine, self._body, self._slot = here, collection, engine, body, slot
+        self._most = most
 
-    async def _begin(self) -> tuple[list[Found], Prompt, TextStream]:
+    async def _begin(self) -> tuple[_Question, TextStream]:
         service = self._here.service
-        most = service.answer_tokens(self._body.max_tokens)
-        found, prompt = await _retrieved(self._here, self._collection, self._body, self._slot, most)
+        question = await _retrieved(self._here, self._collection, self._body, self._slot, self._most)
         timeout = service.limits.answer_seconds
-        stream = self._engine.stream(prompt, timeout=timeout, max_new_tokens=most, temperature=0.0)
-        return found, prompt, self._slot.holds(stream)
+        stream = self._engine.stream(question.prompt, timeout=timeout, max_new_tokens=self._most, temperature=0.0)
+        return question, self._slot.holds(stream)
 
-    async def _report(self, prompt: Prompt, answer: Generation) -> dict[str, Any]:
+    async def _report(self, question: _Question, answer: Generation) -> dict[str, Any]:
         self._here.service.metrics.answered(answer.report)
         await self._slot.leave()  # the model is not needed for what follows
-        return await asyncio.to_thread(report_of, self._engine, prompt, answer)
+        return await asyncio.to_thread(report_of, self._engine, question.prompt, answer, question.turns)
 
     async def events(self) -> AsyncIterator[str]:
         """The answer as events."""
-        found, prompt, stream = await self._begin()
-        yield event("sources", [asdict(one) for one in found])
+        question, stream = await self._begin()
+        yield event("sources", [asdict(one) for one in question.found])
         async for piece in stream:
             yield event("token", {"text": piece})
         if stream.result is not None:
-            yield event("report", await self._report(prompt, stream.result))
+            yield event("report", await self._report(question, stream.result))
 
     async def whole(self) -> WholeAnswer:
         """The answer at once."""
-        found, prompt, stream = await self._begin()
+        question, stream = await self._begin()
         answer = await stream.acomplete()
-        report = await self._report(prompt, answer)
-        return WholeAnswer(answer=answer.text, sources=[FoundChunk(**asdict(one)) for one in found], report=report)
+        report = await self._report(question, answer)
+        sources = [FoundChunk(**asdict(one)) for one in question.found]
+        return WholeAnswer(answer=answer.text, sources=sources, report=report)
 
 
 @router.post(
@@ -331,18 +356,17 @@ async def compare(here: Here, request: Request, id: str, body: CompareBody) -> E
     """Answer a question by full recompute, prefix caching, full KV reuse and blending, then time all in rounds."""
     collection, service = here.collection(id), here.service
     _check_question(here, body.question, "question")
-    engine = _engine(here, collection, body)
+    engine, most = _engine(here, collection, body), service.answer_tokens(body.max_tokens)
     slot = await unless_gone(request, service.queue.slot(here.tenant.name, alone=True))
 
     async def rows() -> AsyncIterator[str]:
-        most = service.answer_tokens(None)
-        found, prompt = await _retrieved(here, collection, body, slot, most)
-        compared = compare_all(engine, prompt, most, service.limits.answer_seconds)
+        question = await _retrieved(here, collection, body, slot, most)
+        compared = compare_all(engine, question.prompt, most, service.limits.answer_seconds)
         while (known := await slot.in_thread(next, compared, None)) is not None:
             for row in known:
                 yield event("row", row)
             if await slot.give_way():  # nobody waits for more than one pass of one method
-                await asyncio.to_thread(_check_there, here, id, found)
+                await asyncio.to_thread(_check_there, here, id, question.found)
 
     return EventStream(_to_the_end(rows()), slot, service.longest)
 
@@ -360,14 +384,43 @@ def _check_there(here: Session, id: str, found: list[Found]) -> None:
         collection.chunk(one.document_id, one.chunk)
 
 
-async def _retrieved(
-    here: Session, collection: Collection, body: CompareBody, slot: Slot, most: int
-) -> tuple[list[Found], Prompt]:
-    """The passages that a question is answered from, and the prompt of both; it has room for so many tokens more."""
-    found = await slot.in_thread(here.search, collection, body.question, body.k)
-    prompt = here.service.asking.ask(body.question, [one.text for one in found])
-    prompt = await asyncio.to_thread(here.service.check_length, prompt, most)
-    return found[: len(prompt.chunks)], prompt
+@dataclass(frozen=True)
+class _Question:
+    """A question as the engine is asked it.
+
+    Parameters
+    ----------
+    found : list of Found
+        The passages in the prompt.
+    prompt : Prompt
+    turns : int
+        Earlier turns of the conversation in it.
+    """
+
+    found: list[Found]
+    prompt: Prompt
+    turns: int
+
+
+async def _retrieved(here: Session, collection: Collection, body: CompareBody, slot: Slot, most: int) -> _Question:
+    """The passages that a question is answered from, and the prompt; it has room for so many tokens more."""
+    earlier = [EarlierTurn(one.question, one.answer) for one in body.history]
+    found = await slot.in_thread(search, partial(here.search, collection), body.question, earlier, body.k)
+    return await asyncio.to_thread(_fitting, here.service, body.question, found, earlier, most)
+
+
+def _fitting(service: Service, question: str, found: list[Found], earlier: list[EarlierTurn], most: int) -> _Question:
+    """The prompt with as many of the latest turns as there is room for beside the passages."""
+    asked = service.asking.ask(question, [one.text for one in found], earlier)
+    try:
+        prompt = service.check_length(asked, most)
+    except (Problem, ContextLengthError):
+        if not earlier:
+            raise
+        return _fitting(service, question, found, earlier[1:], most)
+    if earlier and len(prompt.chunks) < len(found):
+        return _fitting(service, question, found, earlier[1:], most)
+    return _Question(found[: len(prompt.chunks)], prompt, len(earlier))
 
 
 async def _to_the_end(events: AsyncIterator[str]) -> AsyncIterator[str]:
@@ -410,7 +463,7 @@ def _document_name(given: str | None) -> str:
     try:
         suffix_of(name)
     except DocumentError as error:
-        raise Problem(415, "unknown_kind", str(error), field="files") from None
+        raise Problem(415, "unknown_kind", f"{name}: {error}", field="files") from None
     return name
 
 

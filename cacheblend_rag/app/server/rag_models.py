@@ -7,18 +7,23 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 __all__ = [
+    "MOST_PASSAGES",
     "AskBody",
     "ChunkText",
     "CollectionInfo",
     "CompareBody",
     "DocumentInfo",
     "FoundChunk",
+    "HistoryTurn",
     "JobInfo",
     "NewCollection",
     "SearchBody",
     "State",
     "WholeAnswer",
 ]
+
+MOST_PASSAGES = 50
+"""Passages that a question may ask for."""
 
 _Question = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=100_000)]
 
@@ -37,23 +42,31 @@ class SearchBody(_Given):
     """What to search for."""
 
     query: _Question
-    k: Annotated[int, Field(ge=1, le=50)] = 6
+    k: Annotated[int, Field(ge=1, le=MOST_PASSAGES)] = 6
+
+
+class HistoryTurn(_Given):
+    """A question that was asked before in the conversation, and its answer."""
+
+    question: _Question
+    answer: Annotated[str, StringConstraints(max_length=100_000)]
 
 
 class CompareBody(_Given):
-    """A question to be answered by every method."""
+    """A question to be answered by every method; ``history`` is its conversation, the first turn first."""
 
     question: _Question
-    k: Annotated[int, Field(ge=1, le=50)] = 6
+    history: Annotated[list[HistoryTurn], Field(max_length=50)] = Field(default_factory=list)
+    k: Annotated[int, Field(ge=1, le=MOST_PASSAGES)] = 6
     ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     rule: Annotated[str, StringConstraints(max_length=40)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
 
 
 class AskBody(CompareBody):
     """A question; ``stream`` chooses between events and one answer."""
 
     stream: bool = True
-    max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
 
 
 class ModelInfo(BaseModel):
@@ -81,6 +94,8 @@ class SettingsInfo(BaseModel):
     ratio: float | Literal["auto"]
     rule: str
     rules: list[str]
+    passages: int
+    answer_tokens: int
 
 
 class Suggestion(BaseModel):
@@ -104,6 +119,8 @@ class LimitsInfo(BaseModel):
     upload_bytes: int
     upload_suffixes: list[str]
     question_chars: int
+    passages: int
+    answer_tokens: int
 
 
 class State(BaseModel):
@@ -136,11 +153,13 @@ class JobInfo(BaseModel):
 
 
 class ChunkText(BaseModel):
-    """A passage."""
+    """A passage, and those before and after it; null where the document begins or ends."""
 
     text: str
     document: str
     title: str
+    before: str | None
+    after: str | None
 
 
 class FoundChunk(BaseModel):

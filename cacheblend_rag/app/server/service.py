@@ -71,7 +71,7 @@ class Service:
         self.template = getattr(self.engine.tokenizer, "chat_template", None)
         if not self.template:
             self.engine.tokenizer.chat_template = _PLAIN_TEMPLATE  # a tokenizer of our own
-        self.asking = QuestionPrompt.of(self.engine.tokenizer, self.template)
+        self.asking = QuestionPrompt(self.engine.tokenizer, self.template)
         self.rag.update()
         self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings)
         self.base = BaseCollection(BASE_ID, self._base_name(), self.rag.index, self.embeddings)
@@ -131,21 +131,31 @@ class Service:
     @property
     def model_name(self) -> str:
         """What clients call the model."""
-        return os.fspath(self.settings.rag.model)
+        return self.settings.served_model_name or _without_folders(os.fspath(self.settings.rag.model))
 
     @property
     def embedder_name(self) -> str:
         """What clients call the embedder."""
-        return os.fspath(self.settings.rag.embedder)
+        return _without_folders(os.fspath(self.settings.rag.embedder))
 
     @property
     def longest(self) -> float:
         """Seconds after which a stream is cut, whether its client has read it or not."""
         return self.limits.answer_seconds + 30.0
 
-    def answer_tokens(self, asked: int | None) -> int:
-        """Most tokens of an answer, by what a request asks for."""
-        return min(asked or self.rag.options.max_new_tokens, self.limits.answer_tokens)
+    def answer_tokens(self, asked: int | None, field: str = "max_tokens") -> int:
+        """Most tokens of an answer, by what a request asks for.
+
+        Raises
+        ------
+        Problem
+            400 if that is more than this server allows; it names the field.
+        """
+        most = self.limits.answer_tokens
+        if asked is not None and asked > most:
+            message = f"{field}: {asked:,} is too much; an answer may have {most:,} tokens here"
+            raise Problem(400, "bad_value", message, field=field)
+        return asked or min(self.rag.options.max_new_tokens, most)
 
     def engine_for(self, salt: str, ratio: float | None, rule: str | None) -> BlendEngine:
         """The engine with a tenant's salt and a request's choice of rule and ratio."""
@@ -233,6 +243,11 @@ class Service:
         for session in self.sessions.values():
             session.library.close()
         self.rag.close()
+
+
+def _without_folders(model: str) -> str:
+    """An id as it is; of a path its last part: where it lies is nothing for clients."""
+    return Path(model).resolve().name if os.path.exists(model) else model
 
 
 class Session:

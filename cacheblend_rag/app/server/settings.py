@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["KEYS_VARIABLE", "Limits", "ServerSettings", "keys_from_environment"]
 
 KEYS_VARIABLE = ENV_PREFIX + "API_KEYS"
+_MODEL_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,200}")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SHORTEST_KEY = 16
 
@@ -137,6 +138,8 @@ class ServerSettings:
     limits : Limits
     concurrent : int, optional
         Answers that may be under way at once (`BlendConfig.max_concurrent`); by default 4 on a CPU, else 1.
+    served_model_name : str, optional
+        What clients call the model; by default its id, or the last part of its path.
 
     Raises
     ------
@@ -150,8 +153,12 @@ class ServerSettings:
     api_keys: Mapping[str, str] = field(default_factory=keys_from_environment, repr=False)
     limits: Limits = field(default_factory=Limits)
     concurrent: int | None = None
+    served_model_name: str | None = None
 
     def __post_init__(self) -> None:
+        if self.served_model_name is not None and not _MODEL_NAME.fullmatch(self.served_model_name):
+            remedy = "use 1 to 200 letters, digits and the signs . _ - : /"
+            raise ConfigError("served_model_name", self.served_model_name, remedy)
         if self.concurrent is not None:
             check_whole("concurrent", self.concurrent, 1)
         keys = list(self.api_keys.values())

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
+import torch
+from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 
+from cacheblend_rag.app.server.settings import Limits
 from tests import tiny
 from tests.app.server.common import (
     Running,
@@ -238,18 +244,304 @@ def test_tool_calls(chat: openai.OpenAI, chatty: Running, stream: bool, monkeypa
     assert after.choices[0].message.tool_calls is None
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        '<tool_call>{"name": "look_up", "arguments": {"leaf": "red"}}</tool_call>\n' * 2,
+        '[{"name": "look_up", "arguments": {"leaf": "red"}}, {"name": "look_up", "arguments": {}}]',
+    ],
+    ids=["tagged", "list"],
+)
+def test_one_tool_call_where_several_are_not_wanted(
+    chat: openai.OpenAI, chatty: Running, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = Script(chatty.service.engine.tokenizer, lambda prompt: said)
+    process_logits(monkeypatch, script)
+    asked: dict[str, Any] = {"model": name_of(chat), "messages": [{"role": "user", "content": "Which?"}]}
+    asked |= {"tools": [TOOL], "max_tokens": 190}
+    both = chat.chat.completions.create(**asked)
+    assert len(both.choices[0].message.tool_calls) == 2
+    for stream in (False, True):
+        made = chat.chat.completions.create(**asked, parallel_tool_calls=False, stream=stream)
+        calls = (
+            [call for one in made for call in one.choices[0].delta.tool_calls or []]
+            if stream
+            else made.choices[0].message.tool_calls
+        )
+        assert [call.function.arguments for call in calls] == ['{"leaf": "red"}']
+
+
+def test_langchains_structured_output_by_a_call(
+    chatty: Running, chat: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = '"red"}}</tool_call>'  # the rest is begun for the model
+    process_logits(monkeypatch, Script(chatty.service.engine.tokenizer, lambda prompt: '{"leaf": ' + said))
+    schema = {
+        "title": "look_up",
+        "description": "A leaf.",
+        "type": "object",
+        "properties": {"leaf": {"type": "string"}},
+    }
+    llm = ChatOpenAI(base_url=chatty.url + "/v1", api_key=KEY, model=name_of(chat), max_tokens=90, max_retries=0)
+    assert llm.with_structured_output(schema, method="function_calling").invoke("Which?") == {"leaf": "red"}
+
+
 def test_what_cannot_be_done_is_refused(client: openai.OpenAI, chat: openai.OpenAI) -> None:
     name, messages = name_of(client), [{"role": "user", "content": "Which?"}]
     with pytest.raises(openai.BadRequestError, match="tools"):
         client.chat.completions.create(model=name, messages=messages, tools=[TOOL])
     with pytest.raises(openai.BadRequestError, match="4,000 more are for the answer"):
         chat.chat.completions.create(model=name_of(chat), messages=messages, max_tokens=4_000)
-    for more in ({"n": 2}, {"presence_penalty": 1.0}, {"logprobs": True}, {"temperature": -1}):
-        with pytest.raises(openai.UnprocessableEntityError, match=next(iter(more))):
-            client.chat.completions.create(model=name, messages=messages, **more)
     picture = [{"type": "image_url", "image_url": {"url": "http://localhost/x.png"}}]
-    with pytest.raises(openai.UnprocessableEntityError):
-        client.chat.completions.create(model=name, messages=[{"role": "user", "content": picture}])
+    for field, more in {
+        "temperature": {"temperature": -1},
+        "n": {"n": 99},
+        "logit_bias": {"logit_bias": {"7": 101}},
+        "top_logprobs": {"top_logprobs": 3},
+        "stream_options": {"stream_options": {"include_usage": True}},
+        "max_completion_tokens": {"max_tokens": 4, "max_completion_tokens": 5},
+        "max_tokens": {"max_tokens": 100_000},
+        "response_format.type": {"response_format": {"type": "json_object"}},
+        "reasoning_effort": {"reasoning_effort": "high"},
+        "store": {"store": True},
+        "min_p": {"extra_body": {"min_p": 0.1}},
+        "no-such-field": {"extra_body": {"no-such-field": 1}},
+        "messages.0.content.0.type": {"messages": [{"role": "user", "content": picture}]},
+        "messages.0.refusal": {"messages": [{"role": "assistant", "content": "", "refusal": "No."}]},
+    }.items():
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(**{"model": name, "messages": messages} | more)
+        body = caught.value.body
+        assert (caught.value.status_code, caught.value.param, caught.value.type) == (
+            400,
+            field,
+            "invalid_request_error",
+        )
+        assert field in body["message"]
+        assert len(body["message"]) > len(field) + 10
+    with pytest.raises(openai.BadRequestError, match="logit_bias is not usable: the model's tokens are 0 to"):
+        client.completions.create(model=name, prompt="the", logit_bias={"1000000": 1})
+    for field, more in {
+        "best_of": {"best_of": 3},
+        "echo": {"echo": True},
+        "suffix": {"suffix": "end"},
+        "logprobs": {"logprobs": 21},
+        "prompt": {"prompt": ["a"] * 60, "n": 2},
+        "prompt.0": {"prompt": [1, 2]},
+    }.items():
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(**{"model": name, "prompt": "the"} | more)
+        assert caught.value.param == field
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.embeddings.create(model=name, input="the", dimensions=8)
+    assert caught.value.param == "dimensions"
+    with httpx.Client(base_url=str(client.base_url)) as plain:
+        answer = plain.post("completions", content=b"{no json", headers={"Content-Type": "application/json"})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, "body: it is no JSON")
+
+
+def test_what_says_that_nothing_is_asked_for_is_taken(chat: openai.OpenAI) -> None:
+    """Clients send fields that they do not use, and messages as they came."""
+    messages: list[Any] = [{"role": "user", "content": "Which leaf fell?"}]
+    nothing = {
+        "n": 1,
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "logprobs": False,
+        "tools": None,
+        "response_format": {"type": "text"},
+        "parallel_tool_calls": True,
+        "store": False,
+        "service_tier": "auto",
+        "user": "ada",
+        "metadata": {"run": "7"},
+        "max_tokens": 4,
+        "max_completion_tokens": 4,
+        "extra_body": {"reasoning_effort": None},
+    }
+    first = chat.chat.completions.create(model=name_of(chat), messages=messages, **nothing)
+    messages += [first.choices[0].message.model_dump(), {"role": "user", "content": "And then?"}]
+    assert chat.chat.completions.create(model=name_of(chat), messages=messages, max_tokens=2).choices
+
+
+def test_several_answers_to_one_prompt(client: openai.OpenAI, chat: openai.OpenAI) -> None:
+    name, options = name_of(client), {"temperature": 1.5, "seed": 7, "max_tokens": 8}
+    one = client.completions.create(model=name, prompt="the quick", **options)
+    three = client.completions.create(model=name, prompt="the quick", n=3, **options)
+    assert [choice.index for choice in three.choices] == [0, 1, 2]
+    assert three.choices[0].text == one.choices[0].text, "the first is the answer of the seed"
+    assert len({choice.text for choice in three.choices}) > 1
+    again = client.completions.create(model=name, prompt="the quick", n=3, **options)
+    assert [choice.text for choice in again.choices] == [choice.text for choice in three.choices]
+    assert three.usage.prompt_tokens == one.usage.prompt_tokens
+    assert three.usage.completion_tokens > one.usage.completion_tokens
+    two_prompts = client.completions.create(model=name, prompt=["the quick", "an old oak"], n=2, **options)
+    assert [choice.index for choice in two_prompts.choices] == [0, 1, 2, 3]
+    assert two_prompts.choices[0].text == one.choices[0].text
+
+    asked = {"model": name_of(chat), "messages": [{"role": "user", "content": "Which?"}], "n": 2, **options}
+    whole = chat.chat.completions.create(**asked)
+    pieces = {0: "", 1: ""}
+    reasons = {}
+    for chunk in chat.chat.completions.create(**asked, stream=True):
+        (choice,) = chunk.choices
+        pieces[choice.index] += choice.delta.content or ""
+        reasons[choice.index] = choice.finish_reason
+    assert pieces == {choice.index: choice.message.content for choice in whole.choices}
+    assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
+    assert pieces[0] != pieces[1]
+    sampled = chat.chat.completions.create(**{**asked, "temperature": None, "seed": None, "n": 6})
+    assert len({choice.message.content for choice in sampled.choices}) > 1, "who gives n alone wants sampling"
+
+
+def test_all_answers_of_a_request_share_its_time(model: Path, docs: Path, tmp_path: Path) -> None:
+    settings = settings_for(model, docs, tmp_path, limits=Limits(answer_seconds=1.0))
+    with (
+        running(settings) as server,
+        openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0) as client,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+
+        def slow(input_ids: Any, scores: Any) -> Any:
+            time.sleep(0.1)
+            scores[:, 2] = float("-inf")
+            return scores
+
+        process_logits(patch, slow)
+        began = time.monotonic()
+        with pytest.raises(openai.APIStatusError, match="not complete after 1 s") as caught:
+            client.completions.create(model=name_of(client), prompt="the", n=8, max_tokens=6)
+        assert caught.value.status_code == 504
+        assert time.monotonic() - began < 4
+        with pytest.raises(openai.APIError, match="not complete after 1 s"):
+            list(client.completions.create(model=name_of(client), prompt="the", n=8, max_tokens=6, stream=True))
+
+
+def test_logit_bias_and_penalties_change_the_answer(client: openai.OpenAI, server: Running) -> None:
+    name, tokenizer = name_of(client), server.service.engine.tokenizer
+    ask: dict[str, Any] = {"model": name, "prompt": "the quick brown", "max_tokens": 12}
+    # The tiny model must not end before the twelfth token.
+    go_on = {str(tokenizer.eos_token_id): -100}
+    oak = tokenizer.encode(" oak", add_special_tokens=False)[0]
+    only = client.completions.create(**ask, logit_bias={**go_on, str(oak): 100})
+    ids = tokenizer.encode(only.choices[0].text, add_special_tokens=False)
+    assert set(ids) == {oak}
+    assert len(ids) == 12
+    banned = client.completions.create(**ask, logit_bias={**go_on, str(oak): -100})
+    assert oak not in tokenizer.encode(banned.choices[0].text, add_special_tokens=False)
+    # A bias of 3 wins by less than 3 here, so a penalty drives it off again; alone it takes every place.
+    for penalty in ("presence_penalty", "frequency_penalty"):
+        favoured = logprob_tokens(client.completions.create(**ask, logit_bias={**go_on, str(oak): 3}, logprobs=0))
+        spread = client.completions.create(**ask, logit_bias={**go_on, str(oak): 3}, logprobs=0, **{penalty: 2.0})
+        named = logprob_tokens(spread)
+        assert len(set(named)) > len(set(favoured))
+
+
+def logprob_tokens(answer: Any) -> list[str]:
+    return list(answer.choices[0].logprobs.tokens)
+
+
+def test_log_probabilities_are_the_models_own(client: openai.OpenAI, chat: openai.OpenAI, server: Running) -> None:
+    engine, prompt = server.service.engine, "the quick brown"
+    ask: dict[str, Any] = {"model": name_of(client), "prompt": prompt, "max_tokens": 6}
+    plain = client.completions.create(**ask, logprobs=3)
+    told = plain.choices[0].logprobs
+    made = engine.generate(prompt, max_new_tokens=6)
+    assert made.text == plain.choices[0].text
+    ids = [*engine.tokenize(prompt).input_ids, *made.token_ids]
+    with torch.inference_mode():
+        logits = engine.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    begins = len(engine.tokenize(prompt).input_ids)
+    assert len(told.tokens) >= 2
+    for at, (token, value, top, offset) in enumerate(
+        zip(told.tokens, told.token_logprobs, told.top_logprobs, told.text_offset, strict=True)
+    ):
+        row = logits[begins + at - 1]
+        assert value == pytest.approx(float(row[ids[begins + at]]), abs=1e-4)
+        assert 1 <= len(top) <= 3, "tokens of one text are one"
+        assert max(top.values()) == pytest.approx(float(row.max()), abs=1e-4)
+        assert top[token] == value, "greedy decoding takes the likeliest"
+        assert plain.choices[0].text[offset:].startswith(token)
+    assert "".join(told.tokens) == plain.choices[0].text
+    # A bias changes what is taken, not what the model thinks of it.
+    unlikely = int(logits[begins - 1].argmin())
+    forced = client.completions.create(**ask, logprobs=1, logit_bias={str(unlikely): 100})
+    assert forced.choices[0].logprobs.token_logprobs[0] == pytest.approx(float(logits[begins - 1].min()), abs=1e-4)
+
+    long = {**ask, "max_tokens": 12, "logit_bias": {str(engine.tokenizer.eos_token_id): -100}, "logprobs": 0}
+    whole = client.completions.create(**long).choices[0]
+    middle = len(whole.text) // 2
+    stopped = client.completions.create(**long, stop=whole.text[middle : middle + 2]).choices[0]
+    assert "".join(stopped.logprobs.tokens).startswith(stopped.text)
+    assert 0 < len(stopped.logprobs.tokens) < len(whole.logprobs.tokens)
+
+
+def test_a_streams_log_probabilities_are_those_of_the_whole(client: openai.OpenAI, chat: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Which?"}], "logprobs": True, "top_logprobs": 2}
+    asked |= {"model": name_of(chat), "temperature": 1.2, "seed": 3, "n": 2, "max_tokens": 8}
+    whole = chat.chat.completions.create(**asked)
+    pieces: dict[int, list[Any]] = {0: [], 1: []}
+    for chunk in chat.chat.completions.create(**asked, stream=True):
+        (choice,) = chunk.choices
+        if choice.logprobs:
+            pieces[choice.index] += choice.logprobs.content
+    for choice in whole.choices:
+        assert pieces[choice.index] == choice.logprobs.content
+        said = b"".join(bytes(one.bytes) for one in choice.logprobs.content).decode()
+        assert said == choice.message.content
+        assert all(len(one.top_logprobs) == 2 for one in choice.logprobs.content)
+    without = chat.chat.completions.create(**{**asked, "logprobs": None, "top_logprobs": None})
+    assert without.choices[0].logprobs is None
+    assert [one.message.content for one in without.choices] == [one.message.content for one in whole.choices]
+    ask: dict[str, Any] = {"model": name_of(client), "prompt": "the", "logprobs": 1, "max_tokens": 8}
+    tokens = [
+        token
+        for chunk in client.completions.create(**ask, stream=True)
+        if chunk.choices[0].logprobs
+        for token in chunk.choices[0].logprobs.tokens
+    ]
+    assert tokens == client.completions.create(**ask).choices[0].logprobs.tokens
+
+
+def test_top_k_bounds_what_is_drawn(client: openai.OpenAI) -> None:
+    ask: dict[str, Any] = {"model": name_of(client), "prompt": "the quick", "max_tokens": 8}
+    greedy = client.completions.create(**ask).choices[0].text
+    hot = [client.completions.create(**ask, temperature=2, seed=seed).choices[0].text for seed in range(3)]
+    one = [
+        client.completions.create(**ask, temperature=2, seed=seed, extra_body={"top_k": 1}).choices[0].text
+        for seed in range(3)
+    ]
+    assert set(one) == {greedy} != set(hot)
+    alone = {client.completions.create(**ask, seed=seed, extra_body={"top_k": 20}).choices[0].text for seed in range(4)}
+    assert len(alone) > 1, "who gives top_k alone wants sampling"
+
+
+def test_every_answer_has_an_id(client: openai.OpenAI, server: Running) -> None:
+    answers = [client.completions.create(model=name_of(client), prompt="the", max_tokens=1) for _ in range(2)]
+    assert len({one._request_id for one in answers}) == 2
+    own = client.models.list(extra_headers={"X-Request-ID": "mine-17"})
+    assert own._request_id == "mine-17"
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("gpt-9", extra_headers={"X-Request-ID": "two words"})
+    assert caught.value.request_id.startswith("req_")
+    with httpx.Client(base_url=server.url) as plain:
+        assert plain.get("/healthz", headers={"Host": "elsewhere.example"}).headers["x-request-id"].startswith("req_")
+        assert plain.get("/").headers["x-request-id"]
+
+
+def test_the_models_name_is_no_path(client: openai.OpenAI, model: Path, docs: Path, tmp_path: Path) -> None:
+    assert name_of(client) == model.name
+    settings = dataclasses.replace(settings_for(model, docs, tmp_path), served_model_name="house/tiny-1")
+    with running(settings) as server, openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0) as other:
+        assert name_of(other) == other.models.retrieve("house/tiny-1").id == "house/tiny-1"
+        answer = other.completions.create(model="house/tiny-1", prompt="the", max_tokens=1)
+        assert answer.model == "house/tiny-1"
+        for wrong in (model.name, str(model)):
+            with pytest.raises(openai.NotFoundError, match="use house/tiny-1"):
+                other.completions.create(model=wrong, prompt="the", max_tokens=1)
+        with httpx.Client(base_url=server.url) as plain:
+            assert str(model.parent) not in plain.get("/api/state").text
 
 
 def test_embeddings_in_both_forms(client: openai.OpenAI, server: Running) -> None:
@@ -277,3 +569,20 @@ async def test_langchains_chat_openai(chatty: Running, chat: openai.OpenAI) -> N
     stopped = await llm.ainvoke("Which leaf fell?", stop=[stop])
     assert stopped.content == str(whole.content)[: str(whole.content).index(stop)]
     assert stopped.response_metadata["finish_reason"] == "stop"
+
+
+def test_langchains_options_are_kept(chatty: Running, chat: openai.OpenAI) -> None:
+    """What ChatOpenAI sends for its own parameters."""
+    common: dict[str, Any] = {"base_url": chatty.url + "/v1", "api_key": KEY, "model": name_of(chat), "max_retries": 0}
+    llm = ChatOpenAI(**common, max_tokens=6, temperature=1.2, seed=5, n=2, logprobs=True, top_logprobs=2)
+    two = llm.generate([[HumanMessage("Which leaf fell?")]])
+    assert len({one.text for one in two.generations[0]}) == 2
+    told = two.generations[0][0].message.response_metadata
+    assert len(told["logprobs"]["content"]) > 1
+    eos = chatty.service.engine.tokenizer.eos_token_id
+    forced = ChatOpenAI(**common, max_tokens=6, logit_bias={9: 100, eos: -100}, presence_penalty=0.5)
+    assert len(set(str(forced.invoke("Which?").content).split())) == 1
+    with pytest.raises(openai.BadRequestError, match="reasoning_effort"):
+        ChatOpenAI(**common, reasoning_effort="high").invoke("Which?")
+    with pytest.raises(openai.BadRequestError, match="response_format"):
+        ChatOpenAI(**common).with_structured_output({"title": "A", "type": "object", "properties": {}}).invoke("Which?")

@@ -116,7 +116,12 @@ def test_documents_come_are_found_and_go_with_their_kv(client: Any) -> None:
     found = client.post(f"/api/collections/{id}/search", json={"query": passage(10), "k": 2}).json()
     assert found[0]["text"] == passage(10).strip()
     shown = client.get(f"/api/collections/{id}/documents/{found[0]['document_id']}/chunks/0").json()
+    assert shown.pop("before") is shown.pop("after") is None
     assert shown == {"text": passage(10).strip(), "document": "note.txt", "title": "Passage 10"}
+    places = [f"/api/collections/{id}/documents/{listed['scan.pdf']['id']}/chunks/{number}" for number in (0, 1)]
+    first, second = (client.get(place).json() for place in places)
+    assert (first["before"], first["after"]) == (None, second["text"])
+    assert (second["before"], second["after"]) == (first["text"], None)
 
     settle(client.app.state.service)
     before = client.get("/api/state").json()["store"]["records"]

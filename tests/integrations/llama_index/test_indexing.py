@@ -27,7 +27,6 @@ from cacheblend_rag.prompt.matching import known_chunks
 from tests import tiny
 from tests.integrations.llama_index.common import QUESTION, embedding, listening, make_index, make_llm, make_nodes
 
-
 # No chunk is computed behind another, so what is erased is exactly what left.
 APART = {"condition": "sink"}
 

@@ -52,6 +52,25 @@ def test_what_is_no_text_is_named(data: bytes) -> None:
         parsed("picture.txt", data)
 
 
+@pytest.mark.parametrize("mark", [",", ";", "\t", "|"])
+def test_each_row_of_separated_values_names_its_columns(mark: str) -> None:
+    rows = ["Name,Price,Note", 'Rondo,12,"red, round\nand ""light"""', ",,", "Kvadrat,9", "Tri,8,sharp,extra"]
+    text = parsed("a.csv", "\r\n".join(row.replace(",", mark) for row in rows).encode("utf-8-sig"))
+    assert text.split("\n\n") == [
+        f'Name: Rondo; Price: 12; Note: red{mark} round\nand "light"',
+        "Name: Kvadrat; Price: 9",
+        "Name: Tri; Price: 8; Note: sharp; extra",
+    ]
+
+
+def test_separated_values_of_one_row_or_none() -> None:
+    assert parsed("a.csv", b"just,words") == "just; words"
+    assert parsed("a.csv", b"one\ntwo\nthree") == "one: two\n\none: three"
+    assert parsed("a.csv", b"\n \n") == ""
+    with pytest.raises(DocumentError, match=r"wide\.csv is no table of separated values"):
+        parsed("wide.csv", b"a,b\n" + b"x" * 200_000)
+
+
 def test_html_becomes_headings_paragraphs_lists_and_tables() -> None:
     text = html(
         "<title>A page</title><h1>Boats</h1><p>One<p>Two <b>bold</b> <a href=http://x.org/>link</a> a_b *c*"

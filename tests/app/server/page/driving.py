@@ -95,7 +95,7 @@ def upload_to_new_collection(page: Page, name: str, files: list[File]) -> None:
     page.get_by_role("button", name="Create", exact=True).click()
     expect(page.get_by_role("radio", name=name)).to_be_checked()
     drop(page, files)
-    expect(page.locator("#jobs li")).to_have_class("done")
+    expect(page.locator("#jobs li.done")).to_have_count(1)
     expect(page.locator("#files-list li.ready")).to_have_count(len(files))
     page.keyboard.press("Escape")
     expect(page.locator("#documents")).to_be_hidden()

@@ -116,7 +116,11 @@ function holdStream({ path, events }) {
   window.held = { events };
   const start = (controller) => (window.held.controller = controller);
   const answer = new Response(new ReadableStream({ start }), { headers: { "Content-Type": "text/event-stream" } });
-  window.fetch = async (address, how) => (String(address).endsWith(path) ? answer : fetched(address, how));
+  window.fetch = async (address, how) => {
+    if (!String(address).endsWith(path)) return fetched(address, how);
+    how.signal?.addEventListener("abort", () => window.held.controller.error(new DOMException("stopped", "AbortError")));
+    return answer;
+  };
 }
 
 /** Send the next events of a held stream; it ends with the last. */

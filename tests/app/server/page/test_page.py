@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import pairwise
 
@@ -20,6 +21,7 @@ from tests.app.server.page.driving import (
     upload_to_new_collection,
 )
 
+ASK = re.compile("/ask$")
 METHODS = ["full", "prefix", "reuse", "blend"]
 
 
@@ -146,14 +148,73 @@ def test_files_dropped_onto_the_archive_go_to_a_collection_of_ones_own(page: Pag
     expect(page.get_by_role("radio", name="My documents")).to_have_count(0)
 
 
-def test_a_refused_file_says_why(page: Page, problems: list[str]) -> None:
-    drop(page, [File("program.exe", "MZ")])
-    expect(page.locator("#jobs li")).to_have_class("failed")
-    expect(page.locator("#jobs [role=alert]")).not_to_be_empty()
+def test_a_file_that_cannot_be_read_keeps_no_other_back(page: Page) -> None:
+    files = [
+        File("program.exe", "MZ"),
+        File("one.md", "One\nNothing."),
+        File("empty.md", "  "),
+        File("two.csv", "a,b\n1,2"),
+    ]
+    drop(page, files)
+    lines = page.locator("#jobs li")
+    expect(lines.filter(has_text="4 files").locator(".took")).to_have_text("2 of 4 files are ready to be asked about.")
+    expect(lines).to_have_count(3)
+    for name, reason in (("program.exe", "Files of this kind cannot be read. These can: "), ("empty.md", "no text")):
+        line = lines.filter(has_text=name)
+        expect(line).to_have_class("failed")
+        expect(line.get_by_role("alert")).to_contain_text(reason)
+    expect(lines.filter(has_text="program.exe").get_by_role("alert")).to_contain_text(".csv, .docx, .htm, .html")
+    expect(page.locator("#files-list li.ready .name")).to_have_text(["one.md", "two.csv"])
     page.get_by_role("button", name="Put away: program.exe").click()
-    expect(page.locator("#jobs li")).to_have_count(0)
-    assert all("415" in problem for problem in problems)  # the browser notes every refusal
-    problems.clear()
+    expect(lines).to_have_count(2)
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("heading", name="Ask your documents")).to_be_visible()
+    expect(page.get_by_text("holds no documents yet")).to_have_count(0)
+    expect(page.get_by_role("button", name="Ask", exact=True)).to_be_enabled()
+
+
+def test_a_file_that_is_too_large_is_not_sent(page: Page, problems: list[str]) -> None:
+    sent: list[str] = []
+    page.on("request", lambda request: sent.append(request.url) if request.method == "POST" else None)
+    page.evaluate("() => Object.defineProperty(File.prototype, 'size', { get: () => 30_000_000 })")
+    drop(page, [File("large.md", "Large")])
+    expect(page.locator("#jobs [role=alert]")).to_have_text("It has 30 MB; at most 20 MB are taken.")
+    assert sent == []
+
+
+def test_passages_and_length_of_an_answer_are_settings(page: Page) -> None:
+    compare_off(page)
+    question = easy_questions()[0].question
+    passages, longest = page.get_by_role("spinbutton", name="Passages"), page.locator("#tokens")
+    expect(passages).to_have_value("6")
+    expect(longest).to_have_value("64")
+    passages.fill("3")
+    longest.fill("2")
+    longest.press("Tab")
+    with page.expect_request(ASK) as asked:
+        turn = ask(page, question)
+    assert (asked.value.post_data_json["k"], asked.value.post_data_json["max_tokens"]) == (3, 2)
+    expect(turn.locator(".source")).to_have_count(3)
+    expect(turn.locator(".status")).to_contain_text("Cut off: an answer may have 2 tokens.")
+    with page.expect_request(ASK) as asked:
+        turn.get_by_role("button", name="Ask again with up to 8 tokens").click()
+    assert asked.value.post_data_json["max_tokens"] == 8
+    expect(page.locator(".turn")).to_have_count(2)
+    expect(page.locator(".turn").last).to_have_attribute("data-status", "done")
+    # What is out of bounds becomes the nearest that is within.
+    passages.fill("900")
+    passages.press("Tab")
+    expect(passages).to_have_value("50")
+    page.reload()
+    page.locator("body[data-ready]").wait_for()
+    expect(passages).to_have_value("50")
+    expect(longest).to_have_value("2")
+    page.get_by_role("button", name="As the server has it").click()
+    expect(passages).to_have_value("6")
+    with page.expect_request(ASK) as asked:
+        ask(page, question)
+    assert asked.value.post_data_json["k"] == 6
+    assert "max_tokens" not in asked.value.post_data_json
 
 
 def test_the_ratio_changes_what_is_recomputed(page: Page) -> None:
@@ -175,7 +236,10 @@ def test_the_ratio_changes_what_is_recomputed(page: Page) -> None:
     expect(page.locator("#rule-help")).not_to_be_empty()
     with page.expect_request(re.compile("/ask$")) as asked:
         page.get_by_role("button", name="Ask again with these").click()
-    assert asked.value.post_data_json == {
+    sent = asked.value.post_data_json
+    (followed,) = sent.pop("history")  # what was asked before, and not the answer that is asked for again
+    assert followed["question"] == easy_questions()[0].question
+    assert sent == {
         "question": easy_questions()[0].question,
         "k": 6,
         "ratio": 0.99,
@@ -250,6 +314,134 @@ def test_conversations_are_kept_opened_and_deleted(page: Page) -> None:
     expect(dialog.locator(".past .name")).to_have_text([second])
     page.keyboard.press("Escape")
     expect(page.get_by_role("heading", name="Ask the articles")).to_be_visible()
+
+
+def test_a_question_follows_those_above_it(page: Page) -> None:
+    compare_off(page)
+    questions = [question.question for question in easy_questions()[:3]]
+
+    def sent(question: str) -> list[str]:
+        """The earlier questions that go with one."""
+        with page.expect_request(ASK) as asked:
+            ask(page, question)
+        return [one["question"] for one in asked.value.post_data_json.get("history", [])]
+
+    assert sent(questions[0]) == []
+    first = page.locator(".turn").first
+    expect(first.locator(".follows")).to_have_count(0)
+    with page.expect_request(ASK) as asked:
+        ask(page, questions[1])
+    answer = first.locator(".words").text_content() or ""
+    (turn,) = asked.value.post_data_json["history"]
+    assert (turn["question"], turn["answer"].strip()) == (questions[0], answer.strip())
+    expect(page.locator(".turn").last.locator(".follows")).to_have_text("Follows 1 question")
+    assert questions[0] in (page.locator("#prompt .prompt-text").text_content() or "")
+    # Asking the first again is asking it without those that came after; the next question then follows it alone.
+    with page.expect_request(ASK) as asked:
+        first.get_by_role("button", name="Ask again", exact=True).click()
+    assert "history" not in asked.value.post_data_json
+    expect(page.locator(".turn").last).to_have_attribute("data-status", "done")
+    page.reload()
+    page.locator("body[data-ready]").wait_for()
+    assert sent(questions[2]) == [questions[0]]
+    page.get_by_role("button", name="New", exact=True).click()
+    assert sent(questions[1]) == []
+
+
+def test_an_answer_that_did_not_end_is_not_followed(page: Page, problems: list[str]) -> None:
+    compare_off(page)
+    question = easy_questions()[0].question
+    page.route(ASK, lambda route: route.abort("connectionrefused"), times=1)
+    page.locator("#question").fill("Lost?")
+    page.locator("#question").press("Enter")
+    expect(page.locator(".turn")).to_have_attribute("data-status", "failed")
+    with page.expect_request(ASK) as asked:
+        ask(page, question)
+    assert "history" not in asked.value.post_data_json
+    problems.clear()  # the browser notes that the connection was refused
+
+
+def test_what_there_was_no_room_for_is_told(page: Page) -> None:
+    compare_off(page)
+    question = easy_questions()[0].question
+    ask(page, question)
+    page.reload()  # which writes everything down
+    state = json.loads(page.evaluate("() => localStorage.getItem('cacheblend-rag/1')"))
+    state["conversations"][0]["turns"][0]["answer"] = "oak " * 12_000
+    page.add_init_script(f"localStorage.setItem('cacheblend-rag/1', {json.dumps(json.dumps(state))})")
+    page.reload()
+    page.locator("body[data-ready]").wait_for()
+    turn = ask(page, question)
+    expect(turn.locator(".follows")).to_have_text("Follows 0 of 1 question: there was no room for more")
+
+
+def test_a_passage_opens_between_its_neighbours(page: Page) -> None:
+    compare_off(page)
+    parts = [
+        f"Part {number}. " + f"The {word} was painted in the year {1800 + number}. " * 30
+        for number, word in enumerate(("mill", "barn", "gate"))
+    ]
+    upload_to_new_collection(page, "Long", [File("long.md", "\n\n".join(parts))])
+    turn = ask(page, "When was the barn painted?")
+    opened = []
+    for source in turn.locator(".source").all():
+        source.click()
+        expect(page.locator("#passage .neighbour").first).to_be_visible()
+        opened.append(len(page.locator("#passage .neighbour").all()))
+        page.keyboard.press("Escape")
+    assert opened.count(1) == 2, "the first and the last have one beside them"
+    assert set(opened) <= {1, 2}
+
+
+def test_a_question_is_edited_and_asked_again(page: Page) -> None:
+    compare_off(page)
+    first, second, third = (question.question for question in easy_questions()[:3])
+    ask(page, first)
+    turn = ask(page, second)
+    turn.get_by_role("button", name="Edit the question and ask again").click()
+    box = page.get_by_label("The question, edited")
+    expect(box).to_be_focused()
+    expect(box).to_have_value(second)
+    box.press("Escape")
+    expect(turn.locator(".question")).to_have_text(second)
+    turn.get_by_role("button", name="Edit the question and ask again").click()
+    box.fill(third)
+    with page.expect_request(ASK) as asked:
+        box.press("Enter")
+    sent = asked.value.post_data_json
+    assert sent["question"] == third
+    assert [one["question"] for one in sent["history"]] == [first], "it follows what the edited question followed"
+    expect(page.locator(".turn .question")).to_have_text([first, second, third])
+    expect(page.locator(".turn").last).to_have_attribute("data-status", "done")
+
+
+def test_conversations_are_searched_and_saved(page: Page) -> None:
+    compare_off(page)
+    known = easy_questions()[:2]
+    ask(page, known[0].question)
+    page.get_by_role("button", name="New", exact=True).click()
+    turn = ask(page, known[1].question)
+    answer = (turn.locator(".words").text_content() or "").strip()
+    document = turn.locator(".source .name").first.text_content() or ""
+    page.get_by_role("button", name="History").click()
+    names = page.locator("#history .past .name")
+    search = page.get_by_role("searchbox", name="Search questions and answers")
+    search.fill(known[0].question.upper())
+    expect(names).to_have_text([known[0].question])
+    search.fill(f"{answer.split()[-1]} {known[1].question.split()[0]}")
+    expect(names.first).to_have_text(known[1].question)
+    search.fill("no such words anywhere")
+    expect(page.get_by_text("No conversation holds all of these words.")).to_be_visible()
+    search.fill("")
+    with page.expect_download() as saved:
+        page.get_by_role("button", name=f"Save conversation: {known[1].question}").click()
+    assert saved.value.suggested_filename.endswith(".md")
+    text = saved.value.path().read_text(encoding="utf-8")
+    assert text.startswith(f"# {known[1].question}\n")
+    assert answer in text
+    assert f"1. {document}, passage " in text
+    assert passage_text(document).splitlines()[0] in text
+    assert known[0].question not in text
 
 
 SCRIPT = "<script>window.taken = 1</script><img src=x onerror='window.taken = 2'>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 
 import pytest
 from playwright.sync_api import BrowserContext, Page, Route, expect
@@ -127,6 +128,182 @@ def test_a_comparison_that_fails_leaves_the_answer(page: Page) -> None:
     expect(turn).to_have_attribute("data-status", "done")
 
 
+def row_of(method: str, seconds: float, rounds: int) -> tuple[str, object]:
+    given = {"method": method, "answer": "Yes.", "ttft_s": seconds, "same_as_full": True, "rounds": rounds}
+    return "row", given
+
+
+def test_a_comparison_says_how_long_it_takes_and_can_be_cancelled(page: Page) -> None:
+    compare_off(page)
+    turn = ask(page, easy_questions()[0].question)
+    panel = page.locator("#compare")
+    expect(panel.locator(".hint")).to_have_text(re.compile(r"^Takes at least \d+ s\.$"))
+    methods = ("full", "prefix", "reuse", "blend")
+    told = [row_of(one, 5.0, 0) for one in methods]
+    probe(page, "holdStream", {"path": "/compare", "events": [events(one) for one in (*told, ("done", {}))]})
+    panel.get_by_role("button", name="Compare this answer").click()
+    expect(panel.locator(".left")).to_have_text(re.compile(r"^(at least \d+ s left|longer than estimated)$"))
+    probe(page, "letGo", 4)
+    expect(panel.locator(".left")).to_have_text("about 60 s left")  # three rounds of four methods of five seconds
+    panel.get_by_role("button", name="Cancel").click()
+    expect(panel.get_by_role("status")).to_have_text("Cancelled.")
+    expect(panel.locator(".methods > li")).to_have_count(4)
+    expect(panel.get_by_role("alert")).to_have_count(0)
+    expect(turn).to_have_attribute("data-status", "done")
+
+
+def test_what_is_cancelled_is_no_longer_asked_of_the_server(page: Page) -> None:
+    ask(page, easy_questions()[0].question)
+    cancel = page.locator("#compare").get_by_role("button", name="Cancel")
+    expect(cancel).to_be_visible()
+    compare_off(page)  # the switch cancels, too
+    expect(page.locator("#compare .busy")).to_have_count(0)
+    gone = 'path="/api/collections/{id}/compare",status="499"'
+    page.wait_for_function("async (gone) => (await (await fetch('metrics')).text()).includes(gone)", arg=gone)
+
+
+def test_the_estimate_is_that_of_the_latest_comparison(page: Page) -> None:
+    ask(page, easy_questions()[0].question)
+    expect(page.locator("#compare .hint")).to_contain_text("median of 3 rounds")
+    compare_off(page)
+    ask(page, easy_questions()[1].question)
+    expect(page.locator("#compare .hint")).to_have_text(re.compile(r"^Takes about \d+ s, as the latest one did\.$"))
+
+
+MARKDOWN = """## Heights
+
+Mount *Everest* is **8,849** metres high, `snow_line` aside.
+
+1. First
+   - inner
+2. Second
+
+| peak | metres |
+|---|---|
+| Everest | 8,849 |
+
+```python
+print("<b>not bold</b>")
+```
+
+<img src=x onerror="window.taken = 4"> [a](javascript:window.taken=5) ![p](http://localhost/x.png) [site](https://example.org/a)
+"""
+
+
+def answer_with(page: Page, text: str, pieces: int = 12) -> None:
+    """Answer the next question with this text, piece by piece."""
+    size = len(text) // pieces + 1
+    told = [("token", {"text": text[at : at + size]}) for at in range(0, len(text), size)]
+    page.route(ASK, lambda route: stream(route, ("sources", []), *told, ("done", {})), times=1)
+
+
+def test_markdown_is_shown_as_elements_and_never_as_markup(page: Page) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    compare_off(page)
+    answer_with(page, MARKDOWN)
+    words = ask(page, "How high?").locator(".words")
+    expect(words.locator(".head")).to_have_text("Heights")
+    expect(words.locator("strong")).to_have_text("8,849")
+    expect(words.locator("p > code")).to_have_text("snow_line")
+    expect(words.locator("ol > li > ul > li")).to_have_text("inner")
+    assert words.locator("td").all_text_contents() == ["Everest", "8,849"]
+    expect(words.locator("pre code")).to_have_text('print("<b>not bold</b>")')
+    expect(words).to_contain_text('<img src=x onerror="window.taken = 4"> [a](javascript:window.taken=5) ![p](')
+    link = words.locator("a")
+    expect(link).to_have_attribute("href", "https://example.org/a")
+    expect(link).to_have_attribute("rel", "noopener noreferrer nofollow")
+    expect(words).to_contain_text("site (example.org)")
+    assert words.locator(":is(img, script, b, iframe, h1, h2, h3)").count() == 0
+    assert page.evaluate("() => window.taken") is None
+    assert not [url for url in asked if "x.png" in url]
+
+
+def test_text_made_to_be_slow_is_shown_in_good_time(page: Page) -> None:
+    compare_off(page)
+    slow = ["**a " * 4_000, "[a](" * 4_000, "> " * 4_000 + "x", "*a _b `" * 2_000, "|-" * 3_000 + "\n" + "|-" * 3_000]
+    began = time.monotonic()
+    for text in slow:
+        answer_with(page, text, pieces=3)
+        expect(ask(page, "Slow?").locator(".words")).not_to_be_empty()
+    assert time.monotonic() - began < 30
+
+
+def test_blocks_that_are_written_stay_the_elements_they_are(page: Page) -> None:
+    compare_off(page)
+    told = [("token", {"text": text}) for text in ("First *one*.\n\n", "Second", " two.\n\n- a", "\n- b")]
+    probe(page, "holdStream", {"path": "/ask", "events": [events(one) for one in (*told, ("done", {}))]})
+    page.locator("#question").fill("Which?")
+    page.locator("#question").press("Enter")
+    probe(page, "letGo", 1)
+    first = page.locator(".words > p").first
+    expect(first).to_have_text("First one.")
+    first.evaluate("(one) => (one.dataset.seen = 'before')")
+    probe(page, "letGo", 4)
+    expect(page.locator(".words li")).to_have_text(["a", "b"])
+    expect(first).to_have_attribute("data-seen", "before")
+
+
+def test_an_answer_is_copied_as_it_was_written(page: Page) -> None:
+    compare_off(page)
+    answer_with(page, MARKDOWN)
+    turn = ask(page, "How high?")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    turn.get_by_role("button", name="Copy the answer").click()
+    expect(turn.locator(".copy")).to_have_text("Copied")
+    assert page.evaluate("() => navigator.clipboard.readText()") == MARKDOWN.strip()
+    expect(turn.locator(".copy")).to_have_text("Copy")
+    # Where the newer way is not to be had, as on a page that was not sent securely.
+    page.evaluate("() => (navigator.clipboard.writeText = () => Promise.reject(new Error('no')))")
+    turn.get_by_role("button", name="Copy the answer").click()
+    expect(turn.locator(".copy")).to_have_text("Copied")
+
+
+PASSAGES = [
+    "Surtsey is an island off the south coast of Iceland. The eruption was first seen on 14 November 1963.",
+    "Mount Everest is 8,849 metres high. Junko Tabei was the first woman on its summit.",
+]
+CITED = """The eruption was first seen in **1963**. It was first seen in 1862. Nothing else is known about bananas.
+
+- Junko Tabei stood on the summit first.
+"""
+
+
+def test_a_sentence_leads_to_the_passage_that_has_its_words(page: Page) -> None:
+    compare_off(page)
+    sources = [
+        {"document_id": "d", "document": f"{at}.md", "chunk": at, "text": text, "score": 1.0}
+        for at, text in enumerate(PASSAGES)
+    ]
+    told = [("sources", sources), ("token", {"text": CITED}), ("done", {})]
+    page.route(ASK, lambda route: stream(route, *told))
+    page.route(
+        re.compile("/chunks/"),
+        lambda route: route.fulfill(
+            json={
+                "text": PASSAGES[1],
+                "document": "1.md",
+                "title": "",
+                "before": f"Before. {PASSAGES[1][:30]}",
+                "after": None,
+            }
+        ),
+    )
+    words = ask(page, "When was it seen?").locator(".words")
+    marks = words.locator(".cite")
+    assert [mark.get_attribute("data-number") for mark in marks.all()] == ["1", "2"]
+    expect(marks.first).to_have_accessible_name("From passage 1: 0.md, open it")
+    # Behind its sentence, and no part of the text.
+    assert marks.first.evaluate("(one) => one.previousSibling.textContent") == "."
+    assert (words.text_content() or "").startswith("The eruption was first seen in 1963. It was first seen in 1862. No")
+    marks.last.click()
+    expect(page.locator("#passage .passage-text")).to_have_text(PASSAGES[1])
+    expect(page.locator("#passage .neighbour")).to_have_text("Before. ")  # what both hold is shown once
+    expect(page.locator("#passage mark").first).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(marks.last).to_be_focused()
+
+
 def test_full_reuse_that_answers_otherwise_is_named_in_the_conversation(page: Page) -> None:
     answers = {"full": "In Wexholm.", "prefix": "In Wexholm.", "reuse": "In Norddale.", "blend": "In Wexholm."}
     seconds = {"full": 0.08, "prefix": 0.06, "reuse": 0.01, "blend": 0.02}
@@ -143,14 +320,10 @@ def test_full_reuse_that_answers_otherwise_is_named_in_the_conversation(page: Pa
 
 
 def test_bars_are_drawn_when_the_methods_were_timed_and_move_with_each_round(page: Page) -> None:
-    def row(method: str, seconds: float, rounds: int) -> tuple[str, object]:
-        given = {"method": method, "answer": "Yes.", "ttft_s": seconds, "same_as_full": True, "rounds": rounds}
-        return "row", given
-
     methods = ("full", "prefix", "reuse", "blend")
-    told = [row(one, 9.0, 0) for one in methods]
-    told += [row(one, seconds, 1) for one, seconds in zip(methods, (0.8, 0.7, 0.1, 0.9), strict=True)]
-    told += [row(one, seconds, 2) for one, seconds in zip(methods, (0.8, 0.6, 0.1, 0.2), strict=True)]
+    told = [row_of(one, 9.0, 0) for one in methods]
+    told += [row_of(one, seconds, 1) for one, seconds in zip(methods, (0.8, 0.7, 0.1, 0.9), strict=True)]
+    told += [row_of(one, seconds, 2) for one, seconds in zip(methods, (0.8, 0.6, 0.1, 0.2), strict=True)]
     probe(page, "holdStream", {"path": "/compare", "events": [events(one) for one in (*told, ("done", {}))]})
     turn = ask(page, easy_questions()[0].question)
     panel, rows, took = page.locator("#compare"), page.locator("#compare .methods > li"), page.locator("#compare .took")

@@ -2,10 +2,11 @@
 
 import { ApiError, stream } from "./api.js";
 import { say } from "./dom.js";
+import { notePace } from "./estimate.js";
 import { count, time } from "./format.js";
-import { addPoint, changed, comparing, conversationFor, newId, selectedTurn, state } from "./store.js";
+import { addPoint, changed, comparing, conversationFor, newId, selectedTurn, state, turnOf } from "./store.js";
 
-const PASSAGES = 6;
+const FOLLOWED = 6; // turns of a conversation that a question is asked with
 let running = null; // the AbortController of the answer being written
 
 export const isAsking = () => running !== null;
@@ -15,30 +16,53 @@ export const stop = () => running?.abort();
 const path = (collection, action) => `api/collections/${encodeURIComponent(collection)}/${action}`;
 
 function request(turn) {
-  const body = { question: turn.question, k: PASSAGES };
+  const body = { question: turn.question, k: turn.passages };
+  const history = turn.earlier.map(turnOf).filter(Boolean);
+  if (history.length) body.history = history.map(({ question, answer }) => ({ question, answer }));
   if (turn.ratio !== null) body.ratio = turn.ratio;
   if (turn.rule !== null) body.rule = turn.rule;
+  if (turn.tokens !== null) body.max_tokens = turn.tokens;
   return body;
 }
 
-/** Ask, show the answer as it comes, and compare methods where that is wanted. */
-export async function ask(question) {
+/** Ids of the turns that a question after this one follows: what it followed itself, and it, if it was answered. */
+function upTo(turn) {
+  if (!turn) return [];
+  return turn.status === "done" && turn.answer.trim() ? [...turn.earlier, turn.id].slice(-FOLLOWED) : turn.earlier;
+}
+
+/**
+ * Ask, show the answer as it comes, and compare methods where that is wanted.
+ * By default it follows the latest turn, and is as long as the settings say.
+ */
+export async function ask(question, { earlier = null, tokens = state.tokens } = {}) {
   if (running || !state.collection) return;
   const { collection, ratio, rule } = state;
-  const turn = { id: newId(), question, collection, ratio, rule, at: Date.now(), status: "asking", answer: "" };
-  Object.assign(turn, { sources: [], report: null, rows: null, error: null });
-  conversationFor(collection).turns.push(turn);
+  const { turns } = conversationFor(collection);
+  const turn = { id: newId(), question, collection, ratio, rule, tokens, at: Date.now(), status: "asking", answer: "" };
+  turn.passages = state.passages ?? state.server.settings.passages;
+  Object.assign(turn, { earlier: earlier ?? upTo(turns.at(-1)), sources: [], report: null, rows: null, error: null });
+  turns.push(turn);
   state.selected = turn.id;
   changed("conversation", { latest: turn });
   await answer(turn);
   if (turn.status === "done" && comparing()) await compare(turn);
 }
 
-/** Ask the same again, with the settings as they are now. */
-export const askAgain = (turn) => ask(turn.question);
+/** Ask the same again, after the same turns, with the settings as they are now, or a longer answer. */
+export const askAgain = (turn, tokens = state.tokens) => ask(turn.question, { earlier: turn.earlier, tokens });
+
+/** How long an answer may be that goes on where this one was cut off; null if none may be longer. */
+export function longerAnswer(turn) {
+  if (!state.server) return null;
+  const { settings, limits } = state.server;
+  const now = turn.tokens ?? settings.answer_tokens;
+  return now < limits.answer_tokens ? Math.min(4 * now, limits.answer_tokens) : null;
+}
 
 async function answer(turn) {
   running = new AbortController();
+  const began = performance.now();
   changed("asking", true);
   try {
     const body = { ...request(turn), stream: true };
@@ -46,6 +70,7 @@ async function answer(turn) {
       take(turn, event, data);
     }
     if (turn.status !== "done") throw new ApiError("The connection was lost before the answer ended.");
+    turn.seconds = (performance.now() - began) / 1000;
     say(summary(turn));
   } catch (error) {
     fail(turn, error);
@@ -91,24 +116,36 @@ function takeRow(turn, row) {
   turn.rows.splice(at < 0 ? turn.rows.length : at, 1, row);
 }
 
+const comparisons = new Map(); // turn id: AbortController
+
+/** Stop comparing methods for a turn, or for all; what has answered stays. */
+export function stopComparing(turn = null) {
+  for (const [id, controller] of comparisons) if (!turn || turn.id === id) controller.abort();
+}
+
 /** Answer a turn's question by every method, row by row; then rows come again with times of more rounds. */
 export async function compare(turn) {
   if (turn.comparing) return;
-  Object.assign(turn, { rows: [], comparing: true, compareError: null });
+  const controller = new AbortController();
+  comparisons.set(turn.id, controller);
+  Object.assign(turn, { rows: [], comparing: true, compareError: null, cancelled: false, since: Date.now() });
   changed("rows", turn);
   let ended = false;
   try {
-    for await (const { event, data } of stream("POST", path(turn.collection, "compare"), request(turn))) {
+    for await (const { event, data } of stream("POST", path(turn.collection, "compare"), request(turn), controller.signal)) {
       if (event === "row") takeRow(turn, data);
       if (event === "error") throw new ApiError(data.message, { code: data.code });
       ended ||= event === "done";
       changed("rows", turn);
     }
     if (!ended) throw new ApiError("The connection was lost before all methods had answered.");
+    notePace(turn);
   } catch (error) {
-    turn.compareError = error.message;
-    if (!(error instanceof ApiError)) throw error;
+    turn.cancelled = error.name === "AbortError";
+    if (!turn.cancelled) turn.compareError = error.message;
+    if (!turn.cancelled && !(error instanceof ApiError)) throw error;
   } finally {
+    comparisons.delete(turn.id);
     turn.comparing = false;
     changed("rows", turn);
   }
@@ -118,6 +155,7 @@ export async function compare(turn) {
 export function setComparing(wanted) {
   state.compare = wanted;
   changed("comparing");
+  if (!wanted) stopComparing();
   const turn = selectedTurn();
   if (wanted && turn?.status === "done" && !turn.rows?.length) compare(turn);
 }

@@ -1,7 +1,8 @@
 // The same prompt by every method, side by side.
 
-import { compare } from "./asking.js";
+import { compare, stopComparing } from "./asking.js";
 import { button, el } from "./dom.js";
+import { estimate, left } from "./estimate.js";
 import { sooner, time } from "./format.js";
 
 const METHODS = {
@@ -67,12 +68,16 @@ export function compareView(turn, wanted) {
     const answered = `${rows.length} of ${ORDER.length} methods have answered…`;
     const text = rows.length < ORDER.length ? answered : `All have answered. Timing them, round ${roundsOf(turn) + 1}…`;
     parts.push(el("p", { class: "hint busy", role: "status", text }));
+    parts.push(el("div", { class: "row" }, el("p", { class: "left", text: left(turn, roundsOf(turn)) }), button("Cancel", () => stopComparing(turn))));
+  } else if (turn.cancelled) {
+    parts.push(el("p", { class: "hint", role: "status", text: "Cancelled." }));
   } else if (turn.compareError) {
     parts.push(el("p", { class: "error", role: "alert", text: turn.compareError }));
   }
   if (!turn.comparing && turn.status === "done") {
     const text = rows.length ? "Run again" : "Compare this answer";
-    if (rows.length) parts.push(el("p", { class: "hint", text: timesHint(roundsOf(turn)) }));
+    if (rows.length === ORDER.length) parts.push(el("p", { class: "hint", text: timesHint(roundsOf(turn)) }));
+    if (rows.length < ORDER.length && estimate(turn)) parts.push(el("p", { class: "hint", text: estimate(turn) }));
     parts.push(button(text, () => compare(turn), { class: rows.length ? "link" : "" }));
   } else if (!rows.length && !turn.comparing) {
     const waiting = turn.status === "asking" || turn.status === "streaming";

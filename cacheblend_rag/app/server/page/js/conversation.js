@@ -1,16 +1,18 @@
 // The one column: questions, streamed answers, their sources.
 
-import { askAgain, isAsking } from "./asking.js";
+import { ask, askAgain, isAsking, longerAnswer } from "./asking.js";
+import { cite } from "./citations.js";
 import { isTimed } from "./compare.js";
-import { $, button, el } from "./dom.js";
+import { $, button, copy, el, say } from "./dom.js";
 import { count, sooner, time } from "./format.js";
+import { showMarkdown } from "./markdown.js";
 import { openPassage } from "./passage.js";
 import { collection, on, state, turns } from "./store.js";
 
 const views = new Map(); // turn id: {root, update}
 
 function turnView(turn) {
-  const words = el("p", { class: "words", dir: "auto" });
+  const words = el("div", { class: "words", dir: "auto" });
   const answer = el("div", { class: "answer", "aria-live": "polite", "aria-busy": "true" }, words);
   const status = el("p", { class: "status" });
   const sources = el("div", { class: "sources" });
@@ -22,7 +24,11 @@ function turnView(turn) {
   const update = () => {
     const waiting = turn.status === "asking" || turn.status === "streaming";
     const text = turn.answer.trimStart();
-    if (words.textContent !== text) words.textContent = text;
+    showMarkdown(words, text);
+    if (turn.status === "done" && !words.dataset.cited) {
+      words.dataset.cited = "yes";
+      cite(words, turn.question, turn.sources, (at) => openPassage(turn.collection, turn.sources[at], turn.answer));
+    }
     words.hidden = !text;
     root.dataset.status = turn.status;
     answer.setAttribute("aria-busy", String(waiting));
@@ -37,9 +43,12 @@ function turnView(turn) {
 }
 
 /** What is to be said of an answer that has ended, if anything. */
-function remark({ answer, report }) {
+function remark(turn) {
+  const { answer, report } = turn;
   if (!answer.trim()) return "The model gave an empty answer.";
-  return report?.finish_reason === "length" ? "Cut off: the longest answer that is allowed." : "";
+  if (report?.finish_reason !== "length") return "";
+  const most = turn.tokens ?? state.server?.settings.answer_tokens;
+  return most ? `Cut off: an answer may have ${count(most, "token")}.` : "Cut off.";
 }
 
 function showStatus(node, turn) {
@@ -56,6 +65,8 @@ function showStatus(node, turn) {
   const again = turn.status === "failed" || turn.status === "stopped";
   node.replaceChildren(el("span", { text, role: again ? "alert" : null }));
   if (again) node.append(button("Try again", () => askAgain(turn), { class: "link" }));
+  const more = turn.status === "done" && turn.report?.finish_reason === "length" ? longerAnswer(turn) : null;
+  if (more) node.append(button(`Ask again with up to ${count(more, "token")}`, () => askAgain(turn, more), { class: "link" }));
 }
 
 function showSources(node, turn) {
@@ -89,11 +100,63 @@ function showFoot(node, turn) {
   if (node.dataset.now === now) return;
   node.dataset.now = now;
   node.replaceChildren();
+  const copyAnswer = button("Copy", () => copy(turn.answer.trim()).then((done) => shortly(copyAnswer, done ? "Copied" : "Not copied")), {
+    class: "link copy",
+    "aria-label": "Copy the answer",
+  });
+  const ended = turn.status !== "asking" && turn.status !== "streaming";
+  if (ended && turn.answer.trim()) node.append(copyAnswer);
   if (!report) return;
   const chunks = report.hits + report.misses;
   const text = `First token ${time(report.ttft_s)} · ${report.hits} of ${chunks} from the store`;
-  node.append(button(text, () => select(turn), { class: "link what", "aria-label": `What happened: ${text}` }));
+  node.prepend(button(text, () => select(turn), { class: "link what", "aria-label": `What happened: ${text}` }));
+  if (turn.earlier.length) node.append(el("span", { class: "follows", text: followedBy(turn) }));
   if (turn.status !== "streaming") node.append(button("Ask again", () => askAgain(turn), { class: "link" }));
+  if (turn.status !== "streaming") node.append(button("Edit", () => edit(turn), { class: "link", "aria-label": "Edit the question and ask again" }));
+}
+
+/** Write a question anew in its place; it is asked after the same turns, and what was answered stays. */
+function edit(turn) {
+  const { root } = views.get(turn.id);
+  const heading = root.querySelector(".question");
+  const box = el("textarea", { rows: 2, maxlength: state.server?.limits.question_chars, "aria-label": "The question, edited" });
+  box.value = turn.question;
+  const back = () => {
+    form.replaceWith(heading);
+    root.querySelector(".foot button[aria-label^=Edit]")?.focus();
+  };
+  const cancel = button("Cancel", back);
+  const form = el("form", { class: "editing" }, box, el("span", { class: "row" }, el("button", { type: "submit", class: "main", text: "Ask" }), cancel));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    const question = box.value.trim();
+    if (!question || isAsking()) return;
+    form.replaceWith(heading);
+    ask(question, { earlier: turn.earlier });
+  });
+  form.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") back();
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing || event.target !== box) return;
+    event.preventDefault();
+    form.requestSubmit();
+  });
+  heading.replaceWith(form);
+  box.focus();
+}
+
+/** Show for a moment what a button has done. */
+function shortly(button, text) {
+  const before = button.textContent;
+  button.textContent = text;
+  say(text);
+  setTimeout(() => (button.textContent = before), 1500);
+}
+
+/** What of the conversation the model was given. */
+function followedBy({ earlier, report }) {
+  const all = count(earlier.length, "question");
+  if (report.turns === earlier.length) return `Follows ${all}`;
+  return `Follows ${report.turns} of ${all}: there was no room for more`;
 }
 
 /** The comparison in a sentence, where the conversation is read. */
@@ -176,7 +239,11 @@ function followDown(turn) {
 
 export function startConversation() {
   on("conversation", renderAll);
-  on("server", showSuggestions);
+  on("server", () => {
+    if (!turns().length) return renderAll();
+    for (const view of views.values()) view.update();
+    showSuggestions();
+  });
   on("asking", showSuggestions);
   on("rows", (turn) => views.get(turn.id)?.update());
   on("turn", (turn) => {

@@ -52,7 +52,7 @@ function showCollections() {
   const here = collection();
   const into = here && isWritable(here) ? here.name : OWN;
   $("files").accept = server.limits.upload_suffixes.join(",");
-  $("drop-hint").textContent = `Text, Markdown, HTML, Word or PDF, up to ${bytes(server.limits.upload_bytes)}, into “${into}”`;
+  $("drop-hint").textContent = `${server.limits.upload_suffixes.join(" ")}, up to ${bytes(server.limits.upload_bytes)} each, into “${into}”`;
 }
 
 function documentView(one, here) {

@@ -48,3 +48,19 @@ export function confirmInPlace(trigger, question, action) {
   trigger.replaceWith(box);
   sure.focus();
 }
+
+/** Put text onto the clipboard; a page that was not sent securely has the older way only. */
+export async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const box = el("textarea", { class: "unseen", readonly: true });
+    box.value = text;
+    document.body.append(box);
+    box.select();
+    const done = document.execCommand("copy");
+    box.remove();
+    return done;
+  }
+}

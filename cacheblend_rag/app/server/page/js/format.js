@@ -31,3 +31,9 @@ export function sooner(seconds, other) {
   if (factor >= 0.95 && factor <= 1.05) return "as soon";
   return factor > 1 ? `${factor.toFixed(1)}× sooner` : `${(1 / factor).toFixed(1)}× later`;
 }
+
+/** A length of time that is not known exactly. */
+export function roughly(seconds) {
+  if (seconds < 90) return `${Math.max(1, Math.round(seconds))} s`;
+  return count(Math.round(seconds / 60), "minute");
+}

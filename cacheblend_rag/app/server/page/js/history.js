@@ -1,7 +1,8 @@
-// Earlier conversations: open one, delete one or all. They are kept in this browser alone.
+// Earlier conversations: search them, open, save or delete one, or delete all. They are kept in this browser alone.
 
 import { isAsking, stop } from "./asking.js";
 import { $, button, confirmInPlace, el } from "./dom.js";
+import { saveConversation } from "./exporting.js";
 import { count } from "./format.js";
 import { changed, forget, state } from "./store.js";
 
@@ -19,8 +20,16 @@ function show(one) {
   $("question").focus();
 }
 
+const nameOf = (one) => state.server?.collections.find(({ id }) => id === one.collection)?.name ?? "deleted collection";
+
+/** Whether every word that is searched for stands somewhere in a conversation. */
+function holds(one, words) {
+  const text = one.turns.map((turn) => `${turn.question}\n${turn.answer}`).join("\n").toLowerCase();
+  return words.every((word) => text.includes(word));
+}
+
 function itemView(one) {
-  const name = state.server?.collections.find(({ id }) => id === one.collection)?.name ?? "deleted collection";
+  const name = nameOf(one);
   const facts = `${when.format(one.created)} · ${count(one.turns.length, "question")} · ${name}`;
   const open = el(
     "button",
@@ -33,7 +42,16 @@ function itemView(one) {
     render();
     $("history").querySelector("button").focus();
   }, { class: "quiet", "aria-label": `Delete conversation: ${one.turns[0].question}` });
-  return el("li", {}, open, remove);
+  const save = button("Save", () => saveConversation(one, name), { class: "quiet", "aria-label": `Save conversation: ${one.turns[0].question}` });
+  return el("li", {}, open, save, remove);
+}
+
+/** The list, narrowed to what is searched for. */
+function showList(list, all, searched) {
+  const words = searched.toLowerCase().split(/\s+/).filter(Boolean);
+  const found = all.filter((one) => holds(one, words));
+  list.replaceChildren(...found.map(itemView));
+  if (!found.length) list.append(el("li", { class: "hint", text: "No conversation holds all of these words." }));
 }
 
 function render() {
@@ -47,8 +65,13 @@ function render() {
       $("history").querySelector("button").focus();
     });
   }, { class: "quiet" });
+  const list = el("ul", { class: "past" });
+  const search = el("input", { type: "search", "aria-label": "Search questions and answers", placeholder: "Search questions and answers" });
+  search.addEventListener("input", () => showList(list, found, search.value));
+  showList(list, found, "");
   body.replaceChildren(
-    el("ul", { class: "past" }, found.map(itemView)),
+    search,
+    list,
     el("div", { class: "row" }, el("p", { class: "hint", text: "Kept in this browser alone." }), all),
   );
 }

@@ -1,4 +1,4 @@
-// A cited passage, in full.
+// A cited passage in full, between those beside it in its document.
 
 import { call } from "./api.js";
 import { $, el } from "./dom.js";
@@ -18,28 +18,44 @@ function marked(text, answer) {
     .map((piece) => (words.has(piece.toLowerCase()) ? el("mark", { text: piece }) : document.createTextNode(piece)));
 }
 
-function show(text, answer, note) {
+/** How much of the beginning of a text stands at the end of the one before it already. */
+function shared(before, text) {
+  for (let size = Math.min(before.length, text.length, 1000); size > 0; size -= 1) {
+    if (before.endsWith(text.slice(0, size))) return size;
+  }
+  return 0;
+}
+
+const neighbour = (name, text) => (text?.trim() ? el("p", { class: "neighbour", dir: "auto", text, "aria-label": name }) : null);
+
+function show({ text, before, after }, answer, note) {
   const parts = marked(text, answer);
   const found = parts.some((part) => part.nodeName === "MARK");
-  $("passage").querySelector(".body").replaceChildren(
-    el("p", { class: "passage-text", dir: "auto" }, parts),
-    ...(found ? [el("p", { class: "hint", text: "Words that the answer shares are marked." })] : []),
-    ...(note ? [el("p", { class: "hint", text: note })] : []),
-  );
+  const main = el("p", { class: "passage-text", dir: "auto" }, parts);
+  const nodes = [
+    neighbour("The passage before", before?.slice(0, before.length - shared(before, text))),
+    main,
+    neighbour("The passage after", after?.slice(shared(text, after))),
+    found ? el("p", { class: "hint", text: "Words that the answer shares are marked." }) : null,
+    note ? el("p", { class: "hint", text: note }) : null,
+  ];
+  const body = $("passage").querySelector(".body");
+  body.replaceChildren(...nodes.filter(Boolean));
+  body.scrollTop = before ? main.offsetTop - body.offsetTop : 0;
 }
 
 /** Open the passage of a source; what the answer was given stands there until the server's own text arrives. */
 export async function openPassage(collection, source, answer) {
   const dialog = $("passage");
   $("passage-title").textContent = source.document;
-  show(source.text ?? "", answer);
+  show({ text: source.text ?? "" }, answer);
   dialog.showModal();
   const place = [collection, source.document_id].map(encodeURIComponent);
   try {
     const found = await call("GET", `api/collections/${place[0]}/documents/${place[1]}/chunks/${source.chunk}`);
-    if (dialog.open) show(found.text, answer);
+    if (dialog.open) show(found, answer);
   } catch (error) {
     const gone = error.status === 404 ? "The document has been deleted since; this is the text that was read." : error.message;
-    if (dialog.open) show(source.text ?? "", answer, gone);
+    if (dialog.open) show({ text: source.text ?? "" }, answer, gone);
   }
 }

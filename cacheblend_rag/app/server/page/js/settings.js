@@ -1,4 +1,4 @@
-// Recompute ratio and selection rule of the next answer.
+// Of the next answer: recompute ratio and selection rule, how many passages it reads, how long it may be.
 
 import { askAgain, isAsking } from "./asking.js";
 import { $, button, el } from "./dom.js";
@@ -24,7 +24,9 @@ function build() {
   const shown = el("output", { for: "ratio", id: "ratio-shown" });
   const rule = el("select", { id: "rule", "aria-describedby": "rule-help" });
   const help = el("p", { class: "hint", id: "rule-help" });
-  const reset = button("As the server has it", () => set({ ratio: null, rule: null }), { class: "link" });
+  const passages = numberField("passages", "Passages", "How many passages an answer is made from.");
+  const tokens = numberField("tokens", "Longest answer", "In tokens; about four letters each.");
+  const reset = button("As the server has it", () => set({ ratio: null, rule: null, passages: null, tokens: null }), { class: "link" });
   const again = button("Ask again with these", () => askAgain(selectedTurn()), { id: "ask-with" });
   slider.addEventListener("input", () => set({ ratio: Number(slider.value) / 100 }));
   rule.addEventListener("change", () => set({ rule: rule.value }));
@@ -33,9 +35,22 @@ function build() {
     el("p", { class: "hint", id: "ratio-help", text: "0% reuses all stored KV; 100% is a full recompute." }),
     el("div", { class: "field" }, el("label", { for: "rule", text: "Selection rule" }), rule),
     help,
+    ...passages.nodes,
+    ...tokens.nodes,
     el("div", { class: "row" }, again, reset),
   );
-  return { slider, shown, rule, help, reset, again };
+  return { slider, shown, rule, help, passages: passages.input, tokens: tokens.input, reset, again };
+}
+
+/** A field for a whole number; what is outside of its bounds becomes the nearest that is within, and empty the default. */
+function numberField(name, label, note) {
+  const input = el("input", { type: "number", id: name, min: 1, step: 1, inputmode: "numeric", "aria-describedby": `${name}-help` });
+  input.addEventListener("change", () => {
+    const given = Math.round(input.valueAsNumber);
+    set({ [name]: Number.isNaN(given) ? null : Math.min(Math.max(given, 1), Number(input.max)) });
+  });
+  const field = el("div", { class: "field" }, el("label", { for: name, text: label }), input);
+  return { input, nodes: [field, el("p", { class: "hint", id: `${name}-help`, text: note })] };
 }
 
 function set(values) {
@@ -46,7 +61,12 @@ function set(values) {
 function refresh() {
   const settings = state.server?.settings;
   if (!settings) return;
-  const { slider, shown, rule, help, reset, again } = parts;
+  const { limits } = state.server;
+  const { slider, shown, rule, help, passages, tokens, reset, again } = parts;
+  passages.max = limits.passages;
+  passages.value = state.passages ?? settings.passages;
+  tokens.max = limits.answer_tokens;
+  tokens.value = state.tokens ?? settings.answer_tokens;
   const auto = typeof settings.ratio !== "number";
   const ratio = state.ratio ?? (auto ? 0.15 : settings.ratio);
   slider.value = Math.round(ratio * 100);
@@ -61,7 +81,7 @@ function refresh() {
   rule.value = state.rule ?? settings.rule;
   const found = settings.rules.find((one) => named(one) === rule.value);
   help.textContent = found?.description ?? RULES[rule.value] ?? "";
-  reset.hidden = state.ratio === null && state.rule === null;
+  reset.hidden = [state.ratio, state.rule, state.passages, state.tokens].every((one) => one === null);
   again.disabled = !selectedTurn() || isAsking();
 }
 

@@ -15,7 +15,10 @@ export const state = {
   selected: null, // id of the turn that the panel shows
   ratio: null, // null: the server's own
   rule: null,
+  passages: null, // for each answer
+  tokens: null, // of the longest answer
   compare: null, // null: on for the small starter model
+  pace: null, // seconds that the latest comparison took, for each token of the prompt
   points: [], // {ttft, hits, misses}
   jobs: [], // {job, collection, files}
   draft: "",
@@ -37,6 +40,9 @@ export const newId = () => crypto.getRandomValues(new Uint32Array(2)).reduce((te
 export const conversation = () => state.conversations.find((one) => one.id === state.conversation) ?? null;
 
 export const turns = () => conversation()?.turns ?? [];
+
+/** A turn by its id, of whatever conversation. */
+export const turnOf = (id) => state.conversations.flatMap((one) => one.turns).find((turn) => turn.id === id) ?? null;
 
 export const selectedTurn = () => turns().find((turn) => turn.id === state.selected) ?? null;
 
@@ -117,6 +123,9 @@ export function restore() {
   for (const turn of state.conversations.flatMap((one) => one.turns)) {
     if (turn.status === "asking" || turn.status === "streaming") turn.status = "stopped";
     if (turn.comparing) turn.comparing = false;
+    turn.tokens ??= null;
+    turn.passages ??= 6;
+    turn.earlier ??= []; // kept by an older page, where each question was asked by itself
   }
   addEventListener("pagehide", keep);
 }

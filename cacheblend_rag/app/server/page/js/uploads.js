@@ -29,38 +29,97 @@ function render() {
   $("jobs").replaceChildren(...items);
 }
 
-function nameOf(files) {
-  return files.length === 1 ? files[0].name : count(files.length, "file");
+/** Why a file need not be sent; empty if it may be. */
+function refusal(file) {
+  const { upload_bytes: limit, upload_suffixes: suffixes } = state.server.limits;
+  if (!suffixes.some((suffix) => file.name.toLowerCase().endsWith(suffix))) {
+    return `Files of this kind cannot be read. These can: ${suffixes.join(", ")}.`;
+  }
+  return file.size > limit ? `It has ${bytes(file.size)}; at most ${bytes(limit)} are taken.` : "";
 }
 
-/** Send files to the collection that is open. */
-export async function sendFiles(list) {
-  const files = [...list];
-  if (!files.length || !state.server) return;
-  const id = newId();
-  const label = nameOf(files);
-  const limit = state.server.limits.upload_bytes;
-  const large = files.find((file) => file.size > limit);
-  if (large) {
-    put(id, { label, text: `${large.name} has ${bytes(large.size)}; at most ${bytes(limit)} are taken.`, outcome: "failed" });
-    return;
+/** What becomes of some files: one line for all, and one for each that is refused or cannot be read. */
+class Batch {
+  constructor(files) {
+    Object.assign(this, { id: newId(), files, ready: 0, failed: 0 });
+    this.label = files.length === 1 ? files[0].name : count(files.length, "file");
+    put(this.id, { label: this.label, text: "Sending…", part: 0 });
   }
-  put(id, { label, text: "Sending…", part: 0 });
+
+  say(text, part) {
+    const at = this.files.length > 1 ? `${this.ready + this.failed + 1} of ${this.files.length}: ` : "";
+    put(this.id, { text: at + text, part });
+  }
+
+  fail(name, text) {
+    this.failed += 1;
+    if (this.files.length === 1) put(this.id, { text, outcome: "failed" });
+    else put(newId(), { label: name, text, outcome: "failed" });
+    say(`${name}: ${text}`);
+  }
+
+  /** The server knows nothing of one any more: it ended long ago. */
+  forget() {
+    this.files.pop();
+  }
+
+  end() {
+    if (!this.files.length) {
+      shown.delete(this.id);
+      return render();
+    }
+    if (this.files.length === 1 && this.failed) return;
+    const some = `${this.ready} of ${this.files.length} files are ready to be asked about.`;
+    const text = this.failed ? some : "Ready to be asked about.";
+    put(this.id, { text, outcome: this.ready ? "done" : "failed" });
+    say(`${this.label}: ${text}`);
+  }
+}
+
+/** Send files to the collection that is open, each by itself: one that is refused keeps no other back. */
+export async function sendFiles(list) {
+  if (!list.length || !state.server) return;
+  const batch = new Batch([...list]);
+  const sent = []; // and not followed to the end yet
   try {
-    const target = await targetForFiles();
-    const path = `api/collections/${encodeURIComponent(target.id)}/documents`;
-    const { job } = await upload(path, files, (part) => put(id, { text: `Sending, ${share(part)}`, part }));
-    const kept = { job, collection: target.id, label };
+    const fit = batch.files.filter((file) => {
+      const reason = refusal(file);
+      if (reason) batch.fail(file.name, reason);
+      return !reason;
+    });
+    if (fit.length) {
+      const target = await targetForFiles();
+      for (const file of fit) await sendOne(file, target, batch, sent);
+      for (const kept of sent) await follow(kept, batch);
+    }
+  } catch (error) {
+    batch.fail(batch.label, error.message);
+    if (!(error instanceof ApiError)) throw error;
+  } finally {
+    batch.end();
+  }
+  await refreshServer();
+}
+
+async function sendOne(file, target, batch, sent) {
+  const path = `api/collections/${encodeURIComponent(target.id)}/documents`;
+  try {
+    const { job } = await upload(path, [file], (part) => batch.say(`sending ${file.name}, ${share(part)}`, part));
+    const kept = { job, collection: target.id, label: file.name };
+    sent.push(kept);
     state.jobs.push(kept);
     changed("jobs");
-    await follow(kept, id);
   } catch (error) {
-    put(id, { text: error.message, outcome: "failed" });
+    if (error.status === 429 && sent.length) {
+      await follow(sent.shift(), batch); // there is room once this one has ended
+      return sendOne(file, target, batch, sent);
+    }
+    batch.fail(file.name, error.message);
     if (!(error instanceof ApiError)) throw error;
   }
 }
 
-async function follow(kept, id) {
+async function follow(kept, batch) {
   let last = null;
   try {
     for await (const { event, data } of stream("GET", `api/jobs/${encodeURIComponent(kept.job)}/events`)) {
@@ -68,30 +127,30 @@ async function follow(kept, id) {
       last = data;
       if (data.stage in STAGES) {
         const of = data.total > 1 ? ` (${Math.min(data.done + 1, data.total)} of ${data.total})` : "";
-        put(id, { text: `${STAGES[data.stage]} ${data.file ?? kept.label}${of}`, part: data.total ? data.done / data.total : null });
+        batch.say(`${STAGES[data.stage]} ${kept.label}${of}`, data.total ? data.done / data.total : null);
       }
     }
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
+    if (error.status === 404) return batch.forget();
+    last = { stage: "failed", error: error.message };
   } finally {
     state.jobs = state.jobs.filter((one) => one.job !== kept.job);
     changed("jobs");
   }
-  if (last?.stage === "done") put(id, { text: last.error ?? "Ready to be asked about.", outcome: last.error ? "failed" : "done" });
-  else put(id, { text: last?.error ?? "The server gave no reason.", outcome: "failed" });
-  say(`${kept.label}: ${shown.get(id).text}`);
+  if (last?.stage === "done" && !last.error) batch.ready += 1;
+  else batch.fail(kept.label, last?.error?.replace(`${kept.label}: `, "") ?? "The server gave no reason.");
   await refreshServer();
   changed("documents", kept.collection);
 }
 
 /** Follow again what was under way when the page was left. */
-function resume() {
-  for (const kept of [...state.jobs]) {
-    const id = newId();
-    put(id, { label: kept.label, text: "Under way…" });
-    follow(kept, id).catch(() => {
-      shown.delete(id); // finished and forgotten by the server meanwhile
-      render();
-    });
-  }
+async function resume() {
+  const known = [...state.jobs];
+  if (!known.length) return;
+  const batch = new Batch(known.map(({ label }) => ({ name: label })));
+  for (const kept of known) await follow(kept, batch);
+  batch.end();
 }
 
 function carriesFiles(event) {

@@ -1,0 +1,24 @@
+// A conversation as a Markdown file.
+
+import { el } from "./dom.js";
+
+const asQuote = (text) => text.split("\n").map((line) => `> ${line}`.trimEnd()).join("\n");
+
+/** Everything that was asked, answered and cited. */
+export function asMarkdown(conversation, collectionName) {
+  const day = new Date(conversation.created).toISOString().slice(0, 10);
+  const parts = [`# ${conversation.turns[0].question}`, `${day}, from “${collectionName}”`];
+  for (const turn of conversation.turns) {
+    parts.push(`## ${turn.question}`, turn.answer.trim() || "(no answer)");
+    turn.sources.forEach((source, at) => parts.push(`${at + 1}. ${source.document}, passage ${source.chunk + 1}`, asQuote(source.text ?? "")));
+  }
+  return `${parts.join("\n\n")}\n`;
+}
+
+/** Let the browser save a conversation. */
+export function saveConversation(conversation, collectionName) {
+  const name = conversation.turns[0].question.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-+|-+$/g, "").slice(0, 60);
+  const address = URL.createObjectURL(new Blob([asMarkdown(conversation, collectionName)], { type: "text/markdown" }));
+  el("a", { href: address, download: `${name || "conversation"}.md` }).click();
+  setTimeout(() => URL.revokeObjectURL(address), 60_000);
+}

@@ -1,0 +1,162 @@
+"""What OpenAI's clients ask of the logits: penalties, a bias for single tokens, log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers.generation import SequenceBiasLogitsProcessor
+
+__all__ = ["LogProbs", "Penalties", "TokenLogProb", "logit_bias"]
+
+
+def logit_bias(bias: Mapping[int, float]) -> SequenceBiasLogitsProcessor:
+    """The logits processor that adds a number to the logit of each token named.
+
+    Parameters
+    ----------
+    bias : mapping of int to float
+        What is added, by token id; at least one.
+    """
+    return SequenceBiasLogitsProcessor({(token,): float(value) for token, value in bias.items()})
+
+
+class Penalties:
+    """Makes tokens of the answer less likely to come again; those of its prompt do not count.
+
+    A logits processor for one answer.
+
+    Parameters
+    ----------
+    presence : float
+        Taken off the logit of each token that the answer holds.
+    frequency : float
+        Taken off for each time that the answer holds it.
+    """
+
+    def __init__(self, presence: float, frequency: float) -> None:
+        self._presence, self._frequency = presence, frequency
+        self._begins: int | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores ``[1, vocab]`` less what is taken off."""
+        if self._begins is None:
+            self._begins = input_ids.shape[1]
+        counts = torch.bincount(input_ids[0, self._begins :], minlength=scores.shape[-1]).to(scores)  # [vocab]
+        return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
+@dataclass(frozen=True)
+class TokenLogProb:
+    """A token of an answer with its log-probability.
+
+    Parameters
+    ----------
+    token : str
+        Its text, special tokens and incomplete characters included.
+    text : str
+        What it adds to the answer. A character of several tokens is added by the last of them.
+    offset : int
+        Where in the answer that begins.
+    logprob : float
+        Of the token.
+    top : sequence of (str, float)
+        Text and log-probability of the likeliest tokens in its place.
+    """
+
+    token: str
+    text: str
+    offset: int
+    logprob: float
+    top: Sequence[tuple[str, float]]
+
+
+class LogProbs:
+    """Notes how likely the model found each token of an answer.
+
+    A logits processor for one answer, to stand before those that change the logits: what is noted is the model's own,
+    before penalties, bias and temperature. One thread may generate while another reads.
+
+    Parameters
+    ----------
+    tokenizer : transformers tokenizer
+    top : int
+        How many of the likeliest tokens are noted beside the one that was taken.
+    """
+
+    def __init__(self, tokenizer: Any, top: int) -> None:
+        self._tokenizer, self._top = tokenizer, top
+        self._row: torch.Tensor | None = None  # of the token that is about to be taken, [vocab]
+        self._noted: list[tuple[int, float, list[tuple[int, float]]]] = []
+        self._ids: list[int] = []
+        self._context = self._read = self._length = 0  # as in the decoder's text assembler
+        self._given: list[TokenLogProb] = []
+        self._handed_out = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Note the newest token, and give the scores ``[1, vocab]`` back as they are."""
+        if self._row is not None:
+            self._note(int(input_ids[0, -1]), self._row)
+        self._row = scores[0].float().log_softmax(-1)
+        return scores
+
+    def up_to(self, characters: int) -> list[TokenLogProb]:
+        """Tokens not handed out before whose text lies within so many characters of the answer."""
+        self._name_noted()
+        begun = self._handed_out
+        while self._handed_out < self._read:
+            one = self._given[self._handed_out]
+            if one.offset + len(one.text) > characters:
+                break
+            self._handed_out += 1
+        return self._given[begun : self._handed_out]
+
+    def rest(self, token_ids: Sequence[int], text: str) -> list[TokenLogProb]:
+        """Tokens of a finished answer that were not handed out before.
+
+        Parameters
+        ----------
+        token_ids : sequence of int
+            All ids of the answer.
+        text : str
+            Its text; what ended it, a stop string or a special token, has no part in it.
+        """
+        if self._row is not None and len(self._noted) < len(token_ids):
+            self._note(token_ids[len(self._noted)], self._row)
+        del self._noted[len(token_ids) :]  # a GPU may have run one step past the end
+        self._name_noted()
+        if len(text) > self._length:  # it ends within a character, and shows that
+            first = self._given[self._read]
+            ended = [replace(one, offset=len(text)) for one in self._given[self._read + 1 :]]
+            self._given[self._read :] = [replace(first, text=text[self._length :]), *ended]
+        begun, self._handed_out = self._handed_out, len(self._given)
+        return [one for one in self._given[begun:] if one.offset < len(text)]
+
+    def _note(self, token: int, row: torch.Tensor) -> None:
+        values, ids = row.topk(min(self._top, len(row)))
+        self._noted.append((token, float(row[token]), list(zip(ids.tolist(), values.tolist(), strict=True))))
+
+    def _name_noted(self) -> None:
+        for token, logprob, top in self._noted[len(self._given) :]:
+            context, before = self._ids[self._context :], self._ids[self._context : self._read]
+            names = [self._named(context, one) for one in (token, *(other for other, _ in top))]
+            self._ids.append(token)
+            whole = self._decoded([*context, token], plain=True)
+            known = self._decoded(before, plain=True)
+            text = ""
+            if len(whole) > len(known) and not whole.endswith("\N{REPLACEMENT CHARACTER}"):
+                text = whole[len(known) :]
+                self._context, self._read = self._read, len(self._ids)
+            alternatives = [(name, value) for name, (_, value) in zip(names[1:], top, strict=True)]
+            self._given.append(TokenLogProb(names[0], text, self._length, logprob, alternatives))
+            self._length += len(text)
+
+    def _named(self, context: list[int], token: int) -> str:
+        """The text of a token behind others, where a tokenizer may write it with a space that it lacks alone."""
+        before = self._decoded(context)
+        return self._decoded([*context, token])[len(before) :] or self._decoded([token])
+
+    def _decoded(self, ids: list[int], plain: bool = False) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=plain, clean_up_tokenization_spaces=False))
