@@ -150,11 +150,12 @@ class Pipeline:
         """Describe a segment and derive its key."""
         averaged = kind == "chunk" and self.condition == "context"
         key = record_key(
-            fingerprint=fingerprint_in(self.fingerprint, regime, self.config.contexts * averaged),
+            fingerprint=fingerprint_in(self.fingerprint, regime),
             salt=self.config.salt,
             kind=kind,
             context_ids=context_ids,
             token_ids=token_ids,
+            contexts=self.config.contexts * averaged,
         )
         return Segment(kind, context_ids, token_ids, key, regime, head, self.fingerprint, averaged)
 
@@ -239,7 +240,7 @@ class Pipeline:
         behind = segment.contexts
         contexts = () if behind is None else sum((behind.ids[at] for at in behind.of(segment.token_ids)), ())
         return RecordInfo(
-            fingerprint=fingerprint_in(segment.model, segment.regime, self.config.contexts * segment.averaged),
+            fingerprint=fingerprint_in(segment.model, segment.regime),
             context_ids=segment.context_ids + contexts,
             token_ids=segment.token_ids,
             layers=adapter.num_layers,
@@ -248,6 +249,7 @@ class Pipeline:
             dtype=str(adapter.dtype).removeprefix("torch."),
             rotated=segment.kind == "prefix",
             kind=segment.kind,
+            contexts=self.config.contexts * segment.averaged,
         )
 
     def blend(

@@ -157,21 +157,11 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def fingerprint_in(model_fingerprint: str, regime: int, contexts: int = 0) -> str:
-    """Identity of what computes KV, which is of no use to another.
-
-    Parameters
-    ----------
-    model_fingerprint : str
-    regime : int
-        The model's frequency regime.
-    contexts : int
-        How many contexts it is the mean over; 0 if it is computed behind its context ids alone.
-    """
-    parts = [f"beyond {regime} tokens"] * bool(regime) + [f"mean over {contexts} contexts"] * bool(contexts)
-    if not parts:
+def fingerprint_in(model_fingerprint: str, regime: int) -> str:
+    """Identity of a model within a frequency regime; KV of one regime is of no use to another."""
+    if not regime:
         return model_fingerprint
-    return hashlib.sha256(" ".join((model_fingerprint, *parts)).encode()).hexdigest()
+    return hashlib.sha256(f"{model_fingerprint} beyond {regime} tokens".encode()).hexdigest()
 
 
 def _tensors(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

@@ -59,6 +59,9 @@ class RecordInfo:
     kind : str
         ``"chunk"``, ``"prefix"``, or ``"session"`` for a whole prompt with its answer, which is
         approximate; one is never taken for another.
+    contexts : int
+        Over how many contexts the KV is averaged, whose ids stand behind those of ``context_ids`` that are the
+        segment's own; 0 if it was computed behind ``context_ids`` alone.
     """
 
     fingerprint: str
@@ -70,6 +73,7 @@ class RecordInfo:
     dtype: str
     rotated: bool
     kind: str = "chunk"
+    contexts: int = 0
 
     @property
     def tokens(self) -> int:
@@ -405,6 +409,7 @@ def record_key(
     kind: str,
     context_ids: Sequence[int],
     token_ids: Sequence[int],
+    contexts: int = 0,
 ) -> str:
     """Key of a record by content: the same segment has one key wherever it stands.
 
@@ -418,9 +423,12 @@ def record_key(
         ``"chunk"`` or ``"prefix"``.
     context_ids, token_ids : sequence of int
         What the segment is computed behind, and the segment.
+    contexts : int
+        Over how many contexts its KV is averaged; which ones they are is no part of the key.
     """
     digest = hashlib.sha256()
-    for part in (fingerprint, salt, kind, _join(context_ids), _join(token_ids)):
+    also = (f"{contexts} contexts",) if contexts else ()
+    for part in (fingerprint, salt, kind, _join(context_ids), _join(token_ids), *also):
         data = part.encode()
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()

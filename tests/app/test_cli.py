@@ -39,8 +39,14 @@ def ask(model: Path, docs: Path, data: Path, *more: str) -> int:
 
 
 def test_warm_chunks_hit_and_files_are_followed(
-    model_path: Path, docs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_path: Path,
+    docs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # No chunk is computed behind another, so what is erased is exactly what changed.
+    monkeypatch.setenv("CACHEBLEND_RAG_CONDITION", "sink")
     data = tmp_path / "data"
     assert ask(model_path, docs, data, "--top-k", "2", "--warm") == 0
     first = capsys.readouterr()
