@@ -25,6 +25,7 @@ DRAWN = (
     "decode",
     "loading",
     "hit-rates",
+    "quality",
     "concurrent-bfloat16",
 )
 HERE = {
@@ -118,6 +119,24 @@ RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "hit_rates": (
         {"content": [0.5] * 24, "chained": [0.1] * 24},
         {"by content", "chained by prefix"},
+    ),
+    "yardstick": (
+        {
+            "options": {"about": "a model"},
+            "drawn": "squad",
+            "together": {},
+            "sets": {
+                "squad": {
+                    "prompts": 3,
+                    "methods": {
+                        name: {"work": work, "kl": {"mean": 0.1, "low": 0.05, "high": 0.2}}
+                        for name, work in (("sink/none", 0.05), ("sink/hkvd:metric=v@0.1", 0.2))
+                    },
+                    "noise": {"order": {"prompts": 3, "kl": {"mean": 0.1, "low": 0.05, "high": 0.2}}},
+                }
+            },
+        },
+        {"the paper's rule: highest KV deviation", "order", "a model: 3 prompts of squad"},
     ),
 }
 

@@ -25,13 +25,14 @@ import json
 import random
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cacheblend_rag.calibration.bench.plotting import pyplot_for, save_figure
 from cacheblend_rag.calibration.corpus import Corpus
 from cacheblend_rag.calibration.evaluation.answers import GreedyAnswers, shared_cache
 from cacheblend_rag.calibration.evaluation.cases import EvalCase, Passage
@@ -473,12 +474,13 @@ _LINES = {
 }
 
 
-def draw(found: dict[str, Any], title: str, path: str) -> None:
-    """Divergence over work, every kind of method a line from full KV reuse on, with what users accept anyway."""
-    from matplotlib.figure import Figure
+def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
+    """Divergence over work, every kind of method a line from full KV reuse on, with what users accept anyway.
 
-    figure = Figure(figsize=(7.5, 4.6), layout="constrained")
-    axes = figure.subplots()
+    The prompts are those of the set on which the latter was measured.
+    """
+    found = result["sets"][result["drawn"]]
+    figure, axes = pyplot.subplots(figsize=(7.5, 4.8), layout="constrained")
     methods = found["methods"]
     for begins, (label, colour, marker) in _LINES.items():
         names = [name for name in methods if name.startswith((begins + "@", begins + ":"))]
@@ -498,10 +500,10 @@ def draw(found: dict[str, Any], title: str, path: str) -> None:
     axes.set_xlim(left=0)
     axes.set_xlabel("work, % of a full prefill's, question included")
     axes.set_ylabel("KL divergence from full prefill, nats a token")
-    axes.set_title(title, fontsize="medium")
+    axes.set_title(f"{result['options']['about']}: {found['prompts']} prompts of {result['drawn']}", fontsize="medium")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)
-    figure.savefig(path, metadata={"Date": None})
+    save_figure(pyplot, figure, path)
 
 
 def show(options: argparse.Namespace) -> None:
@@ -511,7 +513,8 @@ def show(options: argparse.Namespace) -> None:
         name = re.sub(r"-\d+$", "", path.stem)
         sets.setdefault(name, []).extend(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
     together = [row for rows in sets.values() for row in rows]
-    result: dict[str, Any] = {"about": options.about, "date": options.date, "machine": options.machine}
+    result: dict[str, Any] = {"options": {"about": options.about, "date": options.date, "machine": options.machine}}
+    result["drawn"] = max(sets, key=lambda name: sum(bool(row["noise"]) for row in sets[name]))
     result["sets"] = {name: summary(rows) for name, rows in sets.items()}
     result["together"] = summary(together)
     if options.against:
@@ -522,7 +525,7 @@ def show(options: argparse.Namespace) -> None:
     if options.out:
         Path(options.out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if options.plot:
-        draw(result["together"], options.about, options.plot)
+        draw(pyplot_for(options.plot), result, Path(options.plot))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

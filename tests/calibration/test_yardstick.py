@@ -1,0 +1,130 @@
+"""The yardstick: methods held against full prefill, what is joined of several runs, and questions that are made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag.calibration.evaluation.cases import EvalCase, Passage
+from cacheblend_rag.errors import ConfigError
+from docs.benchmarks.scripts import yardstick
+from docs.benchmarks.scripts.yardstick import Yardstick, is_right, keys_cases, of_half, open_cases, parse_method
+from tests import tiny
+from tests.probes import engine_of
+
+METHODS = [
+    "sink/none", "sink/boundary@1.0", "prefix/none", "plain/none", "context/boundary@0.2", "context1/none",
+    "together/none", "sink/hkvd:metric=v:check_layers=1@0.2",
+]  # fmt: skip
+
+
+def cases(count: int = 4) -> list[EvalCase]:
+    return [
+        EvalCase(
+            f"case {n}", f"What fell {tiny.text(3, n)}?", (tiny.text(2, n),), group=f"group {n // 2}",
+            passages=tuple(Passage("", tiny.text(20, 10 * n + k), support=k == 0) for k in range(4)),
+        )
+        for n in range(count)
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, Any]]:
+    with engine_of(tiny.model(num_hidden_layers=3)) as engine:
+        noise = ["separator", "order", "one passage less", "8-bit weights"]
+        measured = Yardstick(engine, cases(), METHODS, chunks=3, answers=["sink/none"], noise=noise)
+        return [measured.measure(case, order) for case in cases() for order in ("0", "1")]
+
+
+def test_recomputing_everything_is_full_prefill_and_reuse_is_not(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        assert list(row["methods"]) == METHODS or set(row["methods"]) == set(METHODS)
+        everything = row["methods"]["sink/boundary@1.0"]
+        assert max(everything["kl"]) < 1e-4
+        assert abs(everything["gold"]) < 1e-3
+        assert len({len(one["kl"]) for one in row["methods"].values()}) == 1
+        works = [row["methods"][name]["work"] for name in ("sink/none", "context/boundary@0.2", "sink/boundary@1.0")]
+        assert works == sorted(works)
+        assert set(row["noise"]) == {"separator", "order", "one passage less", "8-bit weights"}
+    assert any(max(row["methods"]["sink/none"]["kl"]) > 1e-3 for row in rows)
+    first, second = rows[:2]
+    assert first["id"] != second["id"]
+    assert first["group"] == second["group"]
+
+
+def test_results_are_joined_in_a_table_json_and_a_plot(
+    rows: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [tmp_path / "one-0.jsonl", tmp_path / "one-1.jsonl"]
+    for file, part in zip(files, (rows[:4], rows[4:]), strict=True):
+        file.write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+    out, plot = tmp_path / "joined.json", tmp_path / "joined.svg"
+    given = [*map(str, files), "--against", "context/boundary@0.2", "--out", str(out), "--plot", str(plot)]
+    assert yardstick.main(["show", *given, "--about", "a tiny model"]) == 0
+    printed = capsys.readouterr().out
+    assert "| `sink/none` |" in printed
+    assert "full prefill, order (8 prompts)" in printed
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert list(found["sets"]) == ["one"]
+    assert found["together"]["prompts"] == 8
+    reuse = found["together"]["methods"]["sink/none"]
+    means = [sum(row["methods"]["sink/none"]["kl"]) / len(row["methods"]["sink/none"]["kl"]) for row in rows]
+    assert reuse["kl"]["mean"] == pytest.approx(sum(means) / 8, rel=1e-3)
+    assert reuse["kl"]["low"] <= reuse["kl"]["mean"] <= reuse["kl"]["high"]
+    apart = found["further_than"]["context/boundary@0.2"]["sink/boundary@1.0"]
+    assert apart["mean"] < 0
+    assert "<svg" in plot.read_text(encoding="utf-8")
+
+
+def test_halves_share_no_text_and_are_all(tmp_path: Path) -> None:
+    made = cases(40)
+    dev, test = of_half(made, "dev"), of_half(made, "test")
+    assert dev
+    assert test
+    assert not {case.group for case in dev} & {case.group for case in test}
+    assert len(dev) + len(test) == len(of_half(made, "all")) == 40
+
+
+def test_questions_about_countries_name_them_in_one_chunk_only(tmp_path: Path) -> None:
+    path = tmp_path / "countries.jsonl"
+    sections = [
+        {"title": title, "section": f"Part {n}", "text": f"{title} has {n} rivers. " * 12}
+        for title in ("Avia", "Bergia", "Cordia", "Delia", "Evia", "Fania", "Gora", "Hovia")
+        for n in range(5)
+    ]
+    path.write_text("".join(json.dumps(one) + "\n" for one in sections), encoding="utf-8")
+    for case in open_cases(str(path)):
+        name = case.answers[0]
+        first, second = (passage.text for passage in case.passages[:2])
+        assert first.startswith(f"{name}. ")
+        assert name not in second
+        assert "the country" in second
+
+
+def test_keys_are_found_where_they_are_told() -> None:
+    for case in keys_cases(5):
+        told = [passage.text for passage in case.passages if case.answers[0] in passage.text]
+        assert len(told) == 1
+    assert keys_cases(5) == keys_cases(5)
+
+
+@pytest.mark.parametrize(
+    ("said", "right"),
+    [("It was March 2008.", True), ("in the march of 2008", False), ("march  2008!", True), ("", False)],
+)
+def test_what_counts_as_right(said: str, right: bool) -> None:
+    assert is_right(said, ["March 2008", ""]) == right
+
+
+@pytest.mark.parametrize("method", ["none", "sink/best@0.1", "sink/", "sink/hkvd@x"])
+def test_a_method_that_cannot_be_read_is_refused(method: str) -> None:
+    with pytest.raises(ConfigError, match="methods="):
+        parse_method(method)
+
+
+def test_a_condition_that_is_not_known_is_refused() -> None:
+    with engine_of(tiny.model()) as engine, pytest.raises(ConfigError, match="condition="):
+        Yardstick(engine, cases(1), ["behind/none"]).measure(cases(1)[0], "0")
