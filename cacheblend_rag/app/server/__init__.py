@@ -21,6 +21,7 @@ Nothing is imported here, so that the command line stays light.
 ``gatekeeping``             keys, sizes, hosts, origins and headers, before anything else runs
 ``connections``             slow, idle and too many connections
 ``problems``                errors as answers
+``request_ids``             an id for each request, in its answer and in the log
 ``metrics``, ``logs``       what is counted and what is written down
 ``suggestions``             questions the page offers for the bundled articles
 ``docs_page``               the OpenAPI document as a page

@@ -484,10 +484,10 @@ def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
     methods = found["methods"]
     for begins, (label, colour, marker) in _LINES.items():
         names = [name for name in methods if name.startswith((begins + "@", begins + ":"))]
-        reuse = begins.split("/")[0] + "/none"
-        points = sorted(((methods[name]["work"], methods[name]["kl"]) for name in (reuse, *names)), key=lambda p: p[0])
         if not names:
             continue
+        reuse = [name for name in methods if name == begins.split("/")[0] + "/none"]
+        points = sorted(((methods[name]["work"], methods[name]["kl"]) for name in (*reuse, *names)), key=lambda p: p[0])
         work, kl = [100 * at for at, _ in points], [one["mean"] for _, one in points]
         low = [one["mean"] - one["low"] for _, one in points]
         high = [one["high"] - one["mean"] for _, one in points]
