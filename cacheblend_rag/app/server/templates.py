@@ -85,9 +85,9 @@ def within(seconds: float) -> Iterator[None]:
 
     timer = threading.Timer(seconds, interrupt)
     timer.daemon = True
-    timer.start()
     try:
         try:
+            timer.start()
             yield
         finally:
             timer.cancel()
