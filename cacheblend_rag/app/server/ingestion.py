@@ -196,12 +196,10 @@ class Ingestion:
 
     def dismiss(self, library: Library, collection: str, file: str) -> bool:
         """Take a file that failed or waits off the list; whether there was one."""
-        found = [one for one in library.catalogue.files(collection=collection) if one.id == file]
-        if not found or not library.catalogue.dismiss(collection, file):
-            return False
-        library.discard(found)
-        self._end_if_done(library, found[0].job)
-        return True
+        found = library.dismiss(collection, file)
+        if found is not None:
+            self._end_if_done(library, found.job)
+        return found is not None
 
     def wake(self) -> None:
         """There is something to be done."""

@@ -478,6 +478,15 @@ class Library:
         """Where an upload is written that is not taken in yet."""
         return self.incoming / f".{id}"
 
+    def dismiss(self, collection: str, file: str) -> Incoming | None:
+        """Take a file that failed or waits off the list, and give it, if there is one."""
+        with self._lock:  # it may just be becoming a document
+            found = [one for one in self.catalogue.files(collection=collection) if one.id == file]
+            if not found or not self.catalogue.dismiss(collection, file):
+                return None
+        self.discard(found)
+        return found[0]
+
     def discard(self, files: Iterable[Incoming]) -> None:
         """Remove uploaded files."""
         for one in files:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,6 +166,27 @@ def test_no_text_of_what_was_deleted_stays_in_the_files(
         for text in (*texts, passage(950)):
             assert text.split("\n")[1][:60].encode() not in held
         assert passage(960).split("\n")[1][:60].encode() in held
+
+
+def test_a_file_that_is_deleted_as_it_becomes_a_document_is_gone(
+    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    becoming, add = threading.Event(), catalogue.Catalogue.add
+
+    def slow(*given: Any) -> None:
+        becoming.set()
+        time.sleep(1)
+        add(*given)
+
+    with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
+        id = new_collection(client)
+        monkeypatch.setattr(catalogue.Catalogue, "add", slow)
+        client.post(f"/api/collections/{id}/documents", files=[("files", ("a.txt", passage(970)))])
+        assert becoming.wait(30)
+        assert client.delete(f"/api/collections/{id}/documents/{ids_of(client, id)['a.txt']}").status_code == 204
+        settle(service_of(client))
+        assert ids_of(client, id) == {}
+        assert hits(client, 970) == 0
 
 
 def test_what_is_not_erased_yet_is_not_read_after_a_restart_either(

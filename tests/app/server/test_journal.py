@@ -27,6 +27,7 @@ class Writer:
         self.deleted: set[str] = set()
         self.unsure: set[str] = set()  # asked for, and not answered
         self.jobs: list[str] = []
+        self.refused: list[str] = []  # for another reason than that many wait
 
     def write(self, client: httpx.Client) -> None:
         """Go on until the connection breaks."""
@@ -39,8 +40,8 @@ class Writer:
                 if answer.status_code == 202:
                     self.accepted[name] = text
                     self.jobs.append(answer.json()["job"])
-                else:
-                    assert answer.status_code == 429, answer.text
+                elif answer.status_code != 429:
+                    self.refused.append(answer.text)
                 if self.random.random() < 0.4:
                     known = [one for one in client.get(path).json() if one["name"] not in self.unsure]
                     if known:
@@ -72,8 +73,9 @@ def test_killed_at_random_moments_nothing_that_was_answered_is_lost(model: Path,
         server = Served(model, docs, data)
     client = server.client
     for writer in writers:
+        assert not writer.refused
         for job in writer.jobs[-3:]:
-            told = read_events(client.get(f"/api/jobs/{job}/events").text)  # which waits for its end
+            told = read_events(client.get(f"/api/jobs/{job}/events", timeout=300).text)  # which waits for its end
             assert told[-1][1]["stage"] == "done"
         kept = set(whole_or_not_at_all(client, writer.id))
         assert kept >= set(writer.accepted) - writer.deleted - writer.unsure
