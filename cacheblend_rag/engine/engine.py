@@ -462,9 +462,8 @@ class BlendEngine:
         if self._pipeline.condition == "context" and ids:  # others were computed behind them
             begins = finder(ids)
             with _noted(failed):
-                keys.update(
-                    key for key, info in self.store.infos("") if info.kind == "chunk" and begins(info.context_ids)
-                )
+                found = ((key, info) for key, info in self.store.infos("") if begins(info.behind))
+                keys.update(key for key, info in found if self._pipeline.owns(key, info))
         # Prompts that were kept whole have their chunks in them.
         with _noted(failed):
             kept = self.store.infos(KEY_PREFIX) if ids else ()

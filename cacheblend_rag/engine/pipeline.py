@@ -241,7 +241,7 @@ class Pipeline:
         contexts = () if behind is None else sum((behind.ids[at] for at in behind.of(segment.token_ids)), ())
         return RecordInfo(
             fingerprint=fingerprint_in(segment.model, segment.regime),
-            context_ids=segment.context_ids + contexts,
+            context_ids=segment.context_ids,
             token_ids=segment.token_ids,
             layers=adapter.num_layers,
             kv_heads=adapter.kv_heads,
@@ -250,7 +250,20 @@ class Pipeline:
             rotated=segment.kind == "prefix",
             kind=segment.kind,
             contexts=self.config.contexts * segment.averaged,
+            behind=contexts,
         )
+
+    def owns(self, key: str, info: RecordInfo) -> bool:
+        """Whether a record is one of ours, and not another tenant's with the same text."""
+        own = record_key(
+            fingerprint=info.fingerprint,
+            salt=self.config.salt,
+            kind=info.kind,
+            context_ids=info.context_ids,
+            token_ids=info.token_ids,
+            contexts=info.contexts,
+        )
+        return key.endswith(own)
 
     def blend(
         self,
@@ -451,10 +464,8 @@ class Pipeline:
         record = self.store.open(segment.key)
         if record is None:
             return None
-        found = record.info
-        if segment.averaged:  # behind which contexts is not ours to say
-            found = dataclasses.replace(found, context_ids=found.context_ids[: len(segment.context_ids)])
-        if found == self.record_info(segment):
+        # Behind which contexts it was computed is not ours to say.
+        if dataclasses.replace(record.info, behind=()) == self.record_info(segment):
             return record
         _log.warning("KV record %s is of another segment or model and counts as a miss", segment.key)
         record.close()

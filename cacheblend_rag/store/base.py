@@ -60,8 +60,9 @@ class RecordInfo:
         ``"chunk"``, ``"prefix"``, or ``"session"`` for a whole prompt with its answer, which is
         approximate; one is never taken for another.
     contexts : int
-        Over how many contexts the KV is averaged, whose ids stand behind those of ``context_ids`` that are the
-        segment's own; 0 if it was computed behind ``context_ids`` alone.
+        Over how many contexts the KV is averaged; 0 if it was computed behind ``context_ids`` alone.
+    behind : tuple of int
+        Ids of these contexts, one after the other. They stood before ``context_ids``, and are no part of the key.
     """
 
     fingerprint: str
@@ -74,6 +75,7 @@ class RecordInfo:
     rotated: bool
     kind: str = "chunk"
     contexts: int = 0
+    behind: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:

@@ -172,8 +172,8 @@ def test_what_a_prompt_missed_is_computed_behind_what_was_retrieved_with_it(mode
         assert len(stored) == 3
         others = [finder([ids]) for ids in stored]
         for ids, info in stored.items():
-            held = [begins(info.context_ids) for begins in others]
-            assert not finder([ids])(info.context_ids) or all(held)
+            held = [begins(info.behind) for begins in others]
+            assert not finder([ids])(info.behind) or all(held)
         again = engine.fuse(PROMPT)
         assert again.report.hits == 3
 
@@ -201,12 +201,21 @@ def test_forgetting_a_chunk_forgets_what_was_computed_behind_it(model: Any) -> N
         engine.warm(TEXTS)
         tokenizer = PromptTokenizer(engine.tokenizer, "\n\n")
         gone = finder([tokenizer.chunk(TEXTS[1]).ids])
-        behind = [key for key, info in engine.store.infos("") if gone(info.context_ids)]
+        behind = [key for key, info in engine.store.infos("") if gone(info.behind)]
         assert behind, "otherwise nothing is shown here"
         assert engine.forget([TEXTS[1]]) == 1 + len(behind)
-        assert not any(gone(info.context_ids) or gone(info.token_ids) for _, info in engine.store.infos(""))
+        assert not any(gone(info.behind) or gone(info.token_ids) for _, info in engine.store.infos(""))
         left = engine.fuse(Prompt("Read this:", TEXTS, "And?")).report
         assert left.hits == len(TEXTS) - 1 - len(behind)
+
+
+def test_forgetting_leaves_another_tenants_records_alone(model: Any) -> None:
+    with engine_with(model, salt="one") as engine:
+        other = engine.with_config(salt="two")
+        engine.warm(TEXTS)
+        other.warm(TEXTS)
+        engine.forget(TEXTS[:1])
+        assert other.fuse(Prompt("Read this:", TEXTS, "And?")).report.hits == len(TEXTS)
 
 
 def test_an_estimate_is_what_warming_takes(model: Any, tmp_path: Path) -> None:
