@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -79,6 +78,14 @@ class Blend:
     split: TokenizedPrompt | None = None
 
 
+@dataclass
+class _LatestContexts:
+    """The contexts that chunks were computed behind last, shared by all views of an engine."""
+
+    identity: tuple[str, str] = ("", "")  # of the model and of the contexts
+    kv: ContextKV | None = None
+
+
 class Pipeline:
     """The first four verbs over one model and one store.
 
@@ -102,7 +109,7 @@ class Pipeline:
     ) -> None:
         self.adapter, self.tokenizer, self.config, self.store = adapter, tokenizer, config, store
         self._identity = adapter.identity(fingerprint)
-        self._context_kv: dict[str, Any] = {}
+        self._latest_contexts = _LatestContexts()
         self._ratio_policy = RatioPolicy(config, adapter.num_layers, self.fingerprint, controller_beside(store))
         self.packed = self._packing(anew=True)
 
@@ -222,11 +229,10 @@ class Pipeline:
 
     def _kv_of(self, contexts: Contexts) -> ContextKV:
         """What computes chunks behind contexts; that of the last ones is kept, since more chunks of theirs may come."""
-        wanted = self.fingerprint, contexts.digest
-        if self._context_kv.get("of") != wanted:
-            self._context_kv.update(of=wanted, kv=ContextKV(self.adapter, contexts.ids))
-        kv: ContextKV = self._context_kv["kv"]
-        return kv
+        wanted, last = (self.fingerprint, contexts.digest), self._latest_contexts
+        if last.kv is None or last.identity != wanted:
+            last.identity, last.kv = wanted, ContextKV(self.adapter, contexts.ids)
+        return last.kv
 
     def _check_model(self, segments: Sequence[Segment]) -> None:
         """Let no KV be stored as that of another adapter."""

@@ -136,7 +136,11 @@ RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
                 }
             },
         },
-        {"the paper's rule: highest KV deviation", "order", "a model: 3 prompts of squad"},
+        {
+            "the paper's rule: highest KV deviation",
+            "full prefill, passages in another order",
+            "a model: 3 prompts of squad",
+        },
     ),
 }
 

@@ -474,6 +474,14 @@ _LINES = {
 }
 
 
+_SAID = {
+    "order": "full prefill, passages in another order",
+    "one passage less": "full prefill, one passage left out",
+    "separator": "full prefill, another separator",
+    "8-bit weights": "full prefill, 8-bit weights",
+}
+
+
 def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
     """Divergence over work, every kind of method a line from full KV reuse on, with what users accept anyway.
 
@@ -494,8 +502,9 @@ def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
         axes.errorbar(work, kl, yerr=[low, high], label=label, color=colour, marker=marker, capsize=3, linewidth=1.4)
     for name, one in found["noise"].items():
         axes.axhline(one["kl"]["mean"], color="0.55", linestyle="--", linewidth=1)
-        axes.annotate(name, (0.995, one["kl"]["mean"]), xycoords=("axes fraction", "data"), ha="right", va="bottom",
-                      fontsize="small", color="0.35")  # fmt: skip
+        place = (0.995, one["kl"]["mean"])
+        look: dict[str, Any] = {"ha": "right", "va": "bottom", "fontsize": "small", "color": "0.35"}
+        axes.annotate(_SAID.get(name, name), place, xycoords=("axes fraction", "data"), **look)
     axes.set_yscale("log")
     axes.set_xlim(left=0)
     axes.set_xlabel("work, % of a full prefill's, question included")
