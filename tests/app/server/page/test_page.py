@@ -221,7 +221,7 @@ def test_the_ratio_changes_what_is_recomputed(page: Page) -> None:
     compare_off(page)
     ask(page, easy_questions()[0].question)  # what is not stored yet is computed at any ratio
     slider = page.get_by_role("slider", name="Recompute ratio")
-    expect(page.locator("#ratio-shown")).to_have_text("up to 50%, default")
+    expect(page.locator("#ratio-shown")).to_have_text("15%, default")
     slider.focus()
     slider.press("Home")
     expect(page.locator("#ratio-shown")).to_have_text("0%")
