@@ -127,7 +127,7 @@ def test_a_store_that_does_not_erase_is_not_read_and_tried_again(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cacheblend_rag.app.server.ingestion._RETRY", 0.2)
-    settings = settings_for(model, docs, tmp_path)
+    settings = settings_for(model, docs, tmp_path, condition="sink")  # no passage is computed behind another
 
     def fails(*args: object) -> bool:
         raise StoreError("not now")

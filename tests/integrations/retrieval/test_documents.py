@@ -86,7 +86,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(DocumentError, match=r"a\.txt is a file; name the folder"):
         find_files(tmp_path / "a.txt")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DocumentError, match=r"holds no \.docx, .*\.pdf, \.txt file; add"):
+    with pytest.raises(DocumentError, match=r"holds no \.csv, \.docx, .*\.pdf, \.txt file; add"):
         find_files(tmp_path / "empty")
 
 
