@@ -176,7 +176,7 @@ def test_layers_in_one_call_equal_layers_one_by_one(family: str) -> None:
     from cacheblend_rag.models.gpu.graphs import LayerGraphs
 
     model = tiny.model(FAMILIES[family][0], num_hidden_layers=6, **FAMILIES[family][1]).to(DEVICE)
-    config = BlendConfig(min_tokens=0, write_back="inline", recompute_ratio=0.3, check_layers=(1,))
+    config = BlendConfig(min_tokens=0, write_back="inline", selection="hkvd", recompute_ratio=0.3)
     with BlendEngine(model, tiny.tokenizer(), config=config, store=MemoryStore(device=DEVICE)) as engine:
         engine.warm(PROMPT.chunks)
         engine.fuse(PROMPT)  # stores the prefix
@@ -209,7 +209,7 @@ def test_recomputing_all_equals_full_prefill(family: str) -> None:
 def test_recordings_serve_other_prompts(family: str, kept: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, changes = FAMILIES[family]
     model = tiny.model(name, num_hidden_layers=11, **changes).to(DEVICE, getattr(torch, dtype))
-    config = BlendConfig(min_tokens=0, write_back="inline", recompute_ratio=0.2, check_layers=(1,), metric="v")
+    config = BlendConfig(min_tokens=0, write_back="inline", selection="hkvd", recompute_ratio=0.2)
     chunks = [tiny.text(words, seed) for seed, words in enumerate((60, 41, 70, 60))]
     orders = [(0, 1, 2), (2, 0, 1), (3, 1, 2), (1, 3), (2, 1, 0), (0, 1, 2)]
     prompts = [Prompt("Read this:", [chunks[at] for at in order], "What fell?") for order in orders]
@@ -237,7 +237,7 @@ def _model(family: str) -> Any:
 
 
 def fused_by(family: str, **options: Any) -> Any:
-    config = BlendConfig(min_tokens=0, write_back="inline", **options)
+    config = BlendConfig(min_tokens=0, write_back="inline", selection="hkvd", **options)
     with BlendEngine(_model(family), tiny.tokenizer(), config=config, store=MemoryStore(device=DEVICE)) as engine:
         engine.warm(PROMPT.chunks)
         fused = engine.fuse(PROMPT)
