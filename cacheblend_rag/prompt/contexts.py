@@ -52,8 +52,8 @@ class Contexts:
         parts: list[list[tuple[int, ...]]] = [[] for _ in range(self.count)]
         for text in sorted({text.strip() for text in self.chunks}, key=_by_chance):
             shortest = min(parts, key=_length)
-            if _length(shortest) >= self.tokens:
-                break
+            if _length(shortest) + 2 * _OPENS > self.tokens:
+                break  # so little of a chunk could not be found again
             # At most half of a context is one text: a prompt speaks of several things, too.
             shortest.append((*self.tokenizer.text_ids(text)[: self.tokens // 2], *separator))
         pairs = zip(parts, _passages(), strict=False)

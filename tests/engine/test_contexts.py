@@ -105,6 +105,18 @@ def test_contexts_hold_chunks_whatever_their_order_and_each_in_one_only() -> Non
         assert made.of(tokenizer.chunk(text).ids) == tuple(at for at, held in enumerate(within) if not held)
 
 
+def test_every_chunk_in_a_context_can_be_found_there() -> None:
+    """What is erased must be found wherever other chunks were computed behind it."""
+    tokenizer = PromptTokenizer(tiny.tokenizer(), "\n\n")
+    texts = [tiny.text(words, seed) for seed, words in enumerate((23, 31, 17, 28, 40, 35, 26, 33, 29, 38))]
+    for tokens in range(60, 200, 7):
+        for ids in contexts(texts, 2, tokens).ids:
+            for text in texts:
+                known = tokenizer.chunk(text).ids
+                part = any(finder([known[at : at + 6]])(ids) for at in range(0, len(known) - 6, 6))
+                assert not part or finder([known])(ids)
+
+
 def test_where_chunks_are_few_prose_stands_before_them() -> None:
     tokenizer = PromptTokenizer(tiny.tokenizer(), "\n\n")
     alone, few = contexts([]), contexts(TEXTS[:1])
