@@ -146,7 +146,7 @@ class DiskStore(BaseStore):
         form: RecordFormat | None = None,
         on_evict: OnEvict | None = None,
     ) -> None:
-        self.folder: Path = Path(folder).expanduser()
+        self.folder: Path = Path(folder).expanduser().absolute()  # a later change of folder moves nothing
         form = form or RecordFormat()
         self.form = form if form.seal else dataclasses.replace(form, seal=Seal.from_environment())
         self.on_evict = on_evict

@@ -212,6 +212,22 @@ def test_a_folder_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     store.close()
 
 
+def test_a_relative_folder_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that first uses the store after the process has changed its folder opens the data base anew."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    store = DiskStore("kv", 10**7)
+    monkeypatch.chdir(tmp_path / "second")
+    writer = threading.Thread(target=store.put, args=("key", make()))
+    writer.start()
+    writer.join()
+    assert same(store.open("key"), make())
+    store.close()
+    assert not list((tmp_path / "second").iterdir())
+    assert files(tmp_path / "first")
+
+
 def test_a_folder_that_cannot_be_used_is_an_error_of_ours(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(StoreError, match="name a folder"):

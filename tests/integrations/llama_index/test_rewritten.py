@@ -169,7 +169,7 @@ async def test_nodes_that_a_post_processor_rewrote_are_said_to_be_changed(index:
 
 @pytest.mark.parametrize("name", [name for name, (_, change) in REWRITES.items() if change])
 async def test_erasing_a_node_erases_its_rewritten_forms(index: VectorStoreIndex, name: str) -> None:
-    llm = make_llm()
+    llm = make_llm(config={"condition": "sink"})
     engine = engine_of(index, llm, REWRITES[name][0])
     engine.query(QUESTION)
     assert llm.forget(NODES[:1]) == 1
