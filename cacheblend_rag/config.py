@@ -317,12 +317,11 @@ class BlendConfig:
         question that holds the separator would be split, too.
     recompute_ratio : float or "auto"
         Share of the reused chunk tokens that is recomputed on every layer from the check layer
-        on, from 0 to 1 (section 4.3 of the CacheBlend paper; 0.15 there); the most, for a rule
-        with a bound. ``"auto"`` lets the loading controller choose it for each request, once
-        ``cacheblend-rag profile`` has been run: as much as loading hides, but never less than
-        ``task`` needs. Until then it is that least. Once ``cacheblend-rag calibrate`` has been run,
-        ``"auto"`` is the rule, check layers and schedule it found, as long as none of these options
-        is given.
+        on, from 0 to 1 (section 4.3 of the CacheBlend paper; 0.15 there). ``"auto"`` lets the loading
+        controller choose it for each request, once ``cacheblend-rag profile`` has been run: as much as
+        loading hides, but never less than ``task`` needs. Until then it is that least. Once
+        ``cacheblend-rag calibrate`` has been run, ``"auto"`` is the rule, check layers and schedule it found,
+        as long as none of these options is given.
     task : {"answer", "summary"}
         What answers are for: bounds of the ratio that ``"auto"`` chooses.
     selection : str or SelectionRule

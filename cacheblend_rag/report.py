@@ -139,7 +139,7 @@ class BlendReport:
     lost : int
         Records that failed while they were loaded; the pass began again without them.
     recompute_ratio : float
-        Share of the reused chunk tokens that was to be recomputed; by a rule with a bound, what that came to.
+        Share of the reused chunk tokens that was to be recomputed.
     expected : Expected or None
         What the loading controller expected, if it chose the ratio.
     seconds : Seconds

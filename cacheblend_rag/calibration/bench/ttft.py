@@ -57,7 +57,7 @@ class TTFTOptions(BenchOptions):
     Parameters
     ----------
     ratios : tuple of float
-        Recompute ratios of flat HKVD, and of what stored queries foresee.
+        Recompute ratios of flat HKVD, and of chunk starts.
     methods : tuple of str
         Some of `METHODS`; full recompute is always measured, as the others are compared with it.
     kv : tuple of str
