@@ -24,7 +24,7 @@ from cacheblend_rag.fusor.selection import RULES, SHARED_OPTIONS, SelectionRule
 from cacheblend_rag.loading import BlendSettings, MachineProfile
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
 
-__all__ = ["CalibrationOptions", "calibrate", "keep_settings", "report", "settings_of"]
+__all__ = ["CalibrationOptions", "calibrate", "end_ids_of", "keep_settings", "report", "settings_of"]
 
 _VERSION = 4
 _BEHIND = {"context": "contexts", "sink": "the start of a text alone"}
@@ -118,7 +118,7 @@ def calibrate(
                 of,
                 most=most,
                 answer_tokens=options.answer_tokens,
-                end_ids=_end_ids(engine),
+                end_ids=end_ids_of(engine),
                 behind=beside.behind if condition == "context" else None,
                 on_prompt=bar.update,
                 known=[line for line in journal.lines if line["set"] == name] if journal else (),
@@ -162,7 +162,7 @@ def _search_settings(engine: BlendEngine, prompts: Sequence[Prompt], options: Ca
     }
 
 
-def _end_ids(engine: BlendEngine) -> list[int]:
+def end_ids_of(engine: BlendEngine) -> list[int]:
     """Tokens that end an answer; none where nothing says so."""
     end = getattr(engine.model.generation_config, "eos_token_id", None)
     end = engine.tokenizer.eos_token_id if end is None else end

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import ContextKV
 from cacheblend_rag.prompt import PromptTokenizer
-from cacheblend_rag.prompt.contexts import Contexts, side_by_side
+from cacheblend_rag.prompt.contexts import context_tokens, contexts_beside
 
 __all__ = ["Corpus"]
 
@@ -31,9 +31,9 @@ class Corpus:
     def __init__(self, adapter: ModelAdapter, tokenizer: PromptTokenizer, chunks: Sequence[str], count: int) -> None:
         self._adapter = adapter
         texts = list(dict.fromkeys(text.strip() for text in chunks))
-        groups = side_by_side([len(tokenizer.chunk(text).ids) for text in texts])
-        contexts = [Contexts(tokenizer, [texts[at] for at in group], count) for group in groups]
-        self._contexts = {texts[at]: found for group, found in zip(groups, contexts, strict=True) for at in group}
+        sizes, tokens = [len(tokenizer.chunk(text).ids) for text in texts], context_tokens(adapter.context_window)
+        beside = contexts_beside(tokenizer, texts, sizes, count, tokens)
+        self._contexts = dict(zip(texts, beside, strict=True))
         self._known: OrderedDict[str, ContextKV] = OrderedDict()
 
     def behind(self, text: str, ids: Sequence[int]) -> tuple[ContextKV, Sequence[int]]:

@@ -18,11 +18,9 @@ from cacheblend_rag.models.contexts import ContextKV
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import Prompt, PromptTokenizer, TokenizedPrompt
 
-__all__ = ["DEPTH", "Behind", "Fused", "PreparedPrompt"]
+__all__ = ["Behind", "Fused", "PreparedPrompt"]
 
 Behind = Callable[[str, Sequence[int]], tuple[ContextKV, Sequence[int]]]
-DEPTH = 24
-"""Layers of the model to which work is scaled, so that shallow models compare with usual ones."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +33,10 @@ class Fused:
         The result.
     work : float
         Its work as a share of a full prefill's.
-    scaled_work : float
-        The same in a model of `DEPTH` layers, or of its own if they are more; see `work_share`.
     """
 
     fusion: Fusion
     work: float
-    scaled_work: float
 
 
 class PreparedPrompt:
@@ -119,8 +114,7 @@ class PreparedPrompt:
         """Fuse by a rule."""
         fusion = fuse(self.adapter, self.plan, self._buffers(self._known), rule)
         shape, tokens = self.adapter.shape, len(self.tokens.input_ids)
-        layers = max(DEPTH, self.adapter.num_layers)
-        return Fused(fusion, work_share(shape, tokens, fusion.done), work_share(shape, tokens, fusion.done, layers))
+        return Fused(fusion, work_share(shape, tokens, fusion.done))
 
     @cached_property
     def full(self) -> Fusion:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,14 +16,13 @@ import torch
 
 from cacheblend_rag.calibration.evaluation.statistics import Interval, interval
 from cacheblend_rag.calibration.prepared import Behind, Fused, PreparedPrompt
-from cacheblend_rag.fusor import Fusion
 from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.modules import evaluating
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
 
-__all__ = ["TrialSet", "Tried"]
+__all__ = ["TrialSet", "Tried", "greedy_answer"]
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,8 @@ class TrialSet:
 
     def _prepared(self, tokenizer: PromptTokenizer, prompt: Prompt) -> _Trial:
         prepared = PreparedPrompt(self._adapter, tokenizer, prompt, self._behind)
-        ids, log_probs = _generate(self._adapter, prepared.full, self._answer_tokens, self._end_ids)
+        cache = self._adapter.new_cache(prepared.full.layers)
+        ids, log_probs = greedy_answer(self._adapter, cache, prepared.full.logits, self._answer_tokens, self._end_ids)
         prepared.forget_full()
         self._on_prompt()
         return _Trial(prepared, ids, log_probs)
@@ -179,11 +179,28 @@ class TrialSet:
         return sum(divergences) > tolerance * self._prompts
 
 
-def _generate(
-    adapter: ModelAdapter, fusion: Fusion, count: int, end_ids: frozenset[int]
+def greedy_answer(
+    adapter: ModelAdapter, cache: Any, logits: torch.Tensor, count: int, end_ids: Collection[int]
 ) -> tuple[list[int], torch.Tensor]:
-    """Ids that greedy decoding writes, the end token included, and the distributions they were taken from."""
-    cache, logits = adapter.new_cache(fusion.layers), fusion.logits
+    """What greedy decoding writes behind a prompt.
+
+    Parameters
+    ----------
+    adapter : ModelAdapter
+    cache : transformers Cache
+        KV of the prompt; it grows by the answer.
+    logits : Tensor, [vocab]
+        Of the prompt's last position.
+    count : int
+        Most tokens.
+    end_ids : collection of int
+        Tokens that end the answer.
+
+    Returns
+    -------
+    list of int, Tensor
+        Ids, the end token included, and the log-probabilities they were taken from, ``[ids, vocab]``.
+    """
     ids: list[int] = []
     rows: list[torch.Tensor] = []
     with evaluating(adapter.model), torch.no_grad():

@@ -426,7 +426,7 @@ class BlendEngine:
         self._check_open()
         self.flush()
         failed: list[StoreError] = []
-        keys = self._records_of(chunks, prefix, failed)
+        keys = self._records_of(chunks, prefix, failed, dependent=True)
         erased = 0
         for key in keys:
             with _noted(failed):
@@ -435,8 +435,15 @@ class BlendEngine:
             raise StoreError(f"not all could be forgotten, {erased} records were: {failed[0]}") from failed[0]
         return erased
 
-    def records_of(self, chunks: Iterable[str], *, prefix: str = "") -> set[str]:
+    def records_of(self, chunks: Iterable[str], *, prefix: str = "", dependent: bool = True) -> set[str]:
         """Keys of all records that hold KV of chunks, and of those that would: what `forget` erases.
+
+        Parameters
+        ----------
+        chunks, prefix
+            As for `warm`.
+        dependent : bool
+            Those of other chunks that were computed behind them, too. All records of the store are looked at for it.
 
         Raises
         ------
@@ -445,12 +452,12 @@ class BlendEngine:
         """
         self._check_open()
         failed: list[StoreError] = []
-        keys = self._records_of(chunks, prefix, failed)
+        keys = self._records_of(chunks, prefix, failed, dependent)
         if failed:
             raise StoreError(f"not all records could be looked for: {failed[0]}") from failed[0]
         return keys
 
-    def _records_of(self, chunks: Iterable[str], prefix: str, failed: list[StoreError]) -> set[str]:
+    def _records_of(self, chunks: Iterable[str], prefix: str, failed: list[StoreError], dependent: bool) -> set[str]:
         """See `records_of`; what went wrong on the way is added to ``failed``."""
         self._pipeline.look_at_model()
         forms = [self._pipeline.chunk_forms(text, prefix) for text in _texts(chunks)]
@@ -459,7 +466,7 @@ class BlendEngine:
             with _noted(failed):
                 keys.update(other for other, _ in self.store.infos(key + OTHER_FORM))
         ids = [segments[0].token_ids for segments in forms if segments]
-        if self._pipeline.condition == "context" and ids:  # others were computed behind them
+        if dependent and self._pipeline.condition == "context" and ids:
             begins = finder(ids)
             with _noted(failed):
                 found = ((key, info) for key, info in self.store.infos("") if begins(info.behind))

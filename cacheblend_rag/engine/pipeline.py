@@ -37,7 +37,7 @@ from cacheblend_rag.prompt import (
     check_all_fit,
     fitted,
 )
-from cacheblend_rag.prompt.contexts import CONTEXT_TOKENS, Contexts
+from cacheblend_rag.prompt.contexts import Contexts, context_tokens, contexts_beside
 from cacheblend_rag.report import BlendReport, DocumentUse, FusedKV, Seconds
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, discard, record_key
 from cacheblend_rag.store.single_flight import compute_if_missing
@@ -50,8 +50,6 @@ OTHER_FORM = "-as-"
 _log = logging.getLogger(__name__)
 # Bytes of a layer below which handing it to another thread costs more than reading it.
 _WORTH_A_THREAD = 2**19
-# Share of the context window that a context takes at most.
-_OF_WINDOW = 4
 # Characters by which a report names a document.
 _BEGINS = 80
 
@@ -198,9 +196,12 @@ class Pipeline:
 
     def contexts(self, chunks: Sequence[str]) -> Contexts:
         """The contexts of chunks that belong together."""
-        window = self.adapter.context_window
-        tokens = CONTEXT_TOKENS if window is None else min(CONTEXT_TOKENS, window // _OF_WINDOW)
-        return Contexts(self.tokenizer, chunks, self.config.contexts, tokens)
+        return Contexts(self.tokenizer, chunks, self.config.contexts, context_tokens(self.adapter.context_window))
+
+    def contexts_beside(self, chunks: Sequence[str], sizes: Sequence[int]) -> list[Contexts]:
+        """The contexts of each chunk, of those next to it; see `contexts_beside`."""
+        tokens = context_tokens(self.adapter.context_window)
+        return contexts_beside(self.tokenizer, chunks, sizes, self.config.contexts, tokens)
 
     def compute(self, segments: Sequence[Segment]) -> list[KVRecord]:
         """Compute the KV of segments, in one pass for each context.

@@ -12,7 +12,6 @@ from tqdm import tqdm
 
 from cacheblend_rag.engine.lookup import Segment
 from cacheblend_rag.engine.pipeline import Pipeline
-from cacheblend_rag.prompt.contexts import side_by_side
 from cacheblend_rag.report import WarmReport
 
 __all__ = ["Warming", "behind_each_other", "in_batches"]
@@ -45,11 +44,11 @@ def behind_each_other(pipeline: Pipeline, texts: Sequence[str], segments: Sequen
     segments : sequence of Segment
         In the order of their documents, where they have one.
     """
-    found: list[Segment] = []
-    for group in side_by_side([len(segment.token_ids) for segment in segments]):
-        contexts = pipeline.contexts([texts[at] for at in group])
-        found += [replace(segments[at], contexts=contexts if segments[at].averaged else None) for at in group]
-    return found
+    beside = pipeline.contexts_beside(texts, [len(segment.token_ids) for segment in segments])
+    return [
+        replace(segment, contexts=contexts) if segment.averaged else segment
+        for segment, contexts in zip(segments, beside, strict=True)
+    ]
 
 
 def in_batches(segments: Iterable[Segment], tokens: int) -> Iterator[list[Segment]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -283,31 +283,20 @@ class _Measure:
         self._adapter, self._layer, self._hidden = adapter, layer, hidden
         self._kv, self._positions, self._rotaries = kv, positions, rotaries
         self._known: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.first: torch.Tensor | None = None  # absolute form of what was measured first
+        self.first: torch.Tensor | None = None  # what was measured first
         self.keys = self.values = 0  # rows projected
 
-    def __call__(self, metric: str, relative: bool = False) -> torch.Tensor:
-        difference = self._length(metric, self._differences)
+    def __call__(self, metric: str) -> torch.Tensor:
+        first, *more = (self._differences(part) for part in metric)
+        difference = (torch.stack([first, *more]).sum(dim=0) if more else first).sqrt()
         if self.first is None:
             self.first = difference
-        if not relative:
-            return difference
-        return difference / self._length(metric, self._sizes).clamp_min(torch.finfo(torch.float32).tiny)
-
-    @staticmethod
-    def _length(metric: str, squares: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Of keys and values together, where both are asked for."""
-        first, *more = (squares(part) for part in metric)
-        return (torch.stack([first, *more]).sum(dim=0) if more else first).sqrt()
+        return difference
 
     def _differences(self, part: str) -> torch.Tensor:
         """Squared norms of the difference of what is new and what is stored, ``[candidates]``."""
         new, stored = self._both(part)
         return (new - stored[0].index_select(1, self._positions).float()).square().sum(dim=(0, 2))
-
-    def _sizes(self, part: str) -> torch.Tensor:
-        """Squared norms of what is new, ``[candidates]``."""
-        return self._both(part)[0].square().sum(dim=(0, 2))
 
     def _both(self, part: str) -> tuple[torch.Tensor, torch.Tensor]:
         """New ``[kv_heads, candidates, head_dim]`` in float32, and stored of all positions."""

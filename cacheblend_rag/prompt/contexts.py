@@ -11,13 +11,14 @@ from itertools import accumulate
 
 from cacheblend_rag.prompt.tokenizer import PromptTokenizer
 
-__all__ = ["CONTEXT_TOKENS", "Contexts", "finder", "side_by_side"]
+__all__ = ["CONTEXT_TOKENS", "Contexts", "context_tokens", "contexts_beside", "finder", "side_by_side"]
 
 CONTEXT_TOKENS = 350
 """Tokens of a context. A much shorter one leaves much of what a beginning is; a longer one gains little."""
 # Tokens of chunks that share their contexts. With fewer, computing the contexts takes as long as computing the chunks;
 # with more, contexts are made of chunks further away.
 _GROUP_TOKENS = 6 * CONTEXT_TOKENS
+_OF_WINDOW = 4  # share of the model's context window that a context takes at most
 _OPENS = 24  # first tokens of a chunk by which it is found within a context
 
 
@@ -79,6 +80,32 @@ class Contexts:
         begins = finder([chunk])
         others = tuple(number for number, ids in enumerate(self.ids) if not begins(ids))
         return others or tuple(range(len(self.ids)))
+
+
+def context_tokens(window: int | None) -> int:
+    """Tokens of a context for a model with a context window of so many."""
+    return CONTEXT_TOKENS if window is None else min(CONTEXT_TOKENS, window // _OF_WINDOW)
+
+
+def contexts_beside(
+    tokenizer: PromptTokenizer, chunks: Sequence[str], sizes: Sequence[int], count: int, tokens: int
+) -> list[Contexts]:
+    """For each of some chunks its contexts, made of the chunks next to it.
+
+    Parameters
+    ----------
+    tokenizer : PromptTokenizer
+    chunks : sequence of str
+        In the order of their documents.
+    sizes : sequence of int
+        Tokens of each.
+    count, tokens
+        As for `Contexts`.
+    """
+    found: list[Contexts] = []
+    for group in side_by_side(sizes):
+        found += [Contexts(tokenizer, [chunks[at] for at in group], count, tokens)] * len(group)
+    return found
 
 
 def side_by_side(tokens: Sequence[int]) -> list[list[int]]:

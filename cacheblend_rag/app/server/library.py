@@ -382,7 +382,7 @@ class Library:
             staying = [one for one in taken if latest[one[0].name] == one[0].id]
             texts = [chunk.page_content for _, chunks, _ in staying for chunk in chunks]
             leaving, keys = self._leaving(replaced, texts)
-            allowed = self._engine().records_of(texts) if self._store.tombstones else set()
+            allowed = self._engine().records_of(texts, dependent=False) if self._store.tombstones else set()
             double = [file.id for file, _, _ in taken if latest[file.name] != file.id]
 
             def change() -> None:

@@ -13,14 +13,16 @@ from cacheblend_rag.calibration.evaluation.answers import GreedyAnswers, shared_
 from cacheblend_rag.calibration.evaluation.cases import EvalCase
 from cacheblend_rag.calibration.evaluation.measures import best_f1, best_rouge_l, exact_match, first_line
 from cacheblend_rag.calibration.evaluation.methods import Variant
-from cacheblend_rag.calibration.prepared import DEPTH
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import MissingExtraError
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.fusor.work import RowsDone, work_share
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
 
-__all__ = ["Subject", "scored"]
+__all__ = ["DEPTH", "Subject", "scored"]
+
+DEPTH = 24
+"""Layers of the model to which work is scaled, so that shallow models compare with usual ones."""
 
 _NEW_TOKENS = {"qa": 32, "examples": 128, "summary": 512}
 # Gold tokens that are looked at: distributions over a large vocabulary take room.

@@ -15,7 +15,7 @@ __all__ = ["FixedRule", "LayerView", "Measure", "SelectionRule", "StartView", "b
 class Measure(Protocol):
     """KV deviation of a layer's candidates."""
 
-    def __call__(self, metric: str, relative: bool = False) -> torch.Tensor:
+    def __call__(self, metric: str) -> torch.Tensor:
         """KV deviation of the candidates, ``[candidates]`` float32.
 
         The L2 norm, over all heads, of the difference between stored and newly computed KV
@@ -25,8 +25,6 @@ class Measure(Protocol):
         ----------
         metric : {"v", "k", "kv"}
             Compare values, keys at their final positions, or both.
-        relative : bool
-            Divide by the norm of what was newly computed.
         """
 
 
@@ -69,7 +67,7 @@ class LayerView(StartView):
     """
 
     layer: int = 0
-    measure: Measure = lambda metric, relative=False: torch.empty(0)
+    measure: Measure = lambda metric: torch.empty(0)
 
 
 class SelectionRule(ABC):

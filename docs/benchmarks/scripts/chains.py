@@ -17,8 +17,7 @@ from langchain_core.outputs import LLMResult
 
 from cacheblend_rag.calibration.evaluation.journal import Journal
 from cacheblend_rag.calibration.evaluation.runner import EvalRun, Evaluation
-from cacheblend_rag.calibration.evaluation.subject import Subject, scored
-from cacheblend_rag.calibration.prepared import DEPTH
+from cacheblend_rag.calibration.evaluation.subject import DEPTH, Subject, scored
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, MissingExtraError
 from cacheblend_rag.fusor.work import prefill_work

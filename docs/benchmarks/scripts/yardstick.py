@@ -33,13 +33,17 @@ from typing import Any
 import torch
 
 from cacheblend_rag.calibration.bench.plotting import pyplot_for, save_figure
+from cacheblend_rag.calibration.calibrate import end_ids_of
 from cacheblend_rag.calibration.corpus import Corpus
 from cacheblend_rag.calibration.evaluation.answers import GreedyAnswers, shared_cache
 from cacheblend_rag.calibration.evaluation.cases import EvalCase, Passage
 from cacheblend_rag.calibration.evaluation.datasets import load_cases
+from cacheblend_rag.calibration.evaluation.methods import rule_of
 from cacheblend_rag.calibration.evaluation.prompts import ChatFrame, build_prompt
 from cacheblend_rag.calibration.evaluation.statistics import interval
 from cacheblend_rag.calibration.prepared import Behind, PreparedPrompt
+from cacheblend_rag.calibration.trials import greedy_answer
+from cacheblend_rag.config import LOWEST_RATIOS
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import RULES, SelectionRule
@@ -184,19 +188,8 @@ def parse_method(text: str) -> _Method:
     match = re.fullmatch(r"(\w+)/(\w+)((?::\w+=[\w.+-]+)*)(?:@([\d.]+))?", text)
     if match is None or match[2] not in RULES:
         raise ConfigError("methods", text, "write condition/rule@ratio, such as context/boundary@0.1")
-    options: dict[str, Any] = {}
-    for option in match[3].split(":")[1:]:
-        name, value = option.split("=")
-        options[name] = value if name == "metric" else tuple(map(_number, value.split("+")))
-        if name == "seed":
-            options[name] = _number(value)
-    if match[4]:
-        options["recompute_ratio"] = float(match[4])
-    return _Method(text, match[1], RULES[match[2]](**options))
-
-
-def _number(text: str) -> float:
-    return float(text) if "." in text else int(text)
+    ratio = float(match[4]) if match[4] else LOWEST_RATIOS["answer"]
+    return _Method(text, match[1], rule_of(match[2] + match[3], ratio))
 
 
 class Yardstick:
@@ -225,18 +218,13 @@ class Yardstick:
         answers: Sequence[str] = (),
         noise: Sequence[str] = (),
     ) -> None:
-        self._engine, self._adapter, self._chunks, self._answers, self._noise = (
-            engine,
-            engine.adapter,
-            chunks,
-            answers,
-            noise,
-        )
+        self._engine, self._adapter, self._chunks = engine, engine.adapter, chunks
+        self._answers, self._noise = answers, noise
         self._tokenizer = PromptTokenizer(engine.tokenizer, engine.config.separator)
         self._chat = ChatFrame(engine.tokenizer) if engine.tokenizer.chat_template else None
         self._methods = [parse_method(name) for name in methods]
         self._conditions = Conditions(self._adapter, self._tokenizer, cases)
-        self._ends = _end_ids(engine)
+        self._ends = end_ids_of(engine)
         self._other_models: dict[str, Any] = {}
 
     def prompt(self, case: EvalCase, between: str = "\n\n") -> Prompt:
@@ -253,7 +241,7 @@ class Yardstick:
         ids = self._tokenizer.tokenize(prompt).input_ids
         full = self._adapter.prefill(ids)
         prefilled = shared_cache(full.cache)
-        answer, rows = self._answer(full.cache, full.logits)
+        answer, rows = greedy_answer(self._adapter, full.cache, full.logits, _ANSWER_TOKENS, self._ends)
         gold = self._engine.tokenizer.encode(" " + case.answers[0], add_special_tokens=False)[:_ANSWER_TOKENS]
         gold_full = self._gold(shared_cache(prefilled), full.logits, gold)
         text = self._engine.tokenizer.decode(answer, skip_special_tokens=True)
@@ -289,19 +277,6 @@ class Yardstick:
             "methods": found,
             "noise": noises,
         }
-
-    def _answer(self, cache: Any, logits: torch.Tensor) -> tuple[list[int], torch.Tensor]:
-        """Ids of full prefill's greedy answer, and its distributions, ``[ids, vocab]``."""
-        ids: list[int] = []
-        rows: list[torch.Tensor] = []
-        with torch.no_grad():
-            while True:
-                rows.append(logits.float().log_softmax(dim=-1))
-                ids.append(int(rows[-1].argmax()))
-                if len(ids) == _ANSWER_TOKENS or ids[-1] in self._ends:
-                    return ids, torch.stack(rows)
-                given = torch.tensor([[ids[-1]]])
-                logits = self._engine.model(given, past_key_values=cache, use_cache=True).logits[0, -1]
 
     def _gold(self, cache: Any, logits: torch.Tensor, gold: Sequence[int]) -> float:
         """Mean log-likelihood of the gold answer's tokens."""
@@ -356,12 +331,6 @@ def _plain(text: str) -> str:
 
 def _short(values: torch.Tensor) -> list[float]:
     return [float(f"{value:.4g}") for value in values.tolist()]
-
-
-def _end_ids(engine: BlendEngine) -> frozenset[int]:
-    end = engine.model.generation_config.eos_token_id
-    end = engine.tokenizer.eos_token_id if end is None else end
-    return frozenset(end if isinstance(end, (list, tuple)) else [] if end is None else [end])
 
 
 # Running ---------------------------------------------------------------------------------------
