@@ -12,8 +12,9 @@ answer, token by token. A method is written ``condition/rule@ratio``, such as ``
 - ``together``: behind two stretches of the chunks of its own prompt, in another order.
 
 ``--noise`` adds what changes an answer without any blending: other separators, another order, a passage left out,
-weights of 8 bits, bfloat16. Methods named by ``--answers`` also write their own answers. Runs over parts of the prompts
-(``--part 0/2``) may be made side by side; ``show`` joins them: a table, its JSON, and a plot.
+weights of 8 bits, bfloat16. Methods named by ``--answers`` also write their own answers. ``--only-right`` measures only
+prompts that full prefill answers rightly, and passes over the others. Runs over parts of the prompts (``--part 0/2``) may
+be made side by side; ``show`` joins them: a table, its JSON, and a plot.
 """
 
 from __future__ import annotations
@@ -206,7 +207,10 @@ class Yardstick:
     answers : sequence of str
         Methods whose own answers are written too.
     noise : sequence of str
-        Of `NOISE`, what is measured of what users accept anyway.
+        Of `NOISE`, what is measured of what users accept anyway. Where answers are written, so are those
+        to other prompts.
+    only_right : bool
+        Whether only prompts are measured that full prefill answers rightly.
     """
 
     def __init__(
@@ -217,9 +221,10 @@ class Yardstick:
         chunks: int = 6,
         answers: Sequence[str] = (),
         noise: Sequence[str] = (),
+        only_right: bool = False,
     ) -> None:
         self._engine, self._adapter, self._chunks = engine, engine.adapter, chunks
-        self._answers, self._noise = answers, noise
+        self._answers, self._noise, self._only_right = answers, noise, only_right
         self._tokenizer = PromptTokenizer(engine.tokenizer, engine.config.separator)
         self._chat = ChatFrame(engine.tokenizer) if engine.tokenizer.chat_template else None
         self._methods = [parse_method(name) for name in methods]
@@ -242,9 +247,18 @@ class Yardstick:
         full = self._adapter.prefill(ids)
         prefilled = shared_cache(full.cache)
         answer, rows = greedy_answer(self._adapter, full.cache, full.logits, _ANSWER_TOKENS, self._ends)
+        text = self._engine.tokenizer.decode(answer, skip_special_tokens=True)
+        row: dict[str, Any] = {
+            "id": f"{case.id}/{order}",
+            "group": case.group or case.id,
+            "tokens": len(ids),
+            "answer": text,
+            "right": is_right(text, case.answers),
+        }
+        if self._only_right and not row["right"]:
+            return row
         gold = self._engine.tokenizer.encode(" " + case.answers[0], add_special_tokens=False)[:_ANSWER_TOKENS]
         gold_full = self._gold(shared_cache(prefilled), full.logits, gold)
-        text = self._engine.tokenizer.decode(answer, skip_special_tokens=True)
         greedy = GreedyAnswers(self._engine, ids, _ANSWER_TOKENS)
         found: dict[str, Any] = {}
         for condition in dict.fromkeys(method.condition for method in self._methods):
@@ -268,15 +282,8 @@ class Yardstick:
                         same = said.strip() == text.strip()
                         found[method.name] |= {"right": is_right(said, case.answers), "same": same}
         noises = dict(self._noises(asked, answer, rows))
-        return {
-            "id": f"{case.id}/{order}",
-            "group": case.group or case.id,
-            "tokens": len(ids),
-            "answer": text,
-            "right": is_right(text, case.answers),
-            "methods": found,
-            "noise": noises,
-        }
+        said_otherwise = {name: is_right(text, case.answers) for name, text in self._other_answers(asked)}
+        return {**row, "methods": found, "noise": noises, "noise_right": said_otherwise}
 
     def _gold(self, cache: Any, logits: torch.Tensor, gold: Sequence[int]) -> float:
         """Mean log-likelihood of the gold answer's tokens."""
@@ -285,18 +292,30 @@ class Yardstick:
 
     def _noises(self, case: EvalCase, answer: Sequence[int], rows: torch.Tensor) -> Iterator[tuple[str, Any]]:
         """How far full prefill moves from itself by what users accept anyway."""
+        prompts = self._other_prompts(case)
+        for name in self._noise:
+            model = self._engine.model if name in prompts else self._other_model(name)
+            yield name, self._moved(model, prompts.get(name) or self.prompt(case), answer, rows)
+
+    def _other_prompts(self, case: EvalCase) -> dict[str, Prompt]:
         others = [passage for passage in case.passages if not passage.support]
         left_out = replace(case, passages=tuple(p for p in case.passages if p is not others[0])) if others else case
         shuffled = list(case.passages)
         random.Random(f"noise/{case.id}").shuffle(shuffled)
-        prompts = {
+        return {
             "separator": self.prompt(case, "\n # # \n"),
             "order": self.prompt(replace(case, passages=tuple(shuffled))),
             "one passage less": self.prompt(left_out),
         }
-        for name in self._noise:
-            model = self._engine.model if name in prompts else self._other_model(name)
-            yield name, self._moved(model, prompts.get(name) or self.prompt(case), answer, rows)
+
+    def _other_answers(self, case: EvalCase) -> Iterator[tuple[str, str]]:
+        """What full prefill answers to the prompts of the noise, where answers are written."""
+        for name, prompt in self._other_prompts(case).items():
+            if name in self._noise and self._answers:
+                ids = self._tokenizer.tokenize(prompt).input_ids
+                full = self._adapter.prefill(ids)
+                answer, _ = greedy_answer(self._adapter, full.cache, full.logits, _ANSWER_TOKENS, self._ends)
+                yield name, self._engine.tokenizer.decode(answer, skip_special_tokens=True)
 
     def _moved(self, model: Any, prompt: Prompt, answer: Sequence[int], rows: torch.Tensor) -> list[float]:
         ids = [*self._tokenizer.tokenize(prompt).input_ids, *answer[:-1]]
@@ -341,7 +360,9 @@ def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     engine = BlendEngine.from_pretrained(options.model, dtype=options.dtype)
     cases = keys_cases(options.count) if options.data == "keys" else open_cases(options.data)
-    yardstick = Yardstick(engine, cases, options.methods, options.chunks, options.answers, options.noise)
+    yardstick = Yardstick(
+        engine, cases, options.methods, options.chunks, options.answers, options.noise, options.only_right
+    )
     part, parts = map(int, options.part.split("/"))
     chosen = of_half(cases, options.half)
     random.Random(options.seed).shuffle(chosen)
@@ -360,8 +381,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Means over prompts with their 95% intervals, whole groups of questions drawn."""
+    """Means over prompts with their 95% intervals, whole groups of questions drawn.
+
+    Prompts that were passed over, because full prefill answers them wrongly, only count as asked.
+    """
+    asked, rows = len(rows), [row for row in rows if "methods" in row]
     groups = [row["group"] for row in rows]
+    rightly = [row["group"] for row in rows if row["right"]]
     methods: dict[str, Any] = {}
     for name in rows[0]["methods"]:
         found = [row["methods"][name] for row in rows]
@@ -377,6 +403,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             methods[name] |= {
                 "same_answer": _mean([one["same"] for one in found]),
                 "lost_of_right": sum(not one["right"] for one in right),
+                "lost": _spread([float(not one["right"]) for one in right], rightly),
                 "right": sum(one["right"] for one in found),
             }
     noise: dict[str, Any] = {}
@@ -384,7 +411,13 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         moved = [(_mean(row["noise"][name]), row["group"]) for row in rows if name in row["noise"]]
         if moved:
             noise[name] = {"prompts": len(moved), "kl": _spread([one for one, _ in moved], [at for _, at in moved])}
+        lost = [
+            float(not row["noise_right"][name]) for row in rows if row["right"] and name in row.get("noise_right", ())
+        ]
+        if lost:
+            noise[name] |= {"lost_of_right": int(sum(lost)), "lost": _spread(lost, rightly)}
     return {
+        "asked": asked,
         "prompts": len(rows),
         "mean_tokens": round(_mean([row["tokens"] for row in rows])),
         "right": sum(row["right"] for row in rows),
@@ -395,6 +428,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def differences(rows: Sequence[dict[str, Any]], method: str) -> dict[str, dict[str, float]]:
     """How much further each other method is from full prefill than one, paired by prompt."""
+    rows = [row for row in rows if "methods" in row]
     own = [_mean(row["methods"][method]["kl"]) for row in rows]
     groups = [row["group"] for row in rows]
     return {
@@ -431,7 +465,22 @@ def table(found: dict[str, Any]) -> str:
         kl = one["kl"]
         spread = f"{kl['mean']:.3f} [{kl['low']:.3f}, {kl['high']:.3f}]"
         lines.append(f"| full prefill, {name} ({one['prompts']} prompts) | | {spread} | | |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_answers_table(found)])
+
+
+def _answers_table(found: dict[str, Any]) -> list[str]:
+    """How many answers of each method are no longer right, where answers were written."""
+    methods = {name: one for name, one in found["methods"].items() if "lost" in one}
+    others = {f"full prefill, {name}": one for name, one in found["noise"].items() if "lost" in one}
+    if not methods:
+        return []
+    lines = ["", f"| of {found['right']} right answers | lost | in 100 | the same answer |", "|---|---|---|---|"]
+    for name, one in sorted({**methods, **others}.items(), key=lambda item: -item[1]["lost"]["mean"]):
+        lost = one["lost"]
+        spread = f"{100 * lost['mean']:.1f} [{100 * lost['low']:.1f}, {100 * lost['high']:.1f}]"
+        same = f"{one['same_answer']:.0%}" if "same_answer" in one else ""
+        lines.append(f"| {name if name in others else f'`{name}`'} | {one['lost_of_right']} | {spread} | {same} |")
+    return lines
 
 
 _LINES = {
@@ -525,6 +574,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add.add_argument("--threads", type=int, default=1)
     add.add_argument("--seed", default="0")
     add.add_argument("--noise", nargs="*", choices=NOISE, default=[], help="what to measure without any blending")
+    add.add_argument("--only-right", action="store_true", help="pass over prompts that full prefill answers wrongly")
     add.add_argument("--out", required=True, metavar="FILE")
     add.set_defaults(action=run)
     join = actions.add_parser("show", help="join results: a table, its JSON and a plot")
