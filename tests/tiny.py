@@ -164,6 +164,11 @@ def rope_parameters(rope: str, part: float = 1.0) -> dict[str, Any]:
     return base
 
 
+def cache_of(output: Any) -> Any:
+    """The KV cache that a model returned; its name changed in transformers 5.24."""
+    return output["cache"] if "cache" in output else output["past_key_values"]
+
+
 def full_prefill(model: Any, ids: list[int]) -> Any:
     """Output of the plain model over some ids."""
     with torch.no_grad():

@@ -30,7 +30,6 @@ __all__ = [
     "blended",
     "decode_from",
     "kept_ids",
-    "prefill_behind",
     "prefill_methods",
     "time_once",
     "time_rounds",
@@ -103,7 +102,7 @@ def prefill_methods(engine: BlendEngine, prompt: Prompt) -> dict[str, Callable[[
         ids = engine.tokenize(prompt).input_ids[len(known) :]
         cache = copy.copy(ready)  # layers that share rows do not share what is added
         cache.layers = [copy.copy(layer) for layer in ready.layers]
-        return Prefilled(cache, prefill_behind(engine, cache, ids), (rows - len(known),) * layers)
+        return Prefilled(cache, engine.adapter.extend(cache, ids, logits_to_keep=1)[-1], (rows - len(known),) * layers)
 
     reuse = engine.with_config(selection="none", min_tokens=0)
     methods = (full, prefix_caching, blended(reuse, prompt), blended(engine, prompt))
@@ -125,15 +124,6 @@ def kept_ids(engine: BlendEngine, prompt: Prompt) -> Sequence[int]:
     if not known:
         raise ConfigError("chunks", prompt.chunks, "give at least one chunk or a prefix")
     return known
-
-
-def prefill_behind(engine: BlendEngine, cache: Any, ids: Sequence[int]) -> torch.Tensor:
-    """The model's own forward pass over the ids behind a cache, which grows; logits ``[vocab]`` of the last."""
-    with torch.no_grad():
-        inputs = torch.tensor([list(ids)], device=engine.adapter.device)
-        out = engine.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    logits: torch.Tensor = out.logits[0, -1]
-    return logits
 
 
 def blended(engine: BlendEngine, prompt: Prompt) -> Callable[[], Prefilled]:

@@ -19,7 +19,6 @@ from cacheblend_rag.calibration.prepared import Behind, Fused, PreparedPrompt
 from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.modules import evaluating
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
 
 __all__ = ["TrialSet", "Tried", "greedy_answer"]
@@ -203,11 +202,9 @@ def greedy_answer(
     """
     ids: list[int] = []
     rows: list[torch.Tensor] = []
-    with evaluating(adapter.model), torch.no_grad():
-        while True:
-            rows.append(logits.float().log_softmax(dim=-1))
-            ids.append(int(rows[-1].argmax()))
-            if len(ids) == count or ids[-1] in end_ids:
-                return ids, torch.stack(rows)
-            given = torch.tensor([[ids[-1]]], device=adapter.device)
-            logits = adapter.model(given, past_key_values=cache, use_cache=True).logits[0, -1]
+    while True:
+        rows.append(logits.float().log_softmax(dim=-1))
+        ids.append(int(rows[-1].argmax()))
+        if len(ids) == count or ids[-1] in end_ids:
+            return ids, torch.stack(rows)
+        logits = adapter.extend(cache, ids[-1:])[-1]

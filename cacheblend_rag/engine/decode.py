@@ -15,11 +15,14 @@ from transformers.generation import StoppingCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cacheblend_rag.errors import ConfigError, GenerationError
-from cacheblend_rag.models.modules import evaluating
+from cacheblend_rag.models.modules import cache_argument, evaluating
 
 DEFAULT_NEW_TOKENS = 256
 
 __all__ = ["DEFAULT_NEW_TOKENS", "DecodeArguments", "DecodeOptions", "Decoded", "Step", "decode"]
+
+# Renamed in transformers 5.24.
+_CACHE_FIELD = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
 
 Step = Callable[[Mapping[str, Any]], torch.Tensor]
 """Takes what transformers hands to the model for one token, and gives its logits ``[1, 1, vocab]``."""
@@ -243,11 +246,11 @@ def decode(
         model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
             generation_config=config,
             stopping_criteria=[assembler],
             logits_processor=list(options.logits_processor),
             custom_generate=continue_from_fused,
+            **{cache_argument(model): cache},
         )
     return assembler.result()
 
@@ -274,12 +277,15 @@ class _Prefilled:
         return getattr(self._model, name)
 
     def _prefill(self, *args: object, **kwargs: object) -> CausalLMOutputWithPast:
-        return CausalLMOutputWithPast(logits=self._logits[None, None], past_key_values=self._cache)
+        return self._output(self._logits[None, None])
 
     def __call__(self, return_dict: bool = True, **inputs: Any) -> Any:
         if self._step is None:
             return self._model(**inputs, return_dict=return_dict)
-        return CausalLMOutputWithPast(logits=self._step(inputs), past_key_values=self._cache)
+        return self._output(self._step(inputs))
+
+    def _output(self, logits: torch.Tensor) -> CausalLMOutputWithPast:
+        return CausalLMOutputWithPast(logits=logits, **{_CACHE_FIELD: self._cache})
 
 
 class _Chance:

@@ -229,7 +229,7 @@ class BlendEngine:
             If prompt and answer do not fit into the model's context window.
         """
         needed, room = _answer_room(DecodeOptions(max_new_tokens=max_new_tokens))
-        return self._pipeline.fitted(self._prompt(prompt), needed, room)
+        return self._pipeline.split(self._prompt(prompt), needed, room)
 
     # Answering -----------------------------------------------------------------------------
 
@@ -321,29 +321,38 @@ class BlendEngine:
     def _answer(
         self, prompt: Prompt, options: DecodeOptions, sink: Cancelled | None, pipeline: Pipeline | None = None
     ) -> Generation:
+        """Split, look up, load, fuse, decode."""
+        pipeline = pipeline or self._pipeline
+        cancelled = sink.cancelled if sink else _never
         with self._held(prompt, options.max_new_tokens):
-            cancelled = sink.cancelled if sink else lambda: False
             if cancelled():
                 raise GenerationError("the answer was given up before its turn came")
-            blend = (pipeline or self._pipeline).blend(prompt, cancelled, *_answer_room(options))
-            fused, fused_at = blend.fused, time.perf_counter()
-            with self.products():
-                decoded = decode(
-                    self.model,
-                    self.tokenizer,
-                    input_ids=fused.input_ids,
-                    cache=fused.cache,
-                    logits=fused.logits,
-                    options=options,
-                    on_text=sink.put if sink else None,
-                    cancelled=cancelled,
-                    step=self._step if self._several else None,
-                    window=self.context_window,
-                )
-            self._keep(self._pipeline.keep_session(blend, decoded.token_ids))
-        answer = _generation(fused, decoded, fused_at)
-        self.guard.watch(blend.prompt, answer, self._pipeline, self._scheduler, self._write_back)
+            fit = pipeline.split(prompt, *_answer_room(options))
+            with pipeline.look_up(fit) as lookup:
+                loading = pipeline.load(lookup, cancelled)
+                blend = pipeline.fuse(lookup, loading)
+            answer = self._decode(blend, options, sink)
+            self._keep(pipeline.keep_session(blend, answer.token_ids))
+        self.guard.watch(fit.prompt, answer, self._pipeline, self._scheduler, self._write_back)
         return answer
+
+    def _decode(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> Generation:
+        """The answer to a fused prompt, token by token."""
+        fused, fused_at = blend.fused, time.perf_counter()
+        with self.products():
+            decoded = decode(
+                self.model,
+                self.tokenizer,
+                input_ids=fused.input_ids,
+                cache=fused.cache,
+                logits=fused.logits,
+                options=options,
+                on_text=sink.put if sink else None,
+                cancelled=sink.cancelled if sink else _never,
+                step=self._step if self._several else None,
+                window=self.context_window,
+            )
+        return _generation(fused, decoded, fused_at)
 
     def _keep(self, blend: Blend) -> None:
         """Store what was missing, now or when nothing else waits; nothing in a store that cannot be written."""
@@ -593,6 +602,10 @@ class BlendEngine:
     def _check_open(self) -> None:
         if self._write_back.closed:
             raise ConfigError("engine", "closed", "make a new engine; this one was closed")
+
+
+def _never() -> bool:
+    return False
 
 
 def _answer_room(options: DecodeOptions) -> tuple[int, int]:

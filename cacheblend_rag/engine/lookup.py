@@ -1,22 +1,24 @@
-"""LOOK UP: the segments of a prompt, what is stored of them, and how that is read."""
+"""Look up and load: the segments of a prompt, what is stored of them, and how that is read."""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from cacheblend_rag.engine.ratio_policy import RatioChoice
+from cacheblend_rag.engine.session_cache import Resumed
 from cacheblend_rag.errors import GenerationError
 from cacheblend_rag.loading import LayerReader, Placement
 from cacheblend_rag.loading.reader import ReadClock
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.prompt import TokenizedPrompt
+from cacheblend_rag.prompt import Fitted, TokenizedPrompt
 from cacheblend_rag.prompt.contexts import Contexts
 from cacheblend_rag.store.base import StoredKV
 
-__all__ = ["Found", "Segment", "Waited", "reader_of"]
+__all__ = ["Found", "Loading", "Lookup", "Segment", "Waited", "reader_of"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,66 @@ class Found:
         return dataclasses.replace(self, records={k: r for k, r in self.records.items() if k != key})
 
 
+@dataclass(frozen=True)
+class Lookup:
+    """What is stored of a prompt. Used as a context manager, it closes the records that were opened for it.
+
+    Parameters
+    ----------
+    fit : Fitted
+        The prompt as it is answered.
+    split : TokenizedPrompt
+        Its ids; what is kept from an earlier turn is its prefix.
+    found : Found or None
+        The records; None if the prompt is better prefilled in full.
+    kept : Resumed or None
+        The kept prompt that this one goes on from.
+    opened : list of StoredKV
+        All records that were opened on the way.
+    seconds : float
+        What looking up took.
+    """
+
+    fit: Fitted
+    split: TokenizedPrompt
+    found: Found | None = None
+    kept: Resumed | None = None
+    opened: list[StoredKV] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __enter__(self) -> Lookup:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for record in self.opened:
+            record.close()
+
+
+@dataclass(frozen=True)
+class Loading:
+    """The KV of a prompt on its way from the store.
+
+    Parameters
+    ----------
+    found : Found
+        The records that are read; the controller may have left some to be recomputed.
+    choice : RatioChoice
+        The rule and its recompute ratio.
+    layers : Waited
+        KV of each layer, in order.
+    clock : ReadClock
+        Counts the time of reading.
+    started : float
+        When loading began, by ``time.perf_counter``.
+    """
+
+    found: Found
+    choice: RatioChoice
+    layers: Waited
+    clock: ReadClock
+    started: float
+
+
 def reader_of(adapter: ModelAdapter, split: TokenizedPrompt, found: Found, clock: ReadClock) -> LayerReader:
     """What reads the stored KV of a prompt; it may turn keys to their positions on the way."""
     spans = zip(split.chunks, found.chunks, strict=True)
@@ -107,14 +169,14 @@ class Waited:
     """An iterator that notes how long its reader waited for it, and ends when nobody wants the answer."""
 
     def __init__(self, layers: Iterator[LayerKV], cancelled: Callable[[], bool]) -> None:
-        self._layers, self._cancelled = layers, cancelled
+        self._layers, self.cancelled = layers, cancelled
         self.seconds = 0.0
 
     def __iter__(self) -> Iterator[LayerKV]:
         return self
 
     def __next__(self) -> LayerKV:
-        if self._cancelled():
+        if self.cancelled():
             raise GenerationError("the answer was given up while its prompt was fused")
         started = time.perf_counter()
         try:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engine.lookup import Found, Segment, Waited, reader_of
+from cacheblend_rag.engine.lookup import Found, Loading, Lookup, Segment, Waited, reader_of
 from cacheblend_rag.engine.ratio_policy import RatioChoice, RatioPolicy, controller_beside
 from cacheblend_rag.engine.session_cache import Resumed, SessionCache
 from cacheblend_rag.engine.write_back import Job
@@ -64,15 +65,12 @@ class Blend:
         The result.
     write_back : dict of str to Job
         By key of the record, what computes and stores it.
-    prompt : Prompt
-        The prompt as it was answered: without the chunks that did not fit.
     split : TokenizedPrompt or None
         Its ids, if it can be kept whole.
     """
 
     fused: FusedKV
     write_back: dict[str, Job]
-    prompt: Prompt
     split: TokenizedPrompt | None = None
 
 
@@ -272,24 +270,16 @@ class Pipeline:
         )
         return key.endswith(own)
 
-    def blend(
-        self,
-        prompt: Prompt,
-        cancelled: Callable[[], bool] = lambda: False,
-        new_tokens: int = 0,
-        room: int | None = None,
-    ) -> Blend:
-        """Split, look up, load and fuse a prompt.
+    # The first four verbs --------------------------------------------------------------------
+
+    def blend(self, prompt: Prompt, cancelled: Callable[[], bool] = lambda: False) -> Blend:
+        """Split, look up, load and fuse a prompt that is not answered.
 
         Parameters
         ----------
         prompt : Prompt
         cancelled : callable
             The blended pass ends before its next layer once this returns True.
-        new_tokens : int
-            Tokens of the answer that must fit into the context window.
-        room : int, optional
-            Tokens of the answer that room is made for where chunks are left out; see `fitted`.
 
         Raises
         ------
@@ -298,35 +288,53 @@ class Pipeline:
         GenerationError
             If it was cancelled.
         """
-        started = time.perf_counter()
-        fit = self.fitted(prompt, new_tokens, room)
-        seconds = Seconds(split=time.perf_counter() - started)
-        plain = self._prefers_plain(fit.split)
-        blend = self._plain(fit, seconds) if plain else self._blended(fit, seconds, cancelled)
-        fused = blend.fused
-        report = dataclasses.replace(fused.report, documents=_uses(prompt.documents, fused.report.chunk_tiers))
-        return dataclasses.replace(blend, fused=dataclasses.replace(fused, report=report))
+        fit = self.split(prompt)
+        with self.look_up(fit) as lookup:
+            loading = self.load(lookup, cancelled)
+            return self.fuse(lookup, loading)
 
-    def fitted(self, prompt: Prompt, new_tokens: int = 0, room: int | None = None) -> Fitted:
-        """Tokenise a prompt that fits into the model's context window; see `fitted`."""
+    def split(self, prompt: Prompt, new_tokens: int = 0, room: int | None = None) -> Fitted:
+        """The prompt as it is answered, with the ids of its segments; see `fitted`."""
         drops = self.config.overflow == "drop_chunks"
         return fitted(self.tokenizer, prompt, self.adapter.context_window, new_tokens, room, drops)
+
+    def look_up(self, fit: Fitted) -> Lookup:
+        """Open what is stored of a prompt; of one that is better prefilled in full, nothing."""
+        started, split = time.perf_counter(), fit.split
+        few = not split.chunks or split.chunk_tokens < self.config.min_tokens
+        if few or not self.adapter.reusable(len(split.input_ids)):
+            return Lookup(fit, split)
+        kept = self._session_cache(split).find(split) if self._keeps_sessions else None
+        lookup = self._opened(fit, kept, [])
+        return dataclasses.replace(lookup, seconds=time.perf_counter() - started)
+
+    def load(self, lookup: Lookup, cancelled: Callable[[], bool] = lambda: False) -> Loading | None:
+        """Choose the recompute ratio and begin to read what is worth it; None if the prompt is prefilled in full."""
+        if lookup.found is None:
+            return None
+        started, clock = time.perf_counter(), ReadClock()
+        choice, found = self._choose(lookup.split, lookup.found)
+        return Loading(found, choice, self._layers(lookup.split, found, clock, cancelled), clock, started)
+
+    def fuse(self, lookup: Lookup, loading: Loading | None) -> Blend:
+        """The KV of the whole prompt, and the logits of its last position."""
+        blend = self._plain(lookup) if loading is None else self._blended(lookup, loading)
+        fit, report = lookup.fit, blend.fused.report
+        seconds = dataclasses.replace(report.seconds, split=fit.seconds, look_up=lookup.seconds)
+        documents = _uses(fit.prompt.documents, report.chunk_tiers)
+        report = dataclasses.replace(report, documents=documents, left_out=fit.left_out, seconds=seconds)
+        return dataclasses.replace(blend, fused=dataclasses.replace(blend.fused, report=report))
 
     def check_all_fit(self, prompts: Sequence[Prompt], new_tokens: int) -> None:
         """Refuse several prompts if one of them does not fit; see `check_all_fit`."""
         drops = self.config.overflow == "drop_chunks"
         check_all_fit(self.tokenizer, prompts, self.adapter.context_window, new_tokens, drops)
 
-    def _prefers_plain(self, split: TokenizedPrompt) -> bool:
-        few = not split.chunks or split.chunk_tokens < self.config.min_tokens
-        return few or not self.adapter.reusable(len(split.input_ids))
-
-    def _plain(self, fit: Fitted, seconds: Seconds) -> Blend:
+    def _plain(self, lookup: Lookup) -> Blend:
         """Answer by the model's own prefill."""
-        started, split = time.perf_counter(), fit.split
+        started, split = time.perf_counter(), lookup.split
         with self.packed():
             result = self.adapter.prefill(split.input_ids)
-        seconds = dataclasses.replace(seconds, fuse=time.perf_counter() - started)
         rows = torch.arange(len(split.input_ids), device=self.adapter.device)
         layers = self.adapter.num_layers
         report = dataclasses.replace(
@@ -337,52 +345,46 @@ class Pipeline:
             computed_tokens=(len(rows),) * layers,
             plain=True,
             work=1.0,
-            left_out=fit.left_out,
-            seconds=seconds,
+            seconds=Seconds(fuse=time.perf_counter() - started),
         )
         fused = FusedKV(result.cache, result.logits, list(split.input_ids), (rows,) * layers, None, report)
-        return Blend(fused, {}, fit.prompt)
+        return Blend(fused, {})
 
-    def _blended(self, fit: Fitted, seconds: Seconds, cancelled: Callable[[], bool]) -> Blend:
+    def _blended(self, lookup: Lookup, loading: Loading) -> Blend:
         """Answer by the blended pass; a record that fails on the way counts as never stored."""
-        started, whole = time.perf_counter(), fit.split
-        kept = self._session_cache(whole).find(whole) if self._keeps_sessions else None
-        split, found = self._look_up(whole, kept)
-        seconds = dataclasses.replace(seconds, look_up=time.perf_counter() - started)
-        started, opened, lost, clock = time.perf_counter(), [*found.records.values()], 0, ReadClock()
-        try:
-            choice, found = self._choose(split, found)
-            while True:
-                layers = Waited(self._load(split, found, clock), cancelled)
-                try:
-                    with self.packed():
-                        fusion = fuse(self.adapter, self._plan(split, found), layers, choice.rule)
-                    break
-                except RecordLost as error:
-                    _log.warning("%s; the prompt is blended again without it", error)
-                    discard(self.store, error.key)
-                    lost += 1
-                    if kept is not None and error.key == kept.key:
-                        kept = None
-                        split, found = self._look_up(whole, None)
-                        opened += found.records.values()
-                    else:
-                        found = found.without(error.key)
-                finally:
-                    layers.close()
-        finally:
-            for record in opened:
-                record.close()
-        took = time.perf_counter() - started
-        seconds = dataclasses.replace(seconds, load=layers.seconds, fuse=took - layers.seconds, read=clock.seconds)
+        lost = 0
+        while True:
+            try:
+                with contextlib.closing(loading.layers), self.packed():
+                    plan = self._plan(lookup.split, loading.found)
+                    fusion = fuse(self.adapter, plan, loading.layers, loading.choice.rule)
+                break
+            except RecordLost as error:
+                _log.warning("%s; the prompt is blended again without it", error)
+                discard(self.store, error.key)
+                lost += 1
+                lookup, loading = self._without(error.key, lookup, loading)
+        took, clock = time.perf_counter() - loading.started, loading.clock
+        seconds = Seconds(load=loading.layers.seconds, fuse=took - loading.layers.seconds, read=clock.seconds)
         if not lost and not self.store.tiers:  # what came from memory says nothing of the disk
-            self._ratio_policy.note(choice, clock.seconds)
-        fused = self._fused(split, found, fusion, choice)
-        report = self._whole(fused.report, whole, kept)
-        report = dataclasses.replace(report, lost=lost, left_out=fit.left_out, seconds=seconds)
+            self._ratio_policy.note(loading.choice, clock.seconds)
+        fused = self._fused(lookup.split, loading.found, fusion, loading.choice)
+        whole = lookup.fit.split
+        report = dataclasses.replace(self._whole(fused.report, whole, lookup.kept), lost=lost, seconds=seconds)
         keep = self._keeps_sessions and self.config.write_back != "off"
-        write_back = self._write_back(split, found, fusion)
-        return Blend(dataclasses.replace(fused, report=report), write_back, fit.prompt, whole if keep else None)
+        write_back = self._write_back(lookup.split, loading.found, fusion)
+        fused = dataclasses.replace(fused, report=report)
+        return Blend(fused, write_back, whole if keep else None)
+
+    def _without(self, key: str, lookup: Lookup, loading: Loading) -> tuple[Lookup, Loading]:
+        """The same prompt without a record; without a kept prompt, its chunks are looked up instead."""
+        found = loading.found.without(key)
+        if lookup.kept is not None and key == lookup.kept.key:
+            again = self._opened(lookup.fit, None, lookup.opened)
+            lookup = dataclasses.replace(again, seconds=lookup.seconds)
+            found = lookup.found or found
+        layers = self._layers(lookup.split, found, loading.clock, loading.layers.cancelled)
+        return lookup, dataclasses.replace(loading, found=found, layers=layers)
 
     def _whole(self, report: BlendReport, whole: TokenizedPrompt, kept: Resumed | None) -> BlendReport:
         """What the report of a resumed prompt says of the whole one."""
@@ -432,8 +434,9 @@ class Pipeline:
             found = found.without(keys[number])
         return choice, found
 
-    def _look_up(self, split: TokenizedPrompt, kept: Resumed | None) -> tuple[TokenizedPrompt, Found]:
+    def _opened(self, fit: Fitted, kept: Resumed | None, opened: list[StoredKV]) -> Lookup:
         """Open what is stored of the prefix and the chunks, or of what stands behind a kept prompt."""
+        split = fit.split if kept is None else kept.split
         prefix_ids = split.ids(split.prefix)
         start = self.tokenizer.start_ids
         regime = self.adapter.regime(len(split.input_ids)) or 0
@@ -441,19 +444,19 @@ class Pipeline:
         behind_prefix = self.condition == "prefix" and prefix is not None
         records: dict[str, StoredKV] = {}
         if kept is not None:
-            split = kept.split
-            prefix = Segment("session", (), split.ids(split.prefix), kept.key, regime)
+            prefix = Segment("session", (), prefix_ids, kept.key, regime)
             records[kept.key] = kept.record
         chunks = tuple(
             self._located(chunk, split.ids(chunk.span), prefix_ids if behind_prefix else None, regime)
             for chunk in split.located
         )
         if not self._ratio_policy.rule.reads_store:
-            return split, Found(None, chunks, {})
+            return Lookup(fit, split, Found(None, chunks, {}))
         for segment in (*([prefix] if prefix else []), *chunks):
             if segment.token_ids and segment.key not in records and (record := self._open(segment)) is not None:
                 records[segment.key] = record
-        return split, Found(prefix, chunks, records)
+        opened += records.values()
+        return Lookup(fit, split, Found(prefix, chunks, records), kept, opened)
 
     def _located(
         self, chunk: TokenizedChunk, ids: tuple[int, ...], context: tuple[int, ...] | None, regime: int
@@ -479,11 +482,11 @@ class Pipeline:
         discard(self.store, segment.key)
         return None
 
-    def _load(self, split: TokenizedPrompt, found: Found, clock: ReadClock) -> Iterator[LayerKV]:
+    def _layers(self, split: TokenizedPrompt, found: Found, clock: ReadClock, cancelled: Callable[[], bool]) -> Waited:
         """Stored KV, layer by layer."""
         reader = reader_of(self.adapter, split, found, clock)
         ahead = self.config.prefetch and reader.stored_layer_bytes >= _WORTH_A_THREAD
-        return load_as_it_pays(reader) if ahead else load_plainly(reader)
+        return Waited(load_as_it_pays(reader) if ahead else load_plainly(reader), cancelled)
 
     def _plan(self, split: TokenizedPrompt, found: Found) -> FusionPlan:
         """Sort the stored segments into exact and reused ones."""

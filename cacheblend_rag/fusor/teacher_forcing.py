@@ -12,7 +12,6 @@ from cacheblend_rag.fusor.blend import Fusion, FusionPlan, fuse
 from cacheblend_rag.fusor.selection.none import SelectNone
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.models.modules import evaluating
 
 __all__ = ["answer_log_probs", "kl_divergence", "prefill_layerwise"]
 
@@ -69,10 +68,7 @@ def answer_log_probs(
     """
     rows = logits[None]
     if len(answer_ids) > 1:
-        given = torch.tensor([list(answer_ids[:-1])], device=adapter.device)
-        with evaluating(adapter.model), torch.no_grad():
-            out = adapter.model(given, past_key_values=cache, use_cache=True)
-        rows = torch.cat((rows, out.logits[0]))
+        rows = torch.cat((rows, adapter.extend(cache, answer_ids[:-1])))
     return rows.float().log_softmax(dim=-1)
 
 

@@ -22,7 +22,15 @@ from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.identity import ModelIdentity
 from cacheblend_rag.models.kv import LayerKV, Prefill, SegmentKV
 from cacheblend_rag.models.lora import unwrapped
-from cacheblend_rag.models.modules import ForwardOverrides, evaluating, is_compiled, misshapen, part_of, twins_of
+from cacheblend_rag.models.modules import (
+    ForwardOverrides,
+    cache_argument,
+    evaluating,
+    is_compiled,
+    misshapen,
+    part_of,
+    twins_of,
+)
 from cacheblend_rag.models.rope import Positions, Rotaries, rotate
 from cacheblend_rag.models.segments import cut_out
 from cacheblend_rag.models.shape import ModelShape, context_window, layer_shape
@@ -89,6 +97,7 @@ class ModelAdapter:
         if len(devices) > 1:
             raise UnsupportedModelError(f"the model is spread over {sorted(map(str, devices))}; load it on one device")
         self.device = next(iter(devices))
+        self.layer_cache_argument = cache_argument(self.layers[0])
         self.dtype: torch.dtype = part_of(self._decoder, "embed_tokens").weight.dtype
         self.windows: list[int | None] = self._by_layer(self._family.window)
         turns: list[bool] = self._by_layer(self._family.rotates)
@@ -364,9 +373,9 @@ class ModelAdapter:
                 hidden[None],
                 attention_mask=None if mask is None else mask.added,
                 position_ids=rows[None],
-                past_key_values=ScatterCache(kv, rows),
                 use_cache=True,
                 position_embeddings=(rotary.cos[None], rotary.sin[None]),
+                **{self.layer_cache_argument: ScatterCache(kv, rows)},
             )
         after: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return after[0]
@@ -436,9 +445,27 @@ class ModelAdapter:
         """The model's own forward pass over all ids: plain prefill."""
         with self._plain():
             cache = let_grow(DynamicCache(config=self.config))
-            inputs = torch.tensor([list(ids)], device=self.device)
-            out = self.model(inputs, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            return Prefill(cache, out.logits[0, -1])
+            return Prefill(cache, self.extend(cache, ids, logits_to_keep=1)[-1])
+
+    def extend(self, cache: Any, ids: Sequence[int], logits_to_keep: int = 0) -> torch.Tensor:
+        """The model's own forward pass over ids behind a cache, which grows by them.
+
+        Parameters
+        ----------
+        cache : transformers Cache
+        ids : sequence of int
+        logits_to_keep : int
+            How many of the last positions give logits; 0 for all.
+
+        Returns
+        -------
+        Tensor, [positions, vocab]
+        """
+        inputs = torch.tensor([list(ids)], device=self.device)
+        kept = {cache_argument(self.model): cache, "logits_to_keep": logits_to_keep}
+        with evaluating(self.model), torch.no_grad():
+            logits: torch.Tensor = self.model(inputs, use_cache=True, **kept).logits[0]
+        return logits
 
     def segment_kv(self, context_ids: Sequence[int], ids: Sequence[int], regime: int = 0) -> SegmentKV:
         """KV of one segment; see `segments_kv`."""
@@ -500,7 +527,7 @@ class ModelAdapter:
             shape = (len(inputs), *kv.keys.shape[1:])
             DynamicLayer.update(layer, kv.keys.expand(shape), kv.values.expand(shape))
         with self._plain(), self._row_by_row.in_use(), self._positions.within(regime), suppress(Enough):
-            self._decoder(inputs, past_key_values=Cache(layers=layers), use_cache=True)
+            self._decoder(inputs, use_cache=True, **{cache_argument(self._decoder): Cache(layers=layers)})
         return layers
 
     @property

@@ -11,7 +11,7 @@ import torch
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.attention.rows import Apart, with_mask
 from cacheblend_rag.models.memory import free_memory_on, token_bytes
-from cacheblend_rag.models.modules import is_compiled
+from cacheblend_rag.models.modules import cache_argument, is_compiled
 
 __all__ = ["BatchedDecode"]
 
@@ -49,7 +49,7 @@ class BatchedDecode:
         ----------
         asked : sequence of mapping
             What transformers' generation hands to the model for each: ``input_ids`` ``[1, 1]``,
-            ``past_key_values`` and more. The caches grow.
+            the cache and more. The caches grow.
         """
         model = self._adapter.model
         alone = len(asked) == 1 or self._one_by_one or model.config._attn_implementation == "eager"
@@ -60,7 +60,8 @@ class BatchedDecode:
 
     def _pass(self, asked: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         """Logits, ``[answers, vocab]``."""
-        adapter, caches = self._adapter, [one["past_key_values"] for one in asked]
+        adapter, name = self._adapter, cache_argument(self._adapter.model)
+        caches = [one[name] for one in asked]
         lengths = torch.tensor([cache.get_seq_length() for cache in caches], device=adapter.device)
         rotaries = adapter.rotary(int(lengths.max()) + 1).at(lengths).to(adapter.dtype)
         hidden = adapter.embed(torch.cat([one["input_ids"] for one in asked]))  # [answers, 1, hidden]
@@ -71,9 +72,9 @@ class BatchedDecode:
                     hidden,
                     attention_mask=None,
                     position_ids=lengths[:, None],
-                    past_key_values=apart,
                     use_cache=True,
                     position_embeddings=(rotary.cos[:, None], rotary.sin[:, None]),
+                    **{adapter.layer_cache_argument: apart},
                 )
             hidden = out[0] if isinstance(out, tuple) else out
         return adapter.head(hidden[:, 0])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, Generic, TypeVar
 
 import transformers
@@ -19,6 +20,7 @@ __all__ = [
     "ForwardOverride",
     "ForwardOverrides",
     "OneForEach",
+    "cache_argument",
     "evaluating",
     "is_compiled",
     "misshapen",
@@ -33,6 +35,17 @@ def part_of(module: Any, name: str) -> Any:
         return getattr(module, name)
     except AttributeError as error:
         raise misshapen(module, name) from error
+
+
+def cache_argument(module: Any) -> str:
+    """The name under which a module's forward takes the KV cache: ``cache`` from transformers 5.24 on."""
+    kind: type = type(module)
+    return _cache_argument(kind)
+
+
+@cache
+def _cache_argument(kind: type) -> str:
+    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"  # type: ignore[attr-defined]
 
 
 def misshapen(owner: Any, name: str | None) -> UnsupportedModelError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,11 +26,14 @@ class Fitted:
         Its ids.
     left_out : tuple of int
         Chunks that were left out, by their number in the prompt as it was given, from 0.
+    seconds : float
+        What it took to split the prompt and to see that it fits.
     """
 
     prompt: Prompt
     split: TokenizedPrompt
     left_out: tuple[int, ...] = ()
+    seconds: float = 0.0
 
 
 def fitted(
@@ -60,9 +64,10 @@ def fitted(
     ContextLengthError
         If it does not fit.
     """
+    started = time.perf_counter()
     split = tokenizer.tokenize(prompt)
     if window is None or len(split.input_ids) + needed <= window:
-        return Fitted(prompt, split)
+        return Fitted(prompt, split, seconds=time.perf_counter() - started)
     count, room = len(prompt.chunks), window - (needed if wanted is None else wanted)
     if drops_chunks and count > 1:
         kept = bisect_right(
@@ -70,7 +75,8 @@ def fitted(
         )
         if kept:
             shorter = prompt.first_chunks(kept)
-            return Fitted(shorter, tokenizer.tokenize(shorter), tuple(range(kept, count)))
+            split, left_out = tokenizer.tokenize(shorter), tuple(range(kept, count))
+            return Fitted(shorter, split, left_out, time.perf_counter() - started)
     raise ContextLengthError(len(split.input_ids), needed, window, _remedy(count, needed, drops_chunks))
 
 

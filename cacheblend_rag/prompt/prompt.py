@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from cacheblend_rag.errors import PromptError
 
@@ -128,13 +129,14 @@ class Prompt:
         """The prompt without the chunks behind the first so many.
 
         White space that stood before a chunk goes with it. Any other text between chunks stays: it may be a turn of
-        a conversation.
+        a conversation. Its documents are all named still.
         """
+        more: dict[str, Any] = {"preamble": self.preamble, "documents": self.documents}
         if self.between is None:
-            return Prompt(self.prefix, self.chunks[:count], self.suffix, preamble=self.preamble)
+            return Prompt(self.prefix, self.chunks[:count], self.suffix, **more)
         between = self.between[: max(0, count - 1)]
         kept = "".join(text for text in self.between[max(0, count - 1) :] if text.strip())
-        return Prompt(self.prefix, self.chunks[:count], kept + self.suffix, between, preamble=self.preamble)
+        return Prompt(self.prefix, self.chunks[:count], kept + self.suffix, between, **more)
 
     def written(self, separator: str) -> WrittenPrompt:
         """The text that the model reads.

@@ -28,6 +28,7 @@ from cacheblend_rag.fusor.selection.boundary import first_of_chunks
 from cacheblend_rag.fusor.selection.gradual import falling
 from cacheblend_rag.fusor.work import Projected, RowsDone, work_share
 from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.modules import cache_argument
 from cacheblend_rag.models.shape import LayerShape, ModelShape
 from cacheblend_rag.prompt import Span
 from cacheblend_rag.report import FusedKV
@@ -228,7 +229,7 @@ def test_question_attention_equals_the_plain_model_over_the_same_kv(family: str,
     reused.cache.crop(tokens.suffix.start - len(reused.input_ids))
     with torch.no_grad():
         ids = torch.tensor([tokens.ids(tokens.suffix)])
-        out = model(ids, past_key_values=reused.cache, output_attentions=True)
+        out = model(ids, output_attentions=True, **{cache_argument(model): reused.cache})
     model.set_attn_implementation(before)
     mean = torch.stack([out.attentions[layer][0].mean(dim=(0, 1)) for layer in score_layers]).mean(dim=0)
     assert watch.seen.attention is not None

@@ -16,6 +16,7 @@ from transformers.generation import LogitsProcessor
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.engine.decode import DecodeOptions, decode
 from cacheblend_rag.errors import CacheBlendError, ConfigError, ModelLoadError, PromptError, UnsupportedModelError
+from cacheblend_rag.models.modules import cache_argument
 from cacheblend_rag.store import DiskStore, MemoryStore
 from tests import tiny
 from tests.probes import Hooked, engine_of
@@ -257,7 +258,7 @@ def test_decoding_from_a_fused_cache_by_hand_goes_on_where_the_prompt_ends() -> 
     with torch.no_grad():
         for _ in range(6):
             made.append(token)
-            token = int(model(torch.tensor([[token]]), past_key_values=fused.cache).logits[0, -1].argmax())
+            token = int(model(torch.tensor([[token]]), **{cache_argument(model): fused.cache}).logits[0, -1].argmax())
     assert made == expected
 
 

@@ -74,7 +74,7 @@ def test_a_changed_prefix_keeps_the_hits_and_a_known_one_is_reused_exactly() -> 
         assert (again.report.hits, again.report.prefix_hit) == (3, True)
         tokens = again.report.prefix_tokens
         assert again.report.reused_tokens == again.report.chunk_tokens + tokens
-        plain = tiny.full_prefill(model, again.input_ids[:tokens]).past_key_values
+        plain = tiny.cache_of(tiny.full_prefill(model, again.input_ids[:tokens]))
         reused = [LayerKV(one.keys[:, :, :tokens], one.values[:, :, :tokens]) for one in again.cache.layers]
         assert_layers_close(reused, plain.layers, model)
         for ours, theirs in zip(again.cache.layers, first.cache.layers, strict=True):
@@ -94,7 +94,7 @@ def test_a_chunk_right_behind_its_prefix_is_exact_without_recompute(family: str)
         assert fused.report.recomputed_tokens == (0,) * 4
         plain = tiny.full_prefill(model, fused.input_ids)
         assert_logits_close(fused.logits, plain.logits[0, -1], model, len(fused.input_ids))
-        assert_layers_close(fused.cache.layers, plain.past_key_values.layers, model)
+        assert_layers_close(fused.cache.layers, tiny.cache_of(plain).layers, model)
         assert engine.fuse(Prompt("Another prefix:", CHUNKS[:1], "What fell?")).report.hits == 0
         assert engine.fuse(Prompt("", CHUNKS[:1], "What fell?")).report.hits == 0
         second = engine.fuse(Prompt(one.prefix, CHUNKS[1:], "What fell?"))

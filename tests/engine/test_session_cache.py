@@ -48,7 +48,7 @@ def test_the_next_turn_continues_from_the_last(family: str, on_disk: bool, tmp_p
         assert all(set(rows.tolist()) == computed for rows in following.recomputed)
         plain = tiny.full_prefill(model, following.input_ids)
         assert_logits_close(following.logits, plain.logits[0, -1], model, len(following.input_ids))
-        assert_layers_close(following.cache.layers, plain.past_key_values.layers, model)
+        assert_layers_close(following.cache.layers, tiny.cache_of(plain).layers, model)
         assert key.startswith(KEY_PREFIX)
 
 

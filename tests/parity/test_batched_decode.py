@@ -17,6 +17,7 @@ from cacheblend_rag.errors import GenerationError
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.families import FAMILIES
+from cacheblend_rag.models.modules import cache_argument
 from cacheblend_rag.report import Generation
 from tests import tiny
 from tests.parity.test_families import EAGER_ONLY, WINDOWS
@@ -81,11 +82,11 @@ def steps_of(model: Any, texts: list[list[int]], count: int) -> tuple[list[torch
     logits, caches = [], []
     for ids in texts:
         out = tiny.full_prefill(model, ids)
-        caches.append(out.past_key_values)
+        caches.append(tiny.cache_of(out))
         rows = []
         for step in range(count):
             with torch.no_grad():
-                out = model(torch.tensor([[step + 5]]), past_key_values=caches[-1], use_cache=True)
+                out = model(torch.tensor([[step + 5]]), use_cache=True, **{cache_argument(model): caches[-1]})
             rows.append(out.logits[0, -1])
         logits.append(torch.stack(rows))
     return logits, caches
@@ -103,7 +104,7 @@ def check_together(model: Any, together: bool) -> None:
     attention = model.config._attn_implementation
     for step in range(4):
         asked = [
-            {"input_ids": torch.tensor([[step + 5]]), "past_key_values": cache, "use_cache": True} for cache in own
+            {"input_ids": torch.tensor([[step + 5]]), cache_argument(model): cache, "use_cache": True} for cache in own
         ]
         with torch.no_grad():
             for logits, of in zip(steps(asked), found, strict=True):
@@ -150,7 +151,7 @@ def test_who_runs_the_model_meanwhile_gets_what_it_computes(monkeypatch: pytest.
 
     monkeypatch.setattr(BatchedDecode, "_pass", beside_another)
     caches = [steps._adapter.prefill([3, 4, 5]).cache for _ in range(2)]
-    steps([{"input_ids": torch.tensor([[5]]), "past_key_values": cache} for cache in caches])
+    steps([{"input_ids": torch.tensor([[5]]), cache_argument(model): cache} for cache in caches])
     assert_logits_close(found[0], expected, model, 37)
 
 

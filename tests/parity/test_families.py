@@ -17,6 +17,7 @@ from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.families import FAMILIES
+from cacheblend_rag.models.modules import cache_argument
 from cacheblend_rag.models.rope import rotate
 from tests import tiny
 from tests.tolerance import assert_close, assert_layers_close, assert_logits_close, terms_of
@@ -54,7 +55,7 @@ def assert_equals_plain(fused: Any, model: Any) -> None:
     """Logits and cache are those of the model's own prefill."""
     plain = tiny.full_prefill(model, fused.input_ids)
     assert_logits_close(fused.logits, plain.logits[0, -1], model, len(fused.input_ids))
-    assert_layers_close(fused.cache.layers, plain.past_key_values.layers, model)
+    assert_layers_close(fused.cache.layers, tiny.cache_of(plain).layers, model)
 
 
 def plain_tokens(model: Any, ids: list[int], count: int) -> list[int]:
@@ -141,7 +142,7 @@ def test_projections_are_those_of_the_layers(family: str) -> None:
     ids = list(range(3, 40))
     cache = DynamicCache()
     with torch.no_grad():
-        model(torch.tensor([ids]), past_key_values=cache)
+        model(torch.tensor([ids]), **{cache_argument(model): cache})
         for hook in hooks:
             hook.remove()
         torch.testing.assert_close(adapter.embed(ids), inputs[0])

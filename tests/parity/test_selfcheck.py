@@ -12,6 +12,7 @@ from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.fusor.self_check import check_adapter
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.families import FAMILIES
+from cacheblend_rag.models.modules import cache_argument
 from tests import tiny
 
 
@@ -59,9 +60,9 @@ def test_refuses_layers_that_have_moved(change: str, monkeypatch: pytest.MonkeyP
     adapter = ModelAdapter(model)
     layer = adapter.layers[2]
 
-    def moved(self: Any, hidden: torch.Tensor, past_key_values: Any = None, **arguments: Any) -> torch.Tensor:
-        out: torch.Tensor = type(self).forward(self, hidden, past_key_values=past_key_values, **arguments)
-        if "Scatter" not in type(past_key_values).__name__:
+    def moved(self: Any, hidden: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        out: torch.Tensor = type(self).forward(self, hidden, **arguments)
+        if "Scatter" not in type(arguments[cache_argument(self)]).__name__:
             return out
         if change == "another signature":
             raise TypeError("forward() got an unexpected keyword argument 'position_embeddings'")

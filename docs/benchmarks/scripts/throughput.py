@@ -37,7 +37,7 @@ from cacheblend_rag.calibration.bench.benching import (
 )
 from cacheblend_rag.calibration.bench.plotting import save_figure
 from cacheblend_rag.calibration.bench.shapes import BenchOptions
-from cacheblend_rag.calibration.comparison import Prefilled, decode_from, prefill_behind
+from cacheblend_rag.calibration.comparison import Prefilled, decode_from
 from cacheblend_rag.config import BlendConfig, check_whole
 from cacheblend_rag.engine.decode import DecodeOptions
 from cacheblend_rag.engine.engine import BlendEngine
@@ -250,7 +250,7 @@ class _PrefixCache:
         self._kept.move_to_end(best)
         layers = self._kept[best][1]
         cache = adapter.new_cache([LayerKV(kv.keys[:, :, :known], kv.values[:, :, :known]) for kv in layers])
-        return Prefilled(cache, prefill_behind(self._engine, cache, ids[known:]), computed), known
+        return Prefilled(cache, self._engine.adapter.extend(cache, ids[known:], logits_to_keep=1)[-1], computed), known
 
     def keep(self, ids: Sequence[int], cache: Any, known: int) -> None:
         """Keep a prompt's KV, the least recently used dropped first."""

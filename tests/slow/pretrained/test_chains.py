@@ -23,6 +23,7 @@ from cacheblend_rag.llama_index.embedding import SentenceTransformerEmbedding
 from cacheblend_rag.prompt.chat import question_turns
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
+from tests import tiny
 from tests.integrations.llama_index.common import listening
 from tests.slow.pretrained.conftest import NEW_TOKENS, plain_answer
 
@@ -70,7 +71,7 @@ def test_ratio_one_is_full_prefill_of_a_chat(engine: BlendEngine, loaded: Any, d
     with torch.no_grad():
         plain = loaded.model(torch.tensor([fused.input_ids]), use_cache=True)
     torch.testing.assert_close(fused.logits, plain.logits[0, -1], rtol=1e-3, atol=1e-3)
-    for ours, theirs in zip(fused.cache.layers, plain.past_key_values.layers, strict=True):
+    for ours, theirs in zip(fused.cache.layers, tiny.cache_of(plain).layers, strict=True):
         torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-3, atol=2e-3)
         torch.testing.assert_close(ours.values, theirs.values, rtol=1e-3, atol=2e-3)
 
