@@ -39,13 +39,12 @@ def part_of(module: Any, name: str) -> Any:
 
 def cache_argument(module: Any) -> str:
     """The name under which a module's forward takes the KV cache: ``cache`` from transformers 5.24 on."""
-    kind: type = type(module)
-    return _cache_argument(kind)
+    return _cache_argument(type(module).forward)
 
 
 @cache
-def _cache_argument(kind: type) -> str:
-    return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"  # type: ignore[attr-defined]
+def _cache_argument(forward: Callable[..., Any]) -> str:
+    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
 
 
 def misshapen(owner: Any, name: str | None) -> UnsupportedModelError:

@@ -27,7 +27,7 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store import DiskStore
 from tests import tiny
 from tests.contract.test_readonly_store import CHUNKS
-from tests.contract.test_store import make
+from tests.contract.store_contract import make
 
 warned = []
 handler = logging.Handler()

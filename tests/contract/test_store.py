@@ -1,4 +1,4 @@
-"""Stores: the disk store held against its plain twin in memory, and against people who alter its folder."""
+"""Every store by one contract; then the disk store against people who alter its folder."""
 
 from __future__ import annotations
 
@@ -13,149 +13,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from cacheblend_rag.errors import ConfigError, StoreError
-from cacheblend_rag.models.kv import SegmentKV
-from cacheblend_rag.store import DiskStore, KVRecord, KVStore, MemoryStore, StoredKV, record_key
-
-HEADS, DIM, LAYERS = 2, 8, 2
-
-
-def make(seed: int = 0, tokens: int = 5) -> KVRecord:
-    generator = torch.Generator().manual_seed(seed)
-    keys, values = (
-        tuple(torch.randn((HEADS, tokens, DIM), generator=generator) for _ in range(LAYERS)) for _ in range(2)
-    )
-    kv = SegmentKV(keys, values, rotated=False)
-    return KVRecord.of(kv, fingerprint="f", context_ids=(1,), token_ids=tuple(range(tokens)))
-
-
-def same(stored: StoredKV | None, record: KVRecord) -> bool:
-    assert stored is not None
-    try:
-        layers = [stored.read_layer(layer) for layer in range(stored.info.layers)]
-        return stored.info == record.info and all(
-            torch.equal(keys, record.kv.keys[n]) and torch.equal(values, record.kv.values[n])
-            for n, (keys, values) in enumerate(layers)
-        )
-    finally:
-        stored.close()
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore, record_key
+from tests.contract.store_contract import BoundedStoreContract, StoreContract, make, same
 
 
 def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and "cache.db" not in path.name)
 
 
-@pytest.fixture(params=["disk", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
-    opened: KVStore = DiskStore(tmp_path / "kv") if request.param == "disk" else MemoryStore()
-    yield opened
-    opened.close()
+class TestMemoryStore(BoundedStoreContract):
+    def of_size(self, folder: Path, size_limit: int) -> KVStore:
+        return MemoryStore(size_limit)
 
 
-# Both stores --------------------------------------------------------------------------------
+class TestDiskStore(BoundedStoreContract):
+    def of_size(self, folder: Path, size_limit: int) -> KVStore:
+        return DiskStore(folder / "kv", size_limit)
 
 
-def test_put_open_replace_delete(store: KVStore) -> None:
-    assert store.open("a") is None
-    assert not store.contains("a")
-    assert not store.delete("a")
-    store.put("a", make(1))
-    store.put("b", make(2))
-    assert store.contains("a")
-    assert same(store.open("a"), make(1))
-    assert same(store.open("b"), make(2))
-    store.put("a", make(3, tokens=9))
-    assert same(store.open("a"), make(3, tokens=9))
-    assert store.delete("a")
-    assert not store.contains("a")
-    assert store.open("a") is None
-    assert same(store.open("b"), make(2))
-
-
-def test_volume_rises_and_falls(store: KVStore) -> None:
-    before = store.volume()
-    store.put("a", make(1, tokens=500))
-    size = LAYERS * 2 * HEADS * 500 * DIM * 4
-    assert store.volume() - before >= size
-    store.delete("a")
-    assert store.volume() - before < size
-
-
-def test_an_open_record_outlives_its_deletion(store: KVStore) -> None:
-    store.put("a", make(1))
-    opened = store.open("a")
-    store.delete("a")
-    assert same(opened, make(1))
-
-
-def test_an_open_record_outlives_its_replacement(store: KVStore) -> None:
-    store.put("a", make(1))
-    opened = store.open("a")
-    store.put("a", make(2))
-    assert same(opened, make(1))
-    assert same(store.open("a"), make(2))
-
-
-@pytest.mark.parametrize("kind", [DiskStore, MemoryStore])
-def test_the_least_recently_used_goes_first_and_only_as_much_as_must(kind: Any, tmp_path: Path) -> None:
-    limit = 1_000_000
-    store = kind(tmp_path, limit) if kind is DiskStore else kind(limit)
-    record = make(1, tokens=800)  # about 205 KB: four fit beside the disk store's own pages
-    for key in "abcd":
-        store.put(key, record)
-    assert all(map(store.contains, "abcd"))
-    store.open("a").close()
-    store.contains("b")  # a look is no use
-    store.put("e", record)
-    assert [key for key in "abcde" if store.contains(key)] == ["a", "c", "d", "e"]
-    assert store.volume() <= limit
-    store.put("f", make(2, tokens=2400))  # three times the size: three go
-    assert [key for key in "abcdef" if store.contains(key)] == ["e", "f"]
-    assert store.volume() <= limit
-    assert same(store.open("f"), make(2, tokens=2400))
-    store.close()
-
-
-@pytest.mark.parametrize("kind", [DiskStore, MemoryStore])
-def test_a_record_larger_than_the_store_is_refused_and_evicts_nothing(kind: Any, tmp_path: Path) -> None:
-    store = kind(tmp_path, 200_000) if kind is DiskStore else kind(200_000)
-    store.put("a", make(1))
-    with pytest.raises(StoreError, match="size_limit"):
-        store.put("b", make(2, tokens=5000))
-    assert same(store.open("a"), make(1))
-    store.close()
-
-
-@pytest.mark.parametrize("size", [0, -1, "none", None])
-def test_bad_size_limits(size: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError):
-        MemoryStore(size)
-    with pytest.raises(ConfigError):
-        DiskStore(tmp_path, size)
-
-
-def test_threads_share_a_store(store: KVStore) -> None:
-    errors: list[BaseException] = []
-
-    def work(number: int) -> None:
-        try:
-            for turn in range(5):
-                key = f"{(number + turn) % 3}"
-                store.put(key, make(int(key)))
-                opened = store.open(key)
-                if opened is not None:
-                    assert same(opened, make(int(key)))
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+class TestTieredStore(StoreContract):
+    def opened(self, folder: Path) -> KVStore:
+        return TieredStore([MemoryStore(), DiskStore(folder / "kv")])
 
 
 # The disk store -----------------------------------------------------------------------------

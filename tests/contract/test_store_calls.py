@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,15 +20,10 @@ from cacheblend_rag.store.base import check_store
 from docs.benchmarks.scripts.faults import record_of
 from docs.benchmarks.scripts.throttled import ThrottledStore
 from tests import tiny
+from tests.contract.store_contract import PATIENCE, fill
 from tests.probes import CHUNKS, PROMPT, Hooked, engine_of
 
 SMALL = 2 * 100_000
-PATIENCE = 5  # seconds; diskcache gives up a lock after ten
-
-SMALL_STORES: dict[str, Callable[[Path], KVStore]] = {
-    "memory": lambda folder: MemoryStore(SMALL),
-    "disk": lambda folder: DiskStore(folder / "small", 300_000),
-}
 
 
 class Refusing(MemoryStore):
@@ -39,54 +33,7 @@ class Refusing(MemoryStore):
         raise StoreError(f"{key!r} is held by somebody")
 
 
-def fill(store: KVStore, first: int = 0) -> list[str]:
-    """Put records until some must have been evicted."""
-    keys = [str(number) for number in range(first, first + 12)]
-    for key in keys:
-        store.put(key, record_of(int(key)))
-    return keys
-
-
 # Call-outs ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", sorted(SMALL_STORES))
-def test_other_threads_use_a_store_while_it_tells_what_it_evicts(kind: str, tmp_path: Path) -> None:
-    store, told = SMALL_STORES[kind](tmp_path), list[str]()
-    with ThreadPoolExecutor(1) as pool:
-
-        def evicted(key: str, record: StoredKV) -> None:
-            told.append(key)
-            if len(told) == 1:
-                assert store.contains(key), "it leaves afterwards"
-                pool.submit(store.put, "new", record_of(50)).result(PATIENCE)
-                assert pool.submit(store.delete, "new").result(PATIENCE)
-
-        store.on_evict = evicted
-        keys = fill(store)
-    assert told
-    assert [key for key in keys if not store.contains(key)] == sorted(set(told), key=int)
-    store.close()
-
-
-@pytest.mark.parametrize("kind", sorted(SMALL_STORES))
-def test_a_record_is_evicted_whatever_becomes_of_the_call(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = SMALL_STORES[kind](tmp_path)
-
-    def failing(key: str, record: StoredKV) -> None:
-        raise error
-
-    store.on_evict = failing
-    error: Exception = RecordError("its last layer is damaged")
-    keys = fill(store)
-    assert not store.contains(keys[0])
-    error = ZeroDivisionError("a fault of the user's")
-    fill(store, 20)
-    assert "whoever was told of it failed" in caplog.text
-    assert store.volume() <= store.size_limit
-    store.close()
 
 
 def test_forgetting_and_evicting_do_not_wait_for_one_another(tmp_path: Path) -> None:
@@ -119,25 +66,6 @@ def test_forgetting_and_evicting_do_not_wait_for_one_another(tmp_path: Path) -> 
     assert not store.contains("forgotten")
     assert all(store.contains(key) for key in keys)
     assert slow.stats().records
-    store.close()
-
-
-@pytest.mark.parametrize("kind", sorted(SMALL_STORES))
-def test_what_is_forgotten_while_it_is_evicted_does_not_come_back(kind: str, tmp_path: Path) -> None:
-    upper, lower = SMALL_STORES[kind](tmp_path), MemoryStore()
-    store, told = TieredStore([upper, lower]), list[str]()
-    sink = upper.on_evict
-    assert sink is not None
-
-    def evicted(key: str, record: StoredKV) -> None:
-        told.append(key)
-        assert store.delete(key)
-        sink(key, record)
-
-    upper.on_evict = evicted
-    fill(upper)
-    assert told
-    assert not any(store.contains(key) for key in told)
     store.close()
 
 

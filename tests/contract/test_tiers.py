@@ -18,7 +18,6 @@ import torch
 from cacheblend_rag import BlendConfig, Prompt
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.loading import Prefetcher
-from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, StoredKV, TieredStore, open_store
 from docs.benchmarks.scripts.faults import record_of
 from tests import tiny
@@ -235,81 +234,6 @@ def test_memory_above_a_folder_changes_no_result(on_disk: bool, tmp_path: Path) 
 
 
 # Made once ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=["memory", "disk", "tiers"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
-    kinds: dict[str, Callable[[], KVStore]] = {
-        "memory": MemoryStore,
-        "disk": lambda: DiskStore(tmp_path),
-        "tiers": lambda: TieredStore([MemoryStore(), DiskStore(tmp_path)]),
-    }
-    made = kinds[request.param]()
-    yield made
-    made.close()
-
-
-def test_one_at_a_time_has_the_claim(store: KVStore) -> None:
-    with store.claim("a") as first, store.claim("b") as other:
-        assert first
-        assert other
-        with store.claim("a") as second:
-            assert not second
-    with store.claim("a") as again:
-        assert again
-    with pytest.raises(ZeroDivisionError), store.claim("a"):
-        raise ZeroDivisionError
-    with store.claim("a") as after:
-        assert after
-
-
-def test_a_claim_can_be_waited_for(store: KVStore) -> None:
-    got: list[bool] = []
-
-    def wait() -> None:
-        with store.claim("a", wait=20) as mine:
-            got.append(mine)
-
-    with store.claim("a"):
-        waiting = threading.Thread(target=wait)
-        waiting.start()
-        time.sleep(0.05)
-        assert got == []
-    waiting.join()
-    assert got == [True]
-
-
-def test_engines_that_miss_the_same_chunks_compute_them_once(store: KVStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several engines over one store, warming the same chunks at the same time."""
-    computed: list[tuple[int, ...]] = []
-    compute = ModelAdapter.segments_kv
-
-    def slow(self: ModelAdapter, context: Any, segments: Any, *others: Any) -> Any:
-        computed.extend(map(tuple, segments))
-        time.sleep(0.05)
-        return compute(self, context, segments, *others)
-
-    monkeypatch.setattr(ModelAdapter, "segments_kv", slow)
-    engines = [engine_of(store=store, check_model=False) for _ in range(3)]
-    reports = []
-    start = threading.Barrier(3)
-
-    def warm(engine: Any) -> None:
-        start.wait()
-        reports.append(engine.warm(CHUNKS))
-
-    threads = [threading.Thread(target=warm, args=(engine,)) for engine in engines]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(computed) == 3
-    assert sum(report.computed for report in reports) == 3
-    assert sum(report.present for report in reports) == 6
-    assert all(report.skipped == 0 for report in reports)
-    for engine in engines:
-        assert engine.fuse(PROMPT).report.hits == 3
-        engine.close()
 
 
 HOLDER = """

@@ -20,7 +20,7 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store import DiskStore, MemoryStore
 from cacheblend_rag.store.tombstones import TombstonedStore
 from tests.app.server.common import BASE, new_collection, passage, settings_for, settle, upload
-from tests.contract.test_store import make
+from tests.contract.store_contract import make
 
 MB = 10**6
 
