@@ -119,7 +119,7 @@ def calibrate(
                 most=most,
                 answer_tokens=options.answer_tokens,
                 end_ids=end_ids_of(engine),
-                behind=beside.behind if condition == "context" else None,
+                compute=beside.compute if condition == "context" else None,
                 on_prompt=bar.update,
                 known=[line for line in journal.lines if line["set"] == name] if journal else (),
                 on_tried=lambda found: journal.append({"set": name, **found}) if journal else None,

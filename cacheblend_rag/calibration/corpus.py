@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import ContextKV
+from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import PromptTokenizer
 from cacheblend_rag.prompt.contexts import context_tokens, contexts_beside
 
@@ -36,12 +37,13 @@ class Corpus:
         self._contexts = dict(zip(texts, beside, strict=True))
         self._known: OrderedDict[str, ContextKV] = OrderedDict()
 
-    def behind(self, text: str, ids: Sequence[int]) -> tuple[ContextKV, Sequence[int]]:
-        """What computes a chunk of the corpus, and the numbers of its contexts."""
+    def compute(self, text: str, before: tuple[int, ...], ids: tuple[int, ...], regime: int = 0) -> SegmentKV:
+        """KV of a chunk of the corpus; see `ComputeKV`."""
         contexts = self._contexts[text.strip()]
         if contexts.digest not in self._known:
             self._known[contexts.digest] = ContextKV(self._adapter, contexts.ids)
             if len(self._known) > _KEPT:
                 self._known.popitem(last=False)
         self._known.move_to_end(contexts.digest)
-        return self._known[contexts.digest], contexts.of(ids)
+        kv = self._known[contexts.digest]
+        return kv.segments_kv([(*before, *ids)], regime, [len(before)], [contexts.of(ids)])[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,13 +14,13 @@ from cacheblend_rag.fusor.selection import SelectionRule
 from cacheblend_rag.fusor.teacher_forcing import prefill_layerwise
 from cacheblend_rag.fusor.work import work_share
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.contexts import ContextKV
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import Prompt, PromptTokenizer, TokenizedPrompt
 
-__all__ = ["Behind", "Fused", "PreparedPrompt"]
+__all__ = ["ComputeKV", "Fused", "PreparedPrompt"]
 
-Behind = Callable[[str, Sequence[int]], tuple[ContextKV, Sequence[int]]]
+ComputeKV = Callable[[str, tuple[int, ...], tuple[int, ...], int], SegmentKV]
+"""The KV of a chunk, of its text, the ids that stand directly before it, its own ids, and the frequency regime."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,8 @@ class PreparedPrompt:
     tokenizer : PromptTokenizer
     prompt : Prompt
         With at least one chunk and a suffix.
-    behind : callable, optional
-        By a chunk's text and ids, what computes it behind contexts, and the numbers of these; by default each chunk is
-        computed behind what opens a text.
+    compute : callable, optional
+        Computes the KV of a chunk; by default it is computed behind what opens a text.
 
     Raises
     ------
@@ -59,7 +58,7 @@ class PreparedPrompt:
     """
 
     def __init__(
-        self, adapter: ModelAdapter, tokenizer: PromptTokenizer, prompt: Prompt, behind: Behind | None = None
+        self, adapter: ModelAdapter, tokenizer: PromptTokenizer, prompt: Prompt, compute: ComputeKV | None = None
     ) -> None:
         if not prompt.chunks or not prompt.suffix:
             raise ConfigError("prompt", prompt, "give at least one chunk, and the question as suffix")
@@ -73,13 +72,11 @@ class PreparedPrompt:
             if not len(chunk.span):
                 continue
             span, before = range(chunk.span.start, chunk.span.stop), tokenizer.context_ids(chunk.text) + chunk.head
-            if behind is None:
+            if compute is None:
                 self._known[span] = adapter.segment_kv(before, self.ids(span), self._regime)
                 exact = self.tokens.input_ids[: span.start] == before
             else:
-                contexts, numbers = behind(chunk.text, self.ids(span))
-                own = [(*before, *self.ids(span))]
-                self._known[span] = contexts.segments_kv(own, self._regime, [len(before)], [numbers])[0]
+                self._known[span] = compute(chunk.text, before, self.ids(span), self._regime)
                 exact = False
             (in_place if exact else reused).append(span)
         chunks = list(self._known)

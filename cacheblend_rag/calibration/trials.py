@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.calibration.evaluation.statistics import Interval, interval
-from cacheblend_rag.calibration.prepared import Behind, Fused, PreparedPrompt
+from cacheblend_rag.calibration.prepared import ComputeKV, Fused, PreparedPrompt
 from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.models.adapter import ModelAdapter
@@ -82,7 +82,7 @@ class TrialSet:
         Most tokens generated.
     end_ids : sequence of int
         Tokens that end an answer.
-    behind : callable, optional
+    compute : callable, optional
         Computes chunks behind contexts; see `PreparedPrompt`.
     on_prompt : callable
         Called after each prompt that was prepared or tried.
@@ -101,12 +101,12 @@ class TrialSet:
         most: int | None = None,
         answer_tokens: int = 32,
         end_ids: Sequence[int] = (),
-        behind: Behind | None = None,
+        compute: ComputeKV | None = None,
         on_prompt: Callable[[], object] = lambda: None,
         known: Iterable[Mapping[str, Any]] = (),
         on_tried: Callable[[dict[str, Any]], object] = lambda found: None,
     ) -> None:
-        self._adapter, self._behind, self._on_prompt, self._on_tried = adapter, behind, on_prompt, on_tried
+        self._adapter, self._compute, self._on_prompt, self._on_tried = adapter, compute, on_prompt, on_tried
         self._known = {str(found["rule"]): found for found in known}
         self._answer_tokens, self._end_ids = answer_tokens, frozenset(end_ids)
         self._prompts = len(prompts)
@@ -117,7 +117,7 @@ class TrialSet:
         return self._prompts
 
     def _prepared(self, tokenizer: PromptTokenizer, prompt: Prompt) -> _Trial:
-        prepared = PreparedPrompt(self._adapter, tokenizer, prompt, self._behind)
+        prepared = PreparedPrompt(self._adapter, tokenizer, prompt, self._compute)
         cache = self._adapter.new_cache(prepared.full.layers)
         ids, log_probs = greedy_answer(self._adapter, cache, prepared.full.logits, self._answer_tokens, self._end_ids)
         prepared.forget_full()

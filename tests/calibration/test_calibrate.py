@@ -74,8 +74,8 @@ def found(models: dict[str, Any]) -> dict[str, tuple[BlendSettings, Finding]]:
 def trials_of(adapter: ModelAdapter, segments: PromptTokenizer, of: list[Prompt], condition: str) -> TrialSet:
     """Prompts whose chunks are computed under a condition."""
     beside = Corpus(adapter, segments, [chunk for prompt in of for chunk in prompt.chunks], BlendConfig().contexts)
-    behind = beside.behind if condition == "context" else None
-    return TrialSet(adapter, segments, of, answer_tokens=8, end_ids=[2], behind=behind)
+    compute = beside.compute if condition == "context" else None
+    return TrialSet(adapter, segments, of, answer_tokens=8, end_ids=[2], compute=compute)
 
 
 def test_different_models_get_different_settings(found: dict[str, tuple[BlendSettings, Finding]]) -> None:

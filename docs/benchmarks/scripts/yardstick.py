@@ -28,6 +28,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from cacheblend_rag.calibration.evaluation.datasets import load_cases
 from cacheblend_rag.calibration.evaluation.methods import rule_of
 from cacheblend_rag.calibration.evaluation.prompts import ChatFrame, build_prompt
 from cacheblend_rag.calibration.evaluation.statistics import interval
-from cacheblend_rag.calibration.prepared import Behind, PreparedPrompt
+from cacheblend_rag.calibration.prepared import ComputeKV, PreparedPrompt
 from cacheblend_rag.calibration.trials import greedy_answer
 from cacheblend_rag.config import LOWEST_RATIOS
 from cacheblend_rag.engine.engine import BlendEngine
@@ -59,6 +60,7 @@ __all__ = ["Conditions", "Yardstick", "main", "parse_method"]
 
 NOISE = ("separator", "order", "one passage less", "8-bit weights", "bfloat16")
 _ANSWER_TOKENS = 32
+_KEPT_CHUNKS = 256  # of each condition, in memory
 _KEYS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "jasper", "kestrel", "lagoon")
 
 
@@ -147,31 +149,38 @@ class Conditions:
     def __init__(self, adapter: ModelAdapter, tokenizer: PromptTokenizer, cases: Sequence[EvalCase]) -> None:
         self._adapter, self._tokenizer = adapter, tokenizer
         self._texts = [passage.chunk for case in cases for passage in case.passages]
-        self._corpora: dict[int, Corpus] = {}
+        self._kept: dict[str, ComputeKV] = {}
 
-    def behind(self, condition: str, prompt: Prompt) -> Behind | None:
-        """For the chunks of a prompt; None where they are computed behind what opens a text."""
+    def compute(self, condition: str, prompt: Prompt) -> ComputeKV | None:
+        """For the chunks of a prompt; None where they are computed behind what opens a text.
+
+        What does not depend on the prompt is kept for other prompts with the same chunks.
+        """
         if condition == "sink":
             return None
         if condition == "prefix":
             tokens = self._tokenizer.tokenize(prompt)
-            return self._fixed(ContextKV(self._adapter, [tokens.ids(tokens.prefix)]), (0,))
-        if condition == "plain":
-            return self._fixed(ContextKV(self._adapter, Contexts(self._tokenizer, (), 2).ids), (0, 1))
+            return _behind(ContextKV(self._adapter, [tokens.ids(tokens.prefix)]))
         if condition == "together":
-            return Corpus(self._adapter, self._tokenizer, prompt.chunks, 2).behind
+            return Corpus(self._adapter, self._tokenizer, prompt.chunks, 2).compute
+        if condition not in self._kept:
+            self._kept[condition] = lru_cache(_KEPT_CHUNKS)(self._of_corpus(condition))
+        return self._kept[condition]
+
+    def _of_corpus(self, condition: str) -> ComputeKV:
+        if condition == "plain":
+            return _behind(ContextKV(self._adapter, Contexts(self._tokenizer, (), 2).ids))
         if condition not in ("context", "context1"):
             raise ConfigError(
                 "condition", condition, "use 'sink', 'prefix', 'plain', 'context', 'context1', 'together'"
             )
         count = 1 if condition == "context1" else 2
-        if count not in self._corpora:
-            self._corpora[count] = Corpus(self._adapter, self._tokenizer, self._texts, count)
-        return self._corpora[count].behind
+        return Corpus(self._adapter, self._tokenizer, self._texts, count).compute
 
-    @staticmethod
-    def _fixed(kv: ContextKV, numbers: Sequence[int]) -> Behind:
-        return lambda text, ids: (kv, numbers)
+
+def _behind(contexts: ContextKV) -> ComputeKV:
+    """Chunks behind all of some contexts."""
+    return lambda text, before, ids, regime: contexts.segments_kv([(*before, *ids)], regime, [len(before)])[0]
 
 
 # Methods ---------------------------------------------------------------------------------------
@@ -263,7 +272,7 @@ class Yardstick:
         found: dict[str, Any] = {}
         for condition in dict.fromkeys(method.condition for method in self._methods):
             prepared = PreparedPrompt(
-                self._adapter, self._tokenizer, prompt, self._conditions.behind(condition, prompt)
+                self._adapter, self._tokenizer, prompt, self._conditions.compute(condition, prompt)
             )
             for method in self._methods:
                 if method.condition == condition:
