@@ -52,6 +52,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(user, "has_kernels", lambda device: True)
 
 
+def _long(family: str) -> Any:
+    """A family that takes the interpreter long."""
+    return family if DEVICE == "cuda" else pytest.param(family, marks=pytest.mark.slow)
+
+
 def randn(*shape: int, dtype: str) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE).to(getattr(torch, dtype))
 
@@ -171,11 +176,11 @@ def test_a_pass_equals_one_by_transformers_layers(family: str, monkeypatch: pyte
     _same(found, wanted.logits, wanted.cache.layers)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral, window"])
+@pytest.mark.parametrize("family", ["llama", _long("mistral, window")])
 def test_layers_in_one_call_equal_layers_one_by_one(family: str) -> None:
     from cacheblend_rag.models.gpu.graphs import LayerGraphs
 
-    model = tiny.model(FAMILIES[family][0], num_hidden_layers=6, **FAMILIES[family][1]).to(DEVICE)
+    model = tiny.model(FAMILIES[family][0], num_hidden_layers=3, **FAMILIES[family][1]).to(DEVICE)
     config = BlendConfig(min_tokens=0, write_back="inline", selection="hkvd", recompute_ratio=0.3)
     with BlendEngine(model, tiny.tokenizer(), config=config, store=MemoryStore(device=DEVICE)) as engine:
         engine.warm(PROMPT.chunks)
@@ -186,12 +191,12 @@ def test_layers_in_one_call_equal_layers_one_by_one(family: str) -> None:
         plain.graphs = LayerGraphs(plain._layers, adapted.windows, adapted.kv_heads)
         plain.graphs._failed = True  # rows are rounded up and KV is listed, but nothing is recorded
         found = engine.fuse(PROMPT)
-    assert [list(size.recordings) for size in plain.graphs._sizes.values()] == [[(0, 1)], [(1, 5)]]
+    assert [list(size.recordings) for size in plain.graphs._sizes.values()] == [[(0, 1)], [(1, 2)]]
     assert found.report.computed_tokens == wanted.report.computed_tokens
     _same(found, wanted.logits, wanted.cache.layers)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral, window", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", _long("mistral, window"), _long("qwen3")])
 def test_recomputing_all_equals_full_prefill(family: str) -> None:
     found = fused_by(family, recompute_ratio=1.0)
     with torch.no_grad():

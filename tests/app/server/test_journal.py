@@ -56,12 +56,14 @@ class Writer:
             pass
 
 
-def test_killed_at_random_moments_nothing_that_was_answered_is_lost(model: Path, docs: Path, tmp_path: Path) -> None:
-    seed = 7
-    chance, data = random.Random(seed), tmp_path / "data"
+@pytest.mark.parametrize("times", [2, pytest.param(25, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_nothing_that_was_answered_is_lost(
+    model: Path, docs: Path, tmp_path: Path, times: int
+) -> None:
+    chance, data = random.Random(7), tmp_path / "data"
     server = Served(model, docs, data)
     writers = [Writer(new_collection(server.client, f"{n}"), n) for n in (1, 2)]
-    for _ in range(4):
+    for _ in range(times):
         threads = [threading.Thread(target=one.write, args=(server.client,)) for one in writers]
         for one in threads:
             one.start()

@@ -35,6 +35,7 @@ def full(smollm2_folder: Path, minilm_folder: Path, tmp_path_factory: pytest.Tem
         yield rag
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", SUGGESTED, ids=lambda one: one["question"])
 def test_full_prefill_answers_the_suggested_questions(asked: dict[str, Any], full: FolderRAG) -> None:
     answer = full.ask(asked["question"])
