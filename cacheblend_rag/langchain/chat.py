@@ -42,18 +42,18 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
     ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``, ``seed``, ``stop``,
     ``generation_config``, ``logits_processor``, ``timeout``), beside two of its own.
 
-    Conversations are rendered by the tokenizer's chat template; chunks are matched inside messages, in
-    documents that tools attached to their answers, and in earlier turns. ``usage_metadata`` counts as
-    ``cache_read`` the tokens whose KV was read and kept, as ``cache_creation`` those whose KV goes into the
-    store; each answer's ``response_metadata`` has its time to first token, hits and misses.
+    The tokenizer's chat template renders conversations. Chunks are found inside messages, in documents that tools
+    attached to their answers, and in earlier turns. In ``usage_metadata``, ``cache_read`` counts the tokens whose KV
+    was read and kept, and ``cache_creation`` those whose KV goes into the store. The ``response_metadata`` of each
+    answer has its time to first token, hits and misses.
 
     Parameters
     ----------
     reuse_answers : bool
         Keep the KV of the model's own earlier answers, too.
     chat_template_kwargs : dict
-        What the chat template takes besides messages and tools, such as ``{"enable_thinking": False}``;
-        may also be given with a call.
+        More arguments of the chat template, such as ``{"enable_thinking": False}``. They can also be given with a
+        call.
     """
 
     reuse_answers: bool = True
@@ -250,7 +250,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
 
 @dataclass(frozen=True)
 class _Request:
-    """A conversation as the engine is asked for it.
+    """A conversation as the engine gets it.
 
     Parameters
     ----------
@@ -261,7 +261,7 @@ class _Request:
     tools : list of dict or None
         Tools that may be called.
     opening : str
-        Text with which the answer was begun for the model.
+        Beginning of the answer that was written for the model.
     """
 
     prompt: Prompt
