@@ -37,10 +37,11 @@ _CALL = ("tools", "tool_choice", "chat_template_kwargs")
 class ChatCacheBlend(BlendFields, BaseChatModel):
     """A local chat model that reuses the KV cache of retrieved chunks.
 
-    Its parameters are those of `BlendFields`: what the engine is made of (``engine``, or ``model_id``, ``store``,
-    ``device``, ``dtype``, ``config`` or its options one by one) and how answers are decoded (``max_new_tokens``,
-    ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``, ``seed``, ``stop``,
-    ``generation_config``, ``logits_processor``, ``timeout``), beside two of its own.
+    Its parameters are those of `BlendFields` and two of its own. They are of two kinds:
+
+    - the engine: ``engine``, or ``model_id``, ``store``, ``device``, ``dtype``, ``config`` or its options one by one
+    - decoding: ``max_new_tokens``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``,
+      ``seed``, ``stop``, ``generation_config``, ``logits_processor``, ``timeout``
 
     The tokenizer's chat template renders conversations. Chunks are found inside messages, in documents that tools
     attached to their answers, and in earlier turns. In ``usage_metadata``, ``cache_read`` counts the tokens whose KV

@@ -77,10 +77,11 @@ class _AllFields(LlamaIndexFields, EngineFields, total=False):
 class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
     """A local model that reuses the KV cache of retrieved nodes.
 
-    Its parameters are those of `ModelFields`: what the engine is made of (``engine``, or ``model_id``, ``store``,
-    ``device``, ``dtype``, ``config`` or its options one by one) and how answers are decoded (``max_new_tokens``,
-    ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``, ``seed``, ``stop``,
-    ``generation_config``, ``logits_processor``, ``timeout``), beside those below.
+    Its parameters are those of `ModelFields` and those below. They are of two kinds:
+
+    - the engine: ``engine``, or ``model_id``, ``store``, ``device``, ``dtype``, ``config`` or its options one by one
+    - decoding: ``max_new_tokens``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``,
+      ``seed``, ``stop``, ``generation_config``, ``logits_processor``, ``timeout``
 
     Constructing one turns on the tracking of retrievers. The nodes in a prompt of any query engine, chat
     engine or agent are then found by their texts. The ``raw`` of each response says how it was made. A
