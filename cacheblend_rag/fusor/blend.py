@@ -30,17 +30,16 @@ class FusionPlan:
     input_ids : sequence of int
         Ids of the prompt.
     exact : sequence of range
-        Positions whose stored KV is what a full prefill would give: a stored prefix, and a
-        chunk that stands directly behind what it was computed behind. Never recomputed.
+        Positions whose stored KV is that of a full prefill: a stored prefix, and a chunk
+        directly behind the text it was computed behind. They are never recomputed.
     reused : sequence of range
-        Positions of the other stored chunks; a selection rule decides on these.
+        Positions of the other stored chunks. A selection rule decides on these.
     unrotated : range
         Positions from the first to the last whose stored keys still need their rotation.
     question : range or None
         Positions of the question, at the end; by default those behind the last stored chunk.
 
-    All other positions are computed on every layer, and so is the last one, whose logits are
-    wanted.
+    All other positions are computed on every layer. So is the last one, because its logits are needed.
     """
 
     input_ids: Sequence[int]

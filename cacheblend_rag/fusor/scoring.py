@@ -1,4 +1,4 @@
-"""What the question attends to before anything is recomputed: the scoring pass of some rules."""
+"""The scoring pass of some rules: what the question attends to before anything is recomputed."""
 
 from __future__ import annotations
 

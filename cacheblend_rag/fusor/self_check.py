@@ -1,4 +1,4 @@
-"""Whether the blended pass of a model still agrees with the model: asked once, at load."""
+"""Checks once, at load, that the blended pass of a model agrees with the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floating-point work of a blended pass, as a share of a full prefill's: what rules are compared by."""
+"""Floating-point work of a blended pass, as a share of a full prefill's. Rules are compared by it."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class RowsDone:
     scored : tuple of Tensor, each [rows] long
         Positions a scoring pass computed, layer by layer as far as it went.
     ended : int or None
-        How many rows of the last layer were computed to its end, from the last one on; of the
-        others only keys and values were. None for all.
+        How many rows of the last layer were computed to its end, counted from the last one. The others gave
+        only keys and values. None means all.
     """
 
     computed: tuple[torch.Tensor, ...]
@@ -122,7 +122,7 @@ class _Seen:
 
 
 class _Counted:
-    """`_Seen` of tensors that live on meanwhile, each copied from a GPU once: that waits for what it still does."""
+    """Caches `_Seen` by tensor. Each tensor is copied from a GPU once, since a copy waits for queued work."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Seen] = {}

@@ -1,4 +1,4 @@
-"""What both LangChain models share beyond the fields of all adapters."""
+"""Fields and methods of both LangChain models, beside those of all adapters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["AllFields", "BlendFields", "LangChainFields"]
 
 
 class LangChainFields(AnswerFields, total=False):
-    """Fields that LangChain's models have beside those of every adapter; `BlendFields` explains them."""
+    """Fields of LangChain's models beside those of every adapter. `BlendFields` explains them."""
 
     name: str | None
     cache: BaseCache | bool | None
@@ -49,14 +49,14 @@ class _ModelFields(LangChainFields, BlendOptions, total=False):
 
 
 class AllFields(LangChainFields, EngineFields, total=False):
-    """Everything that a model may be made of."""
+    """All fields from which a model can be made."""
 
 
 class BlendFields(ModelFields):
     """Fields of a LangChain model over a `BlendEngine`: those of `ModelFields`, and those that LangChain's models have.
 
-    Constructing one switches on the tracking of retrievers: a "stuff" prompt of any chain is then
-    recognised by the texts of the documents in it.
+    Constructing one turns on the tracking of retrievers. The documents in a prompt of any chain are then found by
+    their texts.
     """
 
     def __init__(self, **fields: Unpack[AllFields]) -> None:

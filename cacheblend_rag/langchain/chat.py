@@ -37,23 +37,24 @@ _CALL = ("tools", "tool_choice", "chat_template_kwargs")
 class ChatCacheBlend(BlendFields, BaseChatModel):
     """A local chat model that reuses the KV cache of retrieved chunks.
 
-    Its parameters are those of `BlendFields`: what the engine is made of (``engine``, or ``model_id``, ``store``,
-    ``device``, ``dtype``, ``config`` or its options one by one) and how answers are decoded (``max_new_tokens``,
-    ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``, ``seed``, ``stop``,
-    ``generation_config``, ``logits_processor``, ``timeout``), beside two of its own.
+    Its parameters are those of `BlendFields` and two of its own. They are of two kinds:
 
-    Conversations are rendered by the tokenizer's chat template; chunks are matched inside messages, in
-    documents that tools attached to their answers, and in earlier turns. ``usage_metadata`` counts as
-    ``cache_read`` the tokens whose KV was read and kept, as ``cache_creation`` those whose KV goes into the
-    store; each answer's ``response_metadata`` has its time to first token, hits and misses.
+    - the engine: ``engine``, or ``model_id``, ``store``, ``device``, ``dtype``, ``config`` or its options one by one
+    - decoding: ``max_new_tokens``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``,
+      ``seed``, ``stop``, ``generation_config``, ``logits_processor``, ``timeout``
+
+    The tokenizer's chat template renders conversations. Chunks are found inside messages, in documents that tools
+    attached to their answers, and in earlier turns. In ``usage_metadata``, ``cache_read`` counts the tokens whose KV
+    was read and kept, and ``cache_creation`` those whose KV goes into the store. The ``response_metadata`` of each
+    answer has its time to first token, hits and misses.
 
     Parameters
     ----------
     reuse_answers : bool
         Keep the KV of the model's own earlier answers, too.
     chat_template_kwargs : dict
-        What the chat template takes besides messages and tools, such as ``{"enable_thinking": False}``;
-        may also be given with a call.
+        More arguments of the chat template, such as ``{"enable_thinking": False}``. They can also be given with a
+        call.
     """
 
     reuse_answers: bool = True
@@ -250,7 +251,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
 
 @dataclass(frozen=True)
 class _Request:
-    """A conversation as the engine is asked for it.
+    """A conversation as the engine gets it.
 
     Parameters
     ----------
@@ -261,7 +262,7 @@ class _Request:
     tools : list of dict or None
         Tools that may be called.
     opening : str
-        Text with which the answer was begun for the model.
+        Beginning of the answer that was written for the model.
     """
 
     prompt: Prompt

@@ -25,12 +25,15 @@ __all__ = ["CacheBlendLLM"]
 class CacheBlendLLM(BlendFields, BaseLLM):
     """A local model that reuses the KV cache of retrieved chunks.
 
-    Its parameters are those of `BlendFields`: what the engine is made of (``engine``, or ``model_id``, ``store``,
-    ``device``, ``dtype``, ``config`` or its options one by one) and how answers are decoded (``max_new_tokens``,
-    ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``, ``seed``, ``stop``,
-    ``generation_config``, ``logits_processor``, ``timeout``). The prompt is not echoed, ``stop`` holds in every mode,
-    and each answer's ``generation_info`` has its time to first token, hits and misses. Prompts of
-    one ``batch`` that share chunks are answered one after the other, each chunk read once.
+    Its parameters are those of `BlendFields`. They are of two kinds:
+
+    - the engine: ``engine``, or ``model_id``, ``store``, ``device``, ``dtype``, ``config`` or its options one by one
+    - decoding: ``max_new_tokens``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``,
+      ``seed``, ``stop``, ``generation_config``, ``logits_processor``, ``timeout``
+
+    The prompt is not echoed. ``stop`` holds in every mode. The ``generation_info`` of each answer has its time to first
+    token, hits and misses. Prompts of one ``batch`` that share chunks are answered one after the other, and each chunk
+    is read once.
     """
 
     def __init__(self, **fields: Unpack[AllFields]) -> None:

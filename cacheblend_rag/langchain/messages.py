@@ -1,4 +1,4 @@
-"""Messages to a prompt by the tokenizer's chat template."""
+"""Turns messages into a prompt with the tokenizer's chat template."""
 
 from __future__ import annotations
 

@@ -28,14 +28,13 @@ class CacheBlendMiddleware(AgentMiddleware[Any, Any, Any]):
     Parameters
     ----------
     retriever : BaseRetriever, optional
-        Asked with the newest message of the user before each call of the model; its documents
-        are put behind the system prompt. Without one, only the documents that tools have
+        Asked with the newest message of the user before each call of the model. Its documents
+        go behind the system prompt. Without a retriever, only the documents that tools
         attached to their answers are made known.
     instructions : str
         Text before the documents.
     tool_answers : bool
-        Reuse whole answers of tools as well, whatever they hold: an agent reads them again at
-        every step.
+        Reuse whole answers of tools as well, whatever they hold. An agent reads them again at every step.
     """
 
     def __init__(self, retriever: Any = None, *, instructions: str = _INSTRUCTIONS, tool_answers: bool = False) -> None:

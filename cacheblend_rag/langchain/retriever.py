@@ -1,4 +1,4 @@
-"""CacheBlendRetriever: a retriever whose documents are matched without any tracking."""
+"""CacheBlendRetriever: a retriever whose documents are found in prompts without tracking."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["CacheBlendRetriever"]
 class CacheBlendRetriever(BaseRetriever):
     """Asks another retriever and makes its documents known to our models.
 
-    Models of this package track every retriever by themselves; this is for those who like it
-    explicit, or have tracking switched off. The documents are handed on as they are.
+    Models of this package track every retriever by themselves. Use this class if tracking is off, or if you want to
+    see it in the chain. It returns the documents unchanged.
 
     Parameters
     ----------
     retriever : BaseRetriever
-        What finds the documents; anything that can be invoked with a question.
+        Finds the documents. Anything that can be invoked with a question will do.
     k : int, optional
-        Most documents handed on; may also be given with a call.
+        Most documents that are returned. It can also be given with a call.
 
     Raises
     ------
     ConfigError
-        If ``k`` is below 1; pydantic's ``ValidationError`` if it is the constructor that gets it.
+        If a call gives ``k`` below 1. The constructor raises pydantic's ``ValidationError``.
     """
 
     retriever: Any

@@ -1,7 +1,7 @@
 """`track`: a vector store whose direct searches make the documents they return known.
 
-LangChain tells its callbacks nothing of a method call on a ``VectorStore``. Without `track` the documents of such a
-call are seen only where a retriever, a runnable (a LangGraph node, a lambda) or a tool returns them as documents.
+LangChain calls no callback for a method of a ``VectorStore``. Without `track` the documents of such a call are known
+only if a retriever, a runnable (a LangGraph node, a lambda) or a tool returns them as documents.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _tracked_kind(kind: type[Any]) -> type[Any]:
 
 
 class _Tracked:
-    """Whatever is asked of it is asked of the store within; documents that a search returns are noted."""
+    """Passes everything on to the wrapped store, and notes the documents that a search returns."""
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("__class__", "__reduce_ex__"):

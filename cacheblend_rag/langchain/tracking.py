@@ -1,16 +1,14 @@
 """Learning chunk texts from every retriever of the process.
 
-LangChain offers each run to the handlers of configure hooks. Ours sees the documents that a
-retriever, a runnable or a tool returns, in any chain, sync or async, and notes their texts: in the
-process-wide registry, and for the run they belong to. It changes nothing.
+LangChain gives each run to the handlers of configure hooks. Our handler sees the documents that a retriever, a
+runnable or a tool returns, in any chain, sync or async. It notes their texts in the process-wide registry, and for the
+run they belong to. It changes nothing.
 
-A method called on a vector store is no run, and nobody is told of it. Its documents are seen where
-a runnable hands them on, such as a LangGraph node or a lambda that returns them; elsewhere `track`
-makes them known.
+A method called on a vector store is not a run, and no handler is called. Its documents are seen if a runnable returns
+them, such as a LangGraph node or a lambda. Otherwise `track` makes them known.
 
-The documents of a prompt's run are looked for first, and in rewritten forms, too. They are handed
-over by the prompt's text, because plain models are called with many prompts and one run, and
-streaming chat models with none.
+The documents of a prompt's run are looked for first, also in rewritten forms. The model finds them by the prompt's
+text, because a plain model is called with many prompts and one run, and a streaming chat model without a run.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ _CHARACTERS = 16_000_000
 
 
 class RunDocuments:
-    """Which documents were retrieved in which run; bounded, the oldest runs are forgotten first.
+    """Which documents were retrieved in which run. It is bounded: the oldest runs are forgotten first.
 
     Parameters
     ----------
@@ -157,7 +155,7 @@ class RunDocuments:
 
 
 class _Done:
-    """What is left to await of work that is done."""
+    """An awaitable of work that is already done."""
 
     def __await__(self) -> Iterator[None]:
         return iter(())
@@ -170,9 +168,9 @@ async def _awaited() -> None:
 class _AtOnce:
     """A handler's method that works alike in sync and async runs, without a thread.
 
-    LangChain's async runs send a plain method through a thread, which costs more than the work;
-    a coroutine function they await, but sync runs start an event loop for it. To `inspect` this
-    is a coroutine function, by the attributes that functions not written in Python have, too.
+    LangChain's async runs send a plain method through a thread, which costs more than the work. They await a coroutine
+    function, but sync runs start an event loop for one. `inspect` takes this object for a coroutine function, by
+    attributes that functions not written in Python have too.
     """
 
     def __init__(self, note: Callable[..., object]) -> None:

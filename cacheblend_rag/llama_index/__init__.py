@@ -1,7 +1,7 @@
 """LlamaIndex: put our LLM into a query engine, chat engine or agent and change nothing else.
 
-A vector store over faiss is in ``vector_store``, a sentence-transformers embedding in
-``embedding``; both load their libraries, so they are not imported here.
+``vector_store`` has a vector store over faiss, and ``embedding`` a sentence-transformers embedding. Both load their
+libraries, so they are not imported here.
 """
 
 from cacheblend_rag.llama_index.events import CacheBlendEvent

@@ -1,4 +1,4 @@
-"""One call of the model, in the four ways LlamaIndex asks for it."""
+"""One call of the model, in the four ways in which LlamaIndex makes it."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class ModelCall(Generic[R]):
     prompt : Prompt
     arguments : DecodeArguments
     options : dict
-        What else the call was given.
+        Other options of the call.
     respond : callable
         Makes a response of what was said.
     tools : bool
-        Whether the answer may be a tool call; what may become one is held back.
+        Whether the answer may be a tool call. Text that may become one is held back.
     opening : str
-        Text with which the answer was begun for the model.
+        Beginning of the answer that was written for the model.
     """
 
     fields: ModelFields

@@ -1,8 +1,8 @@
-"""Where the context stands in a prompt, and what in it is a chunk.
+"""Where the context stands in a prompt, and where its chunks are.
 
 LlamaIndex fills its templates by name, so the exact context, the question and an earlier answer
-are known when a prompt is made. They travel with the prompt as a `Hint`. The text still decides:
-what a template rewrote is looked for in the whole prompt.
+are known when a prompt is made. They go with the prompt as a `Hint`. The text still decides:
+documents that a template rewrote are looked for in the whole prompt.
 """
 
 from __future__ import annotations

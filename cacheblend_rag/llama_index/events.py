@@ -1,4 +1,4 @@
-"""What people see of an answer in their tracing."""
+"""The event of an answer in tracing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CacheBlendEvent(BaseEvent):
         Reused chunk tokens that were recomputed, layer by layer.
     prompt_tokens, generated_tokens : int
     info : dict
-        The same and more, as it stands in the answer's ``raw``.
+        The same and more, as in the answer's ``raw``.
     """
 
     model_name: str

@@ -117,9 +117,8 @@ def erasing(index: BaseIndex[Any], llm: CacheBlendLLM | None = None) -> Iterator
 class CacheBlendPrecompute(TransformComponent):
     """Computes and stores the KV of nodes while they are ingested; the nodes stay as they are.
 
-    Put it last in an ingestion pipeline: what changes a node's text or metadata after it changes
-    the text in prompts. The pipeline's cache does not leave it out, since only the KV store knows
-    what it still holds.
+    Put it last in an ingestion pipeline. A later step that changes a node's text or metadata also changes the text in
+    prompts. The pipeline's cache does not skip it, because only the KV store knows what it still holds.
 
     Parameters
     ----------

@@ -50,7 +50,7 @@ _dispatcher = get_dispatcher(__name__)
 
 
 class LlamaIndexFields(AnswerFields, total=False):
-    """Fields that LlamaIndex's models have beside those of every adapter; `CacheBlendLLM` explains them."""
+    """Fields of LlamaIndex's models beside those of every adapter. `CacheBlendLLM` explains them."""
 
     callback_manager: CallbackManager
     rate_limiter: Any
@@ -71,26 +71,27 @@ class _ModelFields(LlamaIndexFields, BlendOptions, total=False):
 
 
 class _AllFields(LlamaIndexFields, EngineFields, total=False):
-    """Everything that a model may be made of."""
+    """All fields from which a model can be made."""
 
 
 class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
     """A local model that reuses the KV cache of retrieved nodes.
 
-    Its parameters are those of `ModelFields`: what the engine is made of (``engine``, or ``model_id``, ``store``,
-    ``device``, ``dtype``, ``config`` or its options one by one) and how answers are decoded (``max_new_tokens``,
-    ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``, ``seed``, ``stop``,
-    ``generation_config``, ``logits_processor``, ``timeout``), beside those below.
+    Its parameters are those of `ModelFields` and those below. They are of two kinds:
 
-    Constructing one switches on the tracking of retrievers: the nodes in a prompt of any query engine, chat
-    engine or agent are then recognised by their texts. Each response's ``raw`` says how it was made, and a
-    `CacheBlendEvent` tells the same to tracing. What a query engine answers has the sums of all calls it took
+    - the engine: ``engine``, or ``model_id``, ``store``, ``device``, ``dtype``, ``config`` or its options one by one
+    - decoding: ``max_new_tokens``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``,
+      ``seed``, ``stop``, ``generation_config``, ``logits_processor``, ``timeout``
+
+    Constructing one turns on the tracking of retrievers. The nodes in a prompt of any query engine, chat
+    engine or agent are then found by their texts. The ``raw`` of each response says how it was made. A
+    `CacheBlendEvent` sends the same to tracing. The answer of a query engine has the sums of all its calls
     under ``"cacheblend"`` in its ``metadata``.
 
     Parameters
     ----------
     context_window : int, optional
-        Tokens that prompt and answer may have together; by default what the model's config says.
+        Tokens that prompt and answer may have together; by default from the model's config.
     is_chat_model : bool, optional
         Whether prompts go to the model as messages; by default if its tokenizer has a chat
         template or ``messages_to_prompt`` is given.
@@ -101,8 +102,8 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
     completion_to_prompt : callable, optional
         Wraps a prompt that is not formatted yet.
     normalise_lists : bool
-        Give the model retrieved text as text where LlamaIndex would give it a Python list
-        (``simple_summarize``). This changes the prompt.
+        Write retrieved text as text where LlamaIndex writes a Python list (``simple_summarize``). This changes the
+        prompt.
 
     Raises
     ------

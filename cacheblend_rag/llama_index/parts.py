@@ -1,4 +1,4 @@
-"""Parts of known texts within another text: what re-splitting leaves of a node."""
+"""Parts of known texts within another text, which LlamaIndex makes when it splits a node again."""
 
 from __future__ import annotations
 

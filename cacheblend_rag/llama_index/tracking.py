@@ -1,7 +1,7 @@
 """Learning node texts from every retriever of the process, by LlamaIndex's own instrumentation.
 
-Retrievers tell of the nodes they return; synthesizers are entered with the nodes that
-post-processors have left of them. Both are noted here. Of what they answer, only the metadata are added to.
+Retrievers report the nodes that they return. Synthesizers report the nodes that post-processors left. Both are noted
+here. Only the metadata of an answer is changed.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ SUMS = "cacheblend"
 
 
 class _Synthesis:
-    """The answer that a synthesizer is making of some documents, and what its calls of the model came to."""
+    """The answer that a synthesizer makes of some documents, and the sums of its calls of the model."""
 
     def __init__(self, outer: _Synthesis | None, documents: tuple[Retrieved, ...] = ()) -> None:
         self.outer, self.documents = outer, documents
@@ -189,7 +189,7 @@ _registered = False
 
 
 class _Retrieved(BaseEventHandler):
-    """Notes the nodes that retrievers return, and adds to responses what was reused for them."""
+    """Notes the nodes that retrievers return, and adds the reuse to responses."""
 
     @classmethod
     def class_name(cls) -> str:
@@ -217,7 +217,7 @@ class _Retrieved(BaseEventHandler):
 
 
 class _Synthesized(BaseSpanHandler[BaseSpan]):
-    """Notes that synthesizers begin, and nodes that post-processors have rewritten, as synthesizers are given them."""
+    """Notes the start of synthesizers, and the nodes that they get from post-processors."""
 
     @classmethod
     def class_name(cls) -> str:

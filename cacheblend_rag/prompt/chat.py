@@ -46,7 +46,7 @@ class Call:
 
 @dataclass(frozen=True)
 class BrokenCall:
-    """What looks like a tool call and cannot be understood."""
+    """Text that looks like a tool call and cannot be read."""
 
     text: str
     error: str
@@ -59,9 +59,9 @@ class ParsedAnswer:
     Parameters
     ----------
     content : str
-        What stands before the first call.
+        The text before the first call.
     calls : tuple of Call or BrokenCall
-        In the order in which they stand.
+        In their order in the text.
     """
 
     content: str
@@ -222,7 +222,7 @@ def _call(text: str) -> Call | BrokenCall:
 
 
 class HeldBack:
-    """Hands out the pieces of an answer, but not what may be, or become, a tool call.
+    """Returns the pieces of an answer, and holds back text that may be or become a tool call.
 
     Parameters
     ----------
@@ -259,7 +259,7 @@ class HeldBack:
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """What stands before the chunks and after them.
+    """The text before the chunks and after them.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""What chunks are computed behind: stretches of other chunks, so that none is read as the beginning of a text."""
+"""Contexts: stretches of other chunks. A chunk computed behind them is not read as the start of a text."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _OPENS = 24  # first tokens of a chunk by which it is found within a context
 class Contexts:
     """The contexts that a group of chunks is computed behind, made of these chunks themselves.
 
-    The chunks should belong together, as those of a document do, or those retrieved for one question: the nearer a
-    context is to what will stand before a chunk, the nearer is the chunk's KV to that of a full prefill. Each chunk is
-    part of one context at most. Where chunks are too few, prose that this package brings along stands before them.
-    Which of them are taken does not depend on their order.
+    The chunks should belong together, such as those of a document or those retrieved for one question. The more a
+    context is like the text that will stand before a chunk, the nearer the chunk's KV is to that of a full prefill.
+    Each chunk is part of at most one context. If there are too few chunks, prose of this package stands before them.
+    The choice does not depend on the order of the chunks.
 
     Parameters
     ----------

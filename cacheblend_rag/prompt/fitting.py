@@ -1,4 +1,4 @@
-"""Prompts and a model's context window: what is too long is refused, or loses its last chunks."""
+"""Prompts and a model's context window: a prompt that is too long is refused, or loses its last chunks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The forms in which chains write a document: escaped, normalised, wrapped, cut off.
 
-A document that does not stand in a prompt as it was retrieved is looked for in these forms. White space is left
-out on both sides, so that a form may be wrapped anywhere.
+A document that is not in a prompt as it was retrieved is looked for in these forms. White space is left
+out on both sides, so a form may be wrapped anywhere.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def solid(text: str) -> str:
 
 
 class Squeezed:
-    """A text with each stretch of white space as one space, or as nothing, and the way back to where it was.
+    """A text whose white space is squeezed to one space or to nothing, and the place of each character in the original.
 
     Parameters
     ----------

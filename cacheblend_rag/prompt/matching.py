@@ -1,21 +1,18 @@
 """Matching retrieved chunks in a finished prompt: the core that framework adapters share.
 
-A "stuff" prompt arrives as one text. Chunks that a retriever has returned, or that were warmed,
-are known by their text; where they stand in the prompt they become segments. The text decides:
-what is not found is computed as ordinary text. Documents that were retrieved for the very request are
-looked for in other forms, too (escaped, cut off, see `cacheblend_rag.prompt.forms`), and the prompt
-says where each of them stands, or that it does not.
+A "stuff" prompt arrives as one text. Chunks that a retriever returned, or that were warmed, are known by their text.
+Where they stand in the prompt they become segments. All other text is computed as ordinary text. Documents that were
+retrieved for the request itself are also looked for in other forms (escaped, cut off, see
+`cacheblend_rag.prompt.forms`). The prompt says where each of them stands, or that it was not found.
 
-Chunks are told apart by four sources, one after the other; what one has found, the next does not
-touch:
+Chunks come from four sources, one after the other. A source does not touch what an earlier one found:
 
-1. documents that were retrieved for the request itself, as they are and then in other forms;
-2. the process-wide registry `known_chunks`;
-3. separators, if that was asked for: next to chunks that are known, or on their own where none is;
-4. texts the caller quotes, such as its own earlier answers.
+1. documents that were retrieved for the request itself, as they are and then in other forms
+2. the process-wide registry `known_chunks`
+3. separators, on request: next to known chunks, or on their own if there are none
+4. texts that the caller quotes, such as its own earlier answers
 
-Known texts come before separators only where both lie on each other: a separator inside a
-retrieved document is ordinary text.
+A separator inside a retrieved document is ordinary text, because known texts come first.
 """
 
 from __future__ import annotations
@@ -69,7 +66,7 @@ def chunk_text(text: str) -> str:
 
 @dataclass(frozen=True)
 class Match:
-    """A chunk found in a prompt: characters ``start`` to ``stop`` of it.
+    """A chunk found in a prompt: its characters from ``start`` to ``stop``.
 
     Parameters
     ----------
@@ -90,7 +87,7 @@ class WrittenForm:
     document : str
         Its own text.
     change : str
-        What was changed, as `DocumentPlace` says it.
+        What was changed, in the words of `DocumentPlace`.
     """
 
     document: str
@@ -104,11 +101,11 @@ class Retrieved:
     Parameters
     ----------
     texts : tuple of str
-        Its text; or several under which it may stand in a prompt as it is, such as with metadata and without.
+        Its text, or all its unchanged texts, such as one with metadata and one without.
     rewritten : tuple of str
-        Texts that a later step is known to have put in its place.
+        Texts that a later step put in its place.
     left_out : bool
-        Whether a later step is known to have handed on other documents without it.
+        Whether a later step returned other documents without it.
     """
 
     texts: tuple[str, ...]
@@ -122,14 +119,14 @@ class Retrieved:
 
 
 class ChunkRegistry:
-    """A bounded set of known chunk texts; the longest unused are forgotten first.
+    """A bounded set of known chunk texts. Those that were unused longest are forgotten first.
 
     Parameters
     ----------
     limit : int
         Most characters kept in all.
     texts : iterable of str
-        What is known from the start.
+        Texts that are known from the start.
 
     Notes
     -----

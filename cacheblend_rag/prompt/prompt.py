@@ -22,9 +22,9 @@ class DocumentPlace:
     chunk : int or None
         Number of the chunk that holds it; None if it was not found.
     change : str
-        In what it differs there from the document as it was retrieved, such as ``"json-escaped"``; empty if in nothing.
+        How it differs from the document as it was retrieved, such as ``"json-escaped"``; empty if it does not.
     left_out : bool
-        Whether it is known that the chain itself left it out, as a reranker does.
+        Whether the chain itself left it out, as a reranker does.
     """
 
     text: str
@@ -54,7 +54,7 @@ class WrittenPrompt:
 
 @dataclass(frozen=True, init=False)
 class Prompt:
-    """A RAG prompt: what stands before the chunks, the chunks, and what stands after them.
+    """A RAG prompt: the text before the chunks, the chunks, and the text after them.
 
     The model reads all of it as one text. With ``between`` the segments are joined exactly as given:
     ``prefix, preamble, chunk, between, chunk, …, suffix``. Without it the engine's separator stands
@@ -73,7 +73,7 @@ class Prompt:
     preamble : str
         Text between the prefix and the first chunk. It is computed each time and never stored.
     documents : iterable of DocumentPlace
-        What was retrieved for the prompt. The report says what became of each; nothing else depends on it.
+        Documents that were retrieved for the prompt. Only the report depends on them: it says what became of each.
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """Token ids of a prompt, and where its segments lie among them.
 
 The whole prompt is tokenised as one text, so the model reads exactly the ids that it would read without this package.
-What of a chunk can be reused are the tokens inside it that do not depend on what stands around it.
+The tokens of a chunk that do not depend on the text around it can be reused.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class Span:
 
 @dataclass(frozen=True)
 class ChunkTokens:
-    """The tokens of a chunk that are the same whatever usually stands around it.
+    """The tokens of a chunk that are the same behind all texts that usually stand around it.
 
     Parameters
     ----------
     head : tuple of int
-        Ids between the separator and these: the chunk's first tokens, which may merge with what stands before it.
-        They are computed in each prompt. When the chunk's KV is computed they stand before its own ids.
+        The chunk's first tokens, between the separator and `ids`. They can merge with the text before the chunk, so
+        they are computed in each prompt. When the chunk's KV is computed they stand before `ids`.
     ids : tuple of int
         The ids whose KV is stored; empty for a text that is too short.
     start : int
-        Character at which these begin.
+        Character at which `ids` begin.
     before : tuple of int
         Ids of the separator before the chunk.
     """
@@ -68,11 +68,11 @@ class TokenizedChunk:
     Parameters
     ----------
     span : Span
-        The tokens that can be reused. They may be none.
+        The tokens that can be reused. It can be empty.
     text : str
         The chunk as it stands in the prompt, without white space around it.
     head : tuple of int
-        Ids that stand directly before these when the chunk's KV is computed; see `ChunkTokens`.
+        Ids directly before the span when the chunk's KV is computed; see `ChunkTokens`.
     usual : bool
         Whether the ids are those under which `PromptTokenizer.chunk` knows the text.
     """
@@ -92,9 +92,9 @@ class TokenizedPrompt:
     input_ids : tuple of int
         All ids, in the order in which the model reads them.
     prefix : Span
-        The ids that open the text, and those of the prefix.
+        The start ids of the text, and the ids of the prefix.
     located : tuple of TokenizedChunk
-        One for each chunk. What lies between them is computed in each prompt.
+        One for each chunk. The tokens between them are computed in each prompt.
     suffix : Span
         Everything after the last chunk.
     """
@@ -121,7 +121,7 @@ class TokenizedPrompt:
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Ids, with the characters that each of them covers if the tokenizer says so."""
+    """Ids, and the characters that each of them covers if the tokenizer gives them."""
 
     ids: tuple[int, ...]
     starts: tuple[int, ...] = ()
@@ -159,10 +159,10 @@ class PromptTokenizer:
     Parameters
     ----------
     tokenizer : transformers tokenizer
-        A fast one says which characters each token covers. With another, a chunk is found by its ids alone.
+        A fast one gives the characters of each token. With another, a chunk is found by its ids alone.
     separator : str
-        Stands before each chunk of a `Prompt` that does not say what stands between its chunks. When the KV of a
-        chunk is computed ahead of time, it stands around the chunk.
+        Stands before each chunk of a `Prompt` without `between`. It also stands around a chunk whose KV is computed
+        ahead of time.
     """
 
     def __init__(self, tokenizer: Any, separator: str) -> None:

@@ -1,4 +1,4 @@
-"""LOOK UP: what a KV store is, and what a record says of itself."""
+"""LOOK UP: the interface of a KV store, and the identity of a record."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ class RecordInfo:
     context_ids : tuple of int
         Ids the segment was computed behind (sink or prefix).
     token_ids : tuple of int
-        Ids of the segment itself; a hit needs them equal, not only their hash.
+        Ids of the segment itself. For a hit the ids must be equal, and not only their hash.
     layers, kv_heads, head_dim : int
         Shape of the KV: each layer holds keys and values of ``[kv_heads, tokens, head_dim]``.
     dtype : str
         Name of the element type, such as ``"bfloat16"``.
     rotated : bool
-        Whether the keys carry the rotation of the positions they were computed at.
+        Whether the keys have the rotation of the positions at which they were computed.
     kind : str
         ``"chunk"``, ``"prefix"``, or ``"session"`` for a whole prompt with its answer, which is
-        approximate; one is never taken for another.
+        approximate. One kind is never taken for another.
     contexts : int
-        Over how many contexts the KV is averaged; 0 if it was computed behind ``context_ids`` alone.
+        Over how many contexts the KV is averaged. 0 if it was computed behind ``context_ids`` alone.
     behind : tuple of int
         Ids of these contexts, one after the other. They stood before ``context_ids``, and are no part of the key.
     """
@@ -103,7 +103,7 @@ class KVRecord:
 
 @dataclass(frozen=True)
 class StoreStats:
-    """What a store holds and what was asked of it.
+    """Contents of a store, and counts of its use.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ class StoreStats:
     bytes : int
         Of the records.
     volume, size_limit : int
-        Bytes taken with everything that belongs to the store, and bytes it may take.
+        Bytes that the store takes with all that belongs to it, and bytes that it may take.
     hits, misses, evictions : int
     """
 
@@ -127,7 +127,7 @@ class StoreStats:
 class StoredKV(Protocol):
     """A record opened for reading, layer by layer.
 
-    It stays readable when the store evicts it meanwhile.
+    It stays readable if the store evicts it meanwhile.
     """
 
     @property
@@ -160,7 +160,7 @@ OnEvict = Callable[[str, StoredKV], None]
 
 
 class ReadsInPlace(StoredKV, Protocol):
-    """A record that can read a layer into buffers it is given, without making some of its own."""
+    """A record that can read a layer directly into given buffers."""
 
     def read_into(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write one layer into place; see `copy_layer`."""
@@ -178,7 +178,7 @@ def reads_in_place(record: StoredKV) -> TypeGuard[ReadsInPlace]:
 
 @runtime_checkable
 class HasBlock(Protocol):
-    """A record that lies in memory whole, its layers one behind the other."""
+    """A record whose layers lie one behind the other in memory."""
 
     @property
     def block(self) -> torch.Tensor | None:
@@ -210,9 +210,9 @@ def copy_layer(record: StoredKV, layer: int, keys: torch.Tensor, values: torch.T
 
 
 class KVStore(Protocol):
-    """Where records are kept, by key; `BaseStore` has defaults for what few stores have of their own.
+    """Keeps records by key. `BaseStore` has defaults for most members.
 
-    A store may be used by several threads. It holds no lock while it calls another store or `on_evict`.
+    Several threads may use a store. It holds no lock while it calls another store or `on_evict`.
     """
 
     on_evict: OnEvict | None
@@ -331,7 +331,7 @@ class KVStore(Protocol):
 
 
 class BaseStore:
-    """What a `KVStore` says of itself unless its class says otherwise, to be inherited by stores of one's own."""
+    """Defaults for members of `KVStore`. Inherit from it in a store of your own."""
 
     tiers: tuple[KVStore, ...] = ()
     tier: str = ""

@@ -1,7 +1,7 @@
 """How the KV of a layer is written: as it is, or in fewer bits.
 
-Keys are stored before rotation, where each channel keeps its own range over all tokens, so they
-are scaled channel by channel; values have no such channels and are scaled token by token.
+Keys are stored before rotation, where each channel keeps its own range over all tokens. So they
+are scaled channel by channel. Values have no such channels. They are scaled token by token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Codec(ABC):
     Parameters
     ----------
     name : str
-        What a record's header calls it.
+        Its name in a record's header.
     """
 
     name: str
@@ -95,7 +95,7 @@ class ScaledCodec(Codec):
     dtype : torch.dtype
         Of the stored elements.
     largest : float
-        What the largest magnitude under a scale becomes.
+        The stored value of the largest magnitude under a scale.
     """
 
     def __init__(self, name: str, dtype: torch.dtype, largest: float) -> None:

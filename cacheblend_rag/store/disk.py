@@ -1,4 +1,4 @@
-"""Records in a folder, kept by diskcache: one file a record, least recently used evicted first."""
+"""Records in a folder, kept by diskcache: one file for each record. The least recently used are evicted first."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ _SWEEP_SECONDS = 86_400.0
 
 
 class _NoPickleDisk(diskcache.Disk):  # type: ignore[misc]
-    """Writes and reads text keys and files only, all of them private to the user.
+    """Writes and reads only text keys and files, all of them private to the user.
 
-    diskcache pickles every other value, and reading such a value runs whatever a person who can
-    write the folder put there (CVE-2025-69872).
+    diskcache pickles every other value. Reading such a value runs code of anyone who can write the folder
+    (CVE-2025-69872).
     """
 
     def __init__(self, directory: str, **ignored: Any) -> None:
@@ -119,13 +119,13 @@ class DiskStore(BaseStore):
     Parameters
     ----------
     folder : path
-        Made with mode 0700 when it does not exist: KV can be inverted to the text it came from. One that can be
-        read and not written serves its records; nothing is added to it, and a warning says so.
+        Made with mode 0700 if it does not exist, because the text can be recovered from its KV. A folder that cannot
+        be written still serves its records. Nothing is added to it, and a warning says so.
     size_limit : int or str
         Bytes the records may take.
     form : RecordFormat, optional
         How records are written, by default raw. If ``CACHEBLEND_RAG_ENCRYPTION_KEY`` is set they
-        are encrypted, whatever it says. Records of every codec are read.
+        are always encrypted. Records of every codec can be read.
     on_evict : callable, optional
         See `KVStore.on_evict`.
 
@@ -457,7 +457,7 @@ class DiskStore(BaseStore):
 
 
 class _InPieces:
-    """Read by diskcache like an open file, piece by piece as they lie in memory."""
+    """Pieces of memory that diskcache reads like an open file."""
 
     def __init__(self, pieces: Iterable[bytes | memoryview]) -> None:
         self._left = iter(pieces)

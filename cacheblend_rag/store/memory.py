@@ -1,4 +1,4 @@
-"""Records in memory: the plain twin of the disk store, and the tier above it."""
+"""Records in memory: the simplest store, and the tier above a disk store."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class MemoryRecord:
 
 
 class MemoryStore(Claims, BaseStore):
-    """A KV store in memory, least recently used records evicted first.
+    """A KV store in memory. The least recently used records are evicted first.
 
     Parameters
     ----------
@@ -57,7 +57,8 @@ class MemoryStore(Claims, BaseStore):
     device : str or torch.device
         Where records are kept: ``"cpu"``, or a GPU.
     pinned : bool
-        Keep all records on a CPU in pinned memory, from which a GPU reads fast; those a GPU computed always are.
+        Keep all records on a CPU in pinned memory, from which a GPU reads fast. Records that a GPU computed are always
+        in pinned memory.
     on_evict : callable, optional
         See `KVStore.on_evict`.
     """

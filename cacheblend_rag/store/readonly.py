@@ -1,4 +1,4 @@
-"""Records of a folder that cannot be written: its index, read without diskcache, which writes at every look."""
+"""Records of a folder that cannot be written. Its index is read without diskcache, which writes at every look-up."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DiskEntry:
 
 
 class Files(Protocol):
-    """What opens the files of a folder."""
+    """Opens the files of a folder."""
 
     def open_file(self, filename: str) -> IO[bytes]:
         """Open a file of the folder, if it is a plain one."""
@@ -47,7 +47,7 @@ class Files(Protocol):
 
 
 class ReadOnlyCache:
-    """A folder of records that cannot be written; stands for diskcache's cache, and does not note what is used.
+    """Takes the place of diskcache's cache for a folder that cannot be written. It does not note what is used.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-r"""Record format, version 2: one file a segment, readable layer by layer (docs/reference/kv-record.md).
+r"""Record format, version 2: one file for each segment, readable layer by layer (docs/reference/kv-record.md).
 
 ::
 
@@ -10,7 +10,7 @@ r"""Record format, version 2: one file a segment, readable layer by layer (docs/
     layer 0               keys then values, contiguous; padded likewise
     layer 1 …
 
-With encryption the magic is ``b"CBRAGKS\x02"`` and header and layers are sealed one by one.
+With encryption the magic is ``b"CBRAGKS\x02"``, and header and layers are encrypted one by one.
 
 Nothing is pickled. Every number in the header is checked against the file's size before anything
 is allocated or read.
@@ -153,11 +153,11 @@ class FileRecord:
     Parameters
     ----------
     handle : binary file
-        Open file; owned and closed by this object.
+        Open file. This object owns and closes it.
     key : str
         Key it is stored under.
     seal : Seal, optional
-        What opens it if it is encrypted.
+        Decrypts the record if it is encrypted.
 
     Raises
     ------

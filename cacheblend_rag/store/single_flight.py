@@ -1,4 +1,4 @@
-"""Making records that are missing, once, whoever else is about to."""
+"""Computes and stores each missing record once across threads and processes."""
 
 from __future__ import annotations
 

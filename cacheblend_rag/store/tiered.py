@@ -1,4 +1,4 @@
-"""Stores one above another: what is used rises, what no longer fits sinks."""
+"""Stores one above another: a record that is used moves up, and one that no longer fits moves down."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ _log = logging.getLogger(__name__)
 class TieredStore(BaseStore):
     """Several KV stores, the nearest first: memory over a fast disk over a slow one.
 
-    A record is written to the nearest tier and, unless that one is persistent, through to the
-    first that is. One found in a lower tier rises to the nearest as its layers are read. One that
-    a full tier evicts sinks to the next, unless it is there already.
+    A record is written to the nearest tier. If that tier is not persistent, it is also written to the first one that
+    is. A record found in a lower tier is copied to the nearest as its layers are read. A record that a full tier evicts
+    goes to the next one, unless it is there already.
 
     Parameters
     ----------
     tiers : sequence of KVStore
-        The nearest first. Any store will do: one on another machine is a tier like the others.
+        The nearest first. Any store can be a tier, also one on another machine.
 
     Raises
     ------
     ConfigError
-        If there is none, or one lacks part of what `KVStore` names.
+        If there is none, or one lacks a member of `KVStore`.
 
     Notes
     -----
-    No lock is held while a tier is called. A record that is being erased does not move, and one that moves is erased
-    once it has come to rest, so that what was forgotten does not come back.
+    No lock is held while a tier is called. A record that is being erased does not move. One that is moving is erased
+    after the move, so a forgotten record does not come back.
     """
 
     def __init__(self, tiers: Sequence[KVStore]) -> None:

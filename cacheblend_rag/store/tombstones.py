@@ -1,4 +1,4 @@
-"""A store whose records can be given up at once and erased when that is possible."""
+"""A store whose records can be marked as deleted at once, and erased when that is possible."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _log = logging.getLogger(__name__)
 
 
 class TombstonedStore(WrappedStore):
-    """A KV store with tombstones: a record under one is a miss, whether it could be erased or not.
+    """A KV store with tombstones. A record with a tombstone is a miss, erased or not.
 
-    Tombstones are kept in memory. Who needs them to outlive the process writes the keys down and sets them again.
+    Tombstones are kept in memory. To keep them beyond the process, store the keys and set them again.
 
     Parameters
     ----------
     inner : KVStore
         Where the records are.
     lasting : float
-        Seconds that a tombstone stays after its record is erased. An answer that began before may
-        store the record again within that time: it is dropped.
+        Seconds that a tombstone stays after its record is erased. If an older answer stores the record again within
+        that time, it is dropped.
     """
 
     def __init__(self, inner: KVStore, lasting: float) -> None:

@@ -1,4 +1,4 @@
-"""A store around another one, for those that change a few of its ways."""
+"""A store around another one. Subclasses change a few of its methods."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["WrappedStore"]
 
 
 class WrappedStore(BaseStore):
-    """A KV store that does as the one within.
+    """A KV store that passes all calls on to the wrapped one.
 
     Parameters
     ----------

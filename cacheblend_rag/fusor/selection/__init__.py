@@ -1,4 +1,4 @@
-"""Selection rules: which rows stay on which layer. One file a rule, one row in `RULES`."""
+"""Selection rules: which rows stay on which layer. Each rule has one file and one row in `RULES`."""
 
 from __future__ import annotations
 

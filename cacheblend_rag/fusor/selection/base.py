@@ -1,4 +1,4 @@
-"""What a selection rule is asked, and what it may look at."""
+"""The interface of a selection rule, and the views that it gets."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class StartView:
     positions : Tensor, [candidates], long
         Reused chunk positions a rule decides on, rising.
     offsets : Tensor, [candidates], long
-        Place of each within its chunk, from 0; the separator opens a chunk.
+        Place of each within its chunk, from 0. A chunk begins with its separator.
     reused_tokens : int
         Reused chunk tokens in all; ratios are shares of this.
     attention : Tensor or None, [candidates], float32
-        How much the question attends to each: mean over heads, over the question's rows and over
-        the rule's `SelectionRule.score_layers`, keys at their final positions and nothing
-        recomputed but what is always computed. None if the rule scores no layers.
+        How much the question attends to each: the mean over heads, over the question's rows and over
+        the rule's `SelectionRule.score_layers`. Keys are at their final positions, and no reused token is
+        recomputed. None if the rule scores no layers.
     """
 
     positions: torch.Tensor
@@ -54,7 +54,7 @@ class StartView:
 
 @dataclass(frozen=True)
 class LayerView(StartView):
-    """What a rule sees of a layer before the layer runs; candidates are the rows not yet dropped.
+    """What a rule sees before a layer runs. Candidates are the rows that were not dropped yet.
 
     Parameters
     ----------
@@ -73,8 +73,8 @@ class LayerView(StartView):
 class SelectionRule(ABC):
     """Decides which reused chunk tokens are recomputed on each layer.
 
-    Rows of chunks that are not stored, and the suffix, are always computed and never shown to a
-    rule. A row that was dropped cannot return. A rule keeps nothing from one prompt to the next.
+    Chunks that are not stored, and the suffix, are always computed. A rule does not see their rows. A row that was
+    dropped cannot return. A rule keeps nothing from one prompt to the next.
     """
 
     @property

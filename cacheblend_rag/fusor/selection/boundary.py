@@ -16,12 +16,12 @@ __all__ = ["SelectBoundary", "first_of_chunks"]
 class SelectBoundary(FixedRule):
     """Recompute the first tokens of each chunk on every layer.
 
-    A chunk that was computed on its own took its first tokens for the start of the text.
+    When a chunk is computed alone, the model takes its first tokens for the start of the text.
 
     Parameters
     ----------
     recompute_ratio : float
-        Share of the reused chunk tokens; each chunk gets equally many, as far as it has them.
+        Share of the reused chunk tokens. Each chunk gets the same number, or all its tokens if it has fewer.
     """
 
     recompute_ratio: float = 0.15

@@ -34,12 +34,12 @@ class SelectGradual(SelectionRule):
     Parameters
     ----------
     check_layers : sequence of int
-        The first layer that drops rows; the following ones are checked too.
+        The first layer that drops rows. The following ones are checked too.
     recompute_ratio : float
         Mean share of the reused chunk tokens over the layers from the first check on.
     recompute_ratios : sequence of float
-        Shares for the first checked layer and those after it instead, never rising; the last
-        one holds for all layers that follow.
+        Shares for the first checked layer and those after it, never rising. The last one holds for all
+        layers that follow. They replace `recompute_ratio`.
     metric : {"v", "k", "kv"}
         Compare values, keys at their final positions, or both.
     """

@@ -34,7 +34,7 @@ class SelectHKVD(SelectionRule):
     recompute_ratio : float
         Share of the reused chunk tokens that stays.
     recompute_ratios : sequence of float
-        A share for each check layer instead, never rising.
+        A share for each check layer, never rising. They replace `recompute_ratio`.
     metric : {"v", "k", "kv"}
         Compare values, keys at their final positions, or both.
     """

@@ -1,4 +1,4 @@
-"""Rules with no fewer rows than some share."""
+"""Raises the shares of a rule to a minimum."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ __all__ = ["SelectQuery", "third_quarter"]
 class SelectQuery(FixedRule):
     """Recompute the tokens the question attends to most, on every layer.
 
-    A scoring pass runs the rows that are always computed over the reused KV, as deep as the
-    scoring layers need; the report counts its work.
+    A scoring pass runs the always-computed rows over the reused KV, up to the last scoring layer. The report counts
+    its work.
 
     Parameters
     ----------

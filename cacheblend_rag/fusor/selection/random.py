@@ -1,4 +1,4 @@
-"""Random: the control; a rule is worth what it does better than this."""
+"""Random: the control. A rule is useful only if it does better."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SelectRandom"]
 
 @dataclass(frozen=True)
 class SelectRandom(FixedRule):
-    """Recompute tokens drawn by chance on every layer; the same prompt gives the same tokens.
+    """Recompute random tokens on every layer. The same prompt gives the same tokens.
 
     Parameters
     ----------
