@@ -120,6 +120,21 @@ RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"content": [0.5] * 24, "chained": [0.1] * 24},
         {"by content", "chained by prefix"},
     ),
+    "deviation": (
+        {
+            "options": {"about": "a model"},
+            "deviation": {
+                "full prefill": {"first_norm": 1.0},
+                "sink": {
+                    "values": {"starts": [0.0, 0.5], "rest": [0.0, 0.1]},
+                    "keys": {"starts": [0.0, 0.5], "rest": [0.0, 0.1]},
+                    "places": [0.9, 0.5, 0.3, 0.2, 0.1],
+                    "first_norm": 0.2,
+                },
+            },
+        },
+        {"the start alone: first 5%", "the start alone: the rest", "place of a token in its chunk", "64 on"},
+    ),
     "yardstick": (
         {
             "options": {"about": "a model"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,16 @@ import pytest
 
 from cacheblend_rag.calibration.evaluation.cases import EvalCase, Passage
 from cacheblend_rag.errors import ConfigError
-from docs.benchmarks.scripts import yardstick
-from docs.benchmarks.scripts.yardstick import Yardstick, is_right, keys_cases, of_half, open_cases, parse_method
+from docs.benchmarks.scripts import deviation, yardstick
+from docs.benchmarks.scripts.yardstick import (
+    Yardstick,
+    in_prompt,
+    is_right,
+    keys_cases,
+    of_half,
+    open_cases,
+    parse_method,
+)
 from tests import tiny
 from tests.probes import engine_of
 
@@ -128,3 +137,34 @@ def test_a_method_that_cannot_be_read_is_refused(method: str) -> None:
 def test_a_condition_that_is_not_known_is_refused() -> None:
     with engine_of(tiny.model()) as engine, pytest.raises(ConfigError, match="condition="):
         Yardstick(engine, cases(1), ["behind/none"]).measure(cases(1)[0], "0")
+
+
+def test_only_prompts_that_are_answered_rightly_are_measured() -> None:
+    case = cases(1)[0]
+    with engine_of(tiny.model(num_hidden_layers=3)) as engine:
+        yard = Yardstick(engine, [case], ["sink/none"], 3, ["sink/none"], ["order"], only_right=True)
+        wrong = yard.measure(case, "0")
+        right = yard.measure(replace(case, answers=(wrong["answer"],)), "0")
+    assert (wrong["right"], "methods" in wrong) == (False, False)
+    assert (right["right"], right["answer"]) == (True, wrong["answer"])
+    found = yardstick.summary([wrong, right])
+    assert (found["asked"], found["prompts"], found["right"]) == (2, 1, 1)
+    lost = found["methods"]["sink/none"]["lost_of_right"]
+    assert lost == int(not right["methods"]["sink/none"]["right"])
+    assert found["noise"]["order"]["lost_of_right"] == int(not right["noise_right"]["order"])
+    assert f"| `sink/none` | {lost} | " in yardstick.table(found)
+
+
+def test_deviation_is_of_reused_rows_alone(tmp_path: Path) -> None:
+    with engine_of(tiny.model(num_hidden_layers=3)) as engine:
+        yard = Yardstick(engine, cases(), [], chunks=3)
+        prompts = [yard.prompt(in_prompt(case, 3)) for case in cases(2)]
+        found = deviation.measure(yard, prompts)
+    assert list(found) == ["full prefill", *deviation.CONDITIONS]
+    for name in deviation.CONDITIONS:
+        for part in ("values", "keys"):
+            starts, rest = found[name][part]["starts"], found[name][part]["rest"]
+            assert len(starts) == len(rest) == 3
+            assert starts[0] < 1e-5 > rest[0], "layer 0 has seen nothing of other chunks"
+            assert min(starts[1:] + rest[1:]) > 1e-3
+        assert found[name]["first_norm"] > 0

@@ -15,7 +15,18 @@ from typing import Any
 from cacheblend_rag.calibration.bench.bench_plots import draw_ttft
 from cacheblend_rag.calibration.bench.plotting import pyplot_for
 from cacheblend_rag.errors import ConfigError
-from docs.benchmarks.scripts import concurrent, decode, hit_rates, loading, scaling, store, throughput, warm, yardstick
+from docs.benchmarks.scripts import (
+    concurrent,
+    decode,
+    deviation,
+    hit_rates,
+    loading,
+    scaling,
+    store,
+    throughput,
+    warm,
+    yardstick,
+)
 from docs.benchmarks.scripts.common import reported, script_parser
 
 __all__ = ["KINDS", "Kind", "draw_file", "main"]
@@ -48,6 +59,7 @@ KINDS = {
     "throughput": Kind(("served", "rows", "batches"), throughput.draw),
     "concurrent": Kind(("under_way", "prompt_tokens"), concurrent.draw),
     "hit_rates": Kind(("content", "chained"), hit_rates.draw),
+    "deviation": Kind(("deviation",), deviation.draw),
     "yardstick": Kind(("sets", "together", "drawn"), yardstick.draw),
 }
 

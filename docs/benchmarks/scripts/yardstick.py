@@ -248,6 +248,11 @@ class Yardstick:
         count = max(0, len(made.chunks) - 1)
         return Prompt(separator, made.chunks, "\n\n" + made.suffix.lstrip("\n"), (between,) * count)
 
+    def prepared(self, condition: str, prompt: Prompt) -> PreparedPrompt:
+        """A prompt whose chunks are computed as a condition says."""
+        compute = self._conditions.compute(condition, prompt)
+        return PreparedPrompt(self._adapter, self._tokenizer, prompt, compute)
+
     def measure(self, case: EvalCase, order: str) -> dict[str, Any]:
         """What each method does on a prompt."""
         asked = in_prompt(case, self._chunks, order)
@@ -271,9 +276,7 @@ class Yardstick:
         greedy = GreedyAnswers(self._engine, ids, _ANSWER_TOKENS)
         found: dict[str, Any] = {}
         for condition in dict.fromkeys(method.condition for method in self._methods):
-            prepared = PreparedPrompt(
-                self._adapter, self._tokenizer, prompt, self._conditions.compute(condition, prompt)
-            )
+            prepared = self.prepared(condition, prompt)
             for method in self._methods:
                 if method.condition == condition:
                     fused = prepared.fuse(method.rule)
@@ -412,9 +415,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             methods[name] |= {
                 "same_answer": _mean([one["same"] for one in found]),
                 "lost_of_right": sum(not one["right"] for one in right),
-                "lost": _spread([float(not one["right"]) for one in right], rightly),
                 "right": sum(one["right"] for one in found),
             }
+            if right:
+                methods[name]["lost"] = _spread([float(not one["right"]) for one in right], rightly)
     noise: dict[str, Any] = {}
     for name in NOISE:
         moved = [(_mean(row["noise"][name]), row["group"]) for row in rows if name in row["noise"]]
