@@ -15,14 +15,12 @@ from transformers.generation import StoppingCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cacheblend_rag.errors import ConfigError, GenerationError
-from cacheblend_rag.models.modules import cache_argument, evaluating
+from cacheblend_rag.models.modules import CACHE_FIELD, cache_argument, evaluating
 
 DEFAULT_NEW_TOKENS = 256
 
 __all__ = ["DEFAULT_NEW_TOKENS", "DecodeArguments", "DecodeOptions", "Decoded", "Step", "decode"]
 
-# Renamed in transformers 5.24.
-_CACHE_FIELD = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
 
 Step = Callable[[Mapping[str, Any]], torch.Tensor]
 """Takes what transformers hands to the model for one token, and gives its logits ``[1, 1, vocab]``."""
@@ -285,7 +283,7 @@ class _Prefilled:
         return self._output(self._step(inputs))
 
     def _output(self, logits: torch.Tensor) -> CausalLMOutputWithPast:
-        return CausalLMOutputWithPast(logits=logits, **{_CACHE_FIELD: self._cache})
+        return CausalLMOutputWithPast(logits=logits, **{CACHE_FIELD: self._cache})
 
 
 class _Chance:

@@ -13,10 +13,12 @@ from typing import Any, Generic, TypeVar
 
 import transformers
 from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cacheblend_rag.errors import UnsupportedModelError
 
 __all__ = [
+    "CACHE_FIELD",
     "ForwardOverride",
     "ForwardOverrides",
     "OneForEach",
@@ -28,6 +30,9 @@ __all__ = [
     "twins_of",
 ]
 
+CACHE_FIELD = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
+"""Name of the KV cache in a model's output. transformers 5.24 renamed it, and the argument of its models' forward."""
+
 
 def part_of(module: Any, name: str) -> Any:
     """An attribute of a module, or an error that says what the installed transformers lacks."""
@@ -38,13 +43,14 @@ def part_of(module: Any, name: str) -> Any:
 
 
 def cache_argument(module: Any) -> str:
-    """The name under which a module's forward takes the KV cache: ``cache`` from transformers 5.24 on."""
+    """The name under which a module's forward takes the KV cache."""
     return _cache_argument(type(module).forward)
 
 
 @cache
 def _cache_argument(forward: Callable[..., Any]) -> str:
-    return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"
+    names = inspect.signature(forward).parameters
+    return next((name for name in ("cache", "past_key_values") if name in names), CACHE_FIELD)
 
 
 def misshapen(owner: Any, name: str | None) -> UnsupportedModelError:
