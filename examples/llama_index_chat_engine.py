@@ -7,7 +7,7 @@ from cacheblend_rag.app.collection import ARTICLES_PATH
 from cacheblend_rag.llama_index import CacheBlendLLM
 from cacheblend_rag.llama_index.embedding import SentenceTransformerEmbedding
 
-documents = [Document(text=path.read_text(), id_=path.name) for path in sorted(ARTICLES_PATH.glob("*.md"))]
+documents = [Document(text=path.read_text(), id_=path.name) for path in sorted(ARTICLES_PATH.glob("s*.md"))]
 index = VectorStoreIndex.from_documents(documents, embed_model=SentenceTransformerEmbedding("minilm"))
 llm = CacheBlendLLM.from_model_id("smollm2", store="blend_data/kv", max_new_tokens=24)
 chat = index.as_chat_engine(

@@ -18,7 +18,7 @@ class Print(BaseEventHandler):
 
 
 get_dispatcher().add_event_handler(Print())
-documents = [Document(text=path.read_text(), id_=path.name) for path in sorted(ARTICLES_PATH.glob("*.md"))]
+documents = [Document(text=path.read_text(), id_=path.name) for path in sorted(ARTICLES_PATH.glob("s*.md"))]
 index = VectorStoreIndex.from_documents(documents, embed_model=SentenceTransformerEmbedding("minilm"))
 llm = CacheBlendLLM.from_model_id("smollm2", store="blend_data/kv", max_new_tokens=24)
 engine = index.as_query_engine(llm=llm, similarity_top_k=2, streaming=True)

@@ -115,11 +115,26 @@ def test_the_second_command_is_what_continuous_integration_runs() -> None:
     assert script.strip().endswith(command.replace("pip install", "pip install -q"))
 
 
+def run_scripts(scripts: Sequence[str], folder: Path) -> dict[str, str]:
+    """What scripts print, by the name of their file. An item is a path with its arguments; one process runs all."""
+    output = run([sys.executable, "-W", "ignore", "-c", RUNNER, *scripts], folder)
+    return dict(re.findall(r"^<(\S+\.py)>\n(.*?)(?=^<\S+\.py>\n|\Z)", output, re.MULTILINE | re.DOTALL))
+
+
 @pytest.mark.pretrained
 @pytest.mark.usefixtures("smollm2_folder", "minilm_folder")
-@pytest.mark.parametrize("code", EXAMPLES, ids=range(len(EXAMPLES)))
-def test_readme_examples(code: str, tmp_path: Path) -> None:
-    assert run([sys.executable, "-W", "ignore", "-c", code], tmp_path).strip()
+def test_the_code_of_the_readme_and_of_pages_runs(tmp_path: Path) -> None:
+    expected = {f"readme-{number}": (code, r"(?s).*\S.*") for number, code in enumerate(EXAMPLES)}
+    for name, said in PAGES.items():
+        code = "\n".join(blocks((ROOT / "docs" / name).read_text(encoding="utf-8"), "python"))
+        expected[Path(name).stem] = (code, said)
+    scripts = [tmp_path / f"{name}.py" for name in expected]
+    for path, (code, _) in zip(scripts, expected.values(), strict=True):
+        path.write_text(code, encoding="utf-8")
+    shown = run_scripts([str(path) for path in scripts], tmp_path)
+    assert list(shown) == [path.name for path in scripts]
+    for name, (_, said) in expected.items():
+        assert re.fullmatch(said, shown[f"{name}.py"]), f"{name} printed {shown[f'{name}.py']!r}"
 
 
 @pytest.mark.pretrained
@@ -128,8 +143,7 @@ def test_readme_examples(code: str, tmp_path: Path) -> None:
 def test_example_scripts(framework: str, tmp_path: Path) -> None:
     names = [name for name in SCRIPTS if name.startswith("llama_index") == (framework == "LlamaIndex")]
     scripts = [" ".join([str(ROOT / "examples" / name), *SHORTENED.get(name, [])]) for name in names]
-    output = run([sys.executable, "-W", "ignore", "-c", RUNNER, *scripts], tmp_path)
-    shown = dict(re.findall(r"^<(\S+\.py)>\n(.*?)(?=^<\S+\.py>\n|\Z)", output, re.MULTILINE | re.DOTALL))
+    shown = run_scripts(scripts, tmp_path)
     assert list(shown) == names
     for name, said in shown.items():
         assert re.search(SAID[name], said), f"{name} printed {said!r}"
@@ -155,14 +169,6 @@ def test_the_tutorial_runs_from_top_to_bottom(tmp_path: Path) -> None:
     assert len(re.findall(r"^  \d\. \S+\.md: .*  \[disk\]$", asked_again, re.MULTILINE)) == 3
     assert "(3 hits, 0 misses; " in chain
     assert re.search(r"\n0 hits, 3 misses, first .+\n(.*\n)+3 hits, 0 misses, first ", chain), chain
-
-
-@pytest.mark.pretrained
-@pytest.mark.usefixtures("smollm2_folder")
-@pytest.mark.parametrize("name", PAGES)
-def test_what_a_page_shows_runs(name: str, tmp_path: Path) -> None:
-    code = "\n".join(blocks((ROOT / "docs" / name).read_text(encoding="utf-8"), "python"))
-    assert re.fullmatch(PAGES[name], run([sys.executable, "-W", "ignore", "-c", code], tmp_path))
 
 
 def test_the_readme_example_is_the_script() -> None:
