@@ -21,7 +21,7 @@ __all__ = [
     "DEFAULT_MODEL",
     "DTYPES",
     "ENV_PREFIX",
-    "LOWEST_RATIOS",
+    "LEAST_RATIO",
     "METRICS",
     "MOST_CONTEXTS",
     "OVERFLOWS",
@@ -143,11 +143,11 @@ MOST_CONTEXTS = 4
 OVERFLOWS = ("error", "drop_chunks")
 METRICS = ("v", "k", "kv")
 WRITE_BACKS = ("background", "inline", "off")
-# r* of the paper for question answering; the other is a starting value.
-LOWEST_RATIOS = {"answer": 0.15, "summary": 0.10}
+LEAST_RATIO = 0.15
+"""r* of the paper: no recompute ratio that a controller chooses is smaller, unless calibration found one."""
 # Element types that a model can be loaded in.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-CODEC_NAMES = ("raw", "fp8", "int8", "int4")
+CODEC_NAMES = ("raw", "int8", "int4")
 
 _T = TypeVar("_T")
 _OPTIONS: dict[str, Option] = {}  # by name; not in the field's metadata, which pydantic would read
@@ -274,7 +274,6 @@ class BlendOptions(TypedDict, total=False):
     separator: str
     split_at_separator: bool
     recompute_ratio: float | str
-    task: str
     selection: Any
     check_layers: tuple[int, ...]
     recompute_ratios: tuple[float, ...]
@@ -319,11 +318,8 @@ class BlendConfig:
         Share of the reused chunk tokens that is recomputed on every layer from the check layer
         on, from 0 to 1 (section 4.3 of the CacheBlend paper; 0.15 there). ``"auto"`` lets the loading
         controller choose it for each request, once ``cacheblend-rag profile`` has been run: as much as
-        loading hides, but never less than ``task`` needs. Until then it is that least. Once
-        ``cacheblend-rag calibrate`` has been run, ``"auto"`` is the rule, check layers and schedule it found,
-        as long as none of these options is given.
-    task : {"answer", "summary"}
-        What answers are for: bounds of the ratio that ``"auto"`` chooses.
+        loading hides, but never less than 0.15. Until then it is 0.15. Once ``cacheblend-rag calibrate`` has been
+        run, ``"auto"`` is the rule, check layers and schedule it found, as long as none of these options is given.
     selection : str or SelectionRule
         Which tokens are recomputed: a rule, or the name of one. ``"boundary"`` recomputes the first tokens of each
         chunk, ``"hkvd"`` those of highest KV deviation, as the paper does; ``"none"`` is full KV reuse, ``"all"`` is
@@ -371,7 +367,7 @@ class BlendConfig:
     memory_limit : int or str
         Bytes of memory that hold copies of records above a folder; 0 for none. ``"auto"`` is a quarter of what is free
         if the model is on a GPU, else none; applications such as ``ask`` and ``serve`` then choose for themselves.
-    codec : {"raw", "fp8", "int8", "int4"}
+    codec : {"raw", "int8", "int4"}
         How the KV of chunks is written to disk: as it is, or in fewer bits (docs/reference/kv-record.md).
     compress : bool
         Compress records with zstd; needs the extra ``zstd``.
@@ -415,7 +411,6 @@ class BlendConfig:
         metavar="R",
         help="recompute ratio, 0 to 1",
     )
-    task: str = _option("task", "answer", str)
     selection: Any = _option("selection", "boundary", str, rule=True)  # noqa: RUF009
     check_layers: tuple[int, ...] = _option("check_layers", (1,), _layers, rule=True)
     recompute_ratios: tuple[float, ...] = _option("recompute_ratios", (), _ratios, like="'0.2,0.1'", rule=True)
@@ -457,7 +452,6 @@ class BlendConfig:
             raise ConfigError("separator", self.separator, "use a text that is not empty")
         if self.recompute_ratio != "auto":
             check_share("recompute_ratio", self.recompute_ratio)
-        check_choice("task", self.task, tuple(LOWEST_RATIOS))
         if not isinstance(self.selection, str) and not callable(getattr(self.selection, "keep", None)):
             raise ConfigError("selection", self.selection, "use the name of a rule, such as 'hkvd', or a rule")
         check_choice("metric", self.metric, METRICS)
@@ -500,8 +494,8 @@ class BlendConfig:
 
     @property
     def ratio(self) -> float:
-        """The recompute ratio, or the least of ``task`` if a controller is to choose it."""
-        return LOWEST_RATIOS[self.task] if isinstance(self.recompute_ratio, str) else self.recompute_ratio
+        """The recompute ratio, or the least one if a controller is to choose it."""
+        return LEAST_RATIO if isinstance(self.recompute_ratio, str) else self.recompute_ratio
 
     @property
     def memory_bytes(self) -> int:

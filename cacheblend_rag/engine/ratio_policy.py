@@ -15,7 +15,6 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.fusor.selection import SelectionRule, make_rule
 from cacheblend_rag.fusor.selection.minimum_ratio import keep_at_least
 from cacheblend_rag.loading import (
-    TASKS,
     BlendSettings,
     ChunkKV,
     LoadingController,
@@ -118,7 +117,7 @@ class RatioPolicy:
 
     @property
     def _bounds(self) -> RatioBounds:
-        bounds = TASKS[self.config.task]
+        bounds = RatioBounds()
         if self.settings is None:
             return bounds
         return RatioBounds(self._ratio, max(bounds.highest, self._ratio), bounds.step)

@@ -26,7 +26,7 @@ __all__ = ["KEY_PREFIX", "Resumed", "SessionCache", "holds"]
 _log = logging.getLogger(__name__)
 KEY_PREFIX = "session-"
 # What the KV of a blended prompt depends on, apart from its ids and the model.
-_BLENDED_BY = (*RULE_OPTIONS, "recompute_ratio", "task", "condition", "contexts")
+_BLENDED_BY = (*RULE_OPTIONS, "recompute_ratio", "condition", "contexts")
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cacheblend_rag.config import LOWEST_RATIOS
+from cacheblend_rag.config import LEAST_RATIO
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.loading.profile import BlendSettings, Device, MachineProfile, PrefillProfile
 
-__all__ = ["TASKS", "ChunkKV", "LoadingController", "LoadingPlan", "RatioBounds"]
+__all__ = ["ChunkKV", "LoadingController", "LoadingPlan", "RatioBounds"]
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class RatioBounds:
         Ratios are multiples of this above the lowest, so that requests alike get one ratio.
     """
 
-    lowest: float = 0.15
+    lowest: float = LEAST_RATIO
     highest: float = 0.5
     step: float = 0.05
 
@@ -47,12 +47,6 @@ class RatioBounds:
         """The highest allowed ratio that is not above this one, or the lowest."""
         steps = math.floor((min(ratio, self.highest) - self.lowest) / self.step + 1e-9)
         return round(self.lowest + max(0, steps) * self.step, 6)
-
-
-TASKS: Mapping[str, RatioBounds] = {
-    "answer": RatioBounds(LOWEST_RATIOS["answer"], 0.5),
-    "summary": RatioBounds(LOWEST_RATIOS["summary"], 0.3),
-}
 
 
 @dataclass(frozen=True)
@@ -150,7 +144,7 @@ class LoadingController:
         ratio : float, optional
             Recompute ratio, if it is given.
         bounds : RatioBounds, optional
-            By default those of ``TASKS["answer"]``.
+            By default those of `RatioBounds`.
         fixed_share : float
             Share of a full prefill's work that is done at any ratio (the layers before the check,
             the question). With 0, and a profile that knows full prefills only, the arithmetic is
@@ -163,7 +157,7 @@ class LoadingController:
         ConfigError
             If model or device is not in the profile, or neither device nor ratio is given.
         """
-        bounds = bounds or TASKS["answer"]
+        bounds = bounds or RatioBounds()
         known = self._prefill_of(model)
         prefill = known.seconds(tokens)
         if device is None:

@@ -87,20 +87,10 @@ class RawCodec(Codec):
 
 
 class ScaledCodec(Codec):
-    """One byte an element, and a float32 scale for each channel of the keys and each token of the values.
+    """One byte an element, and a float32 scale for each channel of the keys and each token of the values."""
 
-    Parameters
-    ----------
-    name : str
-    dtype : torch.dtype
-        Of the stored elements.
-    largest : float
-        The stored value of the largest magnitude under a scale.
-    """
-
-    def __init__(self, name: str, dtype: torch.dtype, largest: float) -> None:
-        self.name = name
-        self._dtype, self._largest = dtype, largest
+    name = "int8"
+    _largest = 127.0
 
     def _size(self, info: RecordInfo, axis: int) -> int:
         return 4 * math.prod(_reduced(info, axis)) + _elements(info)
@@ -110,14 +100,12 @@ class ScaledCodec(Codec):
         scale = exact.abs().amax(dim=axis, keepdim=True) / self._largest
         _require_finite(scale, self.name)
         scale = torch.where(scale == 0, 1.0, scale)
-        small = (exact / scale).clamp_(-self._largest, self._largest)
-        if not self._dtype.is_floating_point:
-            small = small.round_()
-        return [_bytes(scale), _bytes(small.to(self._dtype))]
+        small = (exact / scale).round_().clamp_(-self._largest, self._largest)
+        return [_bytes(scale), _bytes(small.to(torch.int8))]
 
     def _unpack(self, data: bytearray, offset: int, info: RecordInfo, axis: int) -> torch.Tensor:
         scale = _view(data, offset, torch.float32, _reduced(info, axis))
-        small = _view(data, offset + scale.nbytes, self._dtype, _shape(info))
+        small = _view(data, offset + scale.nbytes, torch.int8, _shape(info))
         return small.float().mul_(scale).to(DTYPES[info.dtype])
 
 
@@ -170,15 +158,7 @@ class GroupedCodec(Codec):
         return per_group.float().repeat_interleave(self._groups[axis], dim=axis).narrow(axis, 0, length)
 
 
-CODECS: dict[str, Codec] = {
-    codec.name: codec
-    for codec in (
-        RawCodec(),
-        ScaledCodec("fp8", torch.float8_e4m3fn, 448.0),
-        ScaledCodec("int8", torch.int8, 127.0),
-        GroupedCodec(),
-    )
-}
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (RawCodec(), ScaledCodec(), GroupedCodec())}
 
 
 def codec_named(name: str) -> Codec:

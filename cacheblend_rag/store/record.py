@@ -57,7 +57,7 @@ class RecordFormat:
     Parameters
     ----------
     codec : str
-        ``"raw"``, ``"fp8"``, ``"int8"`` or ``"int4"``. Records whose keys are rotated (a prefix)
+        ``"raw"``, ``"int8"`` or ``"int4"``. Records whose keys are rotated (a prefix)
         are reused exactly and always written raw.
     compress : bool
         Whether layers are compressed with zstd where that makes them smaller.

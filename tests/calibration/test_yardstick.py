@@ -26,7 +26,7 @@ from tests.probes import engine_of
 
 METHODS = [
     "sink/none", "sink/boundary@1.0", "prefix/none", "plain/none", "context/boundary@0.2", "context1/none",
-    "together/none", "sink/hkvd:metric=v:check_layers=1@0.2",
+    "together/none", "sink/hkvd:metric=v:check_layers=1@0.2", "sink+int8/none", "sink+int4/none", "sink+raw/none",
 ]  # fmt: skip
 
 
@@ -137,6 +137,15 @@ def test_a_method_that_cannot_be_read_is_refused(method: str) -> None:
 def test_a_condition_that_is_not_known_is_refused() -> None:
     with engine_of(tiny.model()) as engine, pytest.raises(ConfigError, match="condition="):
         Yardstick(engine, cases(1), ["behind/none"]).measure(cases(1)[0], "0")
+
+
+def test_codecs_move_answers_by_little(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        raw, coded = row["methods"]["sink/none"]["kl"], row["methods"]["sink+raw/none"]["kl"]
+        assert coded == pytest.approx(raw, abs=1e-5)
+        int8, int4 = (row["methods"][f"sink+{name}/none"]["kl"] for name in ("int8", "int4"))
+        moved = [sum(abs(a - b) for a, b in zip(raw, other, strict=True)) for other in (int8, int4)]
+        assert 0 < moved[0] < moved[1]
 
 
 def test_only_prompts_that_are_answered_rightly_are_measured() -> None:

@@ -110,10 +110,10 @@ def test_each_codec_is_more_exact_than_the_smaller_one() -> None:
         keys = torch.stack([layer[0] for layer in read_back(record, RecordFormat(name))])
         errors[name] = float(((keys - exact) / exact.abs().amax(2, keepdim=True)).norm())
         sizes[name] = codec.token_bytes(dataclasses.replace(record.info, dtype="bfloat16"))
-    assert errors["raw"] == 0 < errors["int8"] < errors["fp8"] < errors["int4"]
+    assert errors["raw"] == 0 < errors["int8"] < errors["int4"]
     assert sizes["raw"] == LAYERS * 2 * HEADS * DIM * 2
     assert sizes["int4"] < 0.36 * sizes["raw"]
-    assert sizes["int8"] == sizes["fp8"] < 0.58 * sizes["raw"]
+    assert sizes["int8"] < 0.58 * sizes["raw"]
 
 
 @pytest.mark.parametrize("compress", [False, True])
@@ -162,7 +162,7 @@ def test_a_prefix_is_never_quantised(name: str) -> None:
 
 def test_unknown_codecs_are_refused_by_name() -> None:
     for make_it in (codec_named, RecordFormat):
-        with pytest.raises(ConfigError, match=r"codec='int5' is not usable: use one of 'raw', 'fp8', 'int8', 'int4'"):
+        with pytest.raises(ConfigError, match=r"codec='int5' is not usable: use one of 'raw', 'int8', 'int4'"):
             make_it("int5")
 
 
@@ -264,7 +264,7 @@ def test_a_store_reads_records_of_every_codec(tmp_path: Path) -> None:
                 assert torch.equal(got, want)
         stored.close()
     sizes = {entry.key: entry.bytes for entry in store.entries()}
-    assert sizes["int4"] < sizes["int8"] == sizes["fp8"] < sizes["raw"]
+    assert sizes["int4"] < sizes["int8"] < sizes["raw"]
     store.close()
 
 

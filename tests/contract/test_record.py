@@ -241,7 +241,7 @@ HUGE = [
     {"table": [[PAGE, 320]] * LAYERS},
     {"table": [[PAGE, 320, 0, 0]] * LAYERS},
     {"codec": "int8"},
-    {"codec": "fp8"},
+    {"codec": "int4"},
     {"codec": "../raw"},
     {"codec": None},
     {"compression": "zip"},

@@ -23,7 +23,6 @@ from cacheblend_rag.calibration.profiler import (
 )
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.loading import (
-    TASKS,
     ChunkKV,
     Device,
     LoadingController,
@@ -86,7 +85,7 @@ def test_what_blended_passes_really_take_lowers_the_ratio() -> None:
 
 def test_bounds_hold() -> None:
     for load, ratio in ((0.01, 0.1), (0.8, 0.3)):
-        plan = controller(disk=90e6 / load).plan("m", SIX, 1000, device="disk", bounds=TASKS["summary"])
+        plan = controller(disk=90e6 / load).plan("m", SIX, 1000, device="disk", bounds=RatioBounds(0.1, 0.3))
         assert plan.recompute_ratio == pytest.approx(ratio)
     assert WIDE.quantised(0.2) == 0.2
     assert WIDE.quantised(0.15 + 0.05 * 7) == 0.5
@@ -316,7 +315,6 @@ def test_the_controller_chooses_the_ratio_and_the_report_says_what_it_expected(t
         fixed = engine.with_config(recompute_ratio=0.1).fuse(PROMPT).report
         assert fixed.recompute_ratio == 0.1
         assert fixed.expected is not None
-        assert engine.with_config(task="summary").fuse(PROMPT).report.recompute_ratio <= 0.3
         assert engine.with_config(selection="none").fuse(PROMPT).report.recomputed_tokens == (0,) * 4
 
 
@@ -339,8 +337,7 @@ def test_what_is_slower_to_load_than_to_compute_is_computed(tmp_path: Path) -> N
 def test_auto_is_the_default_and_the_least_until_measured() -> None:
     assert BlendConfig().recompute_ratio == "auto"
     assert BlendConfig().ratio == 0.15
-    assert BlendConfig(task="summary").ratio == 0.10
-    assert BlendConfig(recompute_ratio=0.4, task="summary").ratio == 0.4
+    assert BlendConfig(recompute_ratio=0.4).ratio == 0.4
 
 
 def test_tiers_are_planned_by_what_keeps_the_records(tmp_path: Path) -> None:

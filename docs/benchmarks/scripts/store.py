@@ -240,7 +240,7 @@ def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print a table and JSON."""
     parser = prompt_parser("store", __doc__, shape="qwen2.5-0.5b", rounds=5, chunks=8)
-    parser.add_argument("--codecs", nargs="+", metavar="CODEC", help="raw, fp8, int8, int4 (default: all)")
+    parser.add_argument("--codecs", nargs="+", metavar="CODEC", help="raw, int8, int4 (default: all)")
     return run_bench(parser, arguments, StoreOptions, show)
 
 

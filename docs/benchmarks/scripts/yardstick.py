@@ -11,6 +11,8 @@ answer, token by token. A method is written ``condition/rule@ratio``, such as ``
 - ``context``, ``context1``: behind two stretches, or one, of the chunks next to it in the corpus;
 - ``together``: behind two stretches of the chunks of its own prompt, in another order.
 
+``context+int8`` and the like reads the chunks from records that a codec wrote.
+
 ``--noise`` adds what changes an answer without any blending: other separators, another order, a passage left out,
 weights of 8 bits, bfloat16. Methods named by ``--answers`` also write their own answers. ``--only-right`` measures only
 prompts that full prefill answers rightly, and passes over the others. Runs over parts of the prompts (``--part 0/2``)
@@ -45,15 +47,18 @@ from cacheblend_rag.calibration.evaluation.prompts import ChatFrame, build_promp
 from cacheblend_rag.calibration.evaluation.statistics import interval
 from cacheblend_rag.calibration.prepared import ComputeKV, PreparedPrompt
 from cacheblend_rag.calibration.trials import greedy_answer
-from cacheblend_rag.config import LOWEST_RATIOS
+from cacheblend_rag.config import LEAST_RATIO
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import RULES, SelectionRule
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import ContextKV
+from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
 from cacheblend_rag.prompt.contexts import Contexts
+from cacheblend_rag.store.base import KVRecord
+from cacheblend_rag.store.codecs import codec_named
 from docs.benchmarks.scripts.common import script_parser
 
 __all__ = ["Conditions", "Yardstick", "main", "parse_method"]
@@ -156,6 +161,10 @@ class Conditions:
 
         What does not depend on the prompt is kept for other prompts with the same chunks.
         """
+        condition, _, codec = condition.partition("+")
+        if codec:
+            computed = self.compute(condition, prompt) or self._alone
+            return lambda *chunk: _coded(computed(*chunk), codec)
         if condition == "sink":
             return None
         if condition == "prefix":
@@ -166,6 +175,9 @@ class Conditions:
         if condition not in self._kept:
             self._kept[condition] = lru_cache(_KEPT_CHUNKS)(self._of_corpus(condition))
         return self._kept[condition]
+
+    def _alone(self, text: str, before: tuple[int, ...], ids: tuple[int, ...], regime: int) -> SegmentKV:
+        return self._adapter.segment_kv(before, ids, regime)
 
     def _of_corpus(self, condition: str) -> ComputeKV:
         if condition == "plain":
@@ -183,6 +195,16 @@ def _behind(contexts: ContextKV) -> ComputeKV:
     return lambda text, before, ids, regime: contexts.segments_kv([(*before, *ids)], regime, [len(before)])[0]
 
 
+def _coded(kv: SegmentKV, name: str) -> SegmentKV:
+    """KV as it is read from a record that a codec wrote."""
+    tokens = range(kv.keys[0].shape[1])
+    codec, info = codec_named(name), KVRecord.of(kv, fingerprint="", context_ids=(), token_ids=tokens).info
+    pairs = zip(kv.keys, kv.values, strict=True)
+    layers = [codec.decode(bytearray().join(codec.encode(*pair)), info) for pair in pairs]
+    keys, values = zip(*layers, strict=True)
+    return SegmentKV(keys, values, kv.rotated)
+
+
 # Methods ---------------------------------------------------------------------------------------
 
 
@@ -195,10 +217,10 @@ class _Method:
 
 def parse_method(text: str) -> _Method:
     """``condition/rule@ratio``, a rule with options as ``hkvd:metric=v:check_layers=2``."""
-    match = re.fullmatch(r"(\w+)/(\w+)((?::\w+=[\w.+-]+)*)(?:@([\d.]+))?", text)
+    match = re.fullmatch(r"(\w+(?:\+\w+)?)/(\w+)((?::\w+=[\w.+-]+)*)(?:@([\d.]+))?", text)
     if match is None or match[2] not in RULES:
         raise ConfigError("methods", text, "write condition/rule@ratio, such as context/boundary@0.1")
-    ratio = float(match[4]) if match[4] else LOWEST_RATIOS["answer"]
+    ratio = float(match[4]) if match[4] else LEAST_RATIO
     return _Method(text, match[1], rule_of(match[2] + match[3], ratio))
 
 
