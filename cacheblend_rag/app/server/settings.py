@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.config import ENV_PREFIX, check_whole
+from cacheblend_rag.config import ENV_PREFIX, Option, check_above_zero, check_whole, parse_bytes
 from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from cacheblend_rag.app.options import FolderRAGOptions
 
-__all__ = ["KEYS_VARIABLE", "Limits", "ServerSettings", "keys_from_environment"]
+__all__ = [
+    "KEYS_VARIABLE",
+    "LIMIT_OPTIONS",
+    "SERVER_OPTIONS",
+    "Limits",
+    "ServerSettings",
+    "keys_from_environment",
+]
 
 KEYS_VARIABLE = ENV_PREFIX + "API_KEYS"
 _MODEL_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,200}")
@@ -96,8 +104,11 @@ class Limits:
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise ConfigError(one.name, value, "use a number above 0")
+            if isinstance(one.default, int):
+                check_whole(one.name, value, 1)
+            check_above_zero(one.name, value)
+            if not math.isfinite(value):
+                raise ConfigError(one.name, value, "use a number that is not infinite")
 
     def body_of(self, upload: bool) -> int:
         """Most bytes of a request's body."""
@@ -185,3 +196,49 @@ class ServerSettings:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+SERVER_OPTIONS = (
+    Option("host", "127.0.0.1", str, flag="host", help="where to listen", shown="127.0.0.1, this machine alone"),
+    Option("port", 8000, int, flag="port", help="port; 0 for a free one"),
+    Option(
+        "concurrent",
+        None,
+        int,
+        flag="concurrent",
+        metavar="N",
+        help="answers under way at once",
+        shown="4; 1 on a GPU",
+    ),
+    Option(
+        "served_model_name",
+        None,
+        str,
+        flag="served-model-name",
+        metavar="NAME",
+        help="what clients call the model",
+        shown="its id, or its folder's name",
+    ),
+)
+"""Options of `ServerSettings`, those of its parts apart."""
+
+# Those that the command line has, too.
+_FLAGS: dict[str, dict[str, Any]] = {
+    "upload_bytes": {"flag": "upload-limit", "metavar": "SIZE", "help": "of one uploaded file", "shown": "20 MB"},
+    "disk_bytes": {"flag": "disk-limit", "metavar": "SIZE", "help": "of the documents of one tenant", "shown": "5 GB"},
+    "queue": {"flag": "queue", "metavar": "N", "help": "requests of one tenant that may wait"},
+    "address_connections": {
+        "flag": "connections",
+        "metavar": "N",
+        "help": "open at once from one address, a proxy too",
+    },
+}
+
+
+def _limit(name: str, default: Any) -> Option:
+    parse = parse_bytes if name.endswith("_bytes") else float if isinstance(default, float) else int
+    return Option(name, default, parse, prefix="LIMITS_", **_FLAGS.get(name, {}))
+
+
+LIMIT_OPTIONS = tuple(_limit(one.name, one.default) for one in fields(Limits))
+"""Options of `Limits`."""
