@@ -7,9 +7,8 @@ import mimetypes
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 
@@ -20,8 +19,8 @@ from cacheblend_rag.app.server.openai_api import router as openai_router
 from cacheblend_rag.app.server.problems import Problem, ProblemBody, add_handlers
 from cacheblend_rag.app.server.rag_api import router as rag_router
 from cacheblend_rag.app.server.request_ids import RequestIds
-from cacheblend_rag.app.server.service import Service, Session
-from cacheblend_rag.app.server.sessions import service_of, session_of
+from cacheblend_rag.app.server.service import Service
+from cacheblend_rag.app.server.sessions import service_of
 from cacheblend_rag.app.server.settings import ServerSettings
 
 __all__ = ["PAGE_PATH", "create_app"]
@@ -92,7 +91,7 @@ def _add_plain_routes(app: FastAPI) -> None:
         return {"status": "ok"}
 
     @app.get("/metrics", tags=["Server"], response_class=Response)
-    async def metrics(request: Request, here: Annotated[Session, Depends(session_of)]) -> Response:
+    async def metrics(request: Request) -> Response:
         """Counts in Prometheus' form."""
         text = await asyncio.to_thread(service_of(request).metrics.text)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")

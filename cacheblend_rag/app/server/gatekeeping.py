@@ -53,7 +53,7 @@ class Gatekeeper:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, seen: Callable[[str, int], None]) -> None:
         self._app, self._settings, self._seen = app, settings, seen
-        self._keys, self._uploads = Keys(settings.api_keys), Counter[str]()
+        self._keys, self._uploads = Keys(settings), Counter[str | None]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or refuse it."""
@@ -93,7 +93,7 @@ class Gatekeeper:
     @contextmanager
     def _counted(self, scope: Scope) -> Iterator[None]:
         """Count the uploads of each tenant: their files lie on the disk before they are looked at."""
-        counted = [scope["tenant"]] if _is_upload(scope) and "tenant" in scope else []
+        counted = [scope["caller"].tenant] if _is_upload(scope) and "caller" in scope else []
         self._uploads.update(counted)
         try:
             yield
@@ -110,12 +110,13 @@ class Gatekeeper:
             return Problem(421, "wrong_host", "this server answers on its own machine only")
         if scope["path"].startswith(_GUARDED):  # before anything of a body is read
             try:
-                tenant = self._keys.name_of(headers.get("authorization"))
+                caller = scope["caller"] = self._keys.caller_of(headers.get("authorization"))
             except Problem as problem:
                 return problem
-            if self._uploads[tenant] >= self._settings.limits.uploading and _is_upload(scope):
+            if caller.tenant is None and scope["path"] != "/metrics":
+                return Problem(403, "metrics_only", "this key only reads /metrics")
+            if self._uploads[caller.tenant] >= self._settings.limits.uploading and _is_upload(scope):
                 return Problem(429, "busy", "as many uploads of yours are being sent as may be", retry_after=5)
-            scope["tenant"] = tenant
         origin = headers.get("origin")
         if origin is not None and scope["method"] not in _SAFE and urlsplit(origin).netloc != host:
             return Problem(403, "wrong_origin", "pages of other servers may not use this one")
@@ -124,7 +125,7 @@ class Gatekeeper:
     def _note(self, scope: Scope, status: int, seconds: float) -> None:
         route = scope.get("route")
         path = getattr(route, "path", None) or "other"  # never what the client wrote
-        state = scope.get("state", {})
+        state, caller = scope.get("state", {}), scope.get("caller")
         status = 499 if state.get("gone") or not status else status
         self._seen(path, status)
         _log.info(
@@ -135,7 +136,8 @@ class Gatekeeper:
                     "path": path,
                     "status": status,
                     "seconds": round(seconds, 4),
-                    "tenant": state.get("tenant"),
+                    "tenant": caller and caller.tenant,
+                    "key": caller and caller.key,
                 }
             },
         )

@@ -76,13 +76,12 @@ class Service:
         self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings)
         self.base = BaseCollection(BASE_ID, self._base_name(), self.rag.index, self.embeddings)
         self.fixed = [self.base, *self._manual()]
-        self.keys = Keys(settings.api_keys)
         self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
         self._making = threading.Lock()
         # With keys every tenant has a salt of its own, and nothing is shared.
-        fixed = [] if settings.api_keys else self.fixed
+        fixed = [] if settings.guarded else self.fixed
         self._shared = frozenset(text for one in fixed for text in one.texts())
-        self.sessions = {name: Session(self, self._tenant(name)) for name in self.keys.names}
+        self.sessions = {name: Session(self, self._tenant(name)) for name in Keys(settings).tenants}
         self.queue = AdmissionQueue(concurrent, self.limits.queue, self.limits.queue_seconds)
         self.metrics = Metrics(lambda: self.queue.waiting, lambda: self.queue.served, self.store_stats)
         self.ingestion = Ingestion(
@@ -93,6 +92,15 @@ class Service:
             lambda name: self.sessions[name].engine(),
             Warmed(self.engine, deque(self.base.texts())),
         )
+
+    def joined(self, name: str) -> Session:
+        """The session of a tenant whose key was made while the server runs."""
+        with self._making:
+            if name not in self.sessions:
+                session = Session(self, self._tenant(name))
+                self.ingestion.join(name, session.library)
+                self.sessions = {**self.sessions, name: session}  # others may be looking through it
+            return self.sessions[name]
 
     def _tombstoned(self, store: KVStore) -> KVStore:
         self.tombstones = TombstonedStore(store, self.longest)
@@ -115,7 +123,7 @@ class Service:
         return "Bundled articles" if self.bundled else Path(self.settings.rag.docs).name
 
     def _tenant(self, name: str) -> Tenant:
-        salt = self.engine.config.salt if name == Keys.LOCAL and not self.settings.api_keys else None
+        salt = None if self.settings.guarded else self.engine.config.salt
         return Tenant(name, self.settings.rag.data_path / "tenants" / name, salt)
 
     @property

@@ -8,8 +8,11 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from os.path import expanduser
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cacheblend_rag.app.server.keys_file import KEYS_FILE, NAME, read_keys
 from cacheblend_rag.config import ENV_PREFIX, Option, check_above_zero, check_whole, parse_bytes
 from cacheblend_rag.errors import ConfigError
 
@@ -27,7 +30,6 @@ __all__ = [
 
 KEYS_VARIABLE = ENV_PREFIX + "API_KEYS"
 _MODEL_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,200}")
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SHORTEST_KEY = 16
 
 
@@ -126,7 +128,7 @@ def keys_from_environment() -> dict[str, str]:
     found: dict[str, str] = {}
     for entry in filter(None, (part.strip() for part in os.environ.get(KEYS_VARIABLE, "").split(","))):
         name, _, key = entry.partition("=")
-        if not _NAME.fullmatch(name) or not key:
+        if not NAME.fullmatch(name) or not key:
             raise ConfigError(KEYS_VARIABLE, "…", "use name=key,name=key; names are letters, digits, _ and -")
         if name in found:
             raise ConfigError(KEYS_VARIABLE, "…", f"give {name!r} one key")
@@ -145,7 +147,10 @@ class ServerSettings:
     host, port
         Where to listen; port 0 takes a free one.
     api_keys : mapping of str to str
-        Key of each tenant, by its name; without any, whoever reaches the server is one tenant.
+        Key of each tenant, by its name.
+    keys_file : path, optional
+        More keys, as `cacheblend-rag keys` writes them; by default ``keys.json`` in the data folder, if it is there.
+        Without any keys, whoever reaches the server is one tenant.
     limits : Limits
     concurrent : int, optional
         Answers that may be under way at once (`BlendConfig.max_concurrent`); by default 4 on a CPU, else 1.
@@ -162,6 +167,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: Mapping[str, str] = field(default_factory=keys_from_environment, repr=False)
+    keys_file: str | os.PathLike[str] | None = None
     limits: Limits = field(default_factory=Limits)
     concurrent: int | None = None
     served_model_name: str | None = None
@@ -179,13 +185,22 @@ class ServerSettings:
             )
         if not isinstance(self.port, int) or not 0 <= self.port <= 65_535:
             raise ConfigError("port", self.port, "use a number from 0 to 65535")
-        if not self.is_loopback and not keys:
+        kept = self.rag.data_path / KEYS_FILE
+        if self.keys_file is not None or kept.exists():
+            object.__setattr__(self, "keys_file", Path(self.keys_file or kept))
+            read_keys(Path(self.keys_file or kept))
+        if not self.is_loopback and not self.guarded:
             raise ConfigError(
                 "host",
                 self.host,
-                f"others could reach the server there: set {KEYS_VARIABLE} to name=key (such as the output of "
-                "`openssl rand -hex 24`), or use 127.0.0.1",
+                "others could reach the server there: make a key with `cacheblend-rag keys add NAME`, set "
+                f"{KEYS_VARIABLE} to name=key (such as the output of `openssl rand -hex 24`), or use 127.0.0.1",
             )
+
+    @property
+    def guarded(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self.api_keys) or self.keys_file is not None
 
     @property
     def is_loopback(self) -> bool:
@@ -218,6 +233,15 @@ SERVER_OPTIONS = (
         metavar="NAME",
         help="what clients call the model",
         shown="its id, or its folder's name",
+    ),
+    Option(
+        "keys_file",
+        None,
+        expanduser,
+        flag="keys-file",
+        metavar="FILE",
+        help="API keys, as `cacheblend-rag keys` writes them",
+        shown="keys.json in the data folder, if it is there",
     ),
 )
 """Options of `ServerSettings`, those of its parts apart."""
