@@ -7,7 +7,8 @@ Nothing is imported here, so that the command line stays light.
 ``app``, ``running``        the FastAPI application, and how it is run
 ``rag_api``, ``openai_api`` requests; their bodies in ``rag_models`` and ``openai_models``
 ``service``, ``sessions``   what all requests share, and the server as one tenant sees it
-``tenants``                 keys, and what belongs to each: salt, known texts, a folder
+``keys_file``               hashed keys in a file, which may change while the server runs
+``tenants``                 who sent a request, and what belongs to each: salt, known texts, a folder
 ``library``                 collections as requests see them, and what deleting takes
 ``catalogue``               collections, documents, passages and uploads of a tenant, in one SQLite file
 ``ingestion``               uploads read, split, embedded and warmed in the background, tenants in turns
@@ -22,6 +23,7 @@ Nothing is imported here, so that the command line stays light.
 ``connections``             slow, idle and too many connections
 ``problems``                errors as answers
 ``request_ids``             an id for each request, in its answer and in the log
+``accounting``              what one request took: a line of the access log
 ``metrics``, ``logs``       what is counted and what is written down
 ``suggestions``             questions the page offers for the bundled articles
 ``docs_page``               the OpenAPI document as a page

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,13 +13,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cacheblend_rag.app.server.accounting import Served, log_access, served
 from cacheblend_rag.app.server.problems import Problem, noted_problem
 from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.app.server.tenants import Keys
 
 __all__ = ["Gatekeeper"]
 
-_log = logging.getLogger("cacheblend_rag.app.server.access")
 _SAFE = ("GET", "HEAD", "OPTIONS")
 # What needs a key, where there are keys.
 _GUARDED = ("/api/", "/v1/", "/metrics")
@@ -48,10 +47,10 @@ class Gatekeeper:
     app : ASGI application
     settings : ServerSettings
     seen : callable
-        Gets path template and status of each finished request.
+        Gets each request once it has ended.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, seen: Callable[[str, int], None]) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, seen: Callable[[Served], None]) -> None:
         self._app, self._settings, self._seen = app, settings, seen
         self._keys, self._uploads = Keys(settings), Counter[str | None]()
 
@@ -60,12 +59,13 @@ class Gatekeeper:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, status = time.perf_counter(), 0
+        started, one = time.perf_counter(), Served(scope["method"])
+        served.set(one)
 
         async def noted(message: Message) -> None:
-            nonlocal status
+            one.bytes_out += len(message.get("body", b""))
             if message["type"] == "http.response.start":
-                status = message["status"]
+                one.status = message["status"]
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
@@ -85,10 +85,15 @@ class Gatekeeper:
             scope.setdefault("state", {})["gone"] = True
         except Exception as error:
             problem = noted_problem(error)
-            if not status:
+            if not one.status:
                 await problem.response()(scope, receive, noted)
         finally:
-            self._note(scope, status, time.perf_counter() - started)
+            one.seconds, one.bytes_in, one.caller = time.perf_counter() - started, limited.read, scope.get("caller")
+            one.path = getattr(scope.get("route"), "path", None) or "other"  # never what the client wrote
+            if scope.get("state", {}).get("gone") or not one.status:
+                one.status = 499
+            self._seen(one)
+            log_access(one)
 
     @contextmanager
     def _counted(self, scope: Scope) -> Iterator[None]:
@@ -122,26 +127,6 @@ class Gatekeeper:
             return Problem(403, "wrong_origin", "pages of other servers may not use this one")
         return None
 
-    def _note(self, scope: Scope, status: int, seconds: float) -> None:
-        route = scope.get("route")
-        path = getattr(route, "path", None) or "other"  # never what the client wrote
-        state, caller = scope.get("state", {}), scope.get("caller")
-        status = 499 if state.get("gone") or not status else status
-        self._seen(path, status)
-        _log.info(
-            "request",
-            extra={
-                "fields": {
-                    "method": scope["method"],
-                    "path": path,
-                    "status": status,
-                    "seconds": round(seconds, 4),
-                    "tenant": caller and caller.tenant,
-                    "key": caller and caller.key,
-                }
-            },
-        )
-
 
 class _TooLargeError(Exception):
     """The body went on past its limit."""
@@ -152,13 +137,13 @@ class _Limited:
 
     def __init__(self, receive: Receive, send: Send, most: int) -> None:
         self._receive, self._send, self.most = receive, send, most
-        self._read = 0
+        self.read = 0
         self._begun = False
 
     async def receive(self) -> Message:
         message = await self._receive()
-        self._read += len(message.get("body", b""))
-        if self._read > self.most:
+        self.read += len(message.get("body", b""))
+        if self.read > self.most:
             if not self._begun:
                 await _too_large(self.most).response()({"type": "http"}, self._receive, self._send)
                 self._begun = True
@@ -166,7 +151,7 @@ class _Limited:
         return message
 
     async def send(self, message: Message) -> None:
-        if self._read > self.most:
+        if self.read > self.most:
             return
         self._begun = True
         await self._send(message)

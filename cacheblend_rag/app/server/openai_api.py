@@ -15,6 +15,7 @@ import numpy as np
 from fastapi import APIRouter, Depends, Request
 from langchain_core.messages import AIMessage
 
+from cacheblend_rag.app.server.accounting import served
 from cacheblend_rag.app.server.admission_queue import Slot
 from cacheblend_rag.app.server.chatting import Conversation, ServedChat
 from cacheblend_rag.app.server.openai_models import ChatBody, CompletionBody, EmbeddingBody, Sampling, document_texts
@@ -73,6 +74,7 @@ async def embeddings(here: Here, request: Request, body: EmbeddingBody) -> dict[
         {"object": "embedding", "index": number, "embedding": _encoded(vector, body.encoding_format)}
         for number, vector in enumerate(vectors)
     ]
+    served.get().prompt_tokens += tokens
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "data": data, "model": body.model, "usage": usage}
 
@@ -181,7 +183,7 @@ class _Work:
     def count(self, answer: Generation) -> None:
         """Take note of a finished answer."""
         self._reports.append(answer.report)
-        self.here.service.metrics.answered(answer.report)
+        self.here.service.answered(answer.report)
 
     def frame(self, choices: list[dict[str, Any]], chunk: bool = False) -> dict[str, Any]:
         """An answer, or a piece of one, around its choices."""

@@ -316,7 +316,7 @@ class _Asked:
         return question, self._slot.holds(stream)
 
     async def _report(self, question: _Question, answer: Generation) -> dict[str, Any]:
-        self._here.service.metrics.answered(answer.report)
+        self._here.service.answered(answer.report)
         await self._slot.leave()  # the model is not needed for what follows
         return await asyncio.to_thread(report_of, self._engine, question.prompt, answer, question.turns)
 

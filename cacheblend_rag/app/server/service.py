@@ -13,6 +13,7 @@ from typing import Any
 
 from cacheblend_rag.app.collection import ARTICLES_PATH, manual_path
 from cacheblend_rag.app.folder_rag import FolderRAG
+from cacheblend_rag.app.server.accounting import served
 from cacheblend_rag.app.server.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.asking import QuestionPrompt
 from cacheblend_rag.app.server.ingestion import Ingestion, Warmed
@@ -25,6 +26,7 @@ from cacheblend_rag.config import DEFAULT_MODEL
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.report import BlendReport
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings
 from cacheblend_rag.store.base import KVStore, StoreStats
 from cacheblend_rag.store.tombstones import TombstonedStore
@@ -83,7 +85,9 @@ class Service:
         self._shared = frozenset(text for one in fixed for text in one.texts())
         self.sessions = {name: Session(self, self._tenant(name)) for name in Keys(settings).tenants}
         self.queue = AdmissionQueue(concurrent, self.limits.queue, self.limits.queue_seconds)
-        self.metrics = Metrics(lambda: self.queue.waiting, lambda: self.queue.served, self.store_stats)
+        self.metrics = Metrics(
+            lambda: self.queue.waiting, lambda: self.queue.served, self.store_stats, self._disk_bytes
+        )
         self.ingestion = Ingestion(
             self.limits,
             self.metrics,
@@ -209,6 +213,14 @@ class Service:
             return 0
         encoded = [tokenizer.encode(text) for text in texts]
         return sum(len(getattr(one, "ids", one)) for one in encoded)
+
+    def answered(self, report: BlendReport) -> None:
+        """Count an answer, and note it of the request that is served here."""
+        self.metrics.answered(report)
+        served.get().answered(report)
+
+    def _disk_bytes(self, tenant: str) -> int:
+        return self.sessions[tenant].library.catalogue.bytes_used() if tenant in self.sessions else 0
 
     def store_stats(self) -> StoreStats | None:
         """What the KV store says of itself; None if it cannot."""

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.app.server.keys_file import KEYS_FILE, NAME, read_keys
-from cacheblend_rag.config import ENV_PREFIX, Option, check_above_zero, check_whole, parse_bytes
+from cacheblend_rag.config import ENV_PREFIX, Option, check_above_zero, check_choice, check_whole, parse_bytes
 from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from cacheblend_rag.app.options import FolderRAGOptions
 
 __all__ = [
+    "ACCESS_LOGS",
     "KEYS_VARIABLE",
     "LIMIT_OPTIONS",
     "SERVER_OPTIONS",
@@ -29,6 +30,7 @@ __all__ = [
 ]
 
 KEYS_VARIABLE = ENV_PREFIX + "API_KEYS"
+ACCESS_LOGS = ("json", "text", "off")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,200}")
 _SHORTEST_KEY = 16
 
@@ -156,6 +158,8 @@ class ServerSettings:
         Answers that may be under way at once (`BlendConfig.max_concurrent`); by default 4 on a CPU, else 1.
     served_model_name : str, optional
         What clients call the model; by default its id, or the last part of its path.
+    access_log : {"json", "text", "off"}
+        Form of the line that is logged of each request.
 
     Raises
     ------
@@ -171,11 +175,13 @@ class ServerSettings:
     limits: Limits = field(default_factory=Limits)
     concurrent: int | None = None
     served_model_name: str | None = None
+    access_log: str = "json"
 
     def __post_init__(self) -> None:
         if self.served_model_name is not None and not _MODEL_NAME.fullmatch(self.served_model_name):
             remedy = "use 1 to 200 letters, digits and the signs . _ - : /"
             raise ConfigError("served_model_name", self.served_model_name, remedy)
+        check_choice("access_log", self.access_log, ACCESS_LOGS)
         if self.concurrent is not None:
             check_whole("concurrent", self.concurrent, 1)
         keys = list(self.api_keys.values())
@@ -243,6 +249,7 @@ SERVER_OPTIONS = (
         help="API keys, as `cacheblend-rag keys` writes them",
         shown="keys.json in the data folder, if it is there",
     ),
+    Option("access_log", "json", str, flag="access-log", metavar="FORM", help="a line a request: json, text or off"),
 )
 """Options of `ServerSettings`, those of its parts apart."""
 

@@ -1,0 +1,91 @@
+"""What one request was and took: a line of the access log, and what is counted of its tenant."""
+
+from __future__ import annotations
+
+import logging
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from cacheblend_rag.app.server.tenants import Caller
+from cacheblend_rag.report import BlendReport
+
+__all__ = ["ACCESS_LOG", "Served", "log_access", "served"]
+
+ACCESS_LOG = "cacheblend_rag.app.server.access"
+"""Name of the logger that has a line for each request."""
+
+_log = logging.getLogger(ACCESS_LOG)
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+
+
+@dataclass
+class Served:
+    """A request that is being served. It holds nothing that a client wrote.
+
+    Parameters
+    ----------
+    method : str
+    path : str
+        Template of the path, such as ``/api/collections/{id}/ask``; ``"other"`` where none fits.
+    status : int
+        499 if the client went away.
+    seconds : float
+        From its head to the end of its answer; the wait for a slot is in it.
+    caller : Caller, optional
+        None without a key that fits.
+    bytes_in, bytes_out : int
+        Of the bodies.
+    prompt_tokens, generated_tokens : int
+        Of all its answers that came to their end, each with its prompt.
+    reused_tokens : int
+        Tokens whose KV was read from the store.
+    hits, misses : int
+        Chunks that were read from the store, and chunks that were not there.
+    ttft : float, optional
+        Time to first token of the first answer, in seconds, from its place at the model on.
+    """
+
+    method: str
+    path: str = "other"
+    status: int = 0
+    seconds: float = 0.0
+    caller: Caller | None = None
+    bytes_in: int = 0
+    bytes_out: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    reused_tokens: int = 0
+    hits: int = 0
+    misses: int = 0
+    ttft: float | None = None
+
+    def answered(self, report: BlendReport) -> None:
+        """Take note of an answer."""
+        for name in ("prompt_tokens", "generated_tokens", "reused_tokens", "hits", "misses"):
+            setattr(self, name, getattr(self, name) + getattr(report, name))
+        self.ttft = report.ttft if self.ttft is None else self.ttft
+
+
+served: ContextVar[Served] = ContextVar("served")
+"""The request that is served here."""
+
+
+def log_access(one: Served) -> None:
+    """Write the line of a request; its id is added as to every line."""
+    fields: dict[str, Any] = {
+        "method": one.method if one.method in _METHODS else "other",
+        "path": one.path,
+        "status": one.status,
+        "seconds": round(one.seconds, 4),
+        "tenant": one.caller and one.caller.tenant,
+        "key": one.caller and one.caller.key,
+        "bytes_in": one.bytes_in,
+        "bytes_out": one.bytes_out,
+        "tokens_in": one.prompt_tokens,
+        "tokens_out": one.generated_tokens,
+        "hits": one.hits,
+        "misses": one.misses,
+        "ttft": None if one.ttft is None else round(one.ttft, 4),
+    }
+    _log.info("request", extra={"fields": fields})
