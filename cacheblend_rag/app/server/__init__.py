@@ -18,6 +18,7 @@ Nothing is imported here, so that the command line stays light.
 ``templates``               what a request may hand to the chat template, and how long that may run
 ``chatting``                conversations through the LangChain chat model
 ``admission_queue``         the bounded, fair queue in front of the model
+``quota``                   how many tokens a tenant may use in a minute
 ``streams``                 server-sent events, and clients that go away
 ``gatekeeping``             keys, sizes, hosts, origins and headers, before anything else runs
 ``connections``             slow, idle and too many connections

@@ -42,6 +42,10 @@ class Served:
         Tokens whose KV was read from the store.
     hits, misses : int
         Chunks that were read from the store, and chunks that were not there.
+    charged : int
+        Tokens that were taken from the tenant's quota.
+    unfinished : int
+        Answers that are paid for and not complete.
     ttft : float, optional
         Time to first token of the first answer, in seconds, from its place at the model on.
     """
@@ -58,6 +62,8 @@ class Served:
     reused_tokens: int = 0
     hits: int = 0
     misses: int = 0
+    charged: int = 0
+    unfinished: int = 0
     ttft: float | None = None
 
     def answered(self, report: BlendReport) -> None:
@@ -65,6 +71,17 @@ class Served:
         for name in ("prompt_tokens", "generated_tokens", "reused_tokens", "hits", "misses"):
             setattr(self, name, getattr(self, name) + getattr(report, name))
         self.ttft = report.ttft if self.ttft is None else self.ttft
+        self.unfinished -= 1
+
+    def embedded(self, tokens: int) -> None:
+        """Take note of texts that were embedded."""
+        self.prompt_tokens += tokens
+        self.unfinished -= 1
+
+    @property
+    def unused(self) -> int:
+        """Tokens that were paid for and not used; an answer that did not come to its end is paid in full."""
+        return 0 if self.unfinished else self.charged - self.prompt_tokens - self.generated_tokens
 
 
 served: ContextVar[Served] = ContextVar("served")
@@ -84,6 +101,7 @@ def log_access(one: Served) -> None:
         "bytes_out": one.bytes_out,
         "tokens_in": one.prompt_tokens,
         "tokens_out": one.generated_tokens,
+        "tokens_charged": one.charged - one.unused,
         "hits": one.hits,
         "misses": one.misses,
         "ttft": None if one.ttft is None else round(one.ttft, 4),

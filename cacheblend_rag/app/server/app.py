@@ -67,7 +67,7 @@ def create_app(settings: ServerSettings, service: Service | None = None) -> Fast
     def seen(one: Served) -> None:
         service: Service | None = getattr(app.state, "service", None)
         if service is not None:
-            service.metrics.request(one)
+            service.ended(one)
 
     app.add_middleware(Gatekeeper, settings=settings, seen=seen)
     app.add_middleware(RequestIds)  # outermost: what the gatekeeper refuses has an id too

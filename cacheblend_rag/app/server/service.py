@@ -13,19 +13,21 @@ from typing import Any
 
 from cacheblend_rag.app.collection import ARTICLES_PATH, manual_path
 from cacheblend_rag.app.folder_rag import FolderRAG
-from cacheblend_rag.app.server.accounting import served
+from cacheblend_rag.app.server.accounting import Served, served
 from cacheblend_rag.app.server.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.asking import QuestionPrompt
 from cacheblend_rag.app.server.ingestion import Ingestion, Warmed
 from cacheblend_rag.app.server.library import BaseCollection, Collection, Found, Library, OwnCollection
 from cacheblend_rag.app.server.metrics import Metrics
 from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.quota import TokenQuota
 from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.app.server.tenants import Keys, Tenant
 from cacheblend_rag.config import DEFAULT_MODEL
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.fitting import Fitted
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings
 from cacheblend_rag.store.base import KVStore, StoreStats
@@ -85,6 +87,7 @@ class Service:
         self._shared = frozenset(text for one in fixed for text in one.texts())
         self.sessions = {name: Session(self, self._tenant(name)) for name in Keys(settings).tenants}
         self.queue = AdmissionQueue(concurrent, self.limits.queue, self.limits.queue_seconds)
+        self.quota = TokenQuota(self.limits.tokens_per_minute)
         self.metrics = Metrics(
             lambda: self.queue.waiting, lambda: self.queue.served, self.store_stats, self._disk_bytes
         )
@@ -183,13 +186,13 @@ class Service:
                     self._engines.popitem(last=False)
             return self._engines[key]
 
-    def check_length(self, prompt: Prompt, answer_tokens: int) -> Prompt:
+    def check_length(self, prompt: Prompt, answer_tokens: int) -> Fitted:
         """Refuse what the model cannot take; see `BlendEngine.fitted`.
 
         Returns
         -------
-        Prompt
-            What of the prompt is answered.
+        Fitted
+            What of the prompt is answered, and its ids.
 
         Raises
         ------
@@ -204,7 +207,7 @@ class Service:
         if (tokens := len(fit.split.input_ids)) + answer_tokens > most:
             message = f"{tokens} prompt tokens and {answer_tokens} of the answer exceed the {most} taken here"
             raise Problem(400, "context_length_exceeded", message)
-        return fit.prompt
+        return fit
 
     def embedder_tokens(self, texts: Sequence[str]) -> int:
         """Tokens of texts as the embedder counts them; 0 if it does not tell."""
@@ -218,6 +221,12 @@ class Service:
         """Count an answer, and note it of the request that is served here."""
         self.metrics.answered(report)
         served.get().answered(report)
+
+    def ended(self, one: Served) -> None:
+        """Count a request, and give back what it was charged too much."""
+        self.metrics.request(one)
+        if one.caller is not None and one.caller.tenant is not None and one.unused > 0:
+            self.quota.give_back(one.caller.tenant, one.unused)
 
     def _disk_bytes(self, tenant: str) -> int:
         return self.sessions[tenant].library.catalogue.bytes_used() if tenant in self.sessions else 0
@@ -277,6 +286,34 @@ class Session:
         self.service, self.tenant = service, tenant
         shared = service.shared(tenant.salt)
         self.library = Library(tenant, service.embeddings, self.engine, service.tombstones, shared)
+
+    def check_quota(self, tokens: int) -> None:
+        """Refuse a request before it waits, if so many tokens are not left of the tenant's quota.
+
+        Raises
+        ------
+        Problem
+            429 with the time until there are so many, or 400 if there never are.
+        """
+        self.service.quota.check(self.tenant.name, tokens)
+
+    def charge(self, answers: Sequence[int]) -> None:
+        """Take the tokens of a request from the tenant's quota; those that are not used come back when it ends.
+
+        Parameters
+        ----------
+        answers : sequence of int
+            Of each answer, the tokens of its prompt and the most that it may have itself.
+
+        Raises
+        ------
+        Problem
+            As of `check_quota`.
+        """
+        self.service.quota.take(self.tenant.name, sum(answers))
+        one = served.get()
+        one.charged += sum(answers)
+        one.unfinished += len(answers)
 
     def engine(self, ratio: float | None = None, rule: str | None = None) -> BlendEngine:
         """The engine with this tenant's salt."""

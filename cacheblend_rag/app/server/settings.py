@@ -65,6 +65,8 @@ class Limits:
         Most tokens of an answer.
     answer_seconds : float
         Time an answer may take.
+    tokens_per_minute : int, optional
+        Tokens of prompts and answers that one tenant may use in a minute; None for no such limit.
     queue : int
         Requests of one tenant that may wait.
     queue_seconds : float
@@ -94,6 +96,7 @@ class Limits:
     prompt_seconds: float = 20.0
     answer_tokens: int = 4_096
     answer_seconds: float = 300.0
+    tokens_per_minute: int | None = None
     queue: int = 64
     queue_seconds: float = 120.0
     connections: int = 1_000
@@ -108,7 +111,9 @@ class Limits:
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
-            if isinstance(one.default, int):
+            if one.default is None and value is None:
+                continue
+            if isinstance(one.default, int | None):
                 check_whole(one.name, value, 1)
             check_above_zero(one.name, value)
             if not math.isfinite(value):
@@ -257,6 +262,12 @@ SERVER_OPTIONS = (
 _FLAGS: dict[str, dict[str, Any]] = {
     "upload_bytes": {"flag": "upload-limit", "metavar": "SIZE", "help": "of one uploaded file", "shown": "20 MB"},
     "disk_bytes": {"flag": "disk-limit", "metavar": "SIZE", "help": "of the documents of one tenant", "shown": "5 GB"},
+    "tokens_per_minute": {
+        "flag": "tokens-per-minute",
+        "metavar": "N",
+        "help": "of prompts and answers of one tenant",
+        "shown": "no limit",
+    },
     "queue": {"flag": "queue", "metavar": "N", "help": "requests of one tenant that may wait"},
     "address_connections": {
         "flag": "connections",
