@@ -120,23 +120,31 @@ def read_keys(path: Path) -> tuple[KeyEntry, ...]:
 
 def change_keys(path: Path, change: Callable[[Sequence[KeyEntry]], Sequence[KeyEntry]]) -> None:
     """Write a file anew with other keys; it is there whole or as before, and one process at a time changes it."""
-    with FileLock(f"{path}.lock", mode=0o600):
+    lock = path.with_name(path.name + ".lock")
+    with FileLock(lock, mode=0o600):
+        _leave_to_owner(lock, path.parent)
         keys = change(read_keys(path) if path.exists() else ())
         text = json.dumps({"version": _VERSION, "keys": [asdict(one) for one in keys]}, indent=1)
         write_private(path, text + "\n")
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file in one step that only its owner can read; root leaves it to whom file or folder belong."""
+    """Write a file in one step that only its owner can read; root leaves it to whom the folder belongs."""
     fresh = path.with_name(path.name + ".new")
-    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+    fresh.unlink(missing_ok=True)  # what is there may be a link to a file of somebody else's
+    with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    if hasattr(os, "geteuid") and os.geteuid() == 0:
-        owner = (path if path.exists() else path.parent).stat()
-        os.chown(fresh, owner.st_uid, owner.st_gid)
+    _leave_to_owner(fresh, path.parent)
     fresh.replace(path)
+
+
+def _leave_to_owner(path: Path, folder: Path) -> None:
+    """Give what root has made to the owner of the folder, who is the server's user."""
+    if hasattr(os, "geteuid") and os.geteuid() == 0:
+        owner = folder.stat()
+        os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
 
 class KeysFile:

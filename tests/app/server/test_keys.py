@@ -276,7 +276,21 @@ def test_root_leaves_the_file_to_the_user_of_the_server(tmp_path: Path) -> None:
     path = tmp_path / KEYS_FILE
     change_keys(path, lambda keys: [new_key("ada", "ada")[0]])
     assert (path.stat().st_uid, path.stat().st_mode & 0o777) == (1234, 0o600)
+    assert {one.stat().st_uid for one in tmp_path.iterdir()} == {1234}, "its lock, too"
     assert json.loads(path.read_text())["version"] == 1
+
+
+def test_links_that_are_laid_out_for_root_lead_nowhere(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("keys.json.new", "keys.json"):
+        (folder / name).symlink_to(victim)
+    keys_file.write_private(folder / "keys.json", "new")
+    assert victim.read_text() == "mine"
+    assert (folder / "keys.json").read_text() == "new"
+    assert not (folder / "keys.json").is_symlink()
 
 
 def test_clients_of_a_running_server_are_not_slowed_by_wrong_keys(server: Running, add: Callable[..., str]) -> None:
