@@ -24,7 +24,7 @@ Nothing is imported here, so that the command line stays light.
 ``connections``             slow, idle and too many connections
 ``problems``                errors as answers
 ``request_ids``             an id for each request, in its answer and in the log
-``accounting``              what one request took: a line of the access log
+``accounting``              what one request took: a line of the access log, attributes of its span
 ``metrics``, ``logs``       what is counted and what is written down
 ``suggestions``             questions the page offers for the bundled articles
 ``docs_page``               the OpenAPI document as a page

@@ -1,21 +1,30 @@
-"""What one request was and took: a line of the access log, and what is counted of its tenant."""
+"""What one request was and took, for the access log, its span and the counts of its tenant."""
 
 from __future__ import annotations
 
 import logging
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from cacheblend_rag.app.server.request_ids import request_id
 from cacheblend_rag.app.server.tenants import Caller
 from cacheblend_rag.report import BlendReport
 
-__all__ = ["ACCESS_LOG", "Served", "log_access", "served"]
+try:
+    from opentelemetry import trace
+except ModuleNotFoundError:  # an older FastAPI, which makes no spans
+    trace = None  # type: ignore[assignment]
+
+__all__ = ["ACCESS_LOG", "STAGES", "Served", "add_to_span", "log_access", "served"]
 
 ACCESS_LOG = "cacheblend_rag.app.server.access"
 """Name of the logger that has a line for each request."""
 
 _log = logging.getLogger(ACCESS_LOG)
+STAGES = ("split", "look_up", "load", "fuse", "first_token")
+"""The parts of the time to first token."""
+
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
@@ -46,6 +55,8 @@ class Served:
         Tokens that were taken from the tenant's quota.
     unfinished : int
         Answers that are paid for and not complete.
+    stages : dict
+        Seconds of the parts of the time to first token, summed over its answers.
     ttft : float, optional
         Time to first token of the first answer, in seconds, from its place at the model on.
     """
@@ -64,6 +75,7 @@ class Served:
     misses: int = 0
     charged: int = 0
     unfinished: int = 0
+    stages: dict[str, float] = field(default_factory=dict)
     ttft: float | None = None
 
     def answered(self, report: BlendReport) -> None:
@@ -71,12 +83,19 @@ class Served:
         for name in ("prompt_tokens", "generated_tokens", "reused_tokens", "hits", "misses"):
             setattr(self, name, getattr(self, name) + getattr(report, name))
         self.ttft = report.ttft if self.ttft is None else self.ttft
+        for name in STAGES:
+            self.stages[name] = self.stages.get(name, 0.0) + getattr(report.seconds, name)
         self.unfinished -= 1
 
     def embedded(self, tokens: int) -> None:
         """Take note of texts that were embedded."""
         self.prompt_tokens += tokens
         self.unfinished -= 1
+
+    @property
+    def shown_method(self) -> str:
+        """The method, unless the client made one up."""
+        return self.method if self.method in _METHODS else "other"
 
     @property
     def unused(self) -> int:
@@ -91,7 +110,7 @@ served: ContextVar[Served] = ContextVar("served")
 def log_access(one: Served) -> None:
     """Write the line of a request; its id is added as to every line."""
     fields: dict[str, Any] = {
-        "method": one.method if one.method in _METHODS else "other",
+        "method": one.shown_method,
         "path": one.path,
         "status": one.status,
         "seconds": round(one.seconds, 4),
@@ -107,3 +126,22 @@ def log_access(one: Served) -> None:
         "ttft": None if one.ttft is None else round(one.ttft, 4),
     }
     _log.info("request", extra={"fields": fields})
+
+
+def add_to_span(one: Served) -> None:
+    """Add to the span that FastAPI makes of a request what it took, if OpenTelemetry is set up.
+
+    The span ends with the last of the answer's body, so this must come before it.
+    """
+    if trace is None or not (span := trace.get_current_span()).is_recording():
+        return
+    took: dict[str, str | int | float] = {
+        "gen_ai.usage.input_tokens": one.prompt_tokens,
+        "gen_ai.usage.output_tokens": one.generated_tokens,
+        "cacheblend_rag.request": request_id.get(),
+        "cacheblend_rag.hits": one.hits,
+        "cacheblend_rag.misses": one.misses,
+    }
+    if one.caller is not None:
+        took |= {"cacheblend_rag.tenant": one.caller.tenant or "", "cacheblend_rag.key": one.caller.key}
+    span.set_attributes({**took, **{f"cacheblend_rag.seconds.{name}": value for name, value in one.stages.items()}})

@@ -13,7 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cacheblend_rag.app.server.accounting import Served, log_access, served
+from cacheblend_rag.app.server.accounting import Served, add_to_span, log_access, served
 from cacheblend_rag.app.server.problems import Problem, noted_problem
 from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.app.server.tenants import Keys
@@ -69,11 +69,14 @@ class Gatekeeper:
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
+            elif not message.get("more_body"):
+                add_to_span(one)
             await send(message)
 
         limited = _Limited(receive, noted, self._settings.limits.body_of(scope["path"].endswith("/documents")))
         try:
             problem = self._refusal(scope, limited.most)
+            one.caller = scope.get("caller")
             if problem is not None:
                 await problem.response()(scope, receive, noted)
             else:
@@ -88,7 +91,7 @@ class Gatekeeper:
             if not one.status:
                 await problem.response()(scope, receive, noted)
         finally:
-            one.seconds, one.bytes_in, one.caller = time.perf_counter() - started, limited.read, scope.get("caller")
+            one.seconds, one.bytes_in = time.perf_counter() - started, limited.read
             one.path = getattr(scope.get("route"), "path", None) or "other"  # never what the client wrote
             if scope.get("state", {}).get("gone") or not one.status:
                 one.status = 499

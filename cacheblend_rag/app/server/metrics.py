@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cacheblend_rag.app.server.accounting import Served
+from cacheblend_rag.app.server.accounting import STAGES, Served
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store.base import StoreStats
 
@@ -19,7 +19,6 @@ _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 _SHARES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0)
 # Keys that are counted by name; further ones are counted together, under what cannot be a name.
 _MOST_KEYS, _OTHERS = 200, ("(others)", "(others)")
-_PARTS = ("split", "look_up", "load", "fuse", "first_token")
 
 
 class Metrics:
@@ -80,7 +79,7 @@ class Metrics:
     def answered(self, report: BlendReport) -> None:
         """Count one answer."""
         self.ttft.observe(report.ttft)
-        for part in _PARTS:
+        for part in STAGES:
             self.parts.labels(part).observe(getattr(report.seconds, part))
         self.chunks.labels("hit").inc(report.hits)
         self.chunks.labels("miss").inc(report.misses)

@@ -12,8 +12,9 @@ from typing import Any
 
 import httpx
 import pytest
+from opentelemetry import trace
 
-from cacheblend_rag.app.server import metrics
+from cacheblend_rag.app.server import accounting, metrics
 from cacheblend_rag.app.server.accounting import ACCESS_LOG, Served, log_access
 from cacheblend_rag.app.server.keys_file import change_keys, new_key
 from cacheblend_rag.app.server.logs import configure_logs
@@ -177,3 +178,39 @@ def test_the_number_of_names_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     together = re.findall(r"^cacheblend_rag_tenant_requests_total{.*\(others\).*} (\S+)$", text, re.MULTILINE)
     assert together == ["47.0"]
     assert 'tenant="tenant-40"' not in text
+
+
+class Span(trace.NonRecordingSpan):
+    """A span that keeps its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__(trace.INVALID_SPAN_CONTEXT)
+        self.told: dict[str, Any] = {}
+
+    def is_recording(self) -> bool:
+        return True
+
+    def set_attributes(self, attributes: Any) -> None:
+        self.told.update(attributes)
+
+
+def test_the_span_of_a_request_says_what_it_took(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    span = Span()
+    monkeypatch.setattr(trace, "get_current_span", lambda: span)
+    with client_of(server, KEYS["ada"]) as client:
+        question = {"question": "Which pineapple?", "stream": False}
+        report = client.post("/api/collections/archive/ask", json=question, headers={"X-Request-ID": "mine-18"}).json()[
+            "report"
+        ]
+    ends = time.monotonic() + 10
+    while not span.told and time.monotonic() < ends:
+        time.sleep(0.01)
+    told = span.told
+    assert (told["cacheblend_rag.request"], told["cacheblend_rag.tenant"]) == ("mine-18", "ada")
+    stages = {key.rsplit(".", 1)[1]: told[key] for key in told if key.startswith("cacheblend_rag.seconds.")}
+    assert {f"{name}_s": seconds for name, seconds in stages.items()} == report["parts"]
+    assert told["cacheblend_rag.hits"] == report["hits"] > 0
+    assert told["gen_ai.usage.output_tokens"] > 0
+    assert "pineapple" not in str(told)
+    monkeypatch.setattr(accounting, "trace", None)
+    accounting.add_to_span(Served("GET"))  # without the package there is no span
