@@ -16,14 +16,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.app.cli.arguments import RAG_OPTIONS
-from cacheblend_rag.app.server.settings import LIMIT_OPTIONS, SERVER_OPTIONS, keys_from_environment
+from cacheblend_rag.app.server.settings import KEYS_VARIABLE, LIMIT_OPTIONS, SERVER_OPTIONS, keys_from_environment
 from cacheblend_rag.config import ENV_PREFIX, BlendConfig, Option, parse_bytes
 from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from cacheblend_rag.app.server.settings import ServerSettings
 
-__all__ = ["SECTIONS", "Given", "given_options", "origins_named", "server_settings", "shown_settings"]
+__all__ = [
+    "SECTIONS",
+    "Given",
+    "given_options",
+    "origins_named",
+    "server_settings",
+    "shown_settings",
+    "unused_variables",
+]
 
 SECTIONS: dict[str, tuple[Option, ...]] = {
     "rag": RAG_OPTIONS,
@@ -34,6 +42,8 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
 }
 """Options by the section of the file that they stand in; every name is there once."""
 
+# Variables that are no options: secrets, and what is read where it is needed.
+_OTHER_VARIABLES = [KEYS_VARIABLE, *(ENV_PREFIX + name for name in ("ENCRYPTION_KEY", "KEEP_CONVERTED", "ONEDNN"))]
 _SECTION_OF = {option.name: section for section, options in SECTIONS.items() for option in options}
 _SECRET = re.compile(r"keys?$|salt|secret|passw|credential", re.IGNORECASE)
 _HIDDEN = "…"
@@ -83,6 +93,20 @@ def given_options(parsed: argparse.Namespace) -> dict[str, Given]:
         elif option.name in file:
             found[option.name] = file[option.name]
     return found
+
+
+def unused_variables() -> list[str]:
+    """What there is to say of variables that look like options and are none; without their values."""
+    variables = [*_OTHER_VARIABLES, *(option.variable for options in SECTIONS.values() for option in options)]
+    known = {name.removeprefix(ENV_PREFIX) for name in variables}
+    given = {name.removeprefix(ENV_PREFIX) for name in os.environ if name.startswith(ENV_PREFIX)}
+    told = []
+    for name in sorted(given - known):
+        nearest = get_close_matches(name, known, n=1)
+        told.append(
+            f"{ENV_PREFIX}{name} is not used" + (f"; did you mean {ENV_PREFIX}{nearest[0]}?" if nearest else "")
+        )
+    return told
 
 
 def server_settings(given: Mapping[str, Given]) -> ServerSettings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from cacheblend_rag.app.cli.configuration import (
     SECTIONS,
@@ -10,6 +11,7 @@ from cacheblend_rag.app.cli.configuration import (
     origins_named,
     server_settings,
     shown_settings,
+    unused_variables,
 )
 from cacheblend_rag.errors import MissingExtraError
 
@@ -29,6 +31,8 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _serve(parsed: argparse.Namespace) -> int:
+    for told in unused_variables():
+        print(f"cacheblend-rag: {told}", file=sys.stderr)
     given = given_options(parsed)
     settings = server_settings(given)
     if parsed.print_config:

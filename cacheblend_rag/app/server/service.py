@@ -81,7 +81,7 @@ class Service:
         self.base = BaseCollection(BASE_ID, self._base_name(), self.rag.index, self.embeddings)
         self.fixed = [self.base, *self._manual()]
         self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
-        self._making = threading.Lock()
+        self._making, self._joining = threading.Lock(), threading.Lock()
         # With keys every tenant has a salt of its own, and nothing is shared.
         fixed = [] if settings.guarded else self.fixed
         self._shared = frozenset(text for one in fixed for text in one.texts())
@@ -96,13 +96,13 @@ class Service:
             self.metrics,
             self.embeddings,
             {name: session.library for name, session in self.sessions.items()},
-            lambda name: self.sessions[name].engine(),
+            lambda name: self.joined(name).engine(),
             Warmed(self.engine, deque(self.base.texts())),
         )
 
     def joined(self, name: str) -> Session:
-        """The session of a tenant whose key was made while the server runs."""
-        with self._making:
+        """The session of a tenant, whose key may have been made while the server runs."""
+        with self._joining:
             if name not in self.sessions:
                 session = Session(self, self._tenant(name))
                 self.ingestion.join(name, session.library)

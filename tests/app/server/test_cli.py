@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.app.cli import _parser, main
+import cacheblend_rag
+from cacheblend_rag.app.cli import _parser, configuration, main
 from cacheblend_rag.app.cli.configuration import SECTIONS, given_options, server_settings
 from cacheblend_rag.app.options import FolderRAGOptions
 from cacheblend_rag.app.server.logs import JsonFormatter
@@ -190,6 +191,31 @@ def test_the_file_of_the_documents_can_be_used(file: Path) -> None:
     file.write_text(text, encoding="utf-8")
     settings = settings_of("--config", str(file))
     assert (settings.port, settings.limits.queue, settings.limits.upload_bytes) == (9000, 16, 50_000_000)
+
+
+def test_variables_that_are_no_options_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LIMIT_QUEUE", "MAX_CONCURRENT", "SERVICE_PORT_HTTP_9", "ONEDNN", "ENCRYPTION_KEY", "LIMITS_QUEUE"):
+        monkeypatch.setenv(f"CACHEBLEND_RAG_{name}", "3")
+    assert main(["serve", "--print-config"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "cacheblend-rag: CACHEBLEND_RAG_LIMIT_QUEUE is not used; did you mean CACHEBLEND_RAG_LIMITS_QUEUE?",
+        "cacheblend-rag: CACHEBLEND_RAG_MAX_CONCURRENT is not used; did you mean CACHEBLEND_RAG_CONCURRENT?",
+        "cacheblend-rag: CACHEBLEND_RAG_SERVICE_PORT_HTTP_9 is not used",
+    ]
+
+
+def test_every_variable_that_is_read_is_known() -> None:
+    package = Path(cacheblend_rag.__file__).parent
+    text = "\n".join(path.read_text(encoding="utf-8") for path in package.rglob("*.py"))
+    read = (
+        set(re.findall(r"ENV_PREFIX \+ \"(\w+)\"", text))
+        | {name.upper() for name in re.findall(r"flag_from_environment\(\"(\w+)\"", text)}
+        | set(re.findall(r"CACHEBLEND_RAG_([A-Z]+_KEY)\b", text))
+    )
+    others = {name.removeprefix("CACHEBLEND_RAG_") for name in configuration._OTHER_VARIABLES}
+    assert read == others
 
 
 def test_every_option_of_the_server_can_stand_in_a_file() -> None:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -38,7 +39,7 @@ def add(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str
 
     def made(name: str, *more: str) -> str:
         assert main(["keys", "add", name, "--data-dir", str(tmp_path), *more]) == 0
-        return capsys.readouterr().out.strip()
+        return capsys.readouterr().out.splitlines()[-1]
 
     return made
 
@@ -179,6 +180,25 @@ def test_keys_come_and_go_while_the_server_runs(server: Running, tmp_path: Path,
         asked = new.post(f"/api/collections/{id}/ask", json={"question": "Which leaf?"})
         assert read_events(asked.text)[-1][0] == "done"
     assert status(server, ENV_KEY, f"/api/collections/{id}/documents") == 404
+
+
+def test_documents_of_a_tenant_whose_key_comes_back_are_there(
+    model: Path, docs: Path, tmp_path: Path, add: Callable[..., str], at_once: None
+) -> None:
+    old = add("ada")
+    with running(settings_for(model, docs, tmp_path)) as server, client_of(server, old) as client:
+        id = new_collection(client)
+        upload(client, id, {"a.txt": passage(910)})
+        assert main(["keys", "revoke", "ada", "--data-dir", str(tmp_path)]) == 0
+    with running(settings_for(model, docs, tmp_path)) as server:
+        assert server.service.sessions == {}
+        key = add("ada")
+        with client_of(server, key) as client, ThreadPoolExecutor(8) as pool:
+            path = f"/api/collections/{id}/documents"
+            answers = list(pool.map(lambda _: client.get(path), range(8)))  # all are the first
+            assert [answer.status_code for answer in answers] == [200] * 8
+            assert [one["name"] for one in answers[0].json()] == ["a.txt"]
+            assert upload(client, id, {"b.txt": passage(911)})[-1]["stage"] == "done"
 
 
 def test_the_last_key_that_goes_opens_nothing(server: Running, tmp_path: Path, add: Callable[..., str]) -> None:
