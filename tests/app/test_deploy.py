@@ -105,7 +105,8 @@ def test_the_image_is_healthy_while_requests_are_answered(tmp_path: Path) -> Non
     assert check[0] == "python"
 
     def status(port: str) -> int:
-        variables = {**os.environ, "CACHEBLEND_RAG_PORT": port}
+        # A proxy is no way to this machine.
+        variables = {**os.environ, "CACHEBLEND_RAG_PORT": port, "http_proxy": "http://127.0.0.1:9"}
         return subprocess.run([sys.executable, *check[1:]], env=variables, capture_output=True, check=False).returncode
 
     with running(settings_for(model, write_documents(tmp_path / "docs"), tmp_path / "data")) as server:

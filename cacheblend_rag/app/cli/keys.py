@@ -60,7 +60,6 @@ def _add(parsed: argparse.Namespace) -> int:
         return [*keys, entry]
 
     first = not path.exists()
-    path.parent.mkdir(parents=True, exist_ok=True)
     change_keys(path, added)
     whose = "reads /metrics" if entry.tenant is None else f"is of the tenant {entry.tenant}"
     print(f"The key {entry.name} {whose}; it is shown this once. {path} holds its hash.", file=sys.stderr)

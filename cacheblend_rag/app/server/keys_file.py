@@ -120,6 +120,7 @@ def read_keys(path: Path) -> tuple[KeyEntry, ...]:
 
 def change_keys(path: Path, change: Callable[[Sequence[KeyEntry]], Sequence[KeyEntry]]) -> None:
     """Write a file anew with other keys; it is there whole or as before, and one process at a time changes it."""
+    _made(path.parent)
     lock = path.with_name(path.name + ".lock")
     with FileLock(lock, mode=0o600):
         _leave_to_owner(lock, path.parent)
@@ -138,6 +139,14 @@ def write_private(path: Path, text: str) -> None:
         os.fsync(file.fileno())
     _leave_to_owner(fresh, path.parent)
     fresh.replace(path)
+
+
+def _made(folder: Path) -> None:
+    """Make a folder and those above it, as far as they are missing."""
+    if not folder.exists():
+        _made(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _leave_to_owner(folder, folder.parent)
 
 
 def _leave_to_owner(path: Path, folder: Path) -> None:

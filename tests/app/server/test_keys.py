@@ -293,10 +293,10 @@ def test_keys_that_are_added_at_the_same_time_are_all_there(tmp_path: Path) -> N
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
 def test_root_leaves_the_file_to_the_user_of_the_server(tmp_path: Path) -> None:
     os.chown(tmp_path, 1234, 1234)
-    path = tmp_path / KEYS_FILE
+    path = tmp_path / "state" / "data" / KEYS_FILE
     change_keys(path, lambda keys: [new_key("ada", "ada")[0]])
     assert (path.stat().st_uid, path.stat().st_mode & 0o777) == (1234, 0o600)
-    assert {one.stat().st_uid for one in tmp_path.iterdir()} == {1234}, "its lock, too"
+    assert {one.stat().st_uid for one in tmp_path.rglob("*")} == {1234}, "folders and its lock, too"
     assert json.loads(path.read_text())["version"] == 1
 
 
