@@ -24,7 +24,6 @@ from cacheblend_rag.app.server.comparing import compare_all
 from cacheblend_rag.app.server.library import Collection, Found, OwnCollection
 from cacheblend_rag.app.server.problems import Problem, noted_problem
 from cacheblend_rag.app.server.rag_models import (
-    MOST_PASSAGES,
     AskBody,
     ChunkText,
     CollectionInfo,
@@ -45,6 +44,7 @@ from cacheblend_rag.app.server.rag_models import (
 from cacheblend_rag.app.server.reading import suffix_of
 from cacheblend_rag.app.server.service import Service, Session
 from cacheblend_rag.app.server.sessions import session_of
+from cacheblend_rag.app.server.settings import MOST_PASSAGES
 from cacheblend_rag.app.server.streams import EventStream, event, unless_gone
 from cacheblend_rag.app.server.suggestions import suggestions_for
 from cacheblend_rag.engine.engine import BlendEngine
@@ -78,7 +78,7 @@ async def state(here: Here) -> State:
             ratio=_shown_ratio(config.recompute_ratio),
             rule=rule,
             rules=_usable(service.engine),
-            passages=min(service.settings.rag.top_k, MOST_PASSAGES),
+            passages=service.settings.rag.top_k,
             answer_tokens=service.answer_tokens(None),
         ),
         suggestions=[Suggestion(**one) for one in suggestions_for(Path(service.settings.rag.docs))],
@@ -410,7 +410,8 @@ class _Question:
 async def _retrieved(here: Session, collection: Collection, body: CompareBody, slot: Slot, most: int) -> _Question:
     """The passages that a question is answered from, and the prompt; it has room for so many tokens more."""
     earlier = [EarlierTurn(one.question, one.answer) for one in body.history]
-    found = await slot.in_thread(search, partial(here.search, collection), body.question, earlier, body.k)
+    k = body.k or here.service.settings.rag.top_k
+    found = await slot.in_thread(search, partial(here.search, collection), body.question, earlier, k)
     return await asyncio.to_thread(_fitting, here.service, body.question, found, earlier, most)
 
 

@@ -23,6 +23,7 @@ __all__ = [
     "ACCESS_LOGS",
     "KEYS_VARIABLE",
     "LIMIT_OPTIONS",
+    "MOST_PASSAGES",
     "SERVER_OPTIONS",
     "Limits",
     "ServerSettings",
@@ -30,6 +31,9 @@ __all__ = [
 ]
 
 KEYS_VARIABLE = ENV_PREFIX + "API_KEYS"
+MOST_PASSAGES = 50
+"""Passages that a question may ask for."""
+
 ACCESS_LOGS = ("json", "text", "off")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,200}")
 _SHORTEST_KEY = 16
@@ -186,6 +190,8 @@ class ServerSettings:
         if self.served_model_name is not None and not _MODEL_NAME.fullmatch(self.served_model_name):
             remedy = "use 1 to 200 letters, digits and the signs . _ - : /"
             raise ConfigError("served_model_name", self.served_model_name, remedy)
+        if self.rag.top_k > MOST_PASSAGES:
+            raise ConfigError("top_k", self.rag.top_k, f"use a whole number from 1 to {MOST_PASSAGES}")
         check_choice("access_log", self.access_log, ACCESS_LOGS)
         if self.concurrent is not None:
             check_whole("concurrent", self.concurrent, 1)

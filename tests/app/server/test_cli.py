@@ -125,6 +125,7 @@ def test_a_file_gives_options_below_the_environment_and_flags(file: Path, monkey
         ("[engine]\nrecompute_ratio = 2", "[engine] recompute_ratio=2 is not usable: use a number from 0 to 1"),
         ("[engine]\nselection_options = 3", "use a table, such as {seed = 1}"),
         ("[engine]\nmax_concurrent = 3", "did you mean 'concurrent' under [server]?"),
+        ("[rag]\ntop_k = 51", "[rag] top_k=51 is not usable: use a whole number from 1 to 50"),
         ("[rag]\nmodel = 3", "[rag] model=3 is not usable: use a text, in quotes"),
         ("[rag]\nmodel = './none'", "[rag] model='./none' is not usable: there is no such file or folder"),
         ("[server]\nhost = '0.0.0.0'", "[server] host='0.0.0.0' is not usable: others could reach the server"),
