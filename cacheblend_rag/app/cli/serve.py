@@ -40,8 +40,8 @@ def _serve(parsed: argparse.Namespace) -> int:
         return 0
     with origins_named(given):
         settings.rag.check_paths()
-    try:
-        from cacheblend_rag.app.server.running import serve
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(error.name or "fastapi", "app") from error
-    return serve(settings)
+        try:
+            from cacheblend_rag.app.server.running import serve
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(error.name or "fastapi", "app") from error
+        return serve(settings)  # some values can only be judged beside the model

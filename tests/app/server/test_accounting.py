@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from opentelemetry import trace
+from prometheus_client.parser import text_string_to_metric_families
 
 from cacheblend_rag.app.server import accounting, metrics
 from cacheblend_rag.app.server.accounting import ACCESS_LOG, Served, log_access
@@ -164,7 +165,10 @@ def test_a_tenant_sees_its_own_counts_and_a_key_for_metrics_those_of_all(
             text = client.get("/metrics").text
             assert f'tenant="{name}"' in text
             assert other not in text
-        assert "prometheus" not in all_of_them.get("/metrics").text
+        text = all_of_them.get("/metrics").text
+        assert "prometheus" not in text
+        families = [family.name for family in text_string_to_metric_families(text)]
+        assert len(families) == len(set(families)) > 20
 
 
 def test_the_number_of_names_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

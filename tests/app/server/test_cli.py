@@ -143,6 +143,29 @@ def test_what_a_file_must_not_hold_is_named(
     assert str(file) in told
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("selection = 'hkvd'\ncheck_layers = [99]", "check_layers=(99,) is not usable: this model has layers 0 to 1"),
+        ("selection = 'hkdv'", "selection='hkdv' is not usable: "),
+    ],
+)
+def test_what_only_the_model_can_judge_is_named_too(
+    text: str,
+    message: str,
+    file: Path,
+    model: Path,
+    docs: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("uvicorn.Server.run", lambda *args: pytest.fail("it listens"))
+    file.write_text(f"[engine]\n{text}", encoding="utf-8")
+    known = ["--model", str(model), "--embedder", str(EMBEDDER_PATH), "--docs", str(docs), "--device", "cpu"]
+    assert main(["serve", "--config", str(file), *known, "--data-dir", str(file.parent / "data")]) == 2
+    assert f"{file}, [engine] {message}" in capsys.readouterr().err
+
+
 def test_a_file_that_is_not_there_or_is_no_text_is_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--config", str(file.parent / "none.toml")]) == 2
     assert "none.toml' is not usable: No such file" in capsys.readouterr().err
