@@ -171,4 +171,6 @@ def test_the_unit_runs_the_server_with_its_hands_tied(tmp_path: Path) -> None:
         there = tmp_path / "cacheblend-rag.service"
         there.write_text(text.replace(program, "/bin/true"), encoding="utf-8")
         done = subprocess.run(["systemd-analyze", "verify", there], capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr) == (0, "")
+        assert done.returncode == 0, done.stderr
+        # A call that an older systemd does not know yet is no fault.
+        assert not re.search(r"Unknown (key|lvalue|section)|Failed to parse", done.stderr)
