@@ -205,7 +205,7 @@ def _ratios(text: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of an option of `BlendConfig` besides its type.
+    """What is known of an option, of `BlendConfig` or of the server, besides its type.
 
     Parameters
     ----------
@@ -222,6 +222,8 @@ class Option:
         Its name on the command line, without dashes; empty if it has none there.
     metavar, help, shown : str
         What the command line shows of it, and of its default if that is not as it is written.
+    prefix : str
+        What stands before its name in the environment, behind ``CACHEBLEND_RAG_``.
     """
 
     name: str
@@ -233,11 +235,17 @@ class Option:
     metavar: str = ""
     help: str = ""
     shown: str = ""
+    prefix: str = ""
 
     @property
     def variable(self) -> str:
         """Its environment variable."""
-        return ENV_PREFIX + self.name.upper()
+        return ENV_PREFIX + self.prefix + self.name.upper()
+
+    @property
+    def help_line(self) -> str:
+        """What the command line says of it, with its default."""
+        return f"{self.help} (default: {self.shown or self.default})"
 
     def from_environment(self) -> Any:
         """Its value in the environment, else its default."""

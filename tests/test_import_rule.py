@@ -50,6 +50,7 @@ HOMES = {
     "starlette": ("app.server",),
     "uvicorn": ("app.server",),
     "prometheus_client": ("app.server",),
+    "opentelemetry": ("app.server",),
 }
 MAX_FUNCTION = 60
 

@@ -72,6 +72,9 @@ class FolderRAGOptions:
         check_whole("top_k", self.top_k, 1)
         check_whole("max_new_tokens", self.max_new_tokens, 1)
         check_choice("dtype", self.dtype, DTYPES)
+        for name in ("docs", "data_dir"):
+            if getattr(self, name) == "":  # not the folder the program happens to run in
+                raise ConfigError(name, "", "name a folder")
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError("device", self.device, 'use "auto", "cpu", "cuda" or "cuda:0"')
 

@@ -112,6 +112,7 @@ def test_bad_values_are_named(
         (["--device", "gpu"], 'device=\'gpu\' is not usable: use "auto", "cpu"'),
         (["--docs", "FILE"], "is a file; name the folder that holds it"),
         (["--docs", "PICTURES"], "(there: 1 .png); add documents to it"),
+        (["--data-dir", ""], "data_dir='' is not usable: name a folder"),
         (["--data-dir", "FILE"], "data_dir='FILE' is not usable: File exists; name a folder that can be written"),
         (["--data-dir", "FILE/data"], "is not usable: Not a directory; name a folder"),
         (["--model", "smolm2"], "did you mean the starter model 'smollm2'?"),

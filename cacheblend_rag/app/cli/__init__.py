@@ -1,4 +1,4 @@
-"""The command line: ``ask``, ``bench``, ``cache``, ``calibrate``, ``eval``, ``models``, ``profile`` and ``serve``."""
+"""The command line: one function for each command, and what runs them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from cacheblend_rag.app.cli.bench import add_bench
 from cacheblend_rag.app.cli.cache import add_cache
 from cacheblend_rag.app.cli.calibrate import add_calibrate
 from cacheblend_rag.app.cli.evaluate import add_eval
+from cacheblend_rag.app.cli.keys import add_keys
 from cacheblend_rag.app.cli.models import add_models
 from cacheblend_rag.app.cli.profile import add_profile
 from cacheblend_rag.app.cli.serve import add_serve
@@ -45,6 +46,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cacheblend-rag", description="Fast local RAG from stored KV.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (add_ask, add_serve, add_models, add_cache, add_profile, add_bench, add_calibrate, add_eval):
+    for add in (add_ask, add_serve, add_keys, add_models, add_cache, add_profile, add_bench, add_calibrate, add_eval):
         add(commands)
     return parser

@@ -3,30 +3,60 @@
 from __future__ import annotations
 
 import argparse
+from os.path import expanduser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.config import DEFAULT_EMBEDDER, DEFAULT_MODEL, BlendConfig, default_data_path
+from cacheblend_rag.config import DEFAULT_EMBEDDER, DEFAULT_MODEL, BlendConfig, Option, default_data_path
 from cacheblend_rag.retrieval.documents import SUFFIXES
 
 if TYPE_CHECKING:
     from cacheblend_rag.app.options import FolderRAGOptions
 
-__all__ = ["add_arguments", "add_rag_arguments", "data_folder", "rag_options"]
+__all__ = ["RAG_OPTIONS", "add_arguments", "add_rag_arguments", "data_folder", "rag_options"]
+
+_FILES = f"{', '.join(SUFFIXES)} files"
+RAG_OPTIONS = (
+    Option("docs", None, expanduser, flag="docs", metavar="FOLDER", help=_FILES, shown="the bundled articles"),
+    Option(
+        "model", DEFAULT_MODEL, expanduser, flag="model", metavar="PATH_OR_ID", help="a folder, hub id or GGUF file"
+    ),
+    Option(
+        "embedder",
+        DEFAULT_EMBEDDER,
+        expanduser,
+        flag="embedder",
+        metavar="PATH_OR_ID",
+        help="a sentence-transformers model",
+    ),
+    Option(
+        "data_dir",
+        None,
+        expanduser,
+        flag="data-dir",
+        metavar="FOLDER",
+        help="where index and KV are kept",
+        shown="user's cache",
+    ),
+    Option("device", "auto", str, flag="device", help='"auto", "cpu", "cuda", …'),
+    Option("dtype", "auto", str, flag="dtype", help='"auto", "float32", "bfloat16" or "float16"'),
+    Option("top_k", 6, int, flag="top-k", metavar="N", help="chunks in the prompt"),
+    Option("max_new_tokens", 64, int, flag="max-new-tokens", metavar="N", help="longest answer"),
+)
+"""Options of `FolderRAGOptions`."""
 
 _OF_ENGINE = [option for option in BlendConfig.options() if option.flag]
 _ARGUMENTS: dict[str, dict[str, Any]] = {
-    "docs": {"metavar": "FOLDER", "help": f"{', '.join(SUFFIXES)} files; the bundled articles by default"},
-    "model": {"metavar": "PATH_OR_ID", "help": f"a folder, hub id or GGUF file (default: {DEFAULT_MODEL})"},
-    "embedder": {"metavar": "PATH_OR_ID", "help": f"a sentence-transformers model (default: {DEFAULT_EMBEDDER})"},
-    "data-dir": {"metavar": "FOLDER", "help": "where index and KV are kept (default: user's cache)"},
-    "device": {"default": "auto", "help": '"auto", "cpu", "cuda", …'},
-    "dtype": {"default": "auto", "help": '"auto", "float32", "bfloat16" or "float16"'},
-    "max-new-tokens": {"type": int, "default": 64, "metavar": "N", "help": "longest answer (default 64)"},
     **{
-        option.flag: {"metavar": option.metavar, "help": f"{option.help} (default: {option.shown or option.default})"}
-        for option in _OF_ENGINE
+        option.flag: {
+            "metavar": option.metavar or None,
+            "help": option.help_line,
+            "default": option.default,
+            "type": int if option.parse is int else str,
+        }
+        for option in RAG_OPTIONS
     },
+    **{option.flag: {"metavar": option.metavar, "help": option.help_line} for option in _OF_ENGINE},
 }
 
 
@@ -58,7 +88,7 @@ def rag_options(parsed: argparse.Namespace) -> FolderRAGOptions:
     from cacheblend_rag.app.options import FolderRAGOptions
 
     given = {name: value for name, value in vars(parsed).items() if value is not None}
-    names = ("docs", "model", "embedder", "data_dir", "top_k", "max_new_tokens", "device", "dtype")
+    names = [option.name for option in RAG_OPTIONS]
     texts = {option: given.get(option.flag.replace("-", "_")) for option in _OF_ENGINE}
     return FolderRAGOptions(
         **{name: given[name] for name in names if name in given},

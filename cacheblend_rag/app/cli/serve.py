@@ -3,65 +3,45 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+import sys
 
-from cacheblend_rag.app.cli.arguments import add_arguments, add_rag_arguments, rag_options
+from cacheblend_rag.app.cli.configuration import (
+    SECTIONS,
+    given_options,
+    origins_named,
+    server_settings,
+    shown_settings,
+    unused_variables,
+)
 from cacheblend_rag.errors import MissingExtraError
 
-if TYPE_CHECKING:
-    from cacheblend_rag.app.server.settings import ServerSettings
-
-__all__ = ["add_serve", "server_settings"]
+__all__ = ["add_serve"]
 
 
 def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     serve = commands.add_parser("serve", help="serve the page, a RAG API and an OpenAI-compatible API")
-    add_rag_arguments(serve)
-    serve.add_argument("--host", default="127.0.0.1", help="where to listen (default 127.0.0.1, this machine alone)")
-    serve.add_argument("--port", type=int, default=8000, help="port (default 8000; 0 for a free one)")
-    add_arguments(serve, "ratio", "max-new-tokens")
-    serve.add_argument("--upload-limit", metavar="SIZE", help="of one uploaded file (default 20 MB)")
-    serve.add_argument("--disk-limit", metavar="SIZE", help="of the documents of one key (default 5 GB)")
-    serve.add_argument("--queue", type=int, metavar="N", help="requests of one key that may wait (default 64)")
-    serve.add_argument(
-        "--connections", type=int, metavar="N", help="open at once from one address, a proxy too (default 250)"
-    )
-    serve.add_argument("--concurrent", type=int, metavar="N", help="answers under way at once (default 4; 1 on a GPU)")
-    serve.add_argument(
-        "--served-model-name",
-        metavar="NAME",
-        help="what clients call the model (default: its id, or its folder's name)",
-    )
+    serve.add_argument("--config", metavar="FILE", help="a TOML file of options; environment and flags are above it")
+    serve.add_argument("--print-config", action="store_true", help="show every option and where it comes from, and end")
+    for options in SECTIONS.values():
+        for option in options:
+            if option.flag:
+                serve.add_argument(f"--{option.flag}", metavar=option.metavar or None, help=option.help_line)
     serve.set_defaults(run=_serve)
 
 
-def server_settings(parsed: argparse.Namespace) -> ServerSettings:
-    """What the arguments say."""
-    from cacheblend_rag.app.server.settings import Limits, ServerSettings
-    from cacheblend_rag.config import parse_bytes
-
-    limits = {"queue": parsed.queue, "address_connections": parsed.connections}
-    for name, given in (("upload_bytes", "upload_limit"), ("disk_bytes", "disk_limit")):
-        if (size := getattr(parsed, given)) is not None:
-            limits[name] = parse_bytes(size, given)
-    chosen = Limits(**{name: value for name, value in limits.items() if value is not None})
-    rag = rag_options(parsed)
-    return ServerSettings(
-        rag=rag,
-        host=parsed.host,
-        port=parsed.port,
-        limits=chosen,
-        concurrent=parsed.concurrent,
-        served_model_name=parsed.served_model_name,
-    )
-
-
 def _serve(parsed: argparse.Namespace) -> int:
-    settings = server_settings(parsed)
-    settings.rag.check_paths()
-    try:
-        from cacheblend_rag.app.server.running import serve
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(error.name or "fastapi", "app") from error
-    return serve(settings)
+    for told in unused_variables():
+        print(f"cacheblend-rag: {told}", file=sys.stderr)
+    given = given_options(parsed)
+    settings = server_settings(given)
+    if parsed.print_config:
+        print(shown_settings(settings, given))
+        return 0
+    with origins_named(given):
+        settings.rag.check_paths()
+        try:
+            from cacheblend_rag.app.server.running import serve
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(error.name or "fastapi", "app") from error
+        return serve(settings)  # some values can only be judged beside the model

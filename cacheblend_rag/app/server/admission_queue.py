@@ -6,7 +6,8 @@ import asyncio
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -43,6 +44,15 @@ class Slot:
         running = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
         self._threads.append(running)
         return await asyncio.shield(running)
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        """Leave only if what is done here fails."""
+        try:
+            yield
+        except BaseException:
+            await self.leave()
+            raise
 
     async def leave(self) -> None:
         """Give the place on; doing so twice is harmless."""

@@ -7,21 +7,21 @@ import mimetypes
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated
 
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 
 from cacheblend_rag import __version__
+from cacheblend_rag.app.server.accounting import Served
 from cacheblend_rag.app.server.docs_page import docs_page
 from cacheblend_rag.app.server.gatekeeping import Gatekeeper
 from cacheblend_rag.app.server.openai_api import router as openai_router
 from cacheblend_rag.app.server.problems import Problem, ProblemBody, add_handlers
 from cacheblend_rag.app.server.rag_api import router as rag_router
 from cacheblend_rag.app.server.request_ids import RequestIds
-from cacheblend_rag.app.server.service import Service, Session
-from cacheblend_rag.app.server.sessions import service_of, session_of
+from cacheblend_rag.app.server.service import Service
+from cacheblend_rag.app.server.sessions import service_of
 from cacheblend_rag.app.server.settings import ServerSettings
 
 __all__ = ["PAGE_PATH", "create_app"]
@@ -64,10 +64,10 @@ def create_app(settings: ServerSettings, service: Service | None = None) -> Fast
     mimetypes.add_type("text/javascript", ".js")  # some systems know it by another name, which browsers refuse
     app.mount("/static", StaticFiles(directory=PAGE_PATH, check_dir=False), name="static")
 
-    def seen(path: str, status: int) -> None:
+    def seen(one: Served) -> None:
         service: Service | None = getattr(app.state, "service", None)
         if service is not None:
-            service.metrics.request(path, status)
+            service.ended(one)
 
     app.add_middleware(Gatekeeper, settings=settings, seen=seen)
     app.add_middleware(RequestIds)  # outermost: what the gatekeeper refuses has an id too
@@ -92,9 +92,9 @@ def _add_plain_routes(app: FastAPI) -> None:
         return {"status": "ok"}
 
     @app.get("/metrics", tags=["Server"], response_class=Response)
-    async def metrics(request: Request, here: Annotated[Session, Depends(session_of)]) -> Response:
-        """Counts in Prometheus' form."""
-        text = await asyncio.to_thread(service_of(request).metrics.text)
+    async def metrics(request: Request) -> Response:
+        """Counts in Prometheus' form; of tenants, those of the key's own, or all for a key that is for metrics."""
+        text = await asyncio.to_thread(service_of(request).metrics.text, request.scope["caller"].tenant)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/docs", include_in_schema=False)

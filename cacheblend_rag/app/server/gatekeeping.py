@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,13 +13,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cacheblend_rag.app.server.accounting import Served, add_to_span, log_access, served
 from cacheblend_rag.app.server.problems import Problem, noted_problem
 from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.app.server.tenants import Keys
 
 __all__ = ["Gatekeeper"]
 
-_log = logging.getLogger("cacheblend_rag.app.server.access")
 _SAFE = ("GET", "HEAD", "OPTIONS")
 # What needs a key, where there are keys.
 _GUARDED = ("/api/", "/v1/", "/metrics")
@@ -48,32 +47,36 @@ class Gatekeeper:
     app : ASGI application
     settings : ServerSettings
     seen : callable
-        Gets path template and status of each finished request.
+        Gets each request once it has ended.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, seen: Callable[[str, int], None]) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, seen: Callable[[Served], None]) -> None:
         self._app, self._settings, self._seen = app, settings, seen
-        self._keys, self._uploads = Keys(settings.api_keys), Counter[str]()
+        self._keys, self._uploads = Keys(settings), Counter[str | None]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, status = time.perf_counter(), 0
+        started, one = time.perf_counter(), Served(scope["method"])
+        served.set(one)
 
         async def noted(message: Message) -> None:
-            nonlocal status
+            one.bytes_out += len(message.get("body", b""))
             if message["type"] == "http.response.start":
-                status = message["status"]
+                one.status = message["status"]
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
+            elif not message.get("more_body"):
+                add_to_span(one)
             await send(message)
 
         limited = _Limited(receive, noted, self._settings.limits.body_of(scope["path"].endswith("/documents")))
         try:
             problem = self._refusal(scope, limited.most)
+            one.caller = scope.get("caller")
             if problem is not None:
                 await problem.response()(scope, receive, noted)
             else:
@@ -85,15 +88,20 @@ class Gatekeeper:
             scope.setdefault("state", {})["gone"] = True
         except Exception as error:
             problem = noted_problem(error)
-            if not status:
+            if not one.status:
                 await problem.response()(scope, receive, noted)
         finally:
-            self._note(scope, status, time.perf_counter() - started)
+            one.seconds, one.bytes_in = time.perf_counter() - started, limited.read
+            one.path = getattr(scope.get("route"), "path", None) or "other"  # never what the client wrote
+            if scope.get("state", {}).get("gone") or not one.status:
+                one.status = 499
+            self._seen(one)
+            log_access(one)
 
     @contextmanager
     def _counted(self, scope: Scope) -> Iterator[None]:
         """Count the uploads of each tenant: their files lie on the disk before they are looked at."""
-        counted = [scope["tenant"]] if _is_upload(scope) and "tenant" in scope else []
+        counted = [scope["caller"].tenant] if _is_upload(scope) and "caller" in scope else []
         self._uploads.update(counted)
         try:
             yield
@@ -110,35 +118,17 @@ class Gatekeeper:
             return Problem(421, "wrong_host", "this server answers on its own machine only")
         if scope["path"].startswith(_GUARDED):  # before anything of a body is read
             try:
-                tenant = self._keys.name_of(headers.get("authorization"))
+                caller = scope["caller"] = self._keys.caller_of(headers.get("authorization"))
             except Problem as problem:
                 return problem
-            if self._uploads[tenant] >= self._settings.limits.uploading and _is_upload(scope):
+            if caller.tenant is None and scope["path"] != "/metrics":
+                return Problem(403, "metrics_only", "this key only reads /metrics")
+            if self._uploads[caller.tenant] >= self._settings.limits.uploading and _is_upload(scope):
                 return Problem(429, "busy", "as many uploads of yours are being sent as may be", retry_after=5)
-            scope["tenant"] = tenant
         origin = headers.get("origin")
         if origin is not None and scope["method"] not in _SAFE and urlsplit(origin).netloc != host:
             return Problem(403, "wrong_origin", "pages of other servers may not use this one")
         return None
-
-    def _note(self, scope: Scope, status: int, seconds: float) -> None:
-        route = scope.get("route")
-        path = getattr(route, "path", None) or "other"  # never what the client wrote
-        state = scope.get("state", {})
-        status = 499 if state.get("gone") or not status else status
-        self._seen(path, status)
-        _log.info(
-            "request",
-            extra={
-                "fields": {
-                    "method": scope["method"],
-                    "path": path,
-                    "status": status,
-                    "seconds": round(seconds, 4),
-                    "tenant": state.get("tenant"),
-                }
-            },
-        )
 
 
 class _TooLargeError(Exception):
@@ -150,13 +140,13 @@ class _Limited:
 
     def __init__(self, receive: Receive, send: Send, most: int) -> None:
         self._receive, self._send, self.most = receive, send, most
-        self._read = 0
+        self.read = 0
         self._begun = False
 
     async def receive(self) -> Message:
         message = await self._receive()
-        self._read += len(message.get("body", b""))
-        if self._read > self.most:
+        self.read += len(message.get("body", b""))
+        if self.read > self.most:
             if not self._begun:
                 await _too_large(self.most).response()({"type": "http"}, self._receive, self._send)
                 self._begun = True
@@ -164,7 +154,7 @@ class _Limited:
         return message
 
     async def send(self, message: Message) -> None:
-        if self._read > self.most:
+        if self.read > self.most:
             return
         self._begun = True
         await self._send(message)

@@ -154,20 +154,30 @@ class Ingestion:
     ) -> None:
         self._limits, self._metrics, self._embeddings = limits, metrics, embeddings
         self._libraries, self._engine, self._base = libraries, engine, base
-        self._indexing, self._warming = deque(libraries), deque(["", *libraries])  # whose turn is next
-        self._texts: dict[str, deque[_Text]] = {name: deque() for name in libraries}  # read ahead to be warmed
+        self._indexing, self._warming = deque[str](), deque([""])  # whose turn is next
+        self._texts: dict[str, deque[_Text]] = {}  # read ahead to be warmed
         self._begun: dict[str, Iterator[None]] = {}  # work of a tenant that is more than a turn
-        self._not_before = dict.fromkeys(libraries, 0.0)
+        self._not_before: dict[str, float] = {}
         self._jobs: OrderedDict[tuple[str, str], Job] = OrderedDict()
         self._stopping, self._news, self._idle = threading.Event(), threading.Event(), threading.Event()
         self._reader, self._read_for = Reader(limits), ""
         for name, library in libraries.items():
-            for id, _ in library.catalogue.jobs():
-                self._jobs[name, id] = Job(id, {one.id: one.name for one in library.catalogue.files(job=id)})
+            self._recall(name, library)
         self._thread = threading.Thread(target=self._run, name="ingestion", daemon=True)
         self._thread.start()
 
+    def _recall(self, name: str, library: Library) -> None:
+        """The jobs of a tenant that an earlier server has not ended."""
+        for id, _ in library.catalogue.jobs():
+            self._jobs[name, id] = Job(id, {one.id: one.name for one in library.catalogue.files(job=id)})
+
     # What requests ask of it ---------------------------------------------------------------------
+
+    def join(self, name: str, library: Library) -> None:
+        """A tenant has come while the server runs."""
+        self._recall(name, library)
+        self._libraries = {**self._libraries, name: library}  # the thread may be looking through it
+        self.wake()
 
     def accepted(self, tenant: str, job: str, files: Iterable[Incoming]) -> None:
         """An upload was taken in: get to it."""
@@ -273,11 +283,15 @@ class Ingestion:
     def _erase(self) -> None:
         """Try again to erase what was deleted."""
         for name, library in self._libraries.items():
-            if library.unfinished and self._not_before[name] <= time.monotonic() and not library.erase():
+            if library.unfinished and self._not_before.get(name, 0.0) <= time.monotonic() and not library.erase():
                 self._not_before[name] = time.monotonic() + _RETRY
 
     def _index(self) -> bool:
         """One turn of one tenant; whether there was anything to be done."""
+        for name in [one for one in self._libraries if one not in self._texts]:  # who has come meanwhile
+            self._texts[name], self._not_before[name] = deque(), 0.0
+            self._indexing.append(name)
+            self._warming.append(name)
         for name in self._next(self._indexing):
             library = self._libraries[name]
             work = self._begun.pop(name, None)

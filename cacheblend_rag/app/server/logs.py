@@ -7,6 +7,7 @@ import logging
 import sys
 import traceback
 
+from cacheblend_rag.app.server.accounting import ACCESS_LOG
 from cacheblend_rag.app.server.request_ids import request_id
 
 __all__ = ["JsonFormatter", "configure_logs"]
@@ -37,10 +38,35 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-def configure_logs(level: int = logging.INFO) -> None:
-    """Write the process's logs in this form."""
+class _TextFormatter(logging.Formatter):
+    """A line of the access log for people."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See `logging.Formatter.format`."""
+        fields: dict[str, object] = getattr(record, "fields", {})
+        told = [f"{name}={value}" for name, value in fields.items() if value is not None]
+        return " ".join([self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"), *told, f"request={request_id.get()}"])
+
+
+def configure_logs(access: str = "json", level: int = logging.INFO) -> None:
+    """Write the process's logs in this form.
+
+    Parameters
+    ----------
+    access : str
+        Form of the access log, one of `ACCESS_LOGS` of the settings.
+    level : int
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=level, handlers=[handler], force=True)
+    requests = logging.getLogger(ACCESS_LOG)
+    requests.disabled, requests.propagate = access == "off", access == "json"
+    for one in list(requests.handlers):
+        requests.removeHandler(one)
+    if access == "text":
+        lines = logging.StreamHandler(sys.stderr)
+        lines.setFormatter(_TextFormatter())
+        requests.addHandler(lines)
     for name in ("uvicorn", "uvicorn.error", "httpx", "sentence_transformers"):
         logging.getLogger(name).setLevel(max(level, logging.WARNING))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cacheblend_rag.app.server.accounting import STAGES, Served
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store.base import StoreStats
 
@@ -15,7 +17,8 @@ __all__ = ["Metrics"]
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _SHARES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0)
-_PARTS = ("split", "look_up", "load", "fuse", "first_token")
+# Keys that are counted by name; further ones are counted together, under what cannot be a name.
+_MOST_KEYS, _OTHERS = 200, ("(others)", "(others)")
 
 
 class Metrics:
@@ -27,10 +30,16 @@ class Metrics:
         Requests that wait, and that are served, now.
     stats : callable
         What the KV store says of itself, or None.
+    disk : callable
+        Bytes that the documents of a tenant take.
     """
 
     def __init__(
-        self, waiting: Callable[[], int], served: Callable[[], int], stats: Callable[[], StoreStats | None]
+        self,
+        waiting: Callable[[], int],
+        served: Callable[[], int],
+        stats: Callable[[], StoreStats | None],
+        disk: Callable[[str], int],
     ) -> None:
         self.registry = one = CollectorRegistry()
         name = "cacheblend_rag_"
@@ -56,19 +65,21 @@ class Metrics:
             Gauge(name + gauge, text, registry=one).set_function(count)
         one.register(_StoreCollector(name, stats))
         ProcessCollector(registry=one)  # memory and time of the process
+        self._tenants = _Tenants(name + "tenant_", disk)
 
-    def request(self, path: str, status: int) -> None:
+    def request(self, one: Served) -> None:
         """Count one request."""
-        self.requests.labels(path, str(status)).inc()
-        if status in (429, 503):
+        self.requests.labels(one.path, str(one.status)).inc()
+        if one.status in (429, 503):
             self.refused.inc()
-        if status == 499:
+        if one.status == 499:
             self.gone.inc()
+        self._tenants.count(one)
 
     def answered(self, report: BlendReport) -> None:
         """Count one answer."""
         self.ttft.observe(report.ttft)
-        for part in _PARTS:
+        for part in STAGES:
             self.parts.labels(part).observe(getattr(report.seconds, part))
         self.chunks.labels("hit").inc(report.hits)
         self.chunks.labels("miss").inc(report.misses)
@@ -78,9 +89,11 @@ class Metrics:
         if not report.plain:
             self.ratio.observe(report.recompute_ratio)
 
-    def text(self) -> bytes:
-        """Everything, as it is scraped."""
-        return generate_latest(self.registry)
+    def text(self, tenant: str | None = None) -> bytes:
+        """Everything, as it is scraped; of tenants, only this one if one is named."""
+        mine = CollectorRegistry()
+        mine.register(_Shown(self._tenants, tenant))
+        return generate_latest(self.registry) + generate_latest(mine)
 
 
 class _StoreCollector(Collector):
@@ -101,3 +114,70 @@ class _StoreCollector(Collector):
         yield CounterMetricFamily(name + "evictions", "Records evicted.", value=stats.evictions)
         yield CounterMetricFamily(name + "hits", "Records found.", value=stats.hits)
         yield CounterMetricFamily(name + "misses", "Records not found.", value=stats.misses)
+
+
+class _Tenants:
+    """Counts of each tenant's keys. Clients name neither, and the number of both is bounded."""
+
+    FAMILIES = (
+        ("requests", "Requests of a key.", "status"),
+        ("tokens", "Tokens of a key: of prompts, read from the store, answered.", "kind"),
+        ("chunks", "Chunks of prompts of a key, read from the store or not.", "found"),
+        ("bytes", "Bytes of bodies of a key's requests, and of their answers.", "direction"),
+    )
+
+    def __init__(self, prefix: str, disk: Callable[[str], int]) -> None:
+        self.prefix, self._disk = prefix, disk
+        self._counts: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
+        self._lock = threading.Lock()
+
+    def count(self, one: Served) -> None:
+        """Count one request."""
+        if one.caller is None or one.caller.tenant is None:
+            return
+        added = {
+            ("requests", f"{one.status // 100}xx"): 1,
+            ("tokens", "prompt"): one.prompt_tokens,
+            ("tokens", "reused"): one.reused_tokens,
+            ("tokens", "generated"): one.generated_tokens,
+            ("chunks", "hit"): one.hits,
+            ("chunks", "miss"): one.misses,
+            ("bytes", "in"): one.bytes_in,
+            ("bytes", "out"): one.bytes_out,
+        }
+        with self._lock:
+            whose = one.caller.tenant, one.caller.key
+            if whose not in self._counts and len(self._counts) >= _MOST_KEYS:
+                whose = _OTHERS
+            counts = self._counts.setdefault(whose, {})
+            for name, more in added.items():
+                counts[name] = counts.get(name, 0) + more
+
+    def families(self, only: str | None) -> Iterable[Metric]:
+        """What is scraped, of one tenant or of all."""
+        with self._lock:
+            shown = {whose: dict(counts) for whose, counts in self._counts.items() if only in (None, whose[0])}
+        for name, text, label in self.FAMILIES:
+            family = CounterMetricFamily(self.prefix + name, text, labels=["tenant", "key", label])
+            for whose, counts in shown.items():
+                for (of, value), count in counts.items():
+                    if of == name:
+                        family.add_metric([*whose, value], count)
+            yield family
+        disk = GaugeMetricFamily(
+            self.prefix + "disk_bytes", "Bytes that documents of a tenant take.", labels=["tenant"]
+        )
+        for tenant in dict.fromkeys(tenant for tenant, _ in shown):
+            disk.add_metric([tenant], self._disk(tenant))
+        yield disk
+
+
+class _Shown(Collector):
+    """The counts that one who scrapes may see."""
+
+    def __init__(self, tenants: _Tenants, only: str | None) -> None:
+        self._tenants, self._only = tenants, only
+
+    def collect(self) -> Iterable[Metric]:
+        """See `_Tenants.families`."""
+        return self._tenants.families(self._only)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Depends, Request
 from langchain_core.messages import AIMessage
 
+from cacheblend_rag.app.server.accounting import served
 from cacheblend_rag.app.server.admission_queue import Slot
 from cacheblend_rag.app.server.chatting import Conversation, ServedChat
 from cacheblend_rag.app.server.openai_models import ChatBody, CompletionBody, EmbeddingBody, Sampling, document_texts
@@ -36,7 +36,6 @@ __all__ = ["router"]
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 Here = Annotated[Session, Depends(session_of)]
-_T = TypeVar("_T")
 _DONE = "data: [DONE]\n\n"
 # Below this, sampling is greedy but for rounding, and its probabilities overflow.
 _COLDEST = 0.01
@@ -67,12 +66,14 @@ async def embeddings(here: Here, request: Request, body: EmbeddingBody) -> dict[
     if sum(map(len, texts)) > service.limits.prompt_chars:
         raise Problem(413, "too_long", f"all texts may have {service.limits.prompt_chars:,} characters", field="input")
     async with await unless_gone(request, service.queue.slot(here.tenant.name)) as slot:
+        tokens = await slot.in_thread(service.embedder_tokens, texts)
+        here.charge([tokens])
         vectors = await slot.in_thread(service.embeddings.embed_documents, texts)
-    tokens = await asyncio.to_thread(service.embedder_tokens, texts)
     data = [
         {"object": "embedding", "index": number, "embedding": _encoded(vector, body.encoding_format)}
         for number, vector in enumerate(vectors)
     ]
+    served.get().embedded(tokens)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "data": data, "model": body.model, "usage": usage}
 
@@ -92,21 +93,14 @@ async def chat(here: Here, request: Request, body: ChatBody) -> Any:
 async def _answered(work: _Work, request: Request) -> Any:
     """All of a request's answers, or their pieces."""
     here = work.here
+    here.check_quota(work.most * work.body.n)
     slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
-    await _prepared(request, slot, work.prepare)
+    async with slot.kept():  # what the model is fed is made in the request's own turn
+        await unless_gone(request, slot.in_thread(work.prepare))
     if work.body.stream:
         return EventStream(work.events(slot), slot, here.service.longest)
     async with slot:
         return await unless_gone(request, work.whole(slot))
-
-
-async def _prepared(request: Request, slot: Slot, make: Callable[[], _T]) -> _T:
-    """Make what the model is fed, in the request's own turn; the slot is left if that fails or the client goes."""
-    try:
-        return await unless_gone(request, slot.in_thread(make))
-    except BaseException:
-        await slot.leave()
-        raise
 
 
 class _Work:
@@ -129,7 +123,7 @@ class _Work:
         self._ends: float | None = None
 
     def prepare(self) -> None:
-        """Make the prompts, and refuse those that do not fit."""
+        """Make the prompts, and refuse those that do not fit or that the tenant has no tokens for."""
         raise NotImplementedError
 
     def choices(self, slot: Slot) -> Iterator[_Choice]:
@@ -164,6 +158,11 @@ class _Work:
         seed = None if body.seed is None else body.seed + number
         return DecodeArguments(seed=seed, logits_processor=processors), noted
 
+    def charge(self, prompts: Sequence[Prompt]) -> None:
+        """Take the tokens of all answers, once it is known that they fit."""
+        fits = [self.here.service.check_length(prompt, self.most) for prompt in prompts]
+        self.here.charge([len(fit.split.input_ids) + self.most for fit in fits for _ in range(self.body.n)])
+
     def left(self) -> float:
         """Seconds left for all answers together, from the first time this is asked."""
         if self._ends is None:
@@ -181,7 +180,7 @@ class _Work:
     def count(self, answer: Generation) -> None:
         """Take note of a finished answer."""
         self._reports.append(answer.report)
-        self.here.service.metrics.answered(answer.report)
+        self.here.service.answered(answer.report)
 
     def frame(self, choices: list[dict[str, Any]], chunk: bool = False) -> dict[str, Any]:
         """An answer, or a piece of one, around its choices."""
@@ -274,8 +273,7 @@ class _Completion(_Work):
         """See `_Work.prepare`."""
         with within(self.here.service.limits.prompt_seconds):
             self._prompts = [self._prompt(text) for text in self._texts]
-            for prompt in self._prompts:
-                self.here.service.check_length(prompt, self.most)
+            self.charge(self._prompts)
 
     def _prompt(self, text: str) -> Prompt:
         if self.documents:
@@ -348,7 +346,7 @@ class _Chat(_Work):
         """See `_Work.prepare`."""
         with within(self.here.service.limits.prompt_seconds):
             self._request = self._model.asked(self._conversation)
-            self.here.service.check_length(self._request.prompt, self.most)
+            self.charge([self._request.prompt])
 
     def choices(self, slot: Slot) -> Iterator[_Choice]:
         """See `_Work.choices`."""

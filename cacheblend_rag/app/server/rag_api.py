@@ -24,7 +24,6 @@ from cacheblend_rag.app.server.comparing import compare_all
 from cacheblend_rag.app.server.library import Collection, Found, OwnCollection
 from cacheblend_rag.app.server.problems import Problem, noted_problem
 from cacheblend_rag.app.server.rag_models import (
-    MOST_PASSAGES,
     AskBody,
     ChunkText,
     CollectionInfo,
@@ -45,6 +44,7 @@ from cacheblend_rag.app.server.rag_models import (
 from cacheblend_rag.app.server.reading import suffix_of
 from cacheblend_rag.app.server.service import Service, Session
 from cacheblend_rag.app.server.sessions import session_of
+from cacheblend_rag.app.server.settings import MOST_PASSAGES
 from cacheblend_rag.app.server.streams import EventStream, event, unless_gone
 from cacheblend_rag.app.server.suggestions import suggestions_for
 from cacheblend_rag.engine.engine import BlendEngine
@@ -60,6 +60,7 @@ __all__ = ["router"]
 router = APIRouter(prefix="/api", tags=["RAG"])
 Here = Annotated[Session, Depends(session_of)]
 _COPIED_AT_ONCE = 2**20
+_COMPARED = 4  # answers that a comparison counts as, one of each method
 
 
 @router.get("/state")
@@ -77,7 +78,7 @@ async def state(here: Here) -> State:
             ratio=_shown_ratio(config.recompute_ratio),
             rule=rule,
             rules=_usable(service.engine),
-            passages=min(service.settings.rag.top_k, MOST_PASSAGES),
+            passages=service.settings.rag.top_k,
             answer_tokens=service.answer_tokens(None),
         ),
         suggestions=[Suggestion(**one) for one in suggestions_for(Path(service.settings.rag.docs))],
@@ -291,8 +292,12 @@ async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
     collection = here.collection(id)
     _check_question(here, body.question, "question")
     engine, most = _engine(here, collection, body), here.service.answer_tokens(body.max_tokens)
+    here.check_quota(most)
     slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
-    asked = _Asked(here, collection, engine, body, slot, most)
+    async with slot.kept():
+        question = await unless_gone(request, _retrieved(here, collection, body, slot, most))
+        here.charge([question.tokens + most])
+    asked = _Asked(here, question, engine, slot, most)
     if body.stream:
         return EventStream(_to_the_end(asked.events()), slot, here.service.longest)
     async with slot:
@@ -302,39 +307,33 @@ async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
 class _Asked:
     """One question on its way."""
 
-    def __init__(
-        self, here: Session, collection: Collection, engine: BlendEngine, body: AskBody, slot: Slot, most: int
-    ) -> None:
-        self._here, self._collection, self._engine, self._body, self._slot = here, collection, engine, body, slot
-        self._most = most
+    def __init__(self, here: Session, question: _Question, engine: BlendEngine, slot: Slot, most: int) -> None:
+        self._here, self._question, self._engine, self._slot, self._most = here, question, engine, slot, most
 
-    async def _begin(self) -> tuple[_Question, TextStream]:
-        service = self._here.service
-        question = await _retrieved(self._here, self._collection, self._body, self._slot, self._most)
-        timeout = service.limits.answer_seconds
-        stream = self._engine.stream(question.prompt, timeout=timeout, max_new_tokens=self._most, temperature=0.0)
-        return question, self._slot.holds(stream)
+    def _begin(self) -> TextStream:
+        timeout, prompt = self._here.service.limits.answer_seconds, self._question.prompt
+        stream = self._engine.stream(prompt, timeout=timeout, max_new_tokens=self._most, temperature=0.0)
+        return self._slot.holds(stream)
 
-    async def _report(self, question: _Question, answer: Generation) -> dict[str, Any]:
-        self._here.service.metrics.answered(answer.report)
+    async def _report(self, answer: Generation) -> dict[str, Any]:
+        self._here.service.answered(answer.report)
         await self._slot.leave()  # the model is not needed for what follows
-        return await asyncio.to_thread(report_of, self._engine, question.prompt, answer, question.turns)
+        return await asyncio.to_thread(report_of, self._engine, self._question.prompt, answer, self._question.turns)
 
     async def events(self) -> AsyncIterator[str]:
         """The answer as events."""
-        question, stream = await self._begin()
-        yield event("sources", [asdict(one) for one in question.found])
+        stream = self._begin()
+        yield event("sources", [asdict(one) for one in self._question.found])
         async for piece in stream:
             yield event("token", {"text": piece})
         if stream.result is not None:
-            yield event("report", await self._report(question, stream.result))
+            yield event("report", await self._report(stream.result))
 
     async def whole(self) -> WholeAnswer:
         """The answer at once."""
-        question, stream = await self._begin()
-        answer = await stream.acomplete()
-        report = await self._report(question, answer)
-        sources = [FoundChunk(**asdict(one)) for one in question.found]
+        answer = await self._begin().acomplete()
+        report = await self._report(answer)
+        sources = [FoundChunk(**asdict(one)) for one in self._question.found]
         return WholeAnswer(answer=answer.text, sources=sources, report=report)
 
 
@@ -357,10 +356,13 @@ async def compare(here: Here, request: Request, id: str, body: CompareBody) -> E
     collection, service = here.collection(id), here.service
     _check_question(here, body.question, "question")
     engine, most = _engine(here, collection, body), service.answer_tokens(body.max_tokens)
+    here.check_quota(_COMPARED * most)
     slot = await unless_gone(request, service.queue.slot(here.tenant.name, alone=True))
+    async with slot.kept():
+        question = await unless_gone(request, _retrieved(here, collection, body, slot, most))
+        here.charge([question.tokens + most] * _COMPARED)
 
     async def rows() -> AsyncIterator[str]:
-        question = await _retrieved(here, collection, body, slot, most)
         compared = compare_all(engine, question.prompt, most, service.limits.answer_seconds)
         while (known := await slot.in_thread(next, compared, None)) is not None:
             for row in known:
@@ -393,19 +395,23 @@ class _Question:
     found : list of Found
         The passages in the prompt.
     prompt : Prompt
+    tokens : int
+        Of the prompt.
     turns : int
         Earlier turns of the conversation in it.
     """
 
     found: list[Found]
     prompt: Prompt
+    tokens: int
     turns: int
 
 
 async def _retrieved(here: Session, collection: Collection, body: CompareBody, slot: Slot, most: int) -> _Question:
     """The passages that a question is answered from, and the prompt; it has room for so many tokens more."""
     earlier = [EarlierTurn(one.question, one.answer) for one in body.history]
-    found = await slot.in_thread(search, partial(here.search, collection), body.question, earlier, body.k)
+    k = body.k or here.service.settings.rag.top_k
+    found = await slot.in_thread(search, partial(here.search, collection), body.question, earlier, k)
     return await asyncio.to_thread(_fitting, here.service, body.question, found, earlier, most)
 
 
@@ -413,14 +419,14 @@ def _fitting(service: Service, question: str, found: list[Found], earlier: list[
     """The prompt with as many of the latest turns as there is room for beside the passages."""
     asked = service.asking.ask(question, [one.text for one in found], earlier)
     try:
-        prompt = service.check_length(asked, most)
+        fit = service.check_length(asked, most)
     except (Problem, ContextLengthError):
         if not earlier:
             raise
         return _fitting(service, question, found, earlier[1:], most)
-    if earlier and len(prompt.chunks) < len(found):
+    if earlier and len(fit.prompt.chunks) < len(found):
         return _fitting(service, question, found, earlier[1:], most)
-    return _Question(found[: len(prompt.chunks)], prompt, len(earlier))
+    return _Question(found[: len(fit.prompt.chunks)], fit.prompt, len(fit.split.input_ids), len(earlier))
 
 
 async def _to_the_end(events: AsyncIterator[str]) -> AsyncIterator[str]:

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from cacheblend_rag.app.server.settings import MOST_PASSAGES
+
 __all__ = [
-    "MOST_PASSAGES",
     "AskBody",
     "ChunkText",
     "CollectionInfo",
@@ -21,9 +22,6 @@ __all__ = [
     "State",
     "WholeAnswer",
 ]
-
-MOST_PASSAGES = 50
-"""Passages that a question may ask for."""
 
 _Question = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=100_000)]
 
@@ -57,7 +55,7 @@ class CompareBody(_Given):
 
     question: _Question
     history: Annotated[list[HistoryTurn], Field(max_length=50)] = Field(default_factory=list)
-    k: Annotated[int, Field(ge=1, le=MOST_PASSAGES)] = 6
+    k: Annotated[int, Field(ge=1, le=MOST_PASSAGES)] | None = None
     ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     rule: Annotated[str, StringConstraints(max_length=40)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None

@@ -91,7 +91,7 @@ def serve(settings: ServerSettings) -> int:
     """
     # Before anything listens, so that what cannot be loaded ends the command with its reason.
     service = Service(settings)
-    configure_logs()
+    configure_logs(settings.access_log)
     server = _Announcing(server_config(create_app(settings, service), settings))
     try:
         server.run()

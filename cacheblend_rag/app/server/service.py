@@ -13,18 +13,22 @@ from typing import Any
 
 from cacheblend_rag.app.collection import ARTICLES_PATH, manual_path
 from cacheblend_rag.app.folder_rag import FolderRAG
+from cacheblend_rag.app.server.accounting import Served, served
 from cacheblend_rag.app.server.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.asking import QuestionPrompt
 from cacheblend_rag.app.server.ingestion import Ingestion, Warmed
 from cacheblend_rag.app.server.library import BaseCollection, Collection, Found, Library, OwnCollection
 from cacheblend_rag.app.server.metrics import Metrics
 from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.quota import TokenQuota
 from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.app.server.tenants import Keys, Tenant
 from cacheblend_rag.config import DEFAULT_MODEL
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.fitting import Fitted
+from cacheblend_rag.report import BlendReport
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings
 from cacheblend_rag.store.base import KVStore, StoreStats
 from cacheblend_rag.store.tombstones import TombstonedStore
@@ -76,23 +80,34 @@ class Service:
         self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings)
         self.base = BaseCollection(BASE_ID, self._base_name(), self.rag.index, self.embeddings)
         self.fixed = [self.base, *self._manual()]
-        self.keys = Keys(settings.api_keys)
         self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
-        self._making = threading.Lock()
+        self._making, self._joining = threading.Lock(), threading.Lock()
         # With keys every tenant has a salt of its own, and nothing is shared.
-        fixed = [] if settings.api_keys else self.fixed
+        fixed = [] if settings.guarded else self.fixed
         self._shared = frozenset(text for one in fixed for text in one.texts())
-        self.sessions = {name: Session(self, self._tenant(name)) for name in self.keys.names}
+        self.sessions = {name: Session(self, self._tenant(name)) for name in Keys(settings).tenants}
         self.queue = AdmissionQueue(concurrent, self.limits.queue, self.limits.queue_seconds)
-        self.metrics = Metrics(lambda: self.queue.waiting, lambda: self.queue.served, self.store_stats)
+        self.quota = TokenQuota(self.limits.tokens_per_minute)
+        self.metrics = Metrics(
+            lambda: self.queue.waiting, lambda: self.queue.served, self.store_stats, self._disk_bytes
+        )
         self.ingestion = Ingestion(
             self.limits,
             self.metrics,
             self.embeddings,
             {name: session.library for name, session in self.sessions.items()},
-            lambda name: self.sessions[name].engine(),
+            lambda name: self.joined(name).engine(),
             Warmed(self.engine, deque(self.base.texts())),
         )
+
+    def joined(self, name: str) -> Session:
+        """The session of a tenant, whose key may have been made while the server runs."""
+        with self._joining:
+            if name not in self.sessions:
+                session = Session(self, self._tenant(name))
+                self.ingestion.join(name, session.library)
+                self.sessions = {**self.sessions, name: session}  # others may be looking through it
+            return self.sessions[name]
 
     def _tombstoned(self, store: KVStore) -> KVStore:
         self.tombstones = TombstonedStore(store, self.longest)
@@ -115,7 +130,7 @@ class Service:
         return "Bundled articles" if self.bundled else Path(self.settings.rag.docs).name
 
     def _tenant(self, name: str) -> Tenant:
-        salt = self.engine.config.salt if name == Keys.LOCAL and not self.settings.api_keys else None
+        salt = None if self.settings.guarded else self.engine.config.salt
         return Tenant(name, self.settings.rag.data_path / "tenants" / name, salt)
 
     @property
@@ -171,13 +186,13 @@ class Service:
                     self._engines.popitem(last=False)
             return self._engines[key]
 
-    def check_length(self, prompt: Prompt, answer_tokens: int) -> Prompt:
+    def check_length(self, prompt: Prompt, answer_tokens: int) -> Fitted:
         """Refuse what the model cannot take; see `BlendEngine.fitted`.
 
         Returns
         -------
-        Prompt
-            What of the prompt is answered.
+        Fitted
+            What of the prompt is answered, and its ids.
 
         Raises
         ------
@@ -192,7 +207,7 @@ class Service:
         if (tokens := len(fit.split.input_ids)) + answer_tokens > most:
             message = f"{tokens} prompt tokens and {answer_tokens} of the answer exceed the {most} taken here"
             raise Problem(400, "context_length_exceeded", message)
-        return fit.prompt
+        return fit
 
     def embedder_tokens(self, texts: Sequence[str]) -> int:
         """Tokens of texts as the embedder counts them; 0 if it does not tell."""
@@ -201,6 +216,20 @@ class Service:
             return 0
         encoded = [tokenizer.encode(text) for text in texts]
         return sum(len(getattr(one, "ids", one)) for one in encoded)
+
+    def answered(self, report: BlendReport) -> None:
+        """Count an answer, and note it of the request that is served here."""
+        self.metrics.answered(report)
+        served.get().answered(report)
+
+    def ended(self, one: Served) -> None:
+        """Count a request, and give back what it was charged too much."""
+        self.metrics.request(one)
+        if one.caller is not None and one.caller.tenant is not None and one.unused > 0:
+            self.quota.give_back(one.caller.tenant, one.unused)
+
+    def _disk_bytes(self, tenant: str) -> int:
+        return self.sessions[tenant].library.catalogue.bytes_used() if tenant in self.sessions else 0
 
     def store_stats(self) -> StoreStats | None:
         """What the KV store says of itself; None if it cannot."""
@@ -257,6 +286,34 @@ class Session:
         self.service, self.tenant = service, tenant
         shared = service.shared(tenant.salt)
         self.library = Library(tenant, service.embeddings, self.engine, service.tombstones, shared)
+
+    def check_quota(self, tokens: int) -> None:
+        """Refuse a request before it waits, if so many tokens are not left of the tenant's quota.
+
+        Raises
+        ------
+        Problem
+            429 with the time until there are so many, or 400 if there never are.
+        """
+        self.service.quota.check(self.tenant.name, tokens)
+
+    def charge(self, answers: Sequence[int]) -> None:
+        """Take the tokens of a request from the tenant's quota; those that are not used come back when it ends.
+
+        Parameters
+        ----------
+        answers : sequence of int
+            Of each answer, the tokens of its prompt and the most that it may have itself.
+
+        Raises
+        ------
+        Problem
+            As of `check_quota`.
+        """
+        self.service.quota.take(self.tenant.name, sum(answers))
+        one = served.get()
+        one.charged += sum(answers)
+        one.unfinished += len(answers)
 
     def engine(self, ratio: float | None = None, rule: str | None = None) -> BlendEngine:
         """The engine with this tenant's salt."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import cast
 
 from fastapi import Request
@@ -17,14 +18,8 @@ def service_of(request: Request) -> Service:
 
 
 async def session_of(request: Request) -> Session:
-    """The server as the holder of the request's key sees it.
-
-    Raises
-    ------
-    Problem
-        401 without a key, if one is needed.
-    """
-    service = service_of(request)
-    name = service.keys.name_of(request.headers.get("Authorization"))
-    request.state.tenant = name
-    return service.sessions[name]
+    """The server as the tenant of the request's key sees it; the gatekeeper has looked at the key."""
+    service, name = service_of(request), request.scope["caller"].tenant
+    # The key of a new tenant may have been made just now; opening its folder takes a moment.
+    found: Session | None = service.sessions.get(name)
+    return found if found is not None else await asyncio.to_thread(service.joined, name)

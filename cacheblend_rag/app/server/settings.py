@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from os.path import expanduser
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.config import ENV_PREFIX, check_whole
+from cacheblend_rag.app.server.keys_file import KEYS_FILE, NAME, read_keys
+from cacheblend_rag.config import ENV_PREFIX, Option, check_above_zero, check_choice, check_whole, parse_bytes
 from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from cacheblend_rag.app.options import FolderRAGOptions
 
-__all__ = ["KEYS_VARIABLE", "Limits", "ServerSettings", "keys_from_environment"]
+__all__ = [
+    "ACCESS_LOGS",
+    "KEYS_VARIABLE",
+    "LIMIT_OPTIONS",
+    "MOST_PASSAGES",
+    "SERVER_OPTIONS",
+    "Limits",
+    "ServerSettings",
+    "keys_from_environment",
+]
 
 KEYS_VARIABLE = ENV_PREFIX + "API_KEYS"
+MOST_PASSAGES = 50
+"""Passages that a question may ask for."""
+
+ACCESS_LOGS = ("json", "text", "off")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,200}")
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _SHORTEST_KEY = 16
 
 
@@ -53,6 +69,8 @@ class Limits:
         Most tokens of an answer.
     answer_seconds : float
         Time an answer may take.
+    tokens_per_minute : int, optional
+        Tokens of prompts and answers that one tenant may use in a minute; None for no such limit.
     queue : int
         Requests of one tenant that may wait.
     queue_seconds : float
@@ -82,6 +100,7 @@ class Limits:
     prompt_seconds: float = 20.0
     answer_tokens: int = 4_096
     answer_seconds: float = 300.0
+    tokens_per_minute: int | None = None
     queue: int = 64
     queue_seconds: float = 120.0
     connections: int = 1_000
@@ -96,8 +115,13 @@ class Limits:
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-                raise ConfigError(one.name, value, "use a number above 0")
+            if one.default is None and value is None:
+                continue
+            if isinstance(one.default, int | None):
+                check_whole(one.name, value, 1)
+            check_above_zero(one.name, value)
+            if not math.isfinite(value):
+                raise ConfigError(one.name, value, "use a number that is not infinite")
 
     def body_of(self, upload: bool) -> int:
         """Most bytes of a request's body."""
@@ -115,7 +139,7 @@ def keys_from_environment() -> dict[str, str]:
     found: dict[str, str] = {}
     for entry in filter(None, (part.strip() for part in os.environ.get(KEYS_VARIABLE, "").split(","))):
         name, _, key = entry.partition("=")
-        if not _NAME.fullmatch(name) or not key:
+        if not NAME.fullmatch(name) or not key:
             raise ConfigError(KEYS_VARIABLE, "…", "use name=key,name=key; names are letters, digits, _ and -")
         if name in found:
             raise ConfigError(KEYS_VARIABLE, "…", f"give {name!r} one key")
@@ -134,12 +158,17 @@ class ServerSettings:
     host, port
         Where to listen; port 0 takes a free one.
     api_keys : mapping of str to str
-        Key of each tenant, by its name; without any, whoever reaches the server is one tenant.
+        Key of each tenant, by its name.
+    keys_file : path, optional
+        More keys, as `cacheblend-rag keys` writes them; by default ``keys.json`` in the data folder, if it is there.
+        Without any keys, whoever reaches the server is one tenant.
     limits : Limits
     concurrent : int, optional
         Answers that may be under way at once (`BlendConfig.max_concurrent`); by default 4 on a CPU, else 1.
     served_model_name : str, optional
         What clients call the model; by default its id, or the last part of its path.
+    access_log : {"json", "text", "off"}
+        Form of the line that is logged of each request.
 
     Raises
     ------
@@ -151,14 +180,19 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: Mapping[str, str] = field(default_factory=keys_from_environment, repr=False)
+    keys_file: str | os.PathLike[str] | None = None
     limits: Limits = field(default_factory=Limits)
     concurrent: int | None = None
     served_model_name: str | None = None
+    access_log: str = "json"
 
     def __post_init__(self) -> None:
         if self.served_model_name is not None and not _MODEL_NAME.fullmatch(self.served_model_name):
             remedy = "use 1 to 200 letters, digits and the signs . _ - : /"
             raise ConfigError("served_model_name", self.served_model_name, remedy)
+        if self.rag.top_k > MOST_PASSAGES:
+            raise ConfigError("top_k", self.rag.top_k, f"use a whole number from 1 to {MOST_PASSAGES}")
+        check_choice("access_log", self.access_log, ACCESS_LOGS)
         if self.concurrent is not None:
             check_whole("concurrent", self.concurrent, 1)
         keys = list(self.api_keys.values())
@@ -168,13 +202,22 @@ class ServerSettings:
             )
         if not isinstance(self.port, int) or not 0 <= self.port <= 65_535:
             raise ConfigError("port", self.port, "use a number from 0 to 65535")
-        if not self.is_loopback and not keys:
+        kept = self.rag.data_path / KEYS_FILE
+        if self.keys_file is not None or kept.exists():
+            object.__setattr__(self, "keys_file", Path(self.keys_file or kept))
+            read_keys(Path(self.keys_file or kept))
+        if not self.is_loopback and not self.guarded:
             raise ConfigError(
                 "host",
                 self.host,
-                f"others could reach the server there: set {KEYS_VARIABLE} to name=key (such as the output of "
-                "`openssl rand -hex 24`), or use 127.0.0.1",
+                "others could reach the server there: make a key with `cacheblend-rag keys add NAME`, set "
+                f"{KEYS_VARIABLE} to name=key (such as the output of `openssl rand -hex 24`), or use 127.0.0.1",
             )
+
+    @property
+    def guarded(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self.api_keys) or self.keys_file is not None
 
     @property
     def is_loopback(self) -> bool:
@@ -185,3 +228,65 @@ class ServerSettings:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+SERVER_OPTIONS = (
+    Option("host", "127.0.0.1", str, flag="host", help="where to listen", shown="127.0.0.1, this machine alone"),
+    Option("port", 8000, int, flag="port", help="port; 0 for a free one"),
+    Option(
+        "concurrent",
+        None,
+        int,
+        flag="concurrent",
+        metavar="N",
+        help="answers under way at once",
+        shown="4; 1 on a GPU",
+    ),
+    Option(
+        "served_model_name",
+        None,
+        str,
+        flag="served-model-name",
+        metavar="NAME",
+        help="what clients call the model",
+        shown="its id, or its folder's name",
+    ),
+    Option(
+        "keys_file",
+        None,
+        expanduser,
+        flag="keys-file",
+        metavar="FILE",
+        help="API keys, as `cacheblend-rag keys` writes them",
+        shown="keys.json in the data folder, if it is there",
+    ),
+    Option("access_log", "json", str, flag="access-log", metavar="FORM", help="a line a request: json, text or off"),
+)
+"""Options of `ServerSettings`, those of its parts apart."""
+
+# Those that the command line has, too.
+_FLAGS: dict[str, dict[str, Any]] = {
+    "upload_bytes": {"flag": "upload-limit", "metavar": "SIZE", "help": "of one uploaded file", "shown": "20 MB"},
+    "disk_bytes": {"flag": "disk-limit", "metavar": "SIZE", "help": "of the documents of one tenant", "shown": "5 GB"},
+    "tokens_per_minute": {
+        "flag": "tokens-per-minute",
+        "metavar": "N",
+        "help": "of prompts and answers of one tenant",
+        "shown": "no limit",
+    },
+    "queue": {"flag": "queue", "metavar": "N", "help": "requests of one tenant that may wait"},
+    "address_connections": {
+        "flag": "connections",
+        "metavar": "N",
+        "help": "open at once from one address, a proxy too",
+    },
+}
+
+
+def _limit(name: str, default: Any) -> Option:
+    parse = parse_bytes if name.endswith("_bytes") else float if isinstance(default, float) else int
+    return Option(name, default, parse, prefix="LIMITS_", **_FLAGS.get(name, {}))
+
+
+LIMIT_OPTIONS = tuple(_limit(one.name, one.default) for one in fields(Limits))
+"""Options of `Limits`."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hmac
-import os
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
+from cacheblend_rag.app.server.keys_file import KeysFile, write_private
 from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.prompt.matching import ChunkRegistry
 
-__all__ = ["Keys", "Tenant"]
+__all__ = ["Caller", "Keys", "Tenant"]
 
 # Characters of chunk texts that are remembered of one tenant.
 _KNOWN = 16_000_000
@@ -56,43 +58,65 @@ class Tenant:
             return self._known
 
 
-class Keys:
-    """Tells tenants by the key of a request.
+@dataclass(frozen=True)
+class Caller:
+    """Who sent a request.
 
     Parameters
     ----------
-    keys : mapping of str to str
-        Key by name; if there is none, everyone is the tenant ``"local"``.
+    key : str
+        Name of the key.
+    tenant : str or None
+        None for a key that only reads ``/metrics``.
+    """
+
+    key: str
+    tenant: str | None
+
+
+class Keys:
+    """Tells who sent a request by its key.
+
+    Parameters
+    ----------
+    settings : ServerSettings
+        If it has neither keys nor a file of them, everyone is the tenant ``"local"``.
     """
 
     LOCAL = "local"
 
-    def __init__(self, keys: Mapping[str, str]) -> None:
-        self._keys = {name: key.encode() for name, key in keys.items()}
+    def __init__(self, settings: ServerSettings) -> None:
+        self._guarded = settings.guarded
+        self._keys = {name: key.encode() for name, key in settings.api_keys.items()}
+        self._file = None if settings.keys_file is None else KeysFile(Path(settings.keys_file))
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """All tenants."""
-        return tuple(self._keys) or (self.LOCAL,)
+    def tenants(self) -> tuple[str, ...]:
+        """All tenants that have a key now."""
+        if not self._guarded:
+            return (self.LOCAL,)
+        return tuple(dict.fromkeys([*self._keys, *(self._file.tenants if self._file else ())]))
 
-    def name_of(self, authorization: str | None) -> str:
-        """The tenant of a request, by its ``Authorization`` header.
+    def caller_of(self, authorization: str | None) -> Caller:
+        """Who sent a request, by its ``Authorization`` header.
 
         Raises
         ------
         Problem
             401 if a key is needed and this is none.
         """
-        if not self._keys:
-            return self.LOCAL
+        if not self._guarded:
+            return Caller(self.LOCAL, self.LOCAL)
         scheme, _, given = (authorization or "").partition(" ")
-        found = ""
+        given, found = given.strip(), ""
         for name, key in self._keys.items():  # all are compared, so that time tells nothing
-            if hmac.compare_digest(key, given.strip().encode("utf-8", "replace")):
+            if hmac.compare_digest(key, given.encode("utf-8", "replace")):
                 found = name
-        if scheme.lower() != "bearer" or not found:
-            raise Problem(401, "unauthorized", "give an API key: Authorization: Bearer …")
-        return found
+        if scheme.lower() == "bearer" and found:
+            return Caller(found, found)
+        if scheme.lower() == "bearer" and self._file is not None and (entry := self._file.find(given)) is not None:
+            return Caller(entry.name, entry.tenant)
+        raise Problem(401, "unauthorized", "give an API key: Authorization: Bearer …")
 
 
 def _kept_salt(path: Path) -> str:
@@ -102,10 +126,5 @@ def _kept_salt(path: Path) -> str:
         salt = ""
     if not salt:
         salt = secrets.token_hex(16)
-        fresh = path.with_suffix(".new")
-        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="ascii") as file:
-            file.write(salt)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
+        write_private(path, salt)
     return salt

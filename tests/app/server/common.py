@@ -50,6 +50,7 @@ def settings_for(
     limits: Limits | None = None,
     keys: dict[str, str] | None = None,
     concurrent: int | None = None,
+    keys_file: Path | None = None,
     **more: Any,
 ) -> ServerSettings:
     """Settings of a server over the tiny model."""
@@ -63,7 +64,9 @@ def settings_for(
         device="cpu",
         config=config,
     )
-    return ServerSettings(rag=rag, port=0, api_keys=keys or {}, limits=limits or Limits(), concurrent=concurrent)
+    return ServerSettings(
+        rag=rag, port=0, api_keys=keys or {}, keys_file=keys_file, limits=limits or Limits(), concurrent=concurrent
+    )
 
 
 class Running:

@@ -31,10 +31,10 @@ ROOT = Path(__file__).parents[3]
 class Served:
     """``cacheblend-rag serve`` as a user starts it."""
 
-    def __init__(self, model: Path, docs: Path, data: Path) -> None:
+    def __init__(self, model: Path, docs: Path, data: Path, *more: str) -> None:
         command = [sys.executable, "-m", "cacheblend_rag.app.cli", "serve", "--port", "0", "--device", "cpu"]
         arguments = ["--model", str(model), "--embedder", str(EMBEDDER_PATH), "--docs", str(docs)]
-        arguments += ["--data-dir", str(data), "--max-new-tokens", "4"]
+        arguments += ["--data-dir", str(data), "--max-new-tokens", "4", *more]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "CACHEBLEND_RAG_MIN_TOKENS": "0"}
         self.process = subprocess.Popen(
             [*command, *arguments], env=environment, stderr=subprocess.PIPE, text=True, cwd=data.parent
@@ -45,6 +45,9 @@ class Served:
             self.lines.append(line)
             if found := re.match(r"Open (http://127\.0\.0\.1:\d+)", line):
                 self.client = httpx.Client(base_url=found[1], timeout=60)
+                # A pipe that nobody reads would be full of log lines in the end, and the server would wait.
+                self._reader = threading.Thread(target=self.lines.extend, args=(self.process.stderr,))
+                self._reader.start()
                 return
         raise AssertionError("".join(self.lines))
 
@@ -53,7 +56,7 @@ class Served:
         self.client.close()
         self.process.send_signal(how)
         assert self.process.stderr is not None
-        self.lines += self.process.stderr.readlines()
+        self._reader.join(60)
         self.process.stderr.close()
         return self.process.wait(timeout=60)
 
@@ -202,3 +205,24 @@ def test_another_embedder_makes_the_vectors_anew(
         found = client.post(f"/api/collections/{id}/search", json={"query": passage(321), "k": 1}).json()
     assert found[0]["document"] == "b.txt"
     assert found[0]["score"] < 0.5
+
+
+def test_a_file_of_options_and_the_form_of_the_log_hold_in_a_process_of_its_own(
+    model: Path, docs: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "serve.toml"
+    config.write_text(
+        '[server]\naccess_log = "text"\nserved_model_name = "house"\n[limits]\nquestion_chars = 20\n[rag]\ntop_k = 2\n'
+    )
+    served = Served(model, docs, tmp_path / "data", "--config", str(config))
+    assert served.client.get("/v1/models").json()["data"][0]["id"] == "house"
+    for question, status in (("Which leaf?", 200), ("Which pineapple is it that fell?", 413)):
+        answer = served.client.post("/api/collections/archive/ask", json={"question": question})
+        assert answer.status_code == status
+        assert status != 200 or len(read_events(answer.text)[0][1]) == 2
+    served.end(signal.SIGTERM)
+    lines = [line for line in served.lines if " path=" in line]
+    assert len(lines) == 3
+    assert re.search(r"^20\S+ method=POST path=/api/collections/\{id\}/ask status=200 .*tokens_out=[1-4] ", lines[1])
+    assert re.search(r" status=413 .*request=req_\w+$", lines[2])
+    assert "pineapple" not in "".join(served.lines)

@@ -1,0 +1,222 @@
+"""What ``serve`` runs with: its flags, above the environment, above a TOML file, above the defaults."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from os.path import expanduser
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_rag.app.cli.arguments import RAG_OPTIONS
+from cacheblend_rag.app.server.settings import KEYS_VARIABLE, LIMIT_OPTIONS, SERVER_OPTIONS, keys_from_environment
+from cacheblend_rag.config import ENV_PREFIX, BlendConfig, Option, parse_bytes
+from cacheblend_rag.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cacheblend_rag.app.server.settings import ServerSettings
+
+__all__ = [
+    "SECTIONS",
+    "Given",
+    "given_options",
+    "origins_named",
+    "server_settings",
+    "shown_settings",
+    "unused_variables",
+]
+
+SECTIONS: dict[str, tuple[Option, ...]] = {
+    "rag": RAG_OPTIONS,
+    "server": SERVER_OPTIONS,
+    "limits": LIMIT_OPTIONS,
+    # The server says by `concurrent` how many answers are under way at once.
+    "engine": tuple(option for option in BlendConfig.options() if option.name != "max_concurrent"),
+}
+"""Options by the section of the file that they stand in; every name is there once."""
+
+# Variables that are no options: secrets, and what is read where it is needed.
+_OTHER_VARIABLES = [KEYS_VARIABLE, *(ENV_PREFIX + name for name in ("ENCRYPTION_KEY", "KEEP_CONVERTED", "ONEDNN"))]
+_SECTION_OF = {option.name: section for section, options in SECTIONS.items() for option in options}
+_SECRET = re.compile(r"keys?$|salt|secret|passw|credential", re.IGNORECASE)
+_HIDDEN = "…"
+# By the type of an option, the types of its value in the file. Other options take several.
+_TYPES: dict[Any, tuple[Any, str]] = {
+    bool: (bool, "true or false, without quotes"),
+    int: (int, "a whole number, without quotes"),
+    float: ((int, float), "a number, without quotes"),
+    str: (str, "a text, in quotes"),
+    tuple: (list, "a list, such as [1]"),
+    dict: (dict, "a table, such as {seed = 1}"),
+}
+
+
+@dataclass(frozen=True)
+class Given:
+    """The value of an option that somebody gave.
+
+    Parameters
+    ----------
+    value : object
+    origin : str
+        Who gave it, as an error names it: ``--port``, ``CACHEBLEND_RAG_PORT`` or ``serve.toml, [server] port``.
+    """
+
+    value: Any
+    origin: str
+
+
+def given_options(parsed: argparse.Namespace) -> dict[str, Given]:
+    """Every option of `SECTIONS` that is given, by its name.
+
+    Raises
+    ------
+    ConfigError
+        If a value cannot be read, or the file holds what is no option.
+    """
+    file = {} if parsed.config is None else _of_file(Path(parsed.config))
+    found: dict[str, Given] = {}
+    for option in (option for options in SECTIONS.values() for option in options):
+        flag = getattr(parsed, option.flag.replace("-", "_"), None) if option.flag else None
+        text = os.environ.get(option.variable)
+        if flag is not None:
+            found[option.name] = Given(option.read(flag, f"--{option.flag}"), f"--{option.flag}")
+        elif text is not None:
+            found[option.name] = Given(option.read(text, option.variable), option.variable)
+        elif option.name in file:
+            found[option.name] = file[option.name]
+    return found
+
+
+def unused_variables() -> list[str]:
+    """What there is to say of variables that look like options and are none; without their values."""
+    variables = [*_OTHER_VARIABLES, *(option.variable for options in SECTIONS.values() for option in options)]
+    known = {name.removeprefix(ENV_PREFIX) for name in variables}
+    given = {name.removeprefix(ENV_PREFIX) for name in os.environ if name.startswith(ENV_PREFIX)}
+    told = []
+    for name in sorted(given - known):
+        nearest = get_close_matches(name, known, n=1)
+        told.append(
+            f"{ENV_PREFIX}{name} is not used" + (f"; did you mean {ENV_PREFIX}{nearest[0]}?" if nearest else "")
+        )
+    return told
+
+
+def server_settings(given: Mapping[str, Given]) -> ServerSettings:
+    """The server's settings, all checked.
+
+    Raises
+    ------
+    ConfigError
+        If a value is not usable; it names where the value comes from.
+    """
+    from cacheblend_rag.app.options import FolderRAGOptions
+    from cacheblend_rag.app.server.settings import Limits, ServerSettings
+
+    def of(section: str) -> dict[str, Any]:
+        return {option.name: given[option.name].value for option in SECTIONS[section] if option.name in given}
+
+    with origins_named(given):
+        rag = FolderRAGOptions(**of("rag"), config=BlendConfig(**of("engine")))
+        return ServerSettings(rag=rag, limits=Limits(**of("limits")), **of("server"))
+
+
+@contextmanager
+def origins_named(given: Mapping[str, Given]) -> Iterator[None]:
+    """Let an error about an option say where its value comes from."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.field not in given:
+            raise
+        value = _HIDDEN if _SECRET.search(error.field) else error.value
+        raise ConfigError(given[error.field].origin, value, error.remedy) from error
+
+
+def shown_settings(settings: ServerSettings, given: Mapping[str, Given]) -> str:
+    """All settings as a file of options, with where each comes from. Secrets are not in it."""
+    owners = {"rag": settings.rag, "server": settings, "limits": settings.limits, "engine": settings.rag.config}
+    lines = []
+    for section, options in SECTIONS.items():
+        lines += ["", f"[{section}]"]
+        for option in options:
+            value, one = getattr(owners[section], option.name), given.get(option.name)
+            if _SECRET.search(option.name):
+                line = f"# {option.name} is {'set, and not shown' if value else 'not set'}"
+            elif one is None and option.default is None:
+                line = f"# {option.name}: {option.shown or 'none'}"
+            else:
+                line = f"{option.name} = {_toml(value)}"
+            lines.append(f"{line:<50} # {one.origin if one else 'default'}")
+    secret = [f"# keys of {name} are in the environment, and not shown" for name in keys_from_environment()]
+    if os.environ.get(ENV_PREFIX + "ENCRYPTION_KEY"):
+        secret.append(f"# {ENV_PREFIX}ENCRYPTION_KEY is set, and not shown")
+    return "\n".join([*secret, *lines]).lstrip("\n")
+
+
+def _of_file(path: Path) -> dict[str, Given]:
+    """What a file gives; every key of it is an option in its section."""
+    try:
+        sections = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ConfigError("--config", str(path), f"{why}; name a file of options in TOML") from error
+    except ValueError as error:  # of tomllib it says where, and never what stands there
+        raise ConfigError("--config", str(path), f"it is no TOML: {error}") from error
+    found = {}
+    for section, keys in sections.items():
+        if section not in SECTIONS:
+            raise ConfigError(f"{path}, {section}", _shown(section, keys), _remedy(section, "", SECTIONS))
+        if not isinstance(keys, dict):
+            raise ConfigError(f"{path}, {section}", _HIDDEN, f"write it as a table, [{section}]")
+        for key, value in keys.items():
+            origin = f"{path}, [{section}] {key}"
+            if _SECTION_OF.get(key) != section:
+                names = [option.name for option in SECTIONS[section]]
+                raise ConfigError(origin, _shown(key, value), _remedy(key, section, names))
+            option = next(one for one in SECTIONS[section] if one.name == key)
+            found[key] = Given(_typed(option, value, origin), origin)
+    return found
+
+
+def _shown(name: str, value: object) -> object:
+    return _HIDDEN if _SECRET.search(name) or isinstance(value, dict) else value
+
+
+def _remedy(name: str, section: str, known: Mapping[str, Any] | list[str]) -> str:
+    """What to write in place of what is unknown."""
+    if name in _SECTION_OF:
+        return f"write it under [{_SECTION_OF[name]}]"
+    if nearest := get_close_matches(name, known, n=1) or get_close_matches(name, _SECTION_OF, n=1):
+        where = _SECTION_OF.get(nearest[0], section)
+        return f"there is no such option; did you mean {nearest[0]!r}" + (f" under [{where}]?" if where else "?")
+    return "there is no such option; use one of " + ", ".join(known)
+
+
+def _typed(option: Option, value: Any, origin: str) -> Any:
+    """A value of the file, which must be of the option's own type: text is not read as a number.
+
+    An option that takes several types is looked at by those that are made of it.
+    """
+    kind = {int: int, float: float, str: str, expanduser: str}.get(option.parse)
+    if isinstance(option.default, (bool, tuple, dict)):
+        kind = type(option.default)
+    types, words = _TYPES.get(kind, (object, ""))
+    if not isinstance(value, types) or (isinstance(value, bool) and kind in (int, float)):
+        raise ConfigError(origin, _shown(option.name, value), f"use {words}")
+    return option.read(value, origin) if option.parse in (float, expanduser, parse_bytes) else value
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(name)} = {_toml(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(os.fspath(value) if isinstance(value, os.PathLike) else value, ensure_ascii=False)

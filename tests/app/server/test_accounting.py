@@ -1,0 +1,220 @@
+"""The access log, and what is counted of each tenant."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry import trace
+from prometheus_client.parser import text_string_to_metric_families
+
+from cacheblend_rag.app.server import accounting, metrics
+from cacheblend_rag.app.server.accounting import ACCESS_LOG, Served, log_access
+from cacheblend_rag.app.server.keys_file import change_keys, new_key
+from cacheblend_rag.app.server.logs import configure_logs
+from cacheblend_rag.app.server.metrics import Metrics
+from cacheblend_rag.app.server.request_ids import request_id
+from cacheblend_rag.app.server.tenants import Caller
+from tests.app.server.common import Running, client_of, new_collection, passage, running, settings_for, settle, upload
+
+KEYS = {"ada": "ada-0123456789abcdef", "ben": "ben-0123456789abcdef"}
+
+
+@pytest.fixture(scope="module")
+def metrics_key() -> tuple[Any, str]:
+    return new_key("prometheus", None)
+
+
+@pytest.fixture(scope="module")
+def server(
+    model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory, metrics_key: tuple[Any, str]
+) -> Iterator[Running]:
+    """A server with two tenants and a key for metrics."""
+    folder = tmp_path_factory.mktemp("counted")
+    change_keys(folder / "keys.json", lambda keys: [metrics_key[0]])
+    with running(settings_for(model, docs, folder, keys=KEYS)) as made:
+        yield made
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Any:
+    """So many lines of the access log, all that there are since the last look."""
+    caplog.set_level(logging.INFO, ACCESS_LOG)
+
+    def taken(count: int) -> list[dict[str, Any]]:
+        ends = time.monotonic() + 10
+        while True:  # a line comes once the client has its answer
+            found = [one.fields for one in caplog.records if one.name == ACCESS_LOG]  # type: ignore[attr-defined]
+            if len(found) >= count or time.monotonic() > ends:
+                assert len(found) == count
+                caplog.clear()
+                return found
+            time.sleep(0.01)
+
+    return taken
+
+
+def counts(client: httpx.Client, name: str) -> dict[tuple[str, ...], float]:
+    """The values of a family of tenants' counts: by tenant, and by key and what is counted if it has them."""
+    found = re.findall(rf"^cacheblend_rag_tenant_{name}\{{(.+)\}} (\S+)$", client.get("/metrics").text, re.MULTILINE)
+    counted = {}
+    for text, value in found:
+        labels = dict(re.findall(r'(\w+)="([^"]*)"', text))
+        counted[labels.pop("tenant"), *sorted(labels.values())] = float(value)
+    return counted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_line_says_what_a_request_took(server: Running, lines: Any, stream: bool) -> None:
+    with client_of(server, KEYS["ada"]) as client:
+        name = server.service.model_name
+        body = {"model": name, "prompt": "Which?", "documents": [passage(310), passage(311)], "max_tokens": 3}
+        client.post("/v1/completions", json=body)
+        server.service.engine.flush()
+        settle(server.service)
+        lines(1)
+        answer = client.post("/v1/completions", json={**body, "stream": stream, "n": 2})
+        assert answer.status_code == 200
+    (line,) = lines(1)
+    assert (line["method"], line["path"], line["status"]) == ("POST", "/v1/completions", 200)
+    assert (line["tenant"], line["key"]) == ("ada", "ada")
+    assert (line["hits"], line["misses"]) == (4, 0)
+    assert line["tokens_in"] > 200
+    assert 2 <= line["tokens_out"] <= 6
+    assert 0 < line["ttft"] < line["seconds"] < 30
+    assert line["bytes_in"] == len(answer.request.content)
+    assert line["bytes_out"] == len(answer.content)
+    if not stream:
+        usage = answer.json()["usage"]
+        assert (line["tokens_in"], line["tokens_out"]) == (2 * usage["prompt_tokens"], usage["completion_tokens"])
+
+
+def test_every_kind_of_request_has_its_line(server: Running, lines: Any) -> None:
+    with client_of(server, KEYS["ada"]) as client:
+        client.post("/api/collections/archive/ask", json={"question": "Which leaf?"})
+        client.post("/v1/embeddings", json={"model": server.service.embedder_name, "input": "one two"})
+        client.get("/v1/models", headers={"Authorization": "Bearer wrong"})
+        client.request("PINEAPPLE", "/pineapple")
+        client.get("/livez")
+    asked, embedded, refused, unknown, alive = lines(5)
+    assert (asked["path"], asked["tokens_out"] > 0) == ("/api/collections/{id}/ask", True)
+    assert (embedded["tokens_in"] > 0, embedded["ttft"]) == (True, None)
+    assert (refused["status"], refused["tenant"], refused["key"]) == (401, None, None)
+    assert (unknown["method"], unknown["path"], unknown["status"]) == ("other", "other", 404)
+    assert (alive["path"], alive["tenant"], alive["tokens_in"]) == ("/livez", None, 0)
+
+
+@pytest.fixture
+def logs() -> Iterator[None]:
+    """Loggers as they were before."""
+    root, requests = logging.getLogger(), logging.getLogger(ACCESS_LOG)
+    before = root.handlers[:], root.level, requests.handlers[:]
+    yield
+    root.handlers[:], requests.handlers[:] = before[0], before[2]
+    root.setLevel(before[1])
+    requests.disabled, requests.propagate = False, True
+
+
+@pytest.mark.usefixtures("logs")
+def test_the_form_of_the_log_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    one = Served("GET", "/v1/models", 200, 0.25, Caller("ada-2", "ada"), hits=3)
+    token = request_id.set("mine-17")
+    seen = {}
+    for form in ("json", "text", "off", "json"):
+        configure_logs(form)
+        log_access(one)
+        seen[form] = capsys.readouterr().err
+    request_id.reset(token)
+    line = json.loads(seen["json"])
+    assert (line["request"], line["path"], line["hits"], line["key"]) == ("mine-17", "/v1/models", 3, "ada-2")
+    assert line["time"].startswith("20")
+    (text,) = seen["text"].splitlines()
+    assert re.match(r"20\S+ method=GET path=/v1/models status=200 seconds=0.25 tenant=ada key=ada-2 ", text)
+    assert text.endswith("hits=3 misses=0 request=mine-17")
+    assert seen["off"] == ""
+
+
+def test_a_tenant_sees_its_own_counts_and_a_key_for_metrics_those_of_all(
+    server: Running, metrics_key: tuple[Any, str]
+) -> None:
+    with (
+        client_of(server, KEYS["ada"]) as ada,
+        client_of(server, KEYS["ben"]) as ben,
+        client_of(server, metrics_key[1]) as all_of_them,
+    ):
+        before = counts(all_of_them, "tokens_total")
+        report = ada.post("/api/collections/archive/ask", json={"question": "Which leaf?", "stream": False}).json()
+        upload(ben, new_collection(ben), {"a.txt": passage(320)})
+        settle(server.service)
+        after = counts(all_of_them, "tokens_total")
+        assert report["report"]["tokens"]["chunks"] > 0
+        assert after["ada", "ada", "prompt"] > before.get(("ada", "ada", "prompt"), 0)
+        assert after["ada", "ada", "generated"] > 0
+        assert counts(all_of_them, "requests_total")["ben", "2xx", "ben"] >= 3
+        assert counts(all_of_them, "bytes_total")["ben", "ben", "in"] > 300
+        assert counts(all_of_them, "chunks_total")["ada", "ada", "hit"] > 0
+        assert counts(all_of_them, "disk_bytes")[("ben",)] > 300
+        for client, name, other in ((ada, "ada", "ben"), (ben, "ben", "ada")):
+            text = client.get("/metrics").text
+            assert f'tenant="{name}"' in text
+            assert other not in text
+        text = all_of_them.get("/metrics").text
+        assert "prometheus" not in text
+        families = [family.name for family in text_string_to_metric_families(text)]
+        assert len(families) == len(set(families)) > 20
+
+
+def test_the_number_of_names_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "_MOST_KEYS", 3)
+    made = Metrics(lambda: 0, lambda: 0, lambda: None, lambda tenant: 5)
+    for number in range(50):
+        made.request(Served("GET", status=200, caller=Caller(f"key-{number}", f"tenant-{number}"), prompt_tokens=2))
+    made.request(Served("GET", status=401))
+    text = made.text().decode()
+    assert len(set(re.findall(r'tenant="([^"]+)"', text))) == 4
+    together = re.findall(r"^cacheblend_rag_tenant_requests_total{.*\(others\).*} (\S+)$", text, re.MULTILINE)
+    assert together == ["47.0"]
+    assert 'tenant="tenant-40"' not in text
+
+
+class Span(trace.NonRecordingSpan):
+    """A span that keeps its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__(trace.INVALID_SPAN_CONTEXT)
+        self.told: dict[str, Any] = {}
+
+    def is_recording(self) -> bool:
+        return True
+
+    def set_attributes(self, attributes: Any) -> None:
+        self.told.update(attributes)
+
+
+def test_the_span_of_a_request_says_what_it_took(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    span = Span()
+    monkeypatch.setattr(trace, "get_current_span", lambda: span)
+    with client_of(server, KEYS["ada"]) as client:
+        question = {"question": "Which pineapple?", "stream": False}
+        report = client.post("/api/collections/archive/ask", json=question, headers={"X-Request-ID": "mine-18"}).json()[
+            "report"
+        ]
+    ends = time.monotonic() + 10
+    while not span.told and time.monotonic() < ends:
+        time.sleep(0.01)
+    told = span.told
+    assert (told["cacheblend_rag.request"], told["cacheblend_rag.tenant"]) == ("mine-18", "ada")
+    stages = {key.rsplit(".", 1)[1]: told[key] for key in told if key.startswith("cacheblend_rag.seconds.")}
+    assert {f"{name}_s": seconds for name, seconds in stages.items()} == report["parts"]
+    assert told["cacheblend_rag.hits"] == report["hits"] > 0
+    assert told["gen_ai.usage.output_tokens"] > 0
+    assert "pineapple" not in str(told)
+    monkeypatch.setattr(accounting, "trace", None)
+    accounting.add_to_span(Served("GET"))  # without the package there is no span

@@ -1,0 +1,326 @@
+"""API keys in a file: made and revoked while a server runs, and what the file must be like."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cacheblend_rag.app.cli import main
+from cacheblend_rag.app.server import keys_file
+from cacheblend_rag.app.server.keys_file import KEYS_FILE, KeysFile, change_keys, new_key, read_keys
+from cacheblend_rag.errors import ConfigError
+from tests.app.server.common import (
+    Running,
+    client_of,
+    new_collection,
+    passage,
+    read_events,
+    running,
+    settings_for,
+    settle,
+    upload,
+)
+
+ENV_KEY = "env-0123456789abcdef"
+
+
+@pytest.fixture
+def add(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Make a key by the command; the key."""
+
+    def made(name: str, *more: str) -> str:
+        assert main(["keys", "add", name, "--data-dir", str(tmp_path), *more]) == 0
+        return capsys.readouterr().out.splitlines()[-1]
+
+    return made
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is looked at for every request."""
+    monkeypatch.setattr(keys_file, "_LOOKED", 0.0)
+
+
+@pytest.fixture
+def server(model: Path, docs: Path, tmp_path: Path, add: Callable[..., str], at_once: None) -> Iterator[Running]:
+    """A server with a tenant of the environment and one of a file."""
+    add("ada")
+    with running(settings_for(model, docs, tmp_path, keys={"eve": ENV_KEY})) as made:
+        yield made
+
+
+def status(server: Running, key: str, path: str = "/v1/models") -> int:
+    with client_of(server, key) as client:
+        return client.get(path).status_code
+
+
+def test_the_file_holds_no_key_and_is_the_owners_alone(
+    tmp_path: Path, add: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = add("ada"), add("ben", "--tenant", "ada")
+    assert len(one) > 40
+    assert one != other
+    path = tmp_path / KEYS_FILE
+    assert path.stat().st_mode & 0o777 == 0o600
+    text = path.read_text()
+    for part in (one, other, one.split("_", 2)[2], other.split("_", 2)[2]):
+        assert part not in text
+    entries = read_keys(path)
+    assert [(entry.name, entry.tenant) for entry in entries] == [("ada", "ada"), ("ben", "ada")]
+    assert entries[0].salt != entries[1].salt
+    assert [entry.fits(one) for entry in entries] == [True, False]
+    assert main(["keys", "list", "--data-dir", str(tmp_path)]) == 0
+    listed = capsys.readouterr().out
+    assert [line.split()[:2] for line in listed.splitlines()] == [["ada", "ada"], ["ben", "ada"]]
+    assert main(["keys", "revoke", "ada", "--data-dir", str(tmp_path)]) == 0
+    assert [entry.name for entry in read_keys(path)] == ["ben"]
+    assert list(tmp_path.glob("*.new")) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["add", "ada"], "name='ada' is not usable: there is a key of this name"),
+        (["add", "../ada"], "name='../ada' is not usable: use 1 to 64 letters"),
+        (["add", "ben", "--tenant", "a/b"], "tenant='a/b' is not usable: use 1 to 64 letters"),
+        (["revoke", "ben"], "name='ben' is not usable: there is no such key; there are: ada"),
+    ],
+)
+def test_what_cannot_be_done_is_named(
+    arguments: list[str], message: str, tmp_path: Path, add: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    add("ada")
+    assert main(["keys", *arguments, "--data-dir", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+    assert [entry.name for entry in read_keys(tmp_path / KEYS_FILE)] == ["ada"]
+
+
+def test_the_file_is_where_the_server_looks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tmp_path / "serve.toml"
+    config.write_text(f"[rag]\ndata_dir = '{tmp_path / 'data'}'")
+    assert main(["keys", "add", "ada", "--config", str(config)]) == 0
+    config.write_text(f"[server]\nkeys_file = '{tmp_path / 'own.json'}'")
+    assert main(["keys", "add", "ben", "--config", str(config)]) == 0
+    monkeypatch.setenv("CACHEBLEND_RAG_DATA_DIR", str(tmp_path / "other"))
+    assert main(["keys", "add", "eve"]) == 0
+    for name, path in (("ada", "data/keys.json"), ("ben", "own.json"), ("eve", "other/keys.json")):
+        assert [entry.name for entry in read_keys(tmp_path / path)] == [name]
+    assert main(["keys", "list", "--data-dir", str(tmp_path / "nowhere")]) == 2
+    assert not (tmp_path / "nowhere").exists()
+
+
+def damaged(text: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.chmod(0o644), "others can read or change it: chmod 600"),
+        (lambda path: path.chmod(0o620), "others can read or change it"),
+        (damaged("{"), "it is damaged"),
+        (damaged("[]"), "it is damaged"),
+        (damaged('{"version": 1, "keys": [{"name": "ada"}]}'), "it is damaged"),
+        (damaged('{"version": 2, "keys": []}'), "it is of version 2"),
+        (lambda path: path.write_text(path.read_text().replace('"tenant": "ada"', '"tenant": 3')), "it is damaged"),
+        (lambda path: path.write_text(path.read_text().replace('"tenant": "ada"', '"tenant": "../x"')), "'../x'"),
+        (lambda path: path.write_bytes(b"\xff\xfe"), "it is damaged"),
+        (lambda path: path.unlink(), "No such file"),
+    ],
+)
+def test_a_file_that_is_not_fit_keeps_the_server_from_starting_and_leaves_a_running_one_its_keys(
+    damage: Callable[[Path], object],
+    message: str,
+    model: Path,
+    docs: Path,
+    tmp_path: Path,
+    add: Callable[..., str],
+    at_once: None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    key, path = add("ada"), tmp_path / KEYS_FILE
+    running_keys = KeysFile(path)
+    damage(path)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            found = running_keys.find(key)
+            assert found is not None
+            assert found.tenant == "ada"
+    (record,) = caplog.records  # it is told once
+    assert "the former keys hold" in record.getMessage()
+    assert message in record.getMessage()
+    with pytest.raises(ConfigError, match="keys_file") as refused:
+        settings_for(model, docs, tmp_path, keys_file=path)
+    assert message in str(refused.value)
+
+
+def test_keys_come_and_go_while_the_server_runs(server: Running, tmp_path: Path, add: Callable[..., str]) -> None:
+    assert status(server, ENV_KEY) == 200
+    assert status(server, "") == 401
+    ben = add("ben")
+    assert status(server, ben) == 200
+    again = add("ben-2", "--tenant", "ben")
+    with client_of(server, ben) as old, client_of(server, again) as new:
+        id = new_collection(old)
+        events = upload(old, id, {"a.txt": passage(900)})  # the tenant was not there when the server started
+        settle(server.service)
+        assert events[-1]["stage"] == "done"
+        assert main(["keys", "revoke", "ben", "--data-dir", str(tmp_path)]) == 0
+        assert old.get(f"/api/collections/{id}/documents").status_code == 401
+        assert len(new.get(f"/api/collections/{id}/documents").json()) == 1
+        asked = new.post(f"/api/collections/{id}/ask", json={"question": "Which leaf?"})
+        assert read_events(asked.text)[-1][0] == "done"
+    assert status(server, ENV_KEY, f"/api/collections/{id}/documents") == 404
+
+
+def test_documents_of_a_tenant_whose_key_comes_back_are_there(
+    model: Path, docs: Path, tmp_path: Path, add: Callable[..., str], at_once: None
+) -> None:
+    old = add("ada")
+    with running(settings_for(model, docs, tmp_path)) as server, client_of(server, old) as client:
+        id = new_collection(client)
+        upload(client, id, {"a.txt": passage(910)})
+        assert main(["keys", "revoke", "ada", "--data-dir", str(tmp_path)]) == 0
+    with running(settings_for(model, docs, tmp_path)) as server:
+        assert server.service.sessions == {}
+        key = add("ada")
+        with client_of(server, key) as client, ThreadPoolExecutor(8) as pool:
+            path = f"/api/collections/{id}/documents"
+            answers = list(pool.map(lambda _: client.get(path), range(8)))  # all are the first
+            assert [answer.status_code for answer in answers] == [200] * 8
+            assert [one["name"] for one in answers[0].json()] == ["a.txt"]
+            assert upload(client, id, {"b.txt": passage(911)})[-1]["stage"] == "done"
+
+
+def test_the_last_key_that_goes_opens_nothing(server: Running, tmp_path: Path, add: Callable[..., str]) -> None:
+    assert main(["keys", "revoke", "ada", "--data-dir", str(tmp_path)]) == 0
+    assert [status(server, key) for key in ("", "x", ENV_KEY)] == [401, 401, 200]
+
+
+def test_a_server_that_has_a_file_without_keys_is_closed(
+    model: Path, docs: Path, tmp_path: Path, at_once: None
+) -> None:
+    path = tmp_path / "keys.json"
+    change_keys(path, lambda keys: ())
+    with running(settings_for(model, docs, tmp_path)) as server:
+        assert status(server, "") == 401
+        entry, key = new_key("ada", "ada")
+        change_keys(path, lambda keys: [*keys, entry])
+        assert status(server, key) == 200
+
+
+def test_parts_of_keys_open_nothing(server: Running, add: Callable[..., str]) -> None:
+    ada, ben = add("ada-2"), add("ben")
+    mark, id, secret = ada.split("_", 2)
+    other = ben.split("_", 2)[2]
+    entry = next(one for one in read_keys(server.service.settings.keys_file) if one.name == "ada-2")
+    for wrong in (
+        f"{mark}_{id}_{other}",  # the id of one, the secret of another
+        f"{mark}_{id}_",
+        f"{mark}_{id}",
+        f"_{id}_{secret}",
+        f"{mark}__{secret}",
+        secret,
+        entry.sha256,
+        f"{mark}_{id}_{entry.sha256}",
+        f"{ada}x",
+        ada[:-1],
+    ):
+        assert status(server, wrong) == 401, wrong
+    assert status(server, ada) == 200
+
+
+def test_a_key_for_metrics_reads_nothing_else(server: Running, add: Callable[..., str]) -> None:
+    key = add("prometheus", "--metrics")
+    assert status(server, key, "/metrics") == 200
+    with client_of(server, key) as client:
+        refused = [
+            client.get("/v1/models"),
+            client.get("/api/state"),
+            client.post("/api/collections", json={"name": "x"}),
+            client.get("/metrics/"),
+        ]
+    assert [answer.status_code for answer in refused] == [403] * 4
+    assert refused[0].json()["error"]["code"] == "metrics_only"
+
+
+def test_a_changed_file_is_seen_within_its_time_and_not_looked_at_for_every_request(
+    tmp_path: Path, add: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = add("ada")
+    keys, looks = KeysFile(tmp_path / KEYS_FILE), 0
+    state = KeysFile._state
+
+    def counted(self: KeysFile) -> tuple[int, ...]:
+        nonlocal looks
+        looks += 1
+        return state(self)
+
+    monkeypatch.setattr(KeysFile, "_state", counted)
+    assert main(["keys", "revoke", "ada", "--data-dir", str(tmp_path)]) == 0
+    began = time.monotonic()
+    while keys.find(key) is not None:
+        assert time.monotonic() - began < 5
+        time.sleep(0.01)
+    assert looks == 1
+    assert time.monotonic() - began > 0.5
+
+
+def test_keys_that_are_added_at_the_same_time_are_all_there(tmp_path: Path) -> None:
+    path = tmp_path / KEYS_FILE
+
+    def add(number: int) -> None:
+        entry, _ = new_key(f"key-{number}", "ada")
+        change_keys(path, lambda keys: [*keys, entry])
+
+    threads = [threading.Thread(target=add, args=(number,)) for number in range(12)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(read_keys(path)) == 12
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
+def test_root_leaves_the_file_to_the_user_of_the_server(tmp_path: Path) -> None:
+    os.chown(tmp_path, 1234, 1234)
+    path = tmp_path / "state" / "data" / KEYS_FILE
+    change_keys(path, lambda keys: [new_key("ada", "ada")[0]])
+    assert (path.stat().st_uid, path.stat().st_mode & 0o777) == (1234, 0o600)
+    assert {one.stat().st_uid for one in tmp_path.rglob("*")} == {1234}, "folders and its lock, too"
+    assert json.loads(path.read_text())["version"] == 1
+
+
+def test_links_that_are_laid_out_for_root_lead_nowhere(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("keys.json.new", "keys.json"):
+        (folder / name).symlink_to(victim)
+    keys_file.write_private(folder / "keys.json", "new")
+    assert victim.read_text() == "mine"
+    assert (folder / "keys.json").read_text() == "new"
+    assert not (folder / "keys.json").is_symlink()
+
+
+def test_clients_of_a_running_server_are_not_slowed_by_wrong_keys(server: Running, add: Callable[..., str]) -> None:
+    """A slow hash would be a way to keep the server busy: a wrong key costs as little as none."""
+    key = add("ben")
+    wrong = key[:-4] + "AAAA"
+    keys = KeysFile(server.service.settings.keys_file)
+    began = time.process_time()
+    for _ in range(2000):
+        assert keys.find(wrong) is None
+    assert time.process_time() - began < 1.0
+    with httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {key}"}) as client:
+        assert client.get("/v1/models").status_code == 200

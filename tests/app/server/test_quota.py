@@ -1,0 +1,196 @@
+"""Tokens that a tenant may use in a minute, and ways around that."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.quota import TokenQuota
+from cacheblend_rag.app.server.settings import Limits
+from tests.app.server.common import Running, client_of, process_logits, running, settings_for
+
+KEYS = {"ada": "ada-0123456789abcdef", "ben": "ben-0123456789abcdef"}
+SIZE = 600
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def server(model: Path, docs: Path, tmp_path: Path) -> Iterator[Running]:
+    """A server with a quota, for which time stands still."""
+    limits = Limits(tokens_per_minute=SIZE)
+    with running(settings_for(model, docs, tmp_path, keys=KEYS, limits=limits)) as made:
+        made.service.quota = TokenQuota(SIZE, Clock())
+        yield made
+
+
+def left(server: Running, tenant: str = "ada") -> int:
+    return int(server.service.quota._left(tenant, SIZE))
+
+
+def settled(server: Running, value: int, tenant: str = "ada") -> None:
+    """Wait until what was not used has come back: that is after the answer."""
+    ends = time.monotonic() + 10
+    while left(server, tenant) != value:
+        assert time.monotonic() < ends, left(server, tenant)
+        time.sleep(0.01)
+
+
+def complete(client: httpx.Client, server: Running, **more: Any) -> httpx.Response:
+    return client.post("/v1/completions", json={"model": server.service.model_name, "prompt": "Which leaf?", **more})
+
+
+def test_a_bucket_fills_evenly_and_holds_a_minutes_tokens() -> None:
+    clock = Clock()
+    quota = TokenQuota(600, clock)
+    quota.take("ada", 600)
+    with pytest.raises(Problem) as refused:
+        quota.take("ada", 100)
+    assert (refused.value.status, refused.value.code, refused.value.retry_after) == (429, "rate_limit_exceeded", 10)
+    quota.take("ben", 600)
+    clock.now += 10
+    quota.check("ada", 100)
+    quota.take("ada", 100)  # to check takes nothing
+    clock.now += 3600
+    quota.take("ada", 600)
+    with pytest.raises(Problem):
+        quota.take("ada", 1)
+    quota.give_back("ada", 10_000)
+    quota.take("ada", 600)
+    with pytest.raises(Problem):
+        quota.take("ada", 1)
+    with pytest.raises(Problem) as refused:
+        quota.take("ada", 601)
+    assert (refused.value.status, refused.value.retry_after, refused.value.field) == (400, None, "max_tokens")
+    TokenQuota(None, clock).take("ada", 10**12)
+
+
+def test_what_was_not_used_comes_back_and_what_is_used_up_is_refused(server: Running) -> None:
+    with client_of(server, KEYS["ada"]) as ada, client_of(server, KEYS["ben"]) as ben:
+        used = complete(ada, server, max_tokens=500, stop=["a", "e", "i", "o", " "]).json()["usage"]["total_tokens"]
+        assert used < 500
+        settled(server, SIZE - used)
+        refused = complete(ada, server, max_tokens=590)
+        assert refused.status_code == 429
+        error = refused.json()["error"]
+        assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
+        assert f"{SIZE - used:,} of your {SIZE:,} a minute are left" in error["message"]
+        wait = int(refused.headers["retry-after"])
+        assert 1 <= wait <= 60
+        assert complete(ben, server, max_tokens=590).status_code == 200
+        server.service.quota._clock.now += wait
+        assert complete(ada, server, max_tokens=590).status_code == 200
+        never = complete(ada, server, max_tokens=SIZE + 1)
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "max_tokens")
+        assert "retry-after" not in never.headers
+
+
+def test_openai_clients_wait_as_they_are_told(server: Running) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEYS["ada"], max_retries=0)
+    server.service.quota.take("ada", SIZE)
+    with pytest.raises(openai.RateLimitError) as refused:
+        client.completions.create(model=server.service.model_name, prompt="Which?", max_tokens=10)
+    assert int(refused.value.response.headers["retry-after"]) == 1
+    assert refused.value.code == "rate_limit_exceeded"
+
+
+def test_every_way_to_the_model_is_counted(server: Running) -> None:
+    name, embedder = server.service.model_name, server.service.embedder_name
+    message = [{"role": "user", "content": "Which leaf?"}]
+    requests: dict[str, tuple[str, dict[str, Any]]] = {
+        "completions": ("/v1/completions", {"model": name, "prompt": "Which?", "max_tokens": 2}),
+        "streamed": ("/v1/completions", {"model": name, "prompt": "Which?", "max_tokens": 2, "stream": True}),
+        "several": ("/v1/completions", {"model": name, "prompt": ["Which?", "Who?"], "n": 3, "max_tokens": 2}),
+        "chat": ("/v1/chat/completions", {"model": name, "messages": message, "max_tokens": 2}),
+        "embeddings": ("/v1/embeddings", {"model": embedder, "input": ["Which leaf?"]}),
+        "ask": ("/api/collections/archive/ask", {"question": "Which?", "k": 1, "max_tokens": 2}),
+        "compare": ("/api/collections/archive/compare", {"question": "Which?", "k": 1, "max_tokens": 2}),
+    }
+    used, most = {}, 10 * SIZE
+    with client_of(server, KEYS["ada"]) as client:
+        for kind, (path, body) in requests.items():
+            quota = server.service.quota = TokenQuota(most, Clock())
+            answer = client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+            time.sleep(0.2)  # what was not used comes back once the request has ended
+            used[kind] = most - int(quota._left("ada", most))
+            quota.take("ada", most - used[kind])
+            refused = client.post(path, json=body)
+            assert refused.status_code == 429, kind
+            assert "retry-after" in refused.headers
+    assert all(count > 0 for count in used.values()), used
+    assert used["completions"] == used["streamed"]
+    assert used["several"] > 5 * used["completions"] - 6
+    assert used["compare"] > 3 * used["ask"]
+    assert server.service.queue.served == 0
+
+
+def test_many_at_once_do_not_get_more_than_one_after_the_other(server: Running) -> None:
+    def ask(number: int) -> int:
+        with client_of(server, KEYS["ada"]) as client:
+            return complete(client, server, max_tokens=100, prompt=f"Which {number}?").status_code
+
+    take, taken = server.service.quota.take, []
+
+    def noted(tenant: str, tokens: int, *, keep: bool = False) -> None:
+        take(tenant, tokens, keep=keep)
+        if not keep:
+            taken.append(tokens)
+
+    server.service.quota.take = noted
+    server.service.quota.give_back = lambda tenant, tokens: None
+    with ThreadPoolExecutor(24) as pool:
+        statuses = list(pool.map(ask, range(24)))
+    assert set(statuses) == {200, 429}
+    assert sum(taken) <= SIZE
+    assert statuses.count(200) == len(taken) == SIZE // taken[0]
+
+
+def test_a_client_that_goes_away_pays_for_all_it_asked_for(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    going, begun = threading.Event(), threading.Event()
+
+    def held(ids: Any, scores: Any) -> Any:
+        begun.set()
+        assert going.wait(30)
+        return scores
+
+    process_logits(monkeypatch, held)
+    before = left(server)
+    body = {"model": server.service.model_name, "prompt": "Which leaf?", "max_tokens": 200, "stream": True}
+    with client_of(server, KEYS["ada"]) as client, client.stream("POST", "/v1/completions", json=body):
+        assert begun.wait(30)
+    going.set()
+    ends = time.monotonic() + 10
+    while server.service.queue.served and time.monotonic() < ends:
+        time.sleep(0.02)
+    time.sleep(0.2)
+    assert left(server) <= before - 200
+
+
+def test_what_is_refused_costs_nothing_and_holds_no_place(server: Running) -> None:
+    with client_of(server, KEYS["ada"]) as client:
+        for body in ({"max_tokens": 10_000}, {"prompt": "x" * 40_000}, {"temperature": 99}):
+            assert complete(client, server, **body).status_code == 400
+        asked = client.post("/api/collections/archive/ask", json={"question": "Which?", "max_tokens": SIZE - 1})
+        assert asked.status_code == 400  # with its passages it is more than there ever is
+        time.sleep(0.1)
+        assert left(server) == SIZE
+        assert (server.service.queue.served, server.service.queue.waiting) == (0, 0)
+        assert complete(client, server, max_tokens=2).status_code == 200
