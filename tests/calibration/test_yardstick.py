@@ -148,7 +148,9 @@ def test_codecs_move_answers_by_little(rows: list[dict[str, Any]]) -> None:
         assert 0 < moved[0] < moved[1]
 
 
-def test_only_prompts_that_are_answered_rightly_are_measured() -> None:
+def test_only_prompts_that_are_answered_rightly_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     case = cases(1)[0]
     with engine_of(tiny.model(num_hidden_layers=3)) as engine:
         yard = Yardstick(engine, [case], ["sink/none"], 3, ["sink/none"], ["order"], only_right=True)
@@ -161,7 +163,10 @@ def test_only_prompts_that_are_answered_rightly_are_measured() -> None:
     lost = found["methods"]["sink/none"]["lost_of_right"]
     assert lost == int(not right["methods"]["sink/none"]["right"])
     assert found["noise"]["order"]["lost_of_right"] == int(not right["noise_right"]["order"])
-    assert f"| `sink/none` | {lost} | " in yardstick.table(found)
+    source = tmp_path / "set.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in (wrong, right)), encoding="utf-8")
+    assert yardstick.main(["show", str(source)]) == 0
+    assert f"| `sink/none` | {lost} | " in capsys.readouterr().out
 
 
 def test_deviation_is_of_reused_rows_alone(tmp_path: Path) -> None:

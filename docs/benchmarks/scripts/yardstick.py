@@ -576,7 +576,7 @@ def show(options: argparse.Namespace) -> None:
         sets.setdefault(name, []).extend(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
     together = [row for rows in sets.values() for row in rows]
     result: dict[str, Any] = {"options": {"about": options.about, "date": options.date, "machine": options.machine}}
-    result["drawn"] = max(sets, key=lambda name: sum(bool(row["noise"]) for row in sets[name]))
+    result["drawn"] = max(sets, key=lambda name: sum(bool(row.get("noise")) for row in sets[name]))
     result["sets"] = {name: summary(rows) for name, rows in sets.items()}
     result["together"] = summary(together)
     if options.against:
