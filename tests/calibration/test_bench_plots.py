@@ -26,6 +26,7 @@ DRAWN = (
     "loading",
     "hit-rates",
     "quality",
+    "deviation",
     "concurrent-bfloat16",
 )
 HERE = {

@@ -111,7 +111,7 @@ def _shown(found: Mapping[str, Any]) -> str:
 
 def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
     """Deviation of values over layers, first tokens of chunks apart from the others, and over places in a chunk."""
-    figure, (over_layers, over_places) = pyplot.subplots(1, 2, figsize=(9, 3.8), layout="constrained")
+    figure, (over_layers, over_places) = pyplot.subplots(1, 2, figsize=(9, 4.8), layout="constrained")
     for name, one in result["deviation"].items():
         if "values" not in one:
             continue
@@ -126,7 +126,7 @@ def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
     for axes in (over_layers, over_places):
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small", frameon=False)
+        axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
     save_figure(pyplot, figure, path)
 
 

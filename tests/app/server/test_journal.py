@@ -23,7 +23,8 @@ class Writer:
 
     def __init__(self, id: str, seed: int) -> None:
         self.id, self.random, self.number = id, random.Random(seed), 1000 * seed
-        self.accepted: dict[str, str] = {}  # name to text
+        self.sent: dict[str, str] = {}  # name to text
+        self.accepted: dict[str, str] = {}
         self.deleted: set[str] = set()
         self.unsure: set[str] = set()  # asked for, and not answered
         self.jobs: list[str] = []
@@ -36,6 +37,7 @@ class Writer:
             while True:
                 self.number += 1
                 name, text = f"{self.number}.txt", passage(self.number, 80)
+                self.sent[name] = text
                 answer = client.post(path, files=[("files", (name, text))])
                 if answer.status_code == 202:
                     self.accepted[name] = text
@@ -87,7 +89,7 @@ def test_killed_at_random_moments_nothing_that_was_answered_is_lost(
     gone = [(writer, one) for writer in writers for one in sorted(writer.deleted)]
     assert gone
     for writer, one in gone:
-        body = {"model": name, "prompt": "Which?", "documents": [writer.accepted[one]], "max_tokens": 1}
+        body = {"model": name, "prompt": "Which?", "documents": [writer.sent[one]], "max_tokens": 1}
         assert client.post("/v1/completions", json=body).json()["cacheblend"][0]["hits"] == 0
     assert not list(data.glob("tenants/*/documents/incoming/*"))
     assert server.end(signal.SIGTERM) in (0, -signal.SIGTERM)
