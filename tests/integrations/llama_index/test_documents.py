@@ -10,16 +10,26 @@ import pytest
 
 from tests.integrations.llama_index.test_matrix import CHAT_ENGINES, MODES, QUERY_ENGINES
 from tests.test_documents_run import run
+from tests.toy import EMBEDDER_PATH, MODEL_PATH
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "how-to" / "llama_index.md").read_text(encoding="utf-8")
 
 
+CODE = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+
+
+@pytest.mark.slow
 @pytest.mark.pretrained
 @pytest.mark.usefixtures("smollm2_folder", "minilm_folder")
+def test_the_page_runs_on_the_starter_models(tmp_path: Path) -> None:
+    assert "14 November 1963" in run([sys.executable, "-W", "ignore", "-c", CODE], tmp_path)
+
+
 def test_the_page_runs_from_top_to_bottom(tmp_path: Path) -> None:
-    code = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
-    assert "14 November 1963" in run([sys.executable, "-W", "ignore", "-c", code], tmp_path)
+    code = CODE.replace('"smollm2"', repr(str(MODEL_PATH))).replace('"minilm"', repr(str(EMBEDDER_PATH)))
+    assert code.count(str(MODEL_PATH)) > 0 < code.count(str(EMBEDDER_PATH))
+    assert run([sys.executable, "-W", "ignore", "-c", code], tmp_path).strip()
 
 
 def test_the_table_is_the_matrix() -> None:
