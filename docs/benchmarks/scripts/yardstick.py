@@ -55,7 +55,7 @@ from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import ContextKV
 from cacheblend_rag.models.kv import SegmentKV
-from cacheblend_rag.prompt import Prompt, PromptTokenizer
+from cacheblend_rag.prompt import Prompt, PromptTokenizer, TokenizedPrompt
 from cacheblend_rag.prompt.contexts import Contexts
 from cacheblend_rag.store.base import KVRecord
 from cacheblend_rag.store.codecs import codec_named
@@ -254,13 +254,13 @@ class Yardstick:
         noise: Sequence[str] = (),
         only_right: bool = False,
     ) -> None:
-        self._engine, self._adapter, self._chunks = engine, engine.adapter, chunks
+        self._engine, self.adapter, self._chunks = engine, engine.adapter, chunks
         self._answers, self._noise, self._only_right = answers, noise, only_right
-        self._tokenizer = PromptTokenizer(engine.tokenizer, engine.config.separator)
+        self.tokenizer = PromptTokenizer(engine.tokenizer, engine.config.separator)
         self._chat = ChatFrame(engine.tokenizer) if engine.tokenizer.chat_template else None
         self._methods = [parse_method(name) for name in methods]
-        self._conditions = Conditions(self._adapter, self._tokenizer, cases)
-        self._ends = end_ids_of(engine)
+        self._conditions = Conditions(self.adapter, self.tokenizer, cases)
+        self.end_ids = end_ids_of(engine)
         self._other_models: dict[str, Any] = {}
 
     def prompt(self, case: EvalCase, between: str = "\n\n") -> Prompt:
@@ -270,19 +270,23 @@ class Yardstick:
         count = max(0, len(made.chunks) - 1)
         return Prompt(separator, made.chunks, "\n\n" + made.suffix.lstrip("\n"), (between,) * count)
 
-    def prepared(self, condition: str, prompt: Prompt) -> PreparedPrompt:
-        """A prompt whose chunks are computed as a condition says."""
-        compute = self._conditions.compute(condition, prompt)
-        return PreparedPrompt(self._adapter, self._tokenizer, prompt, compute)
+    def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
+        """The ids of a prompt."""
+        return self.tokenizer.tokenize(prompt)
+
+    def prepared(self, condition: str, prompt: Prompt, compute: ComputeKV | None = None) -> PreparedPrompt:
+        """A prompt whose chunks are computed as a condition says, or by what is given."""
+        compute = compute or self._conditions.compute(condition, prompt)
+        return PreparedPrompt(self.adapter, self.tokenizer, prompt, compute)
 
     def measure(self, case: EvalCase, order: str) -> dict[str, Any]:
         """What each method does on a prompt."""
         asked = in_prompt(case, self._chunks, order)
         prompt = self.prompt(asked)
-        ids = self._tokenizer.tokenize(prompt).input_ids
-        full = self._adapter.prefill(ids)
+        ids = self.tokenize(prompt).input_ids
+        full = self.adapter.prefill(ids)
         prefilled = shared_cache(full.cache)
-        answer, rows = greedy_answer(self._adapter, full.cache, full.logits, _ANSWER_TOKENS, self._ends)
+        answer, rows = greedy_answer(self.adapter, full.cache, full.logits, _ANSWER_TOKENS, self.end_ids)
         text = self._engine.tokenizer.decode(answer, skip_special_tokens=True)
         row: dict[str, Any] = {
             "id": f"{case.id}/{order}",
@@ -302,10 +306,10 @@ class Yardstick:
             for method in self._methods:
                 if method.condition == condition:
                     fused = prepared.fuse(method.rule)
-                    cache = self._adapter.new_cache(fused.fusion.layers)
+                    cache = self.adapter.new_cache(fused.fusion.layers)
                     logits = fused.fusion.logits
                     gold_here = self._gold(shared_cache(cache), logits, gold)
-                    held = answer_log_probs(self._adapter, shared_cache(cache), logits, answer)
+                    held = answer_log_probs(self.adapter, shared_cache(cache), logits, answer)
                     found[method.name] = {
                         "work": round(fused.work, 5),
                         "kl": _short(kl_divergence(rows, held)),
@@ -321,7 +325,7 @@ class Yardstick:
 
     def _gold(self, cache: Any, logits: torch.Tensor, gold: Sequence[int]) -> float:
         """Mean log-likelihood of the gold answer's tokens."""
-        rows = answer_log_probs(self._adapter, cache, logits, gold)
+        rows = answer_log_probs(self.adapter, cache, logits, gold)
         return float(rows[range(len(gold)), list(gold)].mean())
 
     def _noises(self, case: EvalCase, answer: Sequence[int], rows: torch.Tensor) -> Iterator[tuple[str, Any]]:
@@ -346,13 +350,13 @@ class Yardstick:
         """What full prefill answers to the prompts of the noise, where answers are written."""
         for name, prompt in self._other_prompts(case).items():
             if name in self._noise and self._answers:
-                ids = self._tokenizer.tokenize(prompt).input_ids
-                full = self._adapter.prefill(ids)
-                answer, _ = greedy_answer(self._adapter, full.cache, full.logits, _ANSWER_TOKENS, self._ends)
+                ids = self.tokenize(prompt).input_ids
+                full = self.adapter.prefill(ids)
+                answer, _ = greedy_answer(self.adapter, full.cache, full.logits, _ANSWER_TOKENS, self.end_ids)
                 yield name, self._engine.tokenizer.decode(answer, skip_special_tokens=True)
 
     def _moved(self, model: Any, prompt: Prompt, answer: Sequence[int], rows: torch.Tensor) -> list[float]:
-        ids = [*self._tokenizer.tokenize(prompt).input_ids, *answer[:-1]]
+        ids = [*self.tokenize(prompt).input_ids, *answer[:-1]]
         with torch.no_grad():
             logits = model(torch.tensor([ids]), logits_to_keep=len(answer)).logits[0]
         return _short(kl_divergence(rows, logits.float().log_softmax(dim=-1)))
