@@ -3,7 +3,7 @@
 ``python -m docs.benchmarks.scripts.learned_context --data squad.jsonl --steps 150 --out runs/learned.jsonl``
 
 The context begins as the KV of plain prose. A step takes one prompt. Its chunks are computed behind the context and
-reused in full, and the answer of full prefill is forced. The loss is the KL divergence of each token's distribution from
+reused in full, and full prefill's answer is forced. The loss is the KL divergence of each token's distribution from
 full prefill's. It needs no labels. The model itself stays as it is. Prompts are of the half on which rules were chosen.
 Some of its groups are held back, and show what the context is worth. Each line of the result is JSON.
 """
