@@ -308,7 +308,7 @@ class Pipeline:
         lookup = self._opened(fit, kept, [])
         return dataclasses.replace(lookup, seconds=time.perf_counter() - started)
 
-    def load(self, lookup: Lookup, cancelled: Callable[[], bool] = lambda: False) -> Loading | None:
+    def load(self, lookup: Lookup, cancelled: Callable[[], bool]) -> Loading | None:
         """Choose the recompute ratio and begin to read what is worth it; None if the prompt is prefilled in full."""
         if lookup.found is None:
             return None

@@ -30,10 +30,11 @@ def test_training_brings_full_reuse_nearer_and_leaves_the_model_as_it_is() -> No
         prompts = [yardstick.prompt(in_prompt(case, 3)) for case in cases()]
         ids = engine.tokenizer.encode(tiny.text(30, 9), add_special_tokens=False)
         context, weights = LearnedContext(engine.adapter, ids), engine.model.lm_head.weight.clone()
-        before = held_out(yardstick, context, prompts, ["learned/none", "learned/boundary@1.0"])
+        answers = [(prompt, yardstick.full_answer(prompt)) for prompt in prompts]
+        before = held_out(yardstick, context, answers, ["learned/none", "learned/boundary@1.0"])
         lessons = [lesson_of(yardstick, prompt) for prompt in prompts]
         losses = train(context, lessons, engine.model, 24, 0.02)
-        after = held_out(yardstick, context, prompts, ["learned/none", "learned/boundary@1.0"])
+        after = held_out(yardstick, context, answers, ["learned/none", "learned/boundary@1.0"])
         assert torch.equal(engine.model.lm_head.weight, weights)
     assert sum(losses[-4:]) < sum(losses[:4])
     assert after["learned/none"] < before["learned/none"]

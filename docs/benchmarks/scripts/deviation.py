@@ -23,6 +23,9 @@ from cacheblend_rag.calibration.bench.benching import table
 from cacheblend_rag.calibration.bench.plotting import pyplot_for, save_figure
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.fusor.selection import SelectNone
+from cacheblend_rag.fusor.teacher_forcing import prefill_layerwise
+from cacheblend_rag.models.kv import LayerKV
+from cacheblend_rag.prompt import Span
 from docs.benchmarks.scripts.common import reported, script_parser
 from docs.benchmarks.scripts.yardstick import Yardstick, in_prompt, of_half, open_cases
 
@@ -59,30 +62,22 @@ def measure(yardstick: Yardstick, prompts: Sequence[Any], conditions: Sequence[s
         sums[name] = (total + value.double().sum(dim=-1), count + value.shape[-1])
 
     for prompt in prompts:
+        full = prefill_layerwise(yardstick.adapter, yardstick.tokenizer.tokenize(prompt).input_ids).layers
         for condition in conditions:
             prepared = yardstick.prepared(condition, prompt)
-            stored, full = prepared.fuse(SelectNone()).fusion.layers, prepared.full.layers
+            stored = prepared.fuse(SelectNone()).fusion.layers
             for span in prepared.tokens.chunks:
                 place = torch.arange(len(span))
                 starts = place < max(1, round(_STARTS * len(span)))
-                norms = {}
                 for part in ("values", "keys"):
-                    ours, theirs = (
-                        torch.stack([getattr(one, part)[0, :, span.start : span.stop] for one in layers])
-                        .transpose(1, 2)
-                        .flatten(2)  # [layers, tokens, heads * width]
-                        for layers in (stored, full)
-                    )
-                    apart = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # [layers, tokens]
+                    apart = _apart(_rows(stored, part, span), _rows(full, part, span))  # [layers, tokens]
                     add(condition, part, "starts", value=apart[:, starts])
                     add(condition, part, "rest", value=apart[:, ~starts])
-                    if part == "values":
-                        norms = {condition: ours.norm(dim=-1)[1:], "full prefill": theirs.norm(dim=-1)[1:]}
-                        for number, (first, behind) in enumerate(PLACES):
-                            inside = (place >= first) & (place < behind)
-                            add(condition, "places", str(number), value=apart[1:, inside].mean(dim=0))
-                for name, norm in norms.items():
-                    add(name, "first_norm", value=(norm[:, 0] / norm.mean(dim=1)).mean()[None])
+                    for number, (first, behind) in enumerate(PLACES if part == "values" else ()):
+                        inside = (place >= first) & (place < behind)
+                        add(condition, "places", str(number), value=apart[1:, inside].mean(dim=0))
+                for name, layers in ((condition, stored), ("full prefill", full)):
+                    add(name, "first_norm", value=_first_norm(_rows(layers, "values", span)))
     means = {name: (total / count).tolist() for name, (total, count) in sums.items()}
     found: dict[str, Any] = {"full prefill": {"first_norm": _short(means["full prefill", "first_norm"])}}
     for name in conditions:
@@ -90,6 +85,22 @@ def measure(yardstick: Yardstick, prompts: Sequence[Any], conditions: Sequence[s
         places = [_short(means[name, "places", str(number)]) for number in range(len(PLACES))]
         found[name] = {**parts, "places": places, "first_norm": _short(means[name, "first_norm"])}
     return found
+
+
+def _rows(layers: Sequence[LayerKV], part: str, span: Span) -> torch.Tensor:
+    """Keys or values of some positions, ``[layers, tokens, heads * width]``."""
+    found = torch.stack([getattr(layer, part)[0, :, span.start : span.stop] for layer in layers])
+    return found.transpose(1, 2).flatten(2)
+
+
+def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    return (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+
+
+def _first_norm(values: torch.Tensor) -> torch.Tensor:
+    """Size of the first row's values behind layer 0, relative to the mean over the rows, ``[1]``."""
+    norm = values.norm(dim=-1)[1:]
+    return (norm[:, 0] / norm.mean(dim=1)).mean()[None]
 
 
 def _short(value: Any) -> Any:

@@ -25,9 +25,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from cacheblend_rag.calibration.evaluation.answers import shared_cache
 from cacheblend_rag.calibration.evaluation.cases import EvalCase
-from cacheblend_rag.calibration.trials import greedy_answer
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.models.adapter import ModelAdapter
@@ -37,7 +35,7 @@ from cacheblend_rag.models.rope import unrotate
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.contexts import Contexts
 from docs.benchmarks.scripts.common import reported, script_parser
-from docs.benchmarks.scripts.yardstick import Yardstick, in_prompt, of_half, open_cases, parse_method
+from docs.benchmarks.scripts.yardstick import FullAnswer, Yardstick, in_prompt, of_half, open_cases, parse_method
 
 __all__ = ["LearnedContext", "Lesson", "main", "train"]
 
@@ -114,18 +112,14 @@ class Lesson:
 
 def lesson_of(yardstick: Yardstick, prompt: Prompt) -> Lesson:
     """What full prefill does on a prompt."""
-    adapter, tokens = yardstick.adapter, yardstick.tokenize(prompt)
+    tokens, full = yardstick.tokenizer.tokenize(prompt), yardstick.full_answer(prompt, _ANSWER_TOKENS)
     ids, end = list(tokens.input_ids), tokens.suffix.start
-    full = adapter.prefill(ids)
-    prefilled = shared_cache(full.cache)
-    answer, _ = greedy_answer(adapter, full.cache, full.logits, _ANSWER_TOKENS, yardstick.end_ids)
-    cuts = [*(span.start for span in tokens.chunks), end]
-    known = DynamicCache()
-    for number, layer in enumerate(prefilled.layers):
+    cuts, known = [*(span.start for span in tokens.chunks), end], DynamicCache()
+    for number, layer in enumerate(full.cache.layers):
         known.update(layer.keys[:, :, :end].clone(), layer.values[:, :, :end].clone(), number)
     prefix = [(layer.keys[:, :, : cuts[0]].clone(), layer.values[:, :, : cuts[0]].clone()) for layer in known.layers]
-    tail = ids[end:] + answer[:-1]
-    said = adapter.extend(known, tail).log_softmax(dim=-1)
+    tail = ids[end:] + full.answer[:-1]
+    said = yardstick.adapter.extend(known, tail).log_softmax(dim=-1)
     pieces = [ids[start:stop] for start, stop in pairwise(cuts)]
     return Lesson(prefix, pieces, cuts[:-1], torch.tensor([tail]), len(ids) - end - 1, said.half())
 
@@ -154,29 +148,22 @@ def _turned(keys: torch.Tensor, frequencies: torch.Tensor, by: int) -> torch.Ten
     return keys * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
 
 
-def held_out(yardstick: Yardstick, context: LearnedContext, prompts: Sequence[Prompt], rules: Sequence[str]) -> Any:
-    """Mean divergence of each rule behind the context and behind what the rules' own conditions say."""
+def held_out(
+    yardstick: Yardstick, context: LearnedContext, answers: Sequence[tuple[Prompt, FullAnswer]], rules: Sequence[str]
+) -> dict[str, float]:
+    """Mean divergence of each rule from full prefill's answers; its condition is ``learned`` or a yardstick's."""
     found: dict[str, list[float]] = {}
     adapter = yardstick.adapter
-    for prompt in prompts:
-        full = adapter.prefill(yardstick.tokenize(prompt).input_ids)
-        answer, rows = greedy_answer(adapter, full.cache, full.logits, 32, yardstick.end_ids)
+    for prompt, full in answers:
         for method in map(parse_method, rules):
             compute = context.compute if method.condition == "learned" else None
             fusion = yardstick.prepared(method.condition, prompt, compute).fuse(method.rule).fusion
-            said = answer_log_probs(adapter, adapter.new_cache(fusion.layers), fusion.logits, answer)
-            found.setdefault(method.name, []).append(float(kl_divergence(rows, said).mean()))
+            said = answer_log_probs(adapter, adapter.new_cache(fusion.layers), fusion.logits, full.answer)
+            found.setdefault(method.name, []).append(float(kl_divergence(full.rows, said).mean()))
     return {name: round(sum(values) / len(values), 4) for name, values in found.items()}
 
 
-def train(
-    context: LearnedContext,
-    lessons: Sequence[Lesson],
-    model: Any,
-    steps: int,
-    rate: float,
-    seen: Any = lambda step: None,
-) -> list[float]:
+def train(context: LearnedContext, lessons: Sequence[Lesson], model: Any, steps: int, rate: float) -> list[float]:
     """Train a context; divergence over the answer at each step."""
     model.requires_grad_(False)
     optimizer, found = torch.optim.Adam([context.keys, context.values], lr=rate), list[float]()
@@ -189,7 +176,6 @@ def train(
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         found.append(answer)
-        seen(step + 1)
     return found
 
 
@@ -206,6 +192,7 @@ def run(options: argparse.Namespace) -> None:
     with BlendEngine.from_pretrained(options.model, dtype="float32") as engine, Path(options.out).open("a") as file:
         yardstick = Yardstick(engine, all_cases, [], options.chunks)
         prompts = [yardstick.prompt(in_prompt(case, options.chunks)) for case in held]
+        answers = [(prompt, yardstick.full_answer(prompt)) for prompt in prompts]
         ids = Contexts(yardstick.tokenizer, (), 1, options.tokens).ids[0]
         context = LearnedContext(engine.adapter, ids)
 
@@ -214,7 +201,7 @@ def run(options: argparse.Namespace) -> None:
 
         others = ["sink/none", "sink/boundary@0.1", "plain/none", "plain/boundary@0.1", "context/none"]
         learned = ["learned/none", "learned/boundary@0.1"]
-        note(step=0, **held_out(yardstick, context, prompts, [*others, "context/boundary@0.1", *learned]))
+        note(step=0, **held_out(yardstick, context, answers, [*others, "context/boundary@0.1", *learned]))
         started = time.perf_counter()
         lessons = [
             lesson_of(yardstick, yardstick.prompt(in_prompt(case, options.chunks)))
@@ -223,7 +210,7 @@ def run(options: argparse.Namespace) -> None:
         losses = train(context, lessons, engine.model, options.steps, options.rate)
         seconds = round(time.perf_counter() - started)
         tens = [round(sum(losses[at : at + 10]) / len(losses[at : at + 10]), 4) for at in range(0, len(losses), 10)]
-        note(step=options.steps, seconds=seconds, losses=tens, **held_out(yardstick, context, prompts, learned))
+        note(step=options.steps, seconds=seconds, losses=tens, **held_out(yardstick, context, answers, learned))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -55,7 +55,7 @@ from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import ContextKV
 from cacheblend_rag.models.kv import SegmentKV
-from cacheblend_rag.prompt import Prompt, PromptTokenizer, TokenizedPrompt
+from cacheblend_rag.prompt import Prompt, PromptTokenizer
 from cacheblend_rag.prompt.contexts import Contexts
 from cacheblend_rag.store.base import KVRecord
 from cacheblend_rag.store.codecs import codec_named
@@ -224,6 +224,34 @@ def parse_method(text: str) -> _Method:
     return _Method(text, match[1], rule_of(match[2] + match[3], ratio))
 
 
+@dataclass(frozen=True)
+class FullAnswer:
+    """What full prefill does on a prompt.
+
+    Parameters
+    ----------
+    ids : sequence of int
+        The prompt.
+    cache : transformers Cache
+        KV of the prompt alone.
+    logits : Tensor, [vocab]
+        Of its last position.
+    answer : list of int
+        The greedy answer.
+    rows : Tensor, [answer tokens, vocab]
+        Log-probabilities where each token of the answer stands.
+    text : str
+        The answer.
+    """
+
+    ids: Sequence[int]
+    cache: Any
+    logits: torch.Tensor
+    answer: list[int]
+    rows: torch.Tensor
+    text: str
+
+
 class Yardstick:
     """Holds methods against full prefill, prompt by prompt.
 
@@ -270,9 +298,14 @@ class Yardstick:
         count = max(0, len(made.chunks) - 1)
         return Prompt(separator, made.chunks, "\n\n" + made.suffix.lstrip("\n"), (between,) * count)
 
-    def tokenize(self, prompt: Prompt) -> TokenizedPrompt:
-        """The ids of a prompt."""
-        return self.tokenizer.tokenize(prompt)
+    def full_answer(self, prompt: Prompt, most: int = _ANSWER_TOKENS) -> FullAnswer:
+        """Full prefill of a prompt, and what it answers greedily."""
+        ids = self.tokenizer.tokenize(prompt).input_ids
+        full = self.adapter.prefill(ids)
+        prefilled = shared_cache(full.cache)  # the other grows by the answer
+        answer, rows = greedy_answer(self.adapter, full.cache, full.logits, most, self.end_ids)
+        text = self._engine.tokenizer.decode(answer, skip_special_tokens=True)
+        return FullAnswer(ids, prefilled, full.logits, answer, rows, text)
 
     def prepared(self, condition: str, prompt: Prompt, compute: ComputeKV | None = None) -> PreparedPrompt:
         """A prompt whose chunks are computed as a condition says, or by what is given."""
@@ -283,23 +316,19 @@ class Yardstick:
         """What each method does on a prompt."""
         asked = in_prompt(case, self._chunks, order)
         prompt = self.prompt(asked)
-        ids = self.tokenize(prompt).input_ids
-        full = self.adapter.prefill(ids)
-        prefilled = shared_cache(full.cache)
-        answer, rows = greedy_answer(self.adapter, full.cache, full.logits, _ANSWER_TOKENS, self.end_ids)
-        text = self._engine.tokenizer.decode(answer, skip_special_tokens=True)
+        full = self.full_answer(prompt)
         row: dict[str, Any] = {
             "id": f"{case.id}/{order}",
             "group": case.group or case.id,
-            "tokens": len(ids),
-            "answer": text,
-            "right": is_right(text, case.answers),
+            "tokens": len(full.ids),
+            "answer": full.text,
+            "right": is_right(full.text, case.answers),
         }
         if self._only_right and not row["right"]:
             return row
         gold = self._engine.tokenizer.encode(" " + case.answers[0], add_special_tokens=False)[:_ANSWER_TOKENS]
-        gold_full = self._gold(shared_cache(prefilled), full.logits, gold)
-        greedy = GreedyAnswers(self._engine, ids, _ANSWER_TOKENS)
+        gold_full = self._gold(shared_cache(full.cache), full.logits, gold)
+        greedy = GreedyAnswers(self._engine, full.ids, _ANSWER_TOKENS)
         found: dict[str, Any] = {}
         for condition in dict.fromkeys(method.condition for method in self._methods):
             prepared = self.prepared(condition, prompt)
@@ -309,31 +338,36 @@ class Yardstick:
                     cache = self.adapter.new_cache(fused.fusion.layers)
                     logits = fused.fusion.logits
                     gold_here = self._gold(shared_cache(cache), logits, gold)
-                    held = answer_log_probs(self.adapter, shared_cache(cache), logits, answer)
+                    held = answer_log_probs(self.adapter, shared_cache(cache), logits, full.answer)
                     found[method.name] = {
                         "work": round(fused.work, 5),
-                        "kl": _short(kl_divergence(rows, held)),
+                        "kl": _short(kl_divergence(full.rows, held)),
                         "gold": round(gold_here - gold_full, 5),
                     }
                     if method.name in self._answers:
-                        said = greedy.text(cache, logits, answer, held.argmax(dim=-1).tolist())
-                        same = said.strip() == text.strip()
+                        said = greedy.text(cache, logits, full.answer, held.argmax(dim=-1).tolist())
+                        same = said.strip() == full.text.strip()
                         found[method.name] |= {"right": is_right(said, case.answers), "same": same}
-        noises = dict(self._noises(asked, answer, rows))
-        said_otherwise = {name: is_right(text, case.answers) for name, text in self._other_answers(asked)}
-        return {**row, "methods": found, "noise": noises, "noise_right": said_otherwise}
+        noises = list(self._noises(asked, full))
+        right = {name: is_right(text, case.answers) for name, _, text in noises if text is not None}
+        return {**row, "methods": found, "noise": {name: kl for name, kl, _ in noises}, "noise_right": right}
 
     def _gold(self, cache: Any, logits: torch.Tensor, gold: Sequence[int]) -> float:
         """Mean log-likelihood of the gold answer's tokens."""
         rows = answer_log_probs(self.adapter, cache, logits, gold)
         return float(rows[range(len(gold)), list(gold)].mean())
 
-    def _noises(self, case: EvalCase, answer: Sequence[int], rows: torch.Tensor) -> Iterator[tuple[str, Any]]:
-        """How far full prefill moves from itself by what users accept anyway."""
+    def _noises(self, case: EvalCase, full: FullAnswer) -> Iterator[tuple[str, list[float], str | None]]:
+        """How far full prefill moves from itself by what users accept anyway, and its answer then if it is wanted."""
         prompts = self._other_prompts(case)
         for name in self._noise:
-            model = self._engine.model if name in prompts else self._other_model(name)
-            yield name, self._moved(model, prompts.get(name) or self.prompt(case), answer, rows)
+            if name in prompts and self._answers:
+                other = self.full_answer(prompts[name])
+                held = answer_log_probs(self.adapter, other.cache, other.logits, full.answer)
+                yield name, _short(kl_divergence(full.rows, held)), other.text
+            else:
+                model = self._engine.model if name in prompts else self._other_model(name)
+                yield name, self._moved(model, prompts.get(name) or self.prompt(case), full), None
 
     def _other_prompts(self, case: EvalCase) -> dict[str, Prompt]:
         others = [passage for passage in case.passages if not passage.support]
@@ -346,20 +380,11 @@ class Yardstick:
             "one passage less": self.prompt(left_out),
         }
 
-    def _other_answers(self, case: EvalCase) -> Iterator[tuple[str, str]]:
-        """What full prefill answers to the prompts of the noise, where answers are written."""
-        for name, prompt in self._other_prompts(case).items():
-            if name in self._noise and self._answers:
-                ids = self.tokenize(prompt).input_ids
-                full = self.adapter.prefill(ids)
-                answer, _ = greedy_answer(self.adapter, full.cache, full.logits, _ANSWER_TOKENS, self.end_ids)
-                yield name, self._engine.tokenizer.decode(answer, skip_special_tokens=True)
-
-    def _moved(self, model: Any, prompt: Prompt, answer: Sequence[int], rows: torch.Tensor) -> list[float]:
-        ids = [*self.tokenize(prompt).input_ids, *answer[:-1]]
+    def _moved(self, model: Any, prompt: Prompt, full: FullAnswer) -> list[float]:
+        ids = [*self.tokenizer.tokenize(prompt).input_ids, *full.answer[:-1]]
         with torch.no_grad():
-            logits = model(torch.tensor([ids]), logits_to_keep=len(answer)).logits[0]
-        return _short(kl_divergence(rows, logits.float().log_softmax(dim=-1)))
+            logits = model(torch.tensor([ids]), logits_to_keep=len(full.answer)).logits[0]
+        return _short(kl_divergence(full.rows, logits.float().log_softmax(dim=-1)))
 
     def _other_model(self, name: str) -> Any:
         if name not in self._other_models:
