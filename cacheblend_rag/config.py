@@ -138,7 +138,7 @@ ENV_PREFIX = "CACHEBLEND_RAG_"
 # Names of the starter models, which commands use unless another model is named.
 DEFAULT_MODEL = "smollm2"
 DEFAULT_EMBEDDER = "minilm"
-CONDITIONS = ("context", "sink", "prefix")
+CONDITIONS = ("auto", "context", "learned", "sink", "prefix")
 MOST_CONTEXTS = 4
 OVERFLOWS = ("error", "drop_chunks")
 METRICS = ("v", "k", "kv")
@@ -350,16 +350,19 @@ class BlendConfig:
         What becomes of a prompt that the model's context window does not hold: it is refused, or whole chunks are
         left out from the end until it fits. Change it where a shorter context is better than no answer, and
         retrieval gives the best chunks first.
-    condition : {"context", "sink", "prefix"}
+    condition : {"auto", "context", "learned", "sink", "prefix"}
         What a chunk is computed behind before it is stored. ``"context"``: stretches of chunks that it belongs with,
         those beside it where chunks are warmed, those retrieved with it otherwise; they are dropped afterwards, and
-        the chunk hits wherever it stands. ``"sink"``: only the fixed tokens that open every text, as in the paper;
-        chunks are stored in half of the time, and answers are further from full prefill. ``"prefix"``: the
-        actual prefix, which is exact directly behind it; another prefix is another record. Change it where storing
-        takes too long, or where every prompt has one chunk behind one prefix.
+        the chunk hits wherever it stands. ``"learned"``: these, and one more context that ``cacheblend-rag adapt``
+        learned for this model and keeps beside the store. ``"sink"``: only the fixed tokens that open every text, as in
+        the paper; chunks are stored in half of the time, and answers are further from full prefill. ``"prefix"``: the
+        actual prefix, which is exact directly behind it; another prefix is another record. ``"auto"``: what
+        ``cacheblend-rag calibrate`` found, else ``"learned"`` where the model was adapted, else ``"context"``. Change
+        it where storing takes too long, or where every prompt has one chunk behind one prefix.
     contexts : int
-        Over how many contexts the KV of a chunk is averaged, from 1 to 4. More are a little nearer to full prefill,
-        and storing takes as many times longer.
+        Over how many stretches of other chunks the KV of a chunk is averaged, from 1 to 4. More are a little nearer to
+        full prefill, and storing takes as many times longer. Beside a learned context, which counts as one more, it
+        may be 0: storing is then as fast as with ``"sink"``, and no chunk depends on another.
     write_back : {"background", "inline", "off"}
         When chunks that were missing are stored: after the answer when nothing else waits,
         before the call returns, or never.
@@ -428,7 +431,7 @@ class BlendConfig:
     )
     min_tokens: int = _option("min_tokens", 256, int)
     overflow: str = _option("overflow", "error", str)
-    condition: str = _option("condition", "context", str)
+    condition: str = _option("condition", "auto", str)
     contexts: int = _option("contexts", 2, int)
     write_back: str = _option("write_back", "background", str)
     session_cache: bool = _option("session_cache", False, lambda text: _flag(text))
@@ -469,8 +472,8 @@ class BlendConfig:
         check_choice("codec", self.codec, CODEC_NAMES)
         check_whole("min_tokens", self.min_tokens)
         check_whole("max_concurrent", self.max_concurrent, 1)
-        if not is_whole(self.contexts) or not 1 <= self.contexts <= MOST_CONTEXTS:
-            raise ConfigError("contexts", self.contexts, f"use a whole number from 1 to {MOST_CONTEXTS}")
+        if not is_whole(self.contexts) or not 0 <= self.contexts <= MOST_CONTEXTS:
+            raise ConfigError("contexts", self.contexts, f"use a whole number from 0 to {MOST_CONTEXTS}")
         check_share("guard_share", self.guard_share)
         check_above_zero("guard_bound", self.guard_bound)
         for name in ("split_at_separator", "session_cache", "prefetch", "compress", "check_model"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from cacheblend_rag.calibration.corpus import Corpus
 from cacheblend_rag.calibration.evaluation.journal import Journal
+from cacheblend_rag.calibration.prepared import ComputeKV
 from cacheblend_rag.calibration.profiler import keep_profile
 from cacheblend_rag.calibration.search import Finding, Search, TrialSets
 from cacheblend_rag.calibration.trials import TrialSet
@@ -26,8 +27,8 @@ from cacheblend_rag.prompt import Prompt, PromptTokenizer
 
 __all__ = ["CalibrationOptions", "calibrate", "end_ids_of", "keep_settings", "report", "settings_of"]
 
-_VERSION = 4
-_BEHIND = {"context": "contexts", "sink": "the start of a text alone"}
+_VERSION = 5
+_BEHIND = {"context": "contexts", "learned": "contexts and the learned one", "sink": "the start of a text alone"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +108,7 @@ def calibrate(
         bar = stack.enter_context(tqdm(desc="calibrating", unit=" passes", disable=hidden))
         journal = stack.enter_context(Journal(folder, _search_settings(engine, prompts, options))) if folder else None
 
-        chunks = [*corpus, *(chunk for prompt in prompts for chunk in prompt.chunks)]
-        beside = Corpus(engine.adapter, segments, chunks, engine.config.contexts)
+        computes = _computes(engine, segments, [*corpus, *(chunk for prompt in prompts for chunk in prompt.chunks)])
 
         def trials(condition: str, part: str, of: Sequence[Prompt], most: int) -> TrialSet:
             name = f"{condition}, {part}"
@@ -119,7 +119,7 @@ def calibrate(
                 most=most,
                 answer_tokens=options.answer_tokens,
                 end_ids=end_ids_of(engine),
-                compute=beside.compute if condition == "context" else None,
+                compute=computes[condition],
                 on_prompt=bar.update,
                 known=[line for line in journal.lines if line["set"] == name] if journal else (),
                 on_tried=lambda found: journal.append({"set": name, **found}) if journal else None,
@@ -131,10 +131,23 @@ def calibrate(
                 trials(name, "searched", searched, options.most),
                 partial(trials, name, "checks", checks, 2 * options.most),
             )
-            for name in _BEHIND
+            for name in computes
         }
         found = Search(conditions, engine.adapter.num_layers, options.tolerance).run()
-    return settings_of(found, options.tolerance), found
+    settings = settings_of(found, options.tolerance)
+    if settings.condition == "learned" and engine.learned is not None:
+        settings = replace(settings, learned=engine.learned.digest)
+    return settings, found
+
+
+def _computes(engine: BlendEngine, tokenizer: PromptTokenizer, chunks: Sequence[str]) -> dict[str, ComputeKV | None]:
+    """What computes chunks under each condition that is tried."""
+    count, found = engine.config.contexts, dict[str, ComputeKV | None](sink=None)
+    if count:
+        found["context"] = Corpus(engine.adapter, tokenizer, chunks, count).compute
+    if engine.learned is not None:
+        found["learned"] = Corpus(engine.adapter, tokenizer, chunks, count, engine.learned).compute
+    return found
 
 
 def _divided(prompts: Sequence[Prompt], check_share: float) -> tuple[list[Prompt], list[Prompt]]:
@@ -156,6 +169,7 @@ def _search_settings(engine: BlendEngine, prompts: Sequence[Prompt], options: Ca
         "separator": engine.config.separator,
         "prompts": hashlib.sha256(repr(prompts).encode()).hexdigest()[:16],
         "contexts": engine.config.contexts,
+        "learned": engine.learned.digest if engine.learned else "",
         "check_share": options.check_share,
         "most": options.most,
         "answer_tokens": options.answer_tokens,

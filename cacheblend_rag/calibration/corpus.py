@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.contexts import ContextKV
+from cacheblend_rag.models.contexts import ContextKV, LearnedContext
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import PromptTokenizer
 from cacheblend_rag.prompt.contexts import context_tokens, contexts_beside
@@ -27,23 +27,37 @@ class Corpus:
         Those of a document one after another.
     count : int
         How many contexts each chunk has.
+    learned : LearnedContext, optional
+        One more, the same for all.
     """
 
-    def __init__(self, adapter: ModelAdapter, tokenizer: PromptTokenizer, chunks: Sequence[str], count: int) -> None:
-        self._adapter = adapter
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        tokenizer: PromptTokenizer,
+        chunks: Sequence[str],
+        count: int,
+        learned: LearnedContext | None = None,
+    ) -> None:
+        self._adapter, self._learned = adapter, () if learned is None else (learned,)
         texts = list(dict.fromkeys(text.strip() for text in chunks))
         sizes, tokens = [len(tokenizer.chunk(text).ids) for text in texts], context_tokens(adapter.context_window)
         beside = contexts_beside(tokenizer, texts, sizes, count, tokens)
         self._contexts = dict(zip(texts, beside, strict=True))
         self._known: OrderedDict[str, ContextKV] = OrderedDict()
 
+    def neighbours(self, text: str, ids: tuple[int, ...]) -> int:
+        """Over how many contexts the KV of a chunk is averaged, without the learned one."""
+        return len(self._contexts[text.strip()].of(ids))
+
     def compute(self, text: str, before: tuple[int, ...], ids: tuple[int, ...], regime: int = 0) -> SegmentKV:
         """KV of a chunk of the corpus; see `ComputeKV`."""
         contexts = self._contexts[text.strip()]
         if contexts.digest not in self._known:
-            self._known[contexts.digest] = ContextKV(self._adapter, contexts.ids)
+            self._known[contexts.digest] = ContextKV(self._adapter, (*contexts.ids, *self._learned))
             if len(self._known) > _KEPT:
                 self._known.popitem(last=False)
         self._known.move_to_end(contexts.digest)
         kv = self._known[contexts.digest]
-        return kv.segments_kv([(*before, *ids)], regime, [len(before)], [contexts.of(ids)])[0]
+        numbers = (*contexts.of(ids), *range(len(contexts.ids), len(contexts.ids) + len(self._learned)))
+        return kv.segments_kv([(*before, *ids)], regime, [len(before)], [numbers])[0]

@@ -40,6 +40,7 @@ from cacheblend_rag.fusor.self_check import check_adapter
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
+from cacheblend_rag.models.contexts import LearnedContext
 from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.models.lora import unwrapped
 from cacheblend_rag.prompt import Fitted, Prompt, PromptTokenizer, TokenizedPrompt
@@ -206,6 +207,20 @@ class BlendEngine:
     def context_window(self) -> int | None:
         """Most tokens of a prompt with its answer; None if the model's config does not say it."""
         return self.adapter.context_window
+
+    @property
+    def condition(self) -> str:
+        """What chunks are computed behind; ``"auto"`` of the options is decided."""
+        return self._pipeline.condition
+
+    @property
+    def learned(self) -> LearnedContext | None:
+        """What ``cacheblend-rag adapt`` learned for the model, or `use_learned` was given; None if nothing was."""
+        return self._pipeline.learned
+
+    def use_learned(self, context: LearnedContext | None) -> None:
+        """Hold a learned context from now on, as if it were kept beside the store; views made before do not."""
+        self._pipeline = self._pipeline.with_learned(context)
 
     def products(self) -> contextlib.AbstractContextManager[None]:
         """Within this the model multiplies as it does while the engine runs it; see ``pack_weights``."""
@@ -475,7 +490,7 @@ class BlendEngine:
             with _noted(failed):
                 keys.update(other for other, _ in self.store.infos(key + OTHER_FORM))
         ids = [segments[0].token_ids for segments in forms if segments]
-        if dependent and self._pipeline.condition == "context" and ids:
+        if dependent and ids:  # whatever chunks are computed behind now
             begins = finder(ids)
             with _noted(failed):
                 found = ((key, info) for key, info in self.store.infos("") if begins(info.behind))

@@ -45,6 +45,8 @@ class Segment:
         Whether its KV is the mean over several contexts, which stand before its context ids and are no part of its key.
     contexts : Contexts or None
         These contexts, where it is to be computed.
+    learned : str
+        Digest of the learned context that it is computed behind; empty for none.
     """
 
     kind: str
@@ -56,6 +58,12 @@ class Segment:
     model: str = ""
     averaged: bool = False
     contexts: Contexts | None = None
+    learned: str = ""
+
+    @property
+    def exact_in_place(self) -> bool:
+        """Whether its KV is that of a full prefill where its context ids are all that stands before it."""
+        return not self.averaged and not self.learned
 
     @property
     def shared_ids(self) -> tuple[int, ...]:

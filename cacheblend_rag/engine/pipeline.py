@@ -14,16 +14,16 @@ import torch
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.lookup import Found, Loading, Lookup, Segment, Waited, reader_of
-from cacheblend_rag.engine.ratio_policy import RatioChoice, RatioPolicy, controller_beside
+from cacheblend_rag.engine.ratio_policy import MinimumRatio, RatioChoice, RatioPolicy, controller_beside
 from cacheblend_rag.engine.session_cache import Resumed, SessionCache
 from cacheblend_rag.engine.write_back import Job
-from cacheblend_rag.errors import StoreError
+from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
 from cacheblend_rag.fusor.work import work_share
-from cacheblend_rag.loading import ChunkKV, load_as_it_pays, load_plainly
+from cacheblend_rag.loading import ChunkKV, LoadingController, load_as_it_pays, load_plainly
 from cacheblend_rag.loading.reader import ReadClock, RecordLost
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.contexts import ContextKV
+from cacheblend_rag.models.contexts import ContextKV, LearnedContext
 from cacheblend_rag.models.cpu.weight_prepacking import Packing, packed_products
 from cacheblend_rag.models.identity import fingerprint_in
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
@@ -41,6 +41,7 @@ from cacheblend_rag.prompt import (
 from cacheblend_rag.prompt.contexts import Contexts, context_tokens, contexts_beside
 from cacheblend_rag.report import BlendReport, DocumentUse, FusedKV, Seconds
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, discard, record_key
+from cacheblend_rag.store.learned import kept_context
 from cacheblend_rag.store.single_flight import compute_if_missing
 
 __all__ = ["OTHER_FORM", "Blend", "Pipeline"]
@@ -78,7 +79,7 @@ class Blend:
 class _LatestContexts:
     """The contexts that chunks were computed behind last, shared by all views of an engine."""
 
-    identity: tuple[str, str] = ("", "")  # of the model and of the contexts
+    identity: tuple[str, ...] = ()  # of the model and of the contexts
     kv: ContextKV | None = None
 
 
@@ -106,7 +107,7 @@ class Pipeline:
         self.adapter, self.tokenizer, self.config, self.store = adapter, tokenizer, config, store
         self._identity = adapter.identity(fingerprint)
         self._latest_contexts = _LatestContexts()
-        self._ratio_policy = RatioPolicy(config, adapter.num_layers, self.fingerprint, controller_beside(store))
+        self._hold(_learned_context(store, self.fingerprint, adapter), config, controller_beside(store))
         self.packed = self._packing(anew=True)
 
     def with_config(self, config: BlendConfig, tokenizer: PromptTokenizer) -> Pipeline:
@@ -114,13 +115,34 @@ class Pipeline:
         other = object.__new__(Pipeline)
         other.__dict__.update(self.__dict__)
         other.config, other.tokenizer = config, tokenizer
-        policy = self._ratio_policy
-        other._ratio_policy = RatioPolicy(
-            config, self.adapter.num_layers, self.fingerprint, policy.controller, policy.minimum
-        )
+        other._hold(self.learned, config, self._ratio_policy.controller, self._ratio_policy.minimum)
         if config.pack_weights != self.config.pack_weights:
             other.packed = other._packing(anew=False)
         return other
+
+    def with_learned(self, context: LearnedContext | None) -> Pipeline:
+        """The same with another learned context."""
+        other = self.with_config(self.config, self.tokenizer)
+        other._hold(context, self.config, self._ratio_policy.controller, self._ratio_policy.minimum)
+        return other
+
+    def _hold(
+        self,
+        learned: LearnedContext | None,
+        config: BlendConfig,
+        controller: LoadingController | None,
+        minimum: MinimumRatio | None = None,
+    ) -> None:
+        """Take over a learned context, and choose the condition and the rule by it."""
+        self.learned = learned
+        """What the model was adapted to; None if it was not."""
+        layers, digest = self.adapter.num_layers, self._learned_digest
+        self._ratio_policy = RatioPolicy(config, layers, self.fingerprint, controller, minimum, digest)
+        if self.condition == "context" and not config.contexts:
+            raise ConfigError("contexts", 0, "use 1 or more; only a learned context does without neighbours")
+        if self.condition == "learned" and learned is None:
+            remedy = f"run `cacheblend-rag adapt` for this model over the same folder, {str(self.store.folder)!r}"
+            raise ConfigError("condition", "learned", remedy)
 
     @property
     def fingerprint(self) -> str:
@@ -129,8 +151,19 @@ class Pipeline:
 
     @property
     def condition(self) -> str:
-        """What chunks are computed behind: as the options say, or as calibration found best."""
-        return self._ratio_policy.config.condition
+        """What chunks are computed behind: as the options say, as calibration found best, or as was learned."""
+        chosen = self._ratio_policy.config.condition
+        if chosen != "auto":
+            return chosen
+        return "context" if self.learned is None else "learned"
+
+    @property
+    def _behind_neighbours(self) -> bool:
+        return self.config.contexts > 0 and self.condition in ("context", "learned")
+
+    @property
+    def _learned_digest(self) -> str:
+        return "" if self.learned is None else self.learned.digest
 
     def look_at_model(self) -> str:
         """Notice that adapters were switched, merged or trained since; the identity of the model now."""
@@ -151,7 +184,8 @@ class Pipeline:
         self, kind: str, context_ids: tuple[int, ...], token_ids: tuple[int, ...], regime: int = 0, head: int = 0
     ) -> Segment:
         """Describe a segment and derive its key."""
-        averaged = kind == "chunk" and self.condition == "context"
+        averaged = kind == "chunk" and self._behind_neighbours
+        learned = self._learned_digest if kind == "chunk" and self.condition == "learned" else ""
         key = record_key(
             fingerprint=fingerprint_in(self.fingerprint, regime),
             salt=self.config.salt,
@@ -159,8 +193,10 @@ class Pipeline:
             context_ids=context_ids,
             token_ids=token_ids,
             contexts=self.config.contexts * averaged,
+            learned=learned,
         )
-        return Segment(kind, context_ids, token_ids, key, regime, head, self.fingerprint, averaged)
+        model = self.fingerprint
+        return Segment(kind, context_ids, token_ids, key, regime, head, model, averaged, learned=learned)
 
     def chunk_segment(self, text: str, prefix: str = "") -> Segment | None:
         """The segment of a chunk, or None if the text is too short to have one.
@@ -189,7 +225,7 @@ class Pipeline:
         self, context_ids: tuple[int, ...], head: tuple[int, ...], token_ids: tuple[int, ...], regime: int
     ) -> Segment:
         # Behind contexts all that stands directly before a chunk is its own.
-        own = len(context_ids) * (self.condition == "context") + len(head)
+        own = len(context_ids) * (self.condition in ("context", "learned")) + len(head)
         return self.segment("chunk", context_ids + head, token_ids, regime, own)
 
     def contexts(self, chunks: Sequence[str]) -> Contexts:
@@ -218,19 +254,24 @@ class Pipeline:
         first, ids = segments[0], [segment.own_ids for segment in segments]
         heads = [segment.head for segment in segments]
         with self.packed():
-            if first.contexts is None:
+            if first.exact_in_place:
                 computed = self.adapter.segments_kv(first.shared_ids, ids, first.regime, heads)
             else:
-                numbers = [first.contexts.of(segment.token_ids) for segment in segments]
-                computed = self._kv_of(first.contexts).segments_kv(ids, first.regime, heads, numbers)
+                learned = self.learned if first.learned else None
+                computed = self._kv_of(first.contexts, learned).segments_kv(
+                    ids, first.regime, heads, [_numbers(segment) for segment in segments]
+                )
         self._check_model(segments)
         return [self._record(segment, kv) for segment, kv in zip(segments, computed, strict=True)]
 
-    def _kv_of(self, contexts: Contexts) -> ContextKV:
+    def _kv_of(self, contexts: Contexts | None, learned: LearnedContext | None) -> ContextKV:
         """What computes chunks behind contexts; that of the last ones is kept, since more chunks of theirs may come."""
-        wanted, last = (self.fingerprint, contexts.digest), self._latest_contexts
+        digests = [one.digest for one in (contexts, learned) if one is not None]
+        wanted, last = (self.fingerprint, *digests), self._latest_contexts
         if last.kv is None or last.identity != wanted:
-            last.identity, last.kv = wanted, ContextKV(self.adapter, contexts.ids)
+            ids = () if contexts is None else contexts.ids
+            last.identity = wanted
+            last.kv = ContextKV(self.adapter, (*ids, learned) if learned is not None else ids)
         return last.kv
 
     def _check_model(self, segments: Sequence[Segment]) -> None:
@@ -256,6 +297,7 @@ class Pipeline:
             kind=segment.kind,
             contexts=self.config.contexts * segment.averaged,
             behind=contexts,
+            learned=segment.learned,
         )
 
     def owns(self, key: str, info: RecordInfo) -> bool:
@@ -267,6 +309,7 @@ class Pipeline:
             context_ids=info.context_ids,
             token_ids=info.token_ids,
             contexts=info.contexts,
+            learned=info.learned,
         )
         return key.endswith(own)
 
@@ -408,7 +451,9 @@ class Pipeline:
     def _session_cache(self, split: TokenizedPrompt) -> SessionCache:
         regime = self.adapter.regime(len(split.input_ids)) or 0
         like = self.record_info(self.segment("session", (), (), regime))
-        return SessionCache(self.store, self._ratio_policy.config, dataclasses.replace(like, rotated=True))
+        config = dataclasses.replace(self._ratio_policy.config, condition=self.condition)
+        learned = self._learned_digest if self.condition == "learned" else ""
+        return SessionCache(self.store, config, dataclasses.replace(like, rotated=True), learned)
 
     def keep_session(self, blend: Blend, answer_ids: Sequence[int]) -> Blend:
         """Add to what is worth storing the whole prompt with its answer, if that is wanted."""
@@ -499,7 +544,7 @@ class Pipeline:
             if segment.key not in found.records:
                 continue
             unrotated.append(span)
-            in_place = not segment.averaged and split.input_ids[: span.start] == segment.context_ids
+            in_place = segment.exact_in_place and split.input_ids[: span.start] == segment.context_ids
             if in_place:
                 exact.append(_range(span))
             else:
@@ -575,6 +620,22 @@ def _uses(documents: Sequence[DocumentPlace], tiers: Sequence[str]) -> tuple[Doc
         else:
             uses.append(DocumentUse(begins, "hit" if tiers[one.chunk] else "miss", one.change))
     return tuple(uses)
+
+
+def _numbers(segment: Segment) -> tuple[int, ...]:
+    """The contexts of a segment: those of `Contexts`, then the learned one."""
+    behind = segment.contexts
+    neighbours, learned = (behind.of(segment.token_ids), len(behind.ids)) if behind is not None else ((), 0)
+    return (*neighbours, learned) if segment.learned else neighbours
+
+
+def _learned_context(store: KVStore, fingerprint: str, adapter: ModelAdapter) -> LearnedContext | None:
+    """What a model was adapted to beside this store; what cannot be used is logged, as if it were not there."""
+    try:
+        return kept_context(store.folder, fingerprint, adapter)
+    except StoreError as error:
+        _log.warning("%s", error)
+        return None
 
 
 def _range(span: Span) -> range:

@@ -81,6 +81,8 @@ class RatioPolicy:
     controller : LoadingController or None
     minimum : MinimumRatio, optional
         No rule keeps a smaller share; by default one of its own.
+    learned : str
+        Digest of the model's learned context; empty if there is none.
 
     Notes
     -----
@@ -94,9 +96,10 @@ class RatioPolicy:
         model: str,
         controller: LoadingController | None,
         minimum: MinimumRatio | None = None,
+        learned: str = "",
     ) -> None:
         self.controller, self.minimum = controller, minimum or MinimumRatio()
-        self.settings = _calibrated(config, model, controller)
+        self.settings = _calibrated(config, model, controller, learned)
         self.config = config
         """The options, with the calibrated rule where it holds."""
         if self.settings is not None:
@@ -199,12 +202,17 @@ def _names_rule(config: BlendConfig) -> bool:
     return any(getattr(config, name) != BlendConfig.default(name) for name in RULE_OPTIONS)
 
 
-def _calibrated(config: BlendConfig, model: str, controller: LoadingController | None) -> BlendSettings | None:
+def _calibrated(
+    config: BlendConfig, model: str, controller: LoadingController | None, learned: str
+) -> BlendSettings | None:
     """What was calibrated for a model, if the choice is left to us."""
     settings = controller.blends.get(model) if controller is not None else None
     if settings is None or config.recompute_ratio != "auto":
         return None
     if _names_rule(config):
+        return None
+    if settings.condition == "learned" and settings.learned != learned:
+        _log.warning("the model was calibrated with another learned context; run `cacheblend-rag calibrate` again")
         return None
     if not settings.tolerates:
         _log.warning(
@@ -218,7 +226,7 @@ def _calibrated(config: BlendConfig, model: str, controller: LoadingController |
 def _applied(config: BlendConfig, settings: BlendSettings) -> BlendConfig:
     """Options with the calibrated rule in place of the default one."""
     values: dict[str, Any] = {name: getattr(settings, name) for name in RULE_OPTIONS}
-    if config.condition == BlendConfig.default("condition"):
+    if config.condition == "auto":
         values["condition"] = settings.condition
     return dataclasses.replace(config, recompute_ratio=settings.recompute_ratio, **values)
 

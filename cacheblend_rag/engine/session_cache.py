@@ -62,11 +62,14 @@ class SessionCache:
     config : BlendConfig
     like : RecordInfo
         What a record of this model says of itself, apart from its ids.
+    learned : str
+        Digest of the learned context that chunks are computed behind; empty for none.
     """
 
-    def __init__(self, store: KVStore, config: BlendConfig, like: RecordInfo) -> None:
+    def __init__(self, store: KVStore, config: BlendConfig, like: RecordInfo, learned: str = "") -> None:
         self._store, self._salt, self._like = store, config.salt, like
         options = {name: getattr(config, name) for name in _BLENDED_BY}
+        options["condition"] += learned
         self._rule = repr({**options, "selection_options": sorted(config.selection_options.items())})
 
     def key(self, anchor: Sequence[int]) -> str:

@@ -117,6 +117,8 @@ class BlendSettings:
         Its options, as in `BlendConfig`.
     condition : str
         What chunks are computed behind, as in `BlendConfig`.
+    learned : str
+        Digest of the learned context, where they are computed behind it.
     tolerance : float
         Mean KL divergence from full prefill that was allowed, in nats a token.
     divergence, highest : float
@@ -134,6 +136,7 @@ class BlendSettings:
     metric: str = BlendConfig.default("metric")
     selection_options: Mapping[str, Any] = field(default_factory=dict)
     condition: str = BlendConfig.default("condition")
+    learned: str = ""
     tolerance: float = 0.0
     divergence: float = 0.0
     highest: float = 0.0

@@ -447,7 +447,7 @@ class ModelAdapter:
             cache = let_grow(DynamicCache(config=self.config))
             return Prefill(cache, self.extend(cache, ids, logits_to_keep=1)[-1])
 
-    def extend(self, cache: Any, ids: Sequence[int], logits_to_keep: int = 0) -> torch.Tensor:
+    def extend(self, cache: Any, ids: Sequence[int], logits_to_keep: int = 0, gradients: bool = False) -> torch.Tensor:
         """The model's own forward pass over ids behind a cache, which grows by them.
 
         Parameters
@@ -456,6 +456,8 @@ class ModelAdapter:
         ids : sequence of int
         logits_to_keep : int
             How many of the last positions give logits; 0 for all.
+        gradients : bool
+            Whether gradients flow back to the cache.
 
         Returns
         -------
@@ -463,7 +465,7 @@ class ModelAdapter:
         """
         inputs = torch.tensor([list(ids)], device=self.device)
         kept = {cache_argument(self.model): cache, "logits_to_keep": logits_to_keep}
-        with evaluating(self.model), torch.no_grad():
+        with evaluating(self.model), torch.set_grad_enabled(gradients):
             logits: torch.Tensor = self.model(inputs, use_cache=True, **kept).logits[0]
         return logits
 
@@ -478,6 +480,7 @@ class ModelAdapter:
         regime: int = 0,
         heads: Sequence[int] = (),
         behind: Sequence[LayerKV] = (),
+        gradients: bool = False,
     ) -> list[SegmentKV]:
         """KV of several segments in one pass, each computed behind the context as if it were alone.
 
@@ -497,6 +500,8 @@ class ModelAdapter:
             How many first tokens of each only serve as its context, and are left out of its KV; by default none.
         behind : sequence of LayerKV
             KV of what stands before the context's ids, as `context_kv` gives it; by default nothing does.
+        gradients : bool
+            Whether gradients flow back to ``behind``.
 
         Returns
         -------
@@ -507,11 +512,11 @@ class ModelAdapter:
         before = behind[0].keys.shape[2] if behind else 0
         if len(rows) > 1 and not self._positions.alike((before + len(row) for row in rows), regime):
             pairs = zip(segments, heads, strict=True)
-            return [self.segments_kv(context_ids, [ids], regime, [head], behind)[0] for ids, head in pairs]
+            return [self.segments_kv(context_ids, [ids], regime, [head], behind, gradients)[0] for ids, head in pairs]
         first, longest = before + len(context_ids), before + max(map(len, rows))
         # A token of its own is padding that every model has seen: rows hidden by a mask must still be finite.
         inputs = torch.tensor([row + row[-1:] * (longest - before - len(row)) for row in rows], device=self.device)
-        layers = self._run_decoder(inputs, regime, behind)
+        layers = self._run_decoder(inputs, regime, behind, gradients)
         rotaries = self.rotary(longest - first, first, regime)
         return cut_out(layers, list(map(len, segments)), heads, first, rotaries)
 
@@ -520,13 +525,15 @@ class ModelAdapter:
         layers = self._run_decoder(torch.tensor([list(ids)], device=self.device), regime)
         return tuple(LayerKV(layer.keys, layer.values) for layer in layers)
 
-    def _run_decoder(self, inputs: torch.Tensor, regime: int, behind: Sequence[LayerKV] = ()) -> list[Any]:
+    def _run_decoder(
+        self, inputs: torch.Tensor, regime: int, behind: Sequence[LayerKV] = (), gradients: bool = False
+    ) -> list[Any]:
         """Cache layers of some rows, ``[rows, kv_heads, tokens, head_dim]``; what they stand behind comes first."""
         layers = [*(DynamicLayer() for _ in self.layers[1:]), LastLayer()]
         for layer, kv in zip(layers, behind, strict=False):
             shape = (len(inputs), *kv.keys.shape[1:])
             DynamicLayer.update(layer, kv.keys.expand(shape), kv.values.expand(shape))
-        with self._plain(), self._row_by_row.in_use(), self._positions.within(regime), suppress(Enough):
+        with self._plain(gradients), self._row_by_row.in_use(), self._positions.within(regime), suppress(Enough):
             self._decoder(inputs, use_cache=True, **{cache_argument(self._decoder): Cache(layers=layers)})
         return layers
 
@@ -538,9 +545,9 @@ class ModelAdapter:
         return part_of(self.layers[layer], self._family.attention)
 
     @contextmanager
-    def _plain(self) -> Iterator[None]:
+    def _plain(self, gradients: bool = False) -> Iterator[None]:
         self._positions.settle(self.device)
-        with evaluating(self.model), torch.no_grad():
+        with evaluating(self.model), torch.set_grad_enabled(gradients):
             yield
 
 

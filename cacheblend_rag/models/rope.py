@@ -163,7 +163,7 @@ def _pairs(keys: torch.Tensor, pairs: int, interleaved: bool) -> tuple[torch.Ten
 
 
 def _fits_kernel(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    whole = keys.dim() == 4 and len(keys) == 1 and keys.stride(-1) == 1
+    whole = keys.dim() == 4 and len(keys) == 1 and keys.stride(-1) == 1 and not keys.requires_grad
     return whole and cos.dim() == 2 and cos.stride() == sin.stride()
 
 

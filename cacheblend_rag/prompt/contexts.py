@@ -36,7 +36,7 @@ class Contexts:
     tokenizer : PromptTokenizer
     chunks : sequence of str
     count : int
-        How many contexts; at most `MOST_CONTEXTS`, for each of which there is a passage.
+        How many contexts, from 0 to `MOST_CONTEXTS`, for each of which there is a passage.
     tokens : int
         Of each context.
     """
@@ -49,6 +49,8 @@ class Contexts:
     @cached_property
     def ids(self) -> tuple[tuple[int, ...], ...]:
         """Token ids of each."""
+        if not self.count:
+            return ()
         separator = self.tokenizer.text_ids(self.tokenizer.separator)
         parts: list[list[tuple[int, ...]]] = [[] for _ in range(self.count)]
         for text in sorted({text.strip() for text in self.chunks}, key=_by_chance):

@@ -63,6 +63,8 @@ class RecordInfo:
         Over how many contexts the KV is averaged. 0 if it was computed behind ``context_ids`` alone.
     behind : tuple of int
         Ids of these contexts, one after the other. They stood before ``context_ids``, and are no part of the key.
+    learned : str
+        Digest of the learned context that stood before ``context_ids``; empty if none did.
     """
 
     fingerprint: str
@@ -76,6 +78,7 @@ class RecordInfo:
     kind: str = "chunk"
     contexts: int = 0
     behind: tuple[int, ...] = ()
+    learned: str = ""
 
     @property
     def tokens(self) -> int:
@@ -412,6 +415,7 @@ def record_key(
     context_ids: Sequence[int],
     token_ids: Sequence[int],
     contexts: int = 0,
+    learned: str = "",
 ) -> str:
     """Key of a record by content: the same segment has one key wherever it stands.
 
@@ -427,9 +431,11 @@ def record_key(
         What the segment is computed behind, and the segment.
     contexts : int
         Over how many contexts its KV is averaged; which ones they are is no part of the key.
+    learned : str
+        Digest of the learned context that it is computed behind.
     """
     digest = hashlib.sha256()
-    also = (f"{contexts} contexts",) if contexts else ()
+    also = [f"{contexts} contexts"] * bool(contexts) + [f"learned {learned}"] * bool(learned)
     for part in (fingerprint, salt, kind, _join(context_ids), _join(token_ids), *also):
         data = part.encode()
         digest.update(len(data).to_bytes(8, "little") + data)

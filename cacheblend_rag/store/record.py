@@ -315,6 +315,7 @@ def _parse_header(header: bytes | bytearray) -> _Header:
             kind=str(fields["kind"]),
             contexts=int(fields.get("contexts", 0)),
             behind=tuple(map(int, fields.get("behind", ()))),
+            learned=str(fields.get("learned", "")),
         )
         codec, compression = str(fields["codec"]), str(fields["compression"])
         layers = tuple(_Layer(*(int(number) for number in entry)) for entry in fields["table"])

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cacheblend_rag.calibration.evaluation.cases import EvalCase, Passage
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.models.contexts import LearnedContext
+from cacheblend_rag.models.kv import SegmentKV
 from docs.benchmarks.scripts import deviation, yardstick
 from docs.benchmarks.scripts.yardstick import (
     Yardstick,
@@ -132,6 +135,17 @@ def test_what_counts_as_right(said: str, right: bool) -> None:
 def test_a_method_that_cannot_be_read_is_refused(method: str) -> None:
     with pytest.raises(ConfigError, match="methods="):
         parse_method(method)
+
+
+def test_chunks_may_be_computed_behind_what_was_learned_as_well() -> None:
+    with engine_of(tiny.model(num_hidden_layers=3)) as engine:
+        keys, values = (tuple(torch.randn(2, 8, 8) for _ in range(3)) for _ in range(2))
+        methods = ["context/none", "learned/none", "learned1/none", "learned0/none"]
+        with pytest.raises(ConfigError, match="adapt"):
+            Yardstick(engine, cases(), methods, chunks=3).measure(cases()[0], "0")
+        engine.use_learned(LearnedContext(SegmentKV(keys, values, rotated=False)))
+        found = Yardstick(engine, cases(), methods, chunks=3).measure(cases()[0], "0")["methods"]
+        assert len({tuple(found[name]["kl"]) for name in methods}) == len(methods)
 
 
 def test_a_condition_that_is_not_known_is_refused() -> None:

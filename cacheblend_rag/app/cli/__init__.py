@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from cacheblend_rag import __version__
+from cacheblend_rag.app.cli.adapt import add_adapt
 from cacheblend_rag.app.cli.ask import add_ask
 from cacheblend_rag.app.cli.bench import add_bench
 from cacheblend_rag.app.cli.cache import add_cache
@@ -46,6 +47,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cacheblend-rag", description="Fast local RAG from stored KV.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (add_ask, add_serve, add_keys, add_models, add_cache, add_profile, add_bench, add_calibrate, add_eval):
+    for add in (
+        add_ask,
+        add_serve,
+        add_keys,
+        add_models,
+        add_cache,
+        add_profile,
+        add_bench,
+        add_adapt,
+        add_calibrate,
+        add_eval,
+    ):
         add(commands)
     return parser

@@ -11,35 +11,41 @@ from cacheblend_rag.app.cli.arguments import add_arguments, data_folder
 if TYPE_CHECKING:
     from cacheblend_rag.prompt import Prompt
 
-__all__ = ["add_calibrate"]
+__all__ = ["add_calibrate", "add_prompt_arguments", "prompts_of"]
 
 
 def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     parser = commands.add_parser("calibrate", help="find how little recompute your model tolerates on your documents")
     add_arguments(parser, "model", "docs", "data-dir", "device", "dtype")
+    add_prompt_arguments(parser, chunks=6)
+    parser.add_argument("--tolerance", type=float, default=0.02, metavar="NATS", help="mean divergence a token (0.02)")
+    parser.add_argument("--prompts", type=int, default=72, metavar="N", help="two thirds only check the result (72)")
+    parser.add_argument("--answer-tokens", type=int, default=32, metavar="N", help="tokens of each answer compared")
+    parser.add_argument("--out", metavar="FOLDER", help="keeps what was tried; a killed search goes on there")
+    parser.set_defaults(run=_calibrate)
+
+
+def add_prompt_arguments(parser: argparse.ArgumentParser, chunks: int) -> None:
+    """What prompts are made of, with so many chunks in each by default."""
     parser.add_argument(
         "--questions", metavar="FILE", help="your own questions, one a line; by default made from names"
     )
     parser.add_argument("--data", metavar="FILE", help="prompts of a file of questions, instead of --docs")
     parser.add_argument("--prompt", choices=("paper", "stuff"), help="of --data: the paper's (default), or LangChain's")
-    parser.add_argument("--tolerance", type=float, default=0.02, metavar="NATS", help="mean divergence a token (0.02)")
-    parser.add_argument("--prompts", type=int, default=72, metavar="N", help="two thirds only check the result (72)")
-    parser.add_argument("--chunks", type=int, default=6, metavar="N", help="chunks in a prompt (default 6)")
-    parser.add_argument("--answer-tokens", type=int, default=32, metavar="N", help="tokens of each answer compared")
+    parser.add_argument("--chunks", type=int, default=chunks, metavar="N", help=f"chunks in a prompt ({chunks})")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", metavar="FOLDER", help="keeps what was tried; a killed search goes on there")
-    parser.set_defaults(run=_calibrate)
 
 
 def _calibrate(parsed: argparse.Namespace) -> int:
     from cacheblend_rag.calibration.calibrate import CalibrationOptions, calibrate, keep_settings, report
     from cacheblend_rag.calibration.prompts import framed
-    from cacheblend_rag.config import DEFAULT_MODEL, BlendConfig
+    from cacheblend_rag.config import DEFAULT_MODEL, BlendConfig, check_whole
     from cacheblend_rag.engine.engine import BlendEngine
 
     options = CalibrationOptions(tolerance=parsed.tolerance, answer_tokens=parsed.answer_tokens)
-    prompts, corpus = _prompts(parsed)
+    check_whole("prompts", parsed.prompts, 6)
+    prompts, corpus = prompts_of(parsed, parsed.prompts)
     with BlendEngine.from_pretrained(
         parsed.model or DEFAULT_MODEL,
         config=BlendConfig(recompute_ratio=0.15),
@@ -56,8 +62,8 @@ def _calibrate(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _prompts(parsed: argparse.Namespace) -> tuple[list[Prompt], list[str]]:
-    """Prompts, and all chunks in the order of their documents."""
+def prompts_of(parsed: argparse.Namespace, count: int) -> tuple[list[Prompt], list[str]]:
+    """So many prompts, and all chunks in the order of their documents."""
     from cacheblend_rag.app.collection import ARTICLES_PATH
     from cacheblend_rag.calibration.prompts import case_prompts, chunk_prompts, question_prompts
     from cacheblend_rag.config import check_whole
@@ -65,20 +71,19 @@ def _prompts(parsed: argparse.Namespace) -> tuple[list[Prompt], list[str]]:
     from cacheblend_rag.retrieval.documents import read_folder
     from cacheblend_rag.retrieval.splitting import split
 
-    check_whole("prompts", parsed.prompts, 6)
     check_whole("chunks", parsed.chunks, 2)
     if parsed.data:
         if parsed.docs or parsed.questions:
             raise ConfigError("data", parsed.data, "use it without --docs and --questions")
-        return case_prompts(parsed.data, parsed.prompts, parsed.chunks, parsed.seed, parsed.prompt or "paper"), []
+        return case_prompts(parsed.data, count, parsed.chunks, parsed.seed, parsed.prompt or "paper"), []
     if parsed.prompt:
         raise ConfigError("prompt", parsed.prompt, "use it with --data")
     chunks = split(read_folder(parsed.docs or ARTICLES_PATH))
     corpus = [chunk.page_content for chunk in chunks]
     if not parsed.questions:
-        return chunk_prompts(chunks, parsed.prompts, parsed.chunks, parsed.seed), corpus
+        return chunk_prompts(chunks, count, parsed.chunks, parsed.seed), corpus
     try:
         lines = Path(parsed.questions).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"{parsed.questions!r} cannot be read: {error}") from error
-    return question_prompts(chunks, lines, parsed.chunks)[: parsed.prompts], corpus
+    return question_prompts(chunks, lines, parsed.chunks)[:count], corpus

@@ -77,7 +77,11 @@ def _add_answers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=0, metavar="N", help="of an answer; 0: by task")
     parser.add_argument("--no-answers", action="store_true", help="generate nothing; measure by the gold answers alone")
     add_arguments(
-        parser, "device", "dtype", "size-limit", data_dir="where calibrated settings are (default: user's cache)"
+        parser,
+        "device",
+        "dtype",
+        "size-limit",
+        data_dir="where calibrated settings and a learned context are (default: user's cache)",
     )
     parser.add_argument("--kv", metavar="FOLDER", help='KV store, or "memory" (default: in the folder of results)')
     parser.add_argument(
@@ -164,6 +168,7 @@ def open_evaluation(parsed: argparse.Namespace, source: CaseSource | None = None
     from cacheblend_rag.calibration.evaluation.sources import open_source
     from cacheblend_rag.config import DEFAULT_MODEL, BlendConfig, parse_bytes
     from cacheblend_rag.engine.engine import BlendEngine
+    from cacheblend_rag.store.learned import kept_context
 
     options = _options(parsed)
     if source is None:
@@ -172,6 +177,7 @@ def open_evaluation(parsed: argparse.Namespace, source: CaseSource | None = None
     given: dict[str, Any] = {} if size is None else {"size_limit": parse_bytes(size)}
     fixed: dict[str, Any] = {"min_tokens": 0, "write_back": "inline", "guard_share": 0.0, "session_cache": False}
     config = BlendConfig(recompute_ratio=0.15, **fixed, **given)
+    kept = data_folder(parsed) / "kv"
     with BlendEngine.from_pretrained(
         parsed.model or DEFAULT_MODEL,
         config=config,
@@ -179,8 +185,9 @@ def open_evaluation(parsed: argparse.Namespace, source: CaseSource | None = None
         device=parsed.device,
         dtype=parsed.dtype,
     ) as engine:
+        engine.use_learned(kept_context(kept, engine.fingerprint, engine.adapter))
         ranker = _ranker(parsed.retrieve, source, max(options.chunks))
-        yield Opened(engine, source, options, ranker, _calibrated(parsed, engine))
+        yield Opened(engine, source, options, ranker, _calibrated(kept, engine))
 
 
 def _options(parsed: argparse.Namespace) -> EvalOptions:
@@ -209,8 +216,8 @@ def _ranker(how: str, source: CaseSource, chunks: int) -> Ranker | None:
     return VectorRanker(SentenceTransformerEmbeddings(how))
 
 
-def _calibrated(parsed: argparse.Namespace, engine: BlendEngine) -> BlendSettings | None:
+def _calibrated(kept: Path, engine: BlendEngine) -> BlendSettings | None:
     from cacheblend_rag.loading import MachineProfile
 
-    profile = MachineProfile.load(data_folder(parsed) / "kv" / "profile.json")
+    profile = MachineProfile.load(kept / "profile.json")
     return profile.blends.get(engine.fingerprint) if profile else None

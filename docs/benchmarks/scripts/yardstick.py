@@ -9,6 +9,7 @@ answer, token by token. A method is written ``condition/rule@ratio``, such as ``
 - ``prefix``: behind the prompt's own prefix;
 - ``plain``: behind passages about nothing in particular;
 - ``context``, ``context1``: behind two stretches, or one, of the chunks next to it in the corpus;
+- ``learned``, ``learned1``, ``learned0``: behind two of these, one or none, and what ``cacheblend-rag adapt`` learned;
 - ``together``: behind two stretches of the chunks of its own prompt, in another order.
 
 ``context+int8`` and the like reads the chunks from records that a codec wrote.
@@ -53,12 +54,13 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import RULES, SelectionRule
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.contexts import ContextKV
+from cacheblend_rag.models.contexts import ContextKV, LearnedContext
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
 from cacheblend_rag.prompt.contexts import Contexts
 from cacheblend_rag.store.base import KVRecord
 from cacheblend_rag.store.codecs import codec_named
+from cacheblend_rag.store.learned import kept_context
 from docs.benchmarks.scripts.common import script_parser
 
 __all__ = ["Conditions", "Yardstick", "main", "parse_method"]
@@ -149,10 +151,18 @@ class Conditions:
     tokenizer : PromptTokenizer
     cases : sequence of EvalCase
         Their passages, in the order of their file, are the corpus.
+    learned : LearnedContext, optional
+        What the model was adapted to.
     """
 
-    def __init__(self, adapter: ModelAdapter, tokenizer: PromptTokenizer, cases: Sequence[EvalCase]) -> None:
-        self._adapter, self._tokenizer = adapter, tokenizer
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        tokenizer: PromptTokenizer,
+        cases: Sequence[EvalCase],
+        learned: LearnedContext | None = None,
+    ) -> None:
+        self._adapter, self._tokenizer, self._learned = adapter, tokenizer, learned
         self._texts = [passage.chunk for case in cases for passage in case.passages]
         self._kept: dict[str, ComputeKV] = {}
 
@@ -182,12 +192,14 @@ class Conditions:
     def _of_corpus(self, condition: str) -> ComputeKV:
         if condition == "plain":
             return _behind(ContextKV(self._adapter, Contexts(self._tokenizer, (), 2).ids))
-        if condition not in ("context", "context1"):
-            raise ConfigError(
-                "condition", condition, "use 'sink', 'prefix', 'plain', 'context', 'context1', 'together'"
-            )
-        count = 1 if condition == "context1" else 2
-        return Corpus(self._adapter, self._tokenizer, self._texts, count).compute
+        match = re.fullmatch("(context|learned)([0-2]?)", condition)
+        if match is None or condition == "context0":
+            names = "'sink', 'prefix', 'plain', 'context', 'context1', 'learned', 'learned1', 'learned0', 'together'"
+            raise ConfigError("condition", condition, f"use {names}")
+        learned = self._learned if match[1] == "learned" else None
+        if learned is None and match[1] == "learned":
+            raise ConfigError("condition", condition, "name the folder given to `cacheblend-rag adapt` with --data-dir")
+        return Corpus(self._adapter, self._tokenizer, self._texts, int(match[2] or 2), learned).compute
 
 
 def _behind(contexts: ContextKV) -> ComputeKV:
@@ -287,7 +299,7 @@ class Yardstick:
         self.tokenizer = PromptTokenizer(engine.tokenizer, engine.config.separator)
         self._chat = ChatFrame(engine.tokenizer) if engine.tokenizer.chat_template else None
         self._methods = [parse_method(name) for name in methods]
-        self._conditions = Conditions(self.adapter, self.tokenizer, cases)
+        self._conditions = Conditions(self.adapter, self.tokenizer, cases, engine.learned)
         self.end_ids = end_ids_of(engine)
         self._other_models: dict[str, Any] = {}
 
@@ -422,6 +434,8 @@ def run(options: argparse.Namespace) -> None:
     """Measure prompts that the file of results does not have yet, one line each."""
     torch.set_num_threads(options.threads)
     engine = BlendEngine.from_pretrained(options.model, dtype=options.dtype)
+    if options.data_dir:
+        engine.use_learned(kept_context(Path(options.data_dir) / "kv", engine.fingerprint, engine.adapter))
     cases = keys_cases(options.count) if options.data == "keys" else open_cases(options.data)
     yardstick = Yardstick(
         engine, cases, options.methods, options.chunks, options.answers, options.noise, options.only_right
@@ -635,6 +649,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add.add_argument("--part", default="0/1", help="which part of the questions")
     add.add_argument("--model", default="smollm2")
     add.add_argument("--dtype", default="float32")
+    add.add_argument("--data-dir", metavar="FOLDER", help="as given to `cacheblend-rag adapt`")
     add.add_argument("--threads", type=int, default=1)
     add.add_argument("--seed", default="0")
     add.add_argument("--noise", nargs="*", choices=NOISE, default=[], help="what to measure without any blending")

@@ -1,0 +1,341 @@
+"""``cacheblend-rag adapt``: learn what a model's chunks are best computed behind, from its own prompts without labels.
+
+The KV of one context is trained, and nothing of the model. A step takes one prompt. The KV of its chunks is the mean of
+what it is behind their neighbours and behind the context. It is reused, and full prefill's own answer is forced. The
+loss is the KL divergence of each token's distribution from full prefill's. Prompts that were held back say whether the
+result is nearer than neighbours alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import DynamicCache
+
+from cacheblend_rag.calibration.calibrate import end_ids_of
+from cacheblend_rag.calibration.corpus import Corpus
+from cacheblend_rag.calibration.prepared import ComputeKV
+from cacheblend_rag.calibration.trials import TrialSet, Tried, greedy_answer
+from cacheblend_rag.config import LEAST_RATIO, BlendConfig, check_above_zero, check_whole
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor.selection import SelectBoundary, SelectNone
+from cacheblend_rag.fusor.teacher_forcing import kl_divergence, prefill_layerwise
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.contexts import LearnedContext
+from cacheblend_rag.models.kv import LayerKV, SegmentKV
+from cacheblend_rag.models.rope import Rotaries, rotate, unrotate
+from cacheblend_rag.prompt import Prompt, PromptTokenizer
+from cacheblend_rag.prompt.contexts import Contexts
+
+__all__ = ["AdaptOptions", "Adapted", "ContextTraining", "Nearness", "adapt", "adapt_report"]
+
+_OF_QUESTION = 0.3  # weight of the question's tokens beside the answer's
+_WARM_UP = 10  # steps
+# In most steps the first tokens of each chunk are right already, as if they had been recomputed: such shares.
+_STARTS = (0.0, 0.0, 0.1, 0.15, 0.2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptOptions:
+    """How a context is learned.
+
+    Parameters
+    ----------
+    steps : int
+        Each takes one prompt; prompts come again where there are fewer.
+    tokens : int
+        Rows of the context on each layer.
+    rate : float
+        Learning rate of Adam at its highest; it falls along a cosine.
+    answer_tokens : int
+        Tokens of each answer of full prefill that are compared.
+    held_back : int
+        Prompts that only judge the result.
+    """
+
+    steps: int = 150
+    tokens: int = 128
+    rate: float = 0.003
+    answer_tokens: int = 24
+    held_back: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "tokens", "answer_tokens", "held_back"):
+            check_whole(name, getattr(self, name), 1)
+        check_above_zero("rate", self.rate)
+
+
+@dataclass(frozen=True)
+class Nearness:
+    """How far answers are from full prefill's under one condition, on prompts that were held back.
+
+    Parameters
+    ----------
+    reuse, starts : Tried
+        With nothing recomputed, and with the first tokens of each chunk, 15% of them.
+    """
+
+    reuse: Tried
+    starts: Tried
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A learned context, and what it is worth.
+
+    Parameters
+    ----------
+    context : LearnedContext
+    losses : list of float
+        Mean KL divergence over the answer at each step.
+    neighbours, learned : Nearness
+        Chunks computed behind chunks next to them, which is the default, and behind the context as well.
+    """
+
+    context: LearnedContext
+    losses: list[float]
+    neighbours: Nearness
+    learned: Nearness
+
+    @property
+    def nearer(self) -> bool:
+        """Whether the context brings answers nearer to full prefill, by the default's rule."""
+        return self.learned.starts.divergence.mean < self.neighbours.starts.divergence.mean
+
+
+def adapt(
+    engine: BlendEngine,
+    prompts: Sequence[Prompt],
+    options: AdaptOptions | None = None,
+    *,
+    corpus: Sequence[str] = (),
+    progress: bool | None = None,
+) -> Adapted:
+    """Learn a context for a model.
+
+    Parameters
+    ----------
+    engine : BlendEngine
+        Its model, tokenizer, separator and number of contexts; its store is not used, and the model is left as it is.
+    prompts : sequence of Prompt
+        As they will be asked; no answers are needed. The last ones are held back.
+    options : AdaptOptions, optional
+    corpus : sequence of str
+        All chunks, those of a document one after another, as they are warmed; by default those of the prompts.
+    progress : bool, optional
+        Show a progress bar; by default if standard error is a terminal.
+
+    Raises
+    ------
+    ConfigError
+        If there are too few prompts to hold some back, or none is of a length at which KV can be learned.
+    """
+    options = options or AdaptOptions()
+    adapter, tokenizer = engine.adapter, PromptTokenizer(engine.tokenizer, engine.config.separator)
+    taught, held_back = prompts[: -options.held_back], prompts[-options.held_back :]
+    taught = [prompt for prompt in taught if adapter.regime(len(tokenizer.tokenize(prompt).input_ids)) == 0]
+    if not taught:
+        remedy = f"use more than {options.held_back}, which are held back, of ordinary length"
+        raise ConfigError("prompts", len(prompts), remedy)
+    hidden, end_ids = None if progress is None else not progress, end_ids_of(engine)
+    total = options.steps + 2 * 3 * len(held_back)
+    with tqdm(total=total, desc="adapting", unit=" prompts", disable=hidden) as bar:
+        chunks, count = [*corpus, *(chunk for prompt in prompts for chunk in prompt.chunks)], engine.config.contexts
+        training = ContextTraining(adapter, tokenizer, options, end_ids, Corpus(adapter, tokenizer, chunks, count))
+        losses = []
+        with training.model_frozen():
+            for step in range(options.steps):
+                losses.append(training.step(taught[step % len(taught)]))
+                bar.update()
+        context = training.context()
+
+        def nearness(compute: ComputeKV) -> Nearness:
+            trials = TrialSet(
+                adapter,
+                tokenizer,
+                held_back,
+                answer_tokens=options.answer_tokens,
+                end_ids=end_ids,
+                compute=compute,
+                on_prompt=bar.update,
+            )
+            starts = SelectBoundary(LEAST_RATIO).fit(adapter.num_layers)
+            return Nearness(trials.try_rule(SelectNone()), trials.try_rule(starts))
+
+        neighbours = Corpus(adapter, tokenizer, chunks, count or BlendConfig.default("contexts"))
+        behind = Corpus(adapter, tokenizer, chunks, count, context)
+        with engine.products():
+            return Adapted(context, losses, nearness(neighbours.compute), nearness(behind.compute))
+
+
+class ContextTraining:
+    """A context under training. It begins as the KV of plain prose.
+
+    Parameters
+    ----------
+    adapter : ModelAdapter
+    tokenizer : PromptTokenizer
+    options : AdaptOptions
+    end_ids : sequence of int
+        Tokens that end an answer.
+    corpus : Corpus
+        Computes chunks behind their neighbours, if it has such contexts.
+    """
+
+    def __init__(
+        self,
+        adapter: ModelAdapter,
+        tokenizer: PromptTokenizer,
+        options: AdaptOptions,
+        end_ids: Sequence[int],
+        corpus: Corpus,
+    ) -> None:
+        self._adapter, self._tokenizer, self._options, self._end_ids = adapter, tokenizer, options, end_ids
+        self._corpus = corpus
+        (ids,) = Contexts(tokenizer, (), 1, options.tokens).ids
+        layers = adapter.context_kv(ids)
+        self._keys = [layer.keys.float().clone().requires_grad_() for layer in layers]  # [1, kv_heads, tokens, dim]
+        self._values = [layer.values.float().clone().requires_grad_() for layer in layers]
+        self._optimizer = torch.optim.Adam([*self._keys, *self._values], lr=options.rate)
+        self._steps = 0
+
+    @contextmanager
+    def model_frozen(self) -> Iterator[None]:
+        """Within this the model's weights want no gradients; afterwards they do as before."""
+        wanting = [parameter for parameter in self._adapter.model.parameters() if parameter.requires_grad]
+        for parameter in wanting:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in wanting:
+                parameter.requires_grad_()
+
+    def step(self, prompt: Prompt) -> float:
+        """Learn from a prompt; the mean divergence over its answer before that."""
+        done, starts = self._steps / self._options.steps, _STARTS[self._steps % len(_STARTS)]
+        self._steps += 1
+        rate = self._options.rate * min(1.0, self._steps / _WARM_UP) * 0.5 * (1 + math.cos(math.pi * done))
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        divergence, question = self.divergence(prompt, starts)
+        answer = divergence[question:].mean()
+        self._optimizer.zero_grad()
+        (answer + _OF_QUESTION * divergence.mean()).backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        return float(answer.detach())
+
+    def context(self) -> LearnedContext:
+        """What was learned so far."""
+        rotaries, dtype = self._adapter.rotary(self._options.tokens), self._adapter.dtype
+        keys = tuple(
+            unrotate(layer.detach()[0], rotaries.of_keys(number)).to(dtype) for number, layer in enumerate(self._keys)
+        )
+        return LearnedContext(SegmentKV(keys, tuple(layer.detach()[0].to(dtype) for layer in self._values), False))
+
+    def divergence(self, prompt: Prompt, starts: float = 0.0) -> tuple[torch.Tensor, int]:
+        """KL divergence from full prefill behind each token of question and answer.
+
+        What stands between chunks is taken from full prefill.
+
+        Parameters
+        ----------
+        prompt : Prompt
+        starts : float
+            Share of each chunk whose KV is taken from full prefill, from its beginning.
+
+        Returns
+        -------
+        Tensor [tokens], int
+            The divergence, and how many of these tokens come before the answer's.
+        """
+        adapter, tokens = self._adapter, self._tokenizer.tokenize(prompt)
+        end, ids = tokens.suffix.start, list(tokens.input_ids)
+        full = prefill_layerwise(adapter, ids)
+        before = [LayerKV(kv.keys[:, :, :end].clone(), kv.values[:, :, :end].clone()) for kv in full.layers]
+        cache = adapter.new_cache(full.layers)
+        answer, _ = greedy_answer(adapter, cache, full.logits, self._options.answer_tokens, self._end_ids)
+        tail = ids[end:] + answer[:-1]
+        wanted = adapter.extend(_cache_of(before), tail).float().log_softmax(dim=-1)
+        own = [chunk for chunk in tokens.located if len(chunk.span)]
+        openings = [self._tokenizer.context_ids(chunk.text) + chunk.head for chunk in own]
+        learned = adapter.segments_kv(
+            (),
+            [(*opening, *tokens.ids(chunk.span)) for opening, chunk in zip(openings, own, strict=True)],
+            heads=list(map(len, openings)),
+            behind=[
+                LayerKV(keys.to(adapter.dtype), values.to(adapter.dtype))
+                for keys, values in zip(self._keys, self._values, strict=True)
+            ],
+            gradients=True,
+        )
+        chunks = []
+        for chunk, opening, kv in zip(own, openings, learned, strict=True):
+            ids_of = tokens.ids(chunk.span)
+            count = self._corpus.neighbours(chunk.text, ids_of)
+            beside = self._corpus.compute(chunk.text, opening, ids_of) if count else kv
+            right = round(starts * len(ids_of))
+            chunks.append((chunk.span.start + right, _mean(beside, count, kv, right)))
+        reused = _with_chunks(before, chunks, adapter.rotary(end))
+        said = adapter.extend(_cache_of(reused), tail, gradients=True).float().log_softmax(dim=-1)
+        return kl_divergence(wanted, said), len(ids) - end - 1
+
+
+def _mean(beside: SegmentKV, count: int, one: SegmentKV, first: int) -> SegmentKV:
+    """The mean over one more context than before, of the tokens of a chunk from one on."""
+
+    def joined(many: Sequence[torch.Tensor], single: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        pairs = zip(many, single, strict=True)
+        return tuple(((count * a + b) / (count + 1)).to(b.dtype)[:, first:] for a, b in pairs)
+
+    return SegmentKV(joined(beside.keys, one.keys), joined(beside.values, one.values), rotated=False)
+
+
+def _with_chunks(
+    layers: Sequence[LayerKV], chunks: Sequence[tuple[int, SegmentKV]], rotaries: Rotaries
+) -> list[LayerKV]:
+    """KV of a prompt with that of chunks from some positions on, so that gradients flow to the chunks."""
+    found = []
+    for number, layer in enumerate(layers):
+        rotary = rotaries.of_keys(number)
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        at = 0
+        for start, chunk in chunks:
+            stop = start + chunk.keys[number].shape[1]
+            turned = rotate(chunk.keys[number], None if rotary is None else rotary.at(slice(start, stop)))
+            keys += [layer.keys[0, :, at:start], turned]
+            values += [layer.values[0, :, at:start], chunk.values[number]]
+            at = stop
+        keys.append(layer.keys[0, :, at:])
+        values.append(layer.values[0, :, at:])
+        found.append(LayerKV(torch.cat(keys, dim=1)[None], torch.cat(values, dim=1)[None]))
+    return found
+
+
+def _cache_of(layers: Sequence[LayerKV]) -> Any:
+    """A cache that nothing is written into: it grows by joining tensors, through which gradients flow."""
+    cache = DynamicCache()
+    for number, layer in enumerate(layers):
+        cache.update(layer.keys, layer.values, number)
+    return cache
+
+
+def adapt_report(adapted: Adapted) -> str:
+    """What was learned, in words."""
+    prompts = len(adapted.learned.starts.divergences)
+    lines = [
+        f"KL divergence from full prefill, nats a token, on {prompts} prompts that were held back",
+        f"{'chunks computed behind':<28}nothing recomputed   first {LEAST_RATIO:.0%} of each",
+    ]
+    for name, found in (("their neighbours", adapted.neighbours), ("and the learned context", adapted.learned)):
+        reuse, starts = found.reuse.divergence, found.starts.divergence
+        lines.append(f"  {name:<26}{reuse.mean:>18.4f}   {starts.mean:>17.4f}")
+    return "\n".join(lines)
