@@ -1,9 +1,8 @@
 """``cacheblend-rag adapt``: learn what a model's chunks are best computed behind, from its own prompts without labels.
 
-The KV of one context is trained, and nothing of the model. A step takes one prompt. The KV of its chunks is the mean of
-what it is behind their neighbours and behind the context. It is reused, and full prefill's own answer is forced. The
-loss is the KL divergence of each token's distribution from full prefill's. Prompts that were held back say whether the
-result is nearer than neighbours alone.
+The KV of one context is trained, and nothing of the model. A step takes one prompt: its chunks are computed behind the
+context and reused, and full prefill's own answer is forced. The loss is the KL divergence of each token's distribution
+from full prefill's. Prompts that were held back say what the context is worth beside the neighbours of a chunk.
 """
 
 from __future__ import annotations
@@ -148,7 +147,7 @@ def adapt(
     total = options.steps + 2 * 3 * len(held_back)
     with tqdm(total=total, desc="adapting", unit=" prompts", disable=hidden) as bar:
         chunks, count = [*corpus, *(chunk for prompt in prompts for chunk in prompt.chunks)], engine.config.contexts
-        training = ContextTraining(adapter, tokenizer, options, end_ids, Corpus(adapter, tokenizer, chunks, count))
+        training = ContextTraining(adapter, tokenizer, options, end_ids)
         losses = []
         with training.model_frozen():
             for step in range(options.steps):
@@ -185,20 +184,12 @@ class ContextTraining:
     options : AdaptOptions
     end_ids : sequence of int
         Tokens that end an answer.
-    corpus : Corpus
-        Computes chunks behind their neighbours, if it has such contexts.
     """
 
     def __init__(
-        self,
-        adapter: ModelAdapter,
-        tokenizer: PromptTokenizer,
-        options: AdaptOptions,
-        end_ids: Sequence[int],
-        corpus: Corpus,
+        self, adapter: ModelAdapter, tokenizer: PromptTokenizer, options: AdaptOptions, end_ids: Sequence[int]
     ) -> None:
         self._adapter, self._tokenizer, self._options, self._end_ids = adapter, tokenizer, options, end_ids
-        self._corpus = corpus
         (ids,) = Contexts(tokenizer, (), 1, options.tokens).ids
         layers = adapter.context_kv(ids)
         self._keys = [layer.keys.float().clone().requires_grad_() for layer in layers]  # [1, kv_heads, tokens, dim]
@@ -266,7 +257,7 @@ class ContextTraining:
         wanted = adapter.extend(_cache_of(before), tail).float().log_softmax(dim=-1)
         own = [chunk for chunk in tokens.located if len(chunk.span)]
         openings = [self._tokenizer.context_ids(chunk.text) + chunk.head for chunk in own]
-        learned = adapter.segments_kv(
+        computed = adapter.segments_kv(
             (),
             [(*opening, *tokens.ids(chunk.span)) for opening, chunk in zip(openings, own, strict=True)],
             heads=list(map(len, openings)),
@@ -276,44 +267,28 @@ class ContextTraining:
             ],
             gradients=True,
         )
-        chunks = []
-        for chunk, opening, kv in zip(own, openings, learned, strict=True):
-            ids_of = tokens.ids(chunk.span)
-            count = self._corpus.neighbours(chunk.text, ids_of)
-            beside = self._corpus.compute(chunk.text, opening, ids_of) if count else kv
-            right = round(starts * len(ids_of))
-            chunks.append((chunk.span.start + right, _mean(beside, count, kv, right)))
-        reused = _with_chunks(before, chunks, adapter.rotary(end))
+        spans = [range(chunk.span.start + round(starts * len(chunk.span)), chunk.span.stop) for chunk in own]
+        reused = _with_chunks(before, spans, computed, adapter.rotary(end))
         said = adapter.extend(_cache_of(reused), tail, gradients=True).float().log_softmax(dim=-1)
         return kl_divergence(wanted, said), len(ids) - end - 1
 
 
-def _mean(beside: SegmentKV, count: int, one: SegmentKV, first: int) -> SegmentKV:
-    """The mean over one more context than before, of the tokens of a chunk from one on."""
-
-    def joined(many: Sequence[torch.Tensor], single: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        pairs = zip(many, single, strict=True)
-        return tuple(((count * a + b) / (count + 1)).to(b.dtype)[:, first:] for a, b in pairs)
-
-    return SegmentKV(joined(beside.keys, one.keys), joined(beside.values, one.values), rotated=False)
-
-
 def _with_chunks(
-    layers: Sequence[LayerKV], chunks: Sequence[tuple[int, SegmentKV]], rotaries: Rotaries
+    layers: Sequence[LayerKV], spans: Sequence[range], chunks: Sequence[SegmentKV], rotaries: Rotaries
 ) -> list[LayerKV]:
-    """KV of a prompt with that of chunks from some positions on, so that gradients flow to the chunks."""
+    """KV of a prompt with the last tokens of each chunk put into its span; gradients flow to the chunks."""
     found = []
     for number, layer in enumerate(layers):
         rotary = rotaries.of_keys(number)
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         at = 0
-        for start, chunk in chunks:
-            stop = start + chunk.keys[number].shape[1]
-            turned = rotate(chunk.keys[number], None if rotary is None else rotary.at(slice(start, stop)))
-            keys += [layer.keys[0, :, at:start], turned]
-            values += [layer.values[0, :, at:start], chunk.values[number]]
-            at = stop
+        for span, chunk in zip(spans, chunks, strict=True):
+            first = chunk.keys[number].shape[1] - len(span)
+            places = None if rotary is None else rotary.at(slice(span.start, span.stop))
+            keys += [layer.keys[0, :, at : span.start], rotate(chunk.keys[number][:, first:], places)]
+            values += [layer.values[0, :, at : span.start], chunk.values[number][:, first:]]
+            at = span.stop
         keys.append(layer.keys[0, :, at:])
         values.append(layer.values[0, :, at:])
         found.append(LayerKV(torch.cat(keys, dim=1)[None], torch.cat(values, dim=1)[None]))

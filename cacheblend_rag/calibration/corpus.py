@@ -46,10 +46,6 @@ class Corpus:
         self._contexts = dict(zip(texts, beside, strict=True))
         self._known: OrderedDict[str, ContextKV] = OrderedDict()
 
-    def neighbours(self, text: str, ids: tuple[int, ...]) -> int:
-        """Over how many contexts the KV of a chunk is averaged, without the learned one."""
-        return len(self._contexts[text.strip()].of(ids))
-
     def compute(self, text: str, before: tuple[int, ...], ids: tuple[int, ...], regime: int = 0) -> SegmentKV:
         """KV of a chunk of the corpus; see `ComputeKV`."""
         contexts = self._contexts[text.strip()]

@@ -58,18 +58,9 @@ def adapted(model: Any) -> Adapted:
 
 
 PROMPT = prompts(90, 1)[0]
-TEXTS = [*PROMPT.chunks, tiny.text(40, 1)]
 
 
 SEGMENTS = PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
-
-
-def corpus_of(adapter: ModelAdapter, prompt: Prompt, count: int, learned: LearnedContext | None = None) -> Corpus:
-    return Corpus(adapter, SEGMENTS, [*TEXTS, *prompt.chunks], count, learned)
-
-
-def training_of(adapter: ModelAdapter, count: int) -> ContextTraining:
-    return ContextTraining(adapter, SEGMENTS, OPTIONS, [2], Corpus(adapter, SEGMENTS, TEXTS, count))
 
 
 def other_context(context: LearnedContext) -> LearnedContext:
@@ -83,7 +74,10 @@ def other_context(context: LearnedContext) -> LearnedContext:
 def test_an_untrained_one_is_the_prose_it_begins_with(family: str) -> None:
     for rope in tiny.rope_types(family):
         adapter = ModelAdapter(tiny.model(family, rope))
-        context, (ids,) = training_of(adapter, 0).context(), Contexts(SEGMENTS, (), 1, OPTIONS.tokens).ids
+        context, (ids,) = (
+            ContextTraining(adapter, SEGMENTS, OPTIONS, [2]).context(),
+            Contexts(SEGMENTS, (), 1, OPTIONS.tokens).ids,
+        )
         chunks = [list(range(40, 52)), list(range(60, 67))]
         ours = ContextKV(adapter, [context]).segments_kv(chunks, heads=[2, 0])
         theirs = ContextKV(adapter, [ids]).segments_kv(chunks, heads=[2, 0])
@@ -92,15 +86,14 @@ def test_an_untrained_one_is_the_prose_it_begins_with(family: str) -> None:
                 assert_close(found, wanted, terms_of(adapter.model, 64))
 
 
-@pytest.mark.parametrize("count", [0, 2])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere2", "qwen3"])
-def test_the_divergence_that_is_learned_from_is_that_of_full_reuse(family: str, count: int) -> None:
+def test_the_divergence_that_is_learned_from_is_that_of_full_reuse(family: str) -> None:
     """The pass through which gradients flow against the blended pass that users get."""
     # Of one chunk: what stands between several is taken from full prefill in training.
     prompt = Prompt("Read this:", [tiny.text(40, 1)], "What fell in the end?")
     adapter = ModelAdapter(tiny.model(family))
-    training = training_of(adapter, count)
-    compute = corpus_of(adapter, prompt, count, training.context()).compute
+    training = ContextTraining(adapter, SEGMENTS, OPTIONS, [2])
+    compute = Corpus(adapter, SEGMENTS, prompt.chunks, 0, training.context()).compute
     trials = TrialSet(adapter, SEGMENTS, [prompt], answer_tokens=OPTIONS.answer_tokens, end_ids=[2], compute=compute)
     divergence, question = training.divergence(prompt)
     expected = trials.try_rule(SelectNone()).divergence.mean
@@ -109,7 +102,7 @@ def test_the_divergence_that_is_learned_from_is_that_of_full_reuse(family: str, 
 
 
 def test_chunk_starts_may_be_right_already(model: Any) -> None:
-    training = training_of(ModelAdapter(model), 2)
+    training = ContextTraining(ModelAdapter(model), SEGMENTS, OPTIONS, [2])
     found = [float(training.divergence(PROMPT, share)[0].mean().detach()) for share in (0.0, 0.5, 1.0)]
     assert found[0] > found[1] > found[2]
     assert found[2] < 1e-6, "with all tokens of all chunks right, it is full prefill"
@@ -228,7 +221,10 @@ def test_without_neighbours_it_is_computed_behind_the_context_alone(model: Any, 
         fused = alone.fuse(PROMPT)
         assert fused.report.hits == len(PROMPT.chunks)
         twin = PreparedPrompt(
-            engine.adapter, SEGMENTS, PROMPT, Corpus(engine.adapter, SEGMENTS, TEXTS, 0, adapted.context).compute
+            engine.adapter,
+            SEGMENTS,
+            PROMPT,
+            Corpus(engine.adapter, SEGMENTS, PROMPT.chunks, 0, adapted.context).compute,
         )
         assert_logits_close(fused.logits, twin.fuse(SelectNone()).fusion.logits, model, len(fused.input_ids))
 

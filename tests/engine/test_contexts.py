@@ -236,7 +236,7 @@ def test_an_estimate_is_what_warming_takes(model: Any, tmp_path: Path) -> None:
         assert engine.warm(TEXTS).bytes == expected
 
 
-@pytest.mark.parametrize("contexts", [0, 5, 1.5, True, "2"])
+@pytest.mark.parametrize("contexts", [-1, 5, 1.5, True, "2"])
 def test_a_bad_number_of_contexts_is_refused(contexts: Any) -> None:
     with pytest.raises(ConfigError, match="contexts=") as caught:
         BlendConfig(contexts=contexts)
