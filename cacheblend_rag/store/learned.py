@@ -14,7 +14,7 @@ from cacheblend_rag.store.base import KVRecord, KVStore
 from cacheblend_rag.store.encryption import Seal
 from cacheblend_rag.store.record import FileRecord, RecordFormat, encode_record
 
-__all__ = ["keep_context", "kept_context"]
+__all__ = ["keep_context", "kept_context", "kept_contexts"]
 
 _KIND = "context"
 
@@ -70,6 +70,11 @@ def kept_context(folder: Path | None, fingerprint: str, adapter: ModelAdapter) -
     if (record.info.fingerprint, record.info.kind) != (fingerprint, _KIND) or not context.fits(adapter):
         raise StoreError(f"the learned context {str(path)!r} is of another model; remove it")
     return context
+
+
+def kept_contexts(folder: Path) -> list[Path]:
+    """Files of all learned contexts in the folder of a store."""
+    return sorted(folder.glob("contexts/*.kv"))
 
 
 def _path(folder: Path, fingerprint: str) -> Path:

@@ -307,7 +307,9 @@ def test_calibration_tries_it_and_what_it_finds_holds_for_this_one_alone(
 # The command -----------------------------------------------------------------------------------
 
 
-def test_the_command_adapts_and_engines_use_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_adapts_and_engines_use_it(
+    adapted: Adapted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, docs = tmp_path / "model", tmp_path / "docs"
     tiny.model(num_hidden_layers=4, initializer_range=0.1).save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
@@ -321,3 +323,8 @@ def test_the_command_adapts_and_engines_use_it(tmp_path: Path, capsys: pytest.Ca
     with BlendEngine.from_pretrained(folder, store=tmp_path / "data" / "kv") as engine:
         assert (engine.condition == "learned") == ("kept in" in said)
         assert ("nothing was kept" in said) == (engine.condition == "context")
+        keep_context(engine.store, engine.fingerprint, adapted.context)
+    assert main(["cache", "clear", "--data-dir", str(tmp_path / "data")]) == 0
+    said = capsys.readouterr().out
+    assert "learned contexts stay" in said
+    assert str(tmp_path / "data" / "kv" / "contexts") in said

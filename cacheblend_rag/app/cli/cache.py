@@ -149,8 +149,13 @@ def _verify(parsed: argparse.Namespace) -> int:
 
 
 def _clear(parsed: argparse.Namespace) -> int:
+    from cacheblend_rag.store.learned import kept_contexts
+
     with _store(parsed) as store:
         print(f"{store.clear()} records erased")
+        if learned := kept_contexts(store.folder):
+            names = ", ".join(map(str, learned))
+            print(f"learned contexts stay, and traces of the texts they were learned from: remove {names}")
     return 0
 
 
