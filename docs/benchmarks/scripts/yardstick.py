@@ -567,6 +567,7 @@ _LINES = {
     "sink/query": ("what the question attends to", "tab:brown", "v"),
     "context/query": ("behind contexts: what the question attends to", "tab:cyan", "v"),
     "context/boundary": ("behind contexts: first tokens of chunks (default)", "tab:blue", "o"),
+    "learned/boundary": ("behind contexts and a learned one: first tokens of chunks", "tab:green", "D"),
 }
 
 
