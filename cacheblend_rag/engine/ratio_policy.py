@@ -194,18 +194,13 @@ class RatioPolicy:
             self.controller.note(choice.plan.device, choice.plan.load_seconds, read)
 
 
-def _names_rule(config: BlendConfig) -> bool:
-    """Whether any option that says which tokens are recomputed, the ratio apart, differs from its default."""
-    return any(getattr(config, name) != BlendConfig.default(name) for name in RULE_OPTIONS)
-
-
 def _calibrated(config: BlendConfig, model: str, controller: LoadingController | None) -> BlendSettings | None:
     """What was calibrated for a model, if the choice is left to us."""
     settings = controller.blends.get(model) if controller is not None else None
     if settings is None or config.recompute_ratio != "auto":
         return None
-    if _names_rule(config):
-        return None
+    if any(getattr(config, name) != BlendConfig.default(name) for name in RULE_OPTIONS):
+        return None  # the user names a rule
     if not settings.tolerates:
         _log.warning(
             "calibration found that this model does not tolerate blending within %g nats: every prompt is prefilled "
