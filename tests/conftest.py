@@ -61,6 +61,17 @@ def minilm_folder() -> Path:
     return _starter("minilm")
 
 
+@pytest.fixture(scope="session")
+def toy_chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy model with a chat template, for documents that name a starter model."""
+    from tests.integrations.langchain.models import TEMPLATE
+    from tests.toy import MODEL_PATH
+
+    folder = shutil.copytree(MODEL_PATH, tmp_path_factory.mktemp("toy") / "model")
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    return folder
+
+
 @pytest.fixture
 def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shape of a small model under the name ``"tiny"``, for benchmarks."""

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any, Self, TypedDict, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
@@ -22,7 +23,7 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.matching import known_chunks, written_forms
 from cacheblend_rag.report import AnswerStats, BlendReport, Generation, Tally, WarmReport
 
-__all__ = ["AnswerFields", "EngineFields", "ModelFields"]
+__all__ = ["AnswerFields", "EngineFields", "LoadFields", "ModelFields"]
 
 # What users of other packages write, where it says what holds here anyway; anything else is refused with the remedy.
 _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
@@ -72,16 +73,21 @@ class AnswerFields(TypedDict, total=False):
     generate_kwargs: dict[str, Any]
 
 
-class EngineFields(BlendOptions, total=False):
-    """What an engine is made of: options of `BlendConfig` one by one, and what `ModelFields` explains."""
+class LoadFields(BlendOptions, total=False):
+    """How a model is loaded: options of `BlendConfig` one by one, and what `ModelFields` explains."""
 
-    engine: BlendEngine
     config: BlendConfig | None
-    model_id: str | None
-    store: str | None
     device: str
     dtype: str
     model_kwargs: dict[str, Any]
+
+
+class EngineFields(LoadFields, total=False):
+    """What an engine is made of; `ModelFields` explains each."""
+
+    engine: BlendEngine
+    model_id: str | None
+    store: str | None
     blend: dict[str, Any]
 
 
@@ -317,7 +323,8 @@ class ModelFields(BaseModel):
         """
         texts = self._texts(documents)
         needed, room = self.engine.estimate_bytes(texts), self.engine.store.size_limit
-        (say or _print)(f"KV of {len(texts):,} documents: {needed:,} bytes; the KV store may take {room:,}")
+        say = say or partial(print, file=sys.stderr)
+        say(f"KV of {len(texts):,} documents: {needed:,} bytes; the KV store may take {room:,}")
         known_chunks.add(texts)
         return self.engine.warm(texts, progress=progress)
 
@@ -432,10 +439,6 @@ class ModelFields(BaseModel):
             "documents": [one.asdict() for one in report.documents],
         }
         return {**info, "input_ids": list(report.input_ids)} if self.report_input_ids else info
-
-
-def _print(message: str) -> None:
-    print(message, file=sys.stderr)
 
 
 def _plain(value: Any) -> Any:

@@ -197,11 +197,6 @@ class RatioPolicy:
             self.controller.note(choice.plan.device, choice.plan.load_seconds, read)
 
 
-def _names_rule(config: BlendConfig) -> bool:
-    """Whether any option that says which tokens are recomputed, the ratio apart, differs from its default."""
-    return any(getattr(config, name) != BlendConfig.default(name) for name in RULE_OPTIONS)
-
-
 def _calibrated(
     config: BlendConfig, model: str, controller: LoadingController | None, learned: str
 ) -> BlendSettings | None:
@@ -209,8 +204,8 @@ def _calibrated(
     settings = controller.blends.get(model) if controller is not None else None
     if settings is None or config.recompute_ratio != "auto":
         return None
-    if _names_rule(config):
-        return None
+    if any(getattr(config, name) != BlendConfig.default(name) for name in RULE_OPTIONS):
+        return None  # the user names a rule
     if settings.condition == "learned" and settings.learned != learned:
         _log.warning("the model was calibrated with another learned context; run `cacheblend-rag calibrate` again")
         return None

@@ -157,7 +157,8 @@ class _Pass:
         """The question's attention to all positions, if the rule wants it."""
         if not self._rule.score_layers:
             return None
-        first = self._plan.question.start if self._plan.question else self._behind_chunks()
+        behind = max((span.stop for span in (*self._plan.reused, *self._plan.exact)), default=0)
+        first = self._plan.question.start if self._plan.question else behind
         watched = max(1, int((always >= first).sum()))
         scores = question_attention(
             self._adapter, self._plan.input_ids, always, watched, self._kv, self._rotaries, self._rule.score_layers
@@ -178,9 +179,6 @@ class _Pass:
         deviation = torch.full((self._tokens,), float("nan"), device=positions.device)
         deviation[positions] = first
         return deviation
-
-    def _behind_chunks(self) -> int:
-        return max((span.stop for span in (*self._plan.reused, *self._plan.exact)), default=0)
 
     def _view(self, positions: torch.Tensor) -> StartView:
         """What a rule sees of some positions."""

@@ -16,7 +16,7 @@ from langchain_core.rate_limiters import BaseRateLimiter
 from cacheblend_rag.config import BlendConfig, BlendOptions
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, ModelFields
+from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, LoadFields, ModelFields
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.tracking import begin_tracking, documents_of_run, known_chunks, note_found
 from cacheblend_rag.prompt import Prompt
@@ -48,6 +48,10 @@ class _ModelFields(LangChainFields, BlendOptions, total=False):
     """Fields of a model that makes its engine."""
 
 
+class _LoadedFields(LangChainFields, LoadFields, total=False):
+    """Fields of a model that is loaded."""
+
+
 class AllFields(LangChainFields, EngineFields, total=False):
     """All fields from which a model can be made."""
 
@@ -68,11 +72,7 @@ class BlendFields(ModelFields):
         model_id: str | os.PathLike[str],
         *,
         store: str | os.PathLike[str] | None = None,
-        config: BlendConfig | None = None,
-        device: str = "auto",
-        dtype: str = "auto",
-        model_kwargs: dict[str, Any] | None = None,
-        **fields: Unpack[_ModelFields],
+        **fields: Unpack[_LoadedFields],
     ) -> Self:
         """Load a model and its tokenizer.
 
@@ -82,16 +82,8 @@ class BlendFields(ModelFields):
             A folder, or an id that transformers can resolve.
         store : path, optional
             Folder where KV is kept; memory if there is none.
-        config : BlendConfig, optional
-            Options of the engine; those given by themselves win over it.
-        device : str
-            ``"auto"`` (a GPU if there is one), or a torch device.
-        dtype : str
-            ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        model_kwargs : dict, optional
-            Passed on to transformers' ``from_pretrained``: ``device_map``, ``quantization_config``, …
         **fields
-            Options of the engine, such as ``recompute_ratio``, and fields of this class, such as ``max_new_tokens``.
+            What `ModelFields` explains, options of the engine among it: ``device="cuda"``, ``recompute_ratio=0.2``.
 
         Raises
         ------
@@ -100,8 +92,7 @@ class BlendFields(ModelFields):
         ModelLoadError
             If the model cannot be loaded.
         """
-        made = {"config": config, "device": device, "dtype": dtype, "model_kwargs": model_kwargs or {}}
-        return cls._of_id(model_id, store, **made, **fields)
+        return cls._of_id(model_id, store, **fields)
 
     @classmethod
     def from_engine(cls, engine: BlendEngine, **fields: Unpack[LangChainFields]) -> Self:

@@ -7,6 +7,7 @@ documents that a template rewrote are looked for in the whole prompt.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -205,7 +206,7 @@ def _chunks(text: str, place: _Place, documents: Iterable[Retrieved]) -> dict[Ma
 
 def _outside(text: str, asked: Sequence[str], documents: Iterable[Retrieved]) -> dict[Match, WrittenForm | None]:
     """Known chunks, and nodes in another form, anywhere but in a question."""
-    questions = [Match(at, at + len(one)) for one in asked if one for at in _occurrences(text, one)]
+    questions = [Match(*found.span()) for one in asked if one for found in re.finditer(re.escape(one), text)]
     known = [m for m in known_chunks.find(text) if all(m.stop <= q.start or q.stop <= m.start for q in questions)]
     return {**dict.fromkeys(known), **find_changed(text, [*known, *questions], documents)}
 
@@ -216,13 +217,6 @@ def _unexplained(text: str, place: _Place, matches: Sequence[Match]) -> bool:
     inside = [match for match in matches if start <= match.start and match.stop <= stop]
     edges = [start, *(edge for match in inside for edge in (match.start, match.stop)), stop]
     return any(len(solid(text[a:b])) >= CUT_LEAST for a, b in zip(edges[::2], edges[1::2], strict=True))
-
-
-def _occurrences(text: str, one: str) -> Iterator[int]:
-    at = text.find(one)
-    while at >= 0:
-        yield at
-        at = text.find(one, at + len(one))
 
 
 def _said(text: str, messages: Sequence[ChatMessage], context_at: int | None) -> Iterator[str]:

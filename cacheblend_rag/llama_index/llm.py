@@ -33,7 +33,7 @@ from llama_index.core.types import BaseOutputParser, PydanticProgramMode
 
 from cacheblend_rag.config import BlendConfig, BlendOptions
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, ModelFields
+from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, LoadFields, ModelFields
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.llama_index.answering import ModelCall, R, Said
 from cacheblend_rag.llama_index.context import CONTEXT_NAMES, Hint, MarkedMessages, MarkedText, see
@@ -68,6 +68,10 @@ class LlamaIndexFields(AnswerFields, total=False):
 
 class _ModelFields(LlamaIndexFields, BlendOptions, total=False):
     """Fields of a model that makes its engine."""
+
+
+class _LoadedFields(LlamaIndexFields, LoadFields, total=False):
+    """Fields of a model that is loaded."""
 
 
 class _AllFields(LlamaIndexFields, EngineFields, total=False):
@@ -125,11 +129,7 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
         model_id: str | os.PathLike[str],
         *,
         store: str | os.PathLike[str] | None = None,
-        config: BlendConfig | None = None,
-        device: str = "auto",
-        dtype: str = "auto",
-        model_kwargs: dict[str, Any] | None = None,
-        **fields: Unpack[_ModelFields],
+        **fields: Unpack[_LoadedFields],
     ) -> Self:
         """Load a model and its tokenizer.
 
@@ -139,16 +139,8 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
             A folder, or an id that transformers can resolve.
         store : path, optional
             Folder where KV is kept; memory if there is none.
-        config : BlendConfig, optional
-            Options of the engine; those given by themselves win over it.
-        device : str
-            ``"auto"`` (a GPU if there is one), or a torch device.
-        dtype : str
-            ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``.
-        model_kwargs : dict, optional
-            Passed on to transformers' ``from_pretrained``: ``device_map``, ``quantization_config``, …
         **fields
-            Options of the engine, such as ``recompute_ratio``, and fields of this class, such as ``max_new_tokens``.
+            What `ModelFields` explains, options of the engine among it: ``device="cuda"``, ``recompute_ratio=0.2``.
 
         Raises
         ------
@@ -157,8 +149,7 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
         ModelLoadError
             If the model cannot be loaded.
         """
-        made = {"config": config, "device": device, "dtype": dtype, "model_kwargs": model_kwargs or {}}
-        return cls._of_id(model_id, store, **made, **fields)
+        return cls._of_id(model_id, store, **fields)
 
     @classmethod
     def from_engine(cls, engine: BlendEngine, **fields: Unpack[LlamaIndexFields]) -> Self:

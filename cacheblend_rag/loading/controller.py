@@ -87,11 +87,6 @@ class LoadingPlan:
     prefill_seconds: float
     recomputed_chunks: tuple[int, ...] = ()
 
-    @property
-    def hides_loading(self) -> bool:
-        """Whether loading takes no longer than what is computed meanwhile."""
-        return self.load_seconds <= self.recompute_seconds
-
 
 class LoadingController:
     """Chooses recompute ratios and storage devices.
@@ -158,7 +153,9 @@ class LoadingController:
             If model or device is not in the profile, or neither device nor ratio is given.
         """
         bounds = bounds or RatioBounds()
-        known = self._prefill_of(model)
+        if model not in self._prefill:
+            raise ConfigError("model", model, "run `cacheblend-rag profile` for it first")
+        known = self._prefill[model]
         prefill = known.seconds(tokens)
         if device is None:
             if ratio is None:
@@ -222,11 +219,6 @@ class LoadingController:
             drift,
             self.devices[device].throughput / 1e6,
         )
-
-    def _prefill_of(self, model: str) -> PrefillProfile:
-        if model not in self._prefill:
-            raise ConfigError("model", model, "run `cacheblend-rag profile` for it first")
-        return self._prefill[model]
 
     def _device_of(self, name: str) -> Device:
         if name not in self.devices:

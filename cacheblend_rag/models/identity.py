@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -268,8 +269,4 @@ def _read() -> dict[str, tuple[str, str]]:
         pairs = {str(identity): (str(entry[0]), str(entry[1])) for identity, entry in content.items()}
     except (OSError, ValueError, AttributeError, IndexError, KeyError, TypeError, RecursionError):
         return {}
-    return {identity: pair for identity, pair in pairs.items() if _is_hash(pair[0])}
-
-
-def _is_hash(text: str) -> bool:
-    return len(text) == 64 and set(text) <= set("0123456789abcdef")
+    return {identity: pair for identity, pair in pairs.items() if re.fullmatch("[0-9a-f]{64}", pair[0])}

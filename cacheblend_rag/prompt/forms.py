@@ -44,18 +44,14 @@ def _json_in_html(text: str) -> str:
     return written.translate({ord(one): f"\\u{ord(one):04x}" for one in "<>&'"})
 
 
-def _markup(text: str) -> str:
-    """As Jinja's automatic escaping writes it."""
-    return html.escape(text, quote=False).replace('"', "&#34;").replace("'", "&#39;")
-
-
 _ESCAPES: tuple[tuple[str, Callable[[str], str]], ...] = (
     ("json-escaped", lambda text: json.dumps(text, ensure_ascii=False)[1:-1]),
     ("json-escaped", lambda text: json.dumps(text)[1:-1]),
     ("json-escaped", _json_in_html),
     ("html-escaped", html.escape),
     ("html-escaped", lambda text: html.escape(text, quote=False)),
-    ("html-escaped", _markup),
+    # As Jinja's automatic escaping writes it.
+    ("html-escaped", lambda text: html.escape(text, quote=False).replace('"', "&#34;").replace("'", "&#39;")),
     ("python-escaped", lambda text: repr(text)[1:-1]),
     ("python-escaped", lambda text: repr('"' + text)[2:-1]),  # beginnings of texts that hold quotes of both kinds
 )

@@ -12,7 +12,7 @@ from cacheblend_rag.models.contexts import LearnedContext
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store.base import KVRecord, KVStore
 from cacheblend_rag.store.encryption import Seal
-from cacheblend_rag.store.record import FileRecord, RecordFormat, encode_record
+from cacheblend_rag.store.record import FileRecord, RecordFormat, encode_pieces
 
 __all__ = ["keep_context", "kept_context", "kept_contexts"]
 
@@ -40,7 +40,7 @@ def keep_context(store: KVStore, fingerprint: str, context: LearnedContext) -> P
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(encode_record(record, RecordFormat(seal=Seal.from_environment()), fingerprint))
+            file.writelines(encode_pieces(record, RecordFormat(seal=Seal.from_environment()), fingerprint))
         os.replace(draft, path)
     except OSError as error:
         raise StoreError(f"cannot write the learned context {str(path)!r}: {error}") from error

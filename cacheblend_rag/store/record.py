@@ -34,7 +34,7 @@ from cacheblend_rag.store.base import KVRecord, RecordInfo
 from cacheblend_rag.store.codecs import CODECS, DTYPES, Codec, codec_named
 from cacheblend_rag.store.encryption import SEAL_BYTES, Seal
 
-__all__ = ["FileRecord", "RecordFormat", "encode_pieces", "encode_record", "record_bytes"]
+__all__ = ["FileRecord", "RecordFormat", "encode_pieces", "record_bytes"]
 
 _log = logging.getLogger(__name__)
 MAGIC = b"CBRAGKV\x02"
@@ -103,15 +103,11 @@ def record_bytes(info: RecordInfo, form: RecordFormat | None = None) -> int:
     return _padded(_START + _header_bytes(info) + extra) + info.layers * _padded(layer)
 
 
-def encode_record(record: KVRecord, form: RecordFormat | None = None, key: str = "") -> bytes:
-    """The file of a record; a sealed one can be read under its key only."""
-    return b"".join(encode_pieces(record, form, key))
-
-
 def encode_pieces(record: KVRecord, form: RecordFormat | None = None, key: str = "") -> list[_Piece]:
     """The file of a record in pieces, none empty, to be written one behind another.
 
-    Pieces may be the memory of the record itself: a large one is copied only where it is written.
+    A sealed file can be read under its key only. Pieces may be the memory of the record itself: a large one is copied
+    only where it is written.
     """
     form = form or RecordFormat()
     codec, layers = _encoded_layers(record, form.codec_of(record.info))

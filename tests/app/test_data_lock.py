@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -17,7 +16,8 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from tests import tiny
 from tests.app.server.common import new_collection, passage, upload, write_documents
-from tests.app.server.test_crash import ROOT, Served
+from tests.app.server.test_crash import Served
+from tests.programs import run_program
 from tests.toy import EMBEDDER_PATH
 
 
@@ -32,13 +32,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def second(command: list[str], model: Path, docs: Path, data: Path) -> subprocess.CompletedProcess[str]:
     """Another process on the same folder."""
     arguments = ["--model", str(model), "--embedder", str(EMBEDDER_PATH), "--docs", str(docs), "--data-dir", str(data)]
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "cacheblend_rag.app.cli", *command, *arguments, "--device", "cpu"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    return run_program(
+        ["-m", "cacheblend_rag.app.cli", *command, *arguments, "--device", "cpu"], data.parent, environment
     )
 
 

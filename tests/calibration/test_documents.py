@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from cacheblend_rag.calibration.evaluation.datasets import load_cases
 from cacheblend_rag.calibration.evaluation.methods import METHODS
 from cacheblend_rag.fusor.selection import RULES
 from docs.benchmarks.scripts.figures import FIGURES
+from tests.programs import run_program
 from tests.toy import MODEL_PATH
 from tests.toy.cases import ToyCases, write_cases
 
@@ -51,8 +49,7 @@ def test_the_guard_s_example_runs(tmp_path: Path) -> None:
     (code,) = blocks("python")
     assert '"smollm2"' in code
     code = code.replace('"smollm2"', repr(str(MODEL_PATH)))
-    command, environment = [sys.executable, "-W", "ignore", "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = run_program(["-c", code], tmp_path)
     assert "measured=1" in done.stdout, done.stderr
 
 

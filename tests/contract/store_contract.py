@@ -18,6 +18,7 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store import KVRecord, KVStore, StoredKV, TieredStore
 from cacheblend_rag.store.base import check_store
+from cacheblend_rag.store.record import RecordFormat, encode_pieces
 from docs.benchmarks.scripts.faults import record_of
 from tests.probes import CHUNKS, PROMPT, engine_of
 
@@ -33,6 +34,11 @@ def make(seed: int = 0, tokens: int = 5) -> KVRecord:
     )
     kv = SegmentKV(keys, values, rotated=False)
     return KVRecord.of(kv, fingerprint="f", context_ids=(1,), token_ids=tuple(range(tokens)))
+
+
+def encoded(record: KVRecord, form: RecordFormat | None = None, key: str = "") -> bytes:
+    """The file of a record."""
+    return b"".join(encode_pieces(record, form, key))
 
 
 def same(stored: StoredKV | None, record: KVRecord) -> bool:

@@ -20,7 +20,8 @@ from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store import DiskStore, KVRecord, RecordFormat
 from cacheblend_rag.store import record as record_module
 from cacheblend_rag.store.codecs import CODECS, codec_named
-from cacheblend_rag.store.record import FileRecord, encode_record, record_bytes
+from cacheblend_rag.store.record import FileRecord, record_bytes
+from tests.contract.store_contract import encoded
 
 LAYERS, HEADS, DIM = 2, 2, 64
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -47,7 +48,7 @@ def opened(data: bytes) -> FileRecord:
 
 
 def read_back(record: KVRecord, form: RecordFormat) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    file = opened(encode_record(record, form))
+    file = opened(encoded(record, form))
     try:
         assert file.info == record.info
         return [file.read_layer(layer) for layer in range(record.info.layers)]
@@ -122,7 +123,7 @@ def test_the_size_is_known_before_a_record_is_made(name: str, compress: bool) ->
     form = RecordFormat(name, compress)
     for tokens in (1, 70, 300):
         record = make(tokens=tokens)
-        written = len(encode_record(record, form))
+        written = len(encoded(record, form))
         assert written == record_bytes(record.info, form) or (compress and written < record_bytes(record.info, form))
 
 
@@ -177,7 +178,7 @@ def test_compression_is_exact_and_smaller_where_it_can_be() -> None:
     for layer, (keys, values) in enumerate(read_back(record, RecordFormat(compress=True))):
         assert torch.equal(keys, record.kv.keys[layer])
         assert torch.equal(values, record.kv.values[layer])
-    assert len(encode_record(record, RecordFormat(compress=True))) < len(encode_record(record))
+    assert len(encoded(record, RecordFormat(compress=True))) < len(encoded(record))
 
 
 def test_what_compresses_beyond_all_measure_is_written_as_it_is() -> None:
@@ -185,7 +186,7 @@ def test_what_compresses_beyond_all_measure_is_written_as_it_is() -> None:
     for tensors in (record.kv.keys, record.kv.values):
         for tensor in tensors:
             tensor.zero_()
-    assert encode_record(record, RecordFormat(compress=True)) == encode_record(record)
+    assert encoded(record, RecordFormat(compress=True)) == encoded(record)
 
 
 def test_compression_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +197,7 @@ def test_compression_without_its_package_names_the_extra(monkeypatch: pytest.Mon
 
 def altered(layer: bytes, record: KVRecord) -> bytes:
     """A compressed record whose first layer is something else, its checksum right."""
-    data = encode_record(record, RecordFormat(compress=True))
+    data = encoded(record, RecordFormat(compress=True))
     length = int.from_bytes(data[8:12], "little")
     header = json.loads(data[16 : 16 + length])
     layers = [data[offset : offset + size] for offset, size, _ in header["table"]]

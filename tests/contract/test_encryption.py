@@ -13,8 +13,9 @@ from cacheblend_rag.errors import ConfigError, MissingExtraError, RecordError
 from cacheblend_rag.store import DiskStore, RecordFormat
 from cacheblend_rag.store.codecs import CODECS
 from cacheblend_rag.store.encryption import KEY_VARIABLE, Seal
-from cacheblend_rag.store.record import FileRecord, encode_record, record_bytes
+from cacheblend_rag.store.record import FileRecord, record_bytes
 from docs.benchmarks.scripts.faults import record_of, wrong_records
+from tests.contract.store_contract import encoded
 from tests.contract.test_store import files
 
 KEY, OTHER = bytes(range(32)), bytes(32)
@@ -47,8 +48,8 @@ def test_a_bad_key_is_named_but_not_shown(text: str, monkeypatch: pytest.MonkeyP
 def test_a_sealed_record_is_read_as_it_was_written(codec: str, compress: bool, seal: Seal, tmp_path: Path) -> None:
     plain, form = RecordFormat(codec, compress), RecordFormat(codec, compress, seal)
     record = record_of(3)
-    (tmp_path / "plain").write_bytes(encode_record(record, plain))
-    data = encode_record(record, form, "key")
+    (tmp_path / "plain").write_bytes(encoded(record, plain))
+    data = encoded(record, form, "key")
     assert len(data) <= record_bytes(record.info, form)
     (tmp_path / "sealed").write_bytes(data)
     expected = FileRecord((tmp_path / "plain").open("rb"))
@@ -63,9 +64,9 @@ def test_a_sealed_record_is_read_as_it_was_written(codec: str, compress: bool, s
 
 def test_nothing_of_a_record_is_legible(seal: Seal) -> None:
     record = record_of(3)
-    one, two = (encode_record(record, RecordFormat(seal=seal), "key") for _ in range(2))
+    one, two = (encoded(record, RecordFormat(seal=seal), "key") for _ in range(2))
     for part in (b"faults", b"token_ids", record.kv.keys[0].view(torch.uint8).numpy().tobytes()[:16]):
-        assert part in encode_record(record)
+        assert part in encoded(record)
         assert part not in one
     assert one[16:] != two[16:], "the same record sealed twice looks different"
     assert repr(KEY) not in repr(RecordFormat(seal=seal))
@@ -73,12 +74,12 @@ def test_nothing_of_a_record_is_legible(seal: Seal) -> None:
 
 def test_another_key_another_place_or_none_is_refused(seal: Seal, tmp_path: Path) -> None:
     path = tmp_path / "record"
-    data = encode_record(record_of(3), RecordFormat(seal=seal), "key")
+    data = encoded(record_of(3), RecordFormat(seal=seal), "key")
     path.write_bytes(data)
     for key, other in (("key", Seal(OTHER)), ("other key", seal), ("key", None)):
         with pytest.raises(RecordError, match="encrypted"):
             FileRecord(path.open("rb"), key, other)
-    path.write_bytes(encode_record(record_of(3)))
+    path.write_bytes(encoded(record_of(3)))
     with pytest.raises(RecordError, match="not encrypted"):
         FileRecord(path.open("rb"), "key", seal)
 

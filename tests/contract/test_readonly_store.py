@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -33,48 +33,71 @@ warned = []
 handler = logging.Handler()
 handler.emit = lambda record: warned.append(record.getMessage())
 logging.getLogger("cacheblend_rag").addHandler(handler)
-_, path, write_back, memory = sys.argv
-quick = {"min_tokens": 0, "check_model": False, "recompute_ratio": 0.2}
-config = BlendConfig(write_back=write_back, memory_limit=memory, **quick)
-said, folder = {}, Path(path)
-with BlendEngine(tiny.model(), tiny.tokenizer(), config=config, store=folder) as engine:
-    for turn in range(2):
-        for name, chunks in {"stored": CHUNKS, "new": [*CHUNKS, tiny.text(40, 63)]}.items():
-            report = engine.generate(Prompt("", chunks, "What fell?"), max_new_tokens=2).report
-            said[f"{name} {turn}"] = [report.hits, report.misses]
-    warmed = engine.warm([*CHUNKS, tiny.text(40, 64)], progress=False)
-    said["warmed"] = [warmed.computed, warmed.present, warmed.skipped]
-    engine.flush()
+
+def said_of(path, write_back, memory):
+    warned.clear()
+    quick = {"min_tokens": 0, "check_model": False, "recompute_ratio": 0.2}
+    config = BlendConfig(write_back=write_back, memory_limit=memory, **quick)
+    said, folder = {}, Path(path)
+    with BlendEngine(tiny.model(), tiny.tokenizer(), config=config, store=folder) as engine:
+        for turn in range(2):
+            for name, chunks in {"stored": CHUNKS, "new": [*CHUNKS, tiny.text(40, 63)]}.items():
+                report = engine.generate(Prompt("", chunks, "What fell?"), max_new_tokens=2).report
+                said[f"{name} {turn}"] = [report.hits, report.misses]
+        warmed = engine.warm([*CHUNKS, tiny.text(40, 64)], progress=False)
+        said["warmed"] = [warmed.computed, warmed.present, warmed.skipped]
+        engine.flush()
+        try:
+            engine.forget([CHUNKS[0]])
+        except StoreError as error:
+            said["forget"] = str(error)
+    store = DiskStore(folder)
+    said["records"] = store.stats().records
+    said["volume"] = store.volume() >= store.stats().bytes > 0
+    said["entries"] = len(list(store.entries())), len(list(store.infos("")))
     try:
-        engine.forget([CHUNKS[0]])
+        store.put("key", make())
     except StoreError as error:
-        said["forget"] = str(error)
-store = DiskStore(folder)
-said["records"] = store.stats().records
-said["volume"] = store.volume() >= store.stats().bytes > 0
-said["entries"] = len(list(store.entries())), len(list(store.infos("")))
-try:
-    store.put("key", make())
-except StoreError as error:
-    said["put"] = str(error)
-store.close()
-print(json.dumps({**said, "warned": warned}))
+        said["put"] = str(error)
+    store.close()
+    return {**said, "warned": list(warned)}
+
+
+print(json.dumps([said_of(*case) for case in json.loads(sys.argv[1])]))
 """
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder with two chunks' KV that nobody can write, outside of what only its owner may enter."""
+CASES = {"inline": ("inline", "0"), "background": ("background", "0"), "below memory": ("inline", "1GB")}
+
+
+class Kept(NamedTuple):
+    """What the script said of a folder, and the folder's files with their times before and after."""
+
+    said: dict[str, Any]
+    before: list[tuple[str, int]]
+    after: list[tuple[str, int]]
+
+
+def files_of(folder: Path) -> list[tuple[str, int]]:
+    return sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*"))
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[dict[str, Kept]]:
+    """Folders with two chunks' KV that nobody can write, outside of what only their owner may enter; each was used."""
     above = Path(tempfile.mkdtemp())
     above.chmod(0o755)
-    kept = above / "kv"
     config = BlendConfig(min_tokens=0, check_model=False, recompute_ratio=0.2)
-    with BlendEngine(tiny.model(), tiny.tokenizer(), config=config, store=kept) as engine:
-        engine.warm(CHUNKS, progress=False)
-    for path in (kept, *kept.rglob("*")):
-        path.chmod(0o555 if path.is_dir() else 0o444)
-    yield kept
-    for path in (kept, *kept.rglob("*")):
+    folders = {name: above / name for name in CASES}
+    for folder in folders.values():
+        with BlendEngine(tiny.model(), tiny.tokenizer(), config=config, store=folder) as engine:
+            engine.warm(CHUNKS, progress=False)
+        for path in (folder, *folder.rglob("*")):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+    before = {name: files_of(folder) for name, folder in folders.items()}
+    said = run([(str(folders[name]), *case) for name, case in CASES.items()])
+    yield {name: Kept(one, before[name], files_of(folders[name])) for name, one in zip(CASES, said, strict=True)}
+    for path in above.rglob("*"):
         path.chmod(0o755)
     shutil.rmtree(above)
 
@@ -84,10 +107,10 @@ def may_not_write_everything() -> None:
     ctypes.CDLL(None).prctl(24, 1, 0, 0, 0)  # PR_CAPBSET_DROP
 
 
-def run(folder: Path, write_back: str = "inline", memory: str = "0") -> dict[str, Any]:
-    """What the script says."""
+def run(cases: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
+    """What the script says of folders, each with its way of writing back and its limit of memory."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(folder), write_back, memory],
+        [sys.executable, "-c", SCRIPT, json.dumps(cases)],
         cwd=Path(__file__).parents[2],
         preexec_fn=may_not_write_everything if os.geteuid() == 0 else None,
         capture_output=True,
@@ -95,14 +118,13 @@ def run(folder: Path, write_back: str = "inline", memory: str = "0") -> dict[str
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(done.stdout))
+    return list(json.loads(done.stdout))
 
 
 @pytest.mark.skipif(sys.platform != "linux" and os.geteuid() == 0, reason="root may write everything")
 @pytest.mark.parametrize("write_back", ["inline", "background"])
-def test_a_folder_that_cannot_be_written_serves_hits(folder: Path, write_back: str) -> None:
-    before = sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*"))
-    said = run(folder, write_back)
+def test_a_folder_that_cannot_be_written_serves_hits(kept: dict[str, Kept], write_back: str) -> None:
+    said = kept[write_back].said
     for turn in range(2):
         assert said[f"stored {turn}"] == [2, 0]
         assert said[f"new {turn}"] == [2, 1]
@@ -115,10 +137,10 @@ def test_a_folder_that_cannot_be_written_serves_hits(folder: Path, write_back: s
     assert others == []
     assert "not all could be forgotten" in said["forget"]
     assert "cannot be erased" in said["forget"]
-    assert sorted((str(path), path.stat().st_mtime_ns) for path in folder.rglob("*")) == before
+    assert kept[write_back].before == kept[write_back].after
 
 
 @pytest.mark.skipif(sys.platform != "linux" and os.geteuid() == 0, reason="root may write everything")
-def test_memory_above_such_a_folder_keeps_what_is_new(folder: Path) -> None:
-    said = run(folder, memory="1GB")
+def test_memory_above_such_a_folder_keeps_what_is_new(kept: dict[str, Kept]) -> None:
+    said = kept["below memory"].said
     assert (said["stored 0"], said["new 0"], said["new 1"]) == ([2, 0], [2, 1], [3, 0])

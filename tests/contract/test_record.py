@@ -18,7 +18,8 @@ from cacheblend_rag.errors import RecordError
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store import KVRecord
 from cacheblend_rag.store import record as record_module
-from cacheblend_rag.store.record import FileRecord, encode_record, record_bytes
+from cacheblend_rag.store.record import FileRecord, record_bytes
+from tests.contract.store_contract import encoded
 
 LAYERS, HEADS, TOKENS, DIM = 3, 2, 5, 4
 PAGE = 4096
@@ -34,7 +35,7 @@ def make(dtype: torch.dtype = torch.float32, seed: int = 0, tokens: int = TOKENS
 
 
 RECORD = make()
-DATA = encode_record(RECORD)
+DATA = encoded(RECORD)
 
 
 def opened(data: bytes) -> FileRecord:
@@ -68,7 +69,7 @@ def with_header(text: str | bytes, body: bytes = DATA[PAGE:]) -> bytes:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_round_trip(dtype: torch.dtype) -> None:
     record = make(dtype)
-    file = opened(encode_record(record))
+    file = opened(encoded(record))
     assert file.info == record.info
     assert file.info.dtype == str(dtype).removeprefix("torch.")
     for layer in range(LAYERS):
@@ -104,7 +105,7 @@ def test_every_layer_has_its_place_and_checksum_in_the_header() -> None:
 @pytest.mark.parametrize("swapped", [False, True], ids=["heads apart", "heads interleaved"])
 def test_reading_into_place_gives_what_reading_gives(stored: torch.dtype, wanted: torch.dtype, swapped: bool) -> None:
     """Read straight into the memory of each head where that is possible, by way of a buffer where it is not."""
-    data = encode_record(make(stored))
+    data = encoded(make(stored))
     file = opened(data)
     shape = (TOKENS + 2, HEADS, DIM) if swapped else (HEADS, TOKENS + 2, DIM)
     for layer in (2, 0, 1):
@@ -154,7 +155,7 @@ def test_a_view_with_strides_is_stored_in_order() -> None:
     whole = torch.randn(HEADS, DIM, TOKENS).transpose(1, 2)
     kv = SegmentKV((whole,), (whole,), rotated=True)
     record = KVRecord.of(kv, fingerprint="f", context_ids=(), token_ids=tuple(range(TOKENS)))
-    (keys, values), *_ = read_all(encode_record(record))
+    (keys, values), *_ = read_all(encoded(record))
     assert torch.equal(keys, whole)
     assert torch.equal(values, whole)
 

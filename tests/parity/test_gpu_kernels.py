@@ -162,7 +162,10 @@ def test_records_come_to_their_places_turned(turns: bool, dtype: str) -> None:
     near(found, wanted)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Biases, groups of heads, norms of queries and windows are each in one that the interpreter runs, too.
+@pytest.mark.parametrize(
+    "family", [_long(name) if name in ("llama", "mistral, window", "qwen2", "qwen3") else name for name in FAMILIES]
+)
 def test_a_pass_equals_one_by_transformers_layers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = fused_by(family, recompute_ratio=0.3, check_layers=(1,))
     monkeypatch.setattr(adapter.ModelAdapter, "_plain_layers", None)

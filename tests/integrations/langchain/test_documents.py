@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.integrations.langchain.models import TEMPLATE
 from tests.integrations.langchain.test_matrix import CHAINS, MODES
 from tests.test_documents_run import run
-from tests.toy import EMBEDDER_PATH, MODEL_PATH
+from tests.toy import EMBEDDER_PATH
 
 ROOT = Path(__file__).parents[3]
 NAMES = ("langchain", "from-huggingface", "troubleshooting")
@@ -32,24 +29,16 @@ def code_of(name: str) -> str:
 @pytest.mark.pretrained
 @pytest.mark.usefixtures("smollm2_folder", "minilm_folder")
 def test_the_page_runs_on_the_starter_models(tmp_path: Path) -> None:
-    output = run([sys.executable, "-W", "ignore", "-c", code_of("langchain")], tmp_path)
+    output = run(["-c", code_of("langchain")], tmp_path)
     assert "14 November 1963" in output
     assert re.search(EXPECTED["langchain"], output), output
 
 
-@pytest.fixture(scope="module")
-def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The toy model with a chat template."""
-    folder = shutil.copytree(MODEL_PATH, tmp_path_factory.mktemp("chat") / "model")
-    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    return folder
-
-
 @pytest.mark.parametrize("name", EXPECTED)
-def test_what_a_page_shows_runs(name: str, chat_model: Path, tmp_path: Path) -> None:
-    code, models = re.subn(r'"(smollm2|HuggingFaceTB/[^"]+)"', repr(str(chat_model)), code_of(name))
+def test_what_a_page_shows_runs(name: str, toy_chat_model: Path, tmp_path: Path) -> None:
+    code, models = re.subn(r'"(smollm2|HuggingFaceTB/[^"]+)"', repr(str(toy_chat_model)), code_of(name))
     assert models
-    output = run([sys.executable, "-W", "ignore", "-c", code.replace('"minilm"', repr(str(EMBEDDER_PATH)))], tmp_path)
+    output = run(["-c", code.replace('"minilm"', repr(str(EMBEDDER_PATH)))], tmp_path)
     assert re.search(EXPECTED[name], output), output
 
 

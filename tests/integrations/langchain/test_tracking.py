@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from uuid import uuid4
 
 import pytest
@@ -16,6 +15,7 @@ from langchain_core.runnables import RunnableLambda
 from cacheblend_rag.langchain import CacheBlendLLM, known_chunks, switch_off, switch_on, tracking, tracking_off
 from cacheblend_rag.langchain.tracking import RunDocuments, begin_tracking, documents_of_run, prompt_key
 from tests.integrations.langchain.models import FixedRetriever, passages, tiny_engine
+from tests.programs import run_program
 
 DOCUMENTS = passages(3, seed=2)
 TEXT = DOCUMENTS[0].page_content
@@ -50,7 +50,7 @@ CacheBlendLLM.from_engine(tiny_engine())
 retriever.invoke("?")
 print(before, untracked, len(known_chunks))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = run_program(["-c", script], Path.cwd())
     assert done.stdout.split() == ["0", "0", "1"], done.stderr
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,13 @@ CODE = "\n".join(re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DO
 @pytest.mark.pretrained
 @pytest.mark.usefixtures("smollm2_folder", "minilm_folder")
 def test_the_page_runs_on_the_starter_models(tmp_path: Path) -> None:
-    assert "14 November 1963" in run([sys.executable, "-W", "ignore", "-c", CODE], tmp_path)
+    assert "14 November 1963" in run(["-c", CODE], tmp_path)
 
 
 def test_the_page_runs_from_top_to_bottom(tmp_path: Path) -> None:
     code = CODE.replace('"smollm2"', repr(str(MODEL_PATH))).replace('"minilm"', repr(str(EMBEDDER_PATH)))
     assert code.count(str(MODEL_PATH)) > 0 < code.count(str(EMBEDDER_PATH))
-    assert run([sys.executable, "-W", "ignore", "-c", code], tmp_path).strip()
+    assert run(["-c", code], tmp_path).strip()
 
 
 def test_the_table_is_the_matrix() -> None:
