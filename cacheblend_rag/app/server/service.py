@@ -16,6 +16,7 @@ from cacheblend_rag.app.folder_rag import FolderRAG
 from cacheblend_rag.app.server.accounting import Served, served
 from cacheblend_rag.app.server.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.asking import QuestionPrompt
+from cacheblend_rag.app.server.grammars import SchemaCheck
 from cacheblend_rag.app.server.ingestion import Ingestion, Warmed
 from cacheblend_rag.app.server.library import BaseCollection, Collection, Found, Library, OwnCollection
 from cacheblend_rag.app.server.metrics import Metrics
@@ -286,6 +287,7 @@ class Session:
         self.service, self.tenant = service, tenant
         shared = service.shared(tenant.salt)
         self.library = Library(tenant, service.embeddings, self.engine, service.tombstones, shared)
+        self.schemas = SchemaCheck(service.limits)
 
     def check_quota(self, tokens: int) -> None:
         """Refuse a request before it waits, if so many tokens are not left of the tenant's quota.
