@@ -43,6 +43,7 @@ HOMES = {
     "langchain_text_splitters": ("langchain", "retrieval"),
     "llama_index": ("llama_index",),
     "peft": ("models.lora",),
+    "llguidance": ("engine.grammar",),
     "gguf": ("models.gguf",),
     "datasets": (),
     "llama_cpp": (),

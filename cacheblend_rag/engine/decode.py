@@ -14,6 +14,8 @@ from transformers import GenerationConfig
 from transformers.generation import StoppingCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from cacheblend_rag.engine.grammar import Grammar
+from cacheblend_rag.engine.logits import TokenMask
 from cacheblend_rag.errors import ConfigError, GenerationError
 from cacheblend_rag.models.modules import CACHE_FIELD, cache_argument, evaluating
 
@@ -39,6 +41,7 @@ class DecodeArguments(TypedDict, total=False):
     seed: int | None
     generation_config: GenerationConfig | None
     logits_processor: Sequence[Any]
+    grammar: Grammar | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,8 @@ class DecodeOptions:
         Anything else transformers offers; the options above win over it.
     logits_processor : sequence of callable
         transformers logits processors applied to each step.
+    grammar : Grammar or None
+        What the answer must follow, such as a JSON schema; see `BlendEngine.grammar`.
 
     Raises
     ------
@@ -86,6 +91,7 @@ class DecodeOptions:
     seed: int | None = None
     generation_config: GenerationConfig | None = None
     logits_processor: Sequence[Any] = ()
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
@@ -99,6 +105,7 @@ class DecodeOptions:
         _check("repetition_penalty", self.repetition_penalty, Real, lambda p: p > 0, "use a number above 0")
         self._check_sampling()
         _check("seed", self.seed, int, lambda n: True, "use a whole number")
+        _check("grammar", self.grammar, Grammar, lambda g: True, "use what engine.grammar(schema) gives")
         for name in ("num_beams", "num_return_sequences"):
             count = getattr(self.generation_config, name, None) or 1
             _check(name, count, int, lambda n: n == 1, "use 1; a prompt has one answer here")
@@ -235,6 +242,9 @@ def decode(
     end_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
     assembler = _TextAssembler(tokenizer, options, end_ids, len(input_ids), on_text, cancelled)
     ids = torch.tensor([list(input_ids)], device=logits.device)
+    processors = list(options.logits_processor)
+    if options.grammar is not None:
+        processors.append(TokenMask(options.grammar, end_ids))
 
     def continue_from_fused(model: Any, input_ids: torch.Tensor, **arguments: Any) -> Any:
         return type(model)._sample(_Prefilled(model, logits, cache, own_step), input_ids, **arguments)
@@ -246,7 +256,7 @@ def decode(
             attention_mask=torch.ones_like(ids),
             generation_config=config,
             stopping_criteria=[assembler],
-            logits_processor=list(options.logits_processor),
+            logits_processor=processors,
             custom_generate=continue_from_fused,
             **{cache_argument(model): cache},
         )

@@ -20,6 +20,7 @@ import torch
 from cacheblend_rag.config import BlendConfig, check_model_and_tokenizer
 from cacheblend_rag.engine.batch import ReadOnce, by_common_chunks
 from cacheblend_rag.engine.decode import DEFAULT_NEW_TOKENS, DecodeArguments, Decoded, DecodeOptions, decode
+from cacheblend_rag.engine.grammar import Form, Grammar
 from cacheblend_rag.engine.guard import QualityGuard
 from cacheblend_rag.engine.lookup import Segment
 from cacheblend_rag.engine.pipeline import OTHER_FORM, Blend, Pipeline
@@ -257,8 +258,8 @@ class BlendEngine:
             A text is answered by plain prefill, unless ``split_at_separator`` is set.
         **options
             ``max_new_tokens``, ``stop``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``,
-            ``repetition_penalty``, ``seed``, ``generation_config``, ``logits_processor``; `DecodeOptions` explains
-            each.
+            ``repetition_penalty``, ``seed``, ``generation_config``, ``logits_processor``, ``grammar``;
+            `DecodeOptions` explains each.
 
         Raises
         ------
@@ -269,6 +270,25 @@ class BlendEngine:
             If the prompt or an option cannot be used.
         """
         return self._answer(self._prompt(prompt), DecodeOptions(**options), None)
+
+    def grammar(self, schema: Mapping[str, Any]) -> Grammar:
+        """Compile a JSON schema that answers shall follow: ``generate(prompt, grammar=engine.grammar(schema))``.
+
+        The answer is JSON by the schema, unless ``max_new_tokens`` or a stop string cuts it.
+
+        Parameters
+        ----------
+        schema : dict
+            ``{"type": "object"}`` for any JSON object.
+
+        Raises
+        ------
+        ConfigError
+            If answers cannot be held to the schema.
+        MissingExtraError
+            If the extra ``structured`` is not installed.
+        """
+        return Grammar(self.tokenizer, [Form(schema)])
 
     def stream(
         self, prompt: Prompt | str, *, timeout: float | None = None, **options: Unpack[DecodeArguments]

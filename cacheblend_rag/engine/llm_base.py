@@ -17,9 +17,11 @@ from tenacity import AttemptManager, Retrying, retry_if_exception, stop_after_at
 from cacheblend_rag.config import BlendConfig, BlendOptions, check_names
 from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions
 from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.engine.grammar import Form, Grammar, closed, form_of
 from cacheblend_rag.engine.streaming import NumberedStreams, TextStream
-from cacheblend_rag.errors import CacheBlendError, ConfigError
+from cacheblend_rag.errors import CacheBlendError, ConfigError, MissingExtraError
 from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.chat import call_rests, check_choice
 from cacheblend_rag.prompt.matching import known_chunks, written_forms
 from cacheblend_rag.report import AnswerStats, BlendReport, Generation, Tally, WarmReport
 
@@ -37,7 +39,7 @@ _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
     "stream_usage": ((True,), "usage is always told"),
     "parallel_tool_calls": ((True,), "the model decides how many tools it calls"),
     "strict": ((False,), "answers are not held to a schema while they are written"),
-    "response_format": ((), "use with_structured_output"),
+    "response_format": ((), "give it with the call, or use with_structured_output"),
     "batch_size": ((), "use max_concurrent"),
     "backend": (("pt", "default"), "models are run by PyTorch"),
     "torch_dtype": ((), "use dtype"),
@@ -47,7 +49,7 @@ _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
 }
 # Dicts in which other packages take options of generation.
 _NESTED = ("pipeline_kwargs", "generate_kwargs")
-_DECODING = tuple(name for name in DecodeArguments.__annotations__ if name != "stop")
+_DECODING = tuple(name for name in DecodeArguments.__annotations__ if name not in ("stop", "grammar"))
 
 
 class AnswerFields(TypedDict, total=False):
@@ -155,6 +157,7 @@ class ModelFields(BaseModel):
     -----
     A model made by its id can be copied and pickled: the copy loads it anew. Calls take the options from
     ``max_new_tokens`` to ``logits_processor`` and ``timeout``, too; those of a call win. What is not known is refused.
+    A call also takes ``response_format`` in OpenAI's form: the answer is then JSON, by a schema if it has one.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), populate_by_name=True)
@@ -368,7 +371,8 @@ class ModelFields(BaseModel):
         ConfigError
             If it was given something else.
         """
-        given = _settle(overrides, ("max_tokens", "timeout", *_DECODING, *also), self.model_name)
+        known = ("max_tokens", "timeout", "response_format", *_DECODING, *also)
+        given = _settle(overrides, known, self.model_name)
         if "max_tokens" in given:
             given = {"max_new_tokens": given["max_tokens"], **given}
         own = {name: getattr(self, name) for name in _DECODING}
@@ -380,7 +384,31 @@ class ModelFields(BaseModel):
         elif given.get("temperature") is not None:
             own["do_sample"] = None
         own |= {name: given[name] for name in _DECODING if name in given}
+        if grammar := self._grammar(given.get("response_format"), given.get("tools"), given.get("tool_choice")):
+            own["grammar"] = grammar
         return cast(DecodeArguments, {"stop": [*self.stop, *(stop or [])], **own})
+
+    def _grammar(self, response_format: Any, tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> Grammar | None:
+        """What an answer must follow: its response format, or the arguments of the call that it must be."""
+        form = None if response_format is None else form_of(response_format)
+        if form is not None:
+            if tools:
+                remedy = "leave out tools, or use tool_choice='none'; an answer is a call or has a format"
+                raise ConfigError("response_format", response_format["type"], remedy)
+            schema = ".json_schema.schema" if response_format["type"] == "json_schema" else ""
+            return self._compiled([form], "response_format" + schema)
+        called = check_choice(choice, [tool["function"]["name"] for tool in tools or []])
+        if called is None or not tools:
+            return None
+        rests = call_rests(called, tools, self.engine.tokenizer)
+        forms = [Form(closed(schema), before, after) for before, schema, after in rests]
+        try:
+            return self._compiled(forms, "tools", lenient=True)
+        except MissingExtraError:
+            return None
+
+    def _compiled(self, forms: Sequence[Form], field: str, *, lenient: bool = False) -> Grammar:
+        return Grammar(self.engine.tokenizer, forms, field=field, lenient=lenient)
 
     def _open(self, prompt: Prompt, arguments: DecodeArguments, overrides: dict[str, Any]) -> TextStream:
         stream = self.engine.stream(prompt, timeout=overrides.get("timeout", self.timeout), **arguments)

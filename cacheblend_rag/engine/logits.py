@@ -1,15 +1,19 @@
-"""What OpenAI's clients ask of the logits: penalties, a bias for single tokens, log-probabilities."""
+"""What is asked of the logits: penalties, a bias for single tokens, log-probabilities, a grammar."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.generation import SequenceBiasLogitsProcessor
 
-__all__ = ["LogProbs", "Penalties", "TokenLogProb", "logit_bias"]
+from cacheblend_rag.engine.grammar import Grammar
+from cacheblend_rag.errors import ConfigError
+
+__all__ = ["LogProbs", "Penalties", "TokenLogProb", "TokenMask", "logit_bias"]
 
 
 def logit_bias(bias: Mapping[int, float]) -> SequenceBiasLogitsProcessor:
@@ -46,6 +50,58 @@ class Penalties:
             self._begins = input_ids.shape[1]
         counts = torch.bincount(input_ids[0, self._begins :], minlength=scores.shape[-1]).to(scores)  # [vocab]
         return scores - self._frequency * counts - self._presence * (counts > 0)
+
+
+class TokenMask:
+    """Leaves an answer no tokens but those with which it follows a grammar.
+
+    A logits processor for one answer, to stand behind all others.
+
+    Parameters
+    ----------
+    grammar : Grammar
+    end_ids : collection of int
+        Tokens that end an answer; possible where the grammar is at an end.
+
+    Raises
+    ------
+    ConfigError
+        If there is no token that ends an answer. While it is applied: if the grammar turns out to be too complex.
+    """
+
+    def __init__(self, grammar: Grammar, end_ids: Collection[int]) -> None:
+        if not end_ids:
+            raise ConfigError("eos_token_id", None, "use a model with a token that ends its answers")
+        self._grammar, self._matcher, self._end_ids = grammar, grammar.matcher(), sorted(end_ids)
+        self._begins: int | None = None
+        self._taken = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores ``[1, vocab]`` with minus infinity for what may not come next."""
+        if self._begins is None:
+            self._begins = input_ids.shape[1]
+        for token in input_ids[0, self._begins + self._taken :].tolist():
+            self._taken += 1
+            if token not in self._end_ids:  # on a GPU one step more may be run behind it
+                self._matcher.consume_token(token)
+        allowed = self._allowed(scores.shape[-1]).to(scores.device)
+        masked = scores.masked_fill(~allowed, float("-inf"))
+        if bool((masked == float("-inf")).all()):  # others have forbidden all that may come
+            masked = torch.zeros_like(scores).masked_fill(~allowed, float("-inf"))
+        return masked
+
+    def _allowed(self, vocabulary: int) -> torch.Tensor:
+        """Which tokens may come next: bool ``[vocab]``."""
+        allowed = np.zeros(vocabulary, dtype=bool)
+        ends = self._matcher.is_accepting()
+        if not self._matcher.is_stopped():
+            bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+            known = min(vocabulary, len(bits))
+            allowed[:known] = bits[:known]
+        if self._matcher.is_error():
+            raise self._grammar.failed(self._matcher.get_error())
+        allowed[self._end_ids] = ends
+        return torch.from_numpy(allowed)
 
 
 @dataclass(frozen=True)

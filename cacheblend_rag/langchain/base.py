@@ -169,7 +169,7 @@ class BlendFields(ModelFields):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """Everything an answer depends on, so that a response cache never mixes settings up."""
-        apart = ("generation_config", "logits_processor", "stop")
+        apart = ("generation_config", "logits_processor", "stop", "grammar")
         names = ("model_name", *(name for name in DecodeArguments.__annotations__ if name not in apart))
         own: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.generation_config is not None:

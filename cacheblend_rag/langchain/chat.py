@@ -5,26 +5,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Unpack
+from operator import itemgetter
+from typing import Any, Literal, Unpack
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from langchain_core.runnables import Runnable
+from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from cacheblend_rag.engine.engine import DecodeArguments
 from cacheblend_rag.engine.streaming import TextStream
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.base import AllFields, BlendFields
 from cacheblend_rag.langchain.messages import answer_texts, artifact_texts, places_of, render
-from cacheblend_rag.langchain.tools import call_chunks, parse_answer
+from cacheblend_rag.langchain.tools import WholeJson, call_chunks, parse_answer, response_format
 from cacheblend_rag.langchain.tracking import documents_of_run, known_chunks, note_found
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.chat import CALL_END, HeldBack, check_choice, opening
+from cacheblend_rag.prompt.chat import CALL_END, HeldBack, check_choice, offers_tools, opening
 from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved, match_chunks
 from cacheblend_rag.report import Generation
 
@@ -111,6 +113,53 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         if tool_choice == "none":
             return self.bind(**kwargs)
         return self.bind(tools=offered, **({"tool_choice": choice} if choice else {}), **kwargs)
+
+    def with_structured_output(
+        self,
+        schema: dict[str, Any] | type | None = None,
+        *,
+        method: Literal["json_schema", "function_calling", "json_mode"] | None = None,
+        include_raw: bool = False,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, Any]:
+        """Answers as objects of a class, or as dicts.
+
+        Parameters
+        ----------
+        schema : dict or type
+            A JSON schema, a pydantic class or a TypedDict. ``"json_mode"`` can do without.
+        method : str, optional
+            ``"json_schema"``: the answer is JSON by the schema. ``"function_calling"``: the answer is a call of a tool
+            with the schema. ``"json_mode"``: the answer is any JSON object. By default a call, if the model's chat
+            template takes tools.
+        include_raw : bool
+            Give the message beside the object.
+        strict : bool, optional
+            Whether objects have only those properties that ``"json_schema"`` names. They do, unless it is False.
+
+        Raises
+        ------
+        ConfigError
+            If a value cannot be used. When it is asked: if answers cannot be held to the schema.
+        """
+        method = method or ("function_calling" if offers_tools(self.engine.tokenizer) else "json_schema")
+        if method == "function_calling":
+            if schema is None:
+                raise ConfigError("schema", None, "give one, or use method='json_mode'")
+            return super().with_structured_output(schema, include_raw=include_raw, **kwargs)
+        if kwargs:
+            raise ConfigError(*next(iter(kwargs.items())), "leave it out; give method, include_raw and strict")
+        form = response_format(schema, method, strict is not False)
+        told = {"kwargs": {"method": method}, "schema": schema}
+        model = self.bind(response_format=form, ls_structured_output_format=told)
+        own = schema if isinstance(schema, type) and issubclass(schema, BaseModel) else None
+        parser = WholeJson(pydantic_object=own)
+        if not include_raw:
+            return model | parser
+        parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
+        failed = RunnablePassthrough.assign(parsed=lambda _: None)
+        return RunnableMap(raw=model) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
     def segments(self, messages: Sequence[BaseMessage], tools: Sequence[dict[str, Any]] | None = None) -> Prompt:
         """The segments this model sees in a conversation."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Self, Unpack
+from importlib.util import find_spec
+from typing import Any, Self, Unpack, cast
 
 from llama_index.core.base.llms.types import (
     ChatMessage,
@@ -26,10 +27,10 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.custom import CustomLLM
 from llama_index.core.llms.function_calling import FunctionCallingLLM
 from llama_index.core.llms.llm import ToolSelection
-from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.prompts import BasePromptTemplate, PromptTemplate
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 from llama_index.core.tools import BaseTool
-from llama_index.core.types import BaseOutputParser, PydanticProgramMode
+from llama_index.core.types import BaseOutputParser, Model, PydanticProgramMode
 
 from cacheblend_rag.config import BlendConfig, BlendOptions
 from cacheblend_rag.engine.engine import BlendEngine
@@ -47,6 +48,8 @@ from cacheblend_rag.prompt.matching import chunk_text
 __all__ = ["CacheBlendLLM"]
 
 _dispatcher = get_dispatcher(__name__)
+# Where LlamaIndex asks for an object by a tool call.
+_CALLING = (PydanticProgramMode.DEFAULT, PydanticProgramMode.FUNCTION)
 
 
 class LlamaIndexFields(AnswerFields, total=False):
@@ -211,7 +214,7 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
             Whether it is as the model shall read it; else ``completion_to_prompt`` wraps it.
         **kwargs
             ``stop``, ``timeout``, ``max_tokens``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``,
-            ``repetition_penalty``, ``seed``, ``generation_config``, ``logits_processor``.
+            ``repetition_penalty``, ``seed``, ``generation_config``, ``logits_processor``, ``response_format``.
         """
         return self._completion(prompt, formatted, kwargs).whole()
 
@@ -305,6 +308,33 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
             return {**told, "usage": {**usage, "total_tokens": sum(usage.values())}}
 
         return info
+
+    # Structured answers ------------------------------------------------------------------------
+
+    def structured_predict(
+        self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: dict[str, Any] | None = None, **values: Any
+    ) -> Model:
+        """An answer as an object of a pydantic class: by a tool call if the model takes tools, else as JSON."""
+        options = self._in_form(output_cls, llm_kwargs)
+        return cast(Model, super().structured_predict(output_cls, prompt, options, **values))
+
+    async def astructured_predict(
+        self, output_cls: type[Model], prompt: PromptTemplate, llm_kwargs: dict[str, Any] | None = None, **values: Any
+    ) -> Model:
+        """`structured_predict` without blocking the event loop."""
+        options = self._in_form(output_cls, llm_kwargs)
+        return cast(Model, await super().astructured_predict(output_cls, prompt, options, **values))
+
+    def _in_form(self, output_cls: type[Model], options: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The options of a call, with the format of its answer where that is no tool call.
+
+        Without the package for it, LlamaIndex parses whatever the model says.
+        """
+        by_call = self.is_function_calling_model and self.pydantic_program_mode in _CALLING
+        if by_call or find_spec("llguidance") is None:
+            return options
+        told = {"name": output_cls.__name__, "schema": output_cls.model_json_schema(), "strict": True}
+        return {"response_format": {"type": "json_schema", "json_schema": told}, **(options or {})}
 
     # Prompts ---------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ __all__ = [
     "HeldBack",
     "ParsedAnswer",
     "PromptFormat",
+    "call_rests",
     "check_choice",
     "offers_tools",
     "opening",
@@ -34,6 +35,7 @@ _CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 _CALL = re.compile(rf"{_CALL_START}\s*(.*?)\s*(?:{CALL_END}|\Z)", re.DOTALL)
 # The form of Mistral and Llama: nothing but JSON. The mark before it is a special token, mostly.
 _MARK = "[TOOL_CALLS]"
+_PARAMETERS = '"parameters"'  # what Llama's template calls arguments
 
 
 @dataclass(frozen=True)
@@ -176,11 +178,39 @@ def opening(choice: str | None, tokenizer: Any) -> str:
     """
     if choice is None:
         return ""
+    start = f'{_CALL_START}\n{{"name": "' if _CALL_START in str(tokenizer.chat_template) else '{"name": "'
+    return start if choice == "any" else start + _named(choice, tokenizer)
+
+
+def call_rests(
+    choice: str, tools: Sequence[Mapping[str, Any]], tokenizer: Any
+) -> list[tuple[str, dict[str, Any], str]]:
+    """What may stand behind `opening`: for each tool that may be called, text, the schema of its arguments, and text.
+
+    Parameters
+    ----------
+    choice : str
+        What `check_choice` gave.
+    tools : sequence of dict
+        In OpenAI's form.
+    tokenizer : transformers tokenizer
+    """
+    functions = [tool["function"] for tool in tools if choice in ("any", tool["function"]["name"])]
+    return [
+        (
+            _named(function["name"], tokenizer) if choice == "any" else "",
+            {"type": "object", **(function.get("parameters") or {})},
+            "}",
+        )
+        for function in functions
+    ]
+
+
+def _named(name: str, tokenizer: Any) -> str:
+    """The end of a tool's name in a call, and what stands before its arguments."""
     template = str(tokenizer.chat_template)
     tagged = _CALL_START in template
-    start = f'{_CALL_START}\n{{"name": "' if tagged else '{"name": "'
-    arguments = "arguments" if tagged or '"parameters"' not in template else "parameters"
-    return start if choice == "any" else f'{start}{choice}", "{arguments}": '
+    return f'{name}", "{"arguments" if tagged or _PARAMETERS not in template else "parameters"}": '
 
 
 def parse_calls(text: str, names: Collection[str] = ()) -> ParsedAnswer:

@@ -26,10 +26,19 @@ _SEARCHED = 3  # earlier questions that a search takes into account
 
 @dataclass(frozen=True)
 class EarlierTurn:
-    """A question that was asked before in the same conversation, and its answer."""
+    """A question that was asked before in the same conversation, and its answer.
+
+    Parameters
+    ----------
+    question, answer : str
+    passages : tuple of str
+        Passages that came with the question, and stand before it in its message. Those of the first question stand
+        before the conversation.
+    """
 
     question: str
     answer: str
+    passages: tuple[str, ...] = ()
 
 
 class QuestionPrompt:
@@ -45,33 +54,59 @@ class QuestionPrompt:
     def __init__(self, tokenizer: Any, template: str | None) -> None:
         self._tokenizer, self._template = tokenizer, template
 
-    def ask(self, question: str, passages: Sequence[str], earlier: Sequence[EarlierTurn] = ()) -> Prompt:
+    def ask(
+        self,
+        question: str,
+        passages: Sequence[str],
+        earlier: Sequence[EarlierTurn] = (),
+        more: Sequence[str] = (),
+    ) -> Prompt:
         """The prompt; whatever passages, questions and answers hold, they stay in their places.
 
         Parameters
         ----------
         question : str
         passages : sequence of str
+            Those that stand before the conversation.
         earlier : sequence of EarlierTurn
             Of the conversation, the first one first. They stand behind the passages, so that the passages keep their
             place in the prompt from turn to turn.
+        more : sequence of str
+            Passages that stand with the question. The prompt then begins as that of the turn before did, word for word.
 
         Raises
         ------
         PromptError
             If the chat template does not write every turn.
         """
-        said = [text for turn in earlier for text in (turn.question, turn.answer)] + [question]
         # Marks that no document can hold stand for the parts while the template is applied.
-        context, *marks = (f"<{secrets.token_hex(8)}>" for _ in range(len(said) + 1))
-        prefix, _, rest = self._written(context, marks).partition(context)
-        suffix = ""
-        for mark, text in zip(marks, said, strict=True):
-            before, found, rest = rest.partition(mark)
+        parts: list[tuple[str, bool, Sequence[str]]] = []  # a mark, whether it stands for passages, what it stands for
+
+        def mark(texts: Sequence[str], are_passages: bool = False) -> str:
+            parts.append((f"<{secrets.token_hex(8)}>", are_passages, texts))
+            return parts[-1][0]
+
+        context, said = mark(passages, True), list[str]()
+        for turn in (*earlier, EarlierTurn(question, "", tuple(more))):
+            before = mark(turn.passages, True) + CHUNK_SEPARATOR if turn.passages else ""
+            said += [before + mark([turn.question]), mark([turn.answer])]
+        parts.pop()  # the answer is what is asked for
+        prefix, _, rest = self._written(context, said[:-1]).partition(context)
+        chunks, between, text = list(passages), [CHUNK_SEPARATOR] * max(0, len(passages) - 1), ""
+        for one, are_passages, texts in parts[1:]:
+            before, found, rest = rest.partition(one)
             if not found:
                 raise PromptError("the model's chat template leaves out earlier turns; ask without history")
-            suffix += before + text
-        return Prompt(prefix, passages, suffix + rest, [CHUNK_SEPARATOR] * (len(passages) - 1))
+            text += before
+            if are_passages:
+                chunks += texts
+                between += [text, *[CHUNK_SEPARATOR] * (len(texts) - 1)]
+                text = ""
+            else:
+                text += texts[0]
+        if not passages and chunks:  # the first stands with a question
+            prefix += between.pop(0)
+        return Prompt(prefix, chunks, text + rest, between)
 
     def _written(self, context: str, said: Sequence[str]) -> str:
         """The whole prompt's text: questions and answers in turn, the question that is asked last."""
@@ -86,8 +121,8 @@ class QuestionPrompt:
 
 def search(
     find: Callable[[str, int], list[Found]], question: str, earlier: Sequence[EarlierTurn], k: int
-) -> list[Found]:
-    """The ``k`` passages that a question is answered from.
+) -> tuple[list[Found], bool]:
+    """The ``k`` passages that a question is answered from, and whether it stands by itself.
 
     A question such as "And when was it built?" names nothing, so that it is also searched for together with the latest
     questions before it. It stands by itself if it finds a nearer passage alone. Otherwise both searches give passages
@@ -104,18 +139,20 @@ def search(
     """
     alone = find(question, k)
     if not earlier:
-        return alone
+        return alone, True
     before = [turn.question for turn in reversed(earlier[-_SEARCHED:])]
     together = find(" ".join([question, *before]), k)
     if not together or (alone and alone[0].score < together[0].score):
-        return alone
+        return alone, True
     found: dict[tuple[str, int], Found] = {}
     for one in (one for both in zip_longest(together, alone) for one in both if one is not None):
         found.setdefault((one.document_id, one.chunk), one)
-    return list(found.values())[:k]
+    return list(found.values())[:k], False
 
 
-def report_of(engine: BlendEngine, prompt: Prompt, answer: Generation, turns: int = 0) -> dict[str, Any]:
+def report_of(
+    engine: BlendEngine, prompt: Prompt, answer: Generation, turns: int = 0, stands_alone: bool = True
+) -> dict[str, Any]:
     """What the page shows of how an answer came about; times in seconds, sizes in bytes.
 
     Parameters
@@ -127,6 +164,8 @@ def report_of(engine: BlendEngine, prompt: Prompt, answer: Generation, turns: in
     answer : Generation
     turns : int
         Earlier turns of the conversation that the prompt holds.
+    stands_alone : bool
+        Whether the prompt begins anew, with passages of its own.
     """
     report, seconds, split = answer.report, answer.report.seconds, engine.tokenize(prompt)
     chunks = [
@@ -163,6 +202,8 @@ def report_of(engine: BlendEngine, prompt: Prompt, answer: Generation, turns: in
         "plain": report.plain,
         "finish_reason": report.finish_reason,
         "turns": turns,
+        "stands_alone": stands_alone,
+        "resumed": report.resumed_tokens,
         "prompt": _tokens(engine, split, answer),
     }
 
@@ -195,6 +236,7 @@ def _tokens(engine: BlendEngine, split: TokenizedPrompt, answer: Generation) -> 
                 "segment": segment,
                 "chunk": chunk,
                 "recomputed": at in computed,
+                "resumed": at < answer.report.resumed_tokens,
                 "deviation": deviation,
             }
         )

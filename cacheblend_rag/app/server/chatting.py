@@ -14,6 +14,7 @@ from pydantic import Field
 from cacheblend_rag.app.server.openai_models import ChatBody, ChatMessage
 from cacheblend_rag.app.server.templates import check_arguments
 from cacheblend_rag.engine.engine import DecodeArguments
+from cacheblend_rag.engine.grammar import Form, Grammar
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import CacheBlendError, PromptError
 from cacheblend_rag.langchain import ChatCacheBlend
@@ -41,11 +42,14 @@ class ServedChat(ChatCacheBlend):
         Texts of the request's own documents.
     one_call : bool
         Whether an answer ends with its first tool call.
+    schemas : SchemaCheck
+        Sees the tenant's JSON schemas before they are compiled here.
     """
 
     mine: Any = Field(default=None, exclude=True, repr=False)
     given: list[str] = Field(default_factory=list, exclude=True, repr=False)
     one_call: bool = False
+    schemas: Any = Field(default=None, exclude=True, repr=False)
     track: bool = False
 
     def _retrieved(self, messages: Sequence[BaseMessage]) -> list[Retrieved]:
@@ -54,6 +58,10 @@ class ServedChat(ChatCacheBlend):
     def _known(self) -> ChunkRegistry:
         mine: ChunkRegistry = self.mine
         return mine
+
+    def _compiled(self, forms: Sequence[Form], field: str, *, lenient: bool = False) -> Grammar:
+        self.schemas.check(forms, field, lenient)
+        return super()._compiled(forms, field, lenient=lenient)
 
     def asked(self, body: ChatBody) -> Any:
         """What the engine is asked for a conversation; nothing is generated yet.
@@ -74,6 +82,8 @@ class ServedChat(ChatCacheBlend):
             "tool_choice": body.tool_choice if tools else None,
             "chat_template_kwargs": body.chat_template_kwargs,
         }
+        if body.response_format is not None:
+            overrides["response_format"] = body.response_format.model_dump(by_alias=True)
         messages = messages_of(body.messages, self.given)
         try:
             return self._request(messages, [*body.stops, *([CALL_END] if self.one_call and tools else [])], overrides)

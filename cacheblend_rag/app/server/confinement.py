@@ -55,7 +55,7 @@ _NO_NEW_PRIVILEGES = 38
 _READ_FILE, _READ_FOLDER = 1 << 2, 1 << 3
 
 
-def confine(memory: int, seconds: float) -> frozenset[str]:
+def confine(memory: int, seconds: float, files: int = _FILES) -> frozenset[str]:
     """Hold this process within limits, for good.
 
     Parameters
@@ -64,6 +64,8 @@ def confine(memory: int, seconds: float) -> frozenset[str]:
         Bytes.
     seconds : float
         Of one file.
+    files : int
+        How many there may be.
 
     Returns
     -------
@@ -75,7 +77,7 @@ def confine(memory: int, seconds: float) -> frozenset[str]:
         import resource
     except ImportError:  # not on Windows; the time limit of the parent holds there too
         return frozenset()
-    processor = int(seconds * _FILES) + 1
+    processor = int(seconds * files) + 1
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CPU, (processor, processor))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # it has nothing to write

@@ -332,6 +332,7 @@ class _Chat(_Work):
             mine=here.tenant.known,
             given=self.documents,
             one_call=not body.parallel_tool_calls,
+            schemas=here.schemas,
             model_name=here.service.model_name,
             max_tokens=self.most,
             temperature=arguments["temperature"],

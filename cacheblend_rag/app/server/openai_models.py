@@ -187,9 +187,31 @@ class ToolDefinition(_Taken):
 
 
 class PlainText(_Taken):
-    """The only form of answers there is."""
+    """An answer is text."""
 
     type: Literal["text"]
+
+
+class AnyObject(_Taken):
+    """An answer is a JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(_Taken):
+    """A JSON schema with its name."""
+
+    name: Annotated[str, StringConstraints(min_length=1, max_length=200)]
+    description: str = ""
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool = False
+
+
+class BySchema(_Taken):
+    """An answer is JSON by a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
 
 
 class ChatBody(Sampling):
@@ -199,7 +221,7 @@ class ChatBody(Sampling):
     max_completion_tokens: _Tokens | None = None
     tools: list[ToolDefinition] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    response_format: PlainText | None = None
+    response_format: Annotated[PlainText | AnyObject | BySchema, Field(discriminator="type")] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     parallel_tool_calls: bool = True

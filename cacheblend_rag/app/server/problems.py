@@ -20,6 +20,7 @@ from cacheblend_rag.errors import (
     ContextLengthError,
     DocumentError,
     GenerationTimeoutError,
+    MissingExtraError,
     PromptError,
 )
 
@@ -104,6 +105,8 @@ def problem_of(error: BaseException) -> Problem:
         return Problem(400, "bad_document", str(error))
     if isinstance(error, GenerationTimeoutError):
         return Problem(504, "timeout", str(error))
+    if isinstance(error, MissingExtraError):
+        return Problem(400, "not_installed", f"the server lacks a package for this: {error}")
     if isinstance(error, CacheBlendError):
         return Problem(500, "failed", str(error))
     return Problem(500, "internal", "something went wrong on the server; its log says more")

@@ -291,7 +291,7 @@ async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
     """Answer a question from a collection, with sources."""
     collection = here.collection(id)
     _check_question(here, body.question, "question")
-    engine, most = _engine(here, collection, body), here.service.answer_tokens(body.max_tokens)
+    engine, most = _engine(here, collection, body, sessions=True), here.service.answer_tokens(body.max_tokens)
     here.check_quota(most)
     slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
     async with slot.kept():
@@ -318,7 +318,9 @@ class _Asked:
     async def _report(self, answer: Generation) -> dict[str, Any]:
         self._here.service.answered(answer.report)
         await self._slot.leave()  # the model is not needed for what follows
-        return await asyncio.to_thread(report_of, self._engine, self._question.prompt, answer, self._question.turns)
+        question = self._question
+        told = question.prompt, answer, question.turns, question.stands_alone
+        return await asyncio.to_thread(report_of, self._engine, *told)
 
     async def events(self) -> AsyncIterator[str]:
         """The answer as events."""
@@ -399,20 +401,60 @@ class _Question:
         Of the prompt.
     turns : int
         Earlier turns of the conversation in it.
+    stands_alone : bool
+        Whether it begins with passages of its own, not with those of the turns before it.
     """
 
     found: list[Found]
     prompt: Prompt
     tokens: int
     turns: int
+    stands_alone: bool = True
 
 
 async def _retrieved(here: Session, collection: Collection, body: CompareBody, slot: Slot, most: int) -> _Question:
     """The passages that a question is answered from, and the prompt; it has room for so many tokens more."""
     earlier = [EarlierTurn(one.question, one.answer) for one in body.history]
     k = body.k or here.service.settings.rag.top_k
-    found = await slot.in_thread(search, partial(here.search, collection), body.question, earlier, k)
+    found, alone = await slot.in_thread(search, partial(here.search, collection), body.question, earlier, k)
+    if not alone and (continued := await asyncio.to_thread(_continued, here, collection, body, found, most)):
+        return continued
     return await asyncio.to_thread(_fitting, here.service, body.question, found, earlier, most)
+
+
+def _continued(
+    here: Session, collection: Collection, body: CompareBody, found: list[Found], most: int
+) -> _Question | None:
+    """A prompt that begins as that of the turn before did, so that its KV is there; None if it cannot.
+
+    Passages that the conversation has already are not repeated; new ones stand with the question.
+    """
+    history, refs = body.history, dict[tuple[str, int], Found]()
+    began = max((at for at, turn in enumerate(history) if turn.stands_alone), default=0)
+    turns, first = list[EarlierTurn](), list[Found]()
+    try:
+        for at, turn in enumerate(history):
+            new = dict.fromkeys((one.document_id, one.chunk) for one in turn.sources if at >= began)
+            passages = {one: collection.chunk(*one) for one in new if one not in refs}
+            refs |= passages
+            behind = tuple(one.text for one in passages.values()) if at > began else ()
+            turns.append(EarlierTurn(turn.question, turn.answer, behind))
+            first += passages.values() if at == began else ()
+    except Problem:  # a passage was deleted
+        return None
+    more = {(one.document_id, one.chunk): one for one in found if (one.document_id, one.chunk) not in refs}
+    shown = [*refs.values(), *more.values()]
+    if not first:  # the client does not say what the turns before were answered from
+        return None
+    texts = [one.text for one in more.values()]
+    asked = here.service.asking.ask(body.question, [one.text for one in first], turns, texts)
+    try:
+        fit = here.service.check_length(asked, most)
+    except (Problem, ContextLengthError):
+        return None
+    if len(fit.prompt.chunks) < len(shown):
+        return None
+    return _Question(shown, fit.prompt, len(fit.split.input_ids), len(turns), stands_alone=False)
 
 
 def _fitting(service: Service, question: str, found: list[Found], earlier: list[EarlierTurn], most: int) -> _Question:
@@ -440,10 +482,10 @@ async def _to_the_end(events: AsyncIterator[str]) -> AsyncIterator[str]:
     yield event("done", {})
 
 
-def _engine(here: Session, collection: Collection, body: CompareBody) -> BlendEngine:
+def _engine(here: Session, collection: Collection, body: CompareBody, sessions: bool = False) -> BlendEngine:
     if body.rule is not None and body.rule not in (rules := _usable(here.service.engine)):
         raise ConfigError("rule", body.rule, "use one of " + ", ".join(rules))
-    return here.engine_of(collection, body.ratio, body.rule)
+    return here.engine_of(collection, body.ratio, body.rule, sessions)
 
 
 def _usable(engine: BlendEngine) -> list[str]:

@@ -18,6 +18,7 @@ __all__ = [
     "HistoryTurn",
     "JobInfo",
     "NewCollection",
+    "PassageRef",
     "SearchBody",
     "State",
     "WholeAnswer",
@@ -43,11 +44,23 @@ class SearchBody(_Given):
     k: Annotated[int, Field(ge=1, le=MOST_PASSAGES)] = 6
 
 
+class PassageRef(_Given):
+    """Which passage of the collection it is."""
+
+    document_id: Annotated[str, StringConstraints(max_length=200)]
+    chunk: Annotated[int, Field(ge=0)]
+
+
 class HistoryTurn(_Given):
-    """A question that was asked before in the conversation, and its answer."""
+    """A question that was asked before in the conversation, and its answer.
+
+    With its ``sources``, and ``stands_alone`` of its report, the prompt can go on from the one that it had.
+    """
 
     question: _Question
     answer: Annotated[str, StringConstraints(max_length=100_000)]
+    sources: Annotated[list[PassageRef], Field(max_length=200)] = Field(default_factory=list)
+    stands_alone: bool = True
 
 
 class CompareBody(_Given):

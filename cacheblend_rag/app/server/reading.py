@@ -21,13 +21,19 @@ from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.errors import DocumentError
 from cacheblend_rag.retrieval.documents import SUFFIXES, FileBytes, SourceFile, parse
 
-__all__ = ["Reader", "main", "suffix_of"]
+__all__ = ["PROGRAM_FLAGS", "Reader", "main", "program", "suffix_of"]
 
 # -I: nothing of the environment or the working folder is used. What is imported comes from the same places as here.
-_FLAGS = ("-I", "-X", "utf8", "-W", "ignore")
-_PROGRAM = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from cacheblend_rag.app.server import reading; "
-_PROGRAM += "sys.exit(reading.main(sys.argv[2:]))"
+PROGRAM_FLAGS = ("-I", "-X", "utf8", "-W", "ignore")
 _LONGEST_HEAD = 1_000
+
+
+def program(module: str) -> str:
+    """What a process of its own runs: ``main`` of a module, with ``sys.path`` and the rest of its arguments."""
+    return (
+        "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from importlib import import_module; "
+        f"sys.exit(import_module({module!r}).main(sys.argv[2:]))"
+    )
 
 
 def suffix_of(name: str) -> str:
@@ -117,7 +123,14 @@ class Reader:
         # Without this one Windows starts nothing.
         kept = {name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.environ}
         return subprocess.Popen(
-            [sys.executable, *_FLAGS, "-c", _PROGRAM, json.dumps([one for one in sys.path if one]), *arguments],
+            [
+                sys.executable,
+                *PROGRAM_FLAGS,
+                "-c",
+                program(__name__),
+                json.dumps([one for one in sys.path if one]),
+                *arguments,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

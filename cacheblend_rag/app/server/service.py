@@ -16,6 +16,7 @@ from cacheblend_rag.app.folder_rag import FolderRAG
 from cacheblend_rag.app.server.accounting import Served, served
 from cacheblend_rag.app.server.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.asking import QuestionPrompt
+from cacheblend_rag.app.server.grammars import SchemaCheck
 from cacheblend_rag.app.server.ingestion import Ingestion, Warmed
 from cacheblend_rag.app.server.library import BaseCollection, Collection, Found, Library, OwnCollection
 from cacheblend_rag.app.server.metrics import Metrics
@@ -172,11 +173,13 @@ class Service:
             raise Problem(400, "bad_value", message, field=field)
         return asked or min(self.rag.options.max_new_tokens, most)
 
-    def engine_for(self, salt: str, ratio: float | None, rule: str | None) -> BlendEngine:
-        """The engine with a tenant's salt and a request's choice of rule and ratio."""
-        changes = {"salt": salt} if rule is None else {"salt": salt, "selection": rule}
+    def engine_for(self, salt: str, ratio: float | None, rule: str | None, sessions: bool = False) -> BlendEngine:
+        """The engine with a tenant's salt and a request's choice of rule and ratio; it may keep conversations."""
+        changes: dict[str, Any] = {"salt": salt} if rule is None else {"salt": salt, "selection": rule}
+        if sessions:
+            changes["session_cache"] = True
         with self._making:
-            key = (salt, ratio, rule)
+            key = (salt, ratio, rule, sessions)
             if key not in self._engines:
                 engine = self.engine.with_config(**changes)
                 if ratio is not None:
@@ -286,6 +289,7 @@ class Session:
         self.service, self.tenant = service, tenant
         shared = service.shared(tenant.salt)
         self.library = Library(tenant, service.embeddings, self.engine, service.tombstones, shared)
+        self.schemas = SchemaCheck(service.limits)
 
     def check_quota(self, tokens: int) -> None:
         """Refuse a request before it waits, if so many tokens are not left of the tenant's quota.
@@ -319,10 +323,15 @@ class Session:
         """The engine with this tenant's salt."""
         return self.service.engine_for(self.tenant.salt, ratio, rule)
 
-    def engine_of(self, collection: Collection, ratio: float | None, rule: str | None) -> BlendEngine:
-        """The engine for a collection: what all may read is stored once for all."""
+    def engine_of(
+        self, collection: Collection, ratio: float | None, rule: str | None, sessions: bool = False
+    ) -> BlendEngine:
+        """The engine for a collection: what all may read is stored once for all.
+
+        Conversations are kept only under the tenant's own salt. Elsewhere another tenant's times would tell of them.
+        """
         salt = self.tenant.salt if collection.writable else self.service.engine.config.salt
-        return self.service.engine_for(salt, ratio, rule)
+        return self.service.engine_for(salt, ratio, rule, sessions and salt == self.tenant.salt)
 
     def collections(self) -> list[Collection]:
         """All that this tenant may read."""

@@ -65,6 +65,8 @@ class Limits:
         Tokens the model is fed, at most what it can take.
     prompt_seconds : float
         Time that making a prompt of a request may take.
+    schema_chars, schema_bytes, schema_seconds : int, int, float
+        Length of the JSON schemas of a request, and memory and time that compiling them may take.
     answer_tokens : int
         Most tokens of an answer.
     answer_seconds : float
@@ -98,6 +100,9 @@ class Limits:
     prompt_chars: int = 1_000_000
     prompt_tokens: int = 131_072
     prompt_seconds: float = 20.0
+    schema_chars: int = 64_000
+    schema_bytes: int = 1_000_000_000
+    schema_seconds: float = 2.0
     answer_tokens: int = 4_096
     answer_seconds: float = 300.0
     tokens_per_minute: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from cacheblend_rag.app.server.asking import EarlierTurn, QuestionPrompt, search
 from cacheblend_rag.app.server.library import Found
 from cacheblend_rag.errors import PromptError
 from tests import tiny
-from tests.app.server.common import BASE, read_events, settings_for, settle
+from tests.app.server.common import BASE, new_collection, passage, read_events, settings_for, settle, upload
 from tests.integrations.langchain.models import TEMPLATE
 
 KETTLE = EarlierTurn("Which kettle is red?", "The Rondo.")
@@ -35,7 +36,7 @@ class Shelf:
 
     def found(self, earlier: list[EarlierTurn], k: int) -> list[int]:
         """Passages for a question that follows these."""
-        return [one.chunk for one in search(self.search, NEXT, earlier, k)]
+        return [one.chunk for one in search(self.search, NEXT, earlier, k)[0]]
 
 
 def test_a_question_alone_is_searched_for_as_it_is() -> None:
@@ -71,6 +72,100 @@ def test_earlier_turns_stand_behind_the_passages() -> None:
     assert plain.suffix == (
         f"\n\nQuestion: {KETTLE.question}\nHelpful Answer: {KETTLE.answer}\n\nQuestion: {NEXT}\nHelpful Answer:"
     )
+
+
+def test_a_prompt_can_go_on_from_that_of_the_turn_before() -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    one, two, three, four = ("Which?", ()), ("And then?", ("Three.", "Four.")), ("Why?", ()), ("Who?", ("Five.",))
+    for asking in (QuestionPrompt(tokenizer, TEMPLATE), QuestionPrompt(tiny.tokenizer(), None)):
+        texts, turns = list[str](), list[EarlierTurn]()
+        for question, more in (one, two, three, four):
+            prompt = asking.ask(question, ["One.", "Two."], turns, more)
+            texts.append(prompt.written("").text)
+            turns.append(EarlierTurn(question, "So.", more))
+        assert prompt.chunks == ("One.", "Two.", "Three.", "Four.", "Five.")
+        assert all(after.startswith(before) for before, after in pairwise(texts))
+    assert asking.ask("Which?", [], [], ["One."]).chunks == ("One.",)
+
+
+def turn_of(client: Any, collection: str, question: str, history: list[Any], **more: Any) -> dict[str, Any]:
+    """The report of a turn, which is added to the history as the page does."""
+    answer = client.post(f"/api/collections/{collection}/ask", json={"question": question, "history": history, **more})
+    assert answer.status_code == 200, answer.text
+    events = dict(read_events(answer.text))
+    client.app.state.service.engine.flush()
+    said = "".join(data["text"] for name, data in read_events(answer.text) if name == "token")
+    refs = [{"document_id": one["document_id"], "chunk": one["chunk"]} for one in events["sources"]]
+    report: dict[str, Any] = events["report"]
+    assert len(report["chunks"]) == len(refs), "each passage of the prompt is among the sources"
+    history.append({"question": question, "answer": said, "sources": refs, "stands_alone": report["stands_alone"]})
+    return report
+
+
+def following(monkeypatch: pytest.MonkeyPatch, stands_alone: bool = False) -> None:
+    """Questions follow those before them, or stand by themselves."""
+
+    def found(find: Any, question: str, earlier: Any, k: int) -> tuple[list[Found], bool]:
+        return find(question, k), stands_alone or not earlier
+
+    monkeypatch.setattr("cacheblend_rag.app.server.rag_api.search", found)
+
+
+def test_a_turn_reuses_the_kv_of_those_before_it(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    following(monkeypatch)
+    history: list[Any] = []
+    first = turn_of(client, "archive", "Which leaf fell into the river?", history, k=2)
+    assert (first["resumed"], first["stands_alone"]) == (0, True)
+    before = len(first["prompt"])
+    for question in ("And the owls?", "Why?"):
+        report = turn_of(client, "archive", question, history, k=2)
+        assert not report["stands_alone"]
+        assert report["resumed"] > 0.8 * before, "all but the end of what the model has read is there"
+        assert report["turns"] == len(history) - 1
+        assert sum(one["resumed"] for one in report["prompt"]) == report["resumed"]
+        before = len(report["prompt"])
+    places = [(one["document_id"], one["chunk"]) for one in history[-1]["sources"]]
+    assert len(set(places)) == len(places), "no passage stands in a prompt twice"
+    following(monkeypatch, stands_alone=True)
+    other = turn_of(client, "archive", "What is the valley?", history, k=2)
+    assert (other["resumed"], other["stands_alone"], len(other["chunks"])) == (0, True, 2)
+    following(monkeypatch)
+    assert turn_of(client, "archive", "Is it cold?", history, k=2)["resumed"] > 0.8 * len(other["prompt"])
+
+
+def test_a_conversation_that_cannot_go_on_begins_anew(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    following(monkeypatch)
+    gone: list[Any] = []
+    turn_of(client, "archive", "Which leaf fell into the river?", gone, k=2)
+    gone[0]["sources"][0]["document_id"] = "deleted-since"
+    long: list[Any] = []
+    turn_of(client, "archive", "Which leaf fell into the river?", long, k=2)
+    long[0]["answer"] = "oak " * 12_000
+    for history in (gone, long):
+        report = turn_of(client, "archive", "And the owls?", history, k=2)
+        assert (report["stands_alone"], len(report["chunks"])) == (True, 2)
+
+
+def test_a_tenant_learns_nothing_of_anothers_conversation(
+    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All read the archive. Who asks what another has asked must not see how far the questions are the same."""
+    following(monkeypatch)
+    keys = {"ada": "a" * 16, "ben": "b" * 16}
+    with TestClient(create_app(settings_for(model, docs, tmp_path, keys=keys)), base_url=BASE) as client:
+        settle(client.app.state.service)  # type: ignore[attr-defined]
+        for key in keys.values():
+            client.headers["Authorization"] = f"Bearer {key}"
+            history: list[Any] = []
+            turn_of(client, "archive", "Which leaf fell into the river?", history, k=2)
+            assert turn_of(client, "archive", "And the owls?", history, k=2)["resumed"] == 0
+            own = new_collection(client)
+            upload(client, own, {"leaf.md": passage(31), "owl.md": passage(32)})
+            mine: list[Any] = []
+            turn_of(client, own, "Which leaf fell into the river?", mine, k=2)
+            assert turn_of(client, own, "And the owls?", mine, k=2)["resumed"] > 0
+            client.app.state.service.engine.flush()  # type: ignore[attr-defined]
 
 
 def test_what_turns_hold_stays_where_it_is() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
+from langchain_core.exceptions import OutputParserException
 from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, RemoveMessage, SystemMessage, ToolMessage
 from langchain_core.messages.tool import tool_call
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.langchain import ChatCacheBlend, known_chunks
@@ -242,7 +244,65 @@ def test_a_forced_call_is_begun_for_the_model(chat: ChatCacheBlend) -> None:
     assert [*model.stream("What fell?")][-1] == Found(what="leaf")
     for choice in ("any", "required", {"type": "function", "function": {"name": "find"}}):
         bound = chat.bind_tools([TOOL], tool_choice=choice)  # type: ignore[arg-type]
-        assert "find" in str(bound.invoke("What fell?").invalid_tool_calls)
+        assert [call["name"] for call in bound.invoke("What fell?").tool_calls] == ["find"]
+
+
+class Leaf(BaseModel):
+    """A leaf, and those on its twig."""
+
+    kind: Literal["oak", "ash"]
+    length: Annotated[int, Field(ge=3, le=9)]
+    twig: Annotated[list[Leaf], Field(max_length=1)]
+
+
+SHORT = {"title": "Leaf", "type": "object", "properties": {"red": {"type": "boolean"}}, "required": ["red"]}
+
+
+@pytest.mark.parametrize("template", ["tools", "no place for tools"])
+async def test_structured_answers_follow_their_schema(
+    chat: ChatCacheBlend, template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has taught this model to write JSON."""
+    method: Any = "json_schema"
+    if template != "tools":
+        monkeypatch.setattr(
+            chat.engine.tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}"
+        )
+        method = None
+    chat = chat.model_copy(update={"max_new_tokens": 300})
+    for seed in range(3):
+        sampled = chat.model_copy(update={"temperature": 1.2, "seed": seed})
+        assert isinstance(sampled.with_structured_output(Leaf, method=method).invoke("What fell?"), Leaf)
+    plain = chat.with_structured_output(SHORT, method=method)
+    for answer in (plain.invoke("What fell?"), await plain.ainvoke("What?"), [*plain.stream("What fell?")][-1]):
+        assert list(answer) == ["red"], "it has no other properties"
+    assert [list(one) for one in plain.batch(["What fell?", "Which leaf?"])] == [["red"]] * 2
+    raw = chat.with_structured_output(SHORT, method=method, include_raw=True).invoke("What fell?")
+    assert raw["parsed"] == json.loads(raw["raw"].content)
+    short = chat.model_copy(update={"max_new_tokens": 10})
+    cut = short.with_structured_output(SHORT, method=method, include_raw=True).invoke("What fell?")
+    assert cut["parsed"] is None
+    assert "max_tokens" in str(cut["parsing_error"])
+    for schema in (SHORT, Leaf):
+        with pytest.raises(OutputParserException, match="max_tokens"):
+            list(short.with_structured_output(schema, method=method).stream("What fell?"))
+    free = chat.invoke("What?", max_new_tokens=6, response_format={"type": "text"})
+    assert free.content == chat.invoke("What?", max_new_tokens=6).content
+
+
+def test_structured_answers_that_cannot_be_are_refused(chat: ChatCacheBlend) -> None:
+    unkept = {"title": "Leaf", "type": "array", "uniqueItems": True, "items": {"type": "boolean"}}
+    refused = chat.with_structured_output(unkept, method="json_schema")
+    with pytest.raises(ConfigError, match=r"response_format\.json_schema\.schema.*uniqueItems"):
+        refused.invoke("What fell?")
+    for wrong in ({"method": "xml"}, {"method": "json_schema", "tools": []}):
+        with pytest.raises(ConfigError, match=r"(method|tools)="):
+            chat.with_structured_output(SHORT, **wrong)  # type: ignore[arg-type]
+    for method in ("json_schema", "function_calling"):
+        with pytest.raises(ConfigError, match="schema=None"):
+            chat.with_structured_output(method=method)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="leave out tools"):
+        chat.bind_tools([TOOL]).invoke("What fell?", response_format={"type": "json_object"})
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """LangChain's own conformance suites for chat models, over a tiny model that wears a chat template.
 
-Skipped by the suites: images, audio and PDF (the models read text), JSON mode (not offered), another
-model by call (a local model is what it was loaded as), recorded HTTP traffic (there is none).
+Skipped by the suites: images, audio and PDF (the models read text), another model by call (a local model is what it
+was loaded as), recorded HTTP traffic (there is none).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "magic_function_no_args": {},
     "greeting_generator": {"answer_style": "pirate"},
     "my_adder_tool": {"a": 3, "b": 4},
-    "unicode_customer": {"customer_name": "你好啊集团"},
+    "unicode_customer": {"customer_name": "你好啊集团", "description": "."},
     "Joke": {"setup": "Why?", "punchline": "So."},
     "JokeDict": {"setup": "Why?", "punchline": "So."},
 }
@@ -45,10 +45,12 @@ def call(prompt: str) -> str | None:
     if begun.endswith('"name": "'):
         return f'magic_function", "arguments": {json.dumps(CALLS["magic_function"])}}}'
     if begun.endswith('"unicode_customer", "arguments": ') and "株式会社" in prompt:
-        return '{"customer_name": "こんにちは株式会社"}}'
+        return '{"customer_name": "こんにちは株式会社", "description": "."}}'
     for name, arguments in CALLS.items():
         if begun.endswith(f'"{name}", "arguments": '):
             return json.dumps(arguments, ensure_ascii=False) + "}"
+    if "nothing other than JSON" in prompt:
+        return json.dumps(CALLS["Joke"])
     if "What is the weather" in prompt and "[tool]" not in prompt:
         return '<tool_call>{"name": "get_weather", "arguments": {"location": "SF"}}</tool_call>'
     return None
@@ -70,6 +72,10 @@ class _Suite:
     @property
     def standard_chat_model_params(self) -> dict[str, Any]:
         return {"temperature": 0, "max_tokens": 80, "timeout": 60, "stop": [], "max_retries": 2}
+
+    @property
+    def supports_json_mode(self) -> bool:
+        return True
 
     @property
     def supports_model_override(self) -> bool:

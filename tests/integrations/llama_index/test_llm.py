@@ -6,14 +6,15 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pytest
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole, ToolCallBlock
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
-from pydantic import BaseModel
+from llama_index.core.types import PydanticProgramMode
+from pydantic import BaseModel, Field
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import ConfigError, GenerationTimeoutError, PromptError
@@ -291,6 +292,27 @@ class Fall(BaseModel):
 def test_structured_answers_are_forced_into_their_form() -> None:
     llm = with_script(lambda prompt: '{"what": "leaf"}}')
     assert llm.structured_predict(Fall, PromptTemplate("What fell? {hint}"), hint="It is green.") == Fall(what="leaf")
+
+
+class Leaf(BaseModel):
+    """A leaf."""
+
+    kind: Literal["oak", "ash"]
+    length: Annotated[int, Field(ge=3, le=9)]
+
+
+async def test_structured_answers_follow_their_schema() -> None:
+    """By calls and as JSON, from a model that nobody has taught either."""
+    prompt = PromptTemplate("What fell? {hint}")
+    for mode in (PydanticProgramMode.DEFAULT, PydanticProgramMode.LLM):
+        llm = make_llm(True, max_new_tokens=120, pydantic_program_mode=mode)
+        assert llm.structured_predict(Leaf, prompt, hint="Green.").kind in ("oak", "ash")
+        assert (await llm.astructured_predict(Leaf, prompt, hint="Red.")).kind in ("oak", "ash")
+        assert llm.as_structured_llm(Leaf).complete("What fell?").raw.length in range(3, 10)
+    told = {"type": "json_schema", "json_schema": {"name": "one", "schema": {"enum": ["oak", "ash"]}}}
+    for form in CHAT_FORMS:
+        last = (await responses(llm, form, HELLO, response_format=told))[-1]
+        assert last.message.content in ('"oak"', '"ash"')
 
 
 def test_what_is_no_call_stays_text() -> None:

@@ -348,6 +348,23 @@ def test_a_question_follows_those_above_it(page: Page) -> None:
     assert sent(questions[1]) == []
 
 
+def test_the_time_view_shows_what_was_kept_of_earlier_turns(page: Page) -> None:
+    compare_off(page)
+    turn = ask(page, "Who was never asked about before?")
+    expect(page.locator("#ttft .resumed")).to_have_count(0)
+    page.wait_for_timeout(1_500)  # the turn is stored behind its answer
+    turn.get_by_role("button", name="Ask again", exact=True).click()
+    kept = re.compile(r"KV of \d[\d,]* tokens, (9\d|100)% of the prompt")
+    expect(page.locator("#ttft .resumed")).to_contain_text(kept)
+    page.reload()
+    page.locator("body[data-ready]").wait_for()
+    with page.expect_request(ASK) as asked:
+        ask(page, "And it?")
+    (sent,) = asked.value.post_data_json["history"]
+    assert sent["stands_alone"] is True
+    assert [set(one) for one in sent["sources"]] == [{"document_id", "chunk"}] * 6
+
+
 def test_an_answer_that_did_not_end_is_not_followed(page: Page, problems: list[str]) -> None:
     compare_off(page)
     question = easy_questions()[0].question

@@ -9,6 +9,8 @@ import time
 import pytest
 from playwright.sync_api import BrowserContext, Page, Route, expect
 
+from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.quota import TokenQuota
 from tests.app.server.page.driving import ask, compare_off, easy_questions, probe
 
 ASK, STATE = re.compile("/ask$"), re.compile("/api/state$")
@@ -37,16 +39,30 @@ def type_and_send(page: Page, question: str) -> None:
 
 
 def test_a_busy_server_is_asked_again(page: Page, problems: list[str]) -> None:
-    page.route(ASK, lambda route: refuse(route, 429, "busy", "full", **{"Retry-After": "7"}), times=1)
+    full = "too many requests wait already; try again later"
+    page.route(ASK, lambda route: refuse(route, 429, "busy", full, **{"Retry-After": "7"}), times=1)
     question = easy_questions()[0]
     type_and_send(page, question.question)
     status = page.locator(".turn .status")
-    expect(status).to_contain_text("The server is busy. Try again in 7 s.")
+    expect(status).to_contain_text("Too many requests wait already. Try again in 7 s.")
     expect(status.get_by_role("alert")).to_be_visible()
     expect(page.locator("#ttft .hint")).to_have_text("No figures: the answer did not end.")
     problems.clear()  # the browser notes every refusal
     status.get_by_role("button", name="Try again").click()
     expect(page.locator(".turn").last.locator(".words")).to_contain_text(question.answers[0], ignore_case=True)
+
+
+def test_a_used_up_quota_is_named(page: Page, problems: list[str]) -> None:
+    quota = TokenQuota(2_000)
+    quota.take("ada", 1_900)
+    with pytest.raises(Problem) as caught:
+        quota.check("ada", 900)
+    wait = {"Retry-After": str(caught.value.retry_after)}
+    page.route(ASK, lambda route: refuse(route, 429, caught.value.code, caught.value.message, **wait))
+    type_and_send(page, "Anything?")
+    told = r"This could take 900 tokens, and 1\d\d of your 2,000 a minute are left\. Try again in 2\d s\."
+    expect(page.locator(".turn .status")).to_contain_text(re.compile(told))
+    problems.clear()  # the browser notes every refusal
 
 
 def test_what_the_server_says_of_a_failure_is_shown(page: Page) -> None:

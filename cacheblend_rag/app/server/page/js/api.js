@@ -37,7 +37,11 @@ function refusal(status, text, retryAfter) {
   }
   const wait = Number(retryAfter) || null;
   let message = told.message || `The server answered with status ${status}.`;
-  if (status === 429) message = `The server is busy. Try again${wait ? ` in ${wait} s` : " shortly"}.`;
+  if (status === 429) {
+    // The server says which limit it is, and its header when to try again.
+    const limit = (told.message || "the server is busy").replace(/; try again.*$/, "");
+    message = `${limit[0].toUpperCase()}${limit.slice(1)}. Try again${wait ? ` in ${wait} s` : " shortly"}.`;
+  }
   return new ApiError(message, { status, code: told.code, field: told.field, retryAfter: wait });
 }
 

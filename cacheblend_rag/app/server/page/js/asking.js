@@ -18,11 +18,17 @@ const path = (collection, action) => `api/collections/${encodeURIComponent(colle
 function request(turn) {
   const body = { question: turn.question, k: turn.passages };
   const history = turn.earlier.map(turnOf).filter(Boolean);
-  if (history.length) body.history = history.map(({ question, answer }) => ({ question, answer }));
+  if (history.length) body.history = history.map(historyOf);
   if (turn.ratio !== null) body.ratio = turn.ratio;
   if (turn.rule !== null) body.rule = turn.rule;
   if (turn.tokens !== null) body.max_tokens = turn.tokens;
   return body;
+}
+
+/** A turn as the server takes it: with its passages, the next prompt can go on from the one that it had. */
+function historyOf({ question, answer, sources, report }) {
+  const refs = sources.map(({ document_id, chunk }) => ({ document_id, chunk }));
+  return { question, answer, sources: refs, stands_alone: report?.stands_alone ?? true };
 }
 
 /** Ids of the turns that a question after this one follows: what it followed itself, and it, if it was answered. */

@@ -19,6 +19,7 @@ function levels(prompt) {
 
 /** What became of a token: `new` (question, text between passages, missed passage), `again` (recomputed) or `kept`. */
 function fate(token, report) {
+  if (token.resumed) return "kept";
   if (token.segment === "suffix" || token.segment === "between") return "new";
   if (token.segment === "chunk" && token.chunk !== null && report.chunks[token.chunk]?.hit === false) return "new";
   return token.recomputed ? "again" : "kept";

@@ -1,7 +1,7 @@
 // The time to first token of one answer, split into its parts.
 
 import { el } from "./dom.js";
-import { share, time } from "./format.js";
+import { count, share, time } from "./format.js";
 
 const PARTS = [
   ["split_s", "split", "Split", "the prompt into tokens"],
@@ -39,5 +39,13 @@ export function ttftView(report) {
     el("p", { class: "figure" }, el("strong", { text: time(report.ttft_s) })),
     bar,
     legend,
-  ];
+    resumedView(report),
+  ].filter(Boolean);
+}
+
+/** How much of the prompt is that of an earlier turn, whose KV was kept. */
+function resumedView({ resumed = 0, tokens: { prefix, chunks, suffix, between = 0 } }) {
+  if (!resumed) return null;
+  const part = share(resumed / (prefix + chunks + suffix + between));
+  return el("p", { class: "hint resumed", text: `Kept from an earlier turn: the KV of ${count(resumed, "token")}, ${part} of the prompt.` });
 }

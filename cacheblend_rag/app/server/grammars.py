@@ -1,0 +1,123 @@
+"""Schemas of strangers, compiled in a process of its own before they are compiled here.
+
+Some small schemas take hours or all memory to compile, and nothing can stop that within a process. So a schema comes
+first to one that holds itself within limits (`confinement`). What passes there passes here, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from cacheblend_rag.app.server.reading import PROGRAM_FLAGS, program
+from cacheblend_rag.app.server.settings import Limits
+from cacheblend_rag.engine.grammar import Form, fault_of, refused, written
+from cacheblend_rag.errors import ConfigError
+
+__all__ = ["SchemaCheck", "main"]
+
+_PASSED = 256  # remembered of a tenant
+_DEEPEST = 64
+
+
+class SchemaCheck:
+    """Refuses schemas that cannot be compiled within limits; remembers those of one tenant that can.
+
+    Parameters
+    ----------
+    limits : Limits
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._passed: OrderedDict[bytes, None] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def check(self, forms: Sequence[Form], field: str, lenient: bool) -> None:
+        """Compile the schemas of a request elsewhere.
+
+        Parameters
+        ----------
+        forms : sequence of Form
+        field : str
+            What the request calls them.
+        lenient : bool
+            As for `Grammar`.
+
+        Raises
+        ------
+        ConfigError
+            If one is too large, or does not compile within the limits.
+        """
+        if any(_deeper(form.schema, _DEEPEST) for form in forms):
+            raise ConfigError(field, "…", f"use schemas with at most {_DEEPEST} levels")
+        grammar = written(forms, lenient)
+        if len(grammar) > self._limits.schema_chars:
+            raise ConfigError(field, "…", f"use schemas of at most {self._limits.schema_chars:,} characters together")
+        digest = hashlib.sha256(grammar.encode()).digest()
+        with self._lock:
+            if digest in self._passed:
+                self._passed.move_to_end(digest)
+                return
+        self._compile(grammar, field)
+        with self._lock:
+            self._passed[digest] = None
+            if len(self._passed) > _PASSED:
+                self._passed.popitem(last=False)
+
+    def _compile(self, grammar: str, field: str) -> None:
+        limits = self._limits
+        command = [
+            sys.executable,
+            *PROGRAM_FLAGS,
+            "-c",
+            program(__name__),
+            json.dumps([one for one in sys.path if one]),
+        ]
+        try:
+            ended = subprocess.run(
+                [*command, str(limits.schema_bytes), str(limits.schema_seconds)],
+                input=grammar.encode(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.environ},
+                cwd=os.path.abspath(os.sep),
+                # The limit of processor time ends it sooner, unless the machine is busy.
+                timeout=4 * limits.schema_seconds,
+                check=True,
+            )
+            fault = json.loads(ended.stdout)
+        except (subprocess.SubprocessError, ValueError):
+            took = f"{limits.schema_seconds:g} s and {limits.schema_bytes / 1e6:,.0f} MB"
+            raise ConfigError(field, "…", f"use a simpler schema; compiling this one takes more than {took}") from None
+        if fault:
+            raise refused(field, str(fault))
+
+
+def _deeper(value: object, levels: int) -> bool:
+    """Whether objects and lists stand within each other at more levels than so many."""
+    layer = [value]
+    for _ in range(levels + 1):
+        layer = [
+            inner
+            for one in layer
+            for inner in (one.values() if isinstance(one, dict) else one if isinstance(one, list) else ())
+        ]
+    return bool(layer)
+
+
+def main(arguments: list[str]) -> int:
+    """The process that compiles: a grammar on standard input, what is wrong with it on standard output."""
+    from cacheblend_rag.app.server.confinement import confine
+
+    grammar = sys.stdin.buffer.read().decode()
+    fault_of('start: "a"')  # all of the library is loaded before files are out of reach
+    confine(int(arguments[0]), float(arguments[1]), files=1)
+    sys.stdout.write(json.dumps(fault_of(grammar)))
+    return 0

@@ -1,0 +1,192 @@
+"""Answers that follow a JSON schema by construction: what may come next is known token by token (llguidance)."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import decoders
+
+from cacheblend_rag.errors import ConfigError, MissingExtraError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+__all__ = ["Form", "Grammar", "closed", "fault_of", "form_of", "refused", "written"]
+
+# As `json.dumps` writes it. Free white space would let a small model write nothing else.
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": False}
+# States of the lexer take memory; a schema that needs more of them ends its answer.
+_LEXER_STATES = 20_000
+# What messages of llguidance have around what they say: places in the grammar, and its lines.
+_AROUND = re.compile(
+    r"^at \d+\(\d+\): |failed to compile JSON schema: |^ *\d+ \|.*$|^ *\^.*$|<non-verbose/>", re.MULTILINE
+)
+# Where a schema holds others: by name, in a list, or one.
+_NAMED, _LISTED, _SINGLE = ("properties", "$defs", "definitions"), ("anyOf", "oneOf", "prefixItems"), ("items",)
+
+_tokenizers: weakref.WeakKeyDictionary[Any, LLTokenizer] = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Form:
+    """One form that an answer may have: JSON that follows a schema, between two texts.
+
+    Parameters
+    ----------
+    schema : dict
+        A JSON schema.
+    before, after : str
+        What stands around the JSON.
+    """
+
+    schema: Mapping[str, Any]
+    before: str = ""
+    after: str = ""
+
+
+class Grammar:
+    """What an answer must follow, compiled for one tokenizer; any number of answers may use it at once.
+
+    Parameters
+    ----------
+    tokenizer : transformers tokenizer
+        A fast one.
+    forms : sequence of Form
+        The answer has one of them.
+    field : str
+        What errors call the schema.
+    lenient : bool
+        Leave out keywords that answers cannot be held to. Otherwise they are an error.
+
+    Raises
+    ------
+    ConfigError
+        If answers cannot be held to the schema, or the tokenizer is not of a kind that can be used.
+    MissingExtraError
+        If llguidance is not installed.
+    """
+
+    def __init__(self, tokenizer: Any, forms: Sequence[Form], *, field: str = "schema", lenient: bool = False) -> None:
+        self.field = field
+        matcher_class = _library().LLMatcher
+        self._compiled: LLMatcher = matcher_class(
+            _tokenizer(tokenizer), written(forms, lenient), log_level=0, limits=_limits()
+        )
+        first = self._compiled.deep_copy()
+        if not first.is_error():
+            first.compute_bitmask()  # some schemas turn out to have no answer only here
+        if first.is_error():
+            raise refused(field, first.get_error())
+
+    def matcher(self) -> LLMatcher:
+        """Follows one answer, from its first token on."""
+        return self._compiled.deep_copy()
+
+    def failed(self, error: str) -> ConfigError:
+        """What an answer ends with that can be followed no longer."""
+        return refused(self.field, error)
+
+
+def form_of(response_format: Any) -> Form | None:
+    """The form that OpenAI's ``response_format`` asks for; None for text.
+
+    With ``strict``, an object has no properties but those that its schema names, unless it says otherwise.
+
+    Raises
+    ------
+    ConfigError
+        If it is none.
+    """
+    kind = response_format.get("type") if isinstance(response_format, Mapping) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Form({"type": "object"})
+    if kind != "json_schema":
+        remedy = "use {'type': 'text'}, {'type': 'json_object'} or {'type': 'json_schema', 'json_schema': …}"
+        raise ConfigError("response_format", response_format, remedy)
+    told = response_format.get("json_schema")
+    schema = told.get("schema") if isinstance(told, Mapping) else None
+    if not isinstance(schema, Mapping):
+        raise ConfigError("response_format.json_schema.schema", schema, "give a JSON schema as a dict")
+    return Form(closed(schema) if told.get("strict") else schema)
+
+
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema whose objects have no properties but those that it names, where it does not say otherwise."""
+    new = dict(schema)
+    for name, value in schema.items():
+        if name in _NAMED and isinstance(value, Mapping):
+            new[name] = {key: _closed(one) for key, one in value.items()}
+        elif name in _LISTED and isinstance(value, list):
+            new[name] = [_closed(one) for one in value]
+        elif name in _SINGLE:
+            new[name] = _closed(value)
+    if isinstance(schema.get("properties"), Mapping):
+        new.setdefault("additionalProperties", False)
+    return new
+
+
+def _closed(schema: Any) -> Any:
+    return closed(schema) if isinstance(schema, Mapping) else schema
+
+
+def written(forms: Sequence[Form], lenient: bool = False) -> str:
+    """The forms as llguidance reads them (a grammar of Lark)."""
+    style = {**_JSON_STYLE, "lenient": lenient}
+    lines = ["start: " + " | ".join(f"form_{at}" for at in range(len(forms)))]
+    for at, form in enumerate(forms):
+        before, after = (json.dumps(text, ensure_ascii=False) if text else "" for text in (form.before, form.after))
+        lines.append(f"form_{at}: {before} json_{at} {after}")
+        lines.append(f"json_{at}: %json {json.dumps({**form.schema, 'x-guidance': style})}")
+    return "\n".join(lines)
+
+
+def fault_of(grammar: str) -> str:
+    """What is wrong with a grammar whatever the tokenizer; empty if nothing is."""
+    return str(_library().LLMatcher.validate_grammar(grammar, None, limits=_limits()))
+
+
+def refused(field: str, fault: str) -> ConfigError:
+    """The error for a schema that llguidance finds a fault with."""
+    told = " ".join(_AROUND.sub("", fault).split())[:300]
+    return ConfigError(field, "…", f"use a schema that answers can be held to ({told})")
+
+
+def _limits() -> Any:
+    return _library().LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise MissingExtraError("llguidance", "structured") from error
+    return llguidance
+
+
+def _tokenizer(tokenizer: Any) -> LLTokenizer:
+    """A tokenizer as llguidance has it, made once: that takes up to a second."""
+    made = _library().LLTokenizer
+    with _making:
+        if tokenizer not in _tokenizers:
+            try:
+                backend = copy.copy(tokenizer.backend_tokenizer)
+                backend.no_padding()
+                backend.no_truncation()
+                if isinstance(backend.decoder, decoders.Metaspace):  # which llguidance does not know by this name
+                    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback()])
+                ends = tokenizer.eos_token_id
+                _tokenizers[tokenizer] = made(backend.to_str(), eos_token=ends, slices=made.json_slices())
+            except (AttributeError, ValueError) as error:
+                kind = type(tokenizer).__name__
+                raise ConfigError("tokenizer", kind, f"use a model with a fast tokenizer ({error})") from error
+        return _tokenizers[tokenizer]

@@ -1,0 +1,211 @@
+"""Answers by a JSON schema over HTTP, and schemas that are made to stop the server."""
+
+from __future__ import annotations
+
+import builtins
+import concurrent.futures
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import openai
+import pytest
+from langchain_openai import ChatOpenAI
+
+from cacheblend_rag.app.server.grammars import SchemaCheck
+from cacheblend_rag.app.server.settings import Limits
+from cacheblend_rag.engine.grammar import Form
+from cacheblend_rag.errors import ConfigError
+from tests import tiny
+from tests.app.server.common import Running, running, settings_for
+from tests.integrations.langchain.models import TEMPLATE
+
+KEY = "sk-none-needed-here"
+LEAF = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["oak", "ash"]}, "length": {"type": "integer", "minimum": 3, "maximum": 9}},
+    "required": ["kind", "length"],
+}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {**LEAF, "properties": {field: LEAF["properties"][field]}, "required": [field]},
+        },
+    }  # type: ignore[index]
+    for name, field in (("look_up", "kind"), ("measure", "length"))
+]
+# Hours or all memory, if nothing stops it.
+ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{{{n}}}.*"} for n in range(1, 60)]}
+
+
+@pytest.fixture(scope="module")
+def server(docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("chat")
+    tiny.model(num_hidden_layers=2, max_position_embeddings=2048).save_pretrained(folder)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    with running(settings_for(folder, docs, tmp_path_factory.mktemp("data"))) as made:
+        yield made
+
+
+@pytest.fixture
+def client(server: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0, timeout=120) as made:
+        yield made
+
+
+def asked(client: openai.OpenAI, schema: Any = LEAF, **more: Any) -> dict[str, Any]:
+    told = {"type": "json_schema", "json_schema": {"name": "leaf", "schema": schema, "strict": True}}
+    messages = [{"role": "user", "content": "Which leaf fell?"}]
+    name = client.models.list().data[0].id
+    return {"model": name, "messages": messages, "response_format": told, "max_tokens": 90, "seed": 4, **more}
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"temperature": 1.7}, {"logprobs": True, "top_logprobs": 2}, {"logit_bias": {2: 100}}]
+)
+def test_answers_follow_their_schema(client: openai.OpenAI, how: dict[str, Any]) -> None:
+    whole = client.chat.completions.create(**asked(client, n=2, **how)).choices
+    pieces = {0: "", 1: ""}
+    reasons = {}
+    for chunk in client.chat.completions.create(**asked(client, n=2, stream=True, **how)):
+        (choice,) = chunk.choices
+        pieces[choice.index] += choice.delta.content or ""
+        reasons[choice.index] = choice.finish_reason
+    for choice in whole:
+        assert jsonschema_rs.is_valid(LEAF, json.loads(choice.message.content)), choice.message.content
+        assert len(json.loads(choice.message.content)) == 2, "nothing but what the schema names"
+        assert choice.finish_reason == "stop"
+    assert pieces == {choice.index: choice.message.content for choice in whole}
+    assert reasons == {0: "stop", 1: "stop"}
+
+
+def test_answers_that_are_cut_say_so(client: openai.OpenAI) -> None:
+    cut = client.chat.completions.create(**asked(client, max_tokens=5)).choices[0]
+    assert (cut.finish_reason, cut.message.content[0]) == ("length", "{")
+    stopped = client.chat.completions.create(**asked(client, {"const": "oak and ash"}, stop=" and")).choices[0]
+    assert (stopped.finish_reason, stopped.message.content) == ("stop", '"oak')
+    free = client.chat.completions.create(**asked(client, response_format={"type": "json_object"}, max_tokens=30))
+    assert free.choices[0].message.content.startswith("{")
+
+
+def test_many_at_once_each_follow_their_own(client: openai.OpenAI) -> None:
+    plain = asked(client, max_tokens=8)
+    del plain["response_format"]
+    alone = client.chat.completions.create(**plain).choices[0].message.content
+
+    def one(number: int) -> str:
+        if number % 3 == 0:
+            return str(client.chat.completions.create(**plain).choices[0].message.content)
+        schema = {"enum": [f"oak {number}", f"ash {number}"]}
+        return str(client.chat.completions.create(**asked(client, schema)).choices[0].message.content)
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(one, range(12)))
+    for number, answer in enumerate(answers):
+        assert answer == alone if number % 3 == 0 else answer in (f'"oak {number}"', f'"ash {number}"')
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "measure"}}])
+def test_a_forced_call_follows_the_schema_of_its_tool(client: openai.OpenAI, choice: Any) -> None:
+    request = asked(client, tools=TOOLS, tool_choice=choice, temperature=1.5)
+    del request["response_format"]
+    for stream in (False, True):
+        made = client.chat.completions.create(**request, stream=stream)
+        calls = (
+            [c for one in made for c in one.choices[0].delta.tool_calls or []]
+            if stream
+            else made.choices[0].message.tool_calls
+        )
+        (call,) = calls
+        schema = next(t["function"]["parameters"] for t in TOOLS if t["function"]["name"] == call.function.name)
+        assert jsonschema_rs.is_valid(schema, json.loads(call.function.arguments)), call.function.arguments
+        assert choice == "required" or call.function.name == "measure"
+
+
+def test_langchains_structured_output(server: Running, client: openai.OpenAI) -> None:
+    llm = ChatOpenAI(
+        base_url=server.url + "/v1", api_key=KEY, model=asked(client)["model"], max_tokens=90, max_retries=0
+    )
+    schema = {"title": "Leaf", "description": "One.", **LEAF}
+    for method in ("json_schema", "function_calling"):
+        assert jsonschema_rs.is_valid(LEAF, llm.with_structured_output(schema, method=method).invoke("Which?"))
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({"type": "array", "contains": {}}, "contains"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"$ref": "http://127.0.0.1:9/x.json"}, "retriev"),
+        ({"type": "object", "x-guidance": {"lenient": True}, "not": {}}, "not"),
+        ({"enum": ["x" * 100 + str(n) for n in range(1000)]}, "64,000 characters"),
+        ({"$ref": "#"}, "held to"),
+    ],
+)
+def test_a_schema_that_cannot_be_kept_to_is_refused(client: openai.OpenAI, schema: Any, told: str) -> None:
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError, match=told) as caught:
+            client.chat.completions.create(**asked(client, schema), stream=stream)
+        assert caught.value.param == "response_format.json_schema.schema"
+        assert "start:" not in caught.value.body["message"], "the schema is not repeated"
+    with pytest.raises(openai.BadRequestError, match="leave out tools"):
+        client.chat.completions.create(**asked(client), tools=TOOLS)
+
+
+def test_a_schema_without_an_end_stops_nobody(client: openai.OpenAI) -> None:
+    """It would take hours or all memory; others are answered meanwhile, and it is refused soon."""
+    quick = asked(client, max_tokens=4)
+    client.chat.completions.create(**quick)
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        began = time.monotonic()
+        attacks = [pool.submit(client.chat.completions.create, **asked(client, ENDLESS)) for _ in range(3)]
+        took = []
+        while not all(one.done() for one in attacks):
+            at = time.monotonic()
+            client.chat.completions.create(**quick)
+            took.append(time.monotonic() - at)
+        assert time.monotonic() - began < 30
+    for one in attacks:
+        with pytest.raises(openai.BadRequestError, match="simpler schema") as caught:
+            one.result()
+        assert caught.value.param == "response_format.json_schema.schema"
+    assert len(took) > 2, "others were answered while it was looked at"
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def test_a_check_ends_and_remembers_what_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = SchemaCheck(Limits(schema_seconds=1.0))
+    with pytest.raises(ConfigError, match="64 levels"):
+        check.check([Form(deep(400))], "schema", False)
+    with pytest.raises(ConfigError, match=r"simpler schema.*1 s"):
+        check.check([Form(ENDLESS)], "schema", False)
+    check.check([Form(deep(20))], "schema", False)
+    monkeypatch.setattr(check, "_compile", lambda *given: pytest.fail("it is known"))
+    check.check([Form(deep(20))], "schema", False)
+
+
+def test_a_server_without_the_extra_says_so(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *arguments: Any, **more: Any) -> Any:
+        if name == "llguidance":
+            raise ImportError(name)
+        return real(name, *arguments, **more)
+
+    request = asked(client, {"const": "never asked before"})
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(openai.BadRequestError, match=r"cacheblend-rag\[structured\]"):
+        client.chat.completions.create(**request)

@@ -1,0 +1,182 @@
+"""Answers that follow a JSON schema by construction, from a model that has learnt nothing."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import random
+from collections import deque
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import torch
+
+from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag.engine.grammar import Form, Grammar, closed, form_of, written
+from cacheblend_rag.engine.logits import TokenMask
+from cacheblend_rag.errors import ConfigError, MissingExtraError
+from tests import tiny
+from tests.tokenizer_kinds import MAKERS, tokenizer_of
+
+LEAF = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "kind": {"enum": ["oak", "ash"]},
+        "count": {"type": "integer", "minimum": 3, "maximum": 40},
+        "parts": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["name", "kind", "count", "parts"],
+    "additionalProperties": False,
+}
+SAMPLED = {"do_sample": True, "temperature": 1.5}
+
+
+@pytest.fixture(scope="module", params=[kind for kind in MAKERS if kind != "WordPiece"])
+def engine(request: pytest.FixtureRequest) -> BlendEngine:
+    config = BlendConfig(min_tokens=0, check_model=False, max_concurrent=4, write_back="off")
+    return BlendEngine(tiny.model(num_hidden_layers=2), tokenizer_of(request.param), config=config)
+
+
+def prompt(seed: int) -> Prompt:
+    return Prompt("the", [tiny.text(24, seed), tiny.text(24, seed + 1)], "which leaf fell?")
+
+
+@pytest.mark.parametrize("how", [{}, SAMPLED, {**SAMPLED, "top_k": 3}, {"repetition_penalty": 1.8}])
+def test_every_answer_follows_its_schema(engine: BlendEngine, how: dict[str, Any]) -> None:
+    grammar = engine.grammar(LEAF)
+    for seed in range(4):
+        answer = engine.generate(prompt(seed), grammar=grammar, seed=seed, max_new_tokens=100, **how)
+        assert jsonschema_rs.is_valid(LEAF, json.loads(answer.text)), answer.text
+        assert answer.report.finish_reason == "stop"
+
+
+def test_answers_that_are_made_together_each_follow_their_own(engine: BlendEngine) -> None:
+    schemas = [LEAF, {"enum": ["yes", "no"]}, {"type": "array", "items": {"type": "null"}, "maxItems": 3}]
+    streams = [
+        engine.stream(prompt(at), grammar=engine.grammar(schemas[at]), seed=at, max_new_tokens=100, **SAMPLED)
+        for at in range(3)
+    ]
+    free = engine.stream(prompt(7), max_new_tokens=12)
+    pieces: list[list[str]] = [[] for _ in (*streams, free)]
+    running = [(iter(stream), got) for stream, got in zip([*streams, free], pieces, strict=True)]
+    while running:
+        running = [
+            (one, got) for one, got in running if (piece := next(one, None)) is not None and not got.append(piece)
+        ]
+    for schema, got in zip(schemas, pieces, strict=False):
+        assert jsonschema_rs.is_valid(schema, json.loads("".join(got)))
+    assert free.result is not None
+    assert free.result.text == engine.generate(prompt(7), max_new_tokens=12).text, "the others leave it as it was"
+
+
+def test_an_answer_that_is_cut_says_so(engine: BlendEngine) -> None:
+    long = {"type": "string", "minLength": 400}
+    answer = engine.generate(prompt(0), grammar=engine.grammar(long), max_new_tokens=9)
+    assert answer.report.finish_reason == "length"
+    assert answer.text.startswith('"')
+    stopped = engine.generate(prompt(0), grammar=engine.grammar({"const": "oak or ash"}), stop="or", max_new_tokens=60)
+    assert stopped.text == '"oak '
+
+
+def test_what_forbids_all_that_is_allowed_is_overruled(engine: BlendEngine) -> None:
+    def forbid(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(scores, float("-inf"))
+
+    grammar = engine.grammar({"enum": ["oak", "ash"]})
+    answer = engine.generate(prompt(0), grammar=grammar, logits_processor=[forbid], max_new_tokens=20)
+    assert json.loads(answer.text) in ("oak", "ash")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "contains": {"type": "null"}},
+        {"type": "string", "pattern": "(?=a)b"},
+        {"type": "objekt"},
+        {"type": "string", "minLength": 5, "maxLength": 3},
+        {"$ref": "#"},
+        {"$ref": "file:///etc/passwd"},
+        {"type": "object", "not": {}, "x-guidance": {"lenient": True}},
+    ],
+)
+def test_a_schema_that_cannot_be_kept_to_is_refused(engine: BlendEngine, schema: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="use a schema that answers can be held to"):
+        engine.grammar(schema)
+
+
+def test_an_answer_ends_when_its_schema_gets_too_complex(engine: BlendEngine) -> None:
+    mask = TokenMask(engine.grammar({"type": "string", "pattern": "(.*[ae].{200}){5}"}), [2])
+    one = {letter: engine.tokenizer.encode(f"x{letter}", add_special_tokens=False)[-1] for letter in 'aeox"'}
+    ids = [1, one['"'], *(one[letter] for letter in random.Random(0).choices("aeox", k=400))]
+    with pytest.raises(ConfigError, match=r"held to \(.*too many"):
+        deque(mask(torch.tensor([ids[:n]]), torch.zeros(1, len(engine.tokenizer))) for n in range(1, len(ids)))
+
+
+def test_only_an_end_may_follow_an_end(engine: BlendEngine) -> None:
+    mask, ids = TokenMask(engine.grammar({"const": 7}), [2]), torch.tensor([[1, 5]])
+    for token in (engine.tokenizer.encode("7", add_special_tokens=False)[-1], 2, 2):
+        allowed = torch.isfinite(mask(ids, torch.zeros(1, len(engine.tokenizer) + 8)))[0]
+        assert allowed[token]
+        ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+    assert torch.isfinite(mask(ids, torch.zeros(1, 40)))[0].nonzero().tolist() == [[2]]
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        TokenMask(engine.grammar({}), [])
+
+
+def test_forms_of_openai() -> None:
+    assert form_of({"type": "text"}) is None
+    assert form_of({"type": "json_object"}) == Form({"type": "object"})
+    told = {"name": "leaf", "schema": {"type": "object", "properties": {"a": {}}}}
+    assert form_of({"type": "json_schema", "json_schema": told}) == Form(told["schema"])  # type: ignore[arg-type]
+    strict = form_of({"type": "json_schema", "json_schema": {**told, "strict": True}})
+    assert strict is not None
+    assert strict.schema["additionalProperties"] is False
+    for wrong in ("json", {"type": "xml"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {}}):
+        with pytest.raises(ConfigError, match="response_format"):
+            form_of(wrong)
+
+
+def test_objects_are_closed_wherever_they_stand() -> None:
+    inner = {"type": "object", "properties": {"properties": {"type": "string"}}}
+    schema = {"$defs": {"a": inner}, "type": "array", "items": {"anyOf": [inner, {"type": "null"}]}}
+    shut = {**inner, "additionalProperties": False}
+    assert closed(schema) == {"$defs": {"a": shut}, "type": "array", "items": {"anyOf": [shut, {"type": "null"}]}}
+    opened = {"properties": {}, "additionalProperties": {"type": "string"}}
+    assert closed(opened) == opened
+
+
+@pytest.mark.parametrize("name", ['say "oak"', "a:", "the\nstart: x", "%json {}"])
+def test_a_name_cannot_leave_its_place_in_a_grammar(name: str) -> None:
+    engine = BlendEngine(tiny.model(num_hidden_layers=2), tiny.tokenizer(), config=BlendConfig(check_model=False))
+    grammar = Grammar(engine.tokenizer, [Form({"const": 1}, name, "}")])
+    assert engine.generate(prompt(0), grammar=grammar, max_new_tokens=60).text == name + "1}"
+    assert written([Form({})]).count("\n") == 2
+
+
+def test_what_the_tokens_cannot_write_is_an_error() -> None:
+    tokenizer = tokenizer_of("Unigram")
+    engine = BlendEngine(tiny.model(num_hidden_layers=2), tokenizer, config=BlendConfig(check_model=False))
+    with pytest.raises(ConfigError, match="satisfy the grammar"):
+        engine.generate(prompt(0), grammar=Grammar(tokenizer, [Form({}, "\u00e4")]))
+    with pytest.raises(ConfigError, match="fast tokenizer"):
+        Grammar(tokenizer_of("WordPiece"), [Form({})])
+
+
+def test_a_grammar_needs_the_extra(engine: BlendEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *arguments: Any, **more: Any) -> Any:
+        if name.startswith("llguidance"):
+            raise ImportError(name)
+        return real(name, *arguments, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[structured\]"):
+        engine.grammar({"type": "object"})
+
+
+def test_what_is_no_grammar_is_refused(engine: BlendEngine) -> None:
+    with pytest.raises(ConfigError, match=r"grammar=.*engine.grammar\(schema\)"):
+        engine.generate(prompt(0), grammar={"type": "object"})  # type: ignore[arg-type]
