@@ -58,7 +58,7 @@ def test_an_answer_comes_in_pieces_between_sources_and_report(client: Any) -> No
 
 
 def test_a_report_accounts_for_every_token_of_the_prompt(client: Any) -> None:
-    report = ask(client, "archive")[-2][1]
+    report = ask(client, "archive", ratio=0.4)[-2][1]  # a prompt that was answered before is gone on from
     prompt = report["prompt"]
     assert [one["position"] for one in prompt] == list(range(len(prompt)))
     assert sum(report["tokens"].values()) == len(prompt)
