@@ -27,7 +27,12 @@ ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "how-to" / "server.md").read_text(encoding="utf-8")
 CODE = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 (SHELL,) = re.findall(r"^```bash\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-SAID = (r"^.+ [1-9]\d*\n.+ [1-9]\d*\n", r"'output_tokens': \d+", r"island='\w+' year=\d+", r"listening on \('127\.0\.0\.1', \d+\)")
+SAID = (
+    r"^.+ [1-9]\d*\n.+ [1-9]\d*\n",
+    r"'output_tokens': \d+",
+    r"island='\w+' year=\d+",
+    r"listening on \('127\.0\.0\.1', \d+\)",
+)
 
 
 @pytest.fixture(scope="module")
