@@ -206,6 +206,8 @@ def _calibrated(
         return None
     if any(getattr(config, name) != BlendConfig.default(name) for name in RULE_OPTIONS):
         return None  # the user names a rule
+    if "auto" not in (config.condition, settings.condition) and config.condition != settings.condition:
+        return None  # or what chunks are computed behind, for which another share may be needed
     if settings.condition == "learned" and settings.learned != learned:
         _log.warning("the model was calibrated with another learned context; run `cacheblend-rag calibrate` again")
         return None

@@ -297,6 +297,8 @@ def test_calibration_tries_it_and_what_it_finds_holds_for_this_one_alone(
     with engine_of(model, store=tmp_path) as engine:
         assert engine.condition == "learned"
         assert engine.fuse(PROMPT).report.recompute_ratio == 0.07
+        named = engine.with_config(condition="context")
+        assert named.fuse(PROMPT).report.recompute_ratio == 0.15, "the share was found for another condition"
         keep_context(engine.store, engine.fingerprint, other_context(adapted.context))
     with caplog.at_level(logging.WARNING), engine_of(model, store=tmp_path) as engine:
         assert engine.condition == "learned"
