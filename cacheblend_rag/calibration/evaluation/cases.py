@@ -7,9 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-__all__ = ["TASKS", "EvalCase", "Passage", "digest"]
-
-TASKS = ("qa", "summary", "examples")
+__all__ = ["EvalCase", "Passage", "digest"]
 
 
 @dataclass(frozen=True)
