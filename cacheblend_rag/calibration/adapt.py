@@ -19,7 +19,6 @@ from transformers import DynamicCache
 
 from cacheblend_rag.calibration.calibrate import end_ids_of
 from cacheblend_rag.calibration.corpus import Corpus
-from cacheblend_rag.calibration.prepared import ComputeKV
 from cacheblend_rag.calibration.trials import TrialSet, Tried, greedy_answer
 from cacheblend_rag.config import LEAST_RATIO, BlendConfig, check_above_zero, check_whole
 from cacheblend_rag.engine.engine import BlendEngine
@@ -154,24 +153,24 @@ def adapt(
                 losses.append(training.step(taught[step % len(taught)]))
                 bar.update()
         context = training.context()
-
-        def nearness(compute: ComputeKV) -> Nearness:
-            trials = TrialSet(
-                adapter,
-                tokenizer,
-                held_back,
-                answer_tokens=options.answer_tokens,
-                end_ids=end_ids,
-                compute=compute,
-                on_prompt=bar.update,
-            )
-            starts = SelectBoundary(LEAST_RATIO).fit(adapter.num_layers)
-            return Nearness(trials.try_rule(SelectNone()), trials.try_rule(starts))
-
+        told: dict[str, Any] = {
+            "answer_tokens": options.answer_tokens,
+            "end_ids": end_ids,
+            "on_prompt": bar.update,
+        }
         neighbours = Corpus(adapter, tokenizer, chunks, count or BlendConfig.default("contexts"))
         behind = Corpus(adapter, tokenizer, chunks, count, context)
         with engine.products():
-            return Adapted(context, losses, nearness(neighbours.compute), nearness(behind.compute))
+            before, after = (
+                _nearness(TrialSet(adapter, tokenizer, held_back, compute=one.compute, **told), adapter.num_layers)
+                for one in (neighbours, behind)
+            )
+        return Adapted(context, losses, before, after)
+
+
+def _nearness(trials: TrialSet, layers: int) -> Nearness:
+    starts = SelectBoundary(LEAST_RATIO).fit(layers)
+    return Nearness(trials.try_rule(SelectNone()), trials.try_rule(starts))
 
 
 class ContextTraining:

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import platform
 import site
 import struct
+import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-__all__ = ["confine"]
+__all__ = ["confine", "isolated"]
 
 # Files that one process may parse, at most, each as long as one may take.
 _FILES = 64
@@ -53,6 +56,31 @@ _LOAD, _EQUALS, _AT_LEAST, _HAS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
 _NO_NEW_PRIVILEGES = 38
 _READ_FILE, _READ_FOLDER = 1 << 2, 1 << 3
+
+
+def isolated(module: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """What `subprocess.Popen` is given for ``main`` of a module in a process without environment and folder.
+
+    Parameters
+    ----------
+    module : str
+    arguments : sequence of str
+        Of ``main``.
+    """
+    program = (
+        "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from importlib import import_module; "
+        f"sys.exit(import_module({module!r}).main(sys.argv[2:]))"
+    )
+    # -I: nothing of the environment or the working folder is used. What is imported comes from the same places as here.
+    flags, places = ("-I", "-X", "utf8", "-W", "ignore"), json.dumps([one for one in sys.path if one])
+    return {
+        "args": [sys.executable, *flags, "-c", program, places, *arguments],
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.DEVNULL,
+        # Without this one Windows starts nothing.
+        "env": {name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.environ},
+        "cwd": os.path.abspath(os.sep),
+    }
 
 
 def confine(memory: int, seconds: float, files: int = _FILES) -> frozenset[str]:

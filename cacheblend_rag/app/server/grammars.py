@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from cacheblend_rag.app.server.reading import PROGRAM_FLAGS, program
+from cacheblend_rag.app.server.confinement import confine, isolated
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.grammar import Form, fault_of, refused, written
 from cacheblend_rag.errors import ConfigError
@@ -73,21 +72,10 @@ class SchemaCheck:
 
     def _compile(self, grammar: str, field: str) -> None:
         limits = self._limits
-        command = [
-            sys.executable,
-            *PROGRAM_FLAGS,
-            "-c",
-            program(__name__),
-            json.dumps([one for one in sys.path if one]),
-        ]
         try:
             ended = subprocess.run(
-                [*command, str(limits.schema_bytes), str(limits.schema_seconds)],
+                **isolated(__name__, [str(limits.schema_bytes), str(limits.schema_seconds)]),
                 input=grammar.encode(),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.environ},
-                cwd=os.path.abspath(os.sep),
                 # The limit of processor time ends it sooner, unless the machine is busy.
                 timeout=4 * limits.schema_seconds,
                 check=True,
@@ -114,8 +102,6 @@ def _deeper(value: object, levels: int) -> bool:
 
 def main(arguments: list[str]) -> int:
     """The process that compiles: a grammar on standard input, what is wrong with it on standard output."""
-    from cacheblend_rag.app.server.confinement import confine
-
     grammar = sys.stdin.buffer.read().decode()
     fault_of('start: "a"')  # all of the library is loaded before files are out of reach
     confine(int(arguments[0]), float(arguments[1]), files=1)

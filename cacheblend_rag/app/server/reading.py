@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -17,23 +16,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, cast
 
+from cacheblend_rag.app.server.confinement import isolated
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.errors import DocumentError
 from cacheblend_rag.retrieval.documents import SUFFIXES, FileBytes, SourceFile, parse
 
-__all__ = ["PROGRAM_FLAGS", "Reader", "main", "program", "suffix_of"]
+__all__ = ["Reader", "main", "suffix_of"]
 
-# -I: nothing of the environment or the working folder is used. What is imported comes from the same places as here.
-PROGRAM_FLAGS = ("-I", "-X", "utf8", "-W", "ignore")
 _LONGEST_HEAD = 1_000
-
-
-def program(module: str) -> str:
-    """What a process of its own runs: ``main`` of a module, with ``sys.path`` and the rest of its arguments."""
-    return (
-        "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from importlib import import_module; "
-        f"sys.exit(import_module({module!r}).main(sys.argv[2:]))"
-    )
 
 
 def suffix_of(name: str) -> str:
@@ -120,23 +110,7 @@ class Reader:
     def _started(self) -> subprocess.Popen[bytes]:
         limits = self._limits
         arguments = [str(limits.document_chars), str(limits.parse_bytes), str(limits.parse_seconds)]
-        # Without this one Windows starts nothing.
-        kept = {name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.environ}
-        return subprocess.Popen(
-            [
-                sys.executable,
-                *PROGRAM_FLAGS,
-                "-c",
-                program(__name__),
-                json.dumps([one for one in sys.path if one]),
-                *arguments,
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=kept,
-            cwd=os.path.abspath(os.sep),
-        )
+        return subprocess.Popen(**isolated(__name__, arguments), stdin=subprocess.PIPE)
 
     def stop(self) -> None:
         """Parse nothing more, from any thread; what is being parsed fails."""
