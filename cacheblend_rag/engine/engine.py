@@ -24,7 +24,7 @@ from cacheblend_rag.engine.grammar import Form, Grammar
 from cacheblend_rag.engine.guard import QualityGuard
 from cacheblend_rag.engine.lookup import Segment
 from cacheblend_rag.engine.pipeline import OTHER_FORM, Blend, Pipeline
-from cacheblend_rag.engine.scheduler import scheduler_of
+from cacheblend_rag.engine.scheduler import ModelTime, scheduler_of
 from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead
 from cacheblend_rag.engine.warm_up import Warming, behind_each_other
@@ -359,7 +359,9 @@ class BlendEngine:
         """Split, look up, load, fuse, decode."""
         pipeline = pipeline or self._pipeline
         cancelled = sink.cancelled if sink else _never
-        with self._held(prompt, options.max_new_tokens):
+        with self._held(prompt, options.max_new_tokens) as spent:
+            if sink:
+                sink.model_time = spent
             if cancelled():
                 raise GenerationError("the answer was given up before its turn came")
             fit = pipeline.split(prompt, *_answer_room(options))
@@ -407,8 +409,8 @@ class BlendEngine:
     def warm(self, chunks: Iterable[str], *, prefix: str = "", progress: bool | None = None) -> WarmReport:
         """Compute and store the KV of chunks ahead of time, several in one pass.
 
-        Requests that come meanwhile are answered between the passes. Warming stops before the store
-        would pass its size limit, so that it never evicts its own work.
+        Requests that come meanwhile go before the next pass; while there are always some, warming gets a fifth of
+        the model's time. It stops before the store would pass its size limit, so that it never evicts its own work.
 
         Chunks are looked at before the first pass: with one that is too long, none is computed.
 
@@ -432,7 +434,7 @@ class BlendEngine:
         self._pipeline.look_at_model()
         pairs = [(text, found) for text in texts if (found := self._fitting_segment(text, prefix)) is not None]
         segments = behind_each_other(self._pipeline, [text for text, _ in pairs], [found for _, found in pairs])
-        return Warming(self._pipeline, self._held).run(segments, progress)
+        return Warming(self._pipeline, self._held_between_requests).run(segments, progress)
 
     def estimate_bytes(self, chunks: Iterable[str]) -> int:
         """Bytes the KV of chunks will take in the store; nothing is computed."""
@@ -609,14 +611,22 @@ class BlendEngine:
         raise PromptError(f"prompt={prompt!r} is a {type(prompt).__name__}: give a Prompt or a text")
 
     @contextlib.contextmanager
-    def _held(self, prompt: Prompt | None = None, new_tokens: int | None = None) -> Iterator[None]:
+    def _held(self, prompt: Prompt | None = None, new_tokens: int | None = None) -> Iterator[ModelTime]:
         """The model and the store: for one request alone, or for a prompt beside others that have begun."""
-        scheduler: contextlib.AbstractContextManager[None] = self._scheduler
+        beside: Callable[[], int] = _nobody
         if prompt is not None and self._several:
             # No tokenizer makes more tokens than there are bytes.
             size = len(prompt.written(self.config.separator).text.encode())
-            scheduler = self._scheduler.entered(partial(self._beside, size + (new_tokens or 256)))
-        with scheduler:
+            beside = partial(self._beside, size + (new_tokens or 256))
+        with self._scheduler.entered(beside) as spent:
+            self._check_open()
+            self._pipeline.look_at_model()
+            yield spent
+
+    @contextlib.contextmanager
+    def _held_between_requests(self) -> Iterator[None]:
+        """The model and the store for a pass that no request asked for."""
+        with self._scheduler.background():
             self._check_open()
             self._pipeline.look_at_model()
             yield
@@ -637,6 +647,10 @@ class BlendEngine:
     def _check_open(self) -> None:
         if self._write_back.closed:
             raise ConfigError("engine", "closed", "make a new engine; this one was closed")
+
+
+def _nobody() -> int:
+    return 0
 
 
 def _never() -> bool:

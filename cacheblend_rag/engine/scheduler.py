@@ -6,6 +6,7 @@ All who run a model through this package share its scheduler: see `scheduler_of`
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,24 +15,34 @@ from typing import Any, Generic, TypeVar
 
 from cacheblend_rag.errors import GenerationError
 
-__all__ = ["Scheduler", "scheduler_of"]
+__all__ = ["ModelTime", "Scheduler", "scheduler_of"]
 
 _Given = TypeVar("_Given")
 _Result = TypeVar("_Result")
+# Seconds that requests have the model for each second of background work while both want it, and before the first.
+_REQUESTS_SHARE, _REQUESTS_FIRST = 4.0, 10.0
 
 
-class _Place:
-    """A place in the line of those who have not begun."""
+class ModelTime:
+    """How long the model has worked for one request.
+
+    Parameters
+    ----------
+    beside : callable
+        How many others may be under way when it begins.
+    """
 
     def __init__(self, beside: Callable[[], int]) -> None:
         self.beside = beside
+        self.seconds = 0.0
+        """Seconds; of a step that was taken together with others, its part."""
 
 
 class _Step(Generic[_Given, _Result]):
     """What an answer under way waits for."""
 
-    def __init__(self, given: _Given, run: Callable[[Sequence[_Given]], Sequence[_Result]]) -> None:
-        self.given, self.run = given, run
+    def __init__(self, given: _Given, run: Callable[[Sequence[_Given]], Sequence[_Result]], spent: ModelTime) -> None:
+        self.given, self.run, self.spent = given, run, spent
         self.results: list[_Result] = []  # none before the step is done, then one
         self.error: BaseException | None = None
 
@@ -42,16 +53,19 @@ class _Step(Generic[_Given, _Result]):
 
 
 class Scheduler:
-    """One holder at a time, in the order of asking; background work waits until no request does.
+    """One holder at a time, in the order of asking; background work waits for requests, though not for ever.
 
     ``with scheduler:`` is for requests beside which no other may be under way, `entered` for those that let others in
-    at every `step`, `when_idle` for background work, one short piece at a time.
+    at every `step`, `background` for background work, one short piece at a time.
 
     Notes
     -----
     Who has not begun goes before those under way, as long as he agrees to their number: somebody waits for his
     first token. Those under way take their steps together, once none of them has anything else to do; those of one
     engine together, those of another over the same model in a pass of their own.
+
+    Background work has the model while no request wants it. Under load it gets a fifth of the time: it stores what
+    requests miss, and without it a server that is never idle would compute the same chunks for ever.
     """
 
     def __init__(self) -> None:
@@ -60,8 +74,13 @@ class Scheduler:
         self._owner: int | None = None
         self._depth = 0
         self._begun = 0  # requests under way, the holder's included
-        self._line: deque[_Place] = deque()  # who has not begun, the first to ask first
+        self._line: deque[ModelTime] = deque()  # who has not begun, the first to ask first
         self._steps: list[_Step[Any, Any]] = []  # of those under way but the holder, the first to ask first
+        self._background: deque[ModelTime] = deque()
+        self._holder = ModelTime(lambda: 0)
+        self._since = 0.0  # when the holder began to hold
+        # Seconds that requests have the model while background work waits, before it goes first.
+        self._owed = _REQUESTS_FIRST
 
     def __enter__(self) -> None:
         self._enter(lambda: 0)
@@ -70,17 +89,17 @@ class Scheduler:
         self._leave()
 
     @contextmanager
-    def entered(self, beside: Callable[[], int]) -> Iterator[None]:
-        """Hold the scheduler, with others under way.
+    def entered(self, beside: Callable[[], int]) -> Iterator[ModelTime]:
+        """Hold the scheduler, with others under way; gives the time that the model works for this request.
 
         Parameters
         ----------
         beside : callable
             How many of them at most; asked where there are some, and to be answered quickly.
         """
-        self._enter(beside)
+        mine = self._enter(beside)
         try:
-            yield
+            yield mine
         finally:
             self._leave()
 
@@ -106,14 +125,15 @@ class Scheduler:
         GenerationError
             If the step failed on the thread of another.
         """
-        if self._depth > 1 or not (self._line or self._steps):  # who has entered twice cannot give way
+        nobody_waits = not (self._line or self._steps or self._background_is_due)
+        if self._depth > 1 or nobody_waits:  # who has entered twice cannot give way
             return run([given])[0]
-        mine: _Step[_Given, _Result] = _Step(given, run)
+        mine: _Step[_Given, _Result] = _Step(given, run, self._holder)
         try:
             with self._condition:
                 self._steps.append(mine)
                 self._release()
-                self._take(mine)
+                self._take(mine, mine.spent)
                 waiting = [step for step in self._steps if not step.done and step.run is run]
             if mine in waiting:
                 self._run(waiting, run)
@@ -124,33 +144,47 @@ class Scheduler:
             raise GenerationError("a step taken together with other answers failed") from mine.error
         return mine.results[0]
 
-    def when_idle(self, work: Callable[[], None]) -> None:
-        """Run ``work`` as the holder once no request holds or awaits the scheduler, and none is under way."""
+    @contextmanager
+    def background(self) -> Iterator[None]:
+        """Hold the scheduler for a piece of background work: once no request wants it, or when its share is due."""
+        mine: ModelTime | None = None
         with self._condition:
-            while self._busy or self._line or self._begun:
-                self._condition.wait()
-            self._hold()
-            self._begun += 1
+            if self._owner == threading.get_ident():  # part of a request, or of such a piece
+                self._depth += 1
+            else:
+                mine = ModelTime(lambda: 0)
+                self._background.append(mine)
+                try:
+                    self._take(mine, mine)
+                finally:
+                    self._background.remove(mine)
+                    self._condition.notify_all()
+                self._owed = 0.0 if self._line or self._begun else _REQUESTS_FIRST
+                self._begun += 1
         try:
-            work()
+            yield
         finally:
-            self._leave()
+            with self._condition:
+                self._leave()
+                if mine is not None:
+                    self._owed = max(self._owed, _REQUESTS_SHARE * mine.seconds)
 
     # Turns --------------------------------------------------------------------------------------
 
-    def _enter(self, beside: Callable[[], int]) -> None:
+    def _enter(self, beside: Callable[[], int]) -> ModelTime:
         with self._condition:
             if self._owner == threading.get_ident():
                 self._depth += 1
-                return
-            place = _Place(beside)
-            self._line.append(place)
+                return self._holder
+            mine = ModelTime(beside)
+            self._line.append(mine)
             try:
-                self._take(place)
+                self._take(mine, mine)
             finally:
-                self._line.remove(place)
+                self._line.remove(mine)
                 self._condition.notify_all()  # who is first now may have been waiting for this one
             self._begun += 1
+            return mine
 
     def _leave(self) -> None:
         with self._condition:
@@ -164,6 +198,7 @@ class Scheduler:
                 self._release()
 
     def _run(self, steps: Sequence[_Step[Any, Any]], run: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
+        began = time.monotonic()
         try:
             for step, result in zip(steps, run([step.given for step in steps]), strict=True):
                 step.results.append(result)
@@ -171,22 +206,46 @@ class Scheduler:
             for step in steps:
                 step.error = error
             raise
+        finally:
+            took = time.monotonic() - began
+            self._holder.seconds -= took  # all of it is counted when it leaves
+            for step in steps:
+                step.spent.seconds += took / len(steps)
 
     def _next(self) -> object:
-        """Whose turn it is: who has not begun and may, then who can go on, then who takes the steps of all."""
+        """Whose turn it is.
+
+        Background work whose share is due, then who has not begun and may, then who can go on, then who takes the
+        steps of all, then background work.
+        """
+        if self._background_is_due:
+            return self._background[0]
         if self._line and (not self._begun or self._begun <= self._line[0].beside()):
             return self._line[0]
-        return next((step for step in self._steps if step.done), self._steps[0] if self._steps else None)
+        if self._steps:
+            return next((step for step in self._steps if step.done), self._steps[0])
+        return next(iter(self._background), None) if not (self._line or self._begun) else None
 
-    def _take(self, mine: object) -> None:
+    @property
+    def _background_is_due(self) -> bool:
+        """Whether requests have had their share of the model, while background work waits."""
+        held = time.monotonic() - self._since if self._busy else 0.0
+        return bool(self._background) and self._owed <= held
+
+    def _take(self, mine: object, spent: ModelTime) -> None:
         while self._busy or self._next() is not mine:
             self._condition.wait()
-        self._hold()
+        self._hold(spent)
 
-    def _hold(self) -> None:
+    def _hold(self, spent: ModelTime) -> None:
         self._busy, self._owner, self._depth = True, threading.get_ident(), 1
+        self._holder, self._since = spent, time.monotonic()
 
     def _release(self) -> None:
+        held = time.monotonic() - self._since
+        self._holder.seconds += held
+        if self._background:
+            self._owed -= held
         self._busy, self._owner, self._depth = False, None, 0
         self._condition.notify_all()
 

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 
+from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.errors import GenerationError, GenerationTimeoutError
 from cacheblend_rag.report import Generation
 
@@ -22,6 +23,8 @@ class Cancelled:
 
     def __init__(self) -> None:
         self.queue: queue.Queue[str | None] = queue.Queue()
+        self.model_time: ModelTime | None = None
+        """What the model has spent on the answer; None before its turn."""
         self._event = threading.Event()
         self._arrived: Callable[[], object] | None = None
 
@@ -77,6 +80,12 @@ class TextStream(Iterator[str], AsyncIterator[str]):
     def result(self) -> Generation | None:
         """The whole answer once the stream has ended, else None."""
         return self._outcome.result if self._done else None
+
+    @property
+    def model_seconds(self) -> float:
+        """Seconds for which the model has worked for this answer; of steps shared with others, its part."""
+        spent = self._sink.model_time
+        return spent.seconds if spent else 0.0
 
     def __next__(self) -> str:
         self.begin()

@@ -1,4 +1,4 @@
-"""Work that waits until nothing else does: storing what a request had to compute."""
+"""Work in the background: storing what a request had to compute."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Job:
 
 
 class WriteBack:
-    """A bounded queue of background jobs, done one by one while the scheduler is idle.
+    """A bounded queue of jobs, done one by one in the background of the scheduler.
 
     Parameters
     ----------
@@ -105,7 +105,8 @@ class WriteBack:
                 name, job = self._jobs.popleft()
             held = job.held
             try:
-                self._scheduler.when_idle(lambda run=job.run: self._timed(run))  # type: ignore[misc]
+                with self._scheduler.background():
+                    self._timed(job.run)
             except CacheBlendError as error:
                 _log.warning("could not store %s: %s", name, error)
             except Exception:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -15,6 +15,11 @@ from tests.probes import until
 
 def doubled(given: Sequence[int]) -> list[int]:
     return [2 * one for one in given]
+
+
+def in_background(scheduler: Scheduler, work: Callable[[], object]) -> None:
+    with scheduler.background():
+        work()
 
 
 def test_requests_go_before_background_work() -> None:
@@ -34,7 +39,7 @@ def test_requests_go_before_background_work() -> None:
     threads = [threading.Thread(target=first)]
     threads[0].start()
     started.wait(5)
-    threads.append(threading.Thread(target=lambda: scheduler.when_idle(lambda: order.append("background"))))
+    threads.append(threading.Thread(target=in_background, args=(scheduler, lambda: order.append("background"))))
     threads[1].start()
     time.sleep(0.02)
     for name in ("second", "third"):
@@ -54,7 +59,7 @@ def test_a_gate_is_open_again_after_an_error_and_lets_its_holder_in_twice() -> N
     with pytest.raises(ZeroDivisionError), scheduler, scheduler:
         raise ZeroDivisionError
     with pytest.raises(ZeroDivisionError):
-        scheduler.when_idle(lambda: 1 // 0)
+        in_background(scheduler, lambda: 1 // 0)
     other = threading.Thread(target=scheduler.__enter__)
     other.start()
     other.join(5)
@@ -116,13 +121,78 @@ def test_background_work_waits_for_all_who_are_under_way() -> None:
     with ThreadPoolExecutor(3) as pool:
         asked = [pool.submit(answer)]
         assert begun.wait(5)
-        asked.append(pool.submit(scheduler.when_idle, lambda: events.append("background")))
+        asked.append(pool.submit(in_background, scheduler, lambda: events.append("background")))
         asked.append(pool.submit(answer))
         until(lambda: scheduler.awaited)
         go.set()
         for one in asked:
             one.result(5)
     assert events == ["token"] * 6 + ["background"]
+
+
+@pytest.mark.parametrize("kind", ["whole requests", "steps of one answer"])
+def test_background_work_has_a_share_of_a_model_that_is_never_idle(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_rag.engine.scheduler._REQUESTS_FIRST", 0.1)
+    scheduler, stop, spent = Scheduler(), threading.Event(), {"requests": 0.0, "background": 0.0}
+
+    def work(who: str) -> None:
+        began = time.monotonic()
+        time.sleep(0.01)
+        spent[who] += time.monotonic() - began
+
+    def requests() -> None:
+        while not stop.is_set():
+            with scheduler.entered(lambda: 3):
+                work("requests")
+
+    def steps() -> None:
+        with scheduler.entered(lambda: 3):
+            while not stop.is_set():
+                scheduler.step(1, lambda given: [work("requests") or 0 for _ in given])
+
+    def pieces() -> None:
+        for number in range(15):
+            with scheduler.background():
+                work("background")
+            if number == 0:
+                assert spent["requests"] > 0.09, "not at once"
+
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(one) for one in ([requests] * 2 if kind == "whole requests" else [steps])]
+        until(lambda: spent["requests"] > 0)
+        try:
+            pool.submit(pieces).result(30)
+        finally:
+            stop.set()
+        for one in asked:
+            one.result(5)
+    assert 2 < spent["requests"] / spent["background"] < 8
+
+
+def test_the_time_of_a_request_is_that_of_its_own_work_and_its_part_of_common_steps() -> None:
+    scheduler, seconds = Scheduler(), {}
+
+    def run(given: Sequence[str]) -> list[str]:
+        time.sleep(0.05)
+        return list(given)
+
+    def answer(name: str, prefill: float) -> None:
+        with scheduler.entered(lambda: 3) as spent:
+            time.sleep(prefill)
+            for _ in range(4):
+                scheduler.step(name, run)
+        seconds[name] = spent.seconds
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        with scheduler:
+            asked = [pool.submit(answer, *one) for one in (("short", 0.0), ("long", 0.4))]
+            until(lambda: len(scheduler._line) == 2)
+        for one in asked:
+            one.result(5)
+    took = time.monotonic() - began
+    assert sum(seconds.values()) == pytest.approx(took, abs=0.1)
+    assert seconds["long"] - seconds["short"] == pytest.approx(0.4, abs=0.15)
 
 
 def test_who_wants_to_be_alone_is_let_in_before_later_ones() -> None:
@@ -188,4 +258,4 @@ def test_who_is_interrupted_while_waiting_leaves_no_gap(when: str, monkeypatch: 
         go.set()
         staying.result(5)
     assert (scheduler._begun, list(scheduler._line), scheduler._steps, scheduler._busy) == (0, [], [], False)
-    scheduler.when_idle(lambda: None)
+    in_background(scheduler, lambda: None)

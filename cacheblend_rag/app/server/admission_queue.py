@@ -1,37 +1,45 @@
-"""The queue in front of the model: bounded for each tenant, and fair between them."""
+"""The queue in front of the model: bounded for each tenant, and fair between them by the time they take."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import anyio
 
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.engine.streaming import TextStream
 
-__all__ = ["AdmissionQueue", "Slot"]
+__all__ = ["AdmissionQueue", "Alone", "Slot"]
 
 _T = TypeVar("_T")
+Alone: TypeAlias = Literal["", "tenant", "server"]
+"""Who is not served meanwhile: nobody, others of the tenant, or all others."""
+
 # Weight of the newest request in the mean time of one.
 _NEWEST = 0.2
+# Seconds that a request counts for at least, so that those that take no time take turns, too.
+_LEAST = 0.01
+# Seconds in which a request that must be alone keeps others waiting while those that are served come to their end.
+_DRAIN = 10.0
 
 
 class Slot:
     """A place at the model, or all of them; leaving ends what still runs there and lets the next one in."""
 
-    def __init__(self, line: AdmissionQueue, tenant: str, places: int) -> None:
-        self._queue, self._tenant, self._places = line, tenant, places
+    def __init__(self, line: AdmissionQueue, tenant: str, place: _Place) -> None:
+        self._queue, self._tenant, self._place = line, tenant, place
         self._streams: list[TextStream] = []
         self._threads: list[asyncio.Future[Any]] = []
         self._began = time.monotonic()
+        self._in_threads = 0.0
         self._left = False
 
     def holds(self, stream: TextStream) -> TextStream:
@@ -41,9 +49,16 @@ class Slot:
 
     async def in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
         """Run something in a thread; the place is not given on before it has ended."""
-        running = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+        running = asyncio.ensure_future(asyncio.to_thread(self._timed, work, *arguments))
         self._threads.append(running)
         return await asyncio.shield(running)
+
+    def _timed(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        began = time.monotonic()
+        try:
+            return work(*arguments)
+        finally:
+            self._in_threads += time.monotonic() - began
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
@@ -65,7 +80,9 @@ class Slot:
                 for stream in self._streams:
                     await asyncio.to_thread(stream.close)
             finally:
-                self._queue.passed_on(time.monotonic() - self._began, self._places)
+                spent = self._in_threads + sum(stream.model_seconds for stream in self._streams)
+                self._streams, self._threads, self._in_threads = [], [], 0.0
+                self._queue.passed_on(self._place, time.monotonic() - self._began, spent)
 
     async def give_way(self) -> bool:
         """Let all who wait go first, and come back; whether anybody waited.
@@ -78,7 +95,7 @@ class Slot:
         if self._left or not self._queue.waiting:
             return False
         await self.leave()
-        await self._queue.place(self._tenant, self._places)
+        self._place = await self._queue.place(self._tenant, self._place.alone)
         self._began, self._left = time.monotonic(), False
         return True
 
@@ -92,15 +109,27 @@ class Slot:
 
 
 @dataclass(eq=False)
-class _Waiting:
-    """Who waits, and for how many places."""
+class _Tenant:
+    """What one tenant wants, has and had."""
 
+    waiting: deque[_Place] = field(default_factory=deque)
+    served: list[_Place] = field(default_factory=list)
+    spent: float = 0.0  # seconds of the model; of requests that are served, what they are expected to take
+    mean: float = 1.0  # of one request
+
+
+@dataclass(eq=False)
+class _Place:
+    """A place that is waited for, or held."""
+
+    tenant: _Tenant
+    alone: Alone
     come: asyncio.Future[None]
-    places: int
+    expected: float = 0.0  # seconds of the model
 
 
 class AdmissionQueue:
-    """First come, first served within a tenant; tenants take turns.
+    """First come, first served within a tenant; between tenants the one goes first that has had the model for less.
 
     Parameters
     ----------
@@ -110,20 +139,31 @@ class AdmissionQueue:
         Requests of one tenant that may wait.
     patience : float
         Seconds a request may wait.
+    tenants : callable, optional
+        How many tenants there are. One of several has at most half of the places: with long answers it could hold
+        all of them, however seldom its turn comes.
+
+    Notes
+    -----
+    This is start-time fair queuing (Goyal, Vin and Cheng, SIGCOMM 1996) by seconds of the model. A tenant that was
+    away has no claim to the time that it did not use. What a request will take is not known before: it counts as
+    much as those of its tenant took on average, until it is over.
     """
 
-    def __init__(self, places: int, limit: int, patience: float) -> None:
-        self._places, self._limit, self._patience = places, limit, patience
+    def __init__(self, places: int, limit: int, patience: float, tenants: Callable[[], int] = lambda: 1) -> None:
+        self._places, self._limit, self._patience, self._known = places, limit, patience, tenants
         self._free = places
         self.served = 0
         """Requests that are served now."""
-        self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
+        self._tenants: dict[str, _Tenant] = {}
+        self._level = 0.0  # what the tenant had spent that was let in last
+        self._drain: tuple[_Place, float] | None = None  # for whom the places are emptied, and until when
         self._mean, self._moved = 1.0, time.monotonic()
 
     @property
     def waiting(self) -> int:
         """Requests that wait now."""
-        return sum(map(len, self._waiting.values()))
+        return sum(len(one.waiting) for one in self._tenants.values())
 
     @property
     def still(self) -> float:
@@ -134,92 +174,124 @@ class AdmissionQueue:
         """Seconds after which there will probably be room again."""
         return max(1, min(300, math.ceil(self._mean * (self.waiting + 1) / self._places)))
 
-    async def slot(self, tenant: str, *, alone: bool = False) -> Slot:
+    async def slot(self, tenant: str, *, alone: Alone = "") -> Slot:
         """Wait for a place.
 
         Parameters
         ----------
         tenant : str
-        alone : bool
-            Take all places: nobody else is served meanwhile.
+        alone : {"", "tenant", "server"}
+            Who is not served meanwhile. ``"server"`` takes all places.
 
         Raises
         ------
         Problem
             429 if too many of this tenant wait already, 503 if it took too long.
         """
-        places = self._places if alone else 1
-        if not self._has(places) and len(self._waiting.get(tenant, ())) >= self._limit:
+        mine = self._tenants.get(tenant)
+        if mine is not None and len(mine.waiting) >= self._limit:
             raise Problem(
                 429, "busy", "too many requests wait already; try again later", retry_after=self.retry_after()
             )
-        await self.place(tenant, places)
-        return Slot(self, tenant, places)
+        return Slot(self, tenant, await self.place(tenant, alone))
 
-    async def place(self, tenant: str, places: int) -> None:
-        """Wait for so many places behind all of this tenant's who wait, however many they are.
+    async def place(self, tenant: str, alone: Alone) -> _Place:
+        """Wait for a place behind all of this tenant's who wait, however many they are.
 
         Raises
         ------
         Problem
             503 if it took too long.
         """
-        if self._has(places):
-            self._give(places)
-            return
-        mine = _Waiting(asyncio.get_running_loop().create_future(), places)
-        self._waiting.setdefault(tenant, deque()).append(mine)
+        mine = self._tenants.setdefault(tenant, _Tenant())
+        if not mine.waiting and not mine.served:
+            mine.spent = max(mine.spent, self._level)
+        one = _Place(mine, alone, asyncio.get_running_loop().create_future())
+        mine.waiting.append(one)
+        self._let_in()
         try:
             async with asyncio.timeout(self._patience):
-                await mine.come
+                await one.come
         except BaseException as error:
-            if mine.come.done() and not mine.come.cancelled():  # places came, but nobody is there to take them
-                self._take_back(places)
+            if one in mine.served:  # a place came, but nobody is there to take it
+                self._take_back(one, 0.0)
             else:
-                self._withdraw(tenant, mine)
+                mine.waiting.remove(one)
             self._let_in()
             if isinstance(error, TimeoutError):
                 retry = self.retry_after()
                 raise Problem(503, "overloaded", "no place at the model in time", retry_after=retry) from None
             raise
+        return one
 
-    def passed_on(self, seconds: float, places: int = 1) -> None:
-        """Places are free again."""
+    def passed_on(self, place: _Place, seconds: float, spent: float) -> None:
+        """A place is free again.
+
+        Parameters
+        ----------
+        place : _Place
+        seconds : float
+            For which it was held.
+        spent : float
+            Seconds of the model that were used there.
+        """
+        spent = max(spent, _LEAST)
         self._mean += _NEWEST * (seconds - self._mean)
-        self._take_back(places)
+        place.tenant.mean += _NEWEST * (spent - place.tenant.mean)
+        self._take_back(place, spent)
         self._let_in()
 
-    def _give(self, places: int) -> None:
-        self._free -= places
+    def _give(self, place: _Place) -> None:
+        tenant = place.tenant
+        tenant.waiting.popleft()
+        tenant.served.append(place)
+        self._free -= self._places if place.alone == "server" else 1
         self.served += 1
+        self._level = max(self._level, tenant.spent)
+        place.expected = tenant.mean
+        tenant.spent += place.expected
         self._moved = time.monotonic()
+        if not place.come.done():  # else whoever waited is just about to leave, and takes it back
+            place.come.set_result(None)
 
-    def _take_back(self, places: int) -> None:
-        self._free += places
+    def _take_back(self, place: _Place, spent: float) -> None:
+        place.tenant.served.remove(place)
+        self._free += self._places if place.alone == "server" else 1
         self.served -= 1
-
-    def _has(self, places: int) -> bool:
-        """Whether so many are free, and nobody waits who would go before."""
-        return not self._waiting and self._free >= places
+        place.tenant.spent += spent - place.expected
 
     def _let_in(self) -> None:
-        """Let in who is next, as far as there are places; who needs more of them is waited for."""
-        while self._waiting:
-            tenant, queue = next(iter(self._waiting.items()))
-            if not queue[0].come.done() and queue[0].places > self._free:
-                return
-            next_one = queue.popleft()
-            if queue:
-                self._waiting.move_to_end(tenant)
-            else:
-                del self._waiting[tenant]
-            if not next_one.come.done():
-                self._give(next_one.places)
-                next_one.come.set_result(None)
+        """Let in who is next, as long as there are places."""
+        while self._free and (place := self._next()) is not None:
+            self._give(place)
 
-    def _withdraw(self, tenant: str, one: _Waiting) -> None:
-        queue = self._waiting.get(tenant)
-        if queue is not None and one in queue:
-            queue.remove(one)
-            if not queue:
-                del self._waiting[tenant]
+    def _next(self) -> _Place | None:
+        """Who is let in now; None if all who wait must wait longer."""
+        for tenant in sorted((one for one in self._tenants.values() if one.waiting), key=lambda one: one.spent):
+            first = tenant.waiting[0]
+            if self._can_come(first):
+                return first
+            if first.alone == "server" and self._drains_for(first):
+                return None
+        return None
+
+    def _can_come(self, place: _Place) -> bool:
+        served = place.tenant.served
+        if place.alone == "server":
+            return self._free == self._places
+        if place.alone == "tenant":
+            return not served
+        most = self._places if self._known() < 2 else max(1, self._places // 2)
+        return len(served) < most and not any(one.alone for one in served)
+
+    def _drains_for(self, place: _Place) -> bool:
+        """Whether others wait until all places are free; not for long, since an answer may take minutes."""
+        now = time.monotonic()
+        if self._drain is None or self._drain[0] is not place:
+            self._drain = place, now + _DRAIN
+            asyncio.get_running_loop().call_later(_DRAIN, self._let_in)
+        if now < self._drain[1]:
+            return True
+        self._drain = None
+        place.tenant.spent = max(place.tenant.spent, self._level) + _DRAIN  # others go first before it is tried again
+        return False

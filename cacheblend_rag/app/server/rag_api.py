@@ -127,7 +127,7 @@ async def create_collection(here: Here, body: NewCollection) -> CollectionInfo:
 async def delete_collection(here: Here, request: Request, id: str) -> Response:
     """Delete a collection, its documents and their KV."""
     here.own(id)
-    async with await unless_gone(request, here.service.queue.slot(here.tenant.name, alone=True)) as slot:
+    async with await unless_gone(request, here.service.queue.slot(here.tenant.name, alone="tenant")) as slot:
         await slot.in_thread(here.library.delete, id)
     here.service.ingestion.wake()
     return Response(status_code=204)
@@ -234,7 +234,7 @@ async def delete_document(here: Here, request: Request, id: str, document: str) 
     if not await asyncio.to_thread(here.service.ingestion.dismiss, here.library, collection.id, document):
         await asyncio.to_thread(here.library.check_holds, collection, document)  # nobody waits for what is not here
         # Alone, for an answer under way would store the KV of what is deleted again.
-        async with await unless_gone(request, here.service.queue.slot(here.tenant.name, alone=True)) as slot:
+        async with await unless_gone(request, here.service.queue.slot(here.tenant.name, alone="tenant")) as slot:
             await slot.in_thread(here.library.remove, collection, document)
         here.service.ingestion.wake()
     return Response(status_code=204)
@@ -359,7 +359,7 @@ async def compare(here: Here, request: Request, id: str, body: CompareBody) -> E
     _check_question(here, body.question, "question")
     engine, most = _engine(here, collection, body), service.answer_tokens(body.max_tokens)
     here.check_quota(_COMPARED * most)
-    slot = await unless_gone(request, service.queue.slot(here.tenant.name, alone=True))
+    slot = await unless_gone(request, service.queue.slot(here.tenant.name, alone="server"))
     async with slot.kept():
         question = await unless_gone(request, _retrieved(here, collection, body, slot, most))
         here.charge([question.tokens + most] * _COMPARED)

@@ -87,7 +87,9 @@ class Service:
         fixed = [] if settings.guarded else self.fixed
         self._shared = frozenset(text for one in fixed for text in one.texts())
         self.sessions = {name: Session(self, self._tenant(name)) for name in Keys(settings).tenants}
-        self.queue = AdmissionQueue(concurrent, self.limits.queue, self.limits.queue_seconds)
+        self.queue = AdmissionQueue(
+            concurrent, self.limits.queue, self.limits.queue_seconds, lambda: len(self.sessions)
+        )
         self.quota = TokenQuota(self.limits.tokens_per_minute)
         self.metrics = Metrics(
             lambda: self.queue.waiting, lambda: self.queue.served, self.store_stats, self._disk_bytes

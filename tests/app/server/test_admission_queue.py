@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
-from cacheblend_rag.app.server.admission_queue import AdmissionQueue
+from cacheblend_rag.app.server.admission_queue import AdmissionQueue, Alone
 from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.engine.scheduler import ModelTime
+from cacheblend_rag.engine.streaming import TextStream
 
 
 async def soon() -> None:
     for _ in range(5):
         await asyncio.sleep(0)
+
+
+class Answer(TextStream):
+    """An answer for which the model works so long."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(lambda sink: pytest.fail("nobody reads it"))
+        self._sink.model_time = ModelTime(lambda: 0)
+        self._sink.model_time.seconds = seconds
 
 
 async def test_tenants_take_turns_and_each_keeps_its_order() -> None:
@@ -28,7 +40,7 @@ async def test_tenants_take_turns_and_each_keeps_its_order() -> None:
     assert line.waiting == 6
     await first.leave()
     await asyncio.gather(*waiting)
-    assert served == ["a1", "b1", "c1", "a2", "b2", "a3"]
+    assert served == ["b1", "c1", "a1", "b2", "a2", "a3"]  # a has had one before
     assert (line.waiting, line.served) == (0, 0)
 
 
@@ -45,7 +57,7 @@ async def test_who_finds_the_line_full_is_told_when_to_come_again() -> None:
     await soon()
     assert line.waiting == 3
     await slot.leave()
-    for task in (waiting[0], other, waiting[1]):
+    for task in (other, *waiting):
         await (await task).leave()
     assert line.served == 0
 
@@ -71,7 +83,7 @@ async def test_a_place_given_to_someone_just_leaving_goes_on_to_the_next() -> No
     slot = await line.slot("a")
     gone, stays = asyncio.create_task(line.slot("a")), asyncio.create_task(line.slot("a"))
     await soon()
-    line.passed_on(0.1)  # the place is gone's now; it has not run since
+    line.passed_on(slot._place, 0.1, 0.1)  # the place is gone's now; it has not run since
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):
         await gone
@@ -79,7 +91,90 @@ async def test_a_place_given_to_someone_just_leaving_goes_on_to_the_next() -> No
     assert line.waiting == 0
 
 
-async def test_who_gives_way_comes_back_behind_all_who_wait() -> None:
+async def test_a_tenant_whose_requests_take_longer_has_fewer_of_them() -> None:
+    line, served = AdmissionQueue(1, 50, 10.0), []
+
+    async def ask(tenant: str, seconds: float) -> None:
+        async with await line.slot(tenant) as slot:
+            slot.holds(Answer(seconds))
+            served.append(tenant)
+
+    first = await line.slot("c")
+    waiting = [asyncio.create_task(ask(*one)) for one in [("long", 9.0)] * 10 + [("short", 1.0)] * 30]
+    await soon()
+    await first.leave()
+    await asyncio.gather(*waiting)
+    assert 3 <= served[:33].count("long") <= 5
+
+
+async def test_a_tenant_that_was_away_has_no_claim_to_what_it_did_not_use() -> None:
+    line, served = AdmissionQueue(1, 50, 10.0), []
+
+    async def ask(tenant: str) -> None:
+        async with await line.slot(tenant) as slot:
+            slot.holds(Answer(1.0))
+            served.append(tenant)
+
+    await ask("away")
+    for _ in range(20):
+        await ask("here")
+    first = await line.slot("here")
+    waiting = [asyncio.create_task(ask(one)) for one in ["here"] * 5 + ["away"] * 5]
+    await soon()
+    await first.leave()
+    await asyncio.gather(*waiting)
+    assert served[-10:-4].count("away") == 3
+
+
+async def test_one_of_several_tenants_has_half_of_the_places() -> None:
+    alone = AdmissionQueue(4, 10, 0.05)
+    assert [await alone.slot("a") for _ in range(4)]
+    line = AdmissionQueue(4, 10, 0.05, lambda: 2)
+    first = [await line.slot("a") for _ in range(2)]
+    with pytest.raises(Problem):
+        await line.slot("a")
+    assert [await line.slot("b") for _ in range(2)]
+    more = asyncio.create_task(line.slot("a"))
+    await first[0].leave()
+    await more
+
+
+async def test_who_must_be_alone_among_its_tenants_keeps_no_other_waiting() -> None:
+    line, events = AdmissionQueue(2, 10, 10.0), []
+
+    async def ask(name: str, alone: Alone = "") -> None:
+        async with await line.slot(name[0], alone=alone):
+            events.append(name)
+            await soon()
+
+    first = await line.slot("a")
+    mine = [asyncio.create_task(ask(*one)) for one in (("a alone", "tenant"), ("a later",))]
+    await soon()
+    await asyncio.gather(*(ask(f"b{number}") for number in range(3)))
+    assert events == ["b0", "b1", "b2"]
+    await first.leave()
+    await asyncio.gather(*mine)
+    assert events[3:] == ["a alone", "a later"]
+
+
+async def test_who_must_be_alone_does_not_keep_others_waiting_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_rag.app.server.admission_queue._DRAIN", 0.05)
+    line = AdmissionQueue(2, 10, 10.0)
+    long = await line.slot("a")
+    alone = asyncio.create_task(line.slot("a", alone="server"))
+    await soon()
+    began = time.monotonic()
+    for _ in range(20):
+        async with await line.slot("b") as slot:
+            slot.holds(Answer(1.0))
+            assert not alone.done()
+    assert 0.04 < time.monotonic() - began < 5
+    await long.leave()
+    await (await alone).leave()
+    assert (line.waiting, line.served) == (0, 0)
+
+
+async def test_who_gives_way_comes_back_when_others_have_had_their_turn() -> None:
     line, served = AdmissionQueue(1, 1, 10.0), []
     slot = await line.slot("a")
     assert not await slot.give_way()  # nobody waits
@@ -89,9 +184,9 @@ async def test_who_gives_way_comes_back_behind_all_who_wait() -> None:
             served.append(name)
 
     waiting = [asyncio.create_task(ask(name)) for name in ("a", "b")]
-    await soon()
+    await slot.in_thread(time.sleep, 0.05)
     assert await slot.give_way()  # though its tenant's queue was full
-    assert served == ["a", "b"]
+    assert served == ["b", "a"]
     assert line.served == 1
     await slot.leave()
     await asyncio.gather(*waiting)
@@ -122,13 +217,13 @@ async def test_who_goes_away_while_giving_way_leaves_no_gap() -> None:
 async def test_several_places_are_taken_at_once_and_all_of_them_by_who_must_be_alone() -> None:
     line, events = AdmissionQueue(2, 10, 10.0), []
 
-    async def ask(name: str, alone: bool = False) -> None:
+    async def ask(name: str, alone: Alone = "") -> None:
         async with await line.slot("a", alone=alone):
             events.append((name, line.served))
 
     first, second = await line.slot("a"), await line.slot("a")
     assert line.served == 2
-    waiting = [asyncio.create_task(ask(*one)) for one in (("alone", True), ("later",), ("last",))]
+    waiting = [asyncio.create_task(ask(*one)) for one in (("alone", "server"), ("later",), ("last",))]
     await soon()
     await first.leave()
     await soon()
@@ -143,19 +238,19 @@ async def test_several_places_are_taken_at_once_and_all_of_them_by_who_must_be_a
 async def test_who_must_be_alone_and_goes_away_lets_the_others_in() -> None:
     line = AdmissionQueue(2, 10, 0.05)
     first = await line.slot("a")
-    alone = asyncio.create_task(line.slot("a", alone=True))
-    later = asyncio.create_task(line.slot("b"))
+    alone = asyncio.create_task(line.slot("a", alone="server"))
+    later = asyncio.create_task(line.slot("a"))
     await soon()
     assert line.waiting == 2
     alone.cancel()
     other = await later
     with pytest.raises(Problem) as late:
-        await line.slot("a", alone=True)
+        await line.slot("a", alone="server")
     assert late.value.status == 503
     await first.leave()
     await other.leave()
     assert (line.waiting, line.served) == (0, 0)
-    async with await line.slot("a", alone=True) as slot:
+    async with await line.slot("a", alone="server") as slot:
         assert line.served == 1
         waiting = asyncio.create_task(line.slot("a"))
         back = asyncio.create_task(slot.give_way())
