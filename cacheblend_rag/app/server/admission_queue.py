@@ -157,7 +157,7 @@ class AdmissionQueue:
         """Requests that are served now."""
         self._tenants: dict[str, _Tenant] = {}
         self._level = 0.0  # what the tenant had spent that was let in last
-        self._drain: tuple[_Place, float] | None = None  # for whom the places are emptied, and until when
+        self._drain: tuple[_Place, float] | None = None  # for whom the places are emptied, and since when
         self._mean, self._moved = 1.0, time.monotonic()
 
     @property
@@ -248,6 +248,8 @@ class AdmissionQueue:
         self._free -= self._places if place.alone == "server" else 1
         self.served += 1
         self._level = max(self._level, tenant.spent)
+        if self._drain is not None and self._drain[0] is place:  # nobody else could use the places meanwhile
+            tenant.spent += time.monotonic() - self._drain[1]
         place.expected = tenant.mean
         tenant.spent += place.expected
         self._moved = time.monotonic()
@@ -288,9 +290,9 @@ class AdmissionQueue:
         """Whether others wait until all places are free; not for long, since an answer may take minutes."""
         now = time.monotonic()
         if self._drain is None or self._drain[0] is not place:
-            self._drain = place, now + _DRAIN
+            self._drain = place, now
             asyncio.get_running_loop().call_later(_DRAIN, self._let_in)
-        if now < self._drain[1]:
+        if now < self._drain[1] + _DRAIN:
             return True
         self._drain = None
         place.tenant.spent = max(place.tenant.spent, self._level) + _DRAIN  # others go first before it is tried again

@@ -386,7 +386,8 @@ class Ingestion:
                 if number % (max(1, total // _EMBEDDED // _TOLD) * _EMBEDDED) == 0:
                     self._say(name, file.job, "embedding", file.name, number, total)
             some = texts[start : start + _EMBEDDED]
-            parts.append(as_matrix(self._embeddings.embed_documents(some), len(some)))
+            with self._base.engine.in_background():  # beside the model's passes both would take several times as long
+                parts.append(as_matrix(self._embeddings.embed_documents(some), len(some)))
             if self._stopping.is_set():
                 return []
         vectors = np.concatenate(parts) if parts else np.empty((0, 0), dtype=np.float32)

@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"install {', '.join(missing)}: schemathesis by pip, the others by the system's packages")
     with tempfile.TemporaryDirectory() as folder, served(Path(folder), {"ada": KEY}, parsed.serve) as url:
         attacks: list[Callable[[], Line]] = [
-            *(lambda mode=mode: slow_clients(url, mode, parsed.seconds / 3) for mode in _SLOW),  # type: ignore[misc]
+            *(lambda mode=mode: slow_clients(url, mode, parsed.seconds / 3) for mode in _SLOW),
             lambda: fuzzed_uploads(url, parsed.uploads),
             lambda: generated_requests(url, parsed.seconds),
         ]

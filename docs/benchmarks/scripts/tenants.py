@@ -133,11 +133,11 @@ class Abuse:
 
     async def long_prompt(self) -> httpx.Response:
         """A prompt that fills the model's window, of new text."""
-        return await self.complete(prompt=self.text(4_000), max_tokens=1)
+        return await self.complete(prompt=self.text(3_400), max_tokens=1)
 
     async def many_answers(self) -> httpx.Response:
-        """Sixteen answers to each of several prompts."""
-        return await self.complete(prompt=[self.text(200) for _ in range(8)], n=16, max_tokens=64)
+        """Sixteen answers in one request, as many as it may ask for."""
+        return await self.complete(prompt=[self.text(100) for _ in range(8)], n=2, max_tokens=64)
 
     async def upload(self) -> httpx.Response:
         """A batch of files."""
@@ -206,7 +206,7 @@ ABUSES: dict[str, tuple[int, Callable[[Abuse], Awaitable[httpx.Response]]]] = {
     "questions of 64 clients": (64, Abuse.question),
     "answers without an end": (CLIENTS, Abuse.long_answer),
     "prompts that fill the window": (CLIENTS, Abuse.long_prompt),
-    "16 answers to each of 8 prompts": (CLIENTS, Abuse.many_answers),
+    "16 answers in each request": (CLIENTS, Abuse.many_answers),
     "comparisons": (CLIENTS, Abuse.compare),
     "uploads of 25 files": (CLIENTS, Abuse.upload),
     "files that are slow to parse": (CLIENTS, Abuse.heavy_file),

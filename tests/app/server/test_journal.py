@@ -58,14 +58,16 @@ class Writer:
             pass
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("times", "least"), [(2, 10), pytest.param(50, 1_000, marks=pytest.mark.slow)])
 def test_killed_at_random_moments_nothing_that_was_answered_is_lost(
-    model: Path, docs: Path, tmp_path: Path, times: int
+    model: Path, docs: Path, tmp_path: Path, times: int, least: int
 ) -> None:
     chance, data = random.Random(7), tmp_path / "data"
     server = Served(model, docs, data)
     writers = [Writer(new_collection(server.client, f"{n}"), n) for n in (1, 2)]
-    for _ in range(times):
+    killed = 0
+    while killed < times or sum(len(one.accepted) + len(one.deleted) for one in writers) < least:
+        killed += 1
         threads = [threading.Thread(target=one.write, args=(server.client,)) for one in writers]
         for one in threads:
             one.start()
@@ -93,6 +95,8 @@ def test_killed_at_random_moments_nothing_that_was_answered_is_lost(
         assert client.post("/v1/completions", json=body).json()["cacheblend"][0]["hits"] == 0
     assert not list(data.glob("tenants/*/documents/incoming/*"))
     assert server.end(signal.SIGTERM) in (0, -signal.SIGTERM)
+    uploads = sum(len(one.accepted) for one in writers)
+    print(f"{killed} kills, {uploads} uploads and {len(gone)} deletions that were answered")  # shown with -rP
 
 
 def test_an_upload_goes_on_after_a_stop_and_its_followers_are_told(model: Path, docs: Path, tmp_path: Path) -> None:
