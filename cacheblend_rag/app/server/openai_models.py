@@ -335,21 +335,22 @@ _AnyItem = Annotated[
     Discriminator(
         _kind,
         custom_error_type="unknown_item",
-        custom_error_message=f"an item is an object with the type {', '.join(_KINDS)}",
+        custom_error_message="use items of the type message, function_call or function_call_output",
     ),
 ]
 
 
-class FlatTool(FunctionDefinition):
+class _Function(_Taken):
+    type: Literal["function"]
+
+
+class FlatTool(FunctionDefinition, _Function):
     """A function the model may call, as responses write it."""
 
-    type: Literal["function"]
 
-
-class NamedTool(_Taken):
+class NamedTool(_Function):
     """The function that the model must call."""
 
-    type: Literal["function"]
     name: str
 
 

@@ -286,6 +286,7 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, chat: openai.Open
         "response_format.json_schema.json_schema.name": {
             "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}
         },
+        "tool_choice": {"tool_choice": "required"},
         "reasoning_effort": {"reasoning_effort": "high"},
         "store": {"store": True},
         "min_p": {"extra_body": {"min_p": 0.1}},
