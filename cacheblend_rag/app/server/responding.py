@@ -162,7 +162,8 @@ class Response(Chat):
         told = {"code": problem.code, "message": problem.message, "param": problem.field}
         # As OpenAI documents it, and with the object that it sends: its clients raise an error for that alone.
         yield {"type": "error", **told, **problem.body()}
-        failure = {"code": "server_error", "message": problem.message}
+        code = "server_error" if problem.status >= 500 else "invalid_prompt"  # OpenAI's clients know these alone
+        failure = {"code": code, "message": problem.message}
         yield {"type": "response.failed", "response": self._response("failed", error=failure)}
 
 
