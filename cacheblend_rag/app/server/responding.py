@@ -45,6 +45,23 @@ _FIELDS = {
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
 }
+# Fields of a request that its response repeats as they are.
+_REPEATED = {
+    "background",
+    "instructions",
+    "max_output_tokens",
+    "metadata",
+    "model",
+    "parallel_tool_calls",
+    "previous_response_id",
+    "store",
+    "temperature",
+    "text",
+    "tool_choice",
+    "top_logprobs",
+    "top_p",
+    "truncation",
+}
 
 
 class Response(Chat):
@@ -106,32 +123,43 @@ class Response(Chat):
             answer = await choice.stream.acomplete()
         self.count(answer)
         found = choice.conversation.message()
+        rest = None if found.tool_calls or found.invalid_tool_calls else choice.rest(answer)
+        for one in self._end(message, found, rest, cut=answer.report.finish_reason == "length"):
+            yield one
+
+    def _end(
+        self, message: _Message, found: AIMessage, tokens: Sequence[TokenLogProb] | None, cut: bool
+    ) -> Iterator[dict[str, Any]]:
+        """What is known once the whole answer is there: text held back for calls, the calls, the response.
+
+        Parameters
+        ----------
+        message : _Message
+            Its text as far as it was handed out.
+        found : AIMessage
+            The whole answer.
+        tokens : sequence of TokenLogProb or None
+            Log-probabilities not handed out before.
+        cut : bool
+            Whether it ended at the most tokens that it may have; its last item is incomplete then.
+        """
         calls, rest = call_chunks(found), str(found.content)[len(message.text) :]
+        status, output = "incomplete" if cut else "completed", list[dict[str, Any]]()
         if rest or not calls:
-            for one in message.goes_on(rest, None if calls else choice.rest(answer)):
-                yield one
-        status = "incomplete" if answer.report.finish_reason == "length" else "completed"
-        output: list[dict[str, Any]] = []
+            yield from message.goes_on(rest, tokens)
         if message.begun:
             output.append(message.item("completed" if calls else status))
-            for one in message.ends(output[0]):
-                yield one
+            yield from message.ends(output[0])
         for number, call in enumerate(calls, 1):
             item = _call_item(call, status if number == len(calls) else "completed")
-            for one in _call_events(item, len(output)):
-                yield one
+            yield from _call_events(item, len(output))
             output.append(item)
-        yield {"type": f"response.{status}", "response": self._ended(status, output, found)}
+        more = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {"completed_at": int(time.time())}
+        whole = self._response(status, output=output, usage=_usage(found), **self.made(), **more)
+        yield {"type": f"response.{status}", "response": whole}
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
         """The response as far as it is known; it repeats what was asked for."""
-        body = self._given
-        told = body.model_dump(
-            include={"model", "instructions", "max_output_tokens", "temperature", "top_p", "top_logprobs", "metadata"}
-            | {"parallel_tool_calls", "tool_choice", "text", "store", "background", "truncation"}
-            | {"previous_response_id"},
-            by_alias=True,
-        )
         return {
             "id": self.id,
             "object": "response",
@@ -141,20 +169,11 @@ class Response(Chat):
             "incomplete_details": None,
             "output": [],
             "usage": None,
-            "tools": [{**tool.model_dump(), "strict": False} for tool in body.tools],
+            "tools": [{**tool.model_dump(), "strict": False} for tool in self._given.tools],
             "service_tier": "default",
-            **told,
+            **self._given.model_dump(include=_REPEATED, by_alias=True),
             **more,
         }
-
-    def _ended(self, status: str, output: list[dict[str, Any]], message: AIMessage) -> dict[str, Any]:
-        """The response at its end."""
-        more: dict[str, Any] = {"output": output, "usage": _usage(message), **self.made()}
-        if status == "incomplete":
-            more["incomplete_details"] = {"reason": "max_output_tokens"}
-        else:
-            more["completed_at"] = int(time.time())
-        return self._response(status, **more)
 
     def _failed(self, error: Exception) -> Iterator[dict[str, Any]]:
         """What ends a stream that failed."""
