@@ -16,6 +16,8 @@ Nothing is imported here, so that the command line stays light.
 ``confinement``             limits that this process sets itself
 ``asking``, ``comparing``   a question as a prompt, its report, and every method side by side
 ``templates``               what a request may hand to the chat template, and how long that may run
+``answering``               completions and conversations: what is asked, and how answers are told
+``responding``              OpenAI's responses, which are conversations told as typed events
 ``chatting``                conversations through the LangChain chat model
 ``admission_queue``         the bounded, fair queue in front of the model
 ``quota``                   how many tokens a tenant may use in a minute

@@ -16,7 +16,7 @@ from cacheblend_rag.app.server.templates import check_arguments
 from cacheblend_rag.engine.engine import DecodeArguments
 from cacheblend_rag.engine.grammar import Form, Grammar
 from cacheblend_rag.engine.streaming import TextStream
-from cacheblend_rag.errors import CacheBlendError, PromptError
+from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError
 from cacheblend_rag.langchain import ChatCacheBlend
 from cacheblend_rag.prompt.chat import CALL_END, HeldBack
 from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved
@@ -76,6 +76,8 @@ class ServedChat(ChatCacheBlend):
             400 if the chat template takes no such argument.
         """
         check_arguments(self.engine.tokenizer, body.chat_template_kwargs)
+        if not body.tools and body.tool_choice not in (None, "auto", "none"):
+            raise ConfigError("tool_choice", body.tool_choice, "give tools beside it, or leave it out")
         tools = [tool.model_dump() for tool in body.tools or []] if body.tool_choice != "none" else []
         overrides: dict[str, Any] = {
             "tools": tools or None,

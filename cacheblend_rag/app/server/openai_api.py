@@ -1,44 +1,26 @@
-"""The OpenAI-compatible API: completions, conversations, models, embeddings."""
+"""The OpenAI-compatible API: completions, conversations, responses, models, embeddings."""
 
 from __future__ import annotations
 
 import base64
-import secrets
-import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Depends, Request
-from langchain_core.messages import AIMessage
 
 from cacheblend_rag.app.server.accounting import served
-from cacheblend_rag.app.server.admission_queue import Slot
-from cacheblend_rag.app.server.chatting import Conversation, ServedChat
-from cacheblend_rag.app.server.openai_models import ChatBody, CompletionBody, EmbeddingBody, Sampling, document_texts
-from cacheblend_rag.app.server.problems import Problem, noted_problem
+from cacheblend_rag.app.server.answering import Chat, Completion, Work, check_model
+from cacheblend_rag.app.server.openai_models import ChatBody, CompletionBody, EmbeddingBody, ResponsesBody
+from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.responding import Response
 from cacheblend_rag.app.server.service import Session
 from cacheblend_rag.app.server.sessions import session_of
-from cacheblend_rag.app.server.streams import EventStream, event, unless_gone
-from cacheblend_rag.app.server.templates import within
-from cacheblend_rag.engine.engine import DecodeArguments
-from cacheblend_rag.engine.logits import LogProbs, Penalties, TokenLogProb, logit_bias
-from cacheblend_rag.engine.streaming import TextStream
-from cacheblend_rag.errors import ConfigError, GenerationTimeoutError
-from cacheblend_rag.langchain.tools import call_chunks
-from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.matching import match_chunks
-from cacheblend_rag.report import BlendReport, Generation
+from cacheblend_rag.app.server.streams import EventStream, unless_gone
 
 __all__ = ["router"]
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 Here = Annotated[Session, Depends(session_of)]
-_DONE = "data: [DONE]\n\n"
-# Below this, sampling is greedy but for rounding, and its probabilities overflow.
-_COLDEST = 0.01
 _STREAMED: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/json": {}, "text/event-stream": {}}, "description": "An answer, or its pieces."}
 }
@@ -53,7 +35,7 @@ async def models(here: Here) -> dict[str, Any]:
 @router.get("/models/{model:path}")
 async def model(here: Here, model: str) -> dict[str, Any]:
     """One of them."""
-    _check_model(model, _names(here))
+    check_model(model, _names(here))
     return _model(here, model)
 
 
@@ -61,7 +43,7 @@ async def model(here: Here, model: str) -> dict[str, Any]:
 async def embeddings(here: Here, request: Request, body: EmbeddingBody) -> dict[str, Any]:
     """Vectors of texts, by the embedder that collections use."""
     service = here.service
-    _check_model(body.model, [service.embedder_name])
+    check_model(body.model, [service.embedder_name])
     texts = [body.input] if isinstance(body.input, str) else body.input
     if sum(map(len, texts)) > service.limits.prompt_chars:
         raise Problem(413, "too_long", f"all texts may have {service.limits.prompt_chars:,} characters", field="input")
@@ -81,16 +63,22 @@ async def embeddings(here: Here, request: Request, body: EmbeddingBody) -> dict[
 @router.post("/completions", responses=_STREAMED, response_model=None)
 async def completions(here: Here, request: Request, body: CompletionBody) -> Any:
     """Go on with a text. Chunks stand between separators in it, or come as ``documents`` before it."""
-    return await _answered(_Completion(here, body), request)
+    return await _answered(Completion(here, body), request)
 
 
 @router.post("/chat/completions", responses=_STREAMED, response_model=None)
 async def chat(here: Here, request: Request, body: ChatBody) -> Any:
     """Answer a conversation. ``documents`` stand in its system message."""
-    return await _answered(_Chat(here, body), request)
+    return await _answered(Chat(here, body), request)
 
 
-async def _answered(work: _Work, request: Request) -> Any:
+@router.post("/responses", responses=_STREAMED, response_model=None)
+async def responses(here: Here, request: Request, body: ResponsesBody) -> Any:
+    """Answer a conversation by a response. ``documents`` stand in its system message; no response is kept."""
+    return await _answered(Response(here, body), request)
+
+
+async def _answered(work: Work, request: Request) -> Any:
     """All of a request's answers, or their pieces."""
     here = work.here
     here.check_quota(work.most * work.body.n)
@@ -103,358 +91,12 @@ async def _answered(work: _Work, request: Request) -> Any:
         return await unless_gone(request, work.whole(slot))
 
 
-class _Work:
-    """What both kinds of requests have in common: each prompt has ``n`` answers, made one after the other."""
-
-    kind, chunk_kind, mark = "", "", ""
-    most_field = "max_tokens"
-
-    def __init__(self, here: Session, body: Sampling, most: int | None) -> None:
-        self.here, self.body = here, body
-        _check_model(body.model, [here.service.model_name])
-        self.most = here.service.answer_tokens(most, self.most_field)
-        self.engine = here.engine(body.recompute_ratio, body.selection)
-        vocabulary = self.engine.model.config.get_text_config().vocab_size
-        if (largest := max(body.logit_bias, default=0)) >= vocabulary:
-            raise ConfigError("logit_bias", largest, f"the model's tokens are 0 to {vocabulary - 1}")
-        self.documents = document_texts(body)
-        self.id, self.created = f"{self.mark}-{secrets.token_hex(12)}", int(time.time())
-        self._reports: list[BlendReport] = []
-        self._ends: float | None = None
-
-    def prepare(self) -> None:
-        """Make the prompts, and refuse those that do not fit or that the tenant has no tokens for."""
-        raise NotImplementedError
-
-    def choices(self, slot: Slot) -> Iterator[_Choice]:
-        """The answers in their order; each is to be read to its end before the next is taken."""
-        raise NotImplementedError
-
-    def arguments(self) -> DecodeArguments:
-        """How to decode."""
-        body, temperature = self.body, self.body.temperature
-        if temperature is not None:
-            temperature = 0.0 if temperature < _COLDEST else temperature
-        wants_sampling = (body.top_p or 1) < 1 or (body.top_k or 0) > 1 or body.n > 1  # who gives them alone
-        return DecodeArguments(
-            max_new_tokens=self.most,
-            temperature=temperature,
-            do_sample=True if temperature is None and wants_sampling else None,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            repetition_penalty=body.repetition_penalty,
-            stop=body.stops,
-        )
-
-    def own_arguments(self, number: int) -> tuple[DecodeArguments, LogProbs | None]:
-        """What the answer with this number among the ``n`` has of its own."""
-        body, top = self.body, self.body.top_of_each
-        noted = None if top is None else LogProbs(self.engine.tokenizer, top)
-        processors: list[Any] = [] if noted is None else [noted]
-        if body.logit_bias:
-            processors.append(logit_bias(body.logit_bias))
-        if body.presence_penalty or body.frequency_penalty:
-            processors.append(Penalties(body.presence_penalty, body.frequency_penalty))
-        seed = None if body.seed is None else body.seed + number
-        return DecodeArguments(seed=seed, logits_processor=processors), noted
-
-    def charge(self, prompts: Sequence[Prompt]) -> None:
-        """Take the tokens of all answers, once it is known that they fit."""
-        fits = [self.here.service.check_length(prompt, self.most) for prompt in prompts]
-        self.here.charge([len(fit.split.input_ids) + self.most for fit in fits for _ in range(self.body.n)])
-
-    def left(self) -> float:
-        """Seconds left for all answers together, from the first time this is asked."""
-        if self._ends is None:
-            self._ends = time.monotonic() + self.here.service.limits.answer_seconds
-        return max(0.0, self._ends - time.monotonic())
-
-    @contextmanager
-    def in_time(self) -> Iterator[None]:
-        """Say of an answer that came too late how long all of them may take."""
-        try:
-            yield
-        except GenerationTimeoutError as error:
-            raise GenerationTimeoutError(self.here.service.limits.answer_seconds) from error
-
-    def count(self, answer: Generation) -> None:
-        """Take note of a finished answer."""
-        self._reports.append(answer.report)
-        self.here.service.answered(answer.report)
-
-    def frame(self, choices: list[dict[str, Any]], chunk: bool = False) -> dict[str, Any]:
-        """An answer, or a piece of one, around its choices."""
-        kind = self.chunk_kind if chunk else self.kind
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.body.model,
-            "choices": choices,
-        }
-
-    def closing(self) -> dict[str, Any]:
-        """Usage, and how the answers came about."""
-        return {"usage": _usage(self._reports, self.body.n), "cacheblend": [_mask_here(one) for one in self._reports]}
-
-    async def events(self, slot: Slot) -> AsyncIterator[str]:
-        """The answers as they are made, one after the other; an error becomes the last event."""
-        try:
-            for choice in self.choices(slot):
-                with self.in_time():
-                    async for piece in choice.pieces():
-                        yield event(None, self.frame([piece], chunk=True))
-                if choice.stream.result is not None:
-                    self.count(choice.stream.result)
-            if self.body.stream_options is not None and self.body.stream_options.include_usage:
-                yield event(None, {**self.frame([], chunk=True), **self.closing()})
-        except Exception as error:
-            yield event(None, noted_problem(error).body())
-        yield _DONE
-
-    async def whole(self, slot: Slot) -> dict[str, Any]:
-        """All answers at once."""
-        choices = []
-        for choice in self.choices(slot):
-            with self.in_time():
-                answer = await choice.stream.acomplete()
-            self.count(answer)
-            choices.append(choice.whole(answer))
-        return {**self.frame(choices), **self.closing()}
-
-
-@dataclass
-class _Choice:
-    """One of a request's answers on its way.
-
-    Parameters
-    ----------
-    index : int
-        Its number among all.
-    stream : TextStream
-        Gives it.
-    noted : LogProbs or None
-        Its log-probabilities, if they are asked for.
-    """
-
-    index: int
-    stream: TextStream
-    noted: LogProbs | None
-
-    def pieces(self) -> AsyncIterator[dict[str, Any]]:
-        """The choice in pieces, as chunks of a stream have it."""
-        raise NotImplementedError
-
-    def whole(self, answer: Generation) -> dict[str, Any]:
-        """The choice as a whole."""
-        raise NotImplementedError
-
-    def up_to(self, characters: int) -> Sequence[TokenLogProb] | None:
-        """Log-probabilities not handed out before, of so many characters; None if they are not asked for."""
-        return None if self.noted is None else self.noted.up_to(characters)
-
-    def rest(self, answer: Generation | None) -> Sequence[TokenLogProb] | None:
-        """Those of what is left."""
-        return None if self.noted is None or answer is None else self.noted.rest(answer.token_ids, answer.text)
-
-
-class _Completion(_Work):
-    """One request for completions."""
-
-    kind = chunk_kind = "text_completion"
-    mark = "cmpl"
-
-    def __init__(self, here: Session, body: CompletionBody) -> None:
-        super().__init__(here, body, body.max_tokens)
-        self._texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        self._prompts: list[Prompt] = []
-
-    def prepare(self) -> None:
-        """See `_Work.prepare`."""
-        with within(self.here.service.limits.prompt_seconds):
-            self._prompts = [self._prompt(text) for text in self._texts]
-            self.charge(self._prompts)
-
-    def _prompt(self, text: str) -> Prompt:
-        if self.documents:
-            return Prompt(chunks=self.documents, suffix=text)
-        return match_chunks(text, self.here.tenant.known, self.engine.config.text_separator)
-
-    def choices(self, slot: Slot) -> Iterator[_Choice]:
-        """See `_Work.choices`."""
-        for at, prompt in enumerate(self._prompts):
-            for number in range(self.body.n):
-                own, noted = self.own_arguments(number)
-                stream = self.engine.stream(prompt, timeout=self.left(), **(self.arguments() | own))
-                yield _TextChoice(at * self.body.n + number, slot.holds(stream), noted)
-
-
-class _TextChoice(_Choice):
-    """A text as it goes on."""
-
-    async def pieces(self) -> AsyncIterator[dict[str, Any]]:
-        """See `_Choice.pieces`."""
-        sent = 0
-        async for piece in self.stream:
-            sent += len(piece)
-            yield self._choice(piece, None, self.up_to(sent))
-        answer = self.stream.result
-        yield self._choice("", answer.report.finish_reason if answer else "stop", self.rest(answer))
-
-    def whole(self, answer: Generation) -> dict[str, Any]:
-        """See `_Choice.whole`."""
-        return self._choice(answer.text, answer.report.finish_reason, self.rest(answer))
-
-    def _choice(self, text: str, reason: str | None, tokens: Sequence[TokenLogProb] | None) -> dict[str, Any]:
-        told = tokens and {
-            "tokens": [one.token for one in tokens],
-            "token_logprobs": [one.logprob for one in tokens],
-            # The token that was taken is among them, and of several with one text the likeliest counts.
-            "top_logprobs": [{**dict(reversed(one.top)), one.token: one.logprob} for one in tokens],
-            "text_offset": [one.offset for one in tokens],
-        }
-        return {"index": self.index, "text": text, "logprobs": told or None, "finish_reason": reason}
-
-
-class _Chat(_Work):
-    """One request for a conversation."""
-
-    kind, chunk_kind, mark = "chat.completion", "chat.completion.chunk", "chatcmpl"
-
-    def __init__(self, here: Session, body: ChatBody) -> None:
-        if body.max_completion_tokens is not None:
-            self.most_field = "max_completion_tokens"
-        super().__init__(here, body, body.max_completion_tokens or body.max_tokens)
-        self._conversation = body
-        arguments = self.arguments()
-        self._model = ServedChat(
-            engine=self.engine,
-            mine=here.tenant.known,
-            given=self.documents,
-            one_call=not body.parallel_tool_calls,
-            schemas=here.schemas,
-            model_name=here.service.model_name,
-            max_tokens=self.most,
-            temperature=arguments["temperature"],
-            do_sample=arguments["do_sample"],
-            top_p=arguments["top_p"],
-            top_k=arguments["top_k"],
-            repetition_penalty=arguments["repetition_penalty"],
-        )
-        self._request: Any = None
-
-    def prepare(self) -> None:
-        """See `_Work.prepare`."""
-        with within(self.here.service.limits.prompt_seconds):
-            self._request = self._model.asked(self._conversation)
-            self.charge([self._request.prompt])
-
-    def choices(self, slot: Slot) -> Iterator[_Choice]:
-        """See `_Work.choices`."""
-        for number in range(self.body.n):
-            own, noted = self.own_arguments(number)
-            conversation = self._model.answer(self._request, own, self.left())
-            yield _ChatChoice(number, slot.holds(conversation.stream), noted, conversation)
-
-
-@dataclass
-class _ChatChoice(_Choice):
-    """An answer to a conversation."""
-
-    conversation: Conversation
-
-    async def pieces(self) -> AsyncIterator[dict[str, Any]]:
-        """See `_Choice.pieces`."""
-        sent = 0
-        yield self._delta({"role": "assistant", "content": ""})
-        async for piece in self.conversation.pieces():
-            sent += len(piece)
-            yield self._delta({"content": piece}, self.up_to(sent))
-        message, answer = self.conversation.message(), self.stream.result
-        if rest := str(message.content)[self.conversation.held.sent :]:
-            yield self._delta({"content": rest})
-        calls = [{"index": at, **call} for at, call in enumerate(_calls(message))]
-        if calls:
-            yield self._delta({"tool_calls": calls})
-        reason = "tool_calls" if calls else answer.report.finish_reason if answer else "stop"
-        yield self._delta({}, self.rest(answer), reason)
-
-    def whole(self, answer: Generation) -> dict[str, Any]:
-        """See `_Choice.whole`."""
-        found = self.conversation.message()
-        message: dict[str, Any] = {"role": "assistant", "content": str(found.content)}
-        if calls := _calls(found):
-            message |= {"content": message["content"] or None, "tool_calls": calls}
-        reason = "tool_calls" if calls else answer.report.finish_reason
-        told = _content_logprobs(self.rest(answer))
-        return {"index": self.index, "message": message, "logprobs": told, "finish_reason": reason}
-
-    def _delta(
-        self, delta: dict[str, Any], tokens: Sequence[TokenLogProb] | None = None, reason: str | None = None
-    ) -> dict[str, Any]:
-        told = _content_logprobs(tokens or None)
-        return {"index": self.index, "delta": delta, "logprobs": told, "finish_reason": reason}
-
-
-def _calls(message: AIMessage) -> list[dict[str, Any]]:
-    return [
-        {"id": one["id"], "type": "function", "function": {"name": one["name"] or "", "arguments": one["args"]}}
-        for one in call_chunks(message)
-    ]
-
-
-def _content_logprobs(tokens: Sequence[TokenLogProb] | None) -> dict[str, Any] | None:
-    if tokens is None:
-        return None
-    content = [
-        {
-            "token": one.token,
-            "logprob": one.logprob,
-            "bytes": list(one.text.encode()),
-            "top_logprobs": [
-                {"token": name, "logprob": value, "bytes": list(name.encode())} for name, value in one.top
-            ],
-        }
-        for one in tokens
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _usage(reports: list[BlendReport], n: int) -> dict[str, Any]:
-    """Tokens, each prompt counted once; ``cached_tokens`` are those whose KV was read and kept on every layer."""
-    prompt = sum(one.prompt_tokens for one in reports[::n])
-    answer = sum(one.generated_tokens for one in reports)
-    cached = sum(one.reused_tokens - (one.recomputed_tokens or (0,))[-1] for one in reports[::n])
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": answer,
-        "total_tokens": prompt + answer,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
-def _mask_here(report: BlendReport) -> dict[str, Any]:
-    return {
-        "ttft_s": report.ttft,
-        "hits": report.hits,
-        "misses": report.misses,
-        "left_out": list(report.left_out),
-        "recompute_ratio": report.recompute_ratio,
-        "plain": report.plain,
-    }
-
-
 def _names(here: Session) -> list[str]:
     return [here.service.model_name, here.service.embedder_name]
 
 
 def _model(here: Session, name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": here.service.started, "owned_by": "local"}
-
-
-def _check_model(name: str, known: list[str]) -> None:
-    if name not in known:
-        raise Problem(404, "model_not_found", "there is no such model; use " + " or ".join(known), field="model")
 
 
 def _encoded(vector: list[float], form: str) -> list[float] | str:

@@ -7,20 +7,36 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     StringConstraints,
+    Tag,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
 __all__ = [
+    "AnswerBody",
+    "CallItem",
+    "CallOutputItem",
     "ChatBody",
     "ChatMessage",
     "CompletionBody",
     "DocumentText",
     "EmbeddingBody",
+    "FlatSchema",
+    "FlatTool",
+    "FunctionCall",
+    "FunctionDefinition",
+    "MessageItem",
+    "NamedTool",
+    "ResponsesBody",
     "Sampling",
+    "TextItem",
+    "TextPart",
+    "ToolCall",
+    "ToolDefinition",
     "document_texts",
 ]
 
@@ -33,6 +49,8 @@ _Bias = Annotated[float, Field(ge=-100, le=100)]
 _Stop = Annotated[str, StringConstraints(min_length=1, max_length=200)]
 _Text = Annotated[str, StringConstraints(max_length=4_000_000)]
 _Argument = Annotated[str, StringConstraints(max_length=200)]
+_TemplateArguments = Annotated[dict[str, bool | int | float | _Argument], Field(max_length=16)]
+_TopLogProbs = Annotated[int, Field(ge=0, le=20)]
 
 
 class _Taken(BaseModel):
@@ -53,14 +71,19 @@ class DocumentText(_Taken):
 
 
 class StreamOptions(_Taken):
-    """What a stream tells at its end."""
+    """What a stream holds besides the answer."""
 
-    include_usage: bool = False
     include_obfuscation: Literal[False] = False
 
 
-class Sampling(_Taken):
-    """What completions and conversations have in common.
+class UsageOptions(StreamOptions):
+    """What a stream tells at its end."""
+
+    include_usage: bool = False
+
+
+class AnswerBody(_Taken):
+    """What all requests for answers have in common.
 
     Decoding is greedy unless ``temperature``, ``top_p``, ``top_k`` or ``n`` asks for sampling. What stands last has no
     part in an answer: labels, and fields that say of something this server does not do that it need not be done.
@@ -70,17 +93,10 @@ class Sampling(_Taken):
     documents: Annotated[list[_Text | DocumentText], Field(max_length=1_000)] = Field(default_factory=list)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
-    max_tokens: _Tokens | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
-    seed: Annotated[int, Field(ge=-(2**62), le=2**62)] | None = None
-    n: _Count = 1
-    presence_penalty: _Penalty = 0.0
-    frequency_penalty: _Penalty = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=1_024)] = Field(default_factory=dict)
     recompute_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     selection: Annotated[str, StringConstraints(max_length=40)] | None = None
     user: Any = None
@@ -89,6 +105,26 @@ class Sampling(_Taken):
     prompt_cache_key: Any = None
     store: Literal[False] = False
     service_tier: Literal["auto", "default"] = "auto"
+
+    @field_validator("stream_options")
+    @classmethod
+    def _of_a_stream(cls, options: StreamOptions, others: ValidationInfo) -> StreamOptions:
+        if not others.data.get("stream"):
+            raise ValueError("it stands beside stream=true only")
+        return options
+
+
+class Sampling(AnswerBody):
+    """What completions and conversations have in common."""
+
+    stream_options: UsageOptions | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
+    max_tokens: _Tokens | None = None
+    seed: Annotated[int, Field(ge=-(2**62), le=2**62)] | None = None
+    n: _Count = 1
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    logit_bias: Annotated[dict[_TokenId, _Bias], Field(max_length=1_024)] = Field(default_factory=dict)
 
     @property
     def stops(self) -> list[str]:
@@ -100,20 +136,13 @@ class Sampling(_Taken):
         """How many of the likeliest tokens go with the log-probability of each; None if none are asked for."""
         raise NotImplementedError
 
-    @field_validator("stream_options")
-    @classmethod
-    def _of_a_stream(cls, options: StreamOptions, others: ValidationInfo) -> StreamOptions:
-        if not others.data.get("stream"):
-            raise ValueError("it stands beside stream=true only")
-        return options
-
 
 class CompletionBody(Sampling):
     """A text to be gone on with, or several."""
 
     prompt: _Text | Annotated[list[_Text], Field(min_length=1, max_length=64)]
     best_of: int | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: _TopLogProbs | None = None
     echo: Literal[False] = False
     suffix: Literal[""] = ""
 
@@ -223,12 +252,10 @@ class ChatBody(Sampling):
     tool_choice: str | dict[str, Any] | None = None
     response_format: Annotated[PlainText | AnyObject | BySchema, Field(discriminator="type")] | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: _TopLogProbs | None = None
     parallel_tool_calls: bool = True
     modalities: list[Literal["text"]] | None = None
-    chat_template_kwargs: Annotated[dict[str, bool | int | float | _Argument], Field(max_length=16)] = Field(
-        default_factory=dict
-    )
+    chat_template_kwargs: _TemplateArguments = Field(default_factory=dict)
 
     @property
     def top_of_each(self) -> int | None:
@@ -250,6 +277,123 @@ class ChatBody(Sampling):
         return most
 
 
+class TextItem(_Taken):
+    """A piece of a message's content, or of what a function gave."""
+
+    type: Literal["input_text", "output_text"]
+    text: _Text
+    annotations: Annotated[list[Any], Field(max_length=0)] = []
+    logprobs: Any = None
+
+
+class _Item(_Taken):
+    """One item of a conversation; clients send back what an answer had, with its labels."""
+
+    id: Any = None
+    status: Any = None
+
+
+class MessageItem(_Item):
+    """A message."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: _Text | list[TextItem]
+
+
+class CallItem(_Item):
+    """A call that the model made in an earlier turn."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: _Text = "{}"
+
+
+class CallOutputItem(_Item):
+    """What the function gave that was called."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: _Text | list[TextItem]
+
+
+# No name of a field, so that errors do not name it.
+_KINDS = {"message": "a message", "function_call": "a call", "function_call_output": "an output"}
+
+
+def _kind(item: Any) -> str | None:
+    """Which kind of item it is; one without a type is a message."""
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return _KINDS.get(kind or "message") if isinstance(kind, str | None) else None
+
+
+_AnyItem = Annotated[
+    Annotated[MessageItem, Tag("a message")]
+    | Annotated[CallItem, Tag("a call")]
+    | Annotated[CallOutputItem, Tag("an output")],
+    Discriminator(
+        _kind,
+        custom_error_type="unknown_item",
+        custom_error_message="use items of the type message, function_call or function_call_output",
+    ),
+]
+
+
+class _Function(_Taken):
+    type: Literal["function"]
+
+
+class FlatTool(FunctionDefinition, _Function):
+    """A function the model may call, as responses write it."""
+
+
+class NamedTool(_Function):
+    """The function that the model must call."""
+
+    name: str
+
+
+class FlatSchema(NamedSchema):
+    """An answer is JSON by a schema, as responses write it."""
+
+    type: Literal["json_schema"]
+
+
+class TextOptions(_Taken):
+    """Which form an answer has."""
+
+    format: Annotated[PlainText | AnyObject | FlatSchema, Field(discriminator="type")] = PlainText(type="text")
+    verbosity: Literal["medium"] = "medium"
+
+
+class ResponsesBody(AnswerBody):
+    """A conversation that is to be answered by a response."""
+
+    input: _Text | Annotated[list[_AnyItem], Field(min_length=1)]
+    instructions: _Text | None = None
+    max_output_tokens: _Tokens | None = None
+    tools: list[FlatTool] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    text: TextOptions = TextOptions()
+    top_logprobs: _TopLogProbs | None = None
+    include: list[Literal["message.output_text.logprobs"]] = Field(default_factory=list)
+    chat_template_kwargs: _TemplateArguments = Field(default_factory=dict)
+    metadata: dict[str, str] = Field(default_factory=dict)
+    background: Literal[False] = False
+    truncation: Literal["disabled"] = "disabled"
+    previous_response_id: None = None
+    conversation: None = None
+
+    @field_validator("store", "previous_response_id", "conversation", mode="before")
+    @classmethod
+    def _nothing_is_kept(cls, given: Any) -> Any:
+        if given is not False:
+            raise ValueError("no response is kept here; leave it out, and send earlier turns in input")
+        return given
+
+
 class EmbeddingBody(_Taken):
     """Texts to be embedded."""
 
@@ -259,7 +403,7 @@ class EmbeddingBody(_Taken):
     user: Any = None
 
 
-def document_texts(body: Sampling) -> list[str]:
+def document_texts(body: AnswerBody) -> list[str]:
     """The texts of a request's documents, as they are stored."""
     texts = [
         one if isinstance(one, str) else f"{one.title}\n{one.text}" if one.title else one.text for one in body.documents

@@ -156,13 +156,14 @@ def _first_fault(error: RequestValidationError) -> tuple[str, str]:
     if found[0]["type"] == "json_invalid":
         return "", "it is no JSON"
     # A field of several forms has an error for each; the one that was understood the furthest is about its value.
-    fault = max((one for one in found if one["loc"][:2] == found[0]["loc"][:2]), key=lambda one: len(one["loc"]))
+    same = [one for one in found if one["loc"][:2] == found[0]["loc"][:2]]
+    fault = max(same, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
     parts = [str(part) for part in fault["loc"][:-1] if part != "body" and _names_field(part)]
     last, value = fault["loc"][-1], fault.get("input")
     if fault["type"] == "extra_forbidden":
         return ".".join([*parts, str(last)[:100]]), "this is not supported here; leave it out"
     where = ".".join([*parts, str(last)] if last != "body" and _names_field(last) else parts)
-    shown = f", not {value}" if isinstance(value, (int, float)) else ""
+    shown = f", not {value}" if isinstance(value, (int, float)) and fault["type"] != "value_error" else ""
     return where, f"{fault['msg'].removeprefix('Value error, ')}{shown}"
 
 

@@ -46,7 +46,7 @@ class TokenQuota:
             message = (
                 f"prompt and answer could take {tokens:,} tokens, and {self._size:,} a minute are yours: ask for less"
             )
-            raise Problem(400, "rate_limit_exceeded", message, field="max_tokens")
+            raise Problem(400, "rate_limit_exceeded", message)
         with self._lock:
             left = self._left(tenant, self._size)
             if tokens > left:

@@ -26,7 +26,7 @@ from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.app.server.tenants import Keys, Tenant
 from cacheblend_rag.config import DEFAULT_MODEL
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.fitting import Fitted
 from cacheblend_rag.report import BlendReport
@@ -166,13 +166,12 @@ class Service:
 
         Raises
         ------
-        Problem
-            400 if that is more than this server allows; it names the field.
+        ConfigError
+            If that is more than this server allows; it names the field.
         """
         most = self.limits.answer_tokens
         if asked is not None and asked > most:
-            message = f"{field}: {asked:,} is too much; an answer may have {most:,} tokens here"
-            raise Problem(400, "bad_value", message, field=field)
+            raise ConfigError(field, asked, f"an answer may have {most:,} tokens here")
         return asked or min(self.rag.options.max_new_tokens, most)
 
     def engine_for(self, salt: str, ratio: float | None, rule: str | None, sessions: bool = False) -> BlendEngine:

@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 from cacheblend_rag.app.server.app import create_app
 from tests import tiny
 from tests.app.server.common import BASE, Running, running, settings_for, settle, write_documents
+from tests.integrations.langchain.models import TEMPLATE
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +21,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     tiny.model(num_hidden_layers=2, max_position_embeddings=8192).save_pretrained(folder)
     tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model whose chat template takes tools."""
+    folder = tmp_path_factory.mktemp("chat")
+    tiny.model(num_hidden_layers=2, max_position_embeddings=2048).save_pretrained(folder)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -42,4 +54,11 @@ def client(model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def server(model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server on a socket."""
     with running(settings_for(model, docs, tmp_path_factory.mktemp("data"))) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def chatty(chat_model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server over the model that takes tools."""
+    with running(settings_for(chat_model, docs, tmp_path_factory.mktemp("data"))) as made:
         yield made

@@ -99,12 +99,15 @@ def test_a_line_says_what_a_request_took(server: Running, lines: Any, stream: bo
 def test_every_kind_of_request_has_its_line(server: Running, lines: Any) -> None:
     with client_of(server, KEYS["ada"]) as client:
         client.post("/api/collections/archive/ask", json={"question": "Which leaf?"})
+        client.post("/v1/responses", json={"model": server.service.model_name, "input": "Which leaf?", "stream": True})
         client.post("/v1/embeddings", json={"model": server.service.embedder_name, "input": "one two"})
         client.get("/v1/models", headers={"Authorization": "Bearer wrong"})
         client.request("PINEAPPLE", "/pineapple")
         client.get("/livez")
-    asked, embedded, refused, unknown, alive = lines(5)
+    asked, responded, embedded, refused, unknown, alive = lines(6)
     assert (asked["path"], asked["tokens_out"] > 0) == ("/api/collections/{id}/ask", True)
+    assert (responded["path"], responded["status"]) == ("/v1/responses", 200)
+    assert (responded["tokens_in"] > 0, responded["tokens_out"] > 0, responded["ttft"] > 0) == (True, True, True)
     assert (embedded["tokens_in"] > 0, embedded["ttft"]) == (True, None)
     assert (refused["status"], refused["tenant"], refused["key"]) == (401, None, None)
     assert (unknown["method"], unknown["path"], unknown["status"]) == ("other", "other", 404)

@@ -89,7 +89,12 @@ def test_a_stream_nobody_reads_any_more_ends_and_frees_its_place(server: Running
 
 @pytest.mark.parametrize(
     ("path", "body"),
-    [(ASK, {**QUESTION, "stream": False}), ("/v1/completions", {"model": "", "prompt": "the", "max_tokens": 400})],
+    [
+        (ASK, {**QUESTION, "stream": False}),
+        ("/v1/completions", {"model": "", "prompt": "the", "max_tokens": 400}),
+        ("/v1/responses", {"model": "", "input": "the", "max_output_tokens": 400}),
+        ("/v1/responses", {"model": "", "input": "the", "max_output_tokens": 400, "stream": True}),
+    ],
 )
 def test_who_leaves_before_the_whole_answer_frees_its_place(
     server: Running, slow: Slow, path: str, body: dict[str, Any]

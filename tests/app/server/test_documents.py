@@ -31,6 +31,7 @@ SAID = (
     r"^.+ [1-9]\d*\n.+ [1-9]\d*\n",
     r"'output_tokens': \d+",
     r"island='\w+' year=\d+",
+    r"(.* (in)?completed? \d+\n){2}.+",
     r"listening on \('127\.0\.0\.1', \d+\)",
 )
 

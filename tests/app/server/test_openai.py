@@ -17,7 +17,6 @@ from langchain_core.messages import HumanMessage
 from langchain_openai import ChatOpenAI
 
 from cacheblend_rag.app.server.settings import Limits
-from tests import tiny
 from tests.app.server.common import (
     Running,
     client_of,
@@ -28,31 +27,13 @@ from tests.app.server.common import (
     settings_for,
     upload,
 )
-from tests.integrations.langchain.models import TEMPLATE, Script
+from tests.integrations.langchain.models import Script
 
 TOOL = {
     "type": "function",
     "function": {"name": "look_up", "description": "Look a leaf up.", "parameters": {"type": "object"}},
 }
 KEY = "sk-none-needed-here"
-
-
-@pytest.fixture(scope="module")
-def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny model whose chat template takes tools."""
-    folder = tmp_path_factory.mktemp("chat")
-    tiny.model(num_hidden_layers=2, max_position_embeddings=2048).save_pretrained(folder)
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def chatty(chat_model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server over it."""
-    with running(settings_for(chat_model, docs, tmp_path_factory.mktemp("data"))) as made:
-        yield made
 
 
 @pytest.fixture
@@ -305,6 +286,7 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, chat: openai.Open
         "response_format.json_schema.json_schema.name": {
             "response_format": {"type": "json_schema", "json_schema": {"schema": {}}}
         },
+        "tool_choice": {"tool_choice": "required"},
         "reasoning_effort": {"reasoning_effort": "high"},
         "store": {"store": True},
         "min_p": {"extra_body": {"min_p": 0.1}},

@@ -78,7 +78,7 @@ def test_a_bucket_fills_evenly_and_holds_a_minutes_tokens() -> None:
         quota.take("ada", 1)
     with pytest.raises(Problem) as refused:
         quota.take("ada", 601)
-    assert (refused.value.status, refused.value.retry_after, refused.value.field) == (400, None, "max_tokens")
+    assert (refused.value.status, refused.value.retry_after) == (400, None)
     TokenQuota(None, clock).take("ada", 10**12)
 
 
@@ -98,7 +98,7 @@ def test_what_was_not_used_comes_back_and_what_is_used_up_is_refused(server: Run
         server.service.quota._clock.now += wait
         assert complete(ada, server, max_tokens=590).status_code == 200
         never = complete(ada, server, max_tokens=SIZE + 1)
-        assert (never.status_code, never.json()["error"]["param"]) == (400, "max_tokens")
+        assert never.status_code == 400
         assert "retry-after" not in never.headers
 
 
@@ -119,6 +119,11 @@ def test_every_way_to_the_model_is_counted(server: Running) -> None:
         "streamed": ("/v1/completions", {"model": name, "prompt": "Which?", "max_tokens": 2, "stream": True}),
         "several": ("/v1/completions", {"model": name, "prompt": ["Which?", "Who?"], "n": 3, "max_tokens": 2}),
         "chat": ("/v1/chat/completions", {"model": name, "messages": message, "max_tokens": 2}),
+        "response": ("/v1/responses", {"model": name, "input": "Which leaf?", "max_output_tokens": 2}),
+        "streamed response": (
+            "/v1/responses",
+            {"model": name, "input": message, "max_output_tokens": 2, "stream": True},
+        ),
         "embeddings": ("/v1/embeddings", {"model": embedder, "input": ["Which leaf?"]}),
         "ask": ("/api/collections/archive/ask", {"question": "Which?", "k": 1, "max_tokens": 2}),
         "compare": ("/api/collections/archive/compare", {"question": "Which?", "k": 1, "max_tokens": 2}),
@@ -137,6 +142,7 @@ def test_every_way_to_the_model_is_counted(server: Running) -> None:
             assert "retry-after" in refused.headers
     assert all(count > 0 for count in used.values()), used
     assert used["completions"] == used["streamed"]
+    assert used["chat"] == used["response"] == used["streamed response"]
     assert used["several"] > 5 * used["completions"] - 6
     assert used["compare"] > 3 * used["ask"]
     assert server.service.queue.served == 0

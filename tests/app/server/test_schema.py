@@ -31,6 +31,7 @@ LEAST = {GenerationMode.POSITIVE: 80, GenerationMode.NEGATIVE: 40}
 SENSIBLE: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "", "prompt": "Once"},
     "/v1/chat/completions": {"model": "", "messages": [{"role": "user", "content": "Who?"}]},
+    "/v1/responses": {"model": "", "input": "Who?"},
     "/v1/embeddings": {"model": "", "input": ["one", "two"]},
     "/api/collections/{id}/ask": {"question": "Who?"},
 }
@@ -102,7 +103,7 @@ def test_the_document_names_every_endpoint(tried: Running) -> None:
     with client_of(tried) as client:
         paths = client.get("/openapi.json").json()["paths"]
         page = client.get("/docs").text
-    assert {"/v1/chat/completions", "/v1/embeddings", "/api/state", "/api/collections/{id}/ask"} <= set(paths)
+    assert {*SENSIBLE, "/api/state"} <= set(paths)
     assert all(path in page for path in paths)
     assert "http://" not in page.replace(tried.url, "")
     assert "https://" not in page

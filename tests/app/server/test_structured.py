@@ -7,7 +7,6 @@ import concurrent.futures
 import json
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
@@ -19,9 +18,7 @@ from cacheblend_rag.app.server.grammars import SchemaCheck
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.grammar import Form
 from cacheblend_rag.errors import ConfigError
-from tests import tiny
-from tests.app.server.common import Running, running, settings_for
-from tests.integrations.langchain.models import TEMPLATE
+from tests.app.server.common import Running
 
 KEY = "sk-none-needed-here"
 LEAF = {
@@ -43,20 +40,9 @@ TOOLS = [
 ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{{{n}}}.*"} for n in range(1, 60)]}
 
 
-@pytest.fixture(scope="module")
-def server(docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = tmp_path_factory.mktemp("chat")
-    tiny.model(num_hidden_layers=2, max_position_embeddings=2048).save_pretrained(folder)
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    with running(settings_for(folder, docs, tmp_path_factory.mktemp("data"))) as made:
-        yield made
-
-
 @pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0, timeout=120) as made:
+def client(chatty: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=chatty.url + "/v1", api_key=KEY, max_retries=0, timeout=120) as made:
         yield made
 
 
@@ -129,9 +115,9 @@ def test_a_forced_call_follows_the_schema_of_its_tool(client: openai.OpenAI, cho
         assert choice == "required" or call.function.name == "measure"
 
 
-def test_langchains_structured_output(server: Running, client: openai.OpenAI) -> None:
+def test_langchains_structured_output(chatty: Running, client: openai.OpenAI) -> None:
     llm = ChatOpenAI(
-        base_url=server.url + "/v1", api_key=KEY, model=asked(client)["model"], max_tokens=90, max_retries=0
+        base_url=chatty.url + "/v1", api_key=KEY, model=asked(client)["model"], max_tokens=90, max_retries=0
     )
     schema = {"title": "Leaf", "description": "One.", **LEAF}
     for method in ("json_schema", "function_calling"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -29,6 +30,18 @@ TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
+
+
+# What the model would have to know to call each tool of LangChain's suites.
+CALLS: dict[str, dict[str, Any]] = {
+    "magic_function": {"input": 3},
+    "magic_function_no_args": {},
+    "greeting_generator": {"answer_style": "pirate"},
+    "my_adder_tool": {"a": 3, "b": 4},
+    "unicode_customer": {"customer_name": "你好啊集团", "description": "."},
+    "Joke": {"setup": "Why?", "punchline": "So."},
+    "JokeDict": {"setup": "Why?", "punchline": "So."},
+}
 
 
 @cache
@@ -109,6 +122,23 @@ class Script(LogitsProcessor):
             forced[:, self._wanted.pop(0)] = 0.0
             return forced
         return scores
+
+
+def standard_call(prompt: str) -> str | None:
+    """What LangChain's suites want of a model: the rest of a call that was begun for it; it writes freely otherwise."""
+    *_, begun = prompt.split("[assistant] ")
+    if begun.endswith('"name": "'):
+        return f'magic_function", "arguments": {json.dumps(CALLS["magic_function"])}}}'
+    if begun.endswith('"unicode_customer", "arguments": ') and "株式会社" in prompt:
+        return '{"customer_name": "こんにちは株式会社", "description": "."}}'
+    for name, arguments in CALLS.items():
+        if begun.endswith(f'"{name}", "arguments": '):
+            return json.dumps(arguments, ensure_ascii=False) + "}"
+    if "joke about cats" in prompt and not begun:
+        return json.dumps(CALLS["Joke"])
+    if "What is the weather" in prompt and "[tool]" not in prompt:
+        return '<tool_call>{"name": "get_weather", "arguments": {"location": "SF"}}</tool_call>'
+    return None
 
 
 def plain_answer(

@@ -6,7 +6,6 @@ was loaded as), recorded HTTP traffic (there is none).
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from typing import Any, Literal
 
@@ -19,41 +18,13 @@ from syrupy.assertion import SnapshotAssertion
 
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.langchain import ChatCacheBlend, known_chunks
-from tests.integrations.langchain.models import Script, passages, tiny_engine, tiny_parts
-
-# What the model would have to know to call each of the suites' tools.
-CALLS: dict[str, dict[str, Any]] = {
-    "magic_function": {"input": 3},
-    "magic_function_no_args": {},
-    "greeting_generator": {"answer_style": "pirate"},
-    "my_adder_tool": {"a": 3, "b": 4},
-    "unicode_customer": {"customer_name": "你好啊集团", "description": "."},
-    "Joke": {"setup": "Why?", "punchline": "So."},
-    "JokeDict": {"setup": "Why?", "punchline": "So."},
-}
+from tests.integrations.langchain.models import Script, passages, standard_call, tiny_engine, tiny_parts
 
 
 @cache
 def chat_engine() -> BlendEngine:
     """One engine for all of the suites' tests."""
     return tiny_engine(write_back="inline")
-
-
-def call(prompt: str) -> str | None:
-    """The rest of a call that was begun for the model; it writes freely otherwise."""
-    *_, begun = prompt.split("[assistant] ")
-    if begun.endswith('"name": "'):
-        return f'magic_function", "arguments": {json.dumps(CALLS["magic_function"])}}}'
-    if begun.endswith('"unicode_customer", "arguments": ') and "株式会社" in prompt:
-        return '{"customer_name": "こんにちは株式会社", "description": "."}}'
-    for name, arguments in CALLS.items():
-        if begun.endswith(f'"{name}", "arguments": '):
-            return json.dumps(arguments, ensure_ascii=False) + "}"
-    if "nothing other than JSON" in prompt:
-        return json.dumps(CALLS["Joke"])
-    if "What is the weather" in prompt and "[tool]" not in prompt:
-        return '<tool_call>{"name": "get_weather", "arguments": {"location": "SF"}}</tool_call>'
-    return None
 
 
 class _Suite:
@@ -66,7 +37,7 @@ class _Suite:
         return {
             "engine": chat_engine(),
             "model_name": "tiny",
-            "logits_processor": [Script(tiny_parts()[1], call, free=8)],
+            "logits_processor": [Script(tiny_parts()[1], standard_call, free=8)],
         }
 
     @property

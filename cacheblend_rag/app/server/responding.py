@@ -1,0 +1,320 @@
+"""OpenAI's responses: a conversation that is asked as a list of items, and answered by typed events."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+from langchain_core.messages import AIMessage
+from langchain_core.messages.tool import ToolCallChunk
+
+from cacheblend_rag.app.server.admission_queue import Slot
+from cacheblend_rag.app.server.answering import Chat, logprob_dicts
+from cacheblend_rag.app.server.openai_models import (
+    AnswerBody,
+    CallItem,
+    ChatBody,
+    ChatMessage,
+    FlatSchema,
+    FunctionCall,
+    FunctionDefinition,
+    MessageItem,
+    NamedTool,
+    ResponsesBody,
+    TextItem,
+    TextPart,
+    ToolCall,
+    ToolDefinition,
+)
+from cacheblend_rag.app.server.problems import noted_problem
+from cacheblend_rag.app.server.service import Session
+from cacheblend_rag.app.server.streams import event
+from cacheblend_rag.engine.logits import TokenLogProb
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.langchain.tools import call_chunks
+
+__all__ = ["Response", "chat_body"]
+
+# What a conversation calls fields that a response names otherwise.
+_FIELDS = {
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+}
+# Fields of a request that its response repeats as they are.
+_REPEATED = {
+    "background",
+    "instructions",
+    "max_output_tokens",
+    "metadata",
+    "model",
+    "parallel_tool_calls",
+    "previous_response_id",
+    "store",
+    "temperature",
+    "text",
+    "tool_choice",
+    "top_logprobs",
+    "top_p",
+    "truncation",
+}
+
+
+class Response(Chat):
+    """One request for a response.
+
+    Parameters
+    ----------
+    here : Session
+    body : ResponsesBody
+
+    Raises
+    ------
+    Problem
+        404 if there is no such model.
+    ConfigError
+        If a field has a value that cannot be used.
+    """
+
+    mark = "resp_"
+
+    def __init__(self, here: Session, body: ResponsesBody) -> None:
+        with _own_fields():
+            super().__init__(here, chat_body(body))
+        self._given = body
+
+    def prepare(self) -> None:
+        """See `Work.prepare`."""
+        with _own_fields():
+            super().prepare()
+
+    async def events(self, slot: Slot) -> AsyncIterator[str]:
+        """The answer as it is made; an error becomes the last two events."""
+        numbers = count()
+
+        def numbered(one: dict[str, Any]) -> str:
+            return event(one["type"], {**one, "sequence_number": next(numbers)})
+
+        try:
+            async for one in self._told(slot):
+                yield numbered(one)
+        except Exception as error:
+            for one in self._failed(error):
+                yield numbered(one)
+
+    async def whole(self, slot: Slot) -> dict[str, Any]:
+        """The answer at once, which is what the last event has."""
+        told = [one async for one in self._told(slot)]
+        return dict(told[-1]["response"])
+
+    async def _told(self, slot: Slot) -> AsyncIterator[dict[str, Any]]:
+        """The events of an answer; an error ends them."""
+        for kind in ("response.created", "response.in_progress"):
+            yield {"type": kind, "response": self._response("in_progress")}
+        choice, message = next(self.choices(slot)), _Message()
+        with _own_fields(), self.in_time():
+            async for piece, tokens in choice.texts():
+                for one in message.goes_on(piece, tokens):
+                    yield one
+            answer = await choice.stream.acomplete()
+        self.count(answer)
+        found = choice.conversation.message()
+        rest = None if found.tool_calls or found.invalid_tool_calls else choice.rest(answer)
+        for one in self._end(message, found, rest, cut=answer.report.finish_reason == "length"):
+            yield one
+
+    def _end(
+        self, message: _Message, found: AIMessage, tokens: Sequence[TokenLogProb] | None, cut: bool
+    ) -> Iterator[dict[str, Any]]:
+        """What is known once the whole answer is there: text held back for calls, the calls, the response.
+
+        Parameters
+        ----------
+        message : _Message
+            Its text as far as it was handed out.
+        found : AIMessage
+            The whole answer.
+        tokens : sequence of TokenLogProb or None
+            Log-probabilities not handed out before.
+        cut : bool
+            Whether it ended at the most tokens that it may have; its last item is incomplete then.
+        """
+        calls, rest = call_chunks(found), str(found.content)[len(message.text) :]
+        status, output = "incomplete" if cut else "completed", list[dict[str, Any]]()
+        if rest or not calls:
+            yield from message.goes_on(rest, tokens)
+        if message.begun:
+            output.append(message.item("completed" if calls else status))
+            yield from message.ends(output[0])
+        for number, call in enumerate(calls, 1):
+            item = _call_item(call, status if number == len(calls) else "completed")
+            yield from _call_events(item, len(output))
+            output.append(item)
+        more = {"incomplete_details": {"reason": "max_output_tokens"}} if cut else {"completed_at": int(time.time())}
+        whole = self._response(status, output=output, usage=_usage(found), **self.made(), **more)
+        yield {"type": f"response.{status}", "response": whole}
+
+    def _response(self, status: str, **more: Any) -> dict[str, Any]:
+        """The response as far as it is known; it repeats what was asked for."""
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
+            "tools": [{**tool.model_dump(), "strict": False} for tool in self._given.tools],
+            "service_tier": "default",
+            **self._given.model_dump(include=_REPEATED, by_alias=True),
+            **more,
+        }
+
+    def _failed(self, error: Exception) -> Iterator[dict[str, Any]]:
+        """What ends a stream that failed."""
+        problem = noted_problem(error)
+        told = {"code": problem.code, "message": problem.message, "param": problem.field}
+        # As OpenAI documents it, and with the object that it sends: its clients raise an error for that alone.
+        yield {"type": "error", **told, **problem.body()}
+        code = "server_error" if problem.status >= 500 else "invalid_prompt"  # OpenAI's clients know these alone
+        failure = {"code": code, "message": problem.message}
+        yield {"type": "response.failed", "response": self._response("failed", error=failure)}
+
+
+class _Message:
+    """The message of a response, which stands before its calls."""
+
+    def __init__(self) -> None:
+        self.text, self.begun = "", False
+        self._id, self._logprobs = _new_id("msg"), list[dict[str, Any]]()
+
+    def goes_on(self, piece: str, tokens: Sequence[TokenLogProb] | None) -> Iterator[dict[str, Any]]:
+        """Events of one more piece; the first begins the message."""
+        if not self.begun:
+            empty = self.item("in_progress")
+            yield {"type": "response.output_item.added", "output_index": 0, "item": {**empty, "content": []}}
+            yield self._event("content_part.added", part=empty["content"][0])
+            self.begun = True
+        if piece or tokens:
+            told = logprob_dicts(tokens or ())
+            self.text += piece
+            self._logprobs += told
+            yield self._event("output_text.delta", delta=piece, logprobs=told)
+
+    def ends(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Events of the end, with the whole message."""
+        yield self._event("output_text.done", text=self.text, logprobs=self._logprobs)
+        yield self._event("content_part.done", part=item["content"][0])
+        yield {"type": "response.output_item.done", "output_index": 0, "item": item}
+
+    def item(self, status: str) -> dict[str, Any]:
+        """The message as an item."""
+        part = {"type": "output_text", "text": self.text, "annotations": [], "logprobs": list(self._logprobs)}
+        return {"id": self._id, "type": "message", "role": "assistant", "status": status, "content": [part]}
+
+    def _event(self, kind: str, **more: Any) -> dict[str, Any]:
+        return {"type": f"response.{kind}", "item_id": self._id, "output_index": 0, "content_index": 0, **more}
+
+
+def _call_item(call: ToolCallChunk, status: str) -> dict[str, Any]:
+    return {
+        "id": _new_id("fc"),
+        "type": "function_call",
+        "status": status,
+        "call_id": call["id"],
+        "name": call["name"] or "",
+        "arguments": call["args"] or "",
+    }
+
+
+def _call_events(item: dict[str, Any], index: int) -> Iterator[dict[str, Any]]:
+    begun, arguments = {**item, "status": "in_progress", "arguments": ""}, item["arguments"]
+    kind, where = "response.function_call_arguments", {"item_id": item["id"], "output_index": index}
+    yield {"type": "response.output_item.added", "output_index": index, "item": begun}
+    yield {"type": f"{kind}.delta", **where, "delta": arguments}
+    yield {"type": f"{kind}.done", **where, "name": item["name"], "arguments": arguments}
+    yield {"type": "response.output_item.done", "output_index": index, "item": item}
+
+
+def _usage(message: AIMessage) -> dict[str, Any] | None:
+    """Tokens; those that are read from the store and kept are cached, those whose KV goes into it are written."""
+    if (used := message.usage_metadata) is None:
+        return None
+    details = used.get("input_token_details", {})
+    return {
+        "input_tokens": used["input_tokens"],
+        "input_tokens_details": {
+            "cached_tokens": details.get("cache_read", 0),
+            "cache_write_tokens": details.get("cache_creation", 0),
+        },
+        "output_tokens": used["output_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": used["total_tokens"],
+    }
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(12)}"
+
+
+@contextmanager
+def _own_fields() -> Iterator[None]:
+    """Let errors name the fields of a response."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(_FIELDS.get(error.field, error.field), error.value, error.remedy) from error
+
+
+def chat_body(body: ResponsesBody) -> ChatBody:
+    """The conversation that a request for a response asks for.
+
+    Parameters
+    ----------
+    body : ResponsesBody
+    """
+    choice: Any = body.tool_choice
+    if isinstance(choice, NamedTool):
+        choice = {"type": "function", "function": {"name": choice.name}}
+    form: Any = body.text.format
+    if isinstance(form, FlatSchema):
+        form = {"type": "json_schema", "json_schema": form.model_dump(by_alias=True, exclude={"type"})}
+    shared = set(AnswerBody.model_fields) - {"stream_options"}
+    return ChatBody(
+        **{name: getattr(body, name) for name in shared},
+        messages=_messages(body),
+        max_completion_tokens=body.max_output_tokens,
+        tools=[ToolDefinition(function=FunctionDefinition(**tool.model_dump(exclude={"type"}))) for tool in body.tools],
+        tool_choice=choice,
+        response_format=form,
+        logprobs=bool(body.include) or body.top_logprobs is not None,
+        top_logprobs=body.top_logprobs,
+        parallel_tool_calls=body.parallel_tool_calls,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def _messages(body: ResponsesBody) -> list[ChatMessage]:
+    """The items as messages; calls belong to the assistant's message before them."""
+    items = [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    messages = [] if body.instructions is None else [ChatMessage(role="system", content=body.instructions)]
+    for item in items:
+        if isinstance(item, MessageItem):
+            messages.append(ChatMessage(role=item.role, content=_content(item.content)))
+        elif isinstance(item, CallItem):
+            if not messages or messages[-1].role != "assistant":
+                messages.append(ChatMessage(role="assistant"))
+            call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
+            messages[-1].tool_calls = [*(messages[-1].tool_calls or []), call]
+        else:
+            messages.append(ChatMessage(role="tool", content=_content(item.output), tool_call_id=item.call_id))
+    return messages
+
+
+def _content(given: str | list[TextItem]) -> str | list[TextPart]:
+    return given if isinstance(given, str) else [TextPart(type="text", text=one.text) for one in given]

@@ -1,0 +1,419 @@
+"""OpenAI's responses, asked for by its client and by LangChain's ChatOpenAI, unmodified."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import jsonschema_rs
+import openai
+import pytest
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_openai import ChatOpenAI
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import BaseModel, Field, TypeAdapter
+
+from cacheblend_rag.app.server.settings import Limits
+from tests.app.server.common import Running, passage, process_logits, running, settings_for
+from tests.integrations.langchain.models import Script
+
+KEY = "sk-none-needed-here"
+TOOL = {"type": "function", "name": "look_up", "description": "Look a leaf up.", "parameters": {"type": "object"}}
+CALL = '<tool_call>{"name": "look_up", "arguments": {"leaf": "red"}}</tool_call>'
+EVENTS = TypeAdapter[Any](ResponseStreamEvent)
+
+
+class Leaf(BaseModel):
+    """A leaf."""
+
+    kind: Literal["oak", "ash"]
+    length: int = Field(ge=3, le=9)
+
+
+@pytest.fixture
+def client(chatty: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=chatty.url + "/v1", api_key=KEY, max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture
+def asked(chatty: Running) -> dict[str, Any]:
+    return {"model": chatty.service.model_name, "input": "Which leaf fell?"}
+
+
+def chat_openai(server: Running, **more: Any) -> ChatOpenAI:
+    return ChatOpenAI(
+        base_url=server.url + "/v1",
+        api_key=KEY,
+        model=server.service.model_name,
+        use_responses_api=True,
+        max_retries=0,
+        **{"max_tokens": 6, **more},
+    )
+
+
+def says(patch: pytest.MonkeyPatch, server: Running, first: str, then: str | None = None) -> None:
+    """Let the model write one text, and another one once a tool has answered, instead of what it wrote before."""
+    patch.undo()
+    script = Script(server.service.engine.tokenizer, lambda prompt: then if "[tool]" in prompt else first)
+    process_logits(patch, script)
+
+
+def streamed(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a stream, each of which is what OpenAI says it is."""
+    events = []
+    with httpx.stream("POST", f"{url}/v1/responses", json={**body, "stream": True}, timeout=60) as answer:
+        assert answer.status_code == 200, answer.read()
+        for block in "".join(answer.iter_text()).split("\n\n")[:-1]:
+            name, data = block.split("\n")
+            one = json.loads(data.removeprefix("data: "))
+            assert name == f"event: {one['type']}"
+            assert EVENTS.validate_python(one, strict=True).type == one["type"]
+            events.append(one)
+    assert [one["sequence_number"] for one in events] == list(range(len(events)))
+    return events
+
+
+def without_times(response: dict[str, Any]) -> dict[str, Any]:
+    """What two responses to one question have in common."""
+    plain = {k: v for k, v in response.items() if k not in ("id", "created_at", "completed_at", "cacheblend")}
+    plain["output"] = [{k: v for k, v in one.items() if k not in ("id", "call_id")} for one in plain["output"]]
+    return plain
+
+
+def test_a_response_is_what_a_conversation_answers(client: openai.OpenAI, asked: dict[str, Any]) -> None:
+    answer = client.responses.create(**asked, instructions="Be brief.", max_output_tokens=6, metadata={"run": "7"})
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Which leaf fell?"}]
+    same = client.chat.completions.create(model=asked["model"], messages=messages, max_tokens=6)
+    assert Response.model_validate(answer.model_dump(), strict=True)
+    assert answer.output_text == same.choices[0].message.content
+    assert answer.usage.input_tokens == same.usage.prompt_tokens
+    assert answer.usage.output_tokens == same.usage.completion_tokens
+    assert answer.usage.total_tokens == same.usage.total_tokens
+    assert answer.id.startswith("resp_")
+    assert (answer.output[0].type, answer.output[0].role) == ("message", "assistant")
+    cut = same.choices[0].finish_reason == "length"
+    assert answer.status == answer.output[0].status == ("incomplete" if cut else "completed")
+    assert (answer.instructions, answer.metadata, answer.max_output_tokens) == ("Be brief.", {"run": "7"}, 6)
+    assert answer.model_extra["store"] is False
+    assert answer._request_id.startswith("req_")
+
+
+def test_an_answer_is_complete_or_says_why_not(
+    client: openai.OpenAI, asked: dict[str, Any], chatty: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says(monkeypatch, chatty, "An oak leaf.")
+    whole = client.responses.create(**asked, max_output_tokens=60)
+    assert (whole.output_text, whole.status, whole.incomplete_details) == ("An oak leaf.", "completed", None)
+    assert whole.completed_at >= whole.created_at
+    cut = client.responses.create(**asked, max_output_tokens=2)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert "An oak leaf.".startswith(cut.output_text)
+    says(monkeypatch, chatty, "")
+    empty = client.responses.create(**asked)
+    assert (empty.status, empty.output[0].content[0].text) == ("completed", "")
+
+
+def test_items_say_what_messages_do(client: openai.OpenAI, asked: dict[str, Any]) -> None:
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "Which "}, {"type": "input_text", "text": "leaf?"}],
+        },
+        {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "One.", "annotations": []}],
+        },
+        {"role": "user", "content": "Which one?"},
+    ]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Which "}, {"type": "text", "text": "leaf?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "One."}]},
+        {"role": "user", "content": "Which one?"},
+    ]
+    answer = client.responses.create(**{**asked, "input": items}, max_output_tokens=6)
+    same = client.chat.completions.create(model=asked["model"], messages=messages, max_tokens=6)
+    assert answer.output_text == same.choices[0].message.content
+    assert answer.usage.input_tokens == same.usage.prompt_tokens
+
+
+def test_documents_are_reused(client: openai.OpenAI, asked: dict[str, Any], chatty: Running) -> None:
+    body = {"documents": [passage(700), passage(701)], "recompute_ratio": 0.2, "top_k": 1}
+    for hits in (0, 2):
+        answer = client.responses.create(**asked, extra_body=body)
+        details = answer.usage.input_tokens_details
+        assert answer.model_extra["cacheblend"][0]["hits"] == hits
+        assert (details.cached_tokens > 0, details.cache_write_tokens > 0) == (hits > 0, hits == 0)
+        chatty.service.engine.flush()
+
+
+def test_the_events_of_a_text(chatty: Running, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    says(monkeypatch, chatty, "An oak leaf.")
+    events = streamed(chatty.url, {**asked, "max_output_tokens": 60})
+    kinds = [one["type"].removeprefix("response.") for one in events]
+    deltas = kinds.count("output_text.delta")
+    assert deltas > 1
+    assert kinds == [
+        "created",
+        "in_progress",
+        "output_item.added",
+        "content_part.added",
+        *["output_text.delta"] * deltas,
+        "output_text.done",
+        "content_part.done",
+        "output_item.done",
+        "completed",
+    ]
+    done, (last,) = events[-4], events[-1]["response"]["output"]
+    assert (
+        "".join(one.get("delta", "") for one in events) == done["text"] == last["content"][0]["text"] == "An oak leaf."
+    )
+    assert {one["item_id"] for one in events if "item_id" in one} == {last["id"]}
+    assert {one["response"]["id"] for one in events if "response" in one} == {events[0]["response"]["id"]}
+    assert events[0]["response"]["status"] == "in_progress"
+    whole = httpx.post(f"{chatty.url}/v1/responses", json={**asked, "max_output_tokens": 60}).json()
+    assert without_times(events[-1]["response"]) == without_times(whole)
+    assert streamed(chatty.url, {**asked, "max_output_tokens": 2})[-1]["type"] == "response.incomplete"
+
+
+def test_the_events_of_calls(chatty: Running, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    says(monkeypatch, chatty, "Let me see. " + CALL + CALL)
+    events = streamed(chatty.url, {**asked, "tools": [TOOL], "max_output_tokens": 190})
+    text, first, second = events[-1]["response"]["output"]
+    assert text["content"][0]["text"] == "Let me see."
+    for index, item in ((1, first), (2, second)):
+        own = [one for one in events if one.get("output_index") == index]
+        assert [one["type"].removeprefix("response.") for one in own] == [
+            "output_item.added",
+            "function_call_arguments.delta",
+            "function_call_arguments.done",
+            "output_item.done",
+        ]
+        assert own[0]["item"] == {**item, "arguments": "", "status": "in_progress"}
+        assert own[1]["delta"] == own[2]["arguments"] == item["arguments"] == '{"leaf": "red"}'
+        assert own[3]["item"] == item
+        assert (item["name"], item["status"]) == ("look_up", "completed")
+    assert len({first["call_id"], second["call_id"], first["id"], second["id"]}) == 4
+    one = streamed(chatty.url, {**asked, "tools": [TOOL], "max_output_tokens": 190, "parallel_tool_calls": False})
+    assert [item["type"] for item in one[-1]["response"]["output"]] == ["message", "function_call"]
+    says(monkeypatch, chatty, CALL)
+    alone = streamed(chatty.url, {**asked, "tools": [TOOL], "max_output_tokens": 90})
+    assert [item["type"] for item in alone[-1]["response"]["output"]] == ["function_call"]
+    cut = streamed(chatty.url, {**asked, "tools": [TOOL], "max_output_tokens": 30})
+    assert cut[-1]["type"] == "response.incomplete"
+    assert cut[-1]["response"]["output"][0]["status"] == "incomplete"
+
+
+def test_turns_with_calls_go_on_from_what_came_back(
+    client: openai.OpenAI, asked: dict[str, Any], chatty: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says(monkeypatch, chatty, "Let me see. " + CALL, "It is red.")
+    turns: list[Any] = [{"role": "user", "content": "Which leaf fell?"}]
+    options = {"model": asked["model"], "tools": [TOOL], "max_output_tokens": 120}
+    first = client.responses.create(input=turns, top_logprobs=1, **options)
+    turns += first.output  # as they came: with ids, states and log-probabilities
+    called = [one for one in first.output if one.type == "function_call"]
+    turns += [{"type": "function_call_output", "call_id": one.call_id, "output": "red"} for one in called]
+    second = client.responses.create(input=turns, **options)
+    assert len(called) == 1
+    assert (second.output_text, second.status) == ("It is red.", "completed")
+    call = called[0]
+    function = {"name": "look_up", "arguments": call.arguments}
+    messages = [
+        turns[0],
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "tool_calls": [{"id": call.call_id, "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": call.call_id, "content": "red"},
+    ]
+    tools = [{"type": "function", "function": {k: v for k, v in TOOL.items() if k != "type"}}]
+    same = client.chat.completions.create(model=asked["model"], messages=messages, tools=tools, max_tokens=120)
+    assert second.usage.input_tokens == same.usage.prompt_tokens, "a message and its call are one turn"
+    turns += [*second.output, {"role": "user", "content": "And then?"}]
+    assert client.responses.create(input=turns, **options).output_text == "It is red."
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "look_up"}])
+def test_a_forced_call_follows_its_schema(client: openai.OpenAI, asked: dict[str, Any], choice: Any) -> None:
+    schema = Leaf.model_json_schema()
+    tools = [{**TOOL, "parameters": schema}]
+    made = client.responses.create(**asked, tools=tools, tool_choice=choice, temperature=1.5, max_output_tokens=90)
+    (call,) = made.output
+    assert call.name == "look_up"
+    assert jsonschema_rs.is_valid(schema, json.loads(call.arguments)), call.arguments
+    none = client.responses.create(**asked, tools=tools, tool_choice="none", max_output_tokens=6)
+    assert [one.type for one in none.output] == ["message"]
+
+
+def test_answers_follow_their_form(client: openai.OpenAI, asked: dict[str, Any]) -> None:
+    for temperature in (None, 1.7):
+        parsed = client.responses.parse(**asked, text_format=Leaf, max_output_tokens=90, temperature=temperature)
+        assert isinstance(parsed.output_parsed, Leaf)
+    with client.responses.stream(**asked, text_format=Leaf, max_output_tokens=90) as stream:
+        kinds = [one.type for one in stream]
+        assert stream.get_final_response().output_parsed.kind in ("oak", "ash")
+    assert kinds[-1] == "response.completed"
+    told = client.responses.create(**asked, text={"format": {"type": "json_object"}}, max_output_tokens=6)
+    assert told.output_text.startswith("{")
+    assert told.text.format.type == "json_object"
+
+
+def test_log_probabilities_are_those_of_a_conversation(
+    client: openai.OpenAI, asked: dict[str, Any], chatty: Running
+) -> None:
+    messages = [{"role": "user", "content": "Which leaf fell?"}]
+    same = client.chat.completions.create(
+        model=asked["model"], messages=messages, max_tokens=8, logprobs=True, top_logprobs=2
+    )
+    wanted = [one.model_dump() for one in same.choices[0].logprobs.content]
+    body = {**asked, "max_output_tokens": 8, "top_logprobs": 2}
+    events = streamed(chatty.url, body)
+    assert [token for one in events if "delta" in one for token in one["logprobs"]] == wanted
+    assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == wanted
+    include = ["message.output_text.logprobs"]
+    alone = client.responses.create(**asked, max_output_tokens=8, include=include).output[0].content[0].logprobs
+    assert [one.logprob for one in alone] == [one["logprob"] for one in wanted]
+    assert all(one.top_logprobs == [] for one in alone)
+
+
+def test_what_cannot_be_done_is_refused(client: openai.OpenAI, asked: dict[str, Any]) -> None:
+    picture = [{"type": "input_image", "image_url": "http://localhost/x.png"}]
+    for field, more in {
+        "store": {"store": True},
+        "previous_response_id": {"previous_response_id": "resp_1"},
+        "conversation": {"conversation": "conv_1"},
+        "background": {"background": True},
+        "include.0": {"include": ["reasoning.encrypted_content"]},
+        "reasoning": {"reasoning": {"effort": "low"}},
+        "truncation": {"truncation": "auto"},
+        "prompt": {"prompt": {"id": "pmpt_1"}},
+        "max_tool_calls": {"max_tool_calls": 2},
+        "text.verbosity": {"text": {"verbosity": "low"}},
+        "text.format.schema": {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}},
+        "text.format": {"text": {"format": {"type": "json_object"}}, "tools": [TOOL]},
+        "max_output_tokens": {"max_output_tokens": 100_000},
+        "temperature": {"temperature": 3},
+        "tools.0.type": {"tools": [{"type": "web_search"}]},
+        "tools.0.strict": {"tools": [{**TOOL, "strict": True}]},
+        "tool_choice": {"tool_choice": "required"},
+        "tool_choice.type": {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
+        "input": {"input": []},
+        "input.0": {"input": [{"type": "item_reference", "id": "msg_1"}]},
+        "input.0.role": {"input": [{"role": "tool", "content": "red"}]},
+        "input.0.output": {"input": [{"type": "function_call_output", "call_id": "1"}]},
+        "input.0.content.0.type": {"input": [{"role": "user", "content": picture}]},
+        "stream_options": {"stream_options": {"include_obfuscation": False}},
+        "seed": {"extra_body": {"seed": 3}},
+        "stop": {"extra_body": {"stop": "x"}},
+        "n": {"extra_body": {"n": 2}},
+    }.items():
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.responses.create(**{**asked, **more})
+        assert (caught.value.param, caught.value.type) == (field, "invalid_request_error"), caught.value
+        assert field in caught.value.body["message"]
+    with pytest.raises(openai.BadRequestError, match=r"send earlier turns in input$"):
+        client.responses.create(**asked, store=True)
+    with pytest.raises(openai.BadRequestError, match="context window is 2,048"):
+        client.responses.create(**asked, max_output_tokens=2048)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="gpt-9", input="Which?")
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve("resp_1")
+
+
+def test_what_says_that_nothing_is_asked_for_is_taken(client: openai.OpenAI, asked: dict[str, Any]) -> None:
+    nothing = {
+        "store": False,
+        "background": False,
+        "include": [],
+        "truncation": "disabled",
+        "service_tier": "auto",
+        "tools": [],
+        "tool_choice": "auto",
+        "previous_response_id": None,
+        "reasoning": None,
+        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "user": "ada",
+        "safety_identifier": "ada",
+        "prompt_cache_key": "leaves",
+    }
+    assert client.responses.create(**asked, **nothing, max_output_tokens=2).output
+
+
+def test_a_stream_that_fails_says_so(model: Path, docs: Path, tmp_path: Path) -> None:
+    settings = settings_for(model, docs, tmp_path, limits=Limits(answer_seconds=0.5))
+    with running(settings) as server, pytest.MonkeyPatch.context() as patch:
+
+        def slow(input_ids: Any, scores: Any) -> Any:
+            time.sleep(0.1)
+            scores[:, 2] = float("-inf")
+            return scores
+
+        process_logits(patch, slow)
+        body = {"model": server.service.model_name, "input": "Which?", "max_output_tokens": 400}
+        error, failed = streamed(server.url, body)[-2:]
+        assert (error["type"], error["code"], error["param"]) == ("error", "timeout", None)
+        assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
+        assert error["message"] == failed["response"]["error"]["message"]
+        with openai.OpenAI(base_url=server.url + "/v1", api_key=KEY, max_retries=0) as client:
+            with pytest.raises(openai.APIError, match=r"not complete after 0\.5 s"):
+                list(client.responses.create(**body, stream=True))
+            with pytest.raises(openai.APIStatusError, match=r"not complete after 0\.5 s") as caught:
+                client.responses.create(**body)
+        assert caught.value.status_code == 504
+        with pytest.raises(openai.APIError, match=r"not complete after 0\.5 s"):
+            list(chat_openai(server, max_tokens=400).stream("Which?"))
+
+
+async def test_langchains_chat_openai(chatty: Running) -> None:
+    llm = chat_openai(chatty)
+    whole = llm.invoke("Which leaf fell?")
+    assert whole.usage_metadata["output_tokens"] <= 6
+    chunks = [one async for one in llm.astream("Which leaf fell?")]
+    assert "".join(one.text for one in chunks) == whole.text
+    assert [one.usage_metadata for one in chunks if one.usage_metadata] == [whole.usage_metadata]
+    again = llm.invoke([HumanMessage("Which leaf fell?"), whole, HumanMessage("And then?")])
+    assert again.usage_metadata["input_tokens"] > whole.usage_metadata["input_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_langchains_tools(chatty: Running, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    says(monkeypatch, chatty, "Let me see. " + CALL, "It is red.")
+
+    def look_up(leaf: str) -> str:
+        """Look a leaf up."""
+        return leaf
+
+    llm = chat_openai(chatty, max_tokens=120).bind_tools([look_up])
+
+    def answer(messages: list[Any]) -> AIMessage:
+        if not stream:
+            return llm.invoke(messages)
+        whole, *rest = llm.stream(messages)
+        for chunk in rest:
+            whole += chunk
+        return whole
+
+    messages: list[Any] = [HumanMessage("Which leaf fell?")]
+    first = answer(messages)
+    (call,) = first.tool_calls
+    assert (call["name"], call["args"], first.text) == ("look_up", {"leaf": "red"}, "Let me see.")
+    assert answer([*messages, first, ToolMessage("red", tool_call_id=call["id"])]).text == "It is red."
+
+
+def test_langchains_structured_output(chatty: Running) -> None:
+    llm = chat_openai(chatty, max_tokens=90)
+    for method in ("json_schema", "function_calling"):
+        assert isinstance(llm.with_structured_output(Leaf, method=method).invoke("Which?"), Leaf)
+    schema = {"title": "Leaf", "description": "One.", **Leaf.model_json_schema()}
+    told = list(llm.with_structured_output(schema).stream("Which?"))
+    assert jsonschema_rs.is_valid(Leaf.model_json_schema(), told[-1])
