@@ -28,7 +28,6 @@ class Writer:
         self.deleted: set[str] = set()
         self.unsure: set[str] = set()  # asked for, and not answered
         self.jobs: list[str] = []
-        self.odd=[]
         self.refused: list[str] = []  # for another reason than that many wait
 
     def write(self, client: httpx.Client) -> None:
@@ -55,8 +54,6 @@ class Writer:
                         # It may have become a document between the two; then it is there, and stays.
                         if status == 204:
                             self.deleted.add(gone["name"])
-                        else:
-                            self.odd.append((status, gone))
         except httpx.HTTPError:
             pass
 
@@ -87,7 +84,6 @@ def test_killed_at_random_moments_nothing_that_was_answered_is_lost(
             told = read_events(client.get(f"/api/jobs/{job}/events", timeout=300).text)  # which waits for its end
             assert told[-1][1]["stage"] == "done"
         kept = set(whole_or_not_at_all(client, writer.id))
-        print("ODD", writer.odd, [l for l in server.lines if "warn" in l.lower() or "error" in l.lower()][:20])
         assert kept >= set(writer.accepted) - writer.deleted - writer.unsure
         assert not kept & writer.deleted
         assert len(writer.accepted) > 5
