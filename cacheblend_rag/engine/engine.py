@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import logging
 import os
+import sys
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
@@ -624,6 +625,13 @@ class BlendEngine:
             yield spent
 
     @contextlib.contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """Hold the model for a short piece of a request's work that uses all cores, between passes of others."""
+        with self._scheduler.entered(_anybody):
+            self._check_open()
+            yield
+
+    @contextlib.contextmanager
     def in_background(self) -> Iterator[None]:
         """Hold the model for a short piece of work that no request waits for.
 
@@ -654,6 +662,10 @@ class BlendEngine:
 
 def _nobody() -> int:
     return 0
+
+
+def _anybody() -> int:
+    return sys.maxsize
 
 
 def _never() -> bool:

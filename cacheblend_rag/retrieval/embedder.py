@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 __all__ = ["SentenceTransformerEmbeddings", "SharedEmbeddings"]
+
+# Most texts of one call of shared embeddings, and characters of several; others may have to wait for it.
+_BATCH, _BATCH_CHARS = 32, 8_000
 
 
 class SentenceTransformerEmbeddings(Embeddings):
@@ -92,20 +97,23 @@ class SharedEmbeddings(Embeddings):
     ----------
     inner : Embeddings
         What embeds.
-    batch_size : int
-        Most texts of a call; other threads come in between two of them.
+    turn : callable, optional
+        Gives the context in which documents may be embedded; it is left after every batch. Something that uses all
+        cores, such as a language model, may then run between them and not beside them.
     """
 
-    def __init__(self, inner: Embeddings, batch_size: int = 32) -> None:
-        self.inner, self._batch_size = inner, batch_size
+    def __init__(
+        self, inner: Embeddings, turn: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    ) -> None:
+        self.inner, self._turn = inner, turn
         self._lock = threading.Lock()
 
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """See `Embeddings.embed_documents`."""
         vectors: list[list[float]] = []
-        for start in range(0, len(texts), self._batch_size):
-            with self._lock:
-                vectors += self.inner.embed_documents(texts[start : start + self._batch_size])
+        for batch in _batches(texts):
+            with self._turn(), self._lock:
+                vectors += self.inner.embed_documents(batch)
         return vectors
 
     def embed_query(self, text: str) -> list[float]:
@@ -121,6 +129,18 @@ class SharedEmbeddings(Embeddings):
             return as_matrix(self.embed_documents(list(texts)), len(texts))
 
         return probe(embed)
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Texts that are embedded together."""
+    batch: list[str] = []
+    for text in texts:
+        if batch and (len(batch) == _BATCH or sum(map(len, batch)) + len(text) > _BATCH_CHARS):
+            yield batch
+            batch = []
+        batch.append(text)
+    if batch:
+        yield batch
 
 
 def _load(model: str | os.PathLike[str], device: str | None) -> SentenceTransformer:

@@ -67,13 +67,13 @@ _COMPARED = 4  # answers that a comparison counts as, one of each method
 async def state(here: Here) -> State:
     """Model, collections and settings."""
     service, config = here.service, here.service.engine.config
-    stats = await asyncio.to_thread(service.store_stats)
+    stats = await here.in_thread(service.store_stats)
     alone = len(service.sessions) == 1  # sizes would tell one tenant what another does
     rule = rule_name(service.engine)
     return State(
         model=ModelInfo(name=service.model_name, layers=service.engine.adapter.num_layers, starter=service.starter),
         embedder=service.embedder_name,
-        collections=await asyncio.to_thread(lambda: [_collection_info(here, one) for one in here.collections()]),
+        collections=await here.in_thread(lambda: [_collection_info(here, one) for one in here.collections()]),
         settings=SettingsInfo(
             ratio=_shown_ratio(config.recompute_ratio),
             rule=rule,
@@ -119,8 +119,8 @@ def _collection_info(here: Session, collection: Collection) -> CollectionInfo:
 @router.post("/collections", status_code=201)
 async def create_collection(here: Here, body: NewCollection) -> CollectionInfo:
     """Make an empty collection."""
-    made = await asyncio.to_thread(here.library.create, _cleaned(body.name), here.service.limits.collections)
-    return await asyncio.to_thread(_collection_info, here, made)
+    made = await here.in_thread(here.library.create, _cleaned(body.name), here.service.limits.collections)
+    return await here.in_thread(_collection_info, here, made)
 
 
 @router.delete("/collections/{id}", status_code=204)
@@ -137,7 +137,7 @@ async def delete_collection(here: Here, request: Request, id: str) -> Response:
 async def documents(here: Here, id: str) -> list[DocumentInfo]:
     """Documents of a collection, and files on their way into it."""
     collection = here.collection(id)
-    return await asyncio.to_thread(_listed, here, collection)
+    return await here.in_thread(_listed, here, collection)
 
 
 def _listed(here: Session, collection: Collection) -> list[DocumentInfo]:
@@ -172,7 +172,7 @@ async def upload(here: Here, id: str, files: Annotated[list[UploadFile], File()]
     if len(files) > limits.upload_files:
         raise Problem(413, "too_many_files", f"upload {limits.upload_files} files at a time")
     names = [_document_name(one.filename) for one in files]
-    return JobInfo(job=await asyncio.to_thread(_taken_in, here, collection, names, files))
+    return JobInfo(job=await here.in_thread(_taken_in, here, collection, names, files))
 
 
 def _taken_in(here: Session, collection: OwnCollection, names: list[str], files: list[UploadFile]) -> str:
@@ -218,7 +218,7 @@ def _copied(upload: UploadFile, file: Incoming, path: Path, most: int) -> Incomi
 )
 async def job_events(here: Here, job: str) -> EventStream:
     """How far an upload is, from its beginning; ends with the stage ``done`` or ``failed``."""
-    found = await asyncio.to_thread(here.service.ingestion.job, job, here.tenant.name)
+    found = await here.in_thread(here.service.ingestion.job, job, here.tenant.name)
 
     async def told() -> AsyncIterator[str]:
         async for one in found.events():
@@ -231,8 +231,8 @@ async def job_events(here: Here, job: str) -> EventStream:
 async def delete_document(here: Here, request: Request, id: str, document: str) -> Response:
     """Delete a document and its KV."""
     collection = here.own(id)
-    if not await asyncio.to_thread(here.service.ingestion.dismiss, here.library, collection.id, document):
-        await asyncio.to_thread(here.library.check_holds, collection, document)  # nobody waits for what is not here
+    if not await here.in_thread(here.service.ingestion.dismiss, here.library, collection.id, document):
+        await here.in_thread(here.library.check_holds, collection, document)  # nobody waits for what is not here
         # Alone, for an answer under way would store the KV of what is deleted again.
         async with await unless_gone(request, here.service.queue.slot(here.tenant.name, alone="tenant")) as slot:
             await slot.in_thread(here.library.remove, collection, document)
@@ -243,7 +243,7 @@ async def delete_document(here: Here, request: Request, id: str, document: str) 
 @router.get("/collections/{id}/documents/{document}/chunks/{number}")
 async def chunk(here: Here, id: str, document: str, number: int) -> ChunkText:
     """The text of one passage, and of those before and after it in the document."""
-    return await asyncio.to_thread(_shown, here.collection(id), document, number)
+    return await here.in_thread(_shown, here.collection(id), document, number)
 
 
 def _shown(collection: Collection, document: str, number: int) -> ChunkText:

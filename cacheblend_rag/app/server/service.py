@@ -7,9 +7,9 @@ import os
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cacheblend_rag.app.collection import ARTICLES_PATH, manual_path
 from cacheblend_rag.app.folder_rag import FolderRAG
@@ -40,6 +40,7 @@ BASE_ID = "archive"
 MANUAL_ID = "documentation"
 """Id of the collection over the folder the server was started with."""
 
+_T = TypeVar("_T")
 # For models without a chat template.
 _PLAIN_TEMPLATE = (
     "{%- set names = {'system': 'System', 'user': 'Human', 'assistant': 'AI', 'tool': 'Tool'} -%}"
@@ -78,7 +79,7 @@ class Service:
             self.engine.tokenizer.chat_template = _PLAIN_TEMPLATE  # a tokenizer of our own
         self.asking = QuestionPrompt(self.engine.tokenizer, self.template)
         self.rag.update()
-        self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings)
+        self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings, self.engine.in_turn)
         self.base = BaseCollection(BASE_ID, self._base_name(), self.rag.index, self.embeddings)
         self.fixed = [self.base, *self._manual()]
         self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
@@ -291,6 +292,15 @@ class Session:
         shared = service.shared(tenant.salt)
         self.library = Library(tenant, service.embeddings, self.engine, service.tombstones, shared)
         self.schemas = SchemaCheck(service.limits)
+        self._thread = asyncio.Lock()
+
+    async def in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
+        """Run something short that needs no place at the model in a thread; one at a time of each tenant.
+
+        Threads that run Python take the interpreter from the model.
+        """
+        async with self._thread:
+            return await asyncio.to_thread(work, *arguments)
 
     def check_quota(self, tokens: int) -> None:
         """Refuse a request before it waits, if so many tokens are not left of the tenant's quota.
