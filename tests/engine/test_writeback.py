@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,26 @@ def test_write_back_modes(call: str, mode: str, stored: int) -> None:
         engine.flush()
         assert len(store.kept) == stored
         assert engine.fuse(PROMPT).report.hits == (3 if stored else 0)
+
+
+def test_what_is_missed_is_stored_though_requests_never_cease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_rag.engine.scheduler._REQUESTS_FIRST", 0.1)
+    stop, plain = threading.Event(), Prompt(suffix="What fell in the end?")
+    with engine_of(write_back="background", check_model=False) as engine, ThreadPoolExecutor(2) as pool:
+
+        def ask() -> None:
+            while not stop.is_set():
+                engine.generate(plain, max_new_tokens=3)
+
+        asking = [pool.submit(ask) for _ in range(2)]
+        try:
+            engine.fuse(PROMPT)
+            engine.flush()
+            assert engine.fuse(PROMPT).report.hits == 3
+        finally:
+            stop.set()
+        for one in asking:
+            one.result(20)
 
 
 def test_background_and_inline_store_the_same_as_warming() -> None:

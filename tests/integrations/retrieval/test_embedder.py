@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from langchain_core.embeddings import DeterministicFakeEmbedding
 from sentence_transformers import SentenceTransformer
 
 from cacheblend_rag.errors import ConfigError, EmbedderError
-from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
+from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings, SharedEmbeddings
 
 
 def test_vectors_are_those_of_the_model(embedder: SentenceTransformerEmbeddings, model: SentenceTransformer) -> None:
@@ -73,3 +76,26 @@ def test_options_out_of_range(model: SentenceTransformer) -> None:
         SentenceTransformerEmbeddings(model, batch_size=0)
     with pytest.raises(ConfigError, match="device='cpu' is not usable: leave it out"):
         SentenceTransformerEmbeddings(model, device="cpu")
+
+
+def test_shared_embeddings_take_a_turn_for_each_batch_and_give_the_same_vectors() -> None:
+    turns: list[int] = []
+
+    class Counting(DeterministicFakeEmbedding):
+        def embed_documents(self, texts: list[str]) -> list[list[float]]:
+            turns[-1] = len(texts)
+            return super().embed_documents(texts)
+
+    @contextlib.contextmanager
+    def turn() -> Iterator[None]:
+        turns.append(0)
+        yield
+
+    inner, short = Counting(size=4), [f"{number}" for number in range(70)]
+    long = ["a" * 5_000, "b" * 5_000, "c" * 9_000]
+    shared = SharedEmbeddings(inner, turn)
+    assert shared.embed_documents([]) == []
+    for texts, batches in ((short, [32, 32, 6]), (long, [1, 1, 1]), ([*short[:3], *long[:1]], [4])):
+        turns.clear()
+        assert shared.embed_documents(texts) == DeterministicFakeEmbedding(size=4).embed_documents(texts)
+        assert turns == batches
