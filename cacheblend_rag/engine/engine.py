@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Unpack, cast
@@ -368,7 +368,7 @@ class BlendEngine:
             fit = pipeline.split(prompt, *_answer_room(options))
             with pipeline.look_up(fit) as lookup:
                 loading = pipeline.load(lookup, cancelled)
-                blend = pipeline.fuse(lookup, loading)
+                blend = pipeline.fuse(lookup, loading, partial(self._give_way, cancelled) if self._several else None)
             answer = self._decode(blend, options, sink)
             self._keep(pipeline.keep_session(blend, answer.token_ids))
         self.guard.watch(fit.prompt, answer, self._pipeline, self._scheduler, self._write_back)
@@ -655,9 +655,19 @@ class BlendEngine:
         """One token's pass, together with those of others under way."""
         return self._scheduler.step(inputs, self._batched_decode)
 
+    def _give_way(self, cancelled: Callable[[], bool]) -> None:
+        """Let others in, and those under way take a step, between two slices of a prefill."""
+        if cancelled():
+            raise GenerationError("the answer was given up while its prompt was prefilled")
+        self._scheduler.step(None, _none)
+
     def _check_open(self) -> None:
         if self._write_back.closed:
             raise ConfigError("engine", "closed", "make a new engine; this one was closed")
+
+
+def _none(given: Sequence[None]) -> Sequence[None]:
+    return given
 
 
 def _nobody() -> int:

@@ -359,9 +359,9 @@ class Pipeline:
         choice, found = self._choose(lookup.split, lookup.found)
         return Loading(found, choice, self._layers(lookup.split, found, clock, cancelled), clock, started)
 
-    def fuse(self, lookup: Lookup, loading: Loading | None) -> Blend:
-        """The KV of the whole prompt, and the logits of its last position."""
-        blend = self._plain(lookup) if loading is None else self._blended(lookup, loading)
+    def fuse(self, lookup: Lookup, loading: Loading | None, between: Callable[[], object] | None = None) -> Blend:
+        """The KV of the whole prompt, and the logits of its last position; see `ModelAdapter.prefill`."""
+        blend = self._plain(lookup, between) if loading is None else self._blended(lookup, loading)
         fit, report = lookup.fit, blend.fused.report
         seconds = dataclasses.replace(report.seconds, split=fit.seconds, look_up=lookup.seconds)
         documents = _uses(fit.prompt.documents, report.chunk_tiers)
@@ -373,11 +373,11 @@ class Pipeline:
         drops = self.config.overflow == "drop_chunks"
         check_all_fit(self.tokenizer, prompts, self.adapter.context_window, new_tokens, drops)
 
-    def _plain(self, lookup: Lookup) -> Blend:
+    def _plain(self, lookup: Lookup, between: Callable[[], object] | None) -> Blend:
         """Answer by the model's own prefill."""
         started, split = time.perf_counter(), lookup.split
         with self.packed():
-            result = self.adapter.prefill(split.input_ids)
+            result = self.adapter.prefill(split.input_ids, between)
         rows = torch.arange(len(split.input_ids), device=self.adapter.device)
         layers = self.adapter.num_layers
         report = dataclasses.replace(

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelAdapter", "Prefill"]
 
+# Tokens of one slice of a prefill that others may interrupt.
+_SLICE = 1024
+
 
 @dataclass(frozen=True)
 class _Blending:
@@ -441,11 +444,24 @@ class ModelAdapter:
                 layer.update(kv.keys, kv.values)
         return cache
 
-    def prefill(self, ids: Sequence[int]) -> Prefill:
-        """The model's own forward pass over all ids: plain prefill."""
+    def prefill(self, ids: Sequence[int], between: Callable[[], object] | None = None) -> Prefill:
+        """The model's own forward pass over all ids: plain prefill.
+
+        Parameters
+        ----------
+        ids : sequence of int
+        between : callable, optional
+            Ids are passed in slices, and this is called between two of them; others may use the model then.
+        """
         with self._plain():
             cache = let_grow(DynamicCache(config=self.config))
-            return Prefill(cache, self.extend(cache, ids, logits_to_keep=1)[-1])
+        size = len(ids) if between is None else _SLICE
+        for start in range(0, len(ids), size):
+            if start and between is not None:
+                between()
+            with self._plain():
+                logits = self.extend(cache, ids[start : start + size], logits_to_keep=1)[-1]
+        return Prefill(cache, logits)
 
     def extend(self, cache: Any, ids: Sequence[int], logits_to_keep: int = 0, gradients: bool = False) -> torch.Tensor:
         """The model's own forward pass over ids behind a cache, which grows by them.

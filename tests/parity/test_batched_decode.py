@@ -215,6 +215,47 @@ def test_a_request_is_let_in_between_two_tokens_of_another(engine: BlendEngine) 
         assert len(long.result(20).token_ids) == 16
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [(family, {}) for family in sorted(FAMILIES)] + [(family, changes) for family, changes in sorted(WINDOWS.items())],
+)
+def test_a_prefill_in_slices_is_the_whole_one(family: str, changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_rag.models.adapter._SLICE", 20)
+    model, ids, between = tiny.model(family, **changes), list(range(3, 93)), list[int]()
+    sliced = ModelAdapter(model).prefill(ids, lambda: between.append(1))
+    whole = tiny.full_prefill(model, ids)
+    assert len(between) == 4
+    assert_logits_close(sliced.logits, whole.logits[0, -1], model, len(ids))
+    assert_layers_close(sliced.cache.layers, tiny.cache_of(whole).layers, model)
+
+
+def test_a_request_is_let_in_between_two_slices_of_a_prefill(
+    engine: BlendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.models.adapter._SLICE", 10)
+    extend, passed, begun, waits = ModelAdapter.extend, list[int](), threading.Event(), threading.Event()
+
+    def noted(self: ModelAdapter, cache: Any, ids: Any, *others: Any, **more: Any) -> torch.Tensor:
+        passed.append(len(ids))
+        begun.set()
+        assert waits.wait(20)
+        return extend(self, cache, ids, *others, **more)
+
+    monkeypatch.setattr(ModelAdapter, "extend", noted)
+    long, short = Prompt(suffix=" ".join(["ash"] * 60)), Prompt(suffix="ash")
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(engine.generate, long, max_new_tokens=2)
+        assert begun.wait(20)
+        second = pool.submit(engine.generate, short, max_new_tokens=2)
+        until(lambda: engine._scheduler.awaited)
+        waits.set()
+        report = first.result(20).report
+        second.result(20)
+    assert len(passed) > 4
+    assert passed[1] < 10, "the second begins behind the first slice"
+    assert report.prompt_tokens == sum(passed) - passed[1]
+
+
 def test_one_at_a_time_is_what_it_was(engine: BlendEngine) -> None:
     one_by_one = engine.with_config(max_concurrent=1)
     first, second = Held(), Held()
@@ -398,17 +439,17 @@ def test_closing_waits_for_all_who_are_under_way() -> None:
     assert held.tokens == 12
 
 
-def test_warming_waits_for_answers_and_lets_later_ones_wait(engine: BlendEngine) -> None:
-    """One pass of warming may take as long as many tokens, so it does not come between two of them."""
+def test_warming_waits_for_answers_and_for_those_that_come_later(engine: BlendEngine) -> None:
+    """One pass of warming may take as long as many tokens, so it does not come between two of them at once."""
     held = Held()
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=12, logits_processor=[held])
         assert held.there.wait(20)
         warming = pool.submit(engine.warm, [tiny.text(40, 77)], progress=False)
-        until(lambda: len(engine._scheduler._line) == 1)
+        until(lambda: engine._scheduler._background)
         later = pool.submit(engine.generate, PROMPTS[1], max_new_tokens=2)
-        until(lambda: len(engine._scheduler._line) == 2)
+        until(lambda: engine._scheduler.awaited)
         held.go.set()
+        assert len(later.result(20).token_ids) == 2
         assert len(first.result(20).token_ids) == 12
         assert warming.result(20).computed == 1
-        assert len(later.result(20).token_ids) == 2

@@ -329,7 +329,8 @@ class Ingestion:
             self._read_for = name
         source = self._reader.read(library.incoming / file.id, file.name)
         self._say(name, file.job, "splitting", file.name, 0, 1)
-        chunks = split([source])
+        with self._base.engine.in_background():
+            chunks = split([source])
         if not chunks:
             raise DocumentError("the file holds no text")
         return chunks
