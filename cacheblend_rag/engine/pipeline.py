@@ -404,7 +404,8 @@ class Pipeline:
                 break
             except RecordLost as error:
                 _log.warning("%s; the prompt is blended again without it", error)
-                discard(self.store, error.key)
+                if error.damaged:
+                    discard(self.store, error.key)
                 lost += 1
                 lookup, loading = self._without(error.key, lookup, loading)
         took, clock = time.perf_counter() - loading.started, loading.clock

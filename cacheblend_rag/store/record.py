@@ -34,7 +34,16 @@ from cacheblend_rag.store.base import KVRecord, RecordInfo
 from cacheblend_rag.store.codecs import CODECS, DTYPES, Codec, codec_named
 from cacheblend_rag.store.encryption import SEAL_BYTES, Seal
 
-__all__ = ["START_BYTES", "EncodedRecord", "FileRecord", "LayerPlace", "RecordFormat", "encode_pieces", "record_bytes"]
+__all__ = [
+    "START_BYTES",
+    "EncodedRecord",
+    "FileRecord",
+    "LayerPlace",
+    "RecordFormat",
+    "encode_layers",
+    "encode_pieces",
+    "record_bytes",
+]
 
 _log = logging.getLogger(__name__)
 MAGIC = b"CBRAGKV\x02"
@@ -111,7 +120,25 @@ def encode_pieces(record: KVRecord, form: RecordFormat | None = None, key: str =
     A sealed file can be read under its key only. Pieces may be the memory of the record itself: a large one is copied
     only where it is written.
     """
-    form = form or RecordFormat()
+    head, table, layers = _encoded(record, form or RecordFormat(), key)
+    pieces: list[_Piece] = [head]
+    end = len(head)
+    for place, layer in zip(table, layers, strict=True):
+        pieces += [bytes(place.offset - end), *layer]
+        end = place.offset + place.size
+    return [piece for piece in (*pieces, bytes(_padded(end) - end)) if len(piece)]
+
+
+def encode_layers(record: KVRecord, form: RecordFormat, key: str) -> tuple[bytes, Sequence[Sequence[_Piece]]]:
+    """A record for a store that keeps layers one by one: magic and header, and each layer in pieces."""
+    head, _, layers = _encoded(record, form, key)
+    return head, layers
+
+
+def _encoded(
+    record: KVRecord, form: RecordFormat, key: str
+) -> tuple[bytes, list[LayerPlace], Sequence[Sequence[_Piece]]]:
+    """Magic and header, where each layer lies behind them, and each layer in pieces."""
     codec, layers = _encoded_layers(record, form.codec_of(record.info))
     shrunk = _compressed(layers) if form.compress else None
     layers = shrunk or layers
@@ -127,12 +154,7 @@ def encode_pieces(record: KVRecord, form: RecordFormat | None = None, key: str =
     if form.seal:
         header = form.seal.close(header, _place(key, "header"))
     magic, checksum = _SEALED_MAGIC if form.seal else MAGIC, zlib.crc32(header)
-    pieces: list[_Piece] = [magic + size.to_bytes(4, "little") + checksum.to_bytes(4, "little") + header]
-    end = START_BYTES + size
-    for place, layer in zip(table, layers, strict=True):
-        pieces += [bytes(place.offset - end), *layer]
-        end = place.offset + place.size
-    return [piece for piece in (*pieces, bytes(_padded(end) - end)) if len(piece)]
+    return magic + size.to_bytes(4, "little") + checksum.to_bytes(4, "little") + header, table, layers
 
 
 def _encoded_layers(record: KVRecord, codec: Codec) -> tuple[Codec, Sequence[Sequence[_Piece]]]:
