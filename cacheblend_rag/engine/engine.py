@@ -468,7 +468,7 @@ class BlendEngine:
             If some could not be erased, or not be looked for; all that could be erased are.
         """
         self._check_open()
-        self.flush()
+        self._write_back.flush()
         failed: list[StoreError] = []
         keys = self._records_of(chunks, prefix, failed, dependent=True)
         erased = 0
@@ -529,8 +529,9 @@ class BlendEngine:
         return self._write_back.seconds
 
     def flush(self) -> None:
-        """Wait until everything computed is stored."""
+        """Wait until everything computed is stored, on other machines too."""
         self._write_back.flush()
+        self.store.flush()
 
     def close(self) -> None:
         """Store what waits, then release everything; closing twice is harmless."""

@@ -498,9 +498,11 @@ class Pipeline:
         )
         if not self._ratio_policy.rule.reads_store:
             return Lookup(fit, split, Found(None, chunks, {}))
-        for segment in (*([prefix] if prefix else []), *chunks):
-            if segment.token_ids and segment.key not in records and (record := self._open(segment)) is not None:
-                records[segment.key] = record
+        wanted = {one.key: one for one in (*([prefix] if prefix else []), *chunks) if one.token_ids}
+        stored = self.store.open_all([key for key in wanted if key not in records])
+        for key, segment in wanted.items():  # in the order of the prompt
+            if key in stored and self._is_of(stored[key], segment):
+                records[key] = stored[key]
         opened += records.values()
         return Lookup(fit, split, Found(prefix, chunks, records), kept, opened)
 
@@ -516,17 +518,15 @@ class Pipeline:
         segment = self._chunk(behind, (), ids, regime)
         return dataclasses.replace(segment, key=f"{usual.key}{OTHER_FORM}{segment.key}")
 
-    def _open(self, segment: Segment) -> StoredKV | None:
-        record = self.store.open(segment.key)
-        if record is None:
-            return None
+    def _is_of(self, record: StoredKV, segment: Segment) -> bool:
+        """Whether a record is of a segment; one that is not is closed and erased."""
         # Behind which contexts it was computed is not ours to say.
         if dataclasses.replace(record.info, behind=()) == self.record_info(segment):
-            return record
+            return True
         _log.warning("KV record %s is of another segment or model and counts as a miss", segment.key)
         record.close()
         discard(self.store, segment.key)
-        return None
+        return False
 
     def _layers(self, split: TokenizedPrompt, found: Found, clock: ReadClock, cancelled: Callable[[], bool]) -> Waited:
         """Stored KV, layer by layer."""

@@ -16,13 +16,13 @@ from cacheblend_rag.errors import ConfigError, RecordError, StoreError, StoreUnr
 from cacheblend_rag.store.base import BaseStore, Claims, KVRecord, RecordInfo, StoredKV, discard
 from cacheblend_rag.store.encryption import Seal
 from cacheblend_rag.store.record import EncodedRecord, RecordFormat, record_bytes
+from cacheblend_rag.store.warnings import Warnings
 
-__all__ = ["Circuit", "RemoteStore", "Warnings", "check_address"]
+__all__ = ["Circuit", "RemoteStore", "check_address"]
 
 _log = logging.getLogger(__name__)
 
 _THREADS = 16
-_WARN_SECONDS = 30.0
 # Failures in a row after which a store counts as away, and how long until one call tries it again.
 _MOST_FAILURES = 3
 _PAUSE_SECONDS = 10.0
@@ -95,30 +95,6 @@ class Circuit:
             self._failures, self._until = 0, 0.0
         if closed:
             _log.warning("%s answers again", self._name)
-
-
-class Warnings:
-    """Logs the first of many warnings alike, and later how many there were.
-
-    Parameters
-    ----------
-    seconds : float
-        Time between two of them.
-    """
-
-    def __init__(self, seconds: float = _WARN_SECONDS) -> None:
-        self._seconds, self._lock = seconds, threading.Lock()
-        self._next, self._left_out = 0.0, 0
-
-    def warn(self, text: str, *values: object) -> None:
-        """Log it, unless another was logged a short time ago."""
-        with self._lock:
-            now = time.monotonic()
-            if now < self._next:
-                self._left_out += 1
-                return
-            left_out, self._left_out, self._next = self._left_out, 0, now + self._seconds
-        _log.warning(text + (f" ({left_out} more like this)" if left_out else ""), *values)
 
 
 class RemoteStore(Claims, BaseStore):
