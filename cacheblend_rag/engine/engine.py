@@ -13,7 +13,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import torch
 
@@ -47,7 +47,8 @@ from cacheblend_rag.models.lora import unwrapped
 from cacheblend_rag.prompt import Fitted, Prompt, PromptTokenizer, TokenizedPrompt
 from cacheblend_rag.prompt.contexts import finder
 from cacheblend_rag.report import FusedKV, Generation, WarmReport
-from cacheblend_rag.store import KVStore, open_store
+from cacheblend_rag.store import KVStore, StorePlaces, open_store
+from cacheblend_rag.store.factory import absolute_places, are_places
 
 __all__ = ["BlendEngine", "DecodeArguments"]
 
@@ -67,8 +68,9 @@ class BlendEngine:
         Its tokenizer.
     config : BlendConfig, optional
         Options; by default read from the environment, else the defaults.
-    store : KVStore, path or None
-        Where KV is kept: a store, a folder, or memory.
+    store : KVStore, path, address, list of these two, or None
+        Where KV is kept: a store; a folder; a store that machines share, such as ``"s3://bucket/kv"`` or
+        ``"valkey://host:6379/0"``; several of these, the nearest first; or memory.
     fingerprint : str, optional
         Identity of the model's own weights, adapters aside, where it is known already; by default they are read
         through.
@@ -96,14 +98,14 @@ class BlendEngine:
         tokenizer: Any,
         *,
         config: BlendConfig | None = None,
-        store: KVStore | str | os.PathLike[str] | None = None,
+        store: KVStore | StorePlaces | None = None,
         fingerprint: str | None = None,
     ) -> None:
         check_model_and_tokenizer(model, tokenizer)
         model = unwrapped(model)
         self.config = config or BlendConfig()
         self.model, self.tokenizer = model, tokenizer
-        self._owns_store = store is None or isinstance(store, (str, os.PathLike))
+        self._owns_store = store is None or are_places(store)
         adapter = ModelAdapter(model, like=self.config.like or None)
         self.store = open_store(store, self.config, beside_gpu=adapter.device.type == "cuda")
         segments = PromptTokenizer(tokenizer, self.config.separator)
@@ -124,7 +126,7 @@ class BlendEngine:
         model: str | os.PathLike[str],
         *,
         config: BlendConfig | None = None,
-        store: KVStore | str | os.PathLike[str] | None = None,
+        store: KVStore | StorePlaces | None = None,
         device: str = "auto",
         dtype: str = "auto",
         **model_kwargs: Any,
@@ -153,9 +155,9 @@ class BlendEngine:
         loaded = load_model(model, device=device, dtype=dtype, **model_kwargs)
         made = cls(loaded.model, loaded.tokenizer, config=config, store=store, fingerprint=loaded.fingerprint())
         if made._owns_store:
-            folder = None if store is None else os.path.abspath(cast(str, store))
+            places = absolute_places(store) if are_places(store) else None
             made._reopen = partial(
-                cls.from_pretrained, os.fspath(model), store=folder, device=device, dtype=dtype, **model_kwargs
+                cls.from_pretrained, os.fspath(model), store=places, device=device, dtype=dtype, **model_kwargs
             )
         return made
 

@@ -471,8 +471,11 @@ class Pipeline:
         if self._ratio_policy.controller is None:
             return self._ratio_policy.choose((), len(split.input_ids), 0, ""), found
         keys = list(dict.fromkeys(segment.key for segment in found.chunks if segment.key in found.records))
-        infos = [found.records[key].info for key in keys]
-        chunks = [ChunkKV(info.tokens, self.store.record_bytes(info)) for info in infos]
+        elsewhere = {tier.tier for tier in self.store.tiers or (self.store,) if tier.remote}
+        chunks = []
+        for record in (found.records[key] for key in keys):
+            device = record.tier if record.tier in elsewhere else ""
+            chunks.append(ChunkKV(record.info.tokens, self.store.record_bytes(record.info), device))
         tokens = len(split.input_ids)
         reused = sum(record.info.tokens for record in found.records.values())
         choice = self._ratio_policy.choose(chunks, tokens, max(0, tokens - reused), self.store.tier)

@@ -247,7 +247,7 @@ class RemoteStore(Claims, BaseStore):
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
-def check_address(url: str, schemes: Sequence[str], variables: str) -> None:
+def check_address(url: str, schemes: Sequence[str], variables: str, field: str = "store") -> None:
     """Refuse an address of another kind, or with a secret in it.
 
     Parameters
@@ -257,6 +257,8 @@ def check_address(url: str, schemes: Sequence[str], variables: str) -> None:
         What it may begin with.
     variables : str
         Where credentials belong.
+    field : str
+        Name of the option that it is the value of.
 
     Raises
     ------
@@ -266,6 +268,6 @@ def check_address(url: str, schemes: Sequence[str], variables: str) -> None:
     parts = urlsplit(url)
     if parts.username or parts.password or parts.query:
         remedy = f"leave user, password and query out of the address; credentials come from {variables}"
-        raise ConfigError("store", f"{parts.scheme}://…", remedy)
+        raise ConfigError(field, f"{parts.scheme}://…", remedy)
     if parts.scheme not in schemes:
-        raise ConfigError("store", url, "use an address that begins with " + ", ".join(f"{one}://" for one in schemes))
+        raise ConfigError(field, url, "use an address that begins with " + ", ".join(f"{one}://" for one in schemes))
