@@ -248,9 +248,9 @@ class TieredStore(BaseStore):
     def claim(self, key: str, wait: float = 0.0) -> Iterator[bool]:
         """See `KVStore.claim`; asked of the tier that processes share, then of those that machines share."""
         with ExitStack() as own, ExitStack() as remote:
-            mine = own.enter_context(self._keeping[0].claim(key, wait))
-            for tier in self._remote if self._keeping[0] not in self._remote else self._remote[1:]:
-                mine = mine and remote.enter_context(tier.claim(key, wait))
+            mine = True
+            for tier in (*[one for one in self._keeping if not one.remote][:1], *self._remote):
+                mine = mine and (remote if tier.remote else own).enter_context(tier.claim(key, wait))
             yield mine
             # Other machines wait until the record has reached them.
             self._behind.afterwards(key, remote.pop_all().close)

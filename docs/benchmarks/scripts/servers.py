@@ -40,8 +40,10 @@ def s3_server(port: int = 0) -> Iterator[int]:
     """An S3 server with nothing in it; its port."""
     server = ThreadedMotoServer(ip_address=_LOOPBACK, port=port, verbose=False)
     server.start()
+    port = int(server.get_host_and_port()[1])
+    make_bucket(port, "first")  # which loads what later requests need
     try:
-        yield server.get_host_and_port()[1]
+        yield port
     finally:
         server.stop()
 

@@ -1,0 +1,163 @@
+"""What is done to stores on other machines to see whether they can be trusted: away, slow, altered, crowded."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.report import FusedKV
+from cacheblend_rag.store import KVStore, MemoryStore
+from docs.benchmarks.scripts.faults import is_right, record_of, same_result
+from tests.toy import MODEL_PATH
+
+__all__ = ["Answered", "RemoteTrials", "clients_at_once"]
+
+_LAYERS = 8
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a request gave.
+
+    Parameters
+    ----------
+    hits : int
+        Chunks read from the store, of three.
+    right : bool
+        Whether the result is bit by bit that of a run with these chunks in memory, and without the others.
+    seconds : float
+    """
+
+    hits: int
+    right: bool
+    seconds: float
+
+
+class RemoteTrials:
+    """One prompt of three chunks over a tiny model, asked over any store. A chunk's KV takes about a megabyte."""
+
+    def __init__(self) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+        torch.manual_seed(0)
+        shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+        config = LlamaConfig(vocab_size=len(self._tokenizer), num_hidden_layers=_LAYERS, initializer_range=0.3, **shape)
+        self._model = LlamaForCausalLM(config).eval()
+        self.chunks = [
+            " ".join(f"The {thing} was mended in {year}." for year in range(1900, 1916))
+            for thing in ("harbour", "mill", "bridge")
+        ]
+        self._prompt = Prompt("Read this.\n", self.chunks, "\nQuestion: When was the mill mended?\nAnswer:")
+        self._expected: dict[tuple[bool, ...], FusedKV] = {}
+
+    def engine(self, store: Any, **options: Any) -> BlendEngine:
+        """An engine over a store, which stores nothing by itself unless told so."""
+        given: dict[str, Any] = {"min_tokens": 0, "condition": "sink", "recompute_ratio": 0.2, "write_back": "off"}
+        given |= {"memory_limit": "10MB"} | options
+        config = BlendConfig(**given)
+        return BlendEngine(self._model, self._tokenizer, config=config, store=store, fingerprint="trials")
+
+    def warm(self, engine: BlendEngine, chunks: Sequence[str] | None = None) -> None:
+        """Store chunks, by default all; one by one, since each bit depends on what is computed in the same pass."""
+        for chunk in self.chunks if chunks is None else chunks:
+            engine.warm([chunk], progress=False)
+
+    def ask(self, engine: BlendEngine) -> Answered:
+        """Fuse the prompt, and compare."""
+        started = time.perf_counter()
+        fused = engine.fuse(self._prompt)
+        seconds = time.perf_counter() - started
+        hits = tuple(map(bool, fused.report.chunk_tiers))
+        return Answered(sum(hits), same_result(fused, self._only(hits, fused.report.prefix_hit)), seconds)
+
+    def _only(self, hits: tuple[bool, ...], prefix: bool) -> FusedKV:
+        """The result of a run in which only these chunks, and perhaps the prefix, were ever stored, in memory."""
+        known = (*hits, prefix)
+        if known not in self._expected:
+            with self.engine(MemoryStore()) as engine:
+                if prefix:
+                    engine.with_config(write_back="inline").fuse(self._prompt)
+                    engine.forget(self.chunks)
+                self.warm(engine, [chunk for chunk, hit in zip(self.chunks, hits, strict=True) if hit])
+                self._expected[known] = engine.fuse(self._prompt)
+        return self._expected[known]
+
+
+def clients_at_once(
+    opened: Callable[[], KVStore], clients: int, seconds: float, fault: Callable[[float], None] | None = None
+) -> dict[str, int]:
+    """Let clients read, write and delete at random in one store, each through a store object of its own.
+
+    Parameters
+    ----------
+    opened : callable
+        Makes one of these objects.
+    clients : int
+    seconds : float
+    fault : callable, optional
+        Called again and again meanwhile, with the seconds that are left.
+
+    Returns
+    -------
+    dict of str to int
+        ``reads``, ``hits``, ``lost`` (records that were gone while they were read), ``writes``, ``deletions``,
+        ``refused`` (calls that ended in an error of the store's own), ``wrong`` and ``longest`` (of one call, in
+        milliseconds).
+    """
+    counts, lock, end = Counter[str](), threading.Lock(), time.monotonic() + seconds
+
+    def client(seed: int) -> None:
+        chooser, own, longest = random.Random(seed), Counter[str](), 0.0
+        with closing(opened()) as store:
+            while time.monotonic() < end:
+                started = time.monotonic()
+                own += Counter(_one_call(store, chooser))
+                longest = max(longest, time.monotonic() - started)
+        with lock:
+            counts.update(own)
+            counts["longest"] = max(counts["longest"], round(longest * 1000))
+
+    with ThreadPoolExecutor(clients) as pool:
+        done = [pool.submit(client, seed) for seed in range(clients)]
+        while fault is not None and (left := end - time.monotonic()) > 0:
+            fault(left)
+        for one in done:
+            one.result()
+    return {name: counts[name] for name in _COUNTED}
+
+
+_COUNTED: Sequence[str] = ("reads", "hits", "lost", "writes", "deletions", "refused", "wrong", "longest")
+
+
+def _one_call(store: KVStore, chooser: random.Random) -> list[str]:
+    number, what = chooser.randrange(30), chooser.random()
+    try:
+        if what < 0.6:
+            stored = store.open(str(number))
+            if stored is None:
+                return ["reads"]
+            with closing(stored):
+                try:
+                    return ["reads", "hits"] + ["wrong"] * (not is_right(stored, number))
+                except StoreError:
+                    return ["reads", "lost"]
+        if what < 0.9:
+            store.put(str(number), record_of(number))
+            return ["writes"]
+        store.delete(str(number))
+        return ["deletions"]
+    except StoreError:
+        return ["refused"]
