@@ -45,7 +45,7 @@ class Circuit:
     """
 
     def __init__(self, name: str, pause: float = _PAUSE_SECONDS) -> None:
-        self._name, self._pause = name, pause
+        self._name, self.pause = name, pause
         self._lock = threading.Lock()
         self._failures, self._until = 0, 0.0
 
@@ -77,14 +77,14 @@ class Circuit:
             if now < self._until:
                 raise StoreUnreachableError(f"{self._name} is away and is tried again in {self._until - now:.0f} s")
             if self._until:  # this call tries it; the others go on without
-                self._until = now + self._pause
+                self._until = now + self.pause
 
     def _failed(self, error: StoreUnreachableError, seconds: float) -> None:
         with self._lock:
             self._failures += 1
             was_open = bool(self._until)
             if seconds > _LONG_SECONDS or self._failures >= _MOST_FAILURES:
-                self._until = time.monotonic() + self._pause
+                self._until = time.monotonic() + self.pause
             opened = bool(self._until) and not was_open
         if opened:
             _log.warning("%s is away: KV there counts as missing until it answers again (%s)", self._name, error)

@@ -8,15 +8,12 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import obstore
 import pytest
 import valkey
-from obstore.store import from_url
 
 from cacheblend_rag.errors import ConfigError, RecordError, StoreError
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore
@@ -24,7 +21,7 @@ from cacheblend_rag.store.remote import RemoteStore
 from cacheblend_rag.store.s3 import S3Store
 from cacheblend_rag.store.tombstones import TombstonedStore
 from cacheblend_rag.store.valkey import ValkeyStore
-from docs.benchmarks.scripts.remote_faults import RemoteTrials, clients_at_once
+from docs.benchmarks.scripts.remote_faults import Place, RemoteTrials, clients_at_once, s3_place, valkey_place
 from docs.benchmarks.scripts.servers import Proxy, free_port, make_bucket, s3_environment, s3_server, valkey_server
 from tests.contract.store_contract import make, same
 
@@ -51,55 +48,12 @@ def s3_port() -> Iterator[int]:
         yield port
 
 
-@dataclass
-class Place:
-    """A store behind a proxy, and what alters what is in it."""
-
-    proxy: Proxy
-    opened: Callable[..., RemoteStore]
-    alter: Callable[[Callable[[bytes], bytes | None]], None]
-
-
-def alter_bucket(bucket: str, change: Callable[[bytes], bytes | None]) -> None:
-    client = from_url(f"s3://{bucket}/kv", client_options={"allow_http": True})
-    for path in [one["path"] for some in obstore.list(client) for one in some]:
-        changed = change(bytes(obstore.get(client, path).bytes()))
-        if changed is None:
-            obstore.delete(client, path)
-        else:
-            obstore.put(client, path, changed)
-
-
-def alter_server(port: int, change: Callable[[bytes], bytes | None]) -> None:
-    """The third layer of every record."""
-    with closing(valkey.Valkey(port=port)) as client:
-        for key in client.keys("*}:2"):
-            changed = change(client.get(key))
-            if changed is None:
-                client.delete(key)
-            else:
-                client.set(key, changed)
-
-
 @pytest.fixture(params=["s3", "valkey"])
 def place(request: Any, valkey_port: int, s3_port: int) -> Iterator[Place]:
-    if request.param == "valkey":
-        with Proxy(valkey_port) as proxy, closing(valkey.Valkey(port=valkey_port)) as client:
-            client.flushall()
-            yield Place(
-                proxy,
-                lambda timeout=TIMEOUT: ValkeyStore(f"valkey://127.0.0.1:{proxy.port}/0", timeout=timeout),
-                lambda change: alter_server(valkey_port, change),
-            )
-        return
-    bucket = f"faults-{next(_names)}"
-    make_bucket(s3_port, bucket)
-    with Proxy(s3_port) as proxy, s3_environment(proxy.port):
-        yield Place(
-            proxy,
-            lambda timeout=TIMEOUT: S3Store(f"s3://{bucket}/kv", timeout=timeout),
-            lambda change: alter_bucket(bucket, change),
-        )
+    opened = valkey_place(valkey_port) if request.param == "valkey" else s3_place(s3_port, f"faults-{next(_names)}")
+    with opened as made:
+        made.timeout = TIMEOUT
+        yield made
 
 
 @pytest.fixture
@@ -145,7 +99,7 @@ def test_seconds_of_latency(place: Place, trials: RemoteTrials, warm: Any, caplo
 
 def test_a_trickle(place: Place, trials: RemoteTrials, warm: Any) -> None:
     """Bytes come, but too few of them."""
-    place.proxy.rate = 100_000
+    place.proxy.rate = 20_000
     asked = trials.ask(warm)
     assert asked.right
     assert asked.hits < 3
@@ -212,7 +166,7 @@ def test_a_tombstone_holds_while_the_store_is_away(place: Place) -> None:
 
 def test_a_store_that_comes_back_is_used_again(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     with closing(place.opened()) as store:
-        store.reads._pause = 0.2  # in place of ten seconds
+        store.reads.pause = 0.2  # in place of ten seconds
         store.put("a", make(1))
         place.proxy.silent = True
         assert store.open("a") is None
@@ -228,7 +182,7 @@ def test_a_server_that_is_killed_while_it_is_read_and_started_anew(trials: Remot
     with valkey_server(port) as server, Proxy(port) as proxy:
         store = ValkeyStore(f"valkey://127.0.0.1:{proxy.port}/0", timeout=TIMEOUT)
         stores.append(store)
-        store.reads._pause = store.writes._pause = 0.2
+        store.reads.pause = store.writes.pause = 0.2
         with trials.engine(store) as engine:
             trials.warm(engine)
             proxy.rate = 10e6
@@ -339,7 +293,7 @@ def test_twenty_clients_at_once_while_connections_are_cut(place: Place) -> None:
         time.sleep(min(0.3, left))
         place.proxy.cut()
 
-    seen = clients_at_once(lambda: place.opened(timeout=5.0), clients=20, seconds=2.0, fault=fault)
+    seen = clients_at_once(lambda: place.opened(5.0), clients=20, seconds=2.0, fault=fault)
     assert seen["wrong"] == 0
     assert seen["hits"]
     assert seen["writes"]

@@ -45,6 +45,7 @@ RAG_OPTIONS = (
         flag="shared-store",
         metavar="ADDRESS",
         help="KV that machines share: s3://bucket/kv, valkey://host:6379/0",
+        shown="none",
     ),
     Option("device", "auto", str, flag="device", help='"auto", "cpu", "cuda", …'),
     Option("dtype", "auto", str, flag="dtype", help='"auto", "float32", "bfloat16" or "float16"'),

@@ -6,13 +6,16 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
+import obstore
 import torch
+import valkey
+from obstore.store import from_url
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from cacheblend_rag.config import BlendConfig
@@ -21,12 +24,78 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import FusedKV
 from cacheblend_rag.store import KVStore, MemoryStore
+from cacheblend_rag.store.remote import RemoteStore
+from cacheblend_rag.store.s3 import S3Store
+from cacheblend_rag.store.valkey import ValkeyStore
 from docs.benchmarks.scripts.faults import is_right, record_of, same_result
+from docs.benchmarks.scripts.servers import Proxy, make_bucket, s3_environment
 from tests.toy import MODEL_PATH
 
-__all__ = ["Answered", "RemoteTrials", "clients_at_once"]
+__all__ = ["Answered", "Place", "RemoteTrials", "clients_at_once", "s3_place", "valkey_place"]
 
 _LAYERS = 8
+Change: TypeAlias = Callable[[bytes], bytes | None]
+
+
+@dataclass
+class Place:
+    """A store behind a proxy, and what alters what is in it.
+
+    Parameters
+    ----------
+    proxy : Proxy
+    make : callable
+        Makes a store object, given the seconds that a call may take.
+    alter : callable
+        Changes a piece of every record: takes what gives the new bytes of the old, or None to delete them.
+    timeout : float
+        These seconds, where nothing else is said.
+    """
+
+    proxy: Proxy
+    make: Callable[[float], RemoteStore]
+    alter: Callable[[Change], None]
+    timeout: float = 2.0
+
+    def opened(self, timeout: float | None = None) -> RemoteStore:
+        """A new store object."""
+        return self.make(timeout or self.timeout)
+
+
+@contextmanager
+def s3_place(port: int, bucket: str) -> Iterator[Place]:
+    """A new bucket of an S3 server."""
+
+    def alter(change: Change) -> None:
+        client = from_url(f"s3://{bucket}/kv", client_options={"allow_http": True})
+        for path in [one["path"] for some in obstore.list(client) for one in some]:
+            changed = change(bytes(obstore.get(client, path).bytes()))
+            if changed is None:
+                obstore.delete(client, path)
+            else:
+                obstore.put(client, path, changed)
+
+    make_bucket(port, bucket)
+    with Proxy(port) as proxy, s3_environment(proxy.port):
+        yield Place(proxy, lambda timeout: S3Store(f"s3://{bucket}/kv", timeout=timeout), alter)
+
+
+@contextmanager
+def valkey_place(port: int) -> Iterator[Place]:
+    """A Valkey server, emptied. What is altered is the third layer of every record."""
+    with Proxy(port) as proxy, closing(valkey.Valkey(port=port)) as client:
+
+        def alter(change: Change) -> None:
+            for key in client.keys("*}:2"):
+                changed = change(client.get(key))
+                if changed is None:
+                    client.delete(key)
+                else:
+                    client.set(key, changed)
+
+        client.flushall()
+        url = f"valkey://127.0.0.1:{proxy.port}/0"
+        yield Place(proxy, lambda timeout: ValkeyStore(url, timeout=timeout), alter)
 
 
 @dataclass(frozen=True)

