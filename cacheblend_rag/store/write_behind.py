@@ -52,8 +52,13 @@ class WriteBehind:
                 name = ", ".join(tier.tier for tier in tiers)
                 self._full.warn("KV record %s is not written to %s: too much waits to be written", key, name)
                 return False
+            before = self._waiting.get(key)
             self._drop(key)
-            self._waiting[key] = _Waiting(record, tiers, size)
+            waiting = _Waiting(record, tiers, size)
+            if before is not None:  # it goes where the other was to go, too
+                waiting.tiers = tuple(dict.fromkeys((*before.tiers, *tiers)))
+                waiting.afterwards = before.afterwards
+            self._waiting[key] = waiting
             self._held += size
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="kv-write-behind", daemon=True)
@@ -99,10 +104,11 @@ class WriteBehind:
         with self._changed:
             self._changed.wait_for(lambda: not self._waiting and not self._busy, timeout=_CLOSE_SECONDS)
             self._closed = True
-            for key in list(self._waiting):
-                self._full.warn("KV record %s is not written: the store was closed", key)
-                self._drop(key)
+            left = list(self._waiting)
             self._changed.notify_all()
+        for key in left:
+            self._full.warn("KV record %s is not written: the store was closed", key)
+            self.drop(key)
 
     def _work(self) -> None:
         while True:
