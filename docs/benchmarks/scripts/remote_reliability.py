@@ -80,7 +80,7 @@ def requests(
         sum(not one.right for one in answers),
         sum(one.seconds > _LONGEST for one in answers),
         sum(one.hits for one in answers),
-        max(one.seconds for one in answers),
+        max((one.seconds for one in answers), default=0.0),
     )
 
 
