@@ -48,7 +48,7 @@ def s3_server(port: int = 0) -> Iterator[int]:
     make_bucket(port, "first")
     with s3_environment(port):  # the first requests take seconds
         client = from_url("s3://first", client_options={"allow_http": True})
-        obstore.put(client, "object", b"0", mode="create")
+        obstore.put(client, "object", b"0")
         obstore.get(client, "object").bytes()
     try:
         yield port
