@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Protocol, TypeGuard, cast, runtime_checkable
 
 import torch
 
@@ -379,13 +379,10 @@ class BaseStore:
     folder: Path | None = None
     on_evict: OnEvict | None = None
 
-    def open(self, key: str) -> StoredKV | None:
-        """See `KVStore.open`."""
-        raise NotImplementedError
-
     def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
         """See `KVStore.open_all`; one after another."""
-        found = {key: self.open(key) for key in keys}
+        store = cast(KVStore, self)  # what inherits from it has the rest
+        found = {key: store.open(key) for key in keys}
         return {key: record for key, record in found.items() if record is not None}
 
     def flush(self) -> None:
