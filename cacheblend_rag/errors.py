@@ -9,7 +9,8 @@
     ├── UnsupportedModelError               the blended pass does not know this model
     ├── ModelLoadError                      a model or tokenizer could not be loaded
     ├── StoreError                          the KV store cannot be opened or used
-    │   └── RecordError                     one record is damaged, foreign or of another version
+    │   ├── RecordError                     one record is damaged, foreign or of another version
+    │   └── StoreUnreachableError           a store on another machine does not answer now
     ├── DocumentError                       a document or folder cannot be read
     ├── DatasetError (ValueError)           a file of questions has lines that cannot be used
     ├── EmbedderError                       an embedding model cannot be loaded or used
@@ -34,6 +35,7 @@ __all__ = [
     "PromptError",
     "RecordError",
     "StoreError",
+    "StoreUnreachableError",
     "UnsupportedModelError",
 ]
 
@@ -109,6 +111,10 @@ class StoreError(CacheBlendError):
 
 class RecordError(StoreError):
     """One stored record is damaged, foreign or of an unknown version; callers treat it as a miss."""
+
+
+class StoreUnreachableError(StoreError):
+    """A store on another machine does not answer now; what it holds may be whole, and counts as a miss."""
 
 
 class DocumentError(CacheBlendError):

@@ -38,6 +38,7 @@ PAGES = {
     "contributing.md": r"2 hits, [1-9]\d* tokens recomputed on each layer\n2 hits\n",
     "reference/options.md": r"\d+ \d+ \([\d, ]+\)\n",
     "reference/selection.md": "",
+    "how-to/shared-kv.md": r"first 0 hits, from \(.*\)\nsecond 2 hits, from \('s3', 's3'\)\n",
     "explanation/loading.md": r"\w+ \d\.\d\d s to load, \d\.\d\d s to recompute\n\d+\.\d\d dollars for 100 GB .+\n",
 }
 # Runs scripts one after another, each in a folder of its own. They read short articles if there are some. Their index

@@ -35,6 +35,8 @@ HOMES = {
     # The fusor's check at load names transformers' version, no more.
     "transformers": ("models", "engine", "fusor.self_check", "retrieval", "calibration"),
     "diskcache": ("store.disk",),
+    "obstore": ("store.s3",),
+    "valkey": ("store.valkey",),
     "faiss": ("retrieval", "llama_index.vector_store"),
     "sentence_transformers": ("retrieval", "llama_index.embedding"),
     "langchain": ("langchain",),

@@ -91,11 +91,11 @@ class FolderRAG:
 
     def _load(self, folder: Path, config: BlendConfig, wrapped: Callable[[KVStore], KVStore] | None) -> None:
         options = self.options
-        self._store = wrapped and wrapped(open_store(folder / "kv", config, beside_gpu=options.on_gpu))
+        self._store = wrapped and wrapped(open_store(options.store_places, config, beside_gpu=options.on_gpu))
         self.engine = BlendEngine.from_pretrained(
             options.model,
             config=config,
-            store=self._store or folder / "kv",
+            store=self._store or options.store_places,
             device=options.device,
             dtype=options.dtype,
         )

@@ -47,6 +47,9 @@ class FolderRAGOptions:
         Most tokens of an answer.
     data_dir : path, optional
         Where index and KV store are kept; by default a folder in the user's cache.
+    shared_store : str, optional
+        Address of a KV store that machines share, below the one in the data folder: ``"s3://bucket/kv"`` or
+        ``"valkey://host:6379/0"``.
     device, dtype : str
         See `BlendEngine.from_pretrained`.
     config : BlendConfig
@@ -64,6 +67,7 @@ class FolderRAGOptions:
     top_k: int = 6
     max_new_tokens: int = 64
     data_dir: str | os.PathLike[str] | None = None
+    shared_store: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     config: BlendConfig
@@ -75,6 +79,10 @@ class FolderRAGOptions:
         for name in ("docs", "data_dir"):
             if getattr(self, name) == "":  # not the folder the program happens to run in
                 raise ConfigError(name, "", "name a folder")
+        if self.shared_store is not None:
+            from cacheblend_rag.store.factory import check_remote
+
+            check_remote(self.shared_store, "shared_store")
         if not _DEVICE.fullmatch(self.device):
             raise ConfigError("device", self.device, 'use "auto", "cpu", "cuda" or "cuda:0"')
 
@@ -112,6 +120,11 @@ class FolderRAGOptions:
     def data_path(self) -> Path:
         """Folder of index and KV store."""
         return Path(self.data_dir) if self.data_dir is not None else default_data_path()
+
+    @property
+    def store_places(self) -> list[str]:
+        """Where KV is kept, the nearest first."""
+        return [str(self.data_path / "kv"), *filter(None, [self.shared_store])]
 
     @property
     def blending(self) -> BlendConfig:

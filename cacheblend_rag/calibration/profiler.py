@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import random
+import secrets
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,8 +26,10 @@ from cacheblend_rag.engine.ratio_policy import profile_path
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.loading import Device, MachineProfile, PrefillProfile
 from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.store import KVStore, MemoryStore
+from cacheblend_rag.store import KVRecord, KVStore, MemoryStore, StoredKV
+from cacheblend_rag.store.base import copy_layer
 
 __all__ = [
     "BlendTime",
@@ -39,6 +42,7 @@ __all__ = [
     "measure_gpu_copy",
     "measure_memory",
     "measure_prefill",
+    "measure_remote",
     "profile_machine",
     "read_files",
     "time_blends",
@@ -47,6 +51,8 @@ __all__ = [
 _CHUNKS = 4
 _RATIOS = (0.15, 0.5)
 _LEAST_CHUNK = 16
+# Shape of the record by which a store on another machine is measured, in float32.
+_LAYERS, _HEADS, _DIM = 16, 8, 64
 
 
 @dataclass(frozen=True)
@@ -280,6 +286,48 @@ def measure_gpu_copy(device: torch.device, size: int = 64 * 10**6) -> Device:
     return Device("gpu", throughput=size / min(timed(copy) for _ in range(4)))
 
 
+def measure_remote(store: KVStore, size: int = 64 * 10**6) -> Device:
+    """Throughput and latency of a store on another machine, by a record that is written, read and erased.
+
+    Parameters
+    ----------
+    store : KVStore
+    size : int
+        Bytes of the record.
+
+    Raises
+    ------
+    StoreError
+        If the store cannot be written, or does not answer.
+    """
+    tokens = max(1, size // (_LAYERS * 2 * _HEADS * _DIM * 4))
+    layers = tuple(torch.rand((_HEADS, tokens, _DIM)) for _ in range(_LAYERS))
+    record = KVRecord.of(
+        SegmentKV(layers, layers, rotated=False), fingerprint="profile", context_ids=(), token_ids=(0,) * tokens
+    )
+    key, target = f"profile-{secrets.token_hex(8)}", torch.empty((2, _HEADS, tokens, _DIM))
+
+    def opened() -> StoredKV:
+        found = store.open(key)
+        if found is None:
+            raise StoreError(f"cannot measure {store.tier}: what was written there cannot be read")
+        return found
+
+    def read() -> None:
+        with contextlib.closing(opened()) as found:
+            for layer in range(_LAYERS):
+                copy_layer(found, layer, target[0], target[1])
+
+    try:
+        store.put(key, record)
+        latency = statistics.median(timed(lambda: opened().close()) for _ in range(8))
+        seconds = min(timed(read) for _ in range(3)) - latency
+    finally:
+        with contextlib.suppress(StoreError):
+            store.delete(key)
+    return Device(store.tier, throughput=_LAYERS * target.nbytes / max(seconds, 1e-9), latency=latency)
+
+
 def profile_machine(
     engine: BlendEngine, *, lengths: Sequence[int] = (256, 512, 1024, 2048), size: int = 256 * 10**6
 ) -> tuple[MachineProfile, Path]:
@@ -299,6 +347,7 @@ def profile_machine(
     devices = {"disk": measure_folder(path.parent, size), "memory": measure_memory()}
     if engine.adapter.device.type == "cuda":
         devices["gpu"] = measure_gpu_copy(engine.adapter.device)
+    devices |= {tier.tier: measure_remote(tier, size) for tier in engine.store.tiers if tier.remote}
     with engine.products():  # as requests are computed
         prefill = fit_prefill(measure_prefill(engine.adapter, lengths))
     prefill = measure_blend(engine, prefill, lengths)

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 import torch
 
@@ -48,7 +48,8 @@ from cacheblend_rag.models.lora import unwrapped
 from cacheblend_rag.prompt import Fitted, Prompt, PromptTokenizer, TokenizedPrompt
 from cacheblend_rag.prompt.contexts import finder
 from cacheblend_rag.report import FusedKV, Generation, WarmReport
-from cacheblend_rag.store import KVStore, open_store
+from cacheblend_rag.store import KVStore, StorePlaces, open_store
+from cacheblend_rag.store.factory import absolute_places, are_places
 
 __all__ = ["BlendEngine", "DecodeArguments"]
 
@@ -68,8 +69,9 @@ class BlendEngine:
         Its tokenizer.
     config : BlendConfig, optional
         Options; by default read from the environment, else the defaults.
-    store : KVStore, path or None
-        Where KV is kept: a store, a folder, or memory.
+    store : KVStore, path, address, list of these two, or None
+        Where KV is kept: a store; a folder; a store that machines share, such as ``"s3://bucket/kv"`` or
+        ``"valkey://host:6379/0"``; several of these, the nearest first; or memory.
     fingerprint : str, optional
         Identity of the model's own weights, adapters aside, where it is known already; by default they are read
         through.
@@ -97,14 +99,14 @@ class BlendEngine:
         tokenizer: Any,
         *,
         config: BlendConfig | None = None,
-        store: KVStore | str | os.PathLike[str] | None = None,
+        store: KVStore | StorePlaces | None = None,
         fingerprint: str | None = None,
     ) -> None:
         check_model_and_tokenizer(model, tokenizer)
         model = unwrapped(model)
         self.config = config or BlendConfig()
         self.model, self.tokenizer = model, tokenizer
-        self._owns_store = store is None or isinstance(store, (str, os.PathLike))
+        self._owns_store = store is None or are_places(store)
         adapter = ModelAdapter(model, like=self.config.like or None)
         self.store = open_store(store, self.config, beside_gpu=adapter.device.type == "cuda")
         segments = PromptTokenizer(tokenizer, self.config.separator)
@@ -125,7 +127,7 @@ class BlendEngine:
         model: str | os.PathLike[str],
         *,
         config: BlendConfig | None = None,
-        store: KVStore | str | os.PathLike[str] | None = None,
+        store: KVStore | StorePlaces | None = None,
         device: str = "auto",
         dtype: str = "auto",
         **model_kwargs: Any,
@@ -154,9 +156,9 @@ class BlendEngine:
         loaded = load_model(model, device=device, dtype=dtype, **model_kwargs)
         made = cls(loaded.model, loaded.tokenizer, config=config, store=store, fingerprint=loaded.fingerprint())
         if made._owns_store:
-            folder = None if store is None else os.path.abspath(cast(str, store))
+            places = absolute_places(store) if are_places(store) else None
             made._reopen = partial(
-                cls.from_pretrained, os.fspath(model), store=folder, device=device, dtype=dtype, **model_kwargs
+                cls.from_pretrained, os.fspath(model), store=places, device=device, dtype=dtype, **model_kwargs
             )
         return made
 
@@ -471,7 +473,7 @@ class BlendEngine:
             If some could not be erased, or not be looked for; all that could be erased are.
         """
         self._check_open()
-        self.flush()
+        self._write_back.flush()
         failed: list[StoreError] = []
         keys = self._records_of(chunks, prefix, failed, dependent=True)
         erased = 0
@@ -532,8 +534,9 @@ class BlendEngine:
         return self._write_back.seconds
 
     def flush(self) -> None:
-        """Wait until everything computed is stored."""
+        """Wait until everything computed is stored, on other machines too."""
         self._write_back.flush()
+        self.store.flush()
 
     def close(self) -> None:
         """Store what waits, then release everything; closing twice is harmless."""

@@ -24,6 +24,9 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import call_rests, check_choice
 from cacheblend_rag.prompt.matching import known_chunks, written_forms
 from cacheblend_rag.report import AnswerStats, BlendReport, Generation, Tally, WarmReport
+from cacheblend_rag.store import StorePlaces
+from cacheblend_rag.store.base import UNLIMITED
+from cacheblend_rag.store.factory import are_places
 
 __all__ = ["AnswerFields", "EngineFields", "LoadFields", "ModelFields"]
 
@@ -89,7 +92,7 @@ class EngineFields(LoadFields, total=False):
 
     engine: BlendEngine
     model_id: str | None
-    store: str | None
+    store: str | list[str] | None
     blend: dict[str, Any]
 
 
@@ -102,8 +105,9 @@ class ModelFields(BaseModel):
         What answers. Without one, it is made of the fields that follow.
     model_id : str
         Model that an engine is made of: a folder, or an id that transformers can resolve.
-    store : str, optional
-        Folder where KV is kept; memory if there is none.
+    store : str or list of str, optional
+        Where KV is kept: a folder, the address of a store that machines share (``"s3://bucket/kv"``,
+        ``"valkey://host:6379/0"``), or several, the nearest first; memory if there is none.
     device, dtype : str
         Where the model runs and in which element type, as for `BlendEngine.from_pretrained`.
     model_kwargs : dict
@@ -165,7 +169,7 @@ class ModelFields(BaseModel):
     engine: BlendEngine = Field(default=None, exclude=True, repr=False)  # type: ignore[assignment]
     config: BlendConfig | None = Field(default=None, exclude=True, repr=False)
     model_id: str | None = None
-    store: str | None = None
+    store: str | list[str] | None = None
     device: str = "auto"
     dtype: str = "auto"
     model_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -246,7 +250,7 @@ class ModelFields(BaseModel):
         if self.engine is None:  # while it is made
             return
         yield "model", self.model_name
-        yield "store", str(self.engine.store.folder or "memory")
+        yield "store", str(self.engine.store.folder or self.engine.store.tier or "memory")
         yield from self.engine.config.changed().items()
         for name in (*_DECODING, "stop", "timeout"):
             field = ModelFields.model_fields[name]
@@ -277,17 +281,20 @@ class ModelFields(BaseModel):
         )
 
     @classmethod
-    def _of_id(cls, model_id: str | os.PathLike[str], store: str | os.PathLike[str] | None, **fields: Any) -> Self:
+    def _of_id(cls, model_id: str | os.PathLike[str], store: StorePlaces | None, **fields: Any) -> Self:
         """A model made by its id or path."""
         if not isinstance(model_id, (str, os.PathLike)):
             remedy = "give a path or an id; use from_model for a model with its tokenizer"
             raise ConfigError("model_id", type(model_id).__name__, remedy)
-        if store is not None and not isinstance(store, (str, os.PathLike)):
-            remedy = (
-                "give a folder; for a store of your own use from_engine(BlendEngine.from_pretrained(…, store=store))"
-            )
+        if store is not None and not are_places(store):
+            own = "from_engine(BlendEngine.from_pretrained(…, store=store))"
+            remedy = f"give a folder, an address, or a list of them; for a store of your own use {own}"
             raise ConfigError("store", type(store).__name__, remedy)
-        return cls(model_id=os.fspath(model_id), store=None if store is None else os.fspath(store), **fields)
+        if isinstance(store, os.PathLike):
+            store = os.fspath(store)
+        elif isinstance(store, (list, tuple)):
+            store = [os.fspath(place) for place in store]
+        return cls(model_id=os.fspath(model_id), store=store, **fields)
 
     @classmethod
     def _of_model(cls, model: Any, tokenizer: Any, store: Any, config: BlendConfig | None, fields: Any) -> Self:
@@ -327,7 +334,8 @@ class ModelFields(BaseModel):
         texts = self._texts(documents)
         needed, room = self.engine.estimate_bytes(texts), self.engine.store.size_limit
         say = say or partial(print, file=sys.stderr)
-        say(f"KV of {len(texts):,} documents: {needed:,} bytes; the KV store may take {room:,}")
+        limit = f"may take {room:,}" if room < UNLIMITED else "has no limit"
+        say(f"KV of {len(texts):,} documents: {needed:,} bytes; the KV store {limit}")
         known_chunks.add(texts)
         return self.engine.warm(texts, progress=progress)
 

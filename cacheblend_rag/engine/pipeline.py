@@ -404,7 +404,8 @@ class Pipeline:
                 break
             except RecordLost as error:
                 _log.warning("%s; the prompt is blended again without it", error)
-                discard(self.store, error.key)
+                if error.damaged:
+                    discard(self.store, error.key)
                 lost += 1
                 lookup, loading = self._without(error.key, lookup, loading)
         took, clock = time.perf_counter() - loading.started, loading.clock
@@ -470,8 +471,11 @@ class Pipeline:
         if self._ratio_policy.controller is None:
             return self._ratio_policy.choose((), len(split.input_ids), 0, ""), found
         keys = list(dict.fromkeys(segment.key for segment in found.chunks if segment.key in found.records))
-        infos = [found.records[key].info for key in keys]
-        chunks = [ChunkKV(info.tokens, self.store.record_bytes(info)) for info in infos]
+        elsewhere = {tier.tier for tier in self.store.tiers or (self.store,) if tier.remote}
+        chunks = []
+        for record in (found.records[key] for key in keys):
+            device = record.tier if record.tier in elsewhere else ""
+            chunks.append(ChunkKV(record.info.tokens, self.store.record_bytes(record.info), device))
         tokens = len(split.input_ids)
         reused = sum(record.info.tokens for record in found.records.values())
         choice = self._ratio_policy.choose(chunks, tokens, max(0, tokens - reused), self.store.tier)
@@ -497,9 +501,11 @@ class Pipeline:
         )
         if not self._ratio_policy.rule.reads_store:
             return Lookup(fit, split, Found(None, chunks, {}))
-        for segment in (*([prefix] if prefix else []), *chunks):
-            if segment.token_ids and segment.key not in records and (record := self._open(segment)) is not None:
-                records[segment.key] = record
+        wanted = {one.key: one for one in (*([prefix] if prefix else []), *chunks) if one.token_ids}
+        stored = self.store.open_all([key for key in wanted if key not in records])
+        for key, segment in wanted.items():  # in the order of the prompt
+            if key in stored and self._is_of(stored[key], segment):
+                records[key] = stored[key]
         opened += records.values()
         return Lookup(fit, split, Found(prefix, chunks, records), kept, opened)
 
@@ -515,17 +521,15 @@ class Pipeline:
         segment = self._chunk(behind, (), ids, regime)
         return dataclasses.replace(segment, key=f"{usual.key}{OTHER_FORM}{segment.key}")
 
-    def _open(self, segment: Segment) -> StoredKV | None:
-        record = self.store.open(segment.key)
-        if record is None:
-            return None
+    def _is_of(self, record: StoredKV, segment: Segment) -> bool:
+        """Whether a record is of a segment; one that is not is closed and erased."""
         # Behind which contexts it was computed is not ours to say.
         if dataclasses.replace(record.info, behind=()) == self.record_info(segment):
-            return record
+            return True
         _log.warning("KV record %s is of another segment or model and counts as a miss", segment.key)
         record.close()
         discard(self.store, segment.key)
-        return None
+        return False
 
     def _layers(self, split: TokenizedPrompt, found: Found, clock: ReadClock, cancelled: Callable[[], bool]) -> Waited:
         """Stored KV, layer by layer."""

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from cacheblend_rag.engine.lookup import Segment
 from cacheblend_rag.engine.pipeline import Pipeline
 from cacheblend_rag.report import WarmReport
+from cacheblend_rag.store.base import UNLIMITED
 
 __all__ = ["Warming", "behind_each_other", "in_batches"]
 
@@ -151,7 +152,9 @@ class Warming:
 
     def _fitting(self, segments: Iterable[Segment]) -> list[Segment]:
         """The first of some segments, as far as the store has room and batches can be chosen among them."""
-        room = self._store.size_limit - self._store.volume()
+        room = self._store.size_limit
+        if room < UNLIMITED:
+            room -= self._store.volume()
         tokens = _AHEAD * self._batch_tokens
         fitting: list[Segment] = []
         for segment in segments:
@@ -166,5 +169,6 @@ class Warming:
         """Those of a batch that another is just computing."""
         with self._held():
             made = self._pipeline.compute_and_store(batch)
+        self._store.flush()  # requests get through while other machines are sent what was made
         self._computed += [segment for segment in batch if made[segment.key]]
         return [segment for segment in batch if made[segment.key] is None]

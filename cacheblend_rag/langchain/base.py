@@ -21,6 +21,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.tracking import begin_tracking, documents_of_run, known_chunks, note_found
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.matching import chunk_text, match_chunks
+from cacheblend_rag.store import StorePlaces
 
 __all__ = ["AllFields", "BlendFields", "LangChainFields"]
 
@@ -71,7 +72,7 @@ class BlendFields(ModelFields):
         cls,
         model_id: str | os.PathLike[str],
         *,
-        store: str | os.PathLike[str] | None = None,
+        store: StorePlaces | None = None,
         **fields: Unpack[_LoadedFields],
     ) -> Self:
         """Load a model and its tokenizer.
@@ -80,8 +81,9 @@ class BlendFields(ModelFields):
         ----------
         model_id : str or path
             A folder, or an id that transformers can resolve.
-        store : path, optional
-            Folder where KV is kept; memory if there is none.
+        store : path, address or list of these, optional
+            Where KV is kept: a folder, ``"s3://bucket/kv"`` or ``"valkey://host:6379/0"``, or several, the nearest
+            first; memory if there is none.
         **fields
             What `ModelFields` explains, options of the engine among it: ``device="cuda"``, ``recompute_ratio=0.2``.
 
@@ -106,7 +108,7 @@ class BlendFields(ModelFields):
         tokenizer: Any,
         *,
         config: BlendConfig | None = None,
-        store: str | os.PathLike[str] | None = None,
+        store: StorePlaces | None = None,
         **fields: Unpack[_ModelFields],
     ) -> Self:
         """Take a transformers model and its tokenizer that the user has; nothing is left behind on them."""
@@ -132,7 +134,7 @@ class BlendFields(ModelFields):
         pipeline: Any,
         *,
         config: BlendConfig | None = None,
-        store: str | os.PathLike[str] | None = None,
+        store: StorePlaces | None = None,
         **fields: Unpack[_ModelFields],
     ) -> Self:
         """Take over the model, the tokenizer and the settings of a transformers pipeline.

@@ -44,6 +44,7 @@ from cacheblend_rag.llama_index.tracking import answers_noted, documents_retriev
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import CALL_END, check_choice, offers_tools, opening
 from cacheblend_rag.prompt.matching import chunk_text
+from cacheblend_rag.store import StorePlaces
 
 __all__ = ["CacheBlendLLM"]
 
@@ -131,7 +132,7 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
         cls,
         model_id: str | os.PathLike[str],
         *,
-        store: str | os.PathLike[str] | None = None,
+        store: StorePlaces | None = None,
         **fields: Unpack[_LoadedFields],
     ) -> Self:
         """Load a model and its tokenizer.
@@ -140,8 +141,9 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
         ----------
         model_id : str or path
             A folder, or an id that transformers can resolve.
-        store : path, optional
-            Folder where KV is kept; memory if there is none.
+        store : path, address or list of these, optional
+            Where KV is kept: a folder, ``"s3://bucket/kv"`` or ``"valkey://host:6379/0"``, or several, the nearest
+            first; memory if there is none.
         **fields
             What `ModelFields` explains, options of the engine among it: ``device="cuda"``, ``recompute_ratio=0.2``.
 
@@ -166,7 +168,7 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
         tokenizer: Any,
         *,
         config: BlendConfig | None = None,
-        store: str | os.PathLike[str] | None = None,
+        store: StorePlaces | None = None,
         **fields: Unpack[_ModelFields],
     ) -> Self:
         """Take a transformers model and its tokenizer that the user has; nothing is left behind on them."""

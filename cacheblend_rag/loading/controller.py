@@ -19,6 +19,8 @@ from cacheblend_rag.loading.profile import BlendSettings, Device, MachineProfile
 __all__ = ["ChunkKV", "LoadingController", "LoadingPlan", "RatioBounds"]
 
 _log = logging.getLogger(__name__)
+# Answers of another machine that a chunk waits for: its header, and its first layers. The others come meanwhile.
+_REMOTE_READS = 2
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,13 @@ class ChunkKV:
     tokens : int
     bytes : int
         That must be read.
+    device : str
+        The other machine that it is read from; empty if it is not.
     """
 
     tokens: int
     bytes: int
+    device: str = ""
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,7 @@ class LoadingController:
         tokens : int
             Of the whole prompt: L in the paper.
         device : str, optional
-            Where the chunks are.
+            Where the chunks of this machine are. Those that name a device of the profile are read from there.
         ratio : float, optional
             Recompute ratio, if it is given.
         bounds : RatioBounds, optional
@@ -145,7 +150,7 @@ class LoadingController:
             the question). With 0, and a profile that knows full prefills only, the arithmetic is
             exactly the paper's: ``T_recompute = r * Prefill(L)``.
         reads : int
-            Reads per chunk, each with the device's latency.
+            Reads per chunk of this machine, each with the device's latency.
 
         Raises
         ------
@@ -161,7 +166,7 @@ class LoadingController:
             if ratio is None:
                 raise ConfigError("ratio", ratio, "use a recompute ratio, or name the device")
             device = self.cheapest_device(chunks, known.blended(tokens, fixed_share, ratio), reads=reads)
-        split = _split(self._device_of(device), chunks, prefill / max(tokens, 1), reads)
+        split = self._split(self._device_of(device), chunks, prefill / max(tokens, 1), reads)
         # Chunks that are computed instead add to what is done at any ratio.
         fixed = min(1.0, fixed_share + split.computed_tokens / max(tokens, 1) * (1 - fixed_share))
         load = split.load_seconds
@@ -220,6 +225,28 @@ class LoadingController:
             self.devices[device].throughput / 1e6,
         )
 
+    def _split(self, here: Device, chunks: Sequence[ChunkKV], token_seconds: float, reads: int) -> _Split:
+        """Sort out what is computed faster, at so many seconds a token, than it is read from where it lies."""
+        places = [chunk.device if chunk.device in self.devices else "" for chunk in chunks]
+
+        def seconds(place: str, numbers: Sequence[int]) -> float:
+            size = sum(chunks[number].bytes for number in numbers)
+            if place:  # another machine is asked for all chunks at once
+                return self.devices[place].seconds(size, _REMOTE_READS)
+            return here.seconds(size, reads * len(numbers))
+
+        computed = tuple(
+            number
+            for number, (chunk, place) in enumerate(zip(chunks, places, strict=True))
+            if seconds(place, [number]) > token_seconds * chunk.tokens
+        )
+        loaded: dict[str, list[int]] = {}
+        for number, place in enumerate(places):
+            if number not in computed:
+                loaded.setdefault(place, []).append(number)
+        load = sum(seconds(place, numbers) for place, numbers in loaded.items())
+        return _Split(computed, sum(chunks[number].tokens for number in computed), load)
+
     def _device_of(self, name: str) -> Device:
         if name not in self.devices:
             raise ConfigError("device", name, "use one of " + ", ".join(map(repr, self.devices)))
@@ -243,14 +270,3 @@ class _Split:
     computed: tuple[int, ...]
     computed_tokens: int
     load_seconds: float
-
-
-def _split(device: Device, chunks: Sequence[ChunkKV], token_seconds: float, reads: int) -> _Split:
-    """Sort out what is computed faster, at so many seconds a token, than read from a device."""
-    slow = [device.seconds(chunk.bytes, reads) > token_seconds * chunk.tokens for chunk in chunks]
-    loaded = [chunk.bytes for chunk, computed in zip(chunks, slow, strict=True) if not computed]
-    return _Split(
-        tuple(number for number, computed in enumerate(slow) if computed),
-        sum(chunk.tokens for chunk, computed in zip(chunks, slow, strict=True) if computed),
-        device.seconds(sum(loaded), reads * len(loaded)),
-    )

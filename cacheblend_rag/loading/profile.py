@@ -163,8 +163,8 @@ class MachineProfile:
     prefill : mapping of str to PrefillProfile
         By fingerprint of the model.
     devices : mapping of str to Device
-        By the name stores give their tier: ``"disk"``, ``"memory"``; ``"gpu"`` is the copy from
-        host to GPU.
+        By the name stores give their tier: ``"disk"``, ``"memory"``, ``"s3"``, ``"valkey"``; ``"gpu"`` is the copy
+        from host to GPU.
     blends : mapping of str to BlendSettings
         By fingerprint of the model.
     """

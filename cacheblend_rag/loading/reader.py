@@ -9,10 +9,10 @@ from functools import cached_property
 
 import torch
 
-from cacheblend_rag.errors import RecordError
+from cacheblend_rag.errors import RecordError, StoreError, StoreUnreachableError
 from cacheblend_rag.loading.host_to_device import Lane, lane_to
 from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.store.base import StoredKV
+from cacheblend_rag.store.base import StoredKV, reads_ahead
 
 __all__ = ["LayerReader", "Placement", "ReadClock", "RecordLost"]
 
@@ -26,10 +26,12 @@ class RecordLost(RecordError):  # noqa: N818 - an event the engine recovers from
         Key of the record.
     reason : str
         What went wrong.
+    damaged : bool
+        Whether the record is no good, and not only out of reach for now.
     """
 
-    def __init__(self, key: str, reason: str) -> None:
-        self.key = key
+    def __init__(self, key: str, reason: str, damaged: bool = True) -> None:
+        self.key, self.damaged = key, damaged
         super().__init__(f"KV record {key} was lost while loading: {reason}")
 
 
@@ -101,15 +103,25 @@ class LayerReader:
         with self._lane.open():
             keys = torch.empty(shape, dtype=self.dtype, device=self.device)
             values = torch.empty(shape, dtype=self.dtype, device=self.device)
+            self._read_ahead(layer)
             for place in self.placements:
                 stop = place.start + place.record.info.tokens
                 span = slice(place.start, stop)
                 try:
                     self._lane.put(place.record, layer, keys[0, :, span], values[0, :, span])
-                except (RecordError, OSError) as error:
-                    raise RecordLost(place.key, str(error)) from error
+                except (StoreError, OSError) as error:
+                    raise _lost(place, error) from error
         self.took(time.perf_counter() - started)
         return LayerKV(keys, values)
+
+    def _read_ahead(self, layer: int) -> None:
+        """Let every record on another machine come while the first is waited for."""
+        for place in self.placements:
+            if reads_ahead(place.record):
+                try:
+                    place.record.read_ahead(layer)
+                except StoreError as error:
+                    raise _lost(place, error) from error
 
     def took(self, seconds: float) -> None:
         """Count time spent reading."""
@@ -118,3 +130,7 @@ class LayerReader:
     @cached_property
     def _lane(self) -> Lane:
         return lane_to([place.record for place in self.placements], self.dtype, self.device)
+
+
+def _lost(place: Placement, error: Exception) -> RecordLost:
+    return RecordLost(place.key, str(error), damaged=not isinstance(error, StoreUnreachableError))

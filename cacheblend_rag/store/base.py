@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Protocol, TypeGuard, cast, runtime_checkable
 
 import torch
 
@@ -18,12 +18,14 @@ from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.models.kv import SegmentKV
 
 __all__ = [
+    "UNLIMITED",
     "BaseStore",
     "Claims",
     "HasBlock",
     "KVRecord",
     "KVStore",
     "OnEvict",
+    "ReadsAhead",
     "ReadsInPlace",
     "RecordInfo",
     "StoreStats",
@@ -31,11 +33,14 @@ __all__ = [
     "check_store",
     "copy_layer",
     "discard",
+    "reads_ahead",
     "reads_in_place",
     "record_key",
 ]
 
 _log = logging.getLogger(__name__)
+UNLIMITED = 2**63 - 1
+"""`KVStore.size_limit` of a store that knows of none."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,8 @@ class StoreStats:
 class StoredKV(Protocol):
     """A record opened for reading, layer by layer.
 
-    It stays readable if the store evicts it meanwhile.
+    It stays readable if the store evicts it meanwhile. One on another machine may then be lost: reading raises
+    `RecordError`.
     """
 
     @property
@@ -150,6 +156,8 @@ class StoredKV(Protocol):
         ------
         RecordError
             If the layer cannot be read or fails its checksum.
+        StoreUnreachableError
+            If the store does not answer.
         """
         ...
 
@@ -177,6 +185,19 @@ def reads_in_place(record: StoredKV) -> TypeGuard[ReadsInPlace]:
     model.
     """
     return hasattr(record, "read_into")
+
+
+class ReadsAhead(StoredKV, Protocol):
+    """A record on another machine, which can ask for layers before they are read."""
+
+    def read_ahead(self, layer: int) -> None:
+        """Ask for a layer, and for some that follow; does not wait for them."""
+        ...
+
+
+def reads_ahead(record: StoredKV) -> TypeGuard[ReadsAhead]:
+    """Whether a record is a `ReadsAhead`."""
+    return hasattr(record, "read_ahead")
 
 
 @runtime_checkable
@@ -249,17 +270,26 @@ class KVStore(Protocol):
         ...
 
     @property
+    def remote(self) -> bool:
+        """Whether records lie on another machine: writing takes long, and the store may be away."""
+        ...
+
+    @property
     def folder(self) -> Path | None:
         """Where it keeps files, and where a profile of it is kept; None without one."""
         ...
 
     @property
     def size_limit(self) -> int:
-        """Bytes the store may take."""
+        """Bytes the store may take; `UNLIMITED` if it knows of no limit."""
         ...
 
     def open(self, key: str) -> StoredKV | None:
         """The record of a key, or None; a record that cannot be read is a miss and is logged."""
+        ...
+
+    def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
+        """The records of several keys, those that there are; see `open`."""
         ...
 
     def put(self, key: str, record: KVRecord) -> None:
@@ -328,6 +358,10 @@ class KVStore(Protocol):
         """
         ...
 
+    def flush(self) -> None:
+        """Wait until all that was put is where it belongs."""
+        ...
+
     def close(self) -> None:
         """Release the store."""
         ...
@@ -341,8 +375,18 @@ class BaseStore:
     device: torch.device = torch.device("cpu")
     persistent: bool = True
     read_only: bool = False
+    remote: bool = False
     folder: Path | None = None
     on_evict: OnEvict | None = None
+
+    def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
+        """See `KVStore.open_all`; one after another."""
+        store = cast(KVStore, self)  # what inherits from it has the rest
+        found = {key: store.open(key) for key in keys}
+        return {key: record for key, record in found.items() if record is not None}
+
+    def flush(self) -> None:
+        """See `KVStore.flush`; nothing waits."""
 
     def stats(self) -> StoreStats | None:
         """See `KVStore.stats`; nothing is counted."""

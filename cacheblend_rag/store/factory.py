@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import TypeAlias, TypeGuard, cast
 
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.memory import free_memory
 from cacheblend_rag.store.base import KVStore, check_store
 from cacheblend_rag.store.disk import DiskStore
 from cacheblend_rag.store.memory import MemoryStore
 from cacheblend_rag.store.record import RecordFormat
+from cacheblend_rag.store.remote import RemoteStore, check_address
+from cacheblend_rag.store.s3 import S3_SCHEMES, S3Store
 from cacheblend_rag.store.tiered import TieredStore
+from cacheblend_rag.store.valkey import VALKEY_SCHEMES, ValkeyStore
 
-__all__ = ["open_store"]
+__all__ = ["StorePlaces", "absolute_places", "are_places", "check_remote", "open_remote", "open_store"]
 
+StorePlaces: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""Where KV is kept: a folder, the address of a store that machines share, or several, the nearest first."""
 
 _SHARE = 4  # of the memory that is free, the part that holds copies of records for a GPU, unless told otherwise
+# Bytes of memory above a store on another machine, where there is neither a folder nor anything chosen.
+_MEMORY = 256 * 2**20
+_REMEDY = 'name a folder, an address such as "s3://bucket/kv" or "valkey://host:6379/0", or a list, the nearest first'
 
 
-def open_store(
-    store: KVStore | str | os.PathLike[str] | None, config: BlendConfig, *, beside_gpu: bool = False
-) -> KVStore:
-    """A store in memory, in a folder (with memory above it, if there should be some), or the one given.
+def open_store(store: KVStore | StorePlaces | None, config: BlendConfig, *, beside_gpu: bool = False) -> KVStore:
+    """A store in memory, in the places named (with memory above them, if there should be some), or the one given.
 
     Parameters
     ----------
-    store : KVStore or path, optional
+    store : KVStore, path, address or list of these two, optional
     config : BlendConfig
     beside_gpu : bool
         Whether the model is on a GPU. Reading a folder then takes about as long as computing anew, so unless told
@@ -34,19 +43,76 @@ def open_store(
     Raises
     ------
     ConfigError
-        If the store given lacks part of what `KVStore` names.
+        If the store given lacks part of what `KVStore` names, or a place is none.
     StoreError
-        If the folder cannot be made or opened.
+        If a folder cannot be made or opened.
     MissingExtraError
-        If an option needs a package that is not installed.
+        If an option or a store needs a package that is not installed.
     """
     if store is None:
         return MemoryStore(config.store_bytes)
-    if isinstance(store, (str, os.PathLike)):
-        disk = DiskStore(store, config.store_bytes, form=RecordFormat(config.codec, config.compress))
-        memory = config.memory_bytes
-        if beside_gpu and config.memory_limit == "auto":
-            memory = (free_memory() or 0) // _SHARE
-        return TieredStore([MemoryStore(memory, pinned=beside_gpu), disk]) if memory else disk
-    check_store(store)
-    return store
+    if not are_places(store):
+        given = cast(KVStore, store)
+        check_store(given)
+        return given
+    tiers = [_opened(place, config) for place in _listed(store)]
+    memory = config.memory_bytes
+    if config.memory_limit == "auto":
+        remote = all(tier.remote for tier in tiers)
+        memory = (free_memory() or 0) // _SHARE if beside_gpu else _MEMORY if remote else 0
+    above = [MemoryStore(memory, pinned=beside_gpu)] if memory else []
+    return TieredStore([*above, *tiers]) if len(above) + len(tiers) > 1 else tiers[0]
+
+
+def are_places(store: object) -> TypeGuard[StorePlaces]:
+    """Whether a store is described by where it is."""
+    return isinstance(store, (str, os.PathLike, list, tuple))
+
+
+def absolute_places(store: StorePlaces) -> list[str]:
+    """The same places, whatever folder a process happens to be in."""
+    return [place if "://" in place else os.path.abspath(place) for place in _texts(store)]
+
+
+def open_remote(address: str, form: RecordFormat | None = None) -> RemoteStore:
+    """A store on another machine.
+
+    Raises
+    ------
+    ConfigError
+        If the address is none.
+    MissingExtraError
+        If the package of its client is not installed.
+    """
+    check_remote(address)
+    made = ValkeyStore if address.startswith(VALKEY_SCHEMES) else S3Store
+    return made(address, form=form)
+
+
+def check_remote(address: str, field: str = "store") -> None:
+    """Refuse what is no address of a store on another machine, or has a secret in it.
+
+    Raises
+    ------
+    ConfigError
+        Of the option named.
+    """
+    check_address(address, (*S3_SCHEMES, *VALKEY_SCHEMES), "the environment", field)
+
+
+def _texts(store: StorePlaces) -> list[str]:
+    return [os.fspath(place) for place in _listed(store)]
+
+
+def _listed(store: StorePlaces) -> Sequence[str | os.PathLike[str]]:
+    places = [store] if isinstance(store, (str, os.PathLike)) else store
+    if not places or not all(isinstance(place, (str, os.PathLike)) and os.fspath(place) for place in places):
+        raise ConfigError("store", store, _REMEDY)
+    return places
+
+
+def _opened(place: str | os.PathLike[str], config: BlendConfig) -> KVStore:
+    form = RecordFormat(config.codec, config.compress)
+    if "://" in os.fspath(place):
+        return open_remote(os.fspath(place), form)
+    return DiskStore(place, config.store_bytes, form=form)

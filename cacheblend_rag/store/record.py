@@ -34,13 +34,23 @@ from cacheblend_rag.store.base import KVRecord, RecordInfo
 from cacheblend_rag.store.codecs import CODECS, DTYPES, Codec, codec_named
 from cacheblend_rag.store.encryption import SEAL_BYTES, Seal
 
-__all__ = ["FileRecord", "RecordFormat", "encode_pieces", "record_bytes"]
+__all__ = [
+    "START_BYTES",
+    "EncodedRecord",
+    "FileRecord",
+    "LayerPlace",
+    "RecordFormat",
+    "encode_layers",
+    "encode_pieces",
+    "record_bytes",
+]
 
 _log = logging.getLogger(__name__)
 MAGIC = b"CBRAGKV\x02"
 _SEALED_MAGIC = b"CBRAGKS\x02"
 _PAGE = 4096
-_START = 16  # bytes before the header
+START_BYTES = 16
+"""Bytes of a record before its header."""
 # Compressed layers that claim to be larger than this many times their bytes are refused.
 _MOST_SHRUNK = 64
 # What entries of the layer table are counted as, so that a header's size does not depend on them.
@@ -87,9 +97,10 @@ class RecordFormat:
 
 
 @dataclass(frozen=True)
-class _Layer:
-    """Where one layer lies in the file."""
+class LayerPlace:
+    """Where one layer lies in the record."""
 
+    number: int
     offset: int
     size: int
     checksum: int
@@ -100,7 +111,7 @@ def record_bytes(info: RecordInfo, form: RecordFormat | None = None) -> int:
     form = form or RecordFormat()
     extra = SEAL_BYTES if form.seal else 0
     layer = form.codec_of(info).layer_bytes(info) + extra
-    return _padded(_START + _header_bytes(info) + extra) + info.layers * _padded(layer)
+    return _padded(START_BYTES + _header_bytes(info) + extra) + info.layers * _padded(layer)
 
 
 def encode_pieces(record: KVRecord, form: RecordFormat | None = None, key: str = "") -> list[_Piece]:
@@ -109,7 +120,25 @@ def encode_pieces(record: KVRecord, form: RecordFormat | None = None, key: str =
     A sealed file can be read under its key only. Pieces may be the memory of the record itself: a large one is copied
     only where it is written.
     """
-    form = form or RecordFormat()
+    head, table, layers = _encoded(record, form or RecordFormat(), key)
+    pieces: list[_Piece] = [head]
+    end = len(head)
+    for place, layer in zip(table, layers, strict=True):
+        pieces += [bytes(place.offset - end), *layer]
+        end = place.offset + place.size
+    return [piece for piece in (*pieces, bytes(_padded(end) - end)) if len(piece)]
+
+
+def encode_layers(record: KVRecord, form: RecordFormat, key: str) -> tuple[bytes, Sequence[Sequence[_Piece]]]:
+    """A record for a store that keeps layers one by one: magic and header, and each layer in pieces."""
+    head, _, layers = _encoded(record, form, key)
+    return head, layers
+
+
+def _encoded(
+    record: KVRecord, form: RecordFormat, key: str
+) -> tuple[bytes, list[LayerPlace], Sequence[Sequence[_Piece]]]:
+    """Magic and header, where each layer lies behind them, and each layer in pieces."""
     codec, layers = _encoded_layers(record, form.codec_of(record.info))
     shrunk = _compressed(layers) if form.compress else None
     layers = shrunk or layers
@@ -117,20 +146,15 @@ def encode_pieces(record: KVRecord, form: RecordFormat | None = None, key: str =
     size = room + (SEAL_BYTES if form.seal else 0)
     if form.seal:
         layers = [[form.seal.close(b"".join(layer), _place(key, number))] for number, layer in enumerate(layers)]
-    table, offset = [], _padded(_START + size)
+    table, offset = list[LayerPlace](), _padded(START_BYTES + size)
     for layer in layers:
-        table.append(_Layer(offset, sum(map(len, layer)), _checksum(layer)))
+        table.append(LayerPlace(len(table), offset, sum(map(len, layer)), _checksum(layer)))
         offset = _padded(offset + table[-1].size)
     header = _header(record.info, codec.name, "zstd" if shrunk else "", table).ljust(room)
     if form.seal:
         header = form.seal.close(header, _place(key, "header"))
     magic, checksum = _SEALED_MAGIC if form.seal else MAGIC, zlib.crc32(header)
-    pieces: list[_Piece] = [magic + size.to_bytes(4, "little") + checksum.to_bytes(4, "little") + header]
-    end = _START + size
-    for place, layer in zip(table, layers, strict=True):
-        pieces += [bytes(place.offset - end), *layer]
-        end = place.offset + place.size
-    return [piece for piece in (*pieces, bytes(_padded(end) - end)) if len(piece)]
+    return magic + size.to_bytes(4, "little") + checksum.to_bytes(4, "little") + header, table, layers
 
 
 def _encoded_layers(record: KVRecord, codec: Codec) -> tuple[Codec, Sequence[Sequence[_Piece]]]:
@@ -143,52 +167,63 @@ def _encoded_layers(record: KVRecord, codec: Codec) -> tuple[Codec, Sequence[Seq
         return CODECS["raw"], [CODECS["raw"].encode(keys, values) for keys, values in pairs]
 
 
-class FileRecord:
-    """A record file opened for reading.
+class EncodedRecord:
+    """A record in this format, wherever its bytes lie. A subclass says how they are fetched.
 
     Parameters
     ----------
-    handle : binary file
-        Open file. This object owns and closes it.
     key : str
         Key it is stored under.
     seal : Seal, optional
         Decrypts the record if it is encrypted.
-
-    Raises
-    ------
-    RecordError
-        If the file is not a whole record of this version, or is encrypted with another key.
     """
 
-    tier = "disk"
+    tier = ""
 
-    def __init__(self, handle: IO[bytes], key: str = "", seal: Seal | None = None) -> None:
-        self._handle, self._key, self._seal = handle, key, seal
+    def __init__(self, key: str, seal: Seal | None) -> None:
+        self._key, self._seal = key, seal
         self._buffer = bytearray(0)  # made when a layer is first read into place
-        try:
-            self._read_header()
-        except BaseException:
-            handle.close()
-            raise
 
-    def _read_header(self) -> None:
-        size = os.fstat(self._handle.fileno()).st_size
-        start = self._read(0, bytearray(_START))
-        if start[:8] not in (MAGIC, _SEALED_MAGIC):
+    def _fetch(self, place: LayerPlace, *buffers: Any) -> None:
+        """Fill buffers, one after another, with the bytes of a layer.
+
+        Raises
+        ------
+        RecordError
+            If they are not all there.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release what is held open."""
+
+    @staticmethod
+    def _header_size(start: Any) -> int:
+        """Bytes of the header, from the first `START_BYTES` of a record."""
+        if bytes(start[:8]) not in (MAGIC, _SEALED_MAGIC):
             raise RecordError("not a KV record of version 2")
-        if (start[:8] == _SEALED_MAGIC) != (self._seal is not None):
+        return int.from_bytes(start[8:12], "little")
+
+    def _take_header(self, start: Any, header: Any, size: int | None) -> None:
+        """Check the header and hold what it says.
+
+        Parameters
+        ----------
+        start : buffer
+            The first `START_BYTES` of the record.
+        header : buffer
+        size : int or None
+            Bytes of the whole record; None where layers are kept one by one.
+        """
+        if (bytes(start[:8]) == _SEALED_MAGIC) != (self._seal is not None):
             raise RecordError("it is encrypted" if self._seal is None else "it is not encrypted, as it should be")
-        length = int.from_bytes(start[8:12], "little")
-        if _START + length > size:
-            raise RecordError(f"the header should take {length} bytes but the file has only {size}")
-        header = self._read(_START, bytearray(length))
-        if zlib.crc32(header) != int.from_bytes(start[12:16], "little"):
+        if len(header) != self._header_size(start) or zlib.crc32(header) != int.from_bytes(start[12:16], "little"):
             raise RecordError("the header fails its checksum")
+        first = _padded(START_BYTES + len(header))
         if self._seal:
             header = self._seal.open(header, _place(self._key, "header"))
         parsed = _parse_header(header)
-        _check_layout(parsed, _padded(_START + length), size, SEAL_BYTES if self._seal else 0)
+        _check_layout(parsed, first, size, SEAL_BYTES if self._seal else 0)
         self.info, self._codec, self._compressed = parsed.info, parsed.codec, parsed.compressed
         self._layers = parsed.layers
 
@@ -199,14 +234,14 @@ class FileRecord:
     def read_into(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Read one layer into place; see `copy_layer`.
 
-        Bytes that lie in the file as they do in memory are read where they belong. Others go by way of a
+        Bytes that lie in the record as they do in memory are read where they belong. Others go by way of a
         buffer that all layers share.
         """
         place = self._layers[layer]
         parts = self._parts(keys, values)
         if parts:
-            self._read(place.offset, *parts)
-            _check_sum(layer, place, *parts)
+            self._fetch(place, *parts)
+            _check_sum(place, *parts)
             return
         if not self._buffer:
             self._buffer = bytearray(max(one.size for one in self._layers))
@@ -215,7 +250,7 @@ class FileRecord:
         values.copy_(stored_values)
 
     def _parts(self, *targets: torch.Tensor) -> list[memoryview]:
-        """Memory of each head, if a layer of the file can be read into it as it is."""
+        """Memory of each head, if a layer can be read into it as it is."""
         as_it_is = self._codec is CODECS["raw"] and not self._compressed and self._seal is None
         dtype = DTYPES[self.info.dtype]
         if not as_it_is or len(targets) * self.info.kv_heads > _MOST_PARTS:
@@ -236,22 +271,65 @@ class FileRecord:
         for layer in range(self.info.layers):
             self.read_layer(layer)
 
-    def close(self) -> None:
-        """Close the file."""
-        self._handle.close()
-
-    def _decoded(self, layer: int, buffer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decoded(self, layer: int, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer, fetched into a buffer of its size and decoded from there."""
         place = self._layers[layer]
-        data = self._read(place.offset, buffer)
-        _check_sum(layer, place, data)
+        self._fetch(place, data)
+        _check_sum(place, data)
         if self._seal:
             data = self._seal.open(data, _place(self._key, layer))
         if self._compressed:
             data = _expanded(data, self._codec.layer_bytes(self.info))
         return self._codec.decode(data, self.info)
 
-    def _read(self, offset: int, *buffers: Any) -> Any:
-        """Fill buffers, one after another, from a place in the file; the first is given back."""
+
+class FileRecord(EncodedRecord):
+    """A record file opened for reading.
+
+    Parameters
+    ----------
+    handle : binary file
+        Open file. This object owns and closes it.
+    key, seal
+        As for `EncodedRecord`.
+
+    Raises
+    ------
+    RecordError
+        If the file is not a whole record of this version, or is encrypted with another key.
+    """
+
+    tier = "disk"
+
+    def __init__(self, handle: IO[bytes], key: str = "", seal: Seal | None = None) -> None:
+        super().__init__(key, seal)
+        self._handle = handle
+        try:
+            self._read_header()
+        except BaseException:
+            handle.close()
+            raise
+
+    def _read_header(self) -> None:
+        size = os.fstat(self._handle.fileno()).st_size
+        start = bytearray(START_BYTES)
+        self._read(0, start)
+        length = self._header_size(start)
+        if START_BYTES + length > size:
+            raise RecordError(f"the header should take {length} bytes but the file has only {size}")
+        header = bytearray(length)
+        self._read(START_BYTES, header)
+        self._take_header(start, header, size)
+
+    def _fetch(self, place: LayerPlace, *buffers: Any) -> None:
+        self._read(place.offset, *buffers)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._handle.close()
+
+    def _read(self, offset: int, *buffers: Any) -> None:
+        """Fill buffers, one after another, from a place in the file."""
         size = sum(map(len, buffers))
         try:
             got = os.preadv(self._handle.fileno(), buffers, offset)
@@ -259,13 +337,12 @@ class FileRecord:
             raise RecordError(f"cannot read {size} bytes at {offset}: {error}") from error
         if got != size:
             raise RecordError(f"the file ends within the {size} bytes at {offset}")
-        return buffers[0]
 
 
-def _check_sum(number: int, layer: _Layer, *parts: Any) -> None:
+def _check_sum(layer: LayerPlace, *parts: Any) -> None:
     """Raise unless bytes are those that were written."""
     if _checksum(parts) != layer.checksum:
-        raise RecordError(f"layer {number} fails its checksum")
+        raise RecordError(f"layer {layer.number} fails its checksum")
 
 
 def _checksum(parts: Iterable[_Piece]) -> int:
@@ -281,10 +358,10 @@ class _Header:
     info: RecordInfo
     codec: Codec
     compressed: bool
-    layers: tuple[_Layer, ...]
+    layers: tuple[LayerPlace, ...]
 
 
-def _header(info: RecordInfo, codec: str, compression: str, layers: list[_Layer]) -> bytes:
+def _header(info: RecordInfo, codec: str, compression: str, layers: list[LayerPlace]) -> bytes:
     table = [(layer.offset, layer.size, layer.checksum) for layer in layers]
     fields = vars(info) | {"codec": codec, "compression": compression, "table": table}
     return json.dumps(fields, separators=(",", ":")).encode()
@@ -293,7 +370,7 @@ def _header(info: RecordInfo, codec: str, compression: str, layers: list[_Layer]
 def _header_bytes(info: RecordInfo) -> int:
     """Size of a header, whatever its codec and layer table: a shorter one is filled up with spaces."""
     longest = max(CODECS, key=len)
-    return len(_header(info, longest, "zstd", [_Layer(*_WIDEST)] * info.layers))
+    return len(_header(info, longest, "zstd", [LayerPlace(0, *_WIDEST)] * info.layers))
 
 
 def _parse_header(header: bytes | bytearray) -> _Header:
@@ -314,7 +391,7 @@ def _parse_header(header: bytes | bytearray) -> _Header:
             learned=str(fields.get("learned", "")),
         )
         codec, compression = str(fields["codec"]), str(fields["compression"])
-        layers = tuple(_Layer(*(int(number) for number in entry)) for entry in fields["table"])
+        layers = tuple(LayerPlace(at, *map(int, entry)) for at, entry in enumerate(fields["table"]))
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RecordError(f"the header cannot be understood: {error!r}") from error
     if info.dtype not in DTYPES or min(info.layers, info.kv_heads, info.head_dim, info.tokens) < 1:
@@ -326,7 +403,7 @@ def _parse_header(header: bytes | bytearray) -> _Header:
     return _Header(info, CODECS[codec], bool(compression), layers)
 
 
-def _check_layout(header: _Header, first: int, size: int, extra: int) -> None:
+def _check_layout(header: _Header, first: int, size: int | None, extra: int) -> None:
     """Layers must lie one behind another, each as long as its shape says, and end where the file ends."""
     whole = header.codec.layer_bytes(header.info)
     offset = first
@@ -336,7 +413,7 @@ def _check_layout(header: _Header, first: int, size: int, extra: int) -> None:
         if layer.offset != offset or not fits:
             raise RecordError(f"the header describes an impossible place or size of layer {number}")
         offset = _padded(offset + layer.size)
-    if size != offset:
+    if size not in (None, offset):
         raise RecordError(f"the file has {size} bytes but its header describes {offset}")
 
 

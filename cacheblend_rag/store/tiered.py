@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from weakref import WeakSet
 
 import torch
 
@@ -22,7 +23,9 @@ from cacheblend_rag.store.base import (
     StoredKV,
     StoreStats,
     check_store,
+    reads_ahead,
 )
+from cacheblend_rag.store.write_behind import WriteBehind
 
 __all__ = ["TieredStore"]
 
@@ -34,17 +37,20 @@ class TieredStore(BaseStore):
 
     A record is written to the nearest tier. If that tier is not persistent, it is also written to the first one that
     is. A record found in a lower tier is copied to the nearest as its layers are read. A record that a full tier evicts
-    goes to the next one, unless it is there already.
+    goes to the next one of this machine, unless it is there already.
+
+    Tiers on other machines get every record that is put, on a thread of their own. What is read from there is copied to
+    the first persistent tier of this machine, too.
 
     Parameters
     ----------
     tiers : sequence of KVStore
-        The nearest first. Any store can be a tier, also one on another machine.
+        The nearest first; those on other machines last.
 
     Raises
     ------
     ConfigError
-        If there is none, or one lacks a member of `KVStore`.
+        If there is none, one lacks a member of `KVStore`, or one on another machine stands above one of this machine.
 
     Notes
     -----
@@ -58,9 +64,16 @@ class TieredStore(BaseStore):
         self.tiers = tuple(tiers)
         for tier in self.tiers:
             check_store(tier, "tiers")
+        self._remote = tuple(tier for tier in self.tiers if tier.remote)
+        self._own = self.tiers[: len(self.tiers) - len(self._remote)]
+        if any(tier.remote for tier in self._own):
+            order = [tier.tier for tier in self.tiers]
+            raise ConfigError("tiers", order, "name stores on other machines behind those of this machine")
         self._changing = threading.Condition()
         self._moving, self._erasing = Counter[str](), Counter[str]()  # by key, how many threads are at it
-        for level, upper in enumerate(self.tiers[:-1]):
+        self._rising = WeakSet[_Rising]()  # records being read that are to rise
+        self._behind = WriteBehind(self._move)
+        for level, upper in enumerate(self._own[:-1]):
             upper.on_evict = partial(self._sink, level)
         self.persistent = any(tier.persistent for tier in self.tiers)
         self.read_only = all(tier.read_only for tier in self.tiers)
@@ -72,25 +85,31 @@ class TieredStore(BaseStore):
 
     @property
     def on_evict(self) -> OnEvict | None:
-        """See `KVStore.on_evict`; called for what the last tier evicts."""
-        return self.tiers[-1].on_evict
+        """See `KVStore.on_evict`; called for what the last tier of this machine evicts."""
+        return (self._own or self.tiers)[-1].on_evict
 
     @on_evict.setter
     def on_evict(self, called: OnEvict | None) -> None:
-        self.tiers[-1].on_evict = called
+        (self._own or self.tiers)[-1].on_evict = called
 
     def stats(self) -> StoreStats | None:
-        """Of the last tier; see `KVStore.stats`."""
-        return self.tiers[-1].stats()
+        """Of the last tier of this machine; see `KVStore.stats`."""
+        return (self._own or self.tiers)[-1].stats()
 
     @property
     def size_limit(self) -> int:
-        """Bytes that the tiers which keep records may take together."""
-        return sum(tier.size_limit for tier in self._keeping)
+        """Bytes that may be taken by the tiers which keep records: those of this machine together, or a larger one."""
+        return sum(tier.size_limit for tier in self._largest)
 
     def volume(self) -> int:
-        """Bytes that the tiers which keep records take now."""
-        return sum(tier.volume() for tier in self._keeping)
+        """Bytes that are taken of `size_limit` now."""
+        return sum(tier.volume() for tier in self._largest)
+
+    @property
+    def _largest(self) -> Sequence[KVStore]:
+        """The tiers that take most: those of this machine, between which records move, or one on another."""
+        own = [tier for tier in self._keeping if not tier.remote]
+        return max(([own] if own else []) + [[tier] for tier in self._remote], key=_limit)
 
     def record_bytes(self, info: RecordInfo) -> int:
         """See `KVStore.record_bytes`."""
@@ -98,32 +117,51 @@ class TieredStore(BaseStore):
 
     def open(self, key: str) -> StoredKV | None:
         """See `KVStore.open`."""
+        return self.open_all([key]).get(key)
+
+    def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
+        """See `KVStore.open_all`."""
+        found: dict[str, StoredKV] = {}
         for level, tier in enumerate(self.tiers):
-            record = tier.open(key)
-            if record is not None:
-                nearest = self.tiers[0]
-                rises = level > 0 and nearest.record_bytes(record.info) <= nearest.size_limit
-                return _Rising(self, level, key, record) if rises else record
-        return None
+            missing = [key for key in keys if key not in found]
+            if not missing:
+                break
+            opened = tier.open_all(missing) if len(missing) > 1 else _opened(tier, missing[0])
+            found |= {key: self._to_rise(level, key, record) for key, record in opened.items()}
+        return found
+
+    def _to_rise(self, level: int, key: str, record: StoredKV) -> StoredKV:
+        """A record of a tier; one that rises as it is read, if a nearer tier takes it."""
+        nearest, remote = self.tiers[0], self.tiers[level].remote
+        fits = not nearest.remote and nearest.record_bytes(record.info) <= nearest.size_limit
+        if not level or not (fits or (remote and self._own)):
+            return record
+        rising = _Rising(self, level, key, record)
+        with self._changing:
+            self._rising.add(rising)
+        return rising
 
     def put(self, key: str, record: KVRecord) -> None:
         """See `KVStore.put`; raises only if no tier takes it."""
         stored, failed = False, StoreError("no tier takes the record")
-        for tier in self.tiers:
+        keeps = any(tier.persistent for tier in self._own)
+        for tier in self._own or self.tiers:
             try:
                 tier.put(key, record)
                 stored = True
             except StoreError as error:
                 failed = error
                 continue
-            if tier.persistent or not self.persistent:
-                return
+            if tier.persistent or not keeps:
+                break
+        if self._own and self._remote:
+            stored |= self._behind.put(key, record, self._remote)
         if not stored:
             raise failed
 
     def contains(self, key: str) -> bool:
         """See `KVStore.contains`."""
-        return any(tier.contains(key) for tier in self.tiers)
+        return self._behind.waits(key) or any(tier.contains(key) for tier in self.tiers)
 
     def delete(self, key: str) -> bool:
         """Erase a record from every tier; whether there was one.
@@ -138,7 +176,10 @@ class TieredStore(BaseStore):
         with self._changing:
             self._erasing[key] += 1  # from here on it moves no further
             self._changing.wait_for(lambda: not self._moving[key])
+            for rising in self._rising:
+                rising.gone |= rising.key == key
         try:
+            self._behind.drop(key)
             for tier in self.tiers:
                 try:
                     erased |= tier.delete(key)
@@ -174,11 +215,13 @@ class TieredStore(BaseStore):
         if self.tiers[0].contains(key):
             return True
         for level, tier in enumerate(self.tiers[1:], 1):
-            record = tier.open(key) if tier.contains(key) else None
-            if record is None:
+            stored = tier.open(key) if tier.remote or tier.contains(key) else None
+            if stored is None:
                 continue
+            record = self._to_rise(level, key, stored)
             try:
-                self.rise(level, key, _whole(record))
+                if record is not stored:
+                    _whole(record)
             except StoreError as error:
                 _log.warning("KV record %s cannot be brought closer: %s", key, error)
             finally:
@@ -201,29 +244,46 @@ class TieredStore(BaseStore):
         if failed:
             raise failed[0]
 
-    def claim(self, key: str, wait: float = 0.0) -> AbstractContextManager[bool]:
-        """See `KVStore.claim`; asked of the tier that processes share."""
-        return self._keeping[0].claim(key, wait)
+    @contextmanager
+    def claim(self, key: str, wait: float = 0.0) -> Iterator[bool]:
+        """See `KVStore.claim`; asked of the tier that processes share, then of those that machines share."""
+        with ExitStack() as own, ExitStack() as remote:
+            mine = True
+            for tier in (*[one for one in self._keeping if not one.remote][:1], *self._remote):
+                mine = mine and (remote if tier.remote else own).enter_context(tier.claim(key, wait))
+            yield mine
+            # Other machines wait until the record has reached them.
+            self._behind.afterwards(key, remote.pop_all().close)
+
+    def flush(self) -> None:
+        """See `KVStore.flush`."""
+        self._behind.flush()
 
     def close(self) -> None:
         """Close every tier."""
+        self._behind.close()
         for tier in self.tiers:
             tier.close()
 
-    def rise(self, level: int, key: str, record: KVRecord) -> None:
-        """Put what was read from a tier into the nearest, unless it is gone from there."""
+    def rise(self, rising: _Rising, record: KVRecord) -> None:
+        """Put what was read from a tier into a nearer one, unless it is gone from there."""
+        key, tier = rising.key, self.tiers[rising.level]
         with self._move(key) as free:
-            if not free or not self.tiers[level].contains(key):
+            if not free or rising.gone or not (tier.remote or tier.contains(key)):
                 return
-            try:
-                self.tiers[0].put(key, record)
-            except StoreError as error:
-                _log.debug("KV record %s stays where it is: %s", key, error)
+            keeping = [one for one in self._own if one.persistent][:1] if tier.remote else []
+            if self.tiers[0] not in keeping:
+                try:
+                    self.tiers[0].put(key, record)
+                except StoreError as error:
+                    _log.debug("KV record %s stays where it is: %s", key, error)
+            if keeping:  # nobody waits for a folder to be written
+                self._behind.put(key, record, keeping)
 
     def _sink(self, level: int, key: str, record: StoredKV) -> None:
         """Put what a tier evicts into the next that takes it, unless it is gone from there or was there before."""
         with self._move(key) as free:
-            lower = self.tiers[level + 1 :]
+            lower = self._own[level + 1 :]
             if not free or not self.tiers[level].contains(key) or any(tier.contains(key) for tier in lower):
                 return
             whole = _whole(record)
@@ -239,7 +299,8 @@ class _Rising:
     """A record of a lower tier that rises when all its layers have been read."""
 
     def __init__(self, store: TieredStore, level: int, key: str, inner: StoredKV) -> None:
-        self._store, self._level, self._key, self._inner = store, level, key, inner
+        self._store, self.level, self.key, self._inner = store, level, key, inner
+        self.gone = False  # whether it was erased since
         self.info, self.tier = inner.info, inner.tier
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._risen = False
@@ -251,12 +312,26 @@ class _Rising:
             if len(self._layers) == self.info.layers:
                 self._risen = True
                 layers = [self._layers.pop(number) for number in range(self.info.layers)]
-                self._store.rise(self._level, self._key, _record(self.info, layers))
+                self._store.rise(self, _record(self.info, layers))
         return keys, values
+
+    def read_ahead(self, layer: int) -> None:
+        if reads_ahead(self._inner):
+            self._inner.read_ahead(layer)
 
     def close(self) -> None:
         self._layers.clear()
         self._inner.close()
+
+
+def _limit(tiers: Sequence[KVStore]) -> int:
+    return sum(tier.size_limit for tier in tiers)
+
+
+def _opened(tier: KVStore, key: str) -> Mapping[str, StoredKV]:
+    """One record, without a thread for it."""
+    record = tier.open(key)
+    return {} if record is None else {key: record}
 
 
 def _whole(record: StoredKV) -> KVRecord:

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV
@@ -79,6 +79,10 @@ class TombstonedStore(WrappedStore):
     def open(self, key: str) -> StoredKV | None:
         """See `KVStore.open`."""
         return None if self._buried(key) else self.inner.open(key)
+
+    def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
+        """See `KVStore.open_all`."""
+        return self.inner.open_all([key for key in keys if not self._buried(key)])
 
     def put(self, key: str, record: KVRecord) -> None:
         """See `KVStore.put`; what has a tombstone is dropped."""

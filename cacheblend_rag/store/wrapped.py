@@ -23,6 +23,7 @@ class WrappedStore(BaseStore):
         self.inner = inner
         self.tiers, self.tier, self.device = inner.tiers, inner.tier, inner.device
         self.persistent, self.read_only, self.folder = inner.persistent, inner.read_only, inner.folder
+        self.remote = inner.remote
 
     @property
     def on_evict(self) -> OnEvict | None:
@@ -77,6 +78,10 @@ class WrappedStore(BaseStore):
     def claim(self, key: str, wait: float = 0.0) -> AbstractContextManager[bool]:
         """See `KVStore.claim`."""
         return self.inner.claim(key, wait)
+
+    def flush(self) -> None:
+        """See `KVStore.flush`."""
+        self.inner.flush()
 
     def close(self) -> None:
         """Close the store within."""

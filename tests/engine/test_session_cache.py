@@ -132,7 +132,9 @@ def test_kept_prompts_are_no_chunks_and_no_prefixes() -> None:
         pipeline = engine._pipeline
         as_prefix = pipeline.segment("prefix", (), final.info.token_ids)
         store.put(as_prefix.key, final)
-        assert pipeline._open(as_prefix) is None
+        stored = store.open(as_prefix.key)
+        assert stored is not None
+        assert not pipeline._is_of(stored, as_prefix)
 
 
 @pytest.mark.parametrize("write_back", ["background", "inline", "off"])

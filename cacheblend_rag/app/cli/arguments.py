@@ -38,6 +38,15 @@ RAG_OPTIONS = (
         help="where index and KV are kept",
         shown="user's cache",
     ),
+    Option(
+        "shared_store",
+        None,
+        str,
+        flag="shared-store",
+        metavar="ADDRESS",
+        help="KV that machines share: s3://bucket/kv, valkey://host:6379/0",
+        shown="none",
+    ),
     Option("device", "auto", str, flag="device", help='"auto", "cpu", "cuda", …'),
     Option("dtype", "auto", str, flag="dtype", help='"auto", "float32", "bfloat16" or "float16"'),
     Option("top_k", 6, int, flag="top-k", metavar="N", help="chunks in the prompt"),
@@ -80,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser, *names: str, **helps: str) ->
 
 def add_rag_arguments(parser: argparse.ArgumentParser) -> None:
     """What is read, with which model, and where what is made of it is kept."""
-    add_arguments(parser, "docs", "model", "embedder", "size-limit", "data-dir", "device", "dtype")
+    add_arguments(parser, "docs", "model", "embedder", "size-limit", "data-dir", "shared-store", "device", "dtype")
 
 
 def rag_options(parsed: argparse.Namespace) -> FolderRAGOptions:

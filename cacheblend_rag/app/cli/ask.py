@@ -106,8 +106,11 @@ def prepare(options: FolderRAGOptions) -> None:
 
 def warm_all(screen: Screen, rag: FolderRAG) -> None:
     """Compute and store the KV of all chunks that are not stored, and say what that takes."""
+    from cacheblend_rag.store.base import UNLIMITED
+
     size = rag.warming_bytes()
-    screen.note(f"their KV takes {size / 1e6:,.1f} MB of {rag.engine.store.size_limit / 1e6:,.0f} MB")
+    limit = rag.engine.store.size_limit
+    screen.note(f"their KV takes {size / 1e6:,.1f} MB" + (f" of {limit / 1e6:,.0f} MB" if limit < UNLIMITED else ""))
     warmed = rag.warm()
     screen.note(f"{warmed.computed} computed in {warmed.seconds:.1f} s, {warmed.present} there already")
     if warmed.skipped:

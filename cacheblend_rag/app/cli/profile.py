@@ -12,10 +12,10 @@ __all__ = ["add_profile"]
 def add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""
     profile = commands.add_parser("profile", help="measure prefill and storage, so that the ratio can be chosen")
-    add_arguments(profile, "model", "data-dir", "device", "dtype")
+    add_arguments(profile, "model", "data-dir", "shared-store", "device", "dtype")
     profile.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048], metavar="TOKENS")
     profile.add_argument(
-        "--file-size", default="256MB", metavar="SIZE", help="of the file that is read (default 256 MB)"
+        "--file-size", default="256MB", metavar="SIZE", help="of what is read from each store (default 256 MB)"
     )
     profile.set_defaults(run=_profile)
 
@@ -30,7 +30,7 @@ def _profile(parsed: argparse.Namespace) -> int:
         raise ConfigError("lengths", parsed.lengths, "use numbers of tokens, 1 or more")
     size = parse_bytes(parsed.file_size, "file_size")
     model = parsed.model or DEFAULT_MODEL
-    store = data_folder(parsed) / "kv"
+    store = [str(data_folder(parsed) / "kv"), *filter(None, [parsed.shared_store])]
     with BlendEngine.from_pretrained(model, store=store, device=parsed.device, dtype=parsed.dtype) as engine:
         found, path = profile_machine(engine, lengths=parsed.lengths, size=size)
         prefill = found.prefill[engine.fingerprint]

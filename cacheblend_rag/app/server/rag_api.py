@@ -84,7 +84,7 @@ async def state(here: Here) -> State:
         suggestions=[Suggestion(**one) for one in suggestions_for(Path(service.settings.rag.docs))],
         store=StoreInfo(
             bytes=stats.volume if stats and alone else None,
-            limit_bytes=service.engine.store.size_limit,
+            limit_bytes=stats.size_limit if stats else service.engine.store.size_limit,
             records=stats.records if stats and alone else None,
         ),
         limits=LimitsInfo(

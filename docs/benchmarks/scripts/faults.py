@@ -30,8 +30,10 @@ __all__ = [
     "DamageTrials",
     "Outcome",
     "crowd",
+    "is_right",
     "kill_while_writing",
     "record_of",
+    "same_result",
     "truncations",
     "wrong_records",
 ]
@@ -116,7 +118,7 @@ class DamageTrials:
         else:
             path.write_bytes(damaged)
         fused = self.engine.fuse(_PROMPT)
-        return Outcome(fused.report.hits, _same(fused, self._never), _same(fused, self._warm))
+        return Outcome(fused.report.hits, same_result(fused, self._never), same_result(fused, self._warm))
 
     def close(self) -> None:
         """Release the engine."""
@@ -141,7 +143,8 @@ def truncations(data: bytes) -> dict[str, int]:
     }
 
 
-def _same(one: FusedKV, other: FusedKV) -> bool:
+def same_result(one: FusedKV, other: FusedKV) -> bool:
+    """Whether two prompts were fused to the same, bit by bit."""
     pairs = zip(one.cache.layers, other.cache.layers, strict=True)
     return torch.equal(one.logits, other.logits) and all(
         torch.equal(mine.keys, its.keys) and torch.equal(mine.values, its.values) for mine, its in pairs
@@ -161,7 +164,8 @@ def record_of(number: int) -> KVRecord:
     return KVRecord.of(kv, fingerprint="faults", context_ids=(number,), token_ids=tuple(range(tokens)))
 
 
-def _is_right(stored: StoredKV, number: int) -> bool:
+def is_right(stored: StoredKV, number: int) -> bool:
+    """Whether a stored record is the one of `record_of`, bit by bit."""
     record = record_of(number)
     if stored.info != record.info:
         return False
@@ -181,7 +185,7 @@ def wrong_records(store: DiskStore) -> Iterator[str]:
             yield entry.key
             continue
         try:
-            if not _is_right(record, int(entry.key)):
+            if not is_right(record, int(entry.key)):
                 yield entry.key
         except RecordError:
             yield entry.key
@@ -288,7 +292,7 @@ def _jostle(folder: str, seed: int, seconds: float, size_limit: int, results: An
                 stored = store.open(str(number))
                 if stored is not None:
                     counts["hits"] += 1
-                    counts["wrong"] += not _is_right(stored, number)
+                    counts["wrong"] += not is_right(stored, number)
                     stored.close()
             elif what < 0.95:
                 counts["writes"] += 1

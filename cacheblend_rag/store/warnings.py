@@ -1,0 +1,36 @@
+"""Warnings that do not pile up."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+__all__ = ["Warnings"]
+
+_log = logging.getLogger(__name__)
+_WARN_SECONDS = 30.0
+
+
+class Warnings:
+    """Logs the first of many warnings alike, and later how many there were.
+
+    Parameters
+    ----------
+    seconds : float
+        Time between two of them.
+    """
+
+    def __init__(self, seconds: float = _WARN_SECONDS) -> None:
+        self._seconds, self._lock = seconds, threading.Lock()
+        self._next, self._left_out = 0.0, 0
+
+    def warn(self, text: str, *values: object) -> None:
+        """Log it, unless another was logged a short time ago."""
+        with self._lock:
+            now = time.monotonic()
+            if now < self._next:
+                self._left_out += 1
+                return
+            left_out, self._left_out, self._next = self._left_out, 0, now + self._seconds
+        _log.warning(text + (f" ({left_out} more like this)" if left_out else ""), *values)

@@ -1,0 +1,232 @@
+"""What is done to stores on other machines to see whether they can be trusted: away, slow, altered, crowded."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import obstore
+import torch
+import valkey
+from obstore.store import from_url
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.report import FusedKV
+from cacheblend_rag.store import KVStore, MemoryStore
+from cacheblend_rag.store.remote import RemoteStore
+from cacheblend_rag.store.s3 import S3Store
+from cacheblend_rag.store.valkey import ValkeyStore
+from docs.benchmarks.scripts.faults import is_right, record_of, same_result
+from docs.benchmarks.scripts.servers import Proxy, make_bucket, s3_environment
+from tests.toy import MODEL_PATH
+
+__all__ = ["Answered", "Place", "RemoteTrials", "clients_at_once", "s3_place", "valkey_place"]
+
+_LAYERS = 8
+Change: TypeAlias = Callable[[bytes], bytes | None]
+
+
+@dataclass
+class Place:
+    """A store behind a proxy, and what alters what is in it.
+
+    Parameters
+    ----------
+    proxy : Proxy
+    make : callable
+        Makes a store object, given the seconds that a call may take.
+    alter : callable
+        Changes a piece of every record: takes what gives the new bytes of the old, or None to delete them.
+    timeout : float
+        These seconds, where nothing else is said.
+    """
+
+    proxy: Proxy
+    make: Callable[[float], RemoteStore]
+    alter: Callable[[Change], None]
+    timeout: float = 2.0
+
+    def opened(self, timeout: float | None = None) -> RemoteStore:
+        """A new store object."""
+        return self.make(timeout or self.timeout)
+
+
+@contextmanager
+def s3_place(port: int, bucket: str) -> Iterator[Place]:
+    """A new bucket of an S3 server."""
+
+    def alter(change: Change) -> None:
+        client = from_url(f"s3://{bucket}/kv", client_options={"allow_http": True})
+        for path in [one["path"] for some in obstore.list(client) for one in some]:
+            changed = change(bytes(obstore.get(client, path).bytes()))
+            if changed is None:
+                obstore.delete(client, path)
+            else:
+                obstore.put(client, path, changed)
+
+    make_bucket(port, bucket)
+    with Proxy(port) as proxy, s3_environment(proxy.port):
+        yield Place(proxy, lambda timeout: S3Store(f"s3://{bucket}/kv", timeout=timeout), alter)
+
+
+@contextmanager
+def valkey_place(port: int) -> Iterator[Place]:
+    """A Valkey server, emptied. What is altered is the third layer of every record."""
+    with Proxy(port) as proxy, closing(valkey.Valkey(port=port)) as client:
+
+        def alter(change: Change) -> None:
+            for key in client.keys("*}:2"):
+                changed = change(client.get(key))
+                if changed is None:
+                    client.delete(key)
+                else:
+                    client.set(key, changed)
+
+        client.flushall()
+        url = f"valkey://127.0.0.1:{proxy.port}/0"
+        yield Place(proxy, lambda timeout: ValkeyStore(url, timeout=timeout), alter)
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What a request gave.
+
+    Parameters
+    ----------
+    hits : int
+        Chunks read from the store, of three.
+    right : bool
+        Whether the result is bit by bit that of a run with these chunks in memory, and without the others.
+    seconds : float
+    """
+
+    hits: int
+    right: bool
+    seconds: float
+
+
+class RemoteTrials:
+    """One prompt of three chunks over a tiny model, asked over any store. A chunk's KV takes about a megabyte."""
+
+    def __init__(self) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(MODEL_PATH)
+        torch.manual_seed(0)
+        shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+        config = LlamaConfig(vocab_size=len(self._tokenizer), num_hidden_layers=_LAYERS, initializer_range=0.3, **shape)
+        self._model = LlamaForCausalLM(config).eval()
+        self.chunks = [
+            " ".join(f"The {thing} was mended in {year}." for year in range(1900, 1916))
+            for thing in ("harbour", "mill", "bridge")
+        ]
+        self._prompt = Prompt("Read this.\n", self.chunks, "\nQuestion: When was the mill mended?\nAnswer:")
+        self._expected: dict[tuple[bool, ...], FusedKV] = {}
+
+    def engine(self, store: Any, **options: Any) -> BlendEngine:
+        """An engine over a store, which stores nothing by itself unless told so."""
+        given: dict[str, Any] = {"min_tokens": 0, "condition": "sink", "recompute_ratio": 0.2, "write_back": "off"}
+        given |= {"memory_limit": "10MB"} | options
+        config = BlendConfig(**given)
+        return BlendEngine(self._model, self._tokenizer, config=config, store=store, fingerprint="trials")
+
+    def warm(self, engine: BlendEngine, chunks: Sequence[str] | None = None) -> None:
+        """Store chunks, by default all; one by one, since each bit depends on what is computed in the same pass."""
+        for chunk in self.chunks if chunks is None else chunks:
+            engine.warm([chunk], progress=False)
+
+    def ask(self, engine: BlendEngine) -> Answered:
+        """Fuse the prompt, and compare."""
+        started = time.perf_counter()
+        fused = engine.fuse(self._prompt)
+        seconds = time.perf_counter() - started
+        hits = tuple(map(bool, fused.report.chunk_tiers))
+        return Answered(sum(hits), same_result(fused, self._only(hits, fused.report.prefix_hit)), seconds)
+
+    def _only(self, hits: tuple[bool, ...], prefix: bool) -> FusedKV:
+        """The result of a run in which only these chunks, and perhaps the prefix, were ever stored, in memory."""
+        known = (*hits, prefix)
+        if known not in self._expected:
+            with self.engine(MemoryStore()) as engine:
+                if prefix:
+                    engine.with_config(write_back="inline").fuse(self._prompt)
+                    engine.forget(self.chunks)
+                self.warm(engine, [chunk for chunk, hit in zip(self.chunks, hits, strict=True) if hit])
+                self._expected[known] = engine.fuse(self._prompt)
+        return self._expected[known]
+
+
+def clients_at_once(
+    opened: Callable[[], KVStore], clients: int, seconds: float, fault: Callable[[float], None] | None = None
+) -> dict[str, int]:
+    """Let clients read, write and delete at random in one store, each through a store object of its own.
+
+    Parameters
+    ----------
+    opened : callable
+        Makes one of these objects.
+    clients : int
+    seconds : float
+    fault : callable, optional
+        Called again and again meanwhile, with the seconds that are left.
+
+    Returns
+    -------
+    dict of str to int
+        ``reads``, ``hits``, ``lost`` (records that were gone while they were read), ``writes``, ``deletions``,
+        ``refused`` (calls that ended in an error of the store's own), ``wrong`` and ``longest`` (of one call, in
+        milliseconds).
+    """
+    counts, lock, end = Counter[str](), threading.Lock(), time.monotonic() + seconds
+
+    def client(seed: int) -> None:
+        chooser, own, longest = random.Random(seed), Counter[str](), 0.0
+        with closing(opened()) as store:
+            while time.monotonic() < end:
+                started = time.monotonic()
+                own += Counter(_one_call(store, chooser))
+                longest = max(longest, time.monotonic() - started)
+        with lock:
+            counts.update(own)
+            counts["longest"] = max(counts["longest"], round(longest * 1000))
+
+    with ThreadPoolExecutor(clients) as pool:
+        done = [pool.submit(client, seed) for seed in range(clients)]
+        while fault is not None and (left := end - time.monotonic()) > 0:
+            fault(left)
+        for one in done:
+            one.result()
+    return {name: counts[name] for name in _COUNTED}
+
+
+_COUNTED: Sequence[str] = ("reads", "hits", "lost", "writes", "deletions", "refused", "wrong", "longest")
+
+
+def _one_call(store: KVStore, chooser: random.Random) -> list[str]:
+    number, what = chooser.randrange(30), chooser.random()
+    try:
+        if what < 0.6:
+            stored = store.open(str(number))
+            if stored is None:
+                return ["reads"]
+            with closing(stored):
+                try:
+                    return ["reads", "hits"] + ["wrong"] * (not is_right(stored, number))
+                except StoreError:
+                    return ["reads", "lost"]
+        if what < 0.9:
+            store.put(str(number), record_of(number))
+            return ["writes"]
+        store.delete(str(number))
+        return ["deletions"]
+    except StoreError:
+        return ["refused"]

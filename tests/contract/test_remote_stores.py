@@ -1,0 +1,188 @@
+"""Stores on other machines, over real servers: the contract of every store, then what only they go through."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.calibration.profiler import measure_remote
+from cacheblend_rag.errors import ConfigError, MissingExtraError, RecordError
+from cacheblend_rag.langchain import CacheBlendLLM
+from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
+from cacheblend_rag.loading import ChunkKV, Device, LoadingController, MachineProfile, PrefillProfile
+from cacheblend_rag.store import KVStore, open_store
+from cacheblend_rag.store.factory import open_remote
+from cacheblend_rag.store.s3 import S3Store
+from cacheblend_rag.store.valkey import ValkeyStore
+from docs.benchmarks.scripts.servers import make_bucket, s3_environment, s3_server, valkey_server
+from tests import tiny
+from tests.contract.store_contract import StoreContract, make, same
+from tests.probes import CHUNKS, PROMPT, engine_of
+
+_names = count()
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[int]:
+    """The port of an S3 server."""
+    with s3_server() as port, s3_environment(port):
+        yield port
+
+
+@pytest.fixture(scope="session")
+def valkey() -> Iterator[int]:
+    """The port of a Valkey server."""
+    with valkey_server() as server:
+        yield server.port
+
+
+class RemoteStoreContract(StoreContract):
+    """What is said otherwise of stores that are elsewhere."""
+
+    def test_an_open_record_outlives_its_deletion(self, store: KVStore) -> None:
+        """It is read whole, or lost; never another's."""
+        store.put("a", make(1, tokens=5000))
+        opened = store.open("a")
+        assert opened is not None
+        store.delete("a")
+        with pytest.raises(RecordError):
+            same(opened, make(1, tokens=5000))
+
+    def test_an_open_record_outlives_its_replacement(self, store: KVStore) -> None:
+        """A record is written once: of two with one identity the first stays."""
+        store.put("a", make(1))
+        opened = store.open("a")
+        store.put("a", make(2))
+        assert same(opened, make(1))
+        assert same(store.open("a"), make(1))
+
+
+class TestS3Store(RemoteStoreContract):
+    @pytest.fixture(autouse=True)
+    def _server(self, s3: int) -> None:
+        self.bucket = f"bucket-{next(_names)}"
+        make_bucket(s3, self.bucket)
+
+    def opened(self, folder: Path) -> KVStore:
+        return S3Store(f"s3://{self.bucket}/kv")
+
+
+class TestFolderOfObjects(RemoteStoreContract):
+    """The client's own store without a network."""
+
+    def opened(self, folder: Path) -> KVStore:
+        return S3Store(f"file://{folder}/kv")
+
+
+class TestValkeyStore(RemoteStoreContract):
+    @pytest.fixture(autouse=True)
+    def _server(self, valkey: int) -> None:
+        self.port = valkey
+
+    def opened(self, folder: Path) -> KVStore:
+        store = ValkeyStore(f"valkey://127.0.0.1:{self.port}/0")
+        for key, _ in store.infos(""):
+            store.delete(key)
+        return store
+
+
+# One line of configuration --------------------------------------------------------------------
+
+
+def test_places_are_named_in_one_line(valkey: int, tmp_path: Path) -> None:
+    config, gpu = BlendConfig(), {"beside_gpu": True}
+    remote, shared = f"file://{tmp_path}/shared", f"valkey://127.0.0.1:{valkey}/2"
+    for places, options, expected in (
+        ([tmp_path / "kv", remote], {}, ["disk", "s3"]),
+        ([str(tmp_path / "kv"), shared], gpu, ["memory", "disk", "valkey"]),
+        (shared, {}, ["memory", "valkey"]),
+        ((tmp_path / "kv", shared, remote), {}, ["disk", "valkey", "s3"]),
+    ):
+        with closing(open_store(places, config, **options)) as store:
+            assert [tier.tier for tier in store.tiers] == expected
+
+
+@pytest.mark.parametrize(
+    "store", [[], [""], ["kv", 3], "ftp://host/kv", "s3://", "valkey://host:port/0", "s3://name:secret@bucket"]
+)
+def test_what_is_no_place_is_refused(store: Any) -> None:
+    with pytest.raises(ConfigError, match="store=") as raised:
+        open_store(store, BlendConfig())
+    assert "secret" not in str(raised.value)
+
+
+def test_adapters_take_a_shared_store(tmp_path: Path) -> None:
+    shared = f"file://{tmp_path}/shared"
+    folder = tmp_path / "model"
+    tiny.model().save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    for name, made in (("first", CacheBlendLLM), ("second", LlamaIndexLLM)):
+        llm = made.from_model_id(folder, store=[tmp_path / name, shared], min_tokens=0, condition="sink")
+        with llm.engine as engine:
+            assert engine.warm(CHUNKS).present == (3 if name == "second" else 0)
+            copied = pickle.loads(pickle.dumps(engine))
+            assert [tier.tier for tier in copied.store.tiers] == ["disk", "s3"]
+            copied.close()
+
+
+def test_a_missing_client_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package, address, extra in (("obstore", "s3://bucket", "s3"), ("valkey", "valkey://host", "valkey")):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(MissingExtraError, match=rf"\[{extra}\]"):
+            open_store(address, BlendConfig())
+
+
+# The loading controller -----------------------------------------------------------------------
+
+
+def test_a_store_on_another_machine_is_measured(store_of_each: KVStore) -> None:
+    found = measure_remote(store_of_each, size=10**6)
+    assert found.name == store_of_each.tier
+    assert found.throughput > 0
+    assert 0 < found.latency < 1
+    assert not list(store_of_each.infos(""))
+
+
+@pytest.fixture(params=["s3", "valkey"])
+def store_of_each(request: Any, s3: int, valkey: int) -> Iterator[KVStore]:
+    bucket = f"bucket-{next(_names)}"
+    make_bucket(s3, bucket)
+    url = f"s3://{bucket}/kv" if request.param == "s3" else f"valkey://127.0.0.1:{valkey}/3"
+    with closing(open_remote(url)) as store:
+        yield store
+
+
+def test_what_takes_longer_to_come_than_to_compute_is_computed() -> None:
+    prefill = {"model": PrefillProfile(0.0, 1e-3, 0.0)}
+    devices = {"disk": Device("disk", 1e9), "s3": Device("s3", 1e6, latency=0.02)}
+    controller = LoadingController(MachineProfile(prefill, devices))
+    near, far = ChunkKV(500, 10**7), ChunkKV(500, 10**7, "s3")  # half a second to compute; 0.01 s, and 10 s
+    plan = controller.plan("model", [near, far, near], 1600, device="disk", reads=24)
+    assert plan.recomputed_chunks == (1,)
+    assert plan.load_seconds == pytest.approx(0.02)
+    small = ChunkKV(500, 10**5, "s3")
+    plan = controller.plan("model", [near, small, small], 1600, device="disk", reads=24)
+    assert plan.recomputed_chunks == ()
+    assert plan.load_seconds == pytest.approx(0.01 + 2 * 0.02 + 0.2), "both are asked for at once"
+
+
+def test_an_engine_leaves_alone_what_does_not_pay(tmp_path: Path) -> None:
+    shared, folder = f"file://{tmp_path}/shared", tmp_path / "kv"
+    with engine_of(store=[tmp_path / "other", shared]) as other:
+        other.warm(CHUNKS)
+    folder.mkdir()
+    for throughput, hits in ((1e3, 0), (1e12, 3)):
+        with engine_of(store=[folder, shared], recompute_ratio="auto", write_back="off") as engine:
+            prefill = {engine.fingerprint: PrefillProfile(0.0, 1e-3, 0.0)}
+            devices = {"disk": Device("disk", 1e12), "s3": Device("s3", throughput)}
+            MachineProfile(prefill, devices).save(folder / "profile.json")
+        with engine_of(store=[folder, shared], recompute_ratio="auto", write_back="off") as engine:
+            assert engine.fuse(PROMPT).report.hits == hits
