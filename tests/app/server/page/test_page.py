@@ -143,6 +143,7 @@ def test_files_dropped_onto_the_archive_go_to_a_collection_of_ones_own(page: Pag
     page.get_by_role("button", name="Delete note.md").click()
     page.get_by_role("button", name="Delete", exact=True).click()
     expect(page.get_by_text("No files yet.")).to_be_visible()
+    expect(page.locator("#files")).to_be_focused()
     page.get_by_role("button", name="Delete collection My documents").click()
     page.get_by_role("button", name="Delete", exact=True).click()
     expect(page.get_by_role("radio", name="My documents")).to_have_count(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 
@@ -11,25 +10,9 @@ from playwright.sync_api import BrowserContext, Page, Route, expect
 
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.quota import TokenQuota
-from tests.app.server.page.driving import ask, compare_off, easy_questions, probe
+from tests.app.server.page.driving import ask, compare_off, easy_questions, events, probe, refuse, stream
 
 ASK, STATE = re.compile("/ask$"), re.compile("/api/state$")
-
-
-def events(*told: tuple[str, object]) -> str:
-    """A stream's body."""
-    return "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in told)
-
-
-def stream(route: Route, *told: tuple[str, object]) -> None:
-    """Answer with a stream of events."""
-    route.fulfill(status=200, content_type="text/event-stream", body=events(*told))
-
-
-def refuse(route: Route, status: int, code: str, message: str, **headers: str) -> None:
-    """Answer as the server does when it refuses."""
-    body = json.dumps({"error": {"code": code, "message": message}})
-    route.fulfill(status=status, content_type="application/json", body=body, headers=headers)
 
 
 def type_and_send(page: Page, question: str) -> None:

@@ -121,8 +121,12 @@ function edit(turn) {
   const heading = root.querySelector(".question");
   const box = el("textarea", { rows: 2, maxlength: state.server?.limits.question_chars, "aria-label": "The question, edited" });
   box.value = turn.question;
+  const end = () => {
+    form.remove();
+    heading.classList.remove("unseen");
+  };
   const back = () => {
-    form.replaceWith(heading);
+    end();
     root.querySelector(".foot button[aria-label^=Edit]")?.focus();
   };
   const cancel = button("Cancel", back);
@@ -131,7 +135,7 @@ function edit(turn) {
     event.preventDefault();
     const question = box.value.trim();
     if (!question || isAsking()) return;
-    form.replaceWith(heading);
+    end();
     ask(question, { earlier: turn.earlier });
   });
   form.addEventListener("keydown", (event) => {
@@ -140,7 +144,8 @@ function edit(turn) {
     event.preventDefault();
     form.requestSubmit();
   });
-  heading.replaceWith(form);
+  heading.classList.add("unseen"); // it still names its part of the page
+  heading.after(form);
   box.focus();
 }
 
