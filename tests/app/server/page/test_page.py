@@ -45,6 +45,7 @@ def test_the_page_asks_its_own_server_alone_under_a_strict_policy(page: Page, ad
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "script-src 'self'" in policy
+    assert "require-trusted-types-for 'script'" in policy  # no script may parse HTML
     assert "unsafe" not in policy
     assert len(asked) > 20
     assert all(url.startswith(address) for url in asked), asked
