@@ -18,6 +18,8 @@ PHONE: dict[str, Any] = {"viewport": {"width": 375, "height": 760}, "device_scal
 QUESTIONS = ["Which ship laid the transatlantic cable of 1866?", "Who designed the Great Eastern?"]
 PATIENCE_MS = 300_000  # a comparison computes the whole prompt several times
 
+STORED_MS = 5_000  # a turn is stored behind its answer, and the next goes on from it
+
 
 def _save(shown: Page | Locator, path: Path) -> None:
     """A picture with a palette, which makes it a third as large."""
@@ -29,19 +31,28 @@ def _save(shown: Page | Locator, path: Path) -> None:
 def _converse(page: Page) -> None:
     """A conversation whose latest answer is compared with the other methods."""
     compare_off(page)
+    page.locator("#ratio").fill("15")  # as the server has it; turns that were kept at another are not gone on from
     for question in QUESTIONS:
         ask(page, question)
+        page.wait_for_timeout(STORED_MS)
     page.locator("#compare-switch").check(force=True)
     expect(page.locator(".turn").last.locator(".verdict")).to_be_visible()
     expect(page.locator("#compare .busy")).to_have_count(0)
     page.locator("#question").blur()
 
 
+def _take_panel(page: Page, folder: Path) -> None:
+    """What happened while the first question was answered: it goes on from no other, so each passage is blended."""
+    page.locator(".turn .what").first.click()
+    page.set_viewport_size({"width": 1280, "height": 1240})
+    page.locator("#chunks").evaluate("(one) => one.scrollIntoView()")
+    _save(page.locator("#panel"), folder / "page-panel.png")
+
+
 def take(browser: Browser, address: str, folder: Path) -> None:
     """Save every picture."""
     context = browser.new_context(locale="en-GB", color_scheme="light", **WIDE)
     page = open_page(context, address)
-    _save(page, folder / "page-empty.png")
     _converse(page)
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
@@ -55,9 +66,7 @@ def take(browser: Browser, address: str, folder: Path) -> None:
     expect(page.locator("#files-list li").first).to_be_visible()
     _save(page, folder / "page-documents.png")
     page.keyboard.press("Escape")
-    page.set_viewport_size({"width": 1280, "height": 1240})
-    page.locator("#chunks").evaluate("(one) => one.scrollIntoView()")
-    _save(page.locator("#panel"), folder / "page-panel.png")
+    _take_panel(page, folder)
     # The same conversation on a phone.
     kept = context.storage_state()
     for scheme in ("light", "dark"):
