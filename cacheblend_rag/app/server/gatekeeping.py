@@ -23,11 +23,11 @@ __all__ = ["Gatekeeper"]
 _SAFE = ("GET", "HEAD", "OPTIONS")
 # What needs a key, where there are keys.
 _GUARDED = ("/api/", "/v1/", "/metrics")
-# Scripts come from the server's own files only: text of documents can never become one.
+# Scripts come from the server's own files only, and none may parse HTML: text of documents can never become one.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "font-src 'self'; connect-src 'self'; manifest-src 'self'; base-uri 'none'; form-action 'self'; "
-    "frame-ancestors 'none'"
+    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
 _HEADERS = {
     "Content-Security-Policy": _POLICY,

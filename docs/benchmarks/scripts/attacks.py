@@ -74,8 +74,8 @@ def generated_requests(url: str, seconds: float) -> Line:
     if said.returncode:
         print(said.stdout[-6_000:], said.stderr[-2_000:], file=sys.stderr)
     made, passed = (_last(pattern, said.stdout) for pattern in (r"(\d+) generated", r"(\d+) passed"))
-    chains = re.findall(r"Stateful \(in \S+\)\s+(?:\S+ )?(\d+) passed", said.stdout)
-    detail = f"{_last(r'Tested: (\d+)', said.stdout)} operations, {', '.join(chains) or 0} chains of requests"
+    operations, chains = (_last(pattern, said.stdout) for pattern in (r"Tested: (\d+)", r"Scenarios: +(\d+)"))
+    detail = f"{operations} operations, {chains} chains of requests"
     return Line("requests made by schemathesis", made, max(made - passed, int(said.returncode != 0)), detail)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expect, sync_playwright
 
 ROOT = Path(__file__).parents[4]
 CHROMIUM = Path("/usr/bin/chromium")
@@ -85,14 +85,20 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="package")
-def browser(chromium: Path) -> Iterator[Browser]:
-    """A browser of our own."""
+def playwright() -> Iterator[Playwright]:
+    """What drives the browsers."""
     expect.set_options(timeout=PATIENCE_MS)
-    with sync_playwright() as playwright:
-        # Tests run as root in containers, where Chromium's sandbox cannot.
-        started = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"])
+    with sync_playwright() as started:
         yield started
-        started.close()
+
+
+@pytest.fixture(scope="package")
+def browser(playwright: Playwright, chromium: Path) -> Iterator[Browser]:
+    """A browser of our own."""
+    # Tests run as root in containers, where Chromium's sandbox cannot.
+    started = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"])
+    yield started
+    started.close()
 
 
 @pytest.fixture

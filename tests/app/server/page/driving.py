@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, Route, expect
 
 from tests.toy import DOCUMENTS_PATH
 from tests.toy.archive import TownSize, build_town
@@ -99,3 +99,19 @@ def upload_to_new_collection(page: Page, name: str, files: list[File]) -> None:
     expect(page.locator("#files-list li.ready")).to_have_count(len(files))
     page.keyboard.press("Escape")
     expect(page.locator("#documents")).to_be_hidden()
+
+
+def events(*told: tuple[str, object]) -> str:
+    """A stream's body."""
+    return "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in told)
+
+
+def stream(route: Route, *told: tuple[str, object]) -> None:
+    """Answer with a stream of events."""
+    route.fulfill(status=200, content_type="text/event-stream", body=events(*told))
+
+
+def refuse(route: Route, status: int, code: str, message: str, **headers: str) -> None:
+    """Answer as the server does when it refuses."""
+    body = json.dumps({"error": {"code": code, "message": message}})
+    route.fulfill(status=status, content_type="application/json", body=body, headers=headers)

@@ -88,6 +88,30 @@ function focused() {
   return { id: one.id, name: one.getAttribute("aria-label") ?? one.textContent.trim().slice(0, 60), ring };
 }
 
+const CONTROLS = "button, input, select, textarea, a[href], summary, [tabindex='0']";
+
+/** Name every control that the keyboard should reach: `control 0`, and so on; how many there are. Of radio buttons it is one. */
+function markControls() {
+  const within = document.querySelector("dialog[open]") ?? document.body;
+  const reached = (one) => visible(one) && !one.disabled && !one.matches("[type=radio]:not(:checked)");
+  const found = [...within.querySelectorAll(CONTROLS)].filter(reached);
+  found.forEach((one, at) => (one.dataset.control = at));
+  return found.map((one) => one.outerHTML.slice(0, 120));
+}
+
+/** Which of them has the focus; null if it is beyond the page, -1 if it is another part of the page. */
+function control() {
+  const one = document.activeElement;
+  return one === document.body ? null : Number(one.dataset.control ?? -1);
+}
+
+/** Note what is told to a screen reader, in `window.told`. */
+function watchTold() {
+  window.told = [];
+  const said = document.getElementById("said");
+  new MutationObserver(() => window.told.push(said.textContent)).observe(said, { childList: true });
+}
+
 /** Controls too low for a finger (WCAG 2.5.8). */
 function low() {
   const controls = [...document.querySelectorAll("button, select, textarea")].filter(visible);

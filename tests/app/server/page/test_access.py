@@ -104,8 +104,44 @@ def test_documents_by_keyboard(page: Page) -> None:
     assert focused(page)["name"] == "Delete"
     page.keyboard.press("Enter")
     expect(page.get_by_role("radio", name="By hand")).to_have_count(0)
+    expect(page.get_by_role("radio", checked=True)).to_be_focused()
     page.keyboard.press("Escape")
     expect(page.locator("#open-documents")).to_be_focused()
+
+
+def check_tab_reaches_every_control(page: Page) -> None:
+    """Tab goes to each control once, in the order of the page, and nowhere else."""
+    controls = probe(page, "markControls")
+    page.evaluate("() => document.activeElement.blur()")
+    reached = []
+    for _ in range(len(controls) + 2):
+        page.keyboard.press("Tab")
+        reached.append(probe(page, "control"))
+    missed = [text for at, text in enumerate(controls) if at not in reached]
+    assert missed == []
+    assert -1 not in reached, "the focus left the dialog, or went to what is no control"
+
+
+def test_tab_reaches_every_control_and_stays_within_dialogs(page: Page) -> None:
+    turn = ask(page, easy_questions()[0].question)
+    expect(page.locator("#compare .busy")).to_have_count(0)
+    check_tab_reaches_every_control(page)
+    for opener in (turn.locator(".source").first, page.locator("#open-documents"), page.locator("#open-history")):
+        opener.focus()
+        page.keyboard.press("Enter")
+        expect(page.locator("dialog[open] :is(.passage-text, .files, .past)")).to_be_visible()
+        check_tab_reaches_every_control(page)
+        page.keyboard.press("Escape")
+        expect(opener).to_be_focused()
+
+
+def test_a_screen_reader_is_told_when_an_answer_begins_and_ends(page: Page) -> None:
+    compare_off(page)
+    probe(page, "watchTold")
+    ask(page, easy_questions()[0].question)
+    begun, ended = page.evaluate("() => window.told")
+    assert begun == "Looking for passages."
+    assert ended.startswith("Answered. First token after ")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -140,8 +176,10 @@ def test_structure(page: Page) -> None:
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(below <= above + 1 for above, below in pairwise(levels)), levels
-    for role in ("banner", "main", "complementary", "navigation"):
-        expect(page.get_by_role(role)).to_have_count(1)
+    for role in ("banner", "main", "navigation"):
+        expect(page.get_by_role(role)).to_have_count(1)  # type: ignore[arg-type]
+    for name in ("Conversation", "What happened"):
+        expect(page.get_by_role("region", name=name, exact=True)).to_have_count(1)
     expect(page.locator("#said")).to_have_attribute("aria-live", "polite")
     expect(page.locator("#said")).to_have_text(re.compile(r"^Answered\. First token after "))
 

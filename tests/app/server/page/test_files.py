@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -9,12 +10,26 @@ from pathlib import Path
 import pytest
 
 PAGE = Path(__file__).parents[4] / "cacheblend_rag" / "app" / "server" / "page"
-FILES = sorted(path for path in PAGE.rglob("*") if path.is_file())
+VENDOR = PAGE / "vendor"
+FILES = sorted(path for path in PAGE.rglob("*") if path.is_file() and path.parent != VENDOR)
+VENDORED = sorted(VENDOR.glob("*.js"))
 SCRIPTS = [path for path in FILES if path.suffix == ".js"]
 MOST_LINES = 400
 IMPORT = re.compile(r'^import \{(.*?)\} from "(\..*?)";', re.MULTILINE | re.DOTALL)
+LOAD = re.compile(r'^import .*? from "(\..*?)";|\bimport\("(\..*?)"\)', re.MULTILINE | re.DOTALL)
 EXPORT = r"^export (?:async )?(?:function\*?|const|class) {}(?![\w$])"
-MARKUP = ("innerHTML", "outerHTML", "HTML(", "document.write", "eval(", "new Function", "srcdoc", "DOMParser")
+MARKUP = (
+    "innerHTML",
+    "outerHTML",
+    "AdjacentHTML",
+    "setHTML",
+    "HTMLUnsafe",
+    "document.write",
+    "eval(",
+    "new Function",
+    "srcdoc",
+    "DOMParser",
+)
 
 
 class References(HTMLParser):
@@ -49,10 +64,20 @@ def test_all_that_the_page_loads_is_there_and_nothing_else(references: Reference
     while waiting:
         path = waiting.pop().resolve()
         assert path.is_file(), path
-        if path not in used and path.suffix == ".js":
-            waiting += [path.parent / source for _, source in IMPORT.findall(path.read_text(encoding="utf-8"))]
+        if path not in used and path in SCRIPTS:
+            loaded = LOAD.findall(path.read_text(encoding="utf-8"))
+            waiting += [path.parent / (source or later) for source, later in loaded]
         used.add(path)
-    assert used == set(FILES)
+    assert used == {*FILES, *VENDORED}
+
+
+def test_files_of_others_are_as_they_were_distributed() -> None:
+    told = (VENDOR / "README.md").read_text(encoding="utf-8")
+    for path in VENDORED:
+        row = next(line for line in told.splitlines() if line.startswith(f"| `{path.name}` |"))
+        assert hashlib.sha256(path.read_bytes()).hexdigest() in row
+        package, version = re.findall(r"`([^`]+)` (\d[\d.]+)", row)[0]
+        assert f"{package} {version} (" in (VENDOR / "LICENSES.txt").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

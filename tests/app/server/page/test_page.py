@@ -45,6 +45,7 @@ def test_the_page_asks_its_own_server_alone_under_a_strict_policy(page: Page, ad
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "script-src 'self'" in policy
+    assert "require-trusted-types-for 'script'" in policy  # no script may parse HTML
     assert "unsafe" not in policy
     assert len(asked) > 20
     assert all(url.startswith(address) for url in asked), asked
@@ -143,6 +144,7 @@ def test_files_dropped_onto_the_archive_go_to_a_collection_of_ones_own(page: Pag
     page.get_by_role("button", name="Delete note.md").click()
     page.get_by_role("button", name="Delete", exact=True).click()
     expect(page.get_by_text("No files yet.")).to_be_visible()
+    expect(page.locator("#files")).to_be_focused()
     page.get_by_role("button", name="Delete collection My documents").click()
     page.get_by_role("button", name="Delete", exact=True).click()
     expect(page.get_by_role("radio", name="My documents")).to_have_count(0)

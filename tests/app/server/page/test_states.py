@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 
@@ -11,25 +10,9 @@ from playwright.sync_api import BrowserContext, Page, Route, expect
 
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.quota import TokenQuota
-from tests.app.server.page.driving import ask, compare_off, easy_questions, probe
+from tests.app.server.page.driving import ask, compare_off, easy_questions, events, probe, refuse, stream
 
 ASK, STATE = re.compile("/ask$"), re.compile("/api/state$")
-
-
-def events(*told: tuple[str, object]) -> str:
-    """A stream's body."""
-    return "".join(f"event: {name}\ndata: {json.dumps(data)}\n\n" for name, data in told)
-
-
-def stream(route: Route, *told: tuple[str, object]) -> None:
-    """Answer with a stream of events."""
-    route.fulfill(status=200, content_type="text/event-stream", body=events(*told))
-
-
-def refuse(route: Route, status: int, code: str, message: str, **headers: str) -> None:
-    """Answer as the server does when it refuses."""
-    body = json.dumps({"error": {"code": code, "message": message}})
-    route.fulfill(status=status, content_type="application/json", body=body, headers=headers)
 
 
 def type_and_send(page: Page, question: str) -> None:
@@ -188,14 +171,14 @@ def test_the_estimate_is_that_of_the_latest_comparison(page: Page) -> None:
 
 MARKDOWN = """## Heights
 
-Mount *Everest* is **8,849** metres high, `snow_line` aside.
+Mount *Everest* is **8,849** metres high, `snow_line` aside. See notes.md or https://example.org/b.
 
 1. First
    - inner
 2. Second
 
 | peak | metres |
-|---|---|
+|---|--:|
 | Everest | 8,849 |
 
 ```python
@@ -224,15 +207,90 @@ def test_markdown_is_shown_as_elements_and_never_as_markup(page: Page) -> None:
     expect(words.locator("p > code")).to_have_text("snow_line")
     expect(words.locator("ol > li > ul > li")).to_have_text("inner")
     assert words.locator("td").all_text_contents() == ["Everest", "8,849"]
+    assert words.locator("td").last.evaluate("(cell) => getComputedStyle(cell).textAlign") in ("end", "right")
     expect(words.locator("pre code")).to_have_text('print("<b>not bold</b>")')
-    expect(words).to_contain_text('<img src=x onerror="window.taken = 4"> [a](javascript:window.taken=5) ![p](')
-    link = words.locator("a")
+    expect(words.locator("pre code .is-string")).to_have_text('"<b>not bold</b>"')
+    expect(words).to_contain_text('<img src=x onerror="window.taken = 4"> [a](javascript:window.taken=5)')
+    bare, picture, link = words.locator("a").all()
+    assert [one.text_content() for one in (bare, picture, link)] == ["https://example.org/b", "p", "site"]
     expect(link).to_have_attribute("href", "https://example.org/a")
     expect(link).to_have_attribute("rel", "noopener noreferrer nofollow")
-    expect(words).to_contain_text("site (example.org)")
+    expect(words).to_contain_text("p (localhost) site (example.org)")
     assert words.locator(":is(img, script, b, iframe, h1, h2, h3)").count() == 0
     assert page.evaluate("() => window.taken") is None
     assert not [url for url in asked if "x.png" in url]
+
+
+# Each tries to run something, to load something, or to lead elsewhere than it says.
+ATTACKS = [
+    "<script>window.taken = 1</script>",
+    "<img src=x onerror=window.taken=1>",
+    "<svg onload=window.taken=1><animate onbegin=window.taken=1>",
+    "<svg><style><img src=x onerror=window.taken=1></style></svg>",
+    "<math><mtext><table><mglyph><style><!--</style><img title='--&gt;&lt;img src=x onerror=window.taken=1&gt;'>",
+    "<noscript><p title='</noscript><img src=x onerror=window.taken=1>'>",
+    "<iframe srcdoc='<script>parent.taken=1</script>'></iframe>",
+    "<a href=javascript:window.taken=1>here</a> <form action=javascript:window.taken=1><button>go</button></form>",
+    "[a](javascript:window.taken=1) [b](JaVaScRiPt:window.taken=1) [c](javascript&colon;window.taken=1)",
+    "[d](data:text/html,<script>window.taken=1</script>) [e](data:text/html;base64,PHNjcmlwdD4=)",
+    "[f](vbscript:x) [g](file:///etc/passwd) [h](blob:http://other.example/x) [i](//other.example/x) [j](api/state)",
+    "[k](\x01javascript:window.taken=1) [l](java\nscript:window.taken=1) [m]( javascript:window.taken=1)",
+    "<javascript:window.taken=1> <data:text/html,x>",
+    "![n](javascript:window.taken=1) ![o](data:image/svg+xml,<svg onload=window.taken=1>) ![p](http://other.example/x.png)",
+    "[q]: javascript:window.taken=1 'x'\n\n[q] [r](https://other.example/ \"' onmouseover='window.taken=1\")",
+    "`<img src=x onerror=window.taken=1>` **<img src=x onerror=window.taken=1>**",
+    "```html\n<img src=x onerror=window.taken=1><script>window.taken = 1</script>\n```",
+    "```<img src=x onerror=window.taken=1>\nx\n```",
+    "| <img src=x onerror=window.taken=1> | b |\n|---|:-:|\n| </td><script>window.taken = 1</script> | c |",
+    "&lt;img src=x onerror=window.taken=1&gt; &#60;script&#62;window.taken = 1&#60;/script&#62;",
+    "[https://good.example/](https://other.example/) [https://good.example@other.example/](https://other.example/)",
+]
+ALLOWED = (
+    "a, p, span, div, pre, code, ol, ul, li, blockquote, table, thead, tbody, tr, th, td, strong, em, s, hr, br, button"
+)
+
+
+def test_what_attacks_the_page_is_shown_as_text(page: Page) -> None:
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    compare_off(page)
+    answer_with(page, "\n\n".join(ATTACKS), pieces=60)
+    words = ask(page, "Is it safe?").locator(".words")
+    expect(words.locator("code .is-tag").first).to_be_visible()  # code has its colours
+    assert words.locator(f":not({ALLOWED})").count() == 0
+    attributes = words.evaluate("(words) => [...words.querySelectorAll('*')].flatMap((one) => one.getAttributeNames())")
+    assert not [name for name in attributes if name.startswith("on") or name in ("src", "style", "srcset", "action")]
+    for link in words.locator("a").all():
+        link.dispatch_event("mouseover")
+        assert re.match(r"https?://(good\.example@)?other\.example/", link.get_attribute("href") or "")
+        expect(link.locator("xpath=..")).to_contain_text("other.example")
+    assert page.evaluate("() => window.taken") is None
+    assert not [url for url in asked if "other.example" in url or url.endswith("/x")]
+
+
+def test_code_is_copied_by_itself(page: Page) -> None:
+    compare_off(page)
+    answer_with(page, MARKDOWN)
+    turn = ask(page, "How high?")
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    turn.get_by_role("button", name="Copy the code").click()
+    expect(turn.locator(".copy-code")).to_have_attribute("data-label", "Copied")
+    assert page.evaluate("() => navigator.clipboard.readText()") == 'print("<b>not bold</b>")'
+
+
+def test_a_long_answer_is_shown_as_fluently_as_it_is_written(page: Page) -> None:
+    compare_off(page)
+    part = "Mount *Everest* is **8,849** metres high.\n\n- one\n- two\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n"
+    text = (part * 50)[:4_000]
+    told = [("token", {"text": text[at : at + 4]}) for at in range(0, len(text), 4)]
+    probe(page, "holdStream", {"path": "/ask", "events": [events(one) for one in (*told, ("done", {}))]})
+    page.locator("#question").fill("How high?")
+    page.locator("#question").press("Enter")
+    expect(page.locator(".turn .status")).to_be_visible()
+    began = time.monotonic()
+    probe(page, "letGo", len(told) + 1)
+    expect(page.locator(".turn")).to_have_attribute("data-status", "done")
+    assert time.monotonic() - began < 10, "a thousand tokens, drawn one by one"
 
 
 def test_text_made_to_be_slow_is_shown_in_good_time(page: Page) -> None:

@@ -70,6 +70,7 @@ async function answer(turn) {
   running = new AbortController();
   const began = performance.now();
   changed("asking", true);
+  say("Looking for passages.");
   try {
     const body = { ...request(turn), stream: true };
     for await (const { event, data } of stream("POST", path(turn.collection, "ask"), body, running.signal)) {

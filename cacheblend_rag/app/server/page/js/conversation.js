@@ -5,10 +5,11 @@ import { cite } from "./citations.js";
 import { isTimed } from "./compare.js";
 import { $, button, copy, el, say } from "./dom.js";
 import { count, sooner, time } from "./format.js";
-import { showMarkdown } from "./markdown.js";
+import { colourCode, showMarkdown } from "./markdown.js";
 import { openPassage } from "./passage.js";
 import { collection, on, state, turns } from "./store.js";
 
+const QUOTED = 120; // characters of another method's answer
 const views = new Map(); // turn id: {root, update}
 
 function turnView(turn) {
@@ -27,6 +28,7 @@ function turnView(turn) {
     showMarkdown(words, text);
     if (turn.status === "done" && !words.dataset.cited) {
       words.dataset.cited = "yes";
+      colourCode(words);
       cite(words, turn.question, turn.sources, (at) => openPassage(turn.collection, turn.sources[at], turn.answer));
     }
     words.hidden = !text;
@@ -121,8 +123,12 @@ function edit(turn) {
   const heading = root.querySelector(".question");
   const box = el("textarea", { rows: 2, maxlength: state.server?.limits.question_chars, "aria-label": "The question, edited" });
   box.value = turn.question;
+  const end = () => {
+    form.remove();
+    heading.classList.remove("unseen");
+  };
   const back = () => {
-    form.replaceWith(heading);
+    end();
     root.querySelector(".foot button[aria-label^=Edit]")?.focus();
   };
   const cancel = button("Cancel", back);
@@ -131,7 +137,7 @@ function edit(turn) {
     event.preventDefault();
     const question = box.value.trim();
     if (!question || isAsking()) return;
-    form.replaceWith(heading);
+    end();
     ask(question, { earlier: turn.earlier });
   });
   form.addEventListener("keydown", (event) => {
@@ -140,7 +146,8 @@ function edit(turn) {
     event.preventDefault();
     form.requestSubmit();
   });
-  heading.replaceWith(form);
+  heading.classList.add("unseen"); // it still names its part of the page
+  heading.after(form);
   box.focus();
 }
 
@@ -159,6 +166,12 @@ function followedBy({ earlier, report }) {
   return `Follows ${report.turns} of ${all}: there was no room for more`;
 }
 
+/** How an answer begins; the whole of it stands at the side. */
+function begin(answer) {
+  const text = answer.trim();
+  return text.length <= QUOTED ? text : `${text.slice(0, QUOTED).replace(/\s+\S*$/, "")} …`;
+}
+
 /** The comparison in a sentence, where the conversation is read. */
 function showVerdict(node, turn) {
   const rows = Object.fromEntries((turn.rows ?? []).map((row) => [row.method, row]));
@@ -170,10 +183,10 @@ function showVerdict(node, turn) {
   const near = blend.kl === undefined ? "" : ` (${blend.nearness}, KL ${blend.kl.toFixed(3)})`;
   const parts = [el("span", { text: `${same}${how}${near}.` })];
   if (!blend.same_as_full) {
-    parts.push(" ", el("span", { class: "wrong" }, "Full recompute says: ", el("q", { text: full.answer.trim() })));
+    parts.push(" ", el("span", { class: "wrong" }, "Full recompute says: ", el("q", { text: begin(full.answer) })));
   }
   if (reuse && !reuse.same_as_full) {
-    parts.push(" ", el("span", { class: "wrong" }, "Full KV reuse says: ", el("q", { text: reuse.answer.trim() })));
+    parts.push(" ", el("span", { class: "wrong" }, "Full KV reuse says: ", el("q", { text: begin(reuse.answer) })));
   }
   node.replaceChildren(...parts);
 }

@@ -31,7 +31,10 @@ function collectionView(one) {
     confirmInPlace(remove, `Delete “${one.name}” and its KV?`, (back) =>
       deleteCollection(one.id)
         .then(refreshServer)
-        .then(() => changed("conversation"))
+        .then(() => {
+          changed("conversation");
+          $("collections").querySelector(":checked")?.focus(); // the button that had the focus is gone
+        })
         .catch((error) => {
           back();
           report(error);
@@ -62,7 +65,10 @@ function documentView(one, here) {
     confirmInPlace(remove, "Delete with its KV?", (back) =>
       deleteDocument(here.id, one.id)
         .then(refreshServer)
-        .then(() => changed("documents", here.id))
+        .then(() => {
+          changed("documents", here.id);
+          $("files").focus();
+        })
         .catch((error) => {
           back();
           report(error);
@@ -93,7 +99,7 @@ async function showDocuments() {
     const items = found.map((one) => documentView(one, here));
     const top = list.querySelector("ul")?.scrollTop ?? 0;
     const shown = items.length
-      ? el("ul", { class: "files", "aria-label": `Files of ${here.name}` }, items)
+      ? el("ul", { class: "files", tabindex: 0, "aria-label": `Files of ${here.name}` }, items)
       : el("p", { class: "hint", text: "No files yet." });
     list.replaceChildren(shown);
     shown.scrollTop = top;
