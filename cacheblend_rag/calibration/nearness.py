@@ -35,9 +35,14 @@ class Nearness:
 
     @property
     def words(self) -> str:
-        """Either "as the full model", "close" or "differs"."""
-        if not self.same_answer or self.kl > _CLOSE:
+        """Either "as the full model", "close" or "differs"; "close, other words" if the answer is another all the same.
+
+        Where two tokens are almost equally likely, an answer goes on otherwise after a rounding.
+        """
+        if self.kl > _CLOSE:
             return "differs"
+        if not self.same_answer:
+            return "close, other words"
         return "as the full model" if self.kl <= _AS_FULL else "close"
 
 

@@ -31,7 +31,7 @@ function rowView(row, slowest, full, timed) {
   const yardstick = row.method === "full";
   const said = row.nearness ?? (row.same_as_full ? "same answer" : "differs"); // kept by an older page
   const mark = yardstick ? "the yardstick" : said;
-  const kind = yardstick ? "" : said === "differs" ? "bad" : "good";
+  const kind = yardstick || said.endsWith("other words") ? "" : said === "differs" ? "bad" : "good";
   const badge = el("span", { class: `badge ${kind}`, text: mark });
   const near = yardstick || row.kl === undefined ? "" : ` · KL ${row.kl.toFixed(3)}`;
   const how = yardstick || !full ? "" : ` · ${sooner(row.ttft_s, full.ttft_s)}`;
