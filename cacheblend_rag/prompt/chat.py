@@ -120,7 +120,9 @@ def render_turns(
     return str(written)
 
 
-def question_turns(tokenizer: Any, context: str, question: str) -> list[dict[str, str]]:
+def question_turns(
+    tokenizer: Any, context: str, question: str, instructions: str | None = None
+) -> list[dict[str, str]]:
     """A question about retrieved text as messages for a chat template.
 
     Parameters
@@ -130,8 +132,10 @@ def question_turns(tokenizer: Any, context: str, question: str) -> list[dict[str
     context : str
         The retrieved text.
     question : str
+    instructions : str, optional
+        What the model is told before it, in place of that of `CHAT`.
     """
-    told = CHAT.prefix + context
+    told = (f"{instructions}\n\n" if instructions else CHAT.prefix) + context
     turns = [{"role": "system", "content": told}, {"role": "user", "content": question}]
     try:
         written = tokenizer.apply_chat_template(turns, tokenize=False)

@@ -13,7 +13,7 @@ from cacheblend_rag.app.server.library import Found
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.prompt import Prompt, TokenizedPrompt
-from cacheblend_rag.prompt.chat import STUFF, question_turns, render_turns
+from cacheblend_rag.prompt.chat import CHAT, STUFF, question_turns, render_turns
 from cacheblend_rag.report import Generation
 
 __all__ = ["EarlierTurn", "QuestionPrompt", "report_of", "rule_name", "search"]
@@ -60,6 +60,7 @@ class QuestionPrompt:
         passages: Sequence[str],
         earlier: Sequence[EarlierTurn] = (),
         more: Sequence[str] = (),
+        instructions: str | None = None,
     ) -> Prompt:
         """The prompt; whatever passages, questions and answers hold, they stay in their places.
 
@@ -73,6 +74,8 @@ class QuestionPrompt:
             place in the prompt from turn to turn.
         more : sequence of str
             Passages that stand with the question. The prompt then begins as that of the turn before did, word for word.
+        instructions : str, optional
+            What the model is told before the passages; by default `CHAT` or `STUFF` says it.
 
         Raises
         ------
@@ -91,7 +94,7 @@ class QuestionPrompt:
             before = mark(turn.passages, True) + CHUNK_SEPARATOR if turn.passages else ""
             said += [before + mark([turn.question]), mark([turn.answer])]
         parts.pop()  # the answer is what is asked for
-        prefix, _, rest = self._written(context, said[:-1]).partition(context)
+        prefix, _, rest = self._written(context, said[:-1], instructions).partition(context)
         chunks, between, text = list(passages), [CHUNK_SEPARATOR] * max(0, len(passages) - 1), ""
         for one, are_passages, texts in parts[1:]:
             before, found, rest = rest.partition(one)
@@ -108,13 +111,18 @@ class QuestionPrompt:
             prefix += between.pop(0)
         return Prompt(prefix, chunks, text + rest, between)
 
-    def _written(self, context: str, said: Sequence[str]) -> str:
+    @property
+    def instructions(self) -> str:
+        """What the model is told before the passages unless a request says otherwise."""
+        return (CHAT if self._template else STUFF).prefix.strip()
+
+    def _written(self, context: str, said: Sequence[str], instructions: str | None) -> str:
         """The whole prompt's text: questions and answers in turn, the question that is asked last."""
         if not self._template:
             told = [STUFF.suffix.replace("{q}", text) if at % 2 == 0 else f" {text}" for at, text in enumerate(said)]
-            return STUFF.prefix + context + "".join(told)
+            return (f"{instructions}\n\n" if instructions else STUFF.prefix) + context + "".join(told)
         roles = ("user", "assistant")
-        turns = question_turns(self._tokenizer, context, said[0])
+        turns = question_turns(self._tokenizer, context, said[0], instructions)
         turns += [{"role": roles[at % 2], "content": text} for at, text in enumerate(said)][1:]
         return render_turns(self._tokenizer, turns)
 

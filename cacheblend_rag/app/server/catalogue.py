@@ -160,13 +160,14 @@ class Incoming:
 
 @dataclass(frozen=True)
 class Passage:
-    """A chunk of a document, with its place in the catalogue."""
+    """A chunk of a document, with its place in the catalogue; of a PDF also its page, from 1."""
 
     id: int
     document_id: str
     document: str
     number: int
     text: str
+    page: int | None
 
 
 class Catalogue:
@@ -418,7 +419,7 @@ class Catalogue:
     def passages(self, ids: Iterable[int]) -> dict[int, Passage]:
         """Passages by their ids, those of deleted documents left out."""
         statement = (
-            "SELECT passages.id, documents.id, name, number, text FROM passages "
+            "SELECT passages.id, documents.id, name, number, text, json_extract(metadata, '$.page') FROM passages "
             "JOIN documents ON documents.id = document WHERE passages.id = ? AND gone = 0"
         )
         found = [Passage(*row) for id in ids for row in self._read(statement, id)]
@@ -427,7 +428,7 @@ class Catalogue:
     def passage(self, collection: str, document: str, number: int) -> Passage | None:
         """One passage by its number."""
         rows = self._read(
-            "SELECT passages.id, documents.id, name, number, text FROM passages "
+            "SELECT passages.id, documents.id, name, number, text, json_extract(metadata, '$.page') FROM passages "
             "JOIN documents ON documents.id = document "
             "WHERE document = ? AND number = ? AND collection = ? AND gone = 0",
             document,

@@ -43,13 +43,14 @@ _ERASED, _PURGED = 200, 2_000
 
 @dataclass(frozen=True)
 class Found:
-    """A chunk that a search found; ``score`` is its L2 distance."""
+    """A chunk that a search found; ``score`` is its L2 distance, ``page`` that of a PDF, from 1."""
 
     document_id: str
     document: str
     chunk: int
     text: str
     score: float
+    page: int | None = None
 
 
 class Collection:
@@ -113,7 +114,7 @@ class BaseCollection(Collection):
             return []
         vector = self._embeddings.embed_query(query)
         return [
-            Found(_hashed(one.metadata["source"]), one.metadata["source"], one.metadata["chunk"], one.page_content, far)
+            self._found(_hashed(one.metadata["source"]), one, far)
             for one, far in self.store.similarity_search_with_score_by_vector(vector, k)
         ]
 
@@ -123,7 +124,11 @@ class BaseCollection(Collection):
         found = self.store.get_by_ids([f"{entry.name}#{number}"]) if entry else []
         if not found:
             raise Problem(404, "no_chunk", "there is no such chunk")
-        return Found(document_id, found[0].metadata["source"], number, found[0].page_content, 0.0)
+        return self._found(document_id, found[0], 0.0)
+
+    def _found(self, id: str, one: Document, score: float) -> Found:
+        about = one.metadata
+        return Found(id, about["source"], about["chunk"], one.page_content, score, about.get("page"))
 
     def texts(self) -> list[str]:
         """Texts of all chunks."""
@@ -162,7 +167,7 @@ class OwnCollection(Collection):
         found = self._catalogue.passage(self.id, document_id, number)
         if found is None:
             raise Problem(404, "no_chunk", "there is no such chunk")
-        return Found(found.document_id, found.document, found.number, found.text, 0.0)
+        return Found(found.document_id, found.document, found.number, found.text, 0.0, found.page)
 
     def search(self, query: str, k: int) -> list[Found]:
         """See `Collection.search`."""
@@ -173,7 +178,7 @@ class OwnCollection(Collection):
         far = {int(str(one.id)): distance for one, distance in hits}
         passages = self._catalogue.passages(far)
         return [
-            Found(one.document_id, one.document, one.number, one.text, distance)
+            Found(one.document_id, one.document, one.number, one.text, distance, one.page)
             for id, distance in far.items()
             if (one := passages.get(id)) is not None
         ]

@@ -80,6 +80,7 @@ async def state(here: Here) -> State:
             rules=_usable(service.engine),
             passages=service.settings.rag.top_k,
             answer_tokens=service.answer_tokens(None),
+            instructions=service.asking.instructions,
         ),
         suggestions=[Suggestion(**one) for one in suggestions_for(Path(service.settings.rag.docs))],
         store=StoreInfo(
@@ -261,6 +262,7 @@ def _shown(collection: Collection, document: str, number: int) -> ChunkText:
         title=title[:200],
         before=text_of(number - 1),
         after=text_of(number + 1),
+        page=found.page,
     )
 
 
@@ -291,6 +293,7 @@ async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
     """Answer a question from a collection, with sources."""
     collection = here.collection(id)
     _check_question(here, body.question, "question")
+    _check_question(here, body.instructions or "", "instructions")
     engine, most = _engine(here, collection, body, sessions=True), here.service.answer_tokens(body.max_tokens)
     here.check_quota(most)
     slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
@@ -357,6 +360,7 @@ async def compare(here: Here, request: Request, id: str, body: CompareBody) -> E
     """Answer a question by full recompute, prefix caching, full KV reuse and blending, then time all in rounds."""
     collection, service = here.collection(id), here.service
     _check_question(here, body.question, "question")
+    _check_question(here, body.instructions or "", "instructions")
     engine, most = _engine(here, collection, body), service.answer_tokens(body.max_tokens)
     here.check_quota(_COMPARED * most)
     slot = await unless_gone(request, service.queue.slot(here.tenant.name, alone="server"))
@@ -419,7 +423,7 @@ async def _retrieved(here: Session, collection: Collection, body: CompareBody, s
     found, alone = await slot.in_thread(search, partial(here.search, collection), body.question, earlier, k)
     if not alone and (continued := await asyncio.to_thread(_continued, here, collection, body, found, most)):
         return continued
-    return await asyncio.to_thread(_fitting, here.service, body.question, found, earlier, most)
+    return await asyncio.to_thread(_fitting, here.service, body, found, earlier, most)
 
 
 def _continued(
@@ -447,7 +451,7 @@ def _continued(
     if not first:  # the client does not say what the turns before were answered from
         return None
     texts = [one.text for one in more.values()]
-    asked = here.service.asking.ask(body.question, [one.text for one in first], turns, texts)
+    asked = here.service.asking.ask(body.question, [one.text for one in first], turns, texts, body.instructions)
     try:
         fit = here.service.check_length(asked, most)
     except (Problem, ContextLengthError):
@@ -457,17 +461,20 @@ def _continued(
     return _Question(shown, fit.prompt, len(fit.split.input_ids), len(turns), stands_alone=False)
 
 
-def _fitting(service: Service, question: str, found: list[Found], earlier: list[EarlierTurn], most: int) -> _Question:
+def _fitting(
+    service: Service, body: CompareBody, found: list[Found], earlier: list[EarlierTurn], most: int
+) -> _Question:
     """The prompt with as many of the latest turns as there is room for beside the passages."""
-    asked = service.asking.ask(question, [one.text for one in found], earlier)
+    passages = [one.text for one in found]
+    asked = service.asking.ask(body.question, passages, earlier, instructions=body.instructions)
     try:
         fit = service.check_length(asked, most)
     except (Problem, ContextLengthError):
         if not earlier:
             raise
-        return _fitting(service, question, found, earlier[1:], most)
+        return _fitting(service, body, found, earlier[1:], most)
     if earlier and len(fit.prompt.chunks) < len(found):
-        return _fitting(service, question, found, earlier[1:], most)
+        return _fitting(service, body, found, earlier[1:], most)
     return _Question(found[: len(fit.prompt.chunks)], fit.prompt, len(fit.split.input_ids), len(earlier))
 
 
@@ -496,7 +503,7 @@ def _usable(engine: BlendEngine) -> list[str]:
 def _check_question(here: Session, text: str, field: str) -> None:
     most = here.service.limits.question_chars
     if len(text) > most:
-        raise Problem(413, "too_long", f"a question may have {most:,} characters", field=field)
+        raise Problem(413, "too_long", f"{field} may have {most:,} characters", field=field)
 
 
 def _document_name(given: str | None) -> str:

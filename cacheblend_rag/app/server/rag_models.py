@@ -64,7 +64,11 @@ class HistoryTurn(_Given):
 
 
 class CompareBody(_Given):
-    """A question to be answered by every method; ``history`` is its conversation, the first turn first."""
+    """A question to be answered by every method.
+
+    ``history`` is its conversation, the first turn first. ``instructions`` is what the model is told before the
+    passages.
+    """
 
     question: _Question
     history: Annotated[list[HistoryTurn], Field(max_length=50)] = Field(default_factory=list)
@@ -72,6 +76,7 @@ class CompareBody(_Given):
     ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     rule: Annotated[str, StringConstraints(max_length=40)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    instructions: _Question | None = None
 
 
 class AskBody(CompareBody):
@@ -107,6 +112,7 @@ class SettingsInfo(BaseModel):
     rules: list[str]
     passages: int
     answer_tokens: int
+    instructions: str
 
 
 class Suggestion(BaseModel):
@@ -171,16 +177,18 @@ class ChunkText(BaseModel):
     title: str
     before: str | None
     after: str | None
+    page: int | None = None
 
 
 class FoundChunk(BaseModel):
-    """A passage that a search found; the score is its L2 distance, smaller is nearer."""
+    """A passage that a search found; the score is its L2 distance, smaller is nearer. PDFs have pages, from 1."""
 
     document_id: str
     document: str
     chunk: int
     text: str
     score: float
+    page: int | None = None
 
 
 class WholeAnswer(BaseModel):

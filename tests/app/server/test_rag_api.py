@@ -77,6 +77,20 @@ def test_a_report_accounts_for_every_token_of_the_prompt(client: Any) -> None:
     assert report["ttft_s"] == pytest.approx(sum(report["parts"].values()))
 
 
+def test_instructions_stand_before_the_passages_and_cost_no_hits(client: Any) -> None:
+    settle(client.app.state.service)
+    default = client.get("/api/state").json()["settings"]["instructions"]
+    for told in (None, "Answer like a pirate."):
+        report = ask(client, "archive", instructions=told)[-2][1]
+        text = "".join(one["text"] for one in report["prompt"])
+        assert text.removeprefix("<s>").startswith(told or default)
+        assert (told is None) == (default in text)
+        assert report["misses"] == 0
+    long = client.post("/api/collections/archive/ask", json={"question": QUESTION, "instructions": "x" * 5_000})
+    assert long.status_code == 413
+    assert long.json()["error"]["field"] == "instructions"
+
+
 def test_rule_and_ratio_are_the_requests_own(client: Any) -> None:
     assert ask(client, "archive", ratio=1.0)[-2][1]["ratio"] == 1.0
     reused = ask(client, "archive", rule="none")[-2][1]
@@ -117,9 +131,12 @@ def test_documents_come_are_found_and_go_with_their_kv(client: Any) -> None:
     assert found[0]["text"] == passage(10).strip()
     shown = client.get(f"/api/collections/{id}/documents/{found[0]['document_id']}/chunks/0").json()
     assert shown.pop("before") is shown.pop("after") is None
-    assert shown == {"text": passage(10).strip(), "document": "note.txt", "title": "Passage 10"}
+    assert shown == {"text": passage(10).strip(), "document": "note.txt", "title": "Passage 10", "page": None}
     places = [f"/api/collections/{id}/documents/{listed['scan.pdf']['id']}/chunks/{number}" for number in (0, 1)]
     first, second = (client.get(place).json() for place in places)
+    assert (first["page"], second["page"]) == (1, 2)
+    nearest = client.post(f"/api/collections/{id}/search", json={"query": second["text"], "k": 1}).json()
+    assert [one["page"] for one in nearest] == [2]
     assert (first["before"], first["after"]) == (None, second["text"])
     assert (second["before"], second["after"]) == (first["text"], None)
 

@@ -184,9 +184,11 @@ def test_a_file_that_is_too_large_is_not_sent(page: Page, problems: list[str]) -
     assert sent == []
 
 
-def test_passages_and_length_of_an_answer_are_settings(page: Page) -> None:
+def test_passages_length_and_instructions_are_settings(page: Page) -> None:
     compare_off(page)
-    question = easy_questions()[0].question
+    question, told = easy_questions()[0].question, page.get_by_label("Instructions")
+    expect(told).to_have_attribute("placeholder", re.compile("context"))
+    told.fill(" Name the year. ")
     passages, longest = page.get_by_role("spinbutton", name="Passages"), page.locator("#tokens")
     expect(passages).to_have_value("6")
     expect(longest).to_have_value("64")
@@ -195,7 +197,8 @@ def test_passages_and_length_of_an_answer_are_settings(page: Page) -> None:
     longest.press("Tab")
     with page.expect_request(ASK) as asked:
         turn = ask(page, question)
-    assert (asked.value.post_data_json["k"], asked.value.post_data_json["max_tokens"]) == (3, 2)
+    sent = asked.value.post_data_json
+    assert (sent["k"], sent["max_tokens"], sent["instructions"]) == (3, 2, "Name the year.")
     expect(turn.locator(".source")).to_have_count(3)
     expect(turn.locator(".status")).to_contain_text("Cut off: an answer may have 2 tokens.")
     with page.expect_request(ASK) as asked:
@@ -211,12 +214,14 @@ def test_passages_and_length_of_an_answer_are_settings(page: Page) -> None:
     page.locator("body[data-ready]").wait_for()
     expect(passages).to_have_value("50")
     expect(longest).to_have_value("2")
+    expect(told).to_have_value("Name the year.")
     page.get_by_role("button", name="As the server has it").click()
+    expect(told).to_have_value("")
     expect(passages).to_have_value("6")
     with page.expect_request(ASK) as asked:
         ask(page, question)
     assert asked.value.post_data_json["k"] == 6
-    assert "max_tokens" not in asked.value.post_data_json
+    assert not {"max_tokens", "instructions"} & set(asked.value.post_data_json)
 
 
 def test_the_ratio_changes_what_is_recomputed(page: Page) -> None:

@@ -22,6 +22,7 @@ function request(turn) {
   if (turn.ratio !== null) body.ratio = turn.ratio;
   if (turn.rule !== null) body.rule = turn.rule;
   if (turn.tokens !== null) body.max_tokens = turn.tokens;
+  if (turn.instructions) body.instructions = turn.instructions;
   return body;
 }
 
@@ -43,9 +44,9 @@ function upTo(turn) {
  */
 export async function ask(question, { earlier = null, tokens = state.tokens } = {}) {
   if (running || !state.collection) return;
-  const { collection, ratio, rule } = state;
+  const { collection, ratio, rule, instructions } = state;
   const { turns } = conversationFor(collection);
-  const turn = { id: newId(), question, collection, ratio, rule, tokens, at: Date.now(), status: "asking", answer: "" };
+  const turn = { id: newId(), question, collection, ratio, rule, tokens, instructions, at: Date.now(), status: "asking", answer: "" };
   turn.passages = state.passages ?? state.server.settings.passages;
   Object.assign(turn, { earlier: earlier ?? upTo(turns.at(-1)), sources: [], report: null, rows: null, error: null });
   turns.push(turn);

@@ -6,7 +6,7 @@ import { isTimed } from "./compare.js";
 import { $, button, copy, el, say } from "./dom.js";
 import { count, sooner, time } from "./format.js";
 import { colourCode, showMarkdown } from "./markdown.js";
-import { openPassage } from "./passage.js";
+import { openPassage, titleOf } from "./passage.js";
 import { collection, on, state, turns } from "./store.js";
 
 const QUOTED = 120; // characters of another method's answer
@@ -84,12 +84,12 @@ function showSources(node, turn) {
         {
           type: "button",
           class: "source",
-          title: source.document,
-          "aria-label": `Source ${at + 1}: ${source.document}, open the passage`,
+          title: titleOf(source),
+          "aria-label": `Source ${at + 1}: ${titleOf(source)}, open the passage`,
           on: { click: () => openPassage(turn.collection, source, turn.answer) },
         },
         el("span", { class: "number", text: at + 1 }),
-        el("span", { class: "name", text: source.document }),
+        el("span", { class: "name", text: titleOf(source) }),
       ),
     ),
   );

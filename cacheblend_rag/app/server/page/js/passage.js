@@ -44,10 +44,13 @@ function show({ text, before, after }, answer, note) {
   body.scrollTop = before ? main.offsetTop - body.offsetTop : 0;
 }
 
+/** What a source is called: its document, and the page of a PDF. */
+export const titleOf = ({ document, page }) => (page ? `${document}, page ${page}` : document);
+
 /** Open the passage of a source; what the answer was given stands there until the server's own text arrives. */
 export async function openPassage(collection, source, answer) {
   const dialog = $("passage");
-  $("passage-title").textContent = source.document;
+  $("passage-title").textContent = titleOf(source);
   show({ text: source.text ?? "" }, answer);
   dialog.showModal();
   const place = [collection, source.document_id].map(encodeURIComponent);

@@ -1,4 +1,4 @@
-// Of the next answer: recompute ratio and selection rule, how many passages it reads, how long it may be.
+// Of the next answer: recompute ratio, selection rule, how many passages it reads, its length, what the model is told.
 
 import { askAgain, isAsking } from "./asking.js";
 import { $, button, el } from "./dom.js";
@@ -26,7 +26,9 @@ function build() {
   const help = el("p", { class: "hint", id: "rule-help" });
   const passages = numberField("passages", "Passages", "How many passages an answer is made from.");
   const tokens = numberField("tokens", "Longest answer", "In tokens; about four letters each.");
-  const reset = button("As the server has it", () => set({ ratio: null, rule: null, passages: null, tokens: null }), { class: "link" });
+  const reset = button("As the server has it", () => set({ ratio: null, rule: null, passages: null, tokens: null, instructions: null }), { class: "link" });
+  const told = el("textarea", { id: "instructions", rows: 3, "aria-describedby": "instructions-help" });
+  told.addEventListener("change", () => set({ instructions: told.value.trim() || null }));
   const again = button("Ask again with these", () => askAgain(selectedTurn()), { id: "ask-with" });
   slider.addEventListener("input", () => set({ ratio: Number(slider.value) / 100 }));
   rule.addEventListener("change", () => set({ rule: rule.value }));
@@ -37,9 +39,11 @@ function build() {
     help,
     ...passages.nodes,
     ...tokens.nodes,
+    el("div", { class: "field" }, el("label", { for: "instructions", text: "Instructions" }), told),
+    el("p", { class: "hint", id: "instructions-help", text: "What the model is told before the passages. Empty: as shown." }),
     el("div", { class: "row" }, again, reset),
   );
-  return { slider, shown, rule, help, passages: passages.input, tokens: tokens.input, reset, again };
+  return { slider, shown, rule, help, passages: passages.input, tokens: tokens.input, told, reset, again };
 }
 
 /** A field for a whole number; what is outside of its bounds becomes the nearest that is within, and empty the default. */
@@ -62,11 +66,14 @@ function refresh() {
   const settings = state.server?.settings;
   if (!settings) return;
   const { limits } = state.server;
-  const { slider, shown, rule, help, passages, tokens, reset, again } = parts;
+  const { slider, shown, rule, help, passages, tokens, told, reset, again } = parts;
   passages.max = limits.passages;
   passages.value = state.passages ?? settings.passages;
   tokens.max = limits.answer_tokens;
   tokens.value = state.tokens ?? settings.answer_tokens;
+  told.maxLength = limits.question_chars;
+  told.placeholder = settings.instructions ?? "";
+  told.value = state.instructions ?? "";
   const auto = typeof settings.ratio !== "number";
   const ratio = state.ratio ?? (auto ? 0.15 : settings.ratio);
   slider.value = Math.round(ratio * 100);
@@ -81,7 +88,7 @@ function refresh() {
   rule.value = state.rule ?? settings.rule;
   const found = settings.rules.find((one) => named(one) === rule.value);
   help.textContent = found?.description ?? RULES[rule.value] ?? "";
-  reset.hidden = [state.ratio, state.rule, state.passages, state.tokens].every((one) => one === null);
+  reset.hidden = [state.ratio, state.rule, state.passages, state.tokens, state.instructions].every((one) => one === null);
   again.disabled = !selectedTurn() || isAsking();
 }
 

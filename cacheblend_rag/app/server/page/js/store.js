@@ -17,6 +17,7 @@ export const state = {
   rule: null,
   passages: null, // for each answer
   tokens: null, // of the longest answer
+  instructions: null, // what the model is told before the passages
   compare: null, // null: on for the small starter model
   pace: null, // seconds that the latest comparison took, for each token of the prompt
   points: [], // {ttft, hits, misses}
@@ -124,6 +125,7 @@ export function restore() {
     if (turn.status === "asking" || turn.status === "streaming") turn.status = "stopped";
     if (turn.comparing) turn.comparing = false;
     turn.tokens ??= null;
+    turn.instructions ??= null;
     turn.passages ??= 6;
     turn.earlier ??= []; // kept by an older page, where each question was asked by itself
   }
