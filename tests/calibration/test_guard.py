@@ -184,14 +184,14 @@ def test_a_real_request_is_not_kept_waiting(model: Any, monkeypatch: pytest.Monk
 
 def test_a_store_that_changed_is_not_judged(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with warmed(model, guard_share=1.0, write_back="off") as engine:
-        idle = engine._scheduler.when_idle
+        background = engine._scheduler.background
 
-        def later(work: Any) -> None:
+        def later() -> Any:
             for key, _ in list(engine.store.infos("")):
                 engine.store.delete(key)
-            idle(work)
+            return background()
 
-        monkeypatch.setattr(engine._scheduler, "when_idle", later)
+        monkeypatch.setattr(engine._scheduler, "background", later)
         status = asked(engine)
     assert (status.sampled, status.measured, status.dropped) == (1, 0, 1)
 
