@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Any, Unpack
@@ -658,19 +658,15 @@ class BlendEngine:
         """One token's pass, together with those of others under way."""
         return self._scheduler.step(inputs, self._batched_decode)
 
-    def _give_way(self, cancelled: Callable[[], bool]) -> None:
-        """Let others in, and those under way take a step, between two slices of a prefill."""
+    def _give_way(self, cancelled: Callable[[], bool], seconds: float) -> None:
+        """Let others in, and those under way take steps, between two slices of a prefill; the last took so long."""
         if cancelled():
             raise GenerationError("the answer was given up while its prompt was prefilled")
-        self._scheduler.step(None, _none)
+        self._scheduler.give_way(seconds)
 
     def _check_open(self) -> None:
         if self._write_back.closed:
             raise ConfigError("engine", "closed", "make a new engine; this one was closed")
-
-
-def _none(given: Sequence[None]) -> Sequence[None]:
-    return given
 
 
 def _nobody() -> int:

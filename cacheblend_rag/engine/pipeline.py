@@ -359,7 +359,7 @@ class Pipeline:
         choice, found = self._choose(lookup.split, lookup.found)
         return Loading(found, choice, self._layers(lookup.split, found, clock, cancelled), clock, started)
 
-    def fuse(self, lookup: Lookup, loading: Loading | None, between: Callable[[], object] | None = None) -> Blend:
+    def fuse(self, lookup: Lookup, loading: Loading | None, between: Callable[[float], object] | None = None) -> Blend:
         """The KV of the whole prompt, and the logits of its last position; see `ModelAdapter.prefill`."""
         blend = self._plain(lookup, between) if loading is None else self._blended(lookup, loading)
         fit, report = lookup.fit, blend.fused.report
@@ -373,7 +373,7 @@ class Pipeline:
         drops = self.config.overflow == "drop_chunks"
         check_all_fit(self.tokenizer, prompts, self.adapter.context_window, new_tokens, drops)
 
-    def _plain(self, lookup: Lookup, between: Callable[[], object] | None) -> Blend:
+    def _plain(self, lookup: Lookup, between: Callable[[float], object] | None) -> Blend:
         """Answer by the model's own prefill."""
         started, split = time.perf_counter(), lookup.split
         with self.packed():

@@ -79,6 +79,7 @@ class Scheduler:
         self._background: deque[ModelTime] = deque()
         self._holder = ModelTime(lambda: 0)
         self._since = 0.0  # when the holder began to hold
+        self._stepped = 0.0  # seconds of steps that were taken while others waited
         # Seconds that requests have the model while background work waits, before it goes first.
         self._owed = _REQUESTS_FIRST
 
@@ -144,6 +145,20 @@ class Scheduler:
             raise GenerationError("a step taken together with other answers failed") from mine.error
         return mine.results[0]
 
+    def give_way(self, seconds: float) -> None:
+        """Let others in, and those under way take steps for so many seconds, as long as any of them wants to.
+
+        Called by the holder between two parts of a long pass. One step for each part would be too little: a token of
+        the others would then take as long as such a part.
+        """
+        ends = self._stepped + seconds
+        while self._depth == 1 and self._stepped < ends and self._others_wait():
+            self.step(None, _nothing)
+
+    def _others_wait(self) -> bool:
+        steps = any(step.run is not _nothing for step in list(self._steps))
+        return bool(steps or self._line or self._background_is_due)
+
     @contextmanager
     def background(self) -> Iterator[None]:
         """Hold the scheduler for a piece of background work: once no request wants it, or when its share is due."""
@@ -208,6 +223,7 @@ class Scheduler:
             raise
         finally:
             took = time.monotonic() - began
+            self._stepped += took if run is not _nothing else 0.0
             self._holder.seconds -= took  # all of it is counted when it leaves
             for step in steps:
                 step.spent.seconds += took / len(steps)
@@ -248,6 +264,11 @@ class Scheduler:
             self._owed -= held
         self._busy, self._owner, self._depth = False, None, 0
         self._condition.notify_all()
+
+
+def _nothing(given: Sequence[None]) -> Sequence[None]:
+    """The step of who only gives way."""
+    return given
 
 
 _gates: weakref.WeakKeyDictionary[object, Scheduler] = weakref.WeakKeyDictionary()

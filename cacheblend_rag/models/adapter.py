@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -444,23 +445,25 @@ class ModelAdapter:
                 layer.update(kv.keys, kv.values)
         return cache
 
-    def prefill(self, ids: Sequence[int], between: Callable[[], object] | None = None) -> Prefill:
+    def prefill(self, ids: Sequence[int], between: Callable[[float], object] | None = None) -> Prefill:
         """The model's own forward pass over all ids: plain prefill.
 
         Parameters
         ----------
         ids : sequence of int
         between : callable, optional
-            Ids are passed in slices, and this is called between two of them; others may use the model then.
+            Ids are passed in slices. Between two of them this is called with the seconds that the last one took; others
+            may use the model then.
         """
         with self._plain():
             cache = let_grow(DynamicCache(config=self.config))
         size = len(ids) if between is None else _SLICE
         for start in range(0, len(ids), size):
-            if start and between is not None:
-                between()
+            began = time.perf_counter()
             with self._plain():
                 logits = self.extend(cache, ids[start : start + size], logits_to_keep=1)[-1]
+            if between is not None and start + size < len(ids):
+                between(time.perf_counter() - began)
         return Prefill(cache, logits)
 
     def extend(self, cache: Any, ids: Sequence[int], logits_to_keep: int = 0, gradients: bool = False) -> torch.Tensor:

@@ -169,6 +169,40 @@ def test_background_work_has_a_share_of_a_model_that_is_never_idle(kind: str, mo
     assert 2 < spent["requests"] / spent["background"] < 8
 
 
+def test_who_gives_way_in_a_long_pass_lets_others_take_steps_for_as_long() -> None:
+    scheduler, events = Scheduler(), list[str]()
+
+    def run(given: Sequence[str]) -> list[str]:
+        time.sleep(0.02)
+        events.extend(given)
+        return list(given)
+
+    def answer() -> None:
+        with scheduler.entered(lambda: 3):
+            for _ in range(12):
+                scheduler.step("token", run)
+
+    def prefill(name: str) -> None:
+        with scheduler.entered(lambda: 3):
+            for _ in range(4):
+                events.append(name)
+                scheduler.give_way(0.07)
+
+    with ThreadPoolExecutor(3) as pool:
+        with scheduler:
+            asked = []
+            for number, work in enumerate((answer, lambda: prefill("a"), lambda: prefill("b")), 1):
+                asked.append(pool.submit(work))
+                until(lambda number=number: len(scheduler._line) == number)
+        for one in asked:
+            one.result(10)
+    assert events.count("token") == 12
+    between = "".join(one[0] for one in events).replace("b", "a").split("a")
+    assert all(3 <= len(tokens) <= 6 for tokens in between if tokens and tokens is not between[-1])
+    assert len([one for one in between if one]) >= 3
+    scheduler.give_way(9.0)  # nobody waits
+
+
 def test_the_time_of_a_request_is_that_of_its_own_work_and_its_part_of_common_steps() -> None:
     scheduler, seconds = Scheduler(), {}
 

@@ -221,8 +221,8 @@ def test_a_request_is_let_in_between_two_tokens_of_another(engine: BlendEngine) 
 )
 def test_a_prefill_in_slices_is_the_whole_one(family: str, changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.models.adapter._SLICE", 20)
-    model, ids, between = tiny.model(family, **changes), list(range(3, 93)), list[int]()
-    sliced = ModelAdapter(model).prefill(ids, lambda: between.append(1))
+    model, ids, between = tiny.model(family, **changes), list(range(3, 93)), list[float]()
+    sliced = ModelAdapter(model).prefill(ids, between.append)
     whole = tiny.full_prefill(model, ids)
     assert len(between) == 4
     assert_logits_close(sliced.logits, whole.logits[0, -1], model, len(ids))

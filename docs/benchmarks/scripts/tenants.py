@@ -32,6 +32,8 @@ CLIENTS = 8
 """Clients of each tenant."""
 # Seconds that a client waits where it is told to come again, at most, and after a request that was lost.
 _PAUSE = 1.0
+# Seconds for which the KV store must not have grown to count as warm.
+_STILL = 10.0
 _FIRST, _AFTER = "at first", "after abuse"  # phases that are not counted
 _WORDS = (
     "ash",
@@ -299,7 +301,7 @@ async def run_trial(url: str, seconds: float, names: Sequence[str]) -> list[Phas
 async def _warmed(client: httpx.AsyncClient) -> None:
     """Wait until the KV of the bundled articles is stored."""
     size, since = -1, time.monotonic()
-    while time.monotonic() < since + 10:
+    while time.monotonic() < since + _STILL:
         found = re.search(r"^cacheblend_rag_store_bytes (\S+)$", (await client.get("/metrics")).text, re.MULTILINE)
         now = int(float(found[1])) if found else 0
         if now != size or not now:

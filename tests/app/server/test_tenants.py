@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -20,6 +21,7 @@ from cacheblend_rag.app.server.catalogue import Catalogue
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings
+from docs.benchmarks.scripts import tenants
 from tests.app.server.common import BASE, client_of, new_collection, passage, running, settings_for, settle, upload
 
 KEYS = {"ada": "ada-0123456789abcdef", "ben": "ben-0123456789abcdef"}
@@ -219,3 +221,15 @@ def test_vectors_that_are_not_used_leave_memory(
             body = {"query": passage(100 * (at % 3) + 1), "k": 1}
             assert client.post(f"/api/collections/{id}/search", json=body).json()[0]["document"] == "1.txt"
             assert sum(one.in_memory for one in library.collections()) <= 5
+
+
+def test_three_tenants_are_answered_whatever_a_fourth_does(
+    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short form of the trial in docs/explanation/reliability.md."""
+    monkeypatch.setattr(tenants, "_STILL", 0.2)
+    done = ["answers without an end", "comparisons", "uploads and deletions", "128 texts to embed"]
+    with running(settings_for(model, docs, tmp_path, keys=tenants.KEYS)) as server:
+        phases = asyncio.run(tenants.run_trial(server.url, 1.0, done))
+    assert [phase.name for phase in phases if phase.name != "quiet"] == done
+    assert all(phase.seconds and not phase.refused and not phase.lost for phase in phases)
