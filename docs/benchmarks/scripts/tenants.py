@@ -327,25 +327,23 @@ def _say(phase: Phase) -> None:
 
 
 def summary(phases: Sequence[Phase]) -> dict[str, Any]:
-    """Each abuse beside all quiet phases together."""
-    quiet = Phase("quiet", [one for phase in phases if phase.name == "quiet" for one in phase.seconds])
-    rows = [
-        {
-            "abuse": phase.name,
-            "answers": len(phase.seconds),
-            "median_s": round(phase.at(0.5), 2),
-            "p99_s": round(phase.at(0.99), 2),
-            "p99_ratio": round(phase.at(0.99) / quiet.at(0.99), 2),
-            "refused": phase.refused,
-            "lost": phase.lost,
-            "abuse_status": phase.abuse,
-        }
-        for phase in phases
-    ]
-    return {
-        "quiet": {"answers": len(quiet.seconds), "median_s": quiet.at(0.5), "p99_s": quiet.at(0.99)},
-        "phases": rows,
-    }
+    """Each abuse beside the quiet phase before it."""
+    rows, quiet = list[dict[str, Any]](), phases[0]
+    for phase in phases:
+        quiet = phase if phase.name == "quiet" else quiet
+        rows.append(
+            {
+                "abuse": phase.name,
+                "answers": len(phase.seconds),
+                "median_s": round(phase.at(0.5), 2),
+                "p99_s": round(phase.at(0.99), 2),
+                "p99_ratio": round(phase.at(0.99) / quiet.at(0.99), 2),
+                "refused": phase.refused,
+                "lost": phase.lost,
+                "abuse_status": phase.abuse,
+            }
+        )
+    return {"phases": rows}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -360,7 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder, served(Path(folder), KEYS, arguments) as url:
         phases = asyncio.run(run_trial(url, parsed.seconds, parsed.only))
     if parsed.json:
-        found = {"machine": machine(), "seconds": parsed.seconds, **summary(phases)}
+        found = {"runs": [{"machine": machine(), "seconds": parsed.seconds, **summary(phases)}]}
         parsed.json.write_text(json.dumps(found, indent=1) + "\n")
     return 1 if any(phase.refused or phase.lost for phase in phases) else 0
 
