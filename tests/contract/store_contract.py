@@ -20,7 +20,7 @@ from cacheblend_rag.store import KVRecord, KVStore, StoredKV, TieredStore
 from cacheblend_rag.store.base import check_store
 from cacheblend_rag.store.record import RecordFormat, encode_pieces
 from docs.benchmarks.scripts.faults import record_of
-from tests.probes import CHUNKS, PROMPT, engine_of
+from tests.probes import CHUNKS, PROMPT, engine_of, until
 
 PATIENCE = 5  # seconds; diskcache gives up a lock after ten
 HEADS, DIM, LAYERS = 2, 8, 2
@@ -106,7 +106,7 @@ class StoreContract:
         store.put("a", record)
         assert store.volume() - before >= size
         store.delete("a")
-        assert store.volume() - before < size
+        until(lambda: store.volume() - before < size)  # a server may free memory a moment later
 
     def test_an_open_record_outlives_its_deletion(self, store: KVStore) -> None:
         store.put("a", make(1))
