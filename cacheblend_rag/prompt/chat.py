@@ -135,7 +135,7 @@ def question_turns(
     instructions : str, optional
         What the model is told before it, in place of that of `CHAT`.
     """
-    told = (f"{instructions}\n\n" if instructions else CHAT.prefix) + context
+    told = CHAT.opening(instructions) + context
     turns = [{"role": "system", "content": told}, {"role": "user", "content": question}]
     try:
         written = tokenizer.apply_chat_template(turns, tokenize=False)
@@ -304,6 +304,10 @@ class PromptFormat:
 
     prefix: str
     suffix: str
+
+    def opening(self, instructions: str | None = None) -> str:
+        """What stands before the chunks: the prefix, or instructions in its place."""
+        return f"{instructions}\n\n" if instructions else self.prefix
 
 
 STUFF = PromptFormat(

@@ -85,7 +85,7 @@ class Slot:
                 self._queue.passed_on(self._place, time.monotonic() - self._began, spent)
 
     async def give_way(self) -> bool:
-        """Let all who wait go first, and come back; whether anybody waited.
+        """Let others who wait have their turn, and come back in one of its own; whether anybody waited.
 
         Raises
         ------

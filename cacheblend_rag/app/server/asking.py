@@ -120,7 +120,7 @@ class QuestionPrompt:
         """The whole prompt's text: questions and answers in turn, the question that is asked last."""
         if not self._template:
             told = [STUFF.suffix.replace("{q}", text) if at % 2 == 0 else f" {text}" for at, text in enumerate(said)]
-            return (f"{instructions}\n\n" if instructions else STUFF.prefix) + context + "".join(told)
+            return STUFF.opening(instructions) + context + "".join(told)
         roles = ("user", "assistant")
         turns = question_turns(self._tokenizer, context, said[0], instructions)
         turns += [{"role": roles[at % 2], "content": text} for at, text in enumerate(said)][1:]

@@ -292,8 +292,7 @@ async def find(here: Here, request: Request, id: str, body: SearchBody) -> list[
 async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
     """Answer a question from a collection, with sources."""
     collection = here.collection(id)
-    _check_question(here, body.question, "question")
-    _check_question(here, body.instructions or "", "instructions")
+    _check_texts(here, body)
     engine, most = _engine(here, collection, body, sessions=True), here.service.answer_tokens(body.max_tokens)
     here.check_quota(most)
     slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
@@ -359,8 +358,7 @@ class _Asked:
 async def compare(here: Here, request: Request, id: str, body: CompareBody) -> EventStream:
     """Answer a question by full recompute, prefix caching, full KV reuse and blending, then time all in rounds."""
     collection, service = here.collection(id), here.service
-    _check_question(here, body.question, "question")
-    _check_question(here, body.instructions or "", "instructions")
+    _check_texts(here, body)
     engine, most = _engine(here, collection, body), service.answer_tokens(body.max_tokens)
     here.check_quota(_COMPARED * most)
     slot = await unless_gone(request, service.queue.slot(here.tenant.name, alone="server"))
@@ -498,6 +496,11 @@ def _engine(here: Session, collection: Collection, body: CompareBody, sessions: 
 def _usable(engine: BlendEngine) -> list[str]:
     """Rules that a request may name: one looks at queries, which must be stored."""
     return list(RULES)
+
+
+def _check_texts(here: Session, body: CompareBody) -> None:
+    _check_question(here, body.question, "question")
+    _check_question(here, body.instructions or "", "instructions")
 
 
 def _check_question(here: Session, text: str, field: str) -> None:

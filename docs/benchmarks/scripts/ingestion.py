@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import re
 import statistics
 import sys
 import tempfile
@@ -18,7 +17,7 @@ import httpx
 
 from cacheblend_rag.app.collection import ARTICLES_PATH
 from cacheblend_rag.calibration.bench.benching import machine
-from docs.benchmarks.scripts.served import served
+from docs.benchmarks.scripts.served import metric_of, served
 
 __all__ = ["main", "measured"]
 
@@ -92,8 +91,7 @@ def _count(client: httpx.Client, id: str) -> int:
 
 
 def _memory(client: httpx.Client) -> int:
-    found = re.search(r"^process_resident_memory_bytes (\S+)$", client.get("/metrics").text, re.MULTILINE)
-    return int(float(found[1]) / 1e6) if found else 0
+    return (metric_of(client.get("/metrics").text, "process_resident_memory_bytes") or 0) // 10**6
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import contextlib
 import os
-import re
 import statistics
 import sys
 import time
@@ -14,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import httpx
+
+from docs.benchmarks.scripts.served import metric_of
 
 __all__ = ["LoadReport", "main", "run_load"]
 
@@ -128,9 +129,8 @@ async def _watch(client: httpx.AsyncClient, report: LoadReport) -> None:
     while True:
         with contextlib.suppress(httpx.HTTPError):  # what is lost is counted where questions are asked
             answer = await client.get("/metrics")
-            found = re.search(r"^process_resident_memory_bytes (\S+)$", answer.text, re.MULTILINE)
-            if found:
-                report.memory.append(int(float(found[1])))
+            if (held := metric_of(answer.text, "process_resident_memory_bytes")) is not None:
+                report.memory.append(held)
         await asyncio.sleep(1)
 
 

@@ -11,9 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["served"]
+__all__ = ["metric_of", "served"]
 
 ROOT = Path(__file__).parents[3]
+
+
+def metric_of(text: str, name: str) -> int | None:
+    """A number of the server's ``/metrics``; None if it is not there."""
+    found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
+    return int(float(found[1])) if found else None
 
 
 @contextmanager

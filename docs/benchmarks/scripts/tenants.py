@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import json
 import random
-import re
 import string
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any
 import httpx
 
 from cacheblend_rag.calibration.bench.benching import machine
-from docs.benchmarks.scripts.served import served
+from docs.benchmarks.scripts.served import metric_of, served
 
 __all__ = ["ABUSES", "Phase", "main", "run_trial"]
 
@@ -302,8 +301,7 @@ async def _warmed(client: httpx.AsyncClient) -> None:
     """Wait until the KV of the bundled articles is stored."""
     size, since = -1, time.monotonic()
     while time.monotonic() < since + _STILL:
-        found = re.search(r"^cacheblend_rag_store_bytes (\S+)$", (await client.get("/metrics")).text, re.MULTILINE)
-        now = int(float(found[1])) if found else 0
+        now = metric_of((await client.get("/metrics")).text, "cacheblend_rag_store_bytes") or 0
         if now != size or not now:
             size, since = now, time.monotonic()
         await asyncio.sleep(0.5)
