@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -27,6 +28,15 @@ def fingerprints_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterato
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cacheblend_rag.models.identity._cache_file", lambda: path)
         yield
+
+
+@pytest.fixture(autouse=True)
+def levels_stay() -> Iterator[None]:
+    """A test that left a logger quieter than before would hide what a later one looks for."""
+    loggers = [logging.getLogger(), logging.getLogger("cacheblend_rag")]
+    before = [(one.level, one.disabled) for one in loggers]
+    yield
+    assert [(one.level, one.disabled) for one in loggers] == before
 
 
 def _starter(name: str) -> Path:

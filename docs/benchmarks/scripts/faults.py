@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import random
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -32,6 +34,7 @@ __all__ = [
     "crowd",
     "is_right",
     "kill_while_writing",
+    "only_from",
     "record_of",
     "same_result",
     "truncations",
@@ -45,6 +48,18 @@ _CHUNKS = (
     "The bridge beside the mill is made of oak and was mended twice.",
 )
 _PROMPT = Prompt("Read this.\n", list(_CHUNKS), "\nQuestion: When did the mill burn down?\nAnswer:")
+
+
+@contextmanager
+def only_from(level: int, name: str = "cacheblend_rag") -> Iterator[None]:
+    """Within it, nothing below this level is logged there: every trial would log a miss."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 # Damage -------------------------------------------------------------------------------------

@@ -14,13 +14,19 @@ import logging
 import random
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cacheblend_rag.store import DiskStore
-from docs.benchmarks.scripts.faults import DamageTrials, crowd, kill_while_writing, truncations, wrong_records
+from docs.benchmarks.scripts.faults import (
+    DamageTrials,
+    crowd,
+    kill_while_writing,
+    only_from,
+    truncations,
+    wrong_records,
+)
 
 __all__ = ["Line", "main"]
 
@@ -92,18 +98,6 @@ def crowds(folder: Path, processes: int, seconds: float) -> Line:
     return Line(f"{processes} processes for {seconds:g} s", tried, wrong, f"{detail}, {evictions} evictions")
 
 
-@contextmanager
-def _only_errors() -> Iterator[None]:
-    """Say no more than errors for a while: every trial logs a miss."""
-    logger = logging.getLogger("cacheblend_rag")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run everything; 0 if nothing went wrong."""
     parser = argparse.ArgumentParser(description="Damage, kill and crowd a KV store; count what goes wrong.")
@@ -113,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=120.0)
     parsed = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder, _only_errors():
+    with tempfile.TemporaryDirectory() as folder, only_from(logging.ERROR):
         base = Path(folder)
         lines = [
             flips(base / "flips", parsed.flips),

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
+from docs.benchmarks.scripts.faults import only_from
 from docs.benchmarks.scripts.remote_faults import Place, RemoteTrials, clients_at_once, s3_place, valkey_place
 from docs.benchmarks.scripts.servers import s3_server, valkey_server
 
@@ -128,13 +129,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--times", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=30.0)
     parsed = parser.parse_args(arguments)
-    logging.getLogger("cacheblend_rag").setLevel(logging.CRITICAL)
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     trials, found = RemoteTrials(), list[Line]()
-    with valkey_server() as server, valkey_place(server.port) as place:
-        found += lines("valkey", place, trials, parsed.times, parsed.seconds)
-    with s3_server() as port, s3_place(port, "reliability") as place:
-        found += lines("s3", place, trials, parsed.times, parsed.seconds)
+    with only_from(logging.CRITICAL), only_from(logging.ERROR, "werkzeug"):
+        with valkey_server() as server, valkey_place(server.port) as place:
+            found += lines("valkey", place, trials, parsed.times, parsed.seconds)
+        with s3_server() as port, s3_place(port, "reliability") as place:
+            found += lines("s3", place, trials, parsed.times, parsed.seconds)
     for one in found:
         print(
             f"{one.store:<8}{one.fault:<32}{one.tried:>7} tried{one.wrong:>4} wrong{one.late:>4} late"
