@@ -92,15 +92,15 @@ def test_requests_of_any_kind_are_counted_where_there_are_keys(model: Path, docs
     assert quota.refusal("ben") is None
     clock.now += 20
     assert quota.refusal("ada") is None
-    with running(settings_for(model, docs, tmp_path / "keys", keys=KEYS, limits=limits)) as server:
-        with client_of(server, KEYS["ada"]) as ada, client_of(server, KEYS["ben"]) as ben:
-            seen = [ada.get("/api/state"), ada.post("/v1/embeddings", json={}), ada.get("/api/collections/none")]
-            assert 429 not in [one.status_code for one in seen]
-            answer = ada.get("/api/state")
-            assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
-            assert 1 <= int(answer.headers["retry-after"]) <= 20
-            assert ben.get("/api/state").status_code == 200
-            assert ada.get("/readyz").status_code == 200
+    guarded = settings_for(model, docs, tmp_path / "keys", keys=KEYS, limits=limits)
+    with running(guarded) as server, client_of(server, KEYS["ada"]) as ada, client_of(server, KEYS["ben"]) as ben:
+        seen = [ada.get("/api/state"), ada.post("/v1/embeddings", json={}), ada.get("/api/collections/none")]
+        assert 429 not in [one.status_code for one in seen]
+        answer = ada.get("/api/state")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert 1 <= int(answer.headers["retry-after"]) <= 20
+        assert ben.get("/api/state").status_code == 200
+        assert ada.get("/readyz").status_code == 200
     with running(settings_for(model, docs, tmp_path / "none", limits=limits)) as server, client_of(server) as client:
         assert {client.get("/api/state").status_code for _ in range(5)} == {200}
 
