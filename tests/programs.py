@@ -16,11 +16,11 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["run_program"]
+__all__ = ["run_program", "start_program"]
 
 _IMPORTED = [
     "cacheblend_rag.app.folder_rag",
@@ -60,14 +60,22 @@ def run_program(
     """
     with tempfile.TemporaryDirectory() as kept:
         output, errors = Path(kept, "output"), Path(kept, "errors")
-        given = dict(os.environ if environment is None else environment)
-        process = _context().Process(target=_program, args=(list(arguments), folder, given, output, errors))
-        process.start()
+        process = start_program(arguments, folder, output, errors, environment)
         process.join()
         code = process.exitcode
         process.close()
         assert code is not None
         return subprocess.CompletedProcess(arguments, code, output.read_text("utf-8"), errors.read_text("utf-8"))
+
+
+def start_program(
+    arguments: Sequence[str], folder: Path, output: Path, errors: Path, environment: Mapping[str, str] | None = None
+) -> ForkServerProcess:
+    """`run_program` without waiting; what it writes goes to two files."""
+    given = dict(os.environ if environment is None else environment)
+    process = _context().Process(target=_program, args=(list(arguments), folder, given, output, errors))
+    process.start()
+    return process
 
 
 def _program(arguments: list[str], folder: Path, environment: dict[str, str], output: Path, errors: Path) -> None:

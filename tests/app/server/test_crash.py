@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import signal
 import sqlite3
-import subprocess
-import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,42 +23,41 @@ from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.store.disk import DiskStore
 from tests.app.server.common import BASE, new_collection, passage, read_events, settings_for, settle, upload
+from tests.programs import start_program
 from tests.toy import EMBEDDER_PATH
-
-ROOT = Path(__file__).parents[3]
 
 
 class Served:
     """``cacheblend-rag serve`` as a user starts it."""
 
     def __init__(self, model: Path, docs: Path, data: Path, *more: str) -> None:
-        command = [sys.executable, "-m", "cacheblend_rag.app.cli", "serve", "--port", "0", "--device", "cpu"]
+        command = ["-m", "cacheblend_rag.app.cli", "serve", "--port", "0", "--device", "cpu"]
         arguments = ["--model", str(model), "--embedder", str(EMBEDDER_PATH), "--docs", str(docs)]
         arguments += ["--data-dir", str(data), "--max-new-tokens", "4", *more]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "CACHEBLEND_RAG_MIN_TOKENS": "0"}
-        self.process = subprocess.Popen(
-            [*command, *arguments], env=environment, stderr=subprocess.PIPE, text=True, cwd=data.parent
-        )
-        assert self.process.stderr is not None
-        self.lines: list[str] = []
-        for line in self.process.stderr:
-            self.lines.append(line)
-            if found := re.match(r"Open (http://127\.0\.0\.1:\d+)", line):
-                self.client = httpx.Client(base_url=found[1], timeout=60)
-                # A pipe that nobody reads would be full of log lines in the end, and the server would wait.
-                self._reader = threading.Thread(target=self.lines.extend, args=(self.process.stderr,))
-                self._reader.start()
-                return
-        raise AssertionError("".join(self.lines))
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CACHEBLEND_RAG_MIN_TOKENS": "0"}
+        self._log = data.parent / f"log-{secrets.token_hex(4)}"
+        nothing = Path(os.devnull)
+        self.process = start_program([*command, *arguments], data.parent, nothing, self._log, environment)
+        ends = time.monotonic() + 60
+        while not (found := re.search(r"^Open (http://127\.0\.0\.1:\d+)$", self.log, re.MULTILINE)):
+            assert self.process.is_alive(), self.log
+            assert time.monotonic() < ends, self.log
+            time.sleep(0.05)
+        self.client = httpx.Client(base_url=found[1], timeout=60)
+
+    @property
+    def log(self) -> str:
+        """What it has written."""
+        return self._log.read_text("utf-8") if self._log.exists() else ""
 
     def end(self, how: signal.Signals) -> int:
         """Send a signal; the exit status."""
         self.client.close()
-        self.process.send_signal(how)
-        assert self.process.stderr is not None
-        self._reader.join(60)
-        self.process.stderr.close()
-        return self.process.wait(timeout=60)
+        if self.process.is_alive() and self.process.pid is not None:
+            os.kill(self.process.pid, how)
+        self.process.join(60)
+        assert self.process.exitcode is not None
+        return self.process.exitcode
 
 
 def sections(document: int, count: int = 12) -> str:
@@ -114,7 +113,7 @@ def test_killed_in_the_middle_of_ingestion_nothing_is_half_indexed(model: Path, 
     store = DiskStore(data / "kv")
     assert store.stats().records == before + 1  # the chunk; nothing stands before it
     store.close()
-    requests = [json.loads(line) for line in again.lines if line.startswith("{")]
+    requests = [json.loads(line) for line in again.log.splitlines() if line.startswith("{")]
     assert {"/api/collections/{id}/ask", "/v1/completions"} <= {one.get("path") for one in requests}
 
 
@@ -221,8 +220,10 @@ def test_a_file_of_options_and_the_form_of_the_log_hold_in_a_process_of_its_own(
         assert answer.status_code == status
         assert status != 200 or len(read_events(answer.text)[0][1]) == 2
     served.end(signal.SIGTERM)
-    lines = [line for line in served.lines if " path=" in line]
+    lines = [line for line in served.log.splitlines() if " path=" in line]
     assert len(lines) == 3
-    assert re.search(r"^20\S+ method=POST path=/api/collections/\{id\}/ask status=200 .*tokens_out=[1-4] ", lines[1])
-    assert re.search(r" status=413 .*request=req_\w+$", lines[2])
-    assert "pineapple" not in "".join(served.lines)
+    assert re.search(
+        r"^20\S+ method=POST path=/api/collections/\{id\}/ask status=200 .*tokens_out=[1-4] ", served.log, re.MULTILINE
+    )
+    assert re.search(r" status=413 .*request=req_\w+$", served.log, re.MULTILINE)
+    assert "pineapple" not in served.log
