@@ -160,6 +160,7 @@ class Database:
         except psycopg.DataError as error:
             raise DocumentError("a text holds a character that the database does not take, such as NUL") from error
         except (psycopg.OperationalError, psycopg.InterfaceError, psycopg.InternalError) as error:
+            self._close_idle()  # they may be as good as this one
             raise Problem(503, "database_away", "the database does not answer; try again", retry_after=5) from error
 
     def _taken(self, schema: str) -> _Connection:
@@ -211,10 +212,13 @@ class Database:
         with contextlib.suppress(Problem), self.connection() as connection:
             statement = "UPDATE servers SET seen = now() - %s * interval '1 s' WHERE id = %s"
             connection.execute(statement, (ALIVE_SECONDS, self.server))
+        self._close_idle()
+
+    def _close_idle(self) -> None:
         with self._lock:
-            for one in self._idle:
-                one.close()
-            self._idle.clear()
+            idle, self._idle = self._idle, []
+        for one in idle:
+            one.close()
 
     # Servers and tenants -------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The thread by which a server takes its part among those that share a database."""
+"""The threads by which a server takes its part among those that share a database."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["Follower"]
 
 _log = logging.getLogger(__name__)
-# Seconds between looks at what others have changed, and between those at what is left to be done for them.
-_OFTEN, _SELDOM = 1.0, 5.0
+# Seconds until what others have changed is looked at again, what they have left, and what nobody needs any more.
+_OFTEN, _SELDOM, _TIDY = 1.0, 5.0, 60.0
 
 
 class Follower:
@@ -39,31 +39,48 @@ class Follower:
     def __init__(self, database: Database, libraries: Callable[[], Sequence[Library]], ingestion: Ingestion) -> None:
         self._database, self._libraries, self._ingestion = database, libraries, ingestion
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="following", daemon=True)
-        self._thread.start()
+        work = ((database.register, _OFTEN), (self._follow, _OFTEN), (self._look_after, _SELDOM), (self._tidy, _TIDY))
+        # What takes long keeps nobody from hearing that the server runs.
+        self._threads = [
+            threading.Thread(target=self._run, args=(work[:1],)),
+            threading.Thread(target=self._run, args=(work[1:],)),
+        ]
+        for one in self._threads:
+            one.start()
 
     def stop(self) -> None:
-        """Stop it, and wait for that."""
+        """Stop them, and wait for that."""
         self._stopping.set()
-        self._thread.join()
+        for one in self._threads:
+            one.join()
 
-    def _run(self) -> None:
-        seldom = 0.0
+    def _run(self, work: Sequence[tuple[Callable[[], None], float]]) -> None:
+        due = {do: 0.0 for do, _ in work}
         while not self._stopping.wait(_OFTEN):
-            try:
-                self._database.register()
-                for library in self._libraries():
-                    library.follow()
-                self._ingestion.follow_jobs()
-                if any(library.unfinished for library in self._libraries()):
-                    self._ingestion.wake()
-                if time.monotonic() >= seldom:
-                    seldom = time.monotonic() + _SELDOM
-                    self._database.forget_servers()
-                    for library in self._libraries():
-                        library.look_after()
-                    self._ingestion.wake()
-            except (Problem, StoreError) as error:  # the database is away; it is tried again
-                _log.debug("other servers cannot be followed: %s", error)
-            except Exception as error:
-                _log.error("following other servers failed: %s", type(error).__name__, exc_info=True)
+            for do, seconds in work:
+                if time.monotonic() < due[do]:
+                    continue
+                due[do] = time.monotonic() + seconds
+                try:
+                    do()
+                except (Problem, StoreError) as error:  # it is tried again
+                    _log.debug("other servers cannot be followed: %s", error)
+                except Exception as error:
+                    _log.error("following other servers failed: %s", type(error).__name__, exc_info=True)
+
+    def _follow(self) -> None:
+        for library in self._libraries():
+            library.follow()
+        self._ingestion.follow_jobs()
+        if any(library.unfinished for library in self._libraries()):
+            self._ingestion.wake()
+
+    def _look_after(self) -> None:
+        for library in self._libraries():
+            library.look_after()
+        self._ingestion.wake()  # files of a server that has ended
+
+    def _tidy(self) -> None:
+        self._database.forget_servers()
+        for library in self._libraries():
+            library.tidy()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from langchain_core.documents import Document
 
 from cacheblend_rag.app.server.catalogue import Catalogue, CatalogueDamagedError, DocumentEntry, Incoming
-from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.problems import Problem, problem_of
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.app.server.tenants import Tenant
 from cacheblend_rag.engine.engine import BlendEngine
@@ -296,13 +296,14 @@ class Library:
         self._sweep(unfinished=True)
         self._collections: dict[str, OwnCollection] = {}
         self._followed, self._registered = 0, -1
+        self._unknown: Problem | None = None  # why it is not known what others have changed
+        tenant.remembers(self._latest_texts)
         if catalogue is None:
             self._recall()
         else:
             self._catch_up(catalogue)
         self.unfinished = self.catalogue.unfinished()
         """Whether something that was deleted is still to be erased."""
-        tenant.remembers(self._latest_texts)
 
     def _recall(self) -> None:
         """What there is before anything changes."""
@@ -332,8 +333,10 @@ class Library:
         except (Problem, StoreError) as error:
             _log.debug("changes of other servers are not known: %s", error)
             self._store.suspend(name)
+            self._unknown = problem_of(error)
             return False
         self._store.resume(name)
+        self._unknown = None
         return True
 
     @contextmanager
@@ -395,6 +398,17 @@ class Library:
             self.tenant.known.discard(texts)
             self._store.bury(keys)
 
+    def tidy(self) -> None:
+        """Forget what no server needs any more.
+
+        Raises
+        ------
+        Problem
+            If the database does not answer.
+        """
+        if self._common is not None:
+            self._common.tidy()
+
     def look_after(self) -> None:
         """What is to be done from time to time because of other servers.
 
@@ -408,7 +422,6 @@ class Library:
         if self._common is not None:
             with self._lock:
                 self._heed(self._common, self._store.lasting)
-            self._common.tidy()
             self.unfinished = self._common.unfinished()
 
     def close(self) -> None:
@@ -421,8 +434,17 @@ class Library:
         return sorted(known, key=lambda one: (one.name, one.id))
 
     def get(self, id: str) -> OwnCollection | None:
-        """A collection by its id."""
-        return self._collections.get(id)
+        """A collection by its id.
+
+        Raises
+        ------
+        Problem
+            503 if another server may have made it, and the database does not answer.
+        """
+        found = self._collections.get(id)
+        if found is None and self._unknown is not None:
+            raise self._unknown
+        return found
 
     def search(self, collection: OwnCollection, query: str, k: int) -> list[Found]:
         """The chunks nearest to a question; other collections let go of their vectors if all take too much."""
