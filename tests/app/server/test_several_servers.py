@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import signal
 import threading
 import time
@@ -16,10 +18,11 @@ from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
 from cacheblend_rag.app.server.settings import Limits, ServerSettings
-from docs.benchmarks.scripts.servers import PostgresServer, Proxy
+from docs.benchmarks.scripts.servers import PostgresServer, Proxy, valkey_server
 from tests.app.server.common import BASE, new_collection, passage, read_events, settings_for, settle, upload
 from tests.app.server.test_crash import Served, sections, whole_or_not_at_all
 from tests.app.server.test_deleting import hits, ids_of, service_of
+from tests.app.server.test_journal import Writer
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +36,9 @@ def postgres() -> Iterator[PostgresServer]:
 def sharing(model: Path, docs: Path, data: Path, port: int, **more: Any) -> ServerSettings:
     """Settings of a server over the database."""
     address = f"postgresql://127.0.0.1:{port}/postgres"
-    return replace(settings_for(model, docs, data, **more), database=address)
+    shared_store = more.pop("shared_store", None)
+    made = settings_for(model, docs, data, **more)
+    return replace(made, database=address, rag=replace(made.rag, shared_store=shared_store))
 
 
 @pytest.fixture
@@ -306,3 +311,80 @@ def test_uploads_to_both_are_read_once_each(two: tuple[Any, Any], count: int) ->
         read = connection.execute("SELECT server FROM documents WHERE collection = %s", (id,)).fetchall()
         assert connection.execute("SELECT COUNT(*) FROM contents").fetchone() == (0,)
     print(f"files by the server that read them: {sorted(Counter(read).values())}")
+
+
+@pytest.mark.slow
+def test_servers_killed_at_random_moments_lose_nothing_that_was_answered(
+    model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer
+) -> None:
+    chance, address = random.Random(11), f"postgresql://127.0.0.1:{postgres.port}/postgres"
+    served = [Served(model, docs, tmp_path / name, "--database", address) for name in ("a", "b")]
+    id = new_collection(served[0].client)
+    writers = [Writer(id, 50 + n) for n in range(2)]
+    for _ in range(4):
+        threads = [
+            threading.Thread(target=writer.write, args=(one.client,))
+            for writer, one in zip(writers, served, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for one in chance.sample(served, 2):  # one goes on for a while without the other
+            time.sleep(chance.uniform(0.5, 3))
+            one.process.kill()
+        for thread in threads:
+            thread.join(60)
+        for one in served:
+            one.end(signal.SIGKILL)
+        served = [Served(model, docs, tmp_path / name, "--database", address) for name in ("a", "b")]
+    for writer in writers:
+        assert not [one for one in writer.refused if "database" not in one]
+    clients = [one.client for one in served]
+    path = f"/api/collections/{id}/documents"
+    until(lambda: all(one["state"] == "ready" for one in clients[0].get(path).json()), 120)
+    sent = {name: text for writer in writers for name, text in writer.sent.items()}
+    accepted = {name for writer in writers for name in writer.accepted}
+    deleted = {name for writer in writers for name in writer.deleted}
+    unsure = {name for writer in writers for name in writer.unsure}
+    for client in clients:
+        kept = set(whole_or_not_at_all(client, id))
+        assert kept >= accepted - deleted - unsure
+        assert not kept & deleted
+        name = client.get("/v1/models").json()["data"][0]["id"]
+        for one in sorted(deleted):
+            body = {"model": name, "prompt": "Which?", "documents": [sent[one]], "max_tokens": 1}
+            assert client.post("/v1/completions", json=body).json()["cacheblend"][0]["hits"] == 0, one
+    for one in served:
+        assert one.end(signal.SIGTERM) in (0, -signal.SIGTERM)
+    print(f"8 kills, {len(accepted)} uploads and {len(deleted)} deletions that were answered")
+
+
+def test_one_erases_what_lies_in_a_shared_store_and_the_text_goes_when_all_have_followed(
+    model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer
+) -> None:
+    with valkey_server() as valkey, contextlib.ExitStack() as stack:
+        store = f"valkey://127.0.0.1:{valkey.port}/0"
+        a, b = two = [
+            stack.enter_context(TestClient(create_app(settings), base_url=BASE))
+            for name in ("a", "b")
+            for settings in [sharing(model, docs, tmp_path / name, postgres.port, shared_store=store)]
+        ]
+        database = service_of(a).database
+        assert database is not None
+        for one in two:
+            service_of(one).tombstones.lasting = 1.0
+        with database.connection() as connection:  # those of other tests
+            connection.execute("DELETE FROM servers WHERE NOT id = ANY(%s)", ([server_id(a), server_id(b)],))
+        id = new_collection(a)
+        upload(a, id, {"a.txt": passage(970), "b.txt": passage(971)})
+        settle(service_of(a))
+        service_of(a).engine.flush()
+        service_of(a).tombstones.clear_near()
+        assert [hits(one, 970) for one in two] == [1, 1]  # read from the shared store
+        document = ids_of(b, id)["a.txt"]
+        assert b.delete(f"/api/collections/{id}/documents/{document}").status_code == 204
+        assert [hits(one, 970) for one in two] == [0, 0]
+        library = service_of(a).sessions["local"].library
+        until(lambda: not library.catalogue.texts_of(document))
+        for one in two:
+            keys = service_of(one).sessions["local"].engine().records_of([passage(970).strip()])
+            assert not keys & {key for key, _ in service_of(one).tombstones.inner.infos("")}
