@@ -302,7 +302,7 @@ class Service:
         if why:
             raise Problem(503, "not_ready", why, retry_after=10)
         if self.database is not None:
-            await asyncio.to_thread(self.database.check)
+            await asyncio.to_thread(self.database.register)
 
     def begin_stop(self) -> None:
         """Let what runs in the background end soon."""

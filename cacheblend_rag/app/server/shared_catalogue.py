@@ -235,9 +235,9 @@ class SharedCatalogue(Catalogue):
 
     def position(self) -> tuple[int, int]:
         """The number of the last change, and how often this server was new to the database."""
-        known = f"EXISTS (SELECT 1 FROM cacheblend_rag.servers WHERE id = {_ME})"
+        known = f"(SELECT process FROM cacheblend_rag.servers WHERE id = {_ME})"
         (row,) = self._read(f"SELECT (SELECT MAX(id) FROM changes), {known}")
-        if not row[1]:
+        if row[1] != self._database.process:
             self._database.register()
         return row[0] or 0, self._database.registrations
 
