@@ -1,0 +1,433 @@
+"""Several servers over one database: each sees what the others do, and nothing is lost when one is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from cacheblend_rag.app.server.app import create_app
+from cacheblend_rag.app.server.settings import Limits, ServerSettings
+from docs.benchmarks.scripts.servers import PostgresServer, Proxy, valkey_server
+from tests.app.server.common import (
+    BASE,
+    new_collection,
+    passage,
+    process_logits,
+    read_events,
+    settings_for,
+    settle,
+    upload,
+)
+from tests.app.server.test_crash import Served, sections, whole_or_not_at_all
+from tests.app.server.test_deleting import hits, ids_of, service_of
+from tests.app.server.test_journal import Writer
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    """A PostgreSQL server."""
+    with pytest.MonkeyPatch.context() as patch, PostgresServer() as server:
+        patch.setenv("PGUSER", "postgres")
+        yield server
+
+
+def sharing(model: Path, docs: Path, data: Path, port: int, **more: Any) -> ServerSettings:
+    """Settings of a server over the database."""
+    address = f"postgresql://127.0.0.1:{port}/postgres"
+    shared_store = more.pop("shared_store", None)
+    made = settings_for(model, docs, data, **more)
+    return replace(made, database=address, rag=replace(made.rag, shared_store=shared_store))
+
+
+@pytest.fixture
+def two(model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer) -> Iterator[tuple[Any, Any]]:
+    """Clients of two servers in this process."""
+    made = [sharing(model, docs, tmp_path / name, postgres.port) for name in ("a", "b")]
+    with TestClient(create_app(made[0]), base_url=BASE) as a, TestClient(create_app(made[1]), base_url=BASE) as b:
+        yield a, b
+
+
+def ask(client: Any, collection: str, question: str = "Which leaf?") -> Any:
+    body = {"question": question, "stream": False}
+    answer = client.post(f"/api/collections/{collection}/ask", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def names(client: Any, collection: str) -> list[str]:
+    found = client.post(f"/api/collections/{collection}/search", json={"query": "Which leaf?", "k": 20})
+    assert found.status_code == 200, found.text
+    return sorted({one["document"] for one in found.json()})
+
+
+def until(true: Callable[[], Any], seconds: float = 30, pause: float = 0.05) -> Any:
+    """Wait until something is true; what it is."""
+    ends = time.monotonic() + seconds
+    while not (found := true()):
+        assert time.monotonic() < ends
+        time.sleep(pause)
+    return found
+
+
+def has_kv(client: Any, *seeds: int) -> None:
+    """Have a server store the KV of passages; whichever has read a file has stored it already."""
+    for seed in seeds:
+        hits(client, seed)
+    service_of(client).engine.flush()
+    assert [hits(client, seed) for seed in seeds] == [1] * len(seeds)
+
+
+def test_each_sees_what_the_other_does(two: tuple[Any, Any]) -> None:
+    a, b = two
+    id = new_collection(a)
+    assert id in [one["id"] for one in b.get("/api/state").json()["collections"]]
+    told = upload(a, id, {"a.txt": passage(900), "b.txt": passage(901)})
+    assert told[-1]["stage"] == "done"
+    assert names(b, id) == ["a.txt", "b.txt"]
+    upload(b, id, {"c.txt": passage(902)})
+    assert names(a, id) == ["a.txt", "b.txt", "c.txt"]
+    upload(b, id, {"a.txt": passage(903)})  # in place of the first
+    assert len(ids_of(a, id)) == 3
+    assert names(a, id) == ["a.txt", "b.txt", "c.txt"]
+    # A prompt that holds a text that came in elsewhere is split there.
+    name = a.get("/v1/models").json()["data"][0]["id"]
+    body = {"model": name, "prompt": f"Read.\n\n{passage(902).strip()}\n\nWhich?", "max_tokens": 1}
+    found = a.post("/v1/completions", json=body).json()["cacheblend"][0]
+    assert found["hits"] + found["misses"] == 1
+    assert b.delete(f"/api/collections/{id}").status_code == 204
+    assert a.get(f"/api/collections/{id}/documents").status_code == 404
+    assert a.post(f"/api/collections/{id}/search", json={"query": "Which?"}).status_code == 404
+
+
+def test_what_is_deleted_on_one_is_not_read_on_the_other(two: tuple[Any, Any]) -> None:
+    a, b = two
+    id = new_collection(a)
+    upload(a, id, {"a.txt": passage(910), "b.txt": passage(911)})
+    for one in two:
+        ask(one, id)  # both have KV of the texts, and of each behind the other
+        has_kv(one, 910)
+    assert b.delete(f"/api/collections/{id}/documents/{ids_of(b, id)['a.txt']}").status_code == 204
+    assert hits(a, 910) == 0
+    assert hits(b, 910) == 0
+    assert names(a, id) == ["b.txt"]
+    sources = [one["document"] for one in ask(a, id)["sources"]]
+    assert sources == ["b.txt"]
+    for one in two:
+        store, library = service_of(one).tombstones, service_of(one).sessions["local"].library
+        until(lambda library=library: not library.catalogue.tombstones())
+        records = [key for key, _ in store.inner.infos("")]
+        keys = service_of(one).sessions["local"].engine().records_of([passage(910).strip()], dependent=True)
+        assert not keys & set(records)
+    # What comes again is read again, on both.
+    upload(b, id, {"a.txt": passage(910)})
+    settle(service_of(b))
+    for one in two:
+        has_kv(one, 910)
+
+
+def test_a_server_that_was_away_reads_nothing_that_was_deleted_meanwhile(
+    model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer
+) -> None:
+    settings = sharing(model, docs, tmp_path / "a", postgres.port, condition="sink")  # none is computed behind another
+    with TestClient(create_app(sharing(model, docs, tmp_path / "b", postgres.port)), base_url=BASE) as b:
+        id = new_collection(b)
+        with TestClient(create_app(settings), base_url=BASE) as a:
+            upload(a, id, {"a.txt": passage(920), "b.txt": passage(921)})
+            has_kv(a, 920, 921)
+        assert b.delete(f"/api/collections/{id}/documents/{ids_of(b, id)['a.txt']}").status_code == 204
+        with TestClient(create_app(settings), base_url=BASE) as a:
+            assert [hits(a, seed) for seed in (920, 921)] == [0, 1]
+        # Nobody tells a server that is forgotten; all that it holds is unknown to it.
+        with service_of(b).database.connection() as connection:  # type: ignore[union-attr]
+            connection.execute("UPDATE servers SET seen = now() - interval '2 h' WHERE id <> %s", (server_id(b),))
+        service_of(b).database.forget_servers()  # type: ignore[union-attr]
+        assert b.delete(f"/api/collections/{id}").status_code == 204
+        with TestClient(create_app(settings), base_url=BASE) as a:
+            assert [hits(a, seed) for seed in (920, 921)] == [0, 0]
+
+
+def server_id(client: Any) -> str:
+    database = service_of(client).database
+    assert database is not None
+    return database.server
+
+
+def test_a_running_server_that_was_forgotten_begins_anew(two: tuple[Any, Any]) -> None:
+    a, b = two
+    id = new_collection(a)
+    upload(a, id, {"a.txt": passage(930)})
+    has_kv(a, 930)
+    with service_of(b).database.connection() as connection:  # type: ignore[union-attr]
+        connection.execute("DELETE FROM servers WHERE id = %s", (server_id(a),))
+    assert b.delete(f"/api/collections/{id}/documents/{ids_of(b, id)['a.txt']}").status_code == 204
+    assert hits(a, 930) == 0
+    assert names(a, id) == []
+
+
+def test_the_database_stops_and_starts_again(two: tuple[Any, Any], postgres: PostgresServer) -> None:
+    a, b = two
+    id = new_collection(a)
+    upload(a, id, {"a.txt": passage(940)})
+    has_kv(a, 940)
+    postgres.stop()
+    try:
+        for path in (f"/api/collections/{id}/search", f"/api/collections/{id}/ask"):
+            answer = a.post(path, json={"query": "Which?"} if "search" in path else {"question": "Which?"})
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "database_away"
+            assert int(answer.headers["retry-after"]) > 0
+        sent = [("files", ("b.txt", passage(941)))]
+        assert a.post(f"/api/collections/{id}/documents", files=sent).status_code == 503
+        assert a.delete(f"/api/collections/{id}").status_code == 503
+        assert a.get("/readyz").status_code == 503
+        assert a.get("/livez").status_code == 200
+        assert a.get("/metrics").status_code == 200
+        began = time.monotonic()
+        assert hits(a, 940) == 0, "it may be deleted by now"
+        assert a.post("/api/collections/archive/search", json={"query": "Which leaf?"}).status_code == 200
+        assert time.monotonic() - began < 10
+    finally:
+        postgres.start()
+    for client in two:
+        until(lambda client=client: client.get("/readyz").status_code == 200)
+    assert names(a, id) == names(b, id) == ["a.txt"]
+    assert hits(a, 940) == 1
+    upload(a, id, {"b.txt": passage(941)})
+    assert names(b, id) == ["a.txt", "b.txt"]
+
+
+def test_a_database_that_is_silent_keeps_nobody_for_long(
+    model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.app.server.database._Connection.seconds", 1.0)
+    monkeypatch.setattr("cacheblend_rag.app.server.database.SECONDS", 1.0)
+    with (
+        Proxy(postgres.port) as proxy,
+        TestClient(create_app(sharing(model, docs, tmp_path, proxy.port)), base_url=BASE) as client,
+    ):
+        id = new_collection(client)
+        proxy.silent = True
+        began = time.monotonic()
+        for _ in range(3):
+            assert client.post(f"/api/collections/{id}/search", json={"query": "Which?"}).status_code == 503
+        hits(client, 950)
+        assert time.monotonic() - began < 30
+        proxy.silent = False
+        until(lambda: client.get("/readyz").status_code == 200)
+        assert names(client, id) == []
+
+
+def test_limits_hold_for_all_servers_together(
+    model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer
+) -> None:
+    limits = Limits(documents=10, collections=5)
+    key = "a-key-of-a-tenant-that-is-long"
+    made = [
+        sharing(model, docs, tmp_path / name, postgres.port, limits=limits, keys={"limited": key})
+        for name in ("a", "b")
+    ]
+    headers = {"Authorization": f"Bearer {key}"}
+    with (
+        TestClient(create_app(made[0]), base_url=BASE, headers=headers) as a,
+        TestClient(create_app(made[1]), base_url=BASE, headers=headers) as b,
+    ):
+        assert service_of(a).sessions["limited"].tenant.salt == service_of(b).sessions["limited"].tenant.salt
+        id = new_collection(a)
+        told: list[int] = []
+
+        def write(client: Any, number: int) -> None:
+            sent = [("files", (f"{number}.txt", passage(960 + number)))]
+            told.append(client.post(f"/api/collections/{id}/documents", files=sent).status_code)
+            told.append(client.post("/api/collections", json={"name": f"{number}"}).status_code)
+
+        threads = [threading.Thread(target=write, args=(two[n % 2], n)) for two in [(a, b)] for n in range(16)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+        assert (told.count(202), told.count(201)) == (10, 4)
+        assert told.count(409) == 32 - 14
+        until(lambda: len([one for one in a.get(f"/api/collections/{id}/documents").json() if one["chunks"]]) == 10)
+        assert len(b.get("/api/state").json()["collections"]) == 6
+
+
+@pytest.mark.parametrize("waits", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_a_killed_server_was_reading_another_takes_up(
+    model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer, waits: bool
+) -> None:
+    address = f"postgresql://127.0.0.1:{postgres.port}/postgres"
+    served = Served(model, docs, tmp_path / "a", "--database", address)
+    with TestClient(create_app(sharing(model, docs, tmp_path / "b", postgres.port)), base_url=BASE) as b:
+        database = service_of(b).database
+        assert database is not None
+        id = new_collection(b)
+        sent = [("files", (f"{n}.txt", sections(n, 6))) for n in range(40)]
+        answer = served.client.post(f"/api/collections/{id}/documents", files=sent)
+        assert answer.status_code == 202
+        with database.connection("cacheblend_rag_1") as connection:
+            held = "SELECT COUNT(*) FROM files WHERE collection = %s AND server <> %s"
+            (left,) = until(lambda: [n for (n,) in connection.execute(held, (id, server_id(b))) if n], pause=0)
+            served.end(signal.SIGKILL)
+            killed = time.monotonic()
+            if not waits:  # for half a minute
+                old = "UPDATE cacheblend_rag.servers SET seen = now() - interval '1 m' WHERE id <> %s"
+                connection.execute(old, (server_id(b),))
+        told = read_events(b.get(f"/api/jobs/{answer.json()['job']}/events").text)
+        assert told[-1][1]["stage"] == "done"
+        assert told[-1][1]["done"] == told[-1][1]["total"] == 40
+        assert len(whole_or_not_at_all(b, id)) == 40
+        print(f"{left} of 40 files were the killed server's; all were there {time.monotonic() - killed:.0f} s later")
+
+
+@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.slow)])
+def test_uploads_to_both_are_read_once_each(two: tuple[Any, Any], count: int) -> None:
+    a, _ = two
+    id = new_collection(a)
+    jobs: list[tuple[Any, str]] = []
+
+    def write(client: Any, numbers: range) -> None:
+        for n in numbers:
+            while True:
+                sent = [("files", (f"{n}.txt", passage(3000 + n)))]
+                answer = client.post(f"/api/collections/{id}/documents", files=sent)
+                if answer.status_code != 429:  # many wait
+                    break
+                time.sleep(0.1)
+            assert answer.status_code == 202, answer.text
+            jobs.append((two[n % 3 == 0], answer.json()["job"]))
+
+    threads = [threading.Thread(target=write, args=(two[n % 2], range(n, count, 4))) for n in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(jobs) == count
+    for client, job in jobs:  # often asked of the other server
+        assert read_events(client.get(f"/api/jobs/{job}/events").text)[-1][1]["stage"] == "done"
+    for client in two:
+        assert whole_or_not_at_all(client, id) == {f"{n}.txt": 1 for n in range(count)}
+        assert not service_of(client).sessions["local"].library.catalogue.files(collection=id)
+    with service_of(a).database.connection("cacheblend_rag_1") as connection:  # type: ignore[union-attr]
+        read = connection.execute("SELECT server FROM documents WHERE collection = %s", (id,)).fetchall()
+        assert connection.execute("SELECT COUNT(*) FROM contents").fetchone() == (0,)
+    print(f"files by the server that read them: {sorted(Counter(read).values())}")
+
+
+@pytest.mark.slow
+def test_servers_killed_at_random_moments_lose_nothing_that_was_answered(
+    model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer
+) -> None:
+    chance, address = random.Random(11), f"postgresql://127.0.0.1:{postgres.port}/postgres"
+    served = [Served(model, docs, tmp_path / name, "--database", address) for name in ("a", "b")]
+    id = new_collection(served[0].client)
+    writers = [Writer(id, 50 + n) for n in range(2)]
+    for _ in range(4):
+        threads = [
+            threading.Thread(target=writer.write, args=(one.client,))
+            for writer, one in zip(writers, served, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for one in chance.sample(served, 2):  # one goes on for a while without the other
+            time.sleep(chance.uniform(0.5, 3))
+            one.process.kill()
+        for thread in threads:
+            thread.join(60)
+        for one in served:
+            one.end(signal.SIGKILL)
+        served = [Served(model, docs, tmp_path / name, "--database", address) for name in ("a", "b")]
+    for writer in writers:
+        assert not [one for one in writer.refused if "database" not in one]
+    clients = [one.client for one in served]
+    path = f"/api/collections/{id}/documents"
+    until(lambda: all(one["state"] == "ready" for one in clients[0].get(path).json()), 120)
+    sent = {name: text for writer in writers for name, text in writer.sent.items()}
+    accepted = {name for writer in writers for name in writer.accepted}
+    deleted = {name for writer in writers for name in writer.deleted}
+    unsure = {name for writer in writers for name in writer.unsure}
+    for client in clients:
+        kept = set(whole_or_not_at_all(client, id))
+        assert kept >= accepted - deleted - unsure
+        assert not kept & deleted
+        name = client.get("/v1/models").json()["data"][0]["id"]
+        for one in sorted(deleted):
+            body = {"model": name, "prompt": "Which?", "documents": [sent[one]], "max_tokens": 1}
+            assert client.post("/v1/completions", json=body).json()["cacheblend"][0]["hits"] == 0, one
+    for one in served:
+        assert one.end(signal.SIGTERM) in (0, -signal.SIGTERM)
+    print(f"8 kills, {len(accepted)} uploads and {len(deleted)} deletions that were answered")
+
+
+def test_one_erases_what_lies_in_a_shared_store_and_the_text_goes_when_all_have_followed(
+    model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer
+) -> None:
+    with valkey_server() as valkey, contextlib.ExitStack() as stack:
+        store = f"valkey://127.0.0.1:{valkey.port}/0"
+        a, b = two = [
+            stack.enter_context(TestClient(create_app(settings), base_url=BASE))
+            for name in ("a", "b")
+            for settings in [sharing(model, docs, tmp_path / name, postgres.port, shared_store=store)]
+        ]
+        database = service_of(a).database
+        assert database is not None
+        for one in two:
+            service_of(one).tombstones.lasting = 1.0
+        with database.connection() as connection:  # those of other tests
+            connection.execute("DELETE FROM servers WHERE NOT id = ANY(%s)", ([server_id(a), server_id(b)],))
+        id = new_collection(a)
+        upload(a, id, {"a.txt": passage(970), "b.txt": passage(971)})
+        has_kv(a, 970)
+        service_of(a).tombstones.clear_near()
+        assert [hits(one, 970) for one in two] == [1, 1]  # read from the shared store
+        document = ids_of(b, id)["a.txt"]
+        assert b.delete(f"/api/collections/{id}/documents/{document}").status_code == 204
+        assert [hits(one, 970) for one in two] == [0, 0]
+        library = service_of(a).sessions["local"].library
+        until(lambda: not library.catalogue.texts_of(document))
+        for one in two:
+            keys = service_of(one).sessions["local"].engine().records_of([passage(970).strip()])
+            assert not keys & {key for key, _ in service_of(one).tombstones.inner.infos("")}
+
+
+def test_an_answer_under_way_elsewhere_leaves_no_kv_of_what_was_deleted(
+    two: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = two
+    begun = threading.Event()
+
+    def slow(ids: Any, scores: Any) -> Any:
+        begun.set()
+        time.sleep(0.3)
+        return scores
+
+    service_of(a).tombstones.lasting = 2.0
+    id = new_collection(b)
+    upload(b, id, {"a.txt": passage(980)})
+    settle(service_of(b))
+    document = ids_of(b, id)["a.txt"]
+    with monkeypatch.context() as patch:
+        process_logits(patch, slow)
+        answer = threading.Thread(target=ask, args=(a, id))
+        answer.start()
+        assert begun.wait(30)
+        assert b.delete(f"/api/collections/{id}/documents/{document}").status_code == 204
+        assert answer.is_alive()
+        assert names(a, id) == []
+        answer.join()
+    service_of(a).engine.flush()  # which stores what the answer computed
+    library = service_of(a).sessions["local"].library
+    until(lambda: not library.catalogue.leaving(0.0))
+    until(lambda: not library.catalogue.tombstones())
+    keys = service_of(a).sessions["local"].engine().records_of([passage(980).strip()])
+    assert not keys & {key for key, _ in service_of(a).tombstones.inner.infos("")}
