@@ -1,0 +1,1 @@
+"""Several replicas of the engine that answer as one application."""
