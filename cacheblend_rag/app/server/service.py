@@ -60,6 +60,8 @@ class Service:
     Parameters
     ----------
     settings : ServerSettings
+    wrapped : callable, optional
+        Puts a store of its own around the KV store.
 
     Raises
     ------
@@ -67,9 +69,10 @@ class Service:
         If model, embedder, documents or store cannot be used.
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, wrapped: Callable[[KVStore], KVStore] | None = None) -> None:
         self.settings, self.limits, self.started = settings, settings.limits, int(time.time())
         self._stopping = False
+        self._wrapped = wrapped
         self.rag = FolderRAG(settings.rag, wrapped=self._tombstoned)
         # On a GPU steps of several have not been measured.
         concurrent = settings.concurrent or (_CONCURRENT if self.rag.engine.adapter.device.type == "cpu" else 1)
@@ -114,7 +117,7 @@ class Service:
             return self.sessions[name]
 
     def _tombstoned(self, store: KVStore) -> KVStore:
-        self.tombstones = TombstonedStore(store, self.longest)
+        self.tombstones = TombstonedStore(self._wrapped(store) if self._wrapped else store, self.longest)
         return self.tombstones
 
     def shared(self, salt: str) -> Container[str]:

@@ -1,0 +1,85 @@
+"""The application: replicas of the server behind an ingress."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from cacheblend_rag.app.cli.configuration import Given, given_options, given_sections, server_settings
+from cacheblend_rag.app.fleet.arguments import FleetArguments
+from cacheblend_rag.app.fleet.ingress import Ingress
+from cacheblend_rag.app.fleet.replica import Replica
+from cacheblend_rag.app.fleet.router import ChunkRouter
+from cacheblend_rag.errors import ConfigError
+
+__all__ = ["build", "build_given"]
+
+# A replica has a queue of its own, which refuses in the words of the API.
+_ONGOING = 1_000
+
+
+def build(arguments: FleetArguments) -> serve.Application:
+    """The application that a configuration of Ray Serve describes.
+
+    Raises
+    ------
+    ConfigError
+        If an option cannot be used.
+    """
+    given = given_options(None, given_sections(arguments.options, "args.options"))
+    if arguments.several and server_settings(given).rag.dtype == "auto":
+        remedy = 'with several replicas name one, such as "bfloat16" or "float32": machines choose differently'
+        raise ConfigError("dtype", "auto", remedy)
+    return build_given(arguments, given)
+
+
+def build_given(
+    arguments: FleetArguments, given: Mapping[str, Given], router: type | str = ChunkRouter, **rule: Any
+) -> serve.Application:
+    """The application with options that are read already.
+
+    Parameters
+    ----------
+    arguments : FleetArguments
+    given : mapping of str to Given
+    router : class
+        Chooses replicas.
+    **rule
+        What the router takes.
+
+    Raises
+    ------
+    ConfigError
+        If an option cannot be used.
+    """
+    settings = server_settings(given)
+    rule = rule or {"imbalance_limit": arguments.imbalance_limit}
+    routing: dict[str, Any] = {"request_router_class": router, "request_router_kwargs": rule}
+    routing["request_routing_stats_period_s"] = 1.0
+    numbers: dict[str, Any] = {"num_replicas": arguments.replicas}
+    if arguments.autoscaling is not None:
+        numbers = {"autoscaling_config": {"initial_replicas": arguments.replicas, **arguments.autoscaling}}
+    replicas = serve.deployment(Replica).options(  # type: ignore[attr-defined]
+        name="replicas",
+        max_ongoing_requests=_ONGOING,
+        ray_actor_options=arguments.actor,
+        request_router_config=RequestRouterConfig(**routing),
+        **numbers,
+    )
+    ingress = serve.deployment(Ingress).options(  # type: ignore[attr-defined]
+        name="ingress",
+        num_replicas=arguments.ingresses,
+        max_ongoing_requests=_ONGOING * 10,
+        ray_actor_options={"num_cpus": 0},
+    )
+    version = hashlib.sha256(pickle.dumps(sorted((name, one.value) for name, one in given.items()))).hexdigest()
+    bound = replicas.bind(dict(given), version)
+    app: serve.Application = ingress.bind(
+        bound, settings.limits, settings.rag.config.text_separator, settings.rag.top_k
+    )
+    return app
