@@ -140,7 +140,7 @@ async def _forwarded(
             raise  # the connection breaks, so that nobody takes the answer for a whole one
         yield "".join(_last_events(call.path)).encode()
     finally:
-        answer.cancel()  # the client may have gone
+        answer.cancel()  # type: ignore[no-untyped-call]  # the client may have gone
 
 
 def _last_events(path: str) -> list[str]:

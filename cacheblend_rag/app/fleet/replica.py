@@ -75,9 +75,13 @@ class Replica:
     def _header(self) -> tuple[bytes, bytes]:
         return b"x-replica", str(self._place).encode()
 
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """What the router is told at once: the number of the replica's folder."""
+        return {"place": self._place}
+
     def record_routing_stats(self) -> dict[str, Any]:
-        """What the router is told."""
-        return {"place": self._place, "held": self._store.summary()}
+        """What the router is told every second."""
+        return {"held": self._store.summary()}
 
     async def check_health(self) -> None:
         """Let Ray start another in its place if requests are not answered."""

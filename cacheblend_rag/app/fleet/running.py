@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -42,6 +43,7 @@ def fleet(given: Mapping[str, Given], replicas: int, **build: Any) -> Iterator[s
         If an option cannot be used.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray keeps one in the home folder
     settings = server_settings(given)
     share = (os.cpu_count() or 1) / replicas
     actor: dict[str, Any] = {"num_cpus": min(share, 1.0) if share < 2 else int(share)}
@@ -66,15 +68,15 @@ def fleet(given: Mapping[str, Given], replicas: int, **build: Any) -> Iterator[s
             host = f"[{settings.host}]" if ":" in settings.host else settings.host
             yield f"http://{host}:{port}"
         finally:
-            serve.shutdown()
-            ray.shutdown()  # type: ignore[no-untyped-call]
+            serve.shutdown()  # type: ignore[no-untyped-call]
+            ray.shutdown()
 
 
 def serve_fleet(given: Mapping[str, Given], replicas: int) -> int:
     """Serve until interrupted; the process's exit status."""
     stopped = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stopped.set())
     with fleet(given, replicas) as address:
+        signal.signal(signal.SIGTERM, lambda *_: stopped.set())  # Ray has set one of its own
         print(f"Open {address}", file=sys.stderr, flush=True)
         try:
             stopped.wait()

@@ -78,9 +78,9 @@ class SummarizedStore(WrappedStore):
                 continue
             pieces = self._pieces.get(key) or piece_digests(self._decode(info.token_ids))
             with self._lock:
-                self._pieces.setdefault(key, pieces)
                 if used or key not in self._pieces:
-                    self._pieces.move_to_end(key)
+                    self._pieces[key] = pieces
+                    self._pieces.move_to_end(key, last=used)
                 if len(self._pieces) > MOST_CHUNKS:
                     self._pieces.popitem(last=False)
 
