@@ -39,7 +39,7 @@ def build(arguments: FleetArguments) -> serve.Application:
 
 
 def build_given(
-    arguments: FleetArguments, given: Mapping[str, Given], router: type | str = ChunkRouter, **rule: Any
+    arguments: FleetArguments, given: Mapping[str, Given], routing: Mapping[str, Any] | None = None
 ) -> serve.Application:
     """The application with options that are read already.
 
@@ -47,10 +47,8 @@ def build_given(
     ----------
     arguments : FleetArguments
     given : mapping of str to Given
-    router : class
-        Chooses replicas.
-    **rule
-        What the router takes.
+    routing : mapping, optional
+        Class and arguments of another router, as `RequestRouterConfig` takes them.
 
     Raises
     ------
@@ -58,9 +56,8 @@ def build_given(
         If an option cannot be used.
     """
     settings = server_settings(given)
-    rule = rule or {"imbalance_limit": arguments.imbalance_limit}
-    routing: dict[str, Any] = {"request_router_class": router, "request_router_kwargs": rule}
-    routing["request_routing_stats_period_s"] = 1.0
+    rule = {"imbalance_limit": arguments.imbalance_limit}
+    routing = routing or {"request_router_class": ChunkRouter, "request_router_kwargs": rule}
     numbers: dict[str, Any] = {"num_replicas": arguments.replicas}
     if arguments.autoscaling is not None:
         numbers = {"autoscaling_config": {"initial_replicas": arguments.replicas, **arguments.autoscaling}}
@@ -68,7 +65,7 @@ def build_given(
         name="replicas",
         max_ongoing_requests=_ONGOING,
         ray_actor_options=arguments.actor,
-        request_router_config=RequestRouterConfig(**routing),
+        request_router_config=RequestRouterConfig(**routing, request_routing_stats_period_s=1.0),
         **numbers,
     )
     ingress = serve.deployment(Ingress).options(  # type: ignore[attr-defined]

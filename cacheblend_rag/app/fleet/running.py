@@ -56,6 +56,7 @@ def fleet(given: Mapping[str, Given], replicas: int, **build: Any) -> Iterator[s
     with tempfile.TemporaryDirectory(prefix="ray-") as folder:
         ray.init(
             address="local",
+            num_cpus=(os.cpu_count() or 1) + 2,  # for actors that are not ours
             include_dashboard=False,
             object_store_memory=_STORE_BYTES,
             _temp_dir=folder,
