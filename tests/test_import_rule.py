@@ -37,6 +37,7 @@ HOMES = {
     "diskcache": ("store.disk",),
     "obstore": ("store.s3",),
     "valkey": ("store.valkey",),
+    "psycopg": ("app.server.database",),
     "faiss": ("retrieval", "llama_index.vector_store"),
     "sentence_transformers": ("retrieval", "llama_index.embedding"),
     "langchain": ("langchain",),

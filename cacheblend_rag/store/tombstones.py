@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV
@@ -33,8 +34,46 @@ class TombstonedStore(WrappedStore):
 
     def __init__(self, inner: KVStore, lasting: float) -> None:
         super().__init__(inner)
-        self._lasting, self._lock = lasting, threading.Lock()
+        self.lasting, self._lock = lasting, threading.Lock()
         self._until: dict[str, float] = {}  # by key; for ever while the record may be there
+        self._suspended: frozenset[str] = frozenset()
+        self._near = threading.local()
+
+    def suspend(self, reason: str) -> None:
+        """Read nothing from now on, until `resume` with the same reason: it is not known what was deleted."""
+        with self._lock:
+            self._suspended |= {reason}
+
+    def resume(self, reason: str) -> None:
+        """See `suspend`."""
+        if reason in self._suspended:
+            with self._lock:
+                self._suspended -= {reason}
+
+    @contextmanager
+    def near(self) -> Iterator[None]:
+        """Within it `infos` looks at what this machine holds alone, in this thread."""
+        self._near.only = True
+        try:
+            yield
+        finally:
+            self._near.only = False
+
+    def clear_near(self) -> None:
+        """Erase every record that this machine holds.
+
+        Raises
+        ------
+        StoreError
+            If that fails.
+        """
+        self.inner.flush()
+        for tier in self._own_tiers():
+            for key, _ in list(tier.infos("")):
+                tier.delete(key)
+
+    def _own_tiers(self) -> Sequence[KVStore]:
+        return [tier for tier in getattr(self.inner, "tiers", ()) or (self.inner,) if not tier.remote]
 
     def bury(self, keys: Iterable[str]) -> None:
         """Set tombstones: from now on nothing is read from these records or stored in their place."""
@@ -64,7 +103,7 @@ class TombstonedStore(WrappedStore):
             raise StoreError(f"KV record {key} is still there after it was erased")
         with self._lock:
             if key in self._until:
-                self._until[key] = time.monotonic() + self._lasting
+                self._until[key] = time.monotonic() + self.lasting
 
     @property
     def tombstones(self) -> int:
@@ -76,13 +115,16 @@ class TombstonedStore(WrappedStore):
     def _buried(self, key: str) -> bool:
         return self._until.get(key, 0.0) > time.monotonic()
 
+    def _hidden(self, key: str) -> bool:
+        return bool(self._suspended) or self._buried(key)
+
     def open(self, key: str) -> StoredKV | None:
         """See `KVStore.open`."""
-        return None if self._buried(key) else self.inner.open(key)
+        return None if self._hidden(key) else self.inner.open(key)
 
     def open_all(self, keys: Sequence[str]) -> Mapping[str, StoredKV]:
         """See `KVStore.open_all`."""
-        return self.inner.open_all([key for key in keys if not self._buried(key)])
+        return self.inner.open_all([key for key in keys if not self._hidden(key)])
 
     def put(self, key: str, record: KVRecord) -> None:
         """See `KVStore.put`; what has a tombstone is dropped."""
@@ -93,12 +135,13 @@ class TombstonedStore(WrappedStore):
 
     def contains(self, key: str) -> bool:
         """See `KVStore.contains`."""
-        return not self._buried(key) and self.inner.contains(key)
+        return not self._hidden(key) and self.inner.contains(key)
 
     def prefetch(self, key: str) -> bool:
         """See `KVStore.prefetch`."""
-        return not self._buried(key) and self.inner.prefetch(key)
+        return not self._hidden(key) and self.inner.prefetch(key)
 
     def infos(self, beginning: str) -> Iterator[tuple[str, RecordInfo]]:
         """See `KVStore.infos`."""
-        return (one for one in self.inner.infos(beginning) if not self._buried(one[0]))
+        looked_at = self._own_tiers() if getattr(self._near, "only", False) else [self.inner]
+        return (one for store in looked_at for one in store.infos(beginning) if not self._buried(one[0]))

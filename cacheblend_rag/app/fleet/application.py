@@ -56,6 +56,9 @@ def build_given(
         If an option cannot be used.
     """
     settings = server_settings(given)
+    if arguments.several and settings.guarded and settings.database is None:
+        remedy = "several replicas with keys need one, for the salts of their tenants: name a PostgreSQL database"
+        raise ConfigError("database", None, remedy)
     rule = {"imbalance_limit": arguments.imbalance_limit}
     routing = routing or {"request_router_class": ChunkRouter, "request_router_kwargs": rule}
     numbers: dict[str, Any] = {"num_replicas": arguments.replicas}
@@ -65,7 +68,7 @@ def build_given(
         name="replicas",
         max_ongoing_requests=_ONGOING,
         ray_actor_options=arguments.actor,
-        request_router_config=RequestRouterConfig(**routing, request_routing_stats_period_s=1.0),
+        request_router_config=RequestRouterConfig(**{"request_routing_stats_period_s": 1.0, **routing}),
         **numbers,
     )
     ingress = serve.deployment(Ingress).options(  # type: ignore[attr-defined]
@@ -77,6 +80,6 @@ def build_given(
     version = hashlib.sha256(pickle.dumps(sorted((name, one.value) for name, one in given.items()))).hexdigest()
     bound = replicas.bind(dict(given), version)
     app: serve.Application = ingress.bind(
-        bound, settings.limits, settings.rag.config.text_separator, settings.rag.top_k
+        bound, settings.limits, settings.rag.config.text_separator, settings.rag.top_k, settings.database is not None
     )
     return app

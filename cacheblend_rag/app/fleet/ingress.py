@@ -42,11 +42,15 @@ class Ingress:
         What stands between chunks in prompts that come as one text.
     passages : int
         Passages of a question that does not say how many.
+    collections : bool
+        Whether replicas share collections, so that they can be changed.
     """
 
-    def __init__(self, replicas: DeploymentHandle[Any], limits: Limits, separator: str, passages: int) -> None:
-        self._replicas = replicas.options(stream=True)
-        self._limits, self._separator, self._passages = limits, separator, passages
+    def __init__(
+        self, replicas: DeploymentHandle[Any], limits: Limits, separator: str, passages: int, collections: bool
+    ) -> None:
+        self._replicas, self._limits = replicas.options(stream=True), limits
+        self._separator, self._passages, self._collections = separator, passages, collections
 
     async def __call__(self, request: Request) -> Response:
         """Answer a request."""
@@ -59,10 +63,9 @@ class Ingress:
     async def _read(self, request: Request) -> Call:
         path = request.url.path
         upload = path.endswith("/documents")
-        if path.startswith("/api/collections") and _changes(request.method, path):
-            raise Problem(
-                501, "no_database", "replicas share no collections; start one server without --ray to upload documents"
-            )
+        if not self._collections and path.startswith("/api/collections") and _changes(request.method, path):
+            remedy = "collections of replicas need a database: start them with --database, or one server without --ray"
+            raise Problem(501, "no_database", remedy)
         most = self._limits.body_of(upload)
         too_large = Problem(413, "too_large", f"a request's body may have {most:,} bytes here")
         length = request.headers.get("content-length", "")

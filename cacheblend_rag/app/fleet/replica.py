@@ -84,8 +84,11 @@ class Replica:
         return {"held": self._store.summary()}
 
     async def check_health(self) -> None:
-        """Let Ray start another in its place if requests are not answered."""
-        await self._service.check_ready()
+        """Let Ray start another in its place if this one does not work.
+
+        A database that is away is no reason: `/readyz` tells of it.
+        """
+        await self._service.check_working()
 
     def __del__(self) -> None:
         """Ray calls this when it stops a replica."""

@@ -65,6 +65,11 @@ class Work:
         self._reports: list[BlendReport] = []
         self._ends: float | None = None
 
+    def begin(self) -> None:
+        """`prepare`, once it is known what other servers have deleted."""
+        self.here.library.follow()
+        self.prepare()
+
     def prepare(self) -> None:
         """Make the prompts, and refuse those that do not fit or that the tenant has no tokens for."""
         raise NotImplementedError

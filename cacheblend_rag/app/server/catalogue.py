@@ -1,7 +1,8 @@
 """Collections, documents, passages and uploads of one tenant, in one SQLite file.
 
 Each change is one transaction, on the disk before the call returns: a crash leaves all of it or nothing. A deleted
-document is marked first. Its rows go once the KV of its passages is erased.
+document is marked first. Its rows go once the KV of its passages is erased. `SharedCatalogue` has the same in a
+database that several servers use.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from langchain_core.documents import Document
@@ -24,10 +25,19 @@ from langchain_core.documents import Document
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.retrieval.vectors import Vectors
 
-__all__ = ["Catalogue", "CatalogueDamagedError", "DocumentEntry", "Incoming", "Passage", "stored_bytes"]
+__all__ = [
+    "TABLES",
+    "Catalogue",
+    "CatalogueDamagedError",
+    "DocumentEntry",
+    "Incoming",
+    "Passage",
+    "Statements",
+    "stored_bytes",
+]
 
 _VERSION = 1
-_SCHEMA = """
+TABLES = """
 CREATE TABLE collections (
     id TEXT PRIMARY KEY,
     name TEXT NOT NULL,
@@ -85,6 +95,8 @@ CREATE TABLE tombstones (  -- KV records to be erased
 ) WITHOUT ROWID;
 CREATE TABLE totals (what TEXT PRIMARY KEY, bytes INTEGER NOT NULL);
 INSERT INTO totals VALUES ('files', 0), ('documents', 0);
+"""
+_TRIGGERS = """
 CREATE TRIGGER file_in AFTER INSERT ON files BEGIN
     UPDATE totals SET bytes = bytes + NEW.bytes WHERE what = 'files'; END;
 CREATE TRIGGER file_out AFTER DELETE ON files BEGIN
@@ -103,10 +115,22 @@ _RESERVE = 2**20
 # Ended uploads that can still be asked about.
 _REMEMBERED = 500
 _FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+_ALL = 2**62
+_INCOMING = "id, name, bytes, sha256, job, collection, error"
 
 
 class CatalogueDamagedError(Exception):
     """The file is none that can be used."""
+
+
+class Statements(Protocol):
+    """What a transaction gives; parameters stand as ``?``."""
+
+    def execute(self, statement: str, values: Sequence[Any] = (), /) -> Any:
+        """Run a statement; its rows are fetched from what is returned."""
+
+    def executemany(self, statement: str, values: Sequence[Sequence[Any]], /) -> Any:
+        """Run a statement for each of several rows of values."""
 
 
 @dataclass(frozen=True)
@@ -186,10 +210,16 @@ class Catalogue:
         If the folder cannot be made or written.
     """
 
+    shared = False
+    """Whether other servers read and change it, too."""
+    _page = "json_extract(metadata, '$.page')"
+    # Deleted documents whose KV is erased.
+    _erasable = "gone = 1 AND id NOT IN (SELECT document FROM tombstones)"
+
     def __init__(self, folder: Path) -> None:
         self.folder, self._lock = folder, threading.RLock()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._reserve = folder / "reserve"
+        self._reserve: Path | None = folder / "reserve"
         path = folder / "catalogue.db"
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         if 0 < path.stat().st_size < _HEADER:  # SQLite takes it for an empty file
@@ -206,7 +236,9 @@ class Catalogue:
                 self._db.execute(f"PRAGMA {setting}").fetchall()
             (version,) = self._db.execute("PRAGMA user_version").fetchone()
             if version == 0:
-                self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
+                self._db.executescript(
+                    f"BEGIN IMMEDIATE; {TABLES} {_TRIGGERS} PRAGMA user_version = {_VERSION}; COMMIT;"
+                )
             elif version != _VERSION:
                 raise CatalogueDamagedError(f"{path} has version {version}, not {_VERSION}")
             self._db.execute("SELECT bytes FROM totals").fetchall()
@@ -226,8 +258,26 @@ class Catalogue:
         with self._lock:
             return self._db.execute(statement, values).fetchall()
 
+    def _read_each(self, statement: str, values: Iterable[Sequence[Any]]) -> list[list[tuple[Any, ...]]]:
+        """The rows that a statement gives for each of several rows of values."""
+        return [self._read(statement, *some) for some in values]
+
+    def _lines(self, statement: str) -> Generator[tuple[Any, ...], None, None]:
+        """Rows one by one, for who may not want all; to be closed."""
+        with self._lock, contextlib.closing(self._db.execute(statement)) as rows:
+            yield from rows
+
+    def only_here(self) -> bool:
+        """Whether no other server uses it now."""
+        return True
+
     @contextmanager
-    def _changing(self) -> Iterator[sqlite3.Connection]:
+    def alone(self) -> Iterator[None]:
+        """Within it no other server changes the catalogue; all that is read and changed is one transaction then."""
+        yield
+
+    @contextmanager
+    def _changing(self) -> Iterator[Statements]:
         """A transaction.
 
         Raises
@@ -251,7 +301,7 @@ class Catalogue:
 
     def keep_reserve(self) -> None:
         """Keep back the space that a deletion needs, where there is any."""
-        if self._reserve.exists():
+        if self._reserve is None or self._reserve.exists():
             return
         try:
             with self._reserve.open("xb") as file:
@@ -298,7 +348,8 @@ class Catalogue:
     def named(self, collection: str, names: Iterable[str]) -> list[str]:
         """Ids of documents of these names."""
         statement = "SELECT id FROM documents WHERE collection = ? AND gone = 0 AND name = ?"
-        return [row[0] for name in dict.fromkeys(names) for row in self._read(statement, collection, name)]
+        rows = self._read_each(statement, [(collection, name) for name in dict.fromkeys(names)])
+        return [row[0] for some in rows for row in some]
 
     def holds(self, document: str, collection: str | None = None) -> bool:
         """Whether a document is here, in a collection or in any."""
@@ -326,7 +377,7 @@ class Catalogue:
         """
         with self._changing() as db:
             self._bury(db, replaced, tombstones)
-            db.executemany("DELETE FROM tombstones WHERE key = ?", [(key,) for key in allowed])
+            self._allow(db, list(allowed))
             for file, chunks, vectors in taken:
                 rows = [
                     (
@@ -374,23 +425,28 @@ class Catalogue:
         try:
             write()
         except Problem:
+            if self._reserve is None:
+                raise
             self._reserve.unlink(missing_ok=True)
             write()
 
-    def _bury(self, db: sqlite3.Connection, documents: Sequence[str], keys: Iterable[str]) -> None:
+    def _allow(self, db: Statements, keys: Sequence[str]) -> None:
+        db.executemany("DELETE FROM tombstones WHERE key = ?", [(key,) for key in keys])
+
+    def _bury(self, db: Statements, documents: Sequence[str], keys: Iterable[str]) -> None:
         db.executemany("UPDATE documents SET gone = 1, warm = 1 WHERE id = ?", [(id,) for id in documents])
         # Which of the documents a record belongs to matters little: they leave together.
         owner = documents[0] if documents else ""
-        db.executemany("INSERT OR IGNORE INTO tombstones VALUES (?, ?)", [(key, owner) for key in keys])
+        db.executemany("INSERT INTO tombstones VALUES (?, ?) ON CONFLICT DO NOTHING", [(key, owner) for key in keys])
 
     def unfinished(self) -> bool:
         """Whether anything that was deleted is still here."""
         return bool(self._read("SELECT 1 FROM tombstones UNION ALL SELECT 1 FROM documents WHERE gone = 1 LIMIT 1"))
 
-    def tombstones(self, most: int = -1) -> list[str]:
+    def tombstones(self, most: int = _ALL) -> list[str]:
         """Keys of KV records that are to be erased: all, or so many of them by chance."""
         # One that cannot be erased is in the way of no other.
-        rows = self._read("SELECT DISTINCT key FROM tombstones ORDER BY random() LIMIT ?", most)
+        rows = self._read("SELECT key FROM tombstones GROUP BY key ORDER BY random() LIMIT ?", most)
         return [row[0] for row in rows]
 
     def erased(self, keys: Sequence[str]) -> None:
@@ -400,9 +456,8 @@ class Catalogue:
 
     def purge(self, most: int) -> None:
         """Remove deleted documents whose KV is erased, up to so many passages of them, and overwrite their text."""
-        ready = "SELECT id FROM documents WHERE gone = 1 AND id NOT IN (SELECT document FROM tombstones) LIMIT ?"
         some = "SELECT id FROM passages WHERE document = ? LIMIT ?"
-        if not (rows := self._read(ready, most)):
+        if not (rows := self._read(f"SELECT id FROM documents WHERE {self._erasable} LIMIT ?", most)):
             return
         with self._changing() as db:
             for (id,) in rows:
@@ -410,7 +465,7 @@ class Catalogue:
                 if most <= 0:
                     break
                 db.execute("DELETE FROM documents WHERE id = ?", (id,))
-        if not self.unfinished():
+        if not self.shared and not self.unfinished():
             with contextlib.suppress(sqlite3.Error):  # no text of them stays in the journal either; done again later
                 self._read("PRAGMA wal_checkpoint(TRUNCATE)")
 
@@ -419,16 +474,16 @@ class Catalogue:
     def passages(self, ids: Iterable[int]) -> dict[int, Passage]:
         """Passages by their ids, those of deleted documents left out."""
         statement = (
-            "SELECT passages.id, documents.id, name, number, text, json_extract(metadata, '$.page') FROM passages "
+            f"SELECT passages.id, documents.id, name, number, text, {self._page} FROM passages "
             "JOIN documents ON documents.id = document WHERE passages.id = ? AND gone = 0"
         )
-        found = [Passage(*row) for id in ids for row in self._read(statement, id)]
+        found = [Passage(*row) for rows in self._read_each(statement, [(id,) for id in ids]) for row in rows]
         return {one.id: one for one in found}
 
     def passage(self, collection: str, document: str, number: int) -> Passage | None:
         """One passage by its number."""
         rows = self._read(
-            "SELECT passages.id, documents.id, name, number, text, json_extract(metadata, '$.page') FROM passages "
+            f"SELECT passages.id, documents.id, name, number, text, {self._page} FROM passages "
             "JOIN documents ON documents.id = document "
             "WHERE document = ? AND number = ? AND collection = ? AND gone = 0",
             document,
@@ -438,7 +493,7 @@ class Catalogue:
         return Passage(*rows[0]) if rows else None
 
     def texts_of(self, document: str) -> list[str]:
-        """Texts of a document's passages, in order."""
+        """Texts of a document's passages, in order; also of one that was deleted and is still here."""
         return [row[0] for row in self._read("SELECT text FROM passages WHERE document = ? ORDER BY number", document)]
 
     def held_by_others(self, texts: Iterable[str], leaving: Sequence[str]) -> set[str]:
@@ -448,26 +503,27 @@ class Catalogue:
             "SELECT document, text FROM passages JOIN documents ON documents.id = document "
             "WHERE digest = ? AND gone = 0"
         )
+        texts = list(dict.fromkeys(texts))
+        found = self._read_each(statement, [(_digest(text),) for text in texts])
         return {
             text
-            for text in dict.fromkeys(texts)
-            if any(row[0] not in gone and row[1] == text for row in self._read(statement, _digest(text)))
+            for text, rows in zip(texts, found, strict=True)
+            if any(row[0] not in gone and row[1] == text for row in rows)
         }
 
     def latest_texts(self, characters: int) -> list[str]:
         """Texts of the latest passages, so many characters in all, the latest at the end."""
         found: list[str] = []
-        with self._lock:
-            rows = self._db.execute(
-                "SELECT text FROM passages JOIN documents ON documents.id = document WHERE gone = 0 "
-                "ORDER BY passages.id DESC"
-            )
+        rows = self._lines(
+            "SELECT text FROM passages JOIN documents ON documents.id = document WHERE gone = 0 "
+            "ORDER BY passages.id DESC"
+        )
+        with contextlib.closing(rows):
             for (text,) in rows:
                 characters -= len(text)
                 if characters < 0:
                     break
                 found.append(text)
-            rows.close()
         return found[::-1]
 
     def vectors(self, collection: str, documents: Sequence[str] | None = None) -> tuple[list[int], Vectors]:
@@ -479,7 +535,8 @@ class Catalogue:
         if documents is None:
             rows = self._read(f"{statement} ORDER BY passages.id", collection)
         else:
-            rows = [row for id in documents for row in self._read(f"{statement} AND document = ?", collection, id)]
+            found = self._read_each(f"{statement} AND document = ?", [(collection, id) for id in documents])
+            rows = [row for some in found for row in some]
         flat = np.frombuffer(b"".join(row[1] for row in rows), dtype=np.float32)
         return [row[0] for row in rows], flat.reshape(len(rows), -1) if rows else np.empty((0, 0), dtype=np.float32)
 
@@ -524,13 +581,16 @@ class Catalogue:
     def files(self, *, collection: str | None = None, job: str | None = None) -> list[Incoming]:
         """Files of a collection or an upload that are no documents yet, or cannot become any."""
         where, value = ("collection = ?", collection) if job is None else ("job = ?", job)
-        fields = "id, name, bytes, sha256, job, collection, error"
-        return [Incoming(*row) for row in self._read(f"SELECT {fields} FROM files WHERE {where} ORDER BY rowid", value)]
+        rows = self._read(f"SELECT {_INCOMING} FROM files WHERE {where} ORDER BY rowid", value)
+        return [Incoming(*row) for row in rows]
+
+    def own(self, collection: str) -> set[str]:
+        """Ids of a collection's files that this server is to make documents of."""
+        return {one.id for one in self.files(collection=collection)}
 
     def waiting(self, most: int) -> list[Incoming]:
         """The next files to be read, in the order in which they came."""
-        fields = "id, name, bytes, sha256, job, collection, error"
-        rows = self._read(f"SELECT {fields} FROM files WHERE error = '' ORDER BY rowid LIMIT ?", most)
+        rows = self._read(f"SELECT {_INCOMING} FROM files WHERE error = '' ORDER BY rowid LIMIT ?", most)
         return [Incoming(*row) for row in rows]
 
     def jobs_waiting(self) -> int:

@@ -58,6 +58,8 @@ class Job:
     def __init__(self, id: str, names: Mapping[str, str]) -> None:
         self.id, self.names = id, dict(names)
         self.ended = False
+        self.told = -1
+        """Files that waited when it was last told how many do."""
         self._events: list[dict[str, Any]] = []
         self._listeners: set[Callable[[], object]] = set()
         self._lock = threading.Lock()
@@ -197,7 +199,10 @@ class Ingestion:
             404 if it has none of this id.
         """
         job = self._jobs.get((tenant, id))
-        if job is None and self._libraries[tenant].catalogue.job(id) is not None:
+        catalogue = self._libraries[tenant].catalogue
+        if job is None and id in dict(catalogue.jobs()):  # taken in by another server
+            job = self._jobs[tenant, id] = Job(id, {one.id: one.name for one in catalogue.files(job=id)})
+        if job is None and catalogue.job(id) is not None:
             job = Job(id, {})  # one that ended before the server was started
             self._tell_end(self._libraries[tenant], job)
         if job is None:
@@ -210,6 +215,21 @@ class Ingestion:
         if found is not None:
             self._end_if_done(library, found.job)
         return found is not None
+
+    def follow_jobs(self) -> None:
+        """Tell how far uploads are that other servers are at work on, too."""
+        for (tenant, id), job in list(self._jobs.items()):
+            library = self._libraries[tenant]
+            if job.ended:
+                continue
+            if id not in dict(library.catalogue.jobs()):
+                self._tell_end(library, job)
+                continue
+            coming = [one for one in library.catalogue.files(job=id) if not one.error]
+            total = max(len(job.names), 1)
+            if coming and len(coming) != job.told:
+                job.told = len(coming)
+                job.say("reading", coming[0].name, total - len(coming), total)
 
     def wake(self) -> None:
         """There is something to be done."""
@@ -249,6 +269,10 @@ class Ingestion:
                 self._erase()
                 while not self._stopping.is_set() and (self._index() or self._warm()):
                     self._erase()
+            except Problem as problem:
+                _log.warning("background work waits: %s", problem.message)
+                self._stopping.wait(_RETRY)
+                continue
             except Exception as error:
                 _log.error("background work failed: %s", type(error).__name__, exc_info=True)
                 self._stopping.wait(_RETRY)
@@ -314,6 +338,8 @@ class Ingestion:
                 break
             try:
                 read.append((file, self._read(name, library, file)))
+            except Problem:  # the database is away, which is no fault of the file
+                raise
             except Exception as error:
                 if self._stopping.is_set():
                     return
@@ -327,7 +353,7 @@ class Ingestion:
         if name != self._read_for:
             self._reader.close()  # each tenant's files are parsed in a process of their own
             self._read_for = name
-        source = self._reader.read(library.incoming / file.id, file.name)
+        source = self._reader.read(library.fetched(file), file.name)
         self._say(name, file.job, "splitting", file.name, 0, 1)
         with self._base.engine.in_background():
             chunks = split([source])

@@ -11,14 +11,16 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from langchain_core.documents import Document
 
 from cacheblend_rag.app.server.catalogue import Catalogue, CatalogueDamagedError, DocumentEntry, Incoming
-from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.problems import Problem, problem_of
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.app.server.tenants import Tenant
 from cacheblend_rag.engine.engine import BlendEngine
@@ -30,6 +32,9 @@ from cacheblend_rag.retrieval.index import FolderIndex
 from cacheblend_rag.retrieval.vectors import Vectors
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
 from cacheblend_rag.store.tombstones import TombstonedStore
+
+if TYPE_CHECKING:
+    from cacheblend_rag.app.server.shared_catalogue import SharedCatalogue
 
 __all__ = ["BaseCollection", "Collection", "Found", "Library", "OwnCollection"]
 
@@ -195,12 +200,26 @@ class OwnCollection(Collection):
             self._index = None
 
     def keep_up(self, change: Callable[[], None], removed: Sequence[str], added: Sequence[str]) -> None:
-        """Change the catalogue, and the vectors in memory with it."""
+        """Change the catalogue, and the vectors in memory with it.
+
+        With a catalogue that servers share, they follow what is written down there (`take_over`).
+        """
+        if self._catalogue.shared:
+            if added:
+                self._renew()
+            change()
+            return
         with self._lock:
             if added:
                 self._renew()
             leaving = self._catalogue.vectors(self.id, removed)[0] if self._index is not None else []
             change()
+            if self._index is not None:
+                _put(self._index, leaving, *self._catalogue.vectors(self.id, added))
+
+    def take_over(self, leaving: Sequence[int], added: Sequence[str]) -> None:
+        """Change the vectors in memory as the catalogue was changed: passages that left, documents that came."""
+        with self._lock:
             if self._index is not None:
                 _put(self._index, leaving, *self._catalogue.vectors(self.id, added))
 
@@ -216,6 +235,9 @@ class OwnCollection(Collection):
         """Embed everything anew if another model made the vectors; a collection has those of one model."""
         if self._index is not None or same_model(self._catalogue.probes(self.id), self._embeddings.probes):
             return
+        if not self._catalogue.only_here():
+            message = "the vectors of this collection are of another embedding model; run all servers with the same one"
+            raise Problem(503, "other_embedder", message)
         _log.warning("collection %s is embedded anew: the embedding model changed", self.id)
         ids = self._catalogue.vectors(self.id)[0]
         vectors: dict[int, Vectors] = {}
@@ -245,6 +267,8 @@ class Library:
         Where the KV of its texts is.
     shared : container of str
         Texts whose KV stays whatever the tenant deletes.
+    catalogue : SharedCatalogue, optional
+        By default the tenant has one of its own, in its folder.
 
     Raises
     ------
@@ -259,21 +283,146 @@ class Library:
         engine: Callable[[], BlendEngine],
         store: TombstonedStore,
         shared: Container[str] = (),
+        catalogue: SharedCatalogue | None = None,
     ) -> None:
         self.tenant = tenant
         self._embeddings, self._engine, self._store, self._shared = embeddings, engine, store, shared
         self._lock = threading.RLock()
-        self.catalogue = _opened(tenant.folder / "documents")
-        self.incoming = self.catalogue.folder / "incoming"
-        self.incoming.mkdir(mode=0o700, exist_ok=True)
+        folder = tenant.folder / "documents"
+        self._common = catalogue
+        self.catalogue = catalogue or _opened(folder)
+        self.incoming = folder / "incoming"
+        self.incoming.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._sweep(unfinished=True)
-        store.bury(self.catalogue.tombstones())
+        self._collections: dict[str, OwnCollection] = {}
+        self._followed, self._registered = 0, -1
+        self._unknown: Problem | None = None  # why it is not known what others have changed
+        tenant.remembers(self._latest_texts)
+        if catalogue is None:
+            self._recall()
+        else:
+            self._catch_up(catalogue)
         self.unfinished = self.catalogue.unfinished()
         """Whether something that was deleted is still to be erased."""
+
+    def _recall(self) -> None:
+        """What there is before anything changes."""
+        self._store.bury(self.catalogue.tombstones())
         self._collections = {
-            id: OwnCollection(id, name, self.catalogue, embeddings) for id, name in self.catalogue.collections()
+            id: OwnCollection(id, name, self.catalogue, self._embeddings) for id, name in self.catalogue.collections()
         }
-        tenant.remembers(self.catalogue.latest_texts)
+
+    def _latest_texts(self, characters: int) -> list[str] | None:
+        try:
+            return self.catalogue.latest_texts(characters)
+        except Problem:  # the database is away
+            return None
+
+    # Other servers -------------------------------------------------------------------------------
+
+    def follow(self) -> bool:
+        """Take in what other servers have changed; whether that can be known.
+
+        Where it cannot, no KV is read until it can: it may be of what was deleted.
+        """
+        if self._common is None:
+            return True
+        name = self.tenant.name
+        try:
+            self._catch_up(self._common)
+        except (Problem, StoreError) as error:
+            _log.debug("changes of other servers are not known: %s", error)
+            self._store.suspend(name)
+            self._unknown = problem_of(error)
+            return False
+        self._store.resume(name)
+        self._unknown = None
+        return True
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nobody else changes anything within it, and all that others have changed is known."""
+        with self._lock:
+            with self.catalogue.alone():
+                if self._common is not None:
+                    self._catch_up(self._common)
+                yield
+            self.follow()
+
+    def _catch_up(self, catalogue: SharedCatalogue) -> None:
+        position, registrations = catalogue.position()
+        if (position, registrations) == (self._followed, self._registered):
+            return
+        with self._lock:
+            changes = catalogue.changes(self._followed)
+            if changes is None or registrations != self._registered:  # begin anew
+                position, registrations = catalogue.position()
+                catalogue.adopt()
+                self._recall()
+                self.tenant.forget()
+                self._heed(catalogue)
+                self._followed, self._registered = position, registrations
+            elif changes:
+                self._take_over(catalogue, changes)
+                self._followed = changes[-1][0]
+
+    def _take_over(self, catalogue: SharedCatalogue, changes: Sequence[tuple[int, str, str]]) -> None:
+        about: dict[str, list[str]] = {}
+        for _, what, id in changes:
+            about.setdefault(what, []).append(id)
+        self._store.allow(about.get("allow", ()))
+        if "out" in about:
+            self._store.bury(catalogue.tombstones())
+            self._heed(catalogue)
+            self.unfinished = True
+        if "collections" in about:
+            names = dict(catalogue.collections())
+            kept = {id: one for id, one in self._collections.items() if id in names}
+            more = {id: OwnCollection(id, name, catalogue, self._embeddings) for id, name in names.items()}
+            self._collections = more | kept
+        for id in about.get("vectors", ()):
+            if id in self._collections:
+                self._collections[id].let_go()
+        came = about.get("in", [])
+        self.tenant.known.add(catalogue.came(came))
+        leaving = catalogue.passage_ids(about.get("out", ()))
+        for one in list(self._collections.values()):
+            one.take_over(leaving, came)
+
+    def _heed(self, catalogue: SharedCatalogue, lasting: float | None = None) -> None:
+        """Look for this server's own KV of what others have deleted: at once, and after the longest answer."""
+        if documents := catalogue.leaving(lasting):
+            with self._store.near():
+                texts, keys = self._leaving(documents)
+            catalogue.left(documents, keys, again=lasting is not None)
+            self.tenant.known.discard(texts)
+            self._store.bury(keys)
+
+    def tidy(self) -> None:
+        """Forget what no server needs any more.
+
+        Raises
+        ------
+        Problem
+            If the database does not answer.
+        """
+        if self._common is not None:
+            self._common.tidy()
+
+    def look_after(self) -> None:
+        """What is to be done from time to time because of other servers.
+
+        Raises
+        ------
+        Problem
+            If the database does not answer.
+        StoreError
+            If it cannot be looked up which KV belongs to what was deleted.
+        """
+        if self._common is not None:
+            with self._lock:
+                self._heed(self._common, self._store.lasting)
+            self.unfinished = self._common.unfinished()
 
     def close(self) -> None:
         """Close the catalogue."""
@@ -285,11 +434,21 @@ class Library:
         return sorted(known, key=lambda one: (one.name, one.id))
 
     def get(self, id: str) -> OwnCollection | None:
-        """A collection by its id."""
-        return self._collections.get(id)
+        """A collection by its id.
+
+        Raises
+        ------
+        Problem
+            503 if another server may have made it, and the database does not answer.
+        """
+        found = self._collections.get(id)
+        if found is None and self._unknown is not None:
+            raise self._unknown
+        return found
 
     def search(self, collection: OwnCollection, query: str, k: int) -> list[Found]:
         """The chunks nearest to a question; other collections let go of their vectors if all take too much."""
+        self.follow()
         found = collection.search(query, k)
         room = _IN_MEMORY - collection.in_memory
         for other in list(self._collections.values()):
@@ -306,12 +465,13 @@ class Library:
             409 if there are ``limit`` already, 507 if the disk is full.
         """
         with self._lock:
-            if len(self._collections) >= limit:
-                raise Problem(409, "too_many_collections", f"there may be {limit} collections; delete one first")
-            id = secrets.token_hex(8)
-            self.catalogue.create(id, name, self._embeddings.probes.tolist())
-            made = self._collections[id] = OwnCollection(id, name, self.catalogue, self._embeddings)
-            return made
+            with self._alone():
+                if len(self._collections) >= limit:
+                    raise Problem(409, "too_many_collections", f"there may be {limit} collections; delete one first")
+                id = secrets.token_hex(8)
+                self.catalogue.create(id, name, self._embeddings.probes.tolist())
+            made = OwnCollection(id, name, self.catalogue, self._embeddings)
+            return self._collections.setdefault(id, made)
 
     def delete(self, id: str) -> None:
         """Delete a collection with all it holds.
@@ -323,13 +483,14 @@ class Library:
         StoreError
             If it cannot be looked up which KV belongs to it; nothing is deleted then.
         """
-        with self._lock:
+        with self._alone():
             if id not in self._collections:
                 raise Problem(404, "no_collection", "there is no such collection")
             documents = [one.id for one in self.catalogue.documents(id)]
             texts, keys = self._leaving(documents)
             self.catalogue.delete(documents, keys, id)
-            del self._collections[id]
+            if self._common is None:
+                del self._collections[id]
             self._forget(texts, keys)
             self._sweep()
         self.erase()
@@ -355,7 +516,7 @@ class Library:
         StoreError
             If it cannot be looked up which KV belongs to it; nothing is deleted then.
         """
-        with self._lock:
+        with self._alone():
             self.check_holds(collection, document)
             texts, keys = self._leaving([document])
             collection.keep_up(lambda: self.catalogue.delete([document], keys), [document], [])
@@ -377,8 +538,8 @@ class Library:
         Problem
             507 if the disk is full; nothing is changed then.
         """
-        with self._lock:
-            wanted = {one.id for one in self.catalogue.files(collection=collection.id)}
+        with self._alone():
+            wanted = self.catalogue.own(collection.id)
             taken = [one for one in taken if one[0].id in wanted and collection.id in self._collections]
             if not taken:
                 return []
@@ -396,7 +557,8 @@ class Library:
                     self.catalogue.delete(double, ())
 
             collection.keep_up(change, replaced, list(latest.values()))
-            self._store.allow(allowed)
+            if self._common is None:
+                self._store.allow(allowed)
             self._forget(leaving, keys)
             self.tenant.known.add(texts)
         return [file for file, _, _ in taken]
@@ -414,7 +576,8 @@ class Library:
 
     def _forget(self, texts: Sequence[str], keys: Iterable[str]) -> None:
         self.tenant.known.discard(texts)
-        self._store.bury(keys)
+        if self._common is None:  # else it follows once this is written down
+            self._store.bury(keys)
 
     def erase(self) -> bool:
         """Erase something of what was deleted, as `unfinished` says; whether nothing failed."""
@@ -450,14 +613,32 @@ class Library:
         OSError
             If the files cannot be put in place.
         """
-        with self._lock:
+        with self._alone():
             if collection.id not in self._collections:
                 raise Problem(404, "no_collection", "there is no such collection")
             self.check_room(collection, files, limits)
-            for one in files:
-                self.part_of(one.id).rename(self.incoming / one.id)
-            _sync(self.incoming)
+            if self._common is None:
+                for one in files:
+                    self.part_of(one.id).rename(self.incoming / one.id)
+                _sync(self.incoming)
             self.catalogue.accept(job, collection.id, files)
+            if self._common is not None:
+                for one in files:
+                    self._common.keep_bytes(one.id, self.part_of(one.id).read_bytes())
+                self.discard(files)
+
+    def fetched(self, file: Incoming) -> Path:
+        """Where an upload that waits can be read.
+
+        Raises
+        ------
+        Problem
+            503 if the database that has it does not answer.
+        """
+        path = self.incoming / file.id
+        if self._common is not None:
+            path.write_bytes(self._common.bytes_of(file.id))
+        return path
 
     def check_room(self, collection: OwnCollection, files: Sequence[Incoming], limits: Limits) -> None:
         """Refuse an upload that is too much.

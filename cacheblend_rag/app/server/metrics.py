@@ -39,7 +39,7 @@ class Metrics:
         waiting: Callable[[], int],
         served: Callable[[], int],
         stats: Callable[[], StoreStats | None],
-        disk: Callable[[str], int],
+        disk: Callable[[str], float],
     ) -> None:
         self.registry = one = CollectorRegistry()
         name = "cacheblend_rag_"
@@ -126,7 +126,7 @@ class _Tenants:
         ("bytes", "Bytes of bodies of a key's requests, and of their answers.", "direction"),
     )
 
-    def __init__(self, prefix: str, disk: Callable[[str], int]) -> None:
+    def __init__(self, prefix: str, disk: Callable[[str], float]) -> None:
         self.prefix, self._disk = prefix, disk
         self._counts: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
         self._lock = threading.Lock()

@@ -84,7 +84,7 @@ async def _answered(work: Work, request: Request) -> Any:
     here.check_quota(work.most * work.body.n)
     slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
     async with slot.kept():  # what the model is fed is made in the request's own turn
-        await unless_gone(request, slot.in_thread(work.prepare))
+        await unless_gone(request, slot.in_thread(work.begin))
     if work.body.stream:
         return EventStream(work.events(slot), slot, here.service.longest)
     async with slot:

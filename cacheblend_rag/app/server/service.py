@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cacheblend_rag.app.collection import ARTICLES_PATH, manual_path
 from cacheblend_rag.app.folder_rag import FolderRAG
 from cacheblend_rag.app.server.accounting import Served, served
 from cacheblend_rag.app.server.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.asking import QuestionPrompt
+from cacheblend_rag.app.server.following import Follower
 from cacheblend_rag.app.server.grammars import SchemaCheck
 from cacheblend_rag.app.server.ingestion import Ingestion, Warmed
 from cacheblend_rag.app.server.library import BaseCollection, Collection, Found, Library, OwnCollection
@@ -33,6 +35,10 @@ from cacheblend_rag.report import BlendReport
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings
 from cacheblend_rag.store.base import KVStore, StoreStats
 from cacheblend_rag.store.tombstones import TombstonedStore
+
+if TYPE_CHECKING:
+    from cacheblend_rag.app.server.database import Database
+    from cacheblend_rag.app.server.shared_catalogue import SharedCatalogue
 
 __all__ = ["BASE_ID", "MANUAL_ID", "Service", "Session"]
 
@@ -74,6 +80,7 @@ class Service:
         self._stopping = False
         self._wrapped = wrapped
         self.rag = FolderRAG(settings.rag, wrapped=self._tombstoned)
+        self.database = self._shared_database()  # the folder is ours by now, and an id of the server is kept there
         # On a GPU steps of several have not been measured.
         concurrent = settings.concurrent or (_CONCURRENT if self.rag.engine.adapter.device.type == "cpu" else 1)
         self.engine = self.rag.engine.with_config(max_concurrent=concurrent)
@@ -90,7 +97,9 @@ class Service:
         # With keys every tenant has a salt of its own, and nothing is shared.
         fixed = [] if settings.guarded else self.fixed
         self._shared = frozenset(text for one in fixed for text in one.texts())
-        self.sessions = {name: Session(self, self._tenant(name)) for name in Keys(settings).tenants}
+        if self.database is not None:
+            self.database.register()
+        self.sessions = {name: self._session(name) for name in Keys(settings).tenants}
         self.queue = AdmissionQueue(
             concurrent, self.limits.queue, self.limits.queue_seconds, lambda: len(self.sessions)
         )
@@ -106,12 +115,36 @@ class Service:
             lambda name: self.joined(name).engine(),
             Warmed(self.engine, deque(self.base.texts())),
         )
+        self.follower = None if self.database is None else Follower(self.database, self._libraries, self.ingestion)
+
+    def _shared_database(self) -> Database | None:
+        if self.settings.database is None:
+            return None
+        from cacheblend_rag.app.server.database import Database
+
+        # Local KV of a server that the database does not know may be of what was deleted.
+        try:
+            return Database(self.settings.database, self.settings.rag.data_path, self.tombstones.clear_near)
+        except BaseException:
+            self.rag.close()
+            raise
+
+    def catalogue_of(self, tenant: str) -> SharedCatalogue | None:
+        """The catalogue of a tenant that servers share."""
+        if self.database is None:
+            return None
+        from cacheblend_rag.app.server.shared_catalogue import SharedCatalogue
+
+        return SharedCatalogue(self.database, tenant)
+
+    def _libraries(self) -> list[Library]:
+        return [session.library for session in self.sessions.values()]
 
     def joined(self, name: str) -> Session:
         """The session of a tenant, whose key may have been made while the server runs."""
         with self._joining:
             if name not in self.sessions:
-                session = Session(self, self._tenant(name))
+                session = self._session(name)
                 self.ingestion.join(name, session.library)
                 self.sessions = {**self.sessions, name: session}  # others may be looking through it
             return self.sessions[name]
@@ -136,9 +169,13 @@ class Service:
     def _base_name(self) -> str:
         return "Bundled articles" if self.bundled else Path(self.settings.rag.docs).name
 
-    def _tenant(self, name: str) -> Tenant:
-        salt = None if self.settings.guarded else self.engine.config.salt
-        return Tenant(name, self.settings.rag.data_path / "tenants" / name, salt)
+    def _session(self, name: str) -> Session:
+        catalogue = self.catalogue_of(name)
+        salt = None if catalogue is None else catalogue.salt
+        if not self.settings.guarded:
+            salt = self.engine.config.salt
+        tenant = Tenant(name, self.settings.rag.data_path / "tenants" / name, salt)
+        return Session(self, tenant, catalogue)
 
     @property
     def bundled(self) -> bool:
@@ -236,8 +273,11 @@ class Service:
         if one.caller is not None and one.caller.tenant is not None and one.unused > 0:
             self.quota.give_back(one.caller.tenant, one.unused)
 
-    def _disk_bytes(self, tenant: str) -> int:
-        return self.sessions[tenant].library.catalogue.bytes_used() if tenant in self.sessions else 0
+    def _disk_bytes(self, tenant: str) -> float:
+        try:
+            return self.sessions[tenant].library.catalogue.bytes_used() if tenant in self.sessions else 0
+        except Problem:  # the database is away
+            return math.nan
 
     def store_stats(self) -> StoreStats | None:
         """What the KV store says of itself; None if it cannot."""
@@ -248,6 +288,18 @@ class Service:
 
     async def check_ready(self) -> None:
         """Whether requests are answered.
+
+        Raises
+        ------
+        Problem
+            503 as of `check_working`, or if the database is away.
+        """
+        await self.check_working()
+        if self.database is not None:
+            await asyncio.to_thread(self.database.check)
+
+    async def check_working(self) -> None:
+        """Whether this process does its work; if not, starting it again may help.
 
         Raises
         ------
@@ -276,10 +328,14 @@ class Service:
 
     def close(self) -> None:
         """Finish the document in hand, store what waits, release the model."""
+        if self.follower is not None:
+            self.follower.stop()
         self.ingestion.close()
         for session in self.sessions.values():
             session.library.close()
         self.rag.close()
+        if self.database is not None:
+            self.database.close()
 
 
 def _without_folders(model: str) -> str:
@@ -290,10 +346,10 @@ def _without_folders(model: str) -> str:
 class Session:
     """The server as one tenant sees it."""
 
-    def __init__(self, service: Service, tenant: Tenant) -> None:
+    def __init__(self, service: Service, tenant: Tenant, catalogue: SharedCatalogue | None = None) -> None:
         self.service, self.tenant = service, tenant
         shared = service.shared(tenant.salt)
-        self.library = Library(tenant, service.embeddings, self.engine, service.tombstones, shared)
+        self.library = Library(tenant, service.embeddings, self.engine, service.tombstones, shared, catalogue)
         self.schemas = SchemaCheck(service.limits)
         self._thread = asyncio.Lock()
 

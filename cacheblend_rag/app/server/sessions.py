@@ -22,4 +22,7 @@ async def session_of(request: Request) -> Session:
     service, name = service_of(request), request.scope["caller"].tenant
     # The key of a new tenant may have been made just now; opening its folder takes a moment.
     found: Session | None = service.sessions.get(name)
-    return found if found is not None else await asyncio.to_thread(service.joined, name)
+    session = found if found is not None else await asyncio.to_thread(service.joined, name)
+    if service.database is not None:
+        await asyncio.to_thread(session.library.follow)
+    return session

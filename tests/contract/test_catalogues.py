@@ -1,0 +1,224 @@
+"""What every catalogue does: that in a file of its own, and that in a database which servers share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+from langchain_core.documents import Document
+
+from cacheblend_rag.app.server.catalogue import Catalogue, Incoming
+from cacheblend_rag.app.server.database import Database
+from cacheblend_rag.app.server.shared_catalogue import SharedCatalogue
+from cacheblend_rag.errors import DocumentError
+from cacheblend_rag.retrieval.vectors import Vectors
+from docs.benchmarks.scripts.servers import PostgresServer, Proxy
+
+_names = count()
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    """A PostgreSQL server."""
+    with pytest.MonkeyPatch.context() as patch, PostgresServer() as server:
+        patch.setenv("PGUSER", "postgres")
+        yield server
+
+
+def database_of(server: PostgresServer | Proxy, folder: Path) -> Database:
+    """The database as a server with this data folder uses it."""
+    made = Database(f"postgresql://127.0.0.1:{server.port}/postgres", folder, lambda: None)
+    made.register()
+    return made
+
+
+def file(id: str, name: str = "", job: str = "job", size: int = 10) -> Incoming:
+    return Incoming(id, name or f"{id}.txt", size, "5a", job, "mine")
+
+
+def read(*texts: str) -> tuple[list[Document], Vectors]:
+    chunks = [Document(page_content=text, metadata={"page": at + 1}) for at, text in enumerate(texts)]
+    return chunks, np.arange(len(texts) * 4, dtype=np.float32).reshape(-1, 4)
+
+
+def take(catalogue: Catalogue, id: str, *texts: str, name: str = "") -> None:
+    """Make a document by way of an upload."""
+    one = file(id, name, f"job of {id}")
+    catalogue.accept(one.job, "mine", [one])
+    assert id in [waiting.id for waiting in catalogue.waiting(32)]
+    assert id in catalogue.own("mine")
+    catalogue.add([(one, *read(*texts))])
+
+
+class CatalogueContract:
+    """Inherited by the tests of each catalogue, which give ``catalogue``: an empty one with a collection."""
+
+    def test_a_collection(self, catalogue: Catalogue) -> None:
+        catalogue.create("other", "Ängste", [1.5, 2])
+        assert sorted(catalogue.collections()) == [("mine", "Mine"), ("other", "Ängste")]
+        assert catalogue.probes("other") == [1.5, 2]
+
+    def test_documents_and_passages(self, catalogue: Catalogue) -> None:
+        take(catalogue, "b", "one", "two ✓", name="B.txt")
+        take(catalogue, "a", "three", name="a.txt")
+        assert [one.name for one in catalogue.documents("mine")] == ["B.txt", "a.txt"]  # by code point
+        assert catalogue.counts("mine") == (2, 3)
+        assert catalogue.named("mine", ["a.txt", "c.txt"]) == ["a"]
+        assert catalogue.holds("a", "mine")
+        assert not catalogue.holds("a", "other")
+        assert not catalogue.holds("b\0", "mine") if not catalogue.shared else True
+        assert catalogue.texts_of("b") == ["one", "two ✓"]
+        assert catalogue.latest_texts(100) == ["one", "two ✓", "three"]
+        assert catalogue.latest_texts(11) == ["two ✓", "three"]
+        ids, vectors = catalogue.vectors("mine")
+        assert vectors.shape == (3, 4)
+        assert catalogue.vectors("mine", ["b"])[1].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        found = catalogue.passages([*ids, 10**9])
+        assert [found[id].text for id in ids] == ["one", "two ✓", "three"]
+        one = catalogue.passage("mine", "b", 1)
+        assert one is not None
+        assert (one.text, one.page, one.document, one.number) == ("two ✓", 2, "B.txt", 1)
+        assert catalogue.passage("other", "b", 1) is None
+        assert catalogue.held_by_others(["one", "three", "four"], ["b"]) == {"three"}
+        catalogue.embed_anew("mine", [7], {ids[0]: np.full(4, 9, dtype=np.float32)})
+        assert catalogue.vectors("mine", ["b"])[1][0].tolist() == [9, 9, 9, 9]
+        assert catalogue.probes("mine") == [7]
+
+    def test_an_upload_on_its_way(self, catalogue: Catalogue) -> None:
+        catalogue.accept("job", "mine", [file("1"), file("2"), file("3")])
+        assert catalogue.jobs() == [("job", "mine")]
+        assert catalogue.job("job") == "mine"
+        assert catalogue.job("no") is None
+        assert catalogue.jobs_waiting() == 1
+        assert catalogue.bytes_used() == 30
+        assert [one.id for one in catalogue.waiting(2)] == ["1", "2"]
+        catalogue.fail("1", "it is broken")
+        assert catalogue.files(job="job") == catalogue.files(collection="mine")
+        assert [one.error for one in catalogue.files(job="job")] == ["it is broken", "", ""]
+        assert catalogue.dismiss("mine", "3")
+        assert not catalogue.dismiss("mine", "3")
+        assert [one.id for one in catalogue.waiting(9)] == ["2"]
+        catalogue.add([(file("2"), *read("text"))])
+        assert catalogue.bytes_used() == 10 + len(b'text{"page": 1}') + 16
+        assert (catalogue.jobs_waiting(), catalogue.taken("job"), catalogue.unwarmed("job")) == (0, 1, 1)
+        assert catalogue.to_warm(9) == [("2", "2.txt", "job")]
+        catalogue.warmed(["2"])
+        assert (catalogue.to_warm(9), catalogue.unwarmed("job")) == ([], 0)
+        catalogue.end_job("job")
+        assert catalogue.jobs() == []
+        assert catalogue.job("job") == "mine"
+
+    def test_ended_uploads_are_forgotten_in_the_end(
+        self, catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("cacheblend_rag.app.server.catalogue._REMEMBERED", 2)
+        for number in range(4):
+            catalogue.accept(f"job {number}", "mine", [file(str(number), job=f"job {number}")])
+            catalogue.fail(str(number), "no")
+            catalogue.end_job(f"job {number}")
+        assert [catalogue.job(f"job {number}") for number in range(4)] == [None, None, "mine", "mine"]
+        assert [one.id for one in catalogue.files(collection="mine")] == ["2", "3"]
+
+    def test_a_deletion(self, catalogue: Catalogue) -> None:
+        take(catalogue, "a", "one", "two")
+        take(catalogue, "b", "three")
+        used = catalogue.bytes_used()
+        assert not catalogue.unfinished()
+        catalogue.delete(["a"], ["k1", "k2"])
+        assert [one.id for one in catalogue.documents("mine")] == ["b"]
+        assert catalogue.unfinished()
+        assert sorted(catalogue.tombstones()) == ["k1", "k2"]
+        assert len(catalogue.tombstones(1)) == 1
+        assert catalogue.texts_of("a") == ["one", "two"]
+        assert catalogue.passage("mine", "a", 0) is None
+        assert catalogue.latest_texts(100) == ["three"]
+        catalogue.purge(10)
+        assert catalogue.texts_of("a"), "its KV is not erased yet"
+        catalogue.erased(["k1", "k2"])
+        catalogue.purge(1)
+        assert len(catalogue.texts_of("a")) == 1
+        catalogue.purge(10)
+        assert not catalogue.unfinished()
+        assert catalogue.texts_of("a") == []
+        assert catalogue.bytes_used() < used
+
+    def test_a_collection_goes_with_all_it_holds(self, catalogue: Catalogue) -> None:
+        take(catalogue, "a", "one")
+        catalogue.accept("job", "mine", [file("1")])
+        catalogue.delete(["a"], ["k"], "mine")
+        assert catalogue.collections() == []
+        assert catalogue.waiting(9) == []
+        assert catalogue.jobs() == []
+        catalogue.erased(["k"])
+        catalogue.purge(9)
+        assert catalogue.bytes_used() == 0
+
+    def test_one_replaces_another_and_what_comes_again_is_not_erased(self, catalogue: Catalogue) -> None:
+        take(catalogue, "a", "one", name="n.txt")
+        one = file("b", "n.txt")
+        catalogue.accept("job", "mine", [one])
+        catalogue.waiting(9)
+        catalogue.add([(one, *read("two"))], ["a"], ["k1", "k2"], ["k2", "k3"])
+        assert [one.id for one in catalogue.documents("mine")] == ["b"]
+        assert catalogue.tombstones() == ["k1"]
+
+    def test_a_change_that_fails_changes_nothing(self, catalogue: Catalogue) -> None:
+        take(catalogue, "a", "one")
+        catalogue.accept("job", "mine", [file("b"), file("c")])
+        with pytest.raises(Exception, match=r"(?i)unique"):
+            catalogue.add([(file("b"), *read("two")), (file("a"), *read("three"))])
+        assert [one.id for one in catalogue.documents("mine")] == ["a"]
+        assert [one.id for one in catalogue.waiting(9)] == ["b", "c"]
+
+
+class TestCatalogue(CatalogueContract):
+    @pytest.fixture
+    def catalogue(self, tmp_path: Path) -> Iterator[Catalogue]:
+        made = Catalogue(tmp_path / "documents")
+        made.create("mine", "Mine", [])
+        yield made
+        made.close()
+
+
+class TestSharedCatalogue(CatalogueContract):
+    @pytest.fixture
+    def catalogue(self, postgres: PostgresServer, tmp_path: Path) -> Iterator[SharedCatalogue]:
+        database = database_of(postgres, tmp_path)
+        with database.connection() as connection:
+            connection.execute("DELETE FROM servers WHERE id <> %s", (database.server,))
+        made = SharedCatalogue(database, f"tenant-{next(_names)}")
+        made.create("mine", "Mine", [])
+        yield made
+        database.close()
+
+    def test_all_or_nothing(self, catalogue: SharedCatalogue) -> None:
+        def fails() -> None:
+            with catalogue.alone():
+                catalogue.accept("job", "mine", [file("a")])
+                catalogue.keep_bytes("a", b"\0\xff" * 10)
+                assert catalogue.bytes_of("a") == b"\0\xff" * 10
+                raise KeyError
+
+        with pytest.raises(KeyError):
+            fails()
+        assert catalogue.jobs() == []
+        assert catalogue.bytes_of("a") == b""
+
+    def test_bytes_stay_as_long_as_the_file_waits(self, catalogue: SharedCatalogue) -> None:
+        catalogue.accept("job", "mine", [file("a"), file("b"), file("c")])
+        for id in "abc":
+            catalogue.keep_bytes(id, b"bytes")
+        catalogue.fail("a", "broken")
+        catalogue.dismiss("mine", "b")
+        catalogue.add([(file("c"), *read("text"))])
+        assert [catalogue.bytes_of(id) for id in "abc"] == [b"", b"", b""]
+
+    def test_a_text_that_the_database_does_not_take(self, catalogue: SharedCatalogue) -> None:
+        with pytest.raises(DocumentError, match="NUL"):
+            take(catalogue, "a", "one\0")
+        with pytest.raises(DocumentError):
+            catalogue.holds("\0")
+        assert catalogue.documents("mine") == []
