@@ -21,6 +21,7 @@ __all__ = ["build", "build_given"]
 
 # A replica has a queue of its own, which refuses in the words of the API.
 _ONGOING = 1_000
+_STOPPING = 40  # seconds until a replica that is told to stop is killed
 
 
 def build(arguments: FleetArguments) -> serve.Application:
@@ -67,6 +68,7 @@ def build_given(
     replicas = serve.deployment(Replica).options(  # type: ignore[attr-defined]
         name="replicas",
         max_ongoing_requests=_ONGOING,
+        graceful_shutdown_timeout_s=_STOPPING,
         ray_actor_options=arguments.actor,
         request_router_config=RequestRouterConfig(**{"request_routing_stats_period_s": 1.0, **routing}),
         **numbers,
@@ -80,6 +82,6 @@ def build_given(
     version = hashlib.sha256(pickle.dumps(sorted((name, one.value) for name, one in given.items()))).hexdigest()
     bound = replicas.bind(dict(given), version)
     app: serve.Application = ingress.bind(
-        bound, settings.limits, settings.rag.config.text_separator, settings.rag.top_k, settings.database is not None
+        bound, settings.limits, settings.rag.config.separator, settings.rag.top_k, settings.database is not None
     )
     return app

@@ -25,15 +25,16 @@ _CHARS_A_TOKEN = 4
 
 
 def _pieces(text: str, separator: str = "") -> Iterator[str]:
-    for part in text.split(separator) if separator else [text]:
+    mark = separator.strip()  # tokenizers may lose the space before it
+    for part in text.split(mark) if mark else [text]:
         for paragraph in _BLANK_LINE.split(part):
             if len(piece := squeeze(paragraph)) >= _SHORTEST:
                 yield piece
 
 
-def piece_digests(text: str) -> tuple[int, ...]:
-    """Digests of a chunk's pieces."""
-    return tuple(dict.fromkeys(map(chunk_digest, _pieces(text))))
+def piece_digests(text: str, separator: str = "") -> tuple[int, ...]:
+    """Digests of a chunk's pieces; it is split where prompts are."""
+    return tuple(dict.fromkeys(map(chunk_digest, _pieces(text, separator))))
 
 
 def weighed_pieces(texts: Iterable[str], separator: str = "") -> dict[int, int]:

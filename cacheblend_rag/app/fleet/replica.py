@@ -56,8 +56,9 @@ class Replica:
         self._app = create_app(settings, self._service)
         self._app.state.service = self._service
         engine = self._service.engine
-        decode = partial(engine.tokenizer.decode, clean_up_tokenization_spaces=False)
-        threading.Thread(target=self._store.read, args=(decode, engine.fingerprint), daemon=True).start()
+        plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        told = partial(engine.tokenizer.decode, **plain), engine.fingerprint, engine.config.separator
+        threading.Thread(target=self._store.read, args=told, daemon=True).start()
 
     async def answer(self, call: Call, *, chunks: Mapping[int, int]) -> AsyncIterator[Head | bytes]:
         """Answer a request.

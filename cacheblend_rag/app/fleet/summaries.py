@@ -40,10 +40,10 @@ class SummarizedStore(WrappedStore):
         self._pieces = OrderedDict[str, tuple[int, ...]]()  # by key, the last used last
         self._lock = threading.Lock()
         self._decode: Callable[[Sequence[int]], str] | None = None
-        self._fingerprint = ""
+        self._fingerprint = self._separator = ""
         inner.on_evict = self._evicted
 
-    def read(self, decode: Callable[[Sequence[int]], str], fingerprint: str) -> None:
+    def read(self, decode: Callable[[Sequence[int]], str], fingerprint: str, separator: str) -> None:
         """Read what the folder holds of a model; from then on what changes is noted.
 
         Parameters
@@ -52,8 +52,10 @@ class SummarizedStore(WrappedStore):
             Text of token ids.
         fingerprint : str
             Identity of the model.
+        separator : str
+            What stands between chunks.
         """
-        self._decode, self._fingerprint = decode, fingerprint
+        self._fingerprint, self._separator, self._decode = fingerprint, separator, decode
         try:
             for key, info in self._kept.infos("") if self._kept is not None else ():
                 self._note([(key, info)], used=False)
@@ -76,7 +78,10 @@ class SummarizedStore(WrappedStore):
         for key, info in records:
             if self._decode is None or info.kind not in _KINDS or info.fingerprint != self._fingerprint:
                 continue
-            pieces = self._pieces.get(key) or piece_digests(self._decode(info.token_ids))
+            # The first tokens of a chunk may stand with the separator before it, among what it was computed behind.
+            pieces = self._pieces.get(key) or piece_digests(
+                self._decode((*info.context_ids, *info.token_ids)), self._separator
+            )
             with self._lock:
                 if used or key not in self._pieces:
                     self._pieces[key] = pieces

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import random
 import signal
@@ -299,6 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kill", action="store_true", help="also kill a replica in the middle of an answer")
     parser.add_argument("--out", help="write the results here, and a trace of each router beside them")
     options = parser.parse_args(arguments)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # Ray shows every line
     requests = traffic(options)
     tokenizer = load_geometry("smollm2")[1]
     texts = {text for one in requests for text in (*one.chunks, one.question)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,18 +19,20 @@ from tests import tiny
 
 CHUNKS = [f"Passage {number}. {tiny.text(30, number)}" for number in range(4)]
 CONFIG = BlendConfig(min_tokens=0, condition="sink", check_model=False)
-Opened = Callable[[SummarizedStore], BlendEngine]
+APART = BlendConfig(min_tokens=0, condition="context", separator=" # # ", check_model=False)
+Opened = Callable[..., BlendEngine]
 
 
-@pytest.fixture(params=["byte", "metaspace"])
+@pytest.fixture(params=[("byte", True), ("byte", False), ("metaspace", True)], ids=str)
 def opened(request: pytest.FixtureRequest) -> Iterator[Opened]:
-    """Makes engines over one model and a store, and closes them."""
-    model, tokenizer = tiny.model(num_hidden_layers=2), tiny.tokenizer(style=request.param)
+    """Makes engines over one model and a store, and closes them; without a BOS a chunk's first token is the sink."""
+    style, bos = request.param
+    model, tokenizer = tiny.model(num_hidden_layers=2), tiny.tokenizer(bos, style)
     made: list[BlendEngine] = []
 
-    def engine(store: SummarizedStore) -> BlendEngine:
-        made.append(BlendEngine(model, tokenizer, store=store, config=CONFIG))
-        store.read(tokenizer.decode, made[-1].fingerprint)
+    def engine(store: SummarizedStore, config: BlendConfig = CONFIG) -> BlendEngine:
+        made.append(BlendEngine(model, tokenizer, store=store, config=config))
+        store.read(partial(tokenizer.decode, skip_special_tokens=True), made[-1].fingerprint, made[-1].config.separator)
         return made[-1]
 
     yield engine
@@ -52,6 +55,12 @@ def test_what_is_stored_is_held_and_what_is_erased_is_not(tmp_path: Path, opened
     assert held(store) == ([], [0, 1, 2])
     engine.forget([CHUNKS[1]])
     assert held(store) == ([], [0, 2])
+
+
+def test_what_stands_between_chunks_is_no_part_of_them(tmp_path: Path, opened: Opened) -> None:
+    store = SummarizedStore(DiskStore(tmp_path / "kv", 10**9))
+    opened(store, APART).warm(CHUNKS)
+    assert held(store) == ([], [0, 1, 2, 3])
 
 
 def test_one_that_is_started_again_knows_what_its_folder_holds(tmp_path: Path, opened: Opened) -> None:
@@ -85,6 +94,6 @@ def test_records_of_another_model_are_not_held(tmp_path: Path, opened: Opened) -
     )
     other.warm(CHUNKS[:1])
     store = SummarizedStore(DiskStore(tmp_path / "kv", 10**9))
-    store.read(tiny.tokenizer().decode, other.fingerprint)
+    store.read(partial(tiny.tokenizer().decode, skip_special_tokens=True), other.fingerprint, CONFIG.separator)
     assert held(store) == ([], [0])
     other.close()
