@@ -4,11 +4,9 @@ A replica is worth the share of the request's chunk tokens that it holds in its 
 its load is taken: its ongoing requests above those of the least loaded replica, divided by the imbalance limit. So a
 replica that holds everything loses to one that holds nothing as soon as it is more than the limit busier.
 
-Chunks that no replica holds have a home. It is found by rendezvous hash of the smallest digest among them, so two
-requests with the same such chunks have the same home, and two with many in common mostly do. A part of their tokens
-counts for the home. If a replica comes or goes, a home changes only from or to this replica.
-
-Ties go to the replica with fewer ongoing requests, then to the first by rendezvous hash.
+Ties go to the replica with fewer ongoing requests. Among these, the first by rendezvous hash of the smallest digest
+wins. So a request whose chunks nobody holds goes to the same idle replica each time, and one with most of these chunks
+mostly does, before any replica has said that it holds them. If a replica comes or goes, only its own requests move.
 """
 
 from __future__ import annotations
@@ -61,13 +59,9 @@ class HeldChunks:
     @classmethod
     def of(cls, memory: Iterable[int], disk: Iterable[int] = (), most: int = MOST_CHUNKS) -> HeldChunks:
         """Of the digests held, the most recently used first. Those beyond ``most`` are left out, of the disk first."""
-        kept = dict.fromkeys(islice((digest >> 32 for digest in memory), most), "memory")
-        for digest in disk:
-            if len(kept) >= most:
-                break
-            kept.setdefault(digest >> 32, "disk")
-        tiers = {tier: frozenset(d for d, of in kept.items() if of == tier) for tier in ("memory", "disk")}
-        return cls(tiers["memory"], tiers["disk"])
+        upper = frozenset(islice((digest >> 32 for digest in memory), most))
+        lower = islice((digest >> 32 for digest in disk if digest >> 32 not in upper), most - len(upper))
+        return cls(upper, frozenset(lower))
 
     @classmethod
     def read(cls, summary: object) -> HeldChunks:
@@ -106,18 +100,14 @@ class RoutingRule:
         requests queue at one replica while others are idle.
     disk_worth : float
         Worth of a token on disk; one in memory has 1.
-    cold_worth : float
-        Worth, to their home, of tokens that no replica holds.
     """
 
-    imbalance_limit: float = 8.0
+    imbalance_limit: float = 4.0
     disk_worth: float = 0.9
-    cold_worth: float = 0.25
 
     def __post_init__(self) -> None:
         check_above_zero("imbalance_limit", self.imbalance_limit)
         check_share("disk_worth", self.disk_worth)
-        check_share("cold_worth", self.cold_worth)
 
 
 def rank_replicas(
@@ -138,41 +128,25 @@ def rank_replicas(
         Requests that each replica has in hand. These are the replicas there are.
     rule : RoutingRule
     """
-    if not ongoing:
-        return []
     keys = [(digest >> 32, tokens) for digest, tokens in chunks.items()]
-    known: set[int] = set()
-    worth: dict[str, float] = {}
-    for replica in ongoing:
-        worth[replica], found = _worth(keys, held.get(replica), rule.disk_worth)
-        known.update(found)
-    cold = [digest for digest in chunks if digest >> 32 not in known]
-    anchor = min(cold or chunks, default=0)
-    hashed = {replica: _hashed(anchor, replica) for replica in ongoing}
-    if cold:
-        worth[max(hashed, key=hashed.__getitem__)] += rule.cold_worth * sum(chunks[digest] for digest in cold)
-    tokens, least = max(1, sum(chunks.values())), min(ongoing.values())
+    tokens, least = max(1, sum(chunks.values())), min(ongoing.values(), default=0)
+    anchor = min(chunks, default=0)
 
     def place(replica: str) -> tuple[float, int, int]:
         load = (ongoing[replica] - least) / rule.imbalance_limit
-        return load - worth[replica] / tokens, ongoing[replica], -hashed[replica]
+        share = _worth(keys, held.get(replica), rule.disk_worth) / tokens
+        return load - share, ongoing[replica], -_hashed(anchor, replica)
 
     return sorted(ongoing, key=place)
 
 
-def _worth(keys: Iterable[tuple[int, int]], held: HeldChunks | None, disk_worth: float) -> tuple[float, list[int]]:
-    """Tokens that a replica need not compute, and the chunks they are of."""
-    total, found = 0.0, []
-    if held is not None:
-        for key, tokens in keys:
-            if key in held.memory:
-                total += tokens
-            elif key in held.disk:
-                total += disk_worth * tokens
-            else:
-                continue
-            found.append(key)
-    return total, found
+def _worth(keys: Iterable[tuple[int, int]], held: HeldChunks | None, disk_worth: float) -> float:
+    """Tokens that a replica need not compute."""
+    if held is None:
+        return 0.0
+    memory = sum(tokens for key, tokens in keys if key in held.memory)
+    disk = sum(tokens for key, tokens in keys if key in held.disk)
+    return memory + disk_worth * disk
 
 
 def _hashed(digest: int, replica: str) -> int:
