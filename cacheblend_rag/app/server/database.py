@@ -111,8 +111,10 @@ class Database:
             with self.connection() as connection, connection.transaction():
                 connection.execute(_ONE_AT_A_TIME)
                 connection.execute(_TABLES)
-        except Problem as problem:
-            raise ConfigError("database", address, f"{problem.message}: {self._why or problem.__cause__}") from problem
+        except (Problem, psycopg.Error) as error:
+            why = str(error.__cause__ or error).strip()
+            remedy = f"it cannot be used ({why}); name a database that is there, where this user may make schemas"
+            raise ConfigError("database", address, remedy) from error
 
     # Connections ---------------------------------------------------------------------------------
 

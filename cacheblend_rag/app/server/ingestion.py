@@ -269,6 +269,7 @@ class Ingestion:
                 self._erase()
                 while not self._stopping.is_set() and (self._index() or self._warm()):
                     self._erase()
+                self._end_jobs()
             except Problem as problem:
                 _log.warning("background work waits: %s", problem.message)
                 self._stopping.wait(_RETRY)
@@ -372,7 +373,9 @@ class Ingestion:
             came: list[Incoming] = []
             for id in dict.fromkeys(file.collection for file, _ in read):
                 if (collection := library.get(id)) is not None:
-                    came += library.add(collection, [one for one in taken if one[0].collection == id])
+                    came += library.add(
+                        collection, [one for one in taken if one[0].collection == id], self._limits.disk_bytes
+                    )
         except (Problem, StoreError):
             raise  # the disk is full or fails, which is no fault of the files
         except Exception as error:
@@ -488,6 +491,12 @@ class Ingestion:
         found = self._jobs.get((name, job))
         if found is not None:
             found.say(stage, file, done, total)
+
+    def _end_jobs(self) -> None:
+        """End jobs whose last document was deleted, or whose end a killed server did not note."""
+        for library in self._libraries.values():
+            for id, _ in library.catalogue.jobs():
+                self._end_if_done(library, id)
 
     def _end_if_done(self, library: Library, id: str) -> None:
         """End a job of which nothing is left to be done."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import secrets
 import threading
@@ -19,7 +20,13 @@ from typing import TYPE_CHECKING
 
 from langchain_core.documents import Document
 
-from cacheblend_rag.app.server.catalogue import Catalogue, CatalogueDamagedError, DocumentEntry, Incoming
+from cacheblend_rag.app.server.catalogue import (
+    Catalogue,
+    CatalogueDamagedError,
+    DocumentEntry,
+    Incoming,
+    stored_bytes,
+)
 from cacheblend_rag.app.server.problems import Problem, problem_of
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.app.server.tenants import Tenant
@@ -524,9 +531,19 @@ class Library:
         self.erase()
 
     def add(
-        self, collection: OwnCollection, taken: Sequence[tuple[Incoming, Sequence[Document], Vectors]]
+        self,
+        collection: OwnCollection,
+        taken: Sequence[tuple[Incoming, Sequence[Document], Vectors]],
+        most: float = math.inf,
     ) -> list[Incoming]:
         """Make documents of uploads that were read; documents of their names give way to them, in the same step.
+
+        Parameters
+        ----------
+        collection : OwnCollection
+        taken : sequence of (Incoming, passages, vectors)
+        most : float
+            Bytes that the tenant may have. Another server may have used what there was room for.
 
         Returns
         -------
@@ -536,13 +553,16 @@ class Library:
         Raises
         ------
         Problem
-            507 if the disk is full; nothing is changed then.
+            507 if the disk is full, or there is no room any more; nothing is changed then.
         """
         with self._alone():
             wanted = self.catalogue.own(collection.id)
             taken = [one for one in taken if one[0].id in wanted and collection.id in self._collections]
             if not taken:
                 return []
+            more = sum(stored_bytes(chunks, vectors) - file.bytes for file, chunks, vectors in taken)
+            if self._common is not None and self.catalogue.bytes_used() + more > most:
+                raise Problem(507, "disk_quota", "another server has used the room that there was")
             latest = {file.name: file.id for file, _, _ in taken}  # of two that come at once, the last stays
             replaced = self.catalogue.named(collection.id, latest)
             staying = [one for one in taken if latest[one[0].name] == one[0].id]
@@ -633,11 +653,14 @@ class Library:
         Raises
         ------
         Problem
-            503 if the database that has it does not answer.
+            503 if the database that has it does not answer, 507 if the disk is full.
         """
         path = self.incoming / file.id
         if self._common is not None:
-            path.write_bytes(self._common.bytes_of(file.id))
+            try:
+                path.write_bytes(self._common.bytes_of(file.id))
+            except OSError as error:
+                raise Problem(507, "disk_full", "the server's disk is full, or fails; make room on it") from error
         return path
 
     def check_room(self, collection: OwnCollection, files: Sequence[Incoming], limits: Limits) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import signal
 import threading
 import time
@@ -16,10 +18,11 @@ from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
 from cacheblend_rag.app.server.settings import Limits, ServerSettings
-from docs.benchmarks.scripts.servers import PostgresServer, Proxy
+from docs.benchmarks.scripts.servers import PostgresServer, Proxy, valkey_server
 from tests.app.server.common import BASE, new_collection, passage, read_events, settings_for, settle, upload
 from tests.app.server.test_crash import Served, sections, whole_or_not_at_all
 from tests.app.server.test_deleting import hits, ids_of, service_of
+from tests.app.server.test_journal import Writer
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +36,9 @@ def postgres() -> Iterator[PostgresServer]:
 def sharing(model: Path, docs: Path, data: Path, port: int, **more: Any) -> ServerSettings:
     """Settings of a server over the database."""
     address = f"postgresql://127.0.0.1:{port}/postgres"
-    return replace(settings_for(model, docs, data, **more), database=address)
+    shared_store = more.pop("shared_store", None)
+    made = settings_for(model, docs, data, **more)
+    return replace(made, database=address, rag=replace(made.rag, shared_store=shared_store))
 
 
 @pytest.fixture
@@ -66,6 +71,14 @@ def until(true: Callable[[], Any], seconds: float = 30, pause: float = 0.05) -> 
     return found
 
 
+def has_kv(client: Any, *seeds: int) -> None:
+    """Have a server store the KV of passages; whichever has read a file has stored it already."""
+    for seed in seeds:
+        hits(client, seed)
+    service_of(client).engine.flush()
+    assert [hits(client, seed) for seed in seeds] == [1] * len(seeds)
+
+
 def test_each_sees_what_the_other_does(two: tuple[Any, Any]) -> None:
     a, b = two
     id = new_collection(a)
@@ -94,8 +107,7 @@ def test_what_is_deleted_on_one_is_not_read_on_the_other(two: tuple[Any, Any]) -
     upload(a, id, {"a.txt": passage(910), "b.txt": passage(911)})
     for one in two:
         ask(one, id)  # both have KV of the texts, and of each behind the other
-        service_of(one).engine.flush()
-        assert hits(one, 910) == 1
+        has_kv(one, 910)
     assert b.delete(f"/api/collections/{id}/documents/{ids_of(b, id)['a.txt']}").status_code == 204
     assert hits(a, 910) == 0
     assert hits(b, 910) == 0
@@ -112,9 +124,7 @@ def test_what_is_deleted_on_one_is_not_read_on_the_other(two: tuple[Any, Any]) -
     upload(b, id, {"a.txt": passage(910)})
     settle(service_of(b))
     for one in two:
-        hits(one, 910)
-        service_of(one).engine.flush()
-        assert hits(one, 910) == 1
+        has_kv(one, 910)
 
 
 def test_a_server_that_was_away_reads_nothing_that_was_deleted_meanwhile(
@@ -125,8 +135,7 @@ def test_a_server_that_was_away_reads_nothing_that_was_deleted_meanwhile(
         id = new_collection(b)
         with TestClient(create_app(settings), base_url=BASE) as a:
             upload(a, id, {"a.txt": passage(920), "b.txt": passage(921)})
-            settle(service_of(a))
-            assert [hits(a, seed) for seed in (920, 921)] == [1, 1]
+            has_kv(a, 920, 921)
         assert b.delete(f"/api/collections/{id}/documents/{ids_of(b, id)['a.txt']}").status_code == 204
         with TestClient(create_app(settings), base_url=BASE) as a:
             assert [hits(a, seed) for seed in (920, 921)] == [0, 1]
@@ -149,8 +158,7 @@ def test_a_running_server_that_was_forgotten_begins_anew(two: tuple[Any, Any]) -
     a, b = two
     id = new_collection(a)
     upload(a, id, {"a.txt": passage(930)})
-    settle(service_of(a))
-    assert hits(a, 930) == 1
+    has_kv(a, 930)
     with service_of(b).database.connection() as connection:  # type: ignore[union-attr]
         connection.execute("DELETE FROM servers WHERE id = %s", (server_id(a),))
     assert b.delete(f"/api/collections/{id}/documents/{ids_of(b, id)['a.txt']}").status_code == 204
@@ -162,8 +170,7 @@ def test_the_database_stops_and_starts_again(two: tuple[Any, Any], postgres: Pos
     a, b = two
     id = new_collection(a)
     upload(a, id, {"a.txt": passage(940)})
-    settle(service_of(a))
-    assert hits(a, 940) == 1
+    has_kv(a, 940)
     postgres.stop()
     try:
         for path in (f"/api/collections/{id}/search", f"/api/collections/{id}/ask"):
@@ -306,3 +313,79 @@ def test_uploads_to_both_are_read_once_each(two: tuple[Any, Any], count: int) ->
         read = connection.execute("SELECT server FROM documents WHERE collection = %s", (id,)).fetchall()
         assert connection.execute("SELECT COUNT(*) FROM contents").fetchone() == (0,)
     print(f"files by the server that read them: {sorted(Counter(read).values())}")
+
+
+@pytest.mark.slow
+def test_servers_killed_at_random_moments_lose_nothing_that_was_answered(
+    model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer
+) -> None:
+    chance, address = random.Random(11), f"postgresql://127.0.0.1:{postgres.port}/postgres"
+    served = [Served(model, docs, tmp_path / name, "--database", address) for name in ("a", "b")]
+    id = new_collection(served[0].client)
+    writers = [Writer(id, 50 + n) for n in range(2)]
+    for _ in range(4):
+        threads = [
+            threading.Thread(target=writer.write, args=(one.client,))
+            for writer, one in zip(writers, served, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for one in chance.sample(served, 2):  # one goes on for a while without the other
+            time.sleep(chance.uniform(0.5, 3))
+            one.process.kill()
+        for thread in threads:
+            thread.join(60)
+        for one in served:
+            one.end(signal.SIGKILL)
+        served = [Served(model, docs, tmp_path / name, "--database", address) for name in ("a", "b")]
+    for writer in writers:
+        assert not [one for one in writer.refused if "database" not in one]
+    clients = [one.client for one in served]
+    path = f"/api/collections/{id}/documents"
+    until(lambda: all(one["state"] == "ready" for one in clients[0].get(path).json()), 120)
+    sent = {name: text for writer in writers for name, text in writer.sent.items()}
+    accepted = {name for writer in writers for name in writer.accepted}
+    deleted = {name for writer in writers for name in writer.deleted}
+    unsure = {name for writer in writers for name in writer.unsure}
+    for client in clients:
+        kept = set(whole_or_not_at_all(client, id))
+        assert kept >= accepted - deleted - unsure
+        assert not kept & deleted
+        name = client.get("/v1/models").json()["data"][0]["id"]
+        for one in sorted(deleted):
+            body = {"model": name, "prompt": "Which?", "documents": [sent[one]], "max_tokens": 1}
+            assert client.post("/v1/completions", json=body).json()["cacheblend"][0]["hits"] == 0, one
+    for one in served:
+        assert one.end(signal.SIGTERM) in (0, -signal.SIGTERM)
+    print(f"8 kills, {len(accepted)} uploads and {len(deleted)} deletions that were answered")
+
+
+def test_one_erases_what_lies_in_a_shared_store_and_the_text_goes_when_all_have_followed(
+    model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer
+) -> None:
+    with valkey_server() as valkey, contextlib.ExitStack() as stack:
+        store = f"valkey://127.0.0.1:{valkey.port}/0"
+        a, b = two = [
+            stack.enter_context(TestClient(create_app(settings), base_url=BASE))
+            for name in ("a", "b")
+            for settings in [sharing(model, docs, tmp_path / name, postgres.port, shared_store=store)]
+        ]
+        database = service_of(a).database
+        assert database is not None
+        for one in two:
+            service_of(one).tombstones.lasting = 1.0
+        with database.connection() as connection:  # those of other tests
+            connection.execute("DELETE FROM servers WHERE NOT id = ANY(%s)", ([server_id(a), server_id(b)],))
+        id = new_collection(a)
+        upload(a, id, {"a.txt": passage(970), "b.txt": passage(971)})
+        has_kv(a, 970)
+        service_of(a).tombstones.clear_near()
+        assert [hits(one, 970) for one in two] == [1, 1]  # read from the shared store
+        document = ids_of(b, id)["a.txt"]
+        assert b.delete(f"/api/collections/{id}/documents/{document}").status_code == 204
+        assert [hits(one, 970) for one in two] == [0, 0]
+        library = service_of(a).sessions["local"].library
+        until(lambda: not library.catalogue.texts_of(document))
+        for one in two:
+            keys = service_of(one).sessions["local"].engine().records_of([passage(970).strip()])
+            assert not keys & {key for key, _ in service_of(one).tombstones.inner.infos("")}
