@@ -6,6 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from cacheblend_rag.app.fleet.routing import RoutingRule
+
 __all__ = ["FleetArguments"]
 
 
@@ -34,7 +36,7 @@ class FleetArguments(BaseModel):
     autoscaling: dict[str, Any] | None = None
     actor: dict[str, Any] = Field(default_factory=dict)
     ingresses: int = Field(default=1, ge=1)
-    imbalance_limit: float = Field(default=8.0, gt=0)
+    imbalance_limit: float = Field(default=RoutingRule.imbalance_limit, gt=0)
     options: dict[str, dict[str, Any]] = Field(default_factory=dict)
 
     @property

@@ -62,7 +62,8 @@ class ChunkRouter(RequestRouter):
             self._read[name] = summary, held
         since, keys = time.monotonic() - _REMEMBERED, {digest >> 32 for digest in chunks}
         sent = {key for key in keys if self._sent.get((name, key), 0.0) > since}
-        return HeldChunks(frozenset(keys & held.memory), frozenset(keys & held.disk | sent))
+        memory = keys & held.memory
+        return HeldChunks(frozenset(memory), frozenset((keys & held.disk | sent) - memory))
 
 
 def _chunks_of(request: PendingRequest | None) -> dict[int, int]:
