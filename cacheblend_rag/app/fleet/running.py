@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import signal
@@ -53,7 +54,8 @@ def fleet(given: Mapping[str, Given], replicas: int, **build: Any) -> Iterator[s
         actor["num_gpus"] = torch.cuda.device_count() / replicas
     application = build_given(FleetArguments(replicas=replicas, actor=actor), given, **build)
     port = settings.port or _free_port(settings.host)
-    with tempfile.TemporaryDirectory(prefix="ray-") as folder:
+    # Sockets lie in it, whose paths must be short.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp" if os.path.isdir("/tmp") else None) as folder:
         ray.init(
             address="local",
             num_cpus=(os.cpu_count() or 1) + 2,  # for actors that are not ours
@@ -76,6 +78,7 @@ def fleet(given: Mapping[str, Given], replicas: int, **build: Any) -> Iterator[s
 def serve_fleet(given: Mapping[str, Given], replicas: int) -> int:
     """Serve until interrupted; the process's exit status."""
     stopped = threading.Event()
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with fleet(given, replicas) as address:
         signal.signal(signal.SIGTERM, lambda *_: stopped.set())  # Ray has set one of its own
         print(f"Open {address}", file=sys.stderr, flush=True)

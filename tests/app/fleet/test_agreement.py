@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +69,35 @@ def test_one_that_differs_is_refused_with_both_values(field: str, value: object)
 def test_every_field_is_tried() -> None:
     (mark,) = test_one_that_differs_is_refused_with_both_values.pytestmark  # type: ignore[attr-defined]
     assert [name for name, _ in mark.args[1]] == [one.name for one in fields(Terms)]
+
+
+SCRIPT = """
+import sys
+import tempfile
+from dataclasses import replace
+import ray
+from cacheblend_rag.app.fleet.agreement import agree
+from cacheblend_rag.errors import ConfigError
+from tests.app.fleet.test_agreement import TERMS
+ray.init(address="local", include_dashboard=False, object_store_memory=100_000_000, _temp_dir=sys.argv[1])
+agree("first", TERMS)
+agree("first", TERMS)
+agree("second", replace(TERMS, dtype="bfloat16"))
+try:
+    agree("first", replace(TERMS, dtype="bfloat16"))
+except ConfigError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_replicas_of_a_configuration_agree_through_ray() -> None:
+    secret = {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+    root = Path(__file__).parents[3]
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # its sockets need a short path
+        command = [sys.executable, "-c", SCRIPT, folder]
+        environment = {**os.environ, **secret, "PYTHONPATH": str(root)}
+        done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "dtype of this replica='bfloat16'" in done.stdout
+    assert "the other replicas have 'float32'" in done.stdout
