@@ -13,9 +13,13 @@ import filelock
 
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["DataLock"]
+__all__ = ["DataLock", "FolderInUseError"]
 
 _log = logging.getLogger(__name__)
+
+
+class FolderInUseError(ConfigError):
+    """Another process writes the data folder."""
 
 
 class DataLock:
@@ -30,7 +34,7 @@ class DataLock:
 
     Raises
     ------
-    ConfigError
+    FolderInUseError
         If another holds it; the message says who.
     """
 
@@ -42,7 +46,7 @@ class DataLock:
         try:
             self._lock.acquire(timeout=0)
         except filelock.Timeout:
-            raise ConfigError(
+            raise FolderInUseError(
                 "data_dir",
                 str(folder),
                 f"it is in use by {self._who()}; stop that, or give this one a data folder of its own",

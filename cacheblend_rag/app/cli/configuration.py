@@ -27,6 +27,7 @@ __all__ = [
     "SECTIONS",
     "Given",
     "given_options",
+    "given_sections",
     "origins_named",
     "server_settings",
     "shown_settings",
@@ -74,15 +75,24 @@ class Given:
     origin: str
 
 
-def given_options(parsed: argparse.Namespace) -> dict[str, Given]:
+def given_options(parsed: argparse.Namespace | None, file: Mapping[str, Given] | None = None) -> dict[str, Given]:
     """Every option of `SECTIONS` that is given, by its name.
+
+    Parameters
+    ----------
+    parsed : Namespace, optional
+        Arguments of the command line.
+    file : mapping of str to Given, optional
+        In place of the file that the arguments name.
 
     Raises
     ------
     ConfigError
         If a value cannot be read, or the file holds what is no option.
     """
-    file = {} if parsed.config is None else _of_file(Path(parsed.config))
+    if file is None:
+        config = getattr(parsed, "config", None)
+        file = {} if config is None else _of_file(Path(config))
     found: dict[str, Given] = {}
     for option in (option for options in SECTIONS.values() for option in options):
         flag = getattr(parsed, option.flag.replace("-", "_"), None) if option.flag else None
@@ -163,7 +173,7 @@ def shown_settings(settings: ServerSettings, given: Mapping[str, Given]) -> str:
 
 
 def _of_file(path: Path) -> dict[str, Given]:
-    """What a file gives; every key of it is an option in its section."""
+    """What a file gives."""
     try:
         sections = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -171,14 +181,31 @@ def _of_file(path: Path) -> dict[str, Given]:
         raise ConfigError("--config", str(path), f"{why}; name a file of options in TOML") from error
     except ValueError as error:  # of tomllib it says where, and never what stands there
         raise ConfigError("--config", str(path), f"it is no TOML: {error}") from error
+    return given_sections(sections, str(path))
+
+
+def given_sections(sections: Mapping[str, Any], source: str) -> dict[str, Given]:
+    """What sections of options give; every key of them is an option in its section.
+
+    Parameters
+    ----------
+    sections : mapping of str to dict
+    source : str
+        Where they stand, for errors.
+
+    Raises
+    ------
+    ConfigError
+        If there is a section or an option that is none, or a value is of another type.
+    """
     found = {}
     for section, keys in sections.items():
         if section not in SECTIONS:
-            raise ConfigError(f"{path}, {section}", _shown(section, keys), _remedy(section, "", SECTIONS))
+            raise ConfigError(f"{source}, {section}", _shown(section, keys), _remedy(section, "", SECTIONS))
         if not isinstance(keys, dict):
-            raise ConfigError(f"{path}, {section}", _HIDDEN, f"write it as a table, [{section}]")
+            raise ConfigError(f"{source}, {section}", _HIDDEN, f"write it as a table, [{section}]")
         for key, value in keys.items():
-            origin = f"{path}, [{section}] {key}"
+            origin = f"{source}, [{section}] {key}"
             if _SECTION_OF.get(key) != section:
                 names = [option.name for option in SECTIONS[section]]
                 raise ConfigError(origin, _shown(key, value), _remedy(key, section, names))

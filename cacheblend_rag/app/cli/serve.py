@@ -13,7 +13,7 @@ from cacheblend_rag.app.cli.configuration import (
     shown_settings,
     unused_variables,
 )
-from cacheblend_rag.errors import MissingExtraError
+from cacheblend_rag.errors import ConfigError, MissingExtraError
 
 __all__ = ["add_serve"]
 
@@ -23,6 +23,8 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     serve = commands.add_parser("serve", help="serve the page, a RAG API and an OpenAI-compatible API")
     serve.add_argument("--config", metavar="FILE", help="a TOML file of options; environment and flags are above it")
     serve.add_argument("--print-config", action="store_true", help="show every option and where it comes from, and end")
+    serve.add_argument("--ray", action="store_true", help="serve by replicas on Ray Serve, see --replicas")
+    serve.add_argument("--replicas", metavar="N", type=int, help="with --ray: servers that answer as one (default: 1)")
     for options in SECTIONS.values():
         for option in options:
             if option.flag:
@@ -31,6 +33,11 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _serve(parsed: argparse.Namespace) -> int:
+    replicas = 1 if parsed.replicas is None else parsed.replicas
+    if replicas < 1:
+        raise ConfigError("--replicas", replicas, "use 1 or more")
+    if parsed.replicas is not None and not parsed.ray:
+        raise ConfigError("--replicas", replicas, "add --ray")
     for told in unused_variables():
         print(f"cacheblend-rag: {told}", file=sys.stderr)
     given = given_options(parsed)
@@ -40,6 +47,12 @@ def _serve(parsed: argparse.Namespace) -> int:
         return 0
     with origins_named(given):
         settings.rag.check_paths()
+        if parsed.ray:
+            try:
+                from cacheblend_rag.app.fleet.running import serve_fleet
+            except ModuleNotFoundError as error:
+                raise MissingExtraError(error.name or "ray", "app,ray") from error
+            return serve_fleet(given, replicas)
         try:
             from cacheblend_rag.app.server.running import serve
         except ModuleNotFoundError as error:

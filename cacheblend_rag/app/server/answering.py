@@ -397,6 +397,7 @@ def _how_made(report: BlendReport) -> dict[str, Any]:
         "ttft_s": report.ttft,
         "hits": report.hits,
         "misses": report.misses,
+        "tiers": list(report.chunk_tiers),
         "left_out": list(report.left_out),
         "recompute_ratio": report.recompute_ratio,
         "plain": report.plain,

@@ -17,15 +17,15 @@ from cacheblend_rag.app.server.logs import configure_logs
 from cacheblend_rag.app.server.service import Service
 from cacheblend_rag.app.server.settings import ServerSettings
 
-__all__ = ["serve", "server_config"]
+__all__ = ["SWITCH_INTERVAL", "serve", "server_config"]
 
 _log = logging.getLogger(__name__)
 # Seconds that requests under way may take to end once the server is asked to stop, and until it ends whatever runs.
 _GRACE, _LAST = 20, 35
-# Seconds after which Python lets another thread go on. The model gives the interpreter up at every operation and must
-# have it back for the next: with Python's own 5 ms, one thread that reads or writes JSON makes a pass take four times
-# as long.
-_SWITCH_INTERVAL = 0.0005
+SWITCH_INTERVAL = 0.0005
+"""Seconds after which Python lets another thread go on. The model gives the interpreter up at every operation and must
+have it back for the next: with Python's own 5 ms, one thread that reads or writes JSON makes a pass take four times as
+long."""
 
 
 def _end() -> None:
@@ -93,7 +93,7 @@ def serve(settings: ServerSettings) -> int:
     CacheBlendError
         If model, embedder, documents or store cannot be used.
     """
-    sys.setswitchinterval(_SWITCH_INTERVAL)
+    sys.setswitchinterval(SWITCH_INTERVAL)
     # Before anything listens, so that what cannot be loaded ends the command with its reason.
     service = Service(settings)
     configure_logs(settings.access_log)

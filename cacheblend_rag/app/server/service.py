@@ -66,6 +66,8 @@ class Service:
     Parameters
     ----------
     settings : ServerSettings
+    wrapped : callable, optional
+        Puts a store of its own around the KV store.
 
     Raises
     ------
@@ -73,11 +75,12 @@ class Service:
         If model, embedder, documents or store cannot be used.
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, wrapped: Callable[[KVStore], KVStore] | None = None) -> None:
         self.settings, self.limits, self.started = settings, settings.limits, int(time.time())
         self._stopping = False
-        self.database = self._shared_database()
+        self._wrapped = wrapped
         self.rag = FolderRAG(settings.rag, wrapped=self._tombstoned)
+        self.database = self._shared_database()  # the folder is ours by now, and an id of the server is kept there
         # On a GPU steps of several have not been measured.
         concurrent = settings.concurrent or (_CONCURRENT if self.rag.engine.adapter.device.type == "cpu" else 1)
         self.engine = self.rag.engine.with_config(max_concurrent=concurrent)
@@ -120,7 +123,11 @@ class Service:
         from cacheblend_rag.app.server.database import Database
 
         # Local KV of a server that the database does not know may be of what was deleted.
-        return Database(self.settings.database, self.settings.rag.data_path, lambda: self.tombstones.clear_near())
+        try:
+            return Database(self.settings.database, self.settings.rag.data_path, self.tombstones.clear_near)
+        except BaseException:
+            self.rag.close()
+            raise
 
     def catalogue_of(self, tenant: str) -> SharedCatalogue | None:
         """The catalogue of a tenant that servers share."""
@@ -143,7 +150,7 @@ class Service:
             return self.sessions[name]
 
     def _tombstoned(self, store: KVStore) -> KVStore:
-        self.tombstones = TombstonedStore(store, self.longest)
+        self.tombstones = TombstonedStore(self._wrapped(store) if self._wrapped else store, self.longest)
         return self.tombstones
 
     def shared(self, salt: str) -> Container[str]:
@@ -285,6 +292,18 @@ class Service:
         Raises
         ------
         Problem
+            503 as of `check_working`, or if the database is away.
+        """
+        await self.check_working()
+        if self.database is not None:
+            await asyncio.to_thread(self.database.register)
+
+    async def check_working(self) -> None:
+        """Whether this process does its work; if not, starting it again may help.
+
+        Raises
+        ------
+        Problem
             503 if the server stops, its threads do not get to anything, or nobody is let in at the model.
         """
         why = ""
@@ -301,8 +320,6 @@ class Service:
             why = "uploads are not read any more"
         if why:
             raise Problem(503, "not_ready", why, retry_after=10)
-        if self.database is not None:
-            await asyncio.to_thread(self.database.register)
 
     def begin_stop(self) -> None:
         """Let what runs in the background end soon."""

@@ -1,0 +1,33 @@
+"""Several replicas of the server that answer as one: a Ray Serve application.
+
+A request goes ``ingress`` → ``router`` → ``replica``, and the answer streams back.
+
+==================  ======================================================================
+``application``     the application, as ``serve deploy`` builds it
+``running``         the application on this machine, as ``cacheblend-rag serve --ray``
+``ingress``         takes requests, finds their pieces, forwards answers
+``router``          ranks replicas by what they hold, with the rule of ``routing``
+``replica``         one server with its own folder, called without a socket
+``calls``           a request as data, and an application that answers it
+``pieces``          the pieces of a text, by which ingress and replicas speak of chunks
+``summaries``       which pieces a replica's memory and disk hold
+``agreement``       what all replicas must have in common
+==================  ======================================================================
+"""
+
+from typing import TYPE_CHECKING
+
+from cacheblend_rag.app.fleet.arguments import FleetArguments
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+__all__ = ["FleetArguments", "app"]
+
+
+# Ray reads the class of the arguments from the signature, so it is no text.
+def app(arguments: FleetArguments) -> "Application":
+    """The application, for ``import_path: cacheblend_rag.app.fleet:app`` in a configuration of Ray Serve."""
+    from cacheblend_rag.app.fleet.application import build
+
+    return build(arguments)

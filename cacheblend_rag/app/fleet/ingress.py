@@ -1,0 +1,170 @@
+"""Takes requests, finds their pieces, lets a replica answer, and forwards what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+from ray.exceptions import RayActorError
+from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from cacheblend_rag.app.fleet.calls import Call, Head
+from cacheblend_rag.app.fleet.pieces import texts_in, weighed_pieces
+from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.settings import Limits
+from cacheblend_rag.app.server.streams import event
+
+__all__ = ["Ingress"]
+
+_ANSWERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_ASKED = re.compile(r"(/api/collections/[^/]+)/(?:ask|compare)")
+_READS = re.compile(r"/v1/.*|/api/collections/[^/]+/(?:ask|compare|search)")
+# Seconds that a search for the passages of a question may take; later ones go to any replica.
+_SEARCHING = 5.0
+_TRIES = 2
+_LOST = Problem(503, "replica_lost", "the replica that answered has stopped; ask again", retry_after=1)
+
+
+class Ingress:
+    """The front of all replicas.
+
+    Parameters
+    ----------
+    replicas : DeploymentHandle
+    limits : Limits
+    separator : str
+        What stands between chunks in prompts that come as one text.
+    passages : int
+        Passages of a question that does not say how many.
+    collections : bool
+        Whether replicas share collections, so that they can be changed.
+    """
+
+    def __init__(
+        self, replicas: DeploymentHandle[Any], limits: Limits, separator: str, passages: int, collections: bool
+    ) -> None:
+        self._replicas, self._limits = replicas.options(stream=True), limits
+        self._separator, self._passages, self._collections = separator, passages, collections
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer a request."""
+        try:
+            call = await self._read(request)
+            return await self._answered(call, await self._chunks(call))
+        except Problem as problem:
+            return problem.response()
+
+    async def _read(self, request: Request) -> Call:
+        path = request.url.path
+        upload = path.endswith("/documents")
+        if not self._collections and path.startswith("/api/collections") and _changes(request.method, path):
+            remedy = "collections of replicas need a database: start them with --database, or one server without --ray"
+            raise Problem(501, "no_database", remedy)
+        most = self._limits.body_of(upload)
+        too_large = Problem(413, "too_large", f"a request's body may have {most:,} bytes here")
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and int(length) > most:
+            raise too_large
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > most:
+                raise too_large
+        client = None if request.client is None else (request.client.host, request.client.port)
+        query = request.scope["query_string"]
+        return Call(request.method, path, query, tuple(request.scope["headers"]), bytes(body), client)
+
+    async def _chunks(self, call: Call) -> dict[int, int]:
+        """The pieces of a request by which a replica is chosen."""
+        asked = _ASKED.fullmatch(call.path)
+        if call.method != "POST" or not (asked or call.path in _ANSWERED):
+            return {}
+        try:
+            body = json.loads(call.body)
+        except ValueError:
+            return {}  # a replica says what is wrong with it
+        if not asked:
+            return weighed_pieces(texts_in(body), self._separator)
+        if not isinstance(body, dict):
+            return {}
+        with contextlib.suppress(TimeoutError, RayActorError):
+            async with asyncio.timeout(_SEARCHING):
+                return await self._found(call, asked[1], body)
+        return {}
+
+    async def _found(self, call: Call, collection: str, body: dict[str, Any]) -> dict[int, int]:
+        """The pieces of the passages that a question will be answered from.
+
+        A question that follows others goes where its conversation began: there its prompt may be kept.
+        """
+        query = {"query": _opening(body), "k": body.get("k") or self._passages}
+        search = call.with_json(f"{collection}/search", json.dumps(query).encode())
+        answer = self._sent(search, {})
+        head, *parts = [part async for part in answer]
+        if not isinstance(head, Head) or head.status != 200:
+            return {}
+        return weighed_pieces(one["text"] for one in json.loads(b"".join(parts)))
+
+    def _sent(self, call: Call, chunks: dict[int, int]) -> DeploymentResponseGenerator[Any]:
+        return cast("DeploymentResponseGenerator[Any]", self._replicas.answer.remote(call, chunks=chunks))
+
+    async def _answered(self, call: Call, chunks: dict[int, int]) -> Response:
+        reads = call.method in ("GET", "HEAD") or bool(_READS.fullmatch(call.path))
+        for _ in range(_TRIES if reads else 1):
+            answer = self._sent(call, chunks)
+            try:
+                head, first = await anext(answer), await anext(answer, b"")
+            except RayActorError:  # nothing was sent yet
+                continue
+            response = StreamingResponse(_forwarded(call, head, first, answer), head.status)
+            # Ray Serve adds the id that the request came to us with.
+            response.raw_headers = [one for one in head.headers if one[0] != b"x-request-id"]
+            return response
+        raise _LOST
+
+
+async def _forwarded(
+    call: Call, head: Head, first: bytes, answer: DeploymentResponseGenerator[Any]
+) -> AsyncIterator[bytes]:
+    """The body of an answer; of events, the last one is an error if the replica is lost."""
+    try:
+        if first:
+            yield first
+        async for piece in answer:
+            yield piece
+    except RayActorError:
+        if not any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in head.headers):
+            raise  # the connection breaks, so that nobody takes the answer for a whole one
+        yield "".join(_last_events(call.path)).encode()
+    finally:
+        answer.cancel()  # type: ignore[no-untyped-call]  # the client may have gone
+
+
+def _last_events(path: str) -> list[str]:
+    if path.startswith("/api/"):
+        return [event("error", {"code": _LOST.code, "message": _LOST.message}), event("done", {})]
+    if path == "/v1/responses":
+        return [event("error", {"type": "error", **_LOST.body()})]
+    return [event(None, _LOST.body())]
+
+
+def _opening(body: dict[str, Any]) -> str:
+    """The question that a conversation began with."""
+    opening = str(body.get("question", ""))
+    history = body.get("history")
+    for turn in reversed(history if isinstance(history, list) else []):
+        if isinstance(turn, dict):
+            opening = str(turn.get("question", opening))
+            if turn.get("stands_alone", True):
+                break
+    return opening
+
+
+def _changes(method: str, path: str) -> bool:
+    return method == "DELETE" or (method == "POST" and path.endswith(("/collections", "/documents")))

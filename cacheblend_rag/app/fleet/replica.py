@@ -1,0 +1,142 @@
+"""One replica: a whole server with a folder of its own, called without a socket."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+from cacheblend_rag.app.cli.configuration import Given, server_settings
+from cacheblend_rag.app.data_lock import FolderInUseError
+from cacheblend_rag.app.fleet.agreement import Terms, agree
+from cacheblend_rag.app.fleet.calls import Call, Head, call_app
+from cacheblend_rag.app.fleet.summaries import SummarizedStore
+from cacheblend_rag.app.server.app import create_app
+from cacheblend_rag.app.server.logs import configure_logs
+from cacheblend_rag.app.server.running import SWITCH_INTERVAL
+from cacheblend_rag.app.server.service import Service
+from cacheblend_rag.app.server.settings import ServerSettings
+from cacheblend_rag.config import ENV_PREFIX
+from cacheblend_rag.store.base import KVStore
+
+__all__ = ["Replica"]
+
+_PROBE = "The harbour was dredged in 1912; naïve 数据 🙂\n\tdef f(x): return x ** 2"
+
+
+class Replica:
+    """A server's application over its own memory and folder.
+
+    Parameters
+    ----------
+    given : mapping of str to Given
+        Options of the server.
+    version : str
+        Name of the configuration. All replicas of one must agree.
+
+    Raises
+    ------
+    CacheBlendError
+        If the server cannot be started, or differs from the other replicas.
+    """
+
+    def __init__(self, given: Mapping[str, Given], version: str) -> None:
+        sys.setswitchinterval(SWITCH_INTERVAL)
+        settings = server_settings(given)
+        self._place, self._service, self._store = _started(settings)
+        agree(version, _terms_of(self._service))
+        configure_logs(settings.access_log)
+        self._app = create_app(settings, self._service)
+        self._app.state.service = self._service
+        engine = self._service.engine
+        plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        told = partial(engine.tokenizer.decode, **plain), engine.fingerprint, engine.config.separator
+        threading.Thread(target=self._store.read, args=told, daemon=True).start()
+
+    async def answer(self, call: Call, *, chunks: Mapping[int, int]) -> AsyncIterator[Head | bytes]:
+        """Answer a request.
+
+        Parameters
+        ----------
+        call : Call
+        chunks : mapping of int to int
+            Its pieces; the router has looked at them.
+        """
+        async for one in call_app(self._app, call):
+            yield replace(one, headers=(*one.headers, self._header)) if isinstance(one, Head) else one
+
+    @property
+    def _header(self) -> tuple[bytes, bytes]:
+        return b"x-replica", str(self._place).encode()
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """What the router is told at once: the number of the replica's folder."""
+        return {"place": self._place}
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        """What the router is told every second."""
+        return {"held": self._store.summary()}
+
+    async def check_health(self) -> None:
+        """Let Ray start another in its place if this one does not work.
+
+        A database that is away is no reason: `/readyz` tells of it.
+        """
+        await self._service.check_working()
+
+    def __del__(self) -> None:
+        """Ray calls this when it stops a replica."""
+        service: Service | None = getattr(self, "_service", None)
+        if service is not None:
+            del self._service
+            service.begin_stop()
+            service.close()
+
+
+def _started(settings: ServerSettings) -> tuple[int, Service, SummarizedStore]:
+    """A server in the first folder that no other replica of this machine has: one that was there before is found."""
+    folder, stores = settings.rag.data_path / "replicas", list[SummarizedStore]()
+
+    def wrapped(store: KVStore) -> KVStore:
+        stores.append(SummarizedStore(store))
+        return stores[-1]
+
+    for place in count():
+        rag = replace(settings.rag, data_dir=folder / str(place))
+        try:
+            return place, Service(replace(settings, rag=rag), wrapped), stores[-1]
+        except FolderInUseError:
+            continue
+    raise AssertionError
+
+
+def _terms_of(service: Service) -> Terms:
+    """What a server works with, now that its model is loaded."""
+    engine, config = service.engine, service.engine.config
+    return Terms(
+        dtype=str(engine.adapter.dtype).removeprefix("torch."),
+        separator=config.separator,
+        condition=engine.condition,
+        contexts=config.contexts,
+        learned="" if engine.learned is None else engine.learned.digest,
+        selection=str(config.selection),
+        check_layers=config.check_layers,
+        codec=config.codec,
+        compress=config.compress,
+        salt=_digest(config.salt),
+        encryption=_digest(os.environ.get(ENV_PREFIX + "ENCRYPTION_KEY", "")),
+        tokenizer=_digest(engine.tokenizer.encode(_PROBE)),
+        embedder=tuple(map(tuple, service.embeddings.probes.tolist())),
+        model=engine.fingerprint,
+    )
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

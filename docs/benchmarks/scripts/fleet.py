@@ -1,0 +1,326 @@
+"""The same traffic over three routers, and a kill: ``python -m docs.benchmarks.scripts.fleet --out fleet.json``.
+
+Replicas of the starter model run on this machine over one Valkey server. Each request has chunks of one topic, and some
+topics are asked for more often than others. A router is good if a request meets its chunks in the memory or on the disk
+of the replica that answers it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import PrefixCacheAffinityRouter
+from ray.serve.request_router import PendingRequest
+
+from cacheblend_rag.app.cli.configuration import Given
+from cacheblend_rag.app.fleet.routing import chunk_digest
+from cacheblend_rag.app.fleet.running import fleet
+from cacheblend_rag.models.loading import load_geometry
+from docs.benchmarks.scripts.common import script_parser
+from docs.benchmarks.scripts.servers import valkey_server
+
+__all__ = ["main"]
+
+_OWN = ("memory", "disk")
+_FIRST = ("alder", "copper", "falcon", "harbour", "island", "larch", "meadow", "north", "quarry", "silver", "thistle")
+_LAST = ("bank", "bridge", "field", "gate", "hill", "lane", "mill", "row", "side", "stone", "wood", "yard")
+_WORDS = [first + last for first in _FIRST for last in _LAST]
+
+
+class PromptPrefixRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]
+    """Ray's router for prefix caches; it is shown the prompt as the model reads it."""
+
+    def _extract_text_from_request(self, pending_request: PendingRequest) -> str:
+        body = json.loads(pending_request.args[0].body or b"{}")
+        return "\n\n".join([*body.get("documents", ()), body.get("prompt", " ")])
+
+
+ROUTERS: dict[str, dict[str, Any] | None] = {
+    "ours": None,
+    "power of two": {"request_router_class": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter"},
+    "prefix affinity": {"request_router_class": PromptPrefixRouter},
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request of the traffic.
+
+    Parameters
+    ----------
+    arrival : float
+        Seconds after the first.
+    chunks : tuple of str
+    question : str
+    """
+
+    arrival: float
+    chunks: tuple[str, ...]
+    question: str
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What became of it.
+
+    Parameters
+    ----------
+    replica : str
+        Its number; empty if the request failed.
+    tiers : tuple of str
+        What each chunk was read from; empty for nowhere.
+    ttft, seconds : float
+        Until the first piece of the answer, and until the last, at the client.
+    """
+
+    replica: str
+    tiers: tuple[str, ...]
+    ttft: float
+    seconds: float
+
+
+def traffic(options: argparse.Namespace) -> list[Asked]:
+    """The same requests for the same options."""
+    draw = random.Random(options.seed)
+    topics = [
+        [f"Report {topic}.{chunk}: " + " ".join(draw.choices(_WORDS, k=options.words)) for chunk in range(8)]
+        for topic in range(options.topics)
+    ]
+    weights = [1 / rank for rank in range(1, options.topics + 1)]
+    asked, now = [], 0.0
+    for number in range(options.requests):
+        chunks = tuple(draw.sample(draw.choices(topics, weights)[0], options.chunks))
+        asked.append(Asked(now, chunks, f"Question {number}: which of these reports names the {draw.choice(_WORDS)}?"))
+        now += draw.expovariate(options.rate)
+    return asked
+
+
+def ask(client: httpx.Client, asked: Asked, new_tokens: int) -> Answered:
+    """Send a request and read its stream."""
+    body = {
+        "model": "smollm2",
+        "prompt": asked.question,
+        "documents": asked.chunks,
+        "max_tokens": new_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    began, first, told = time.perf_counter(), 0.0, dict[str, Any]()
+    with client.stream("POST", "/v1/completions", json=body) as answer:
+        for line in answer.iter_lines():
+            first = first or time.perf_counter()
+            if line.startswith("data: {"):
+                told = json.loads(line.removeprefix("data: "))
+        seconds = time.perf_counter() - began
+        if "cacheblend" not in told:
+            return Answered("", (), first - began, seconds)
+        (how,) = told["cacheblend"]
+        return Answered(answer.headers["x-replica"], tuple(how["tiers"]), first - began, seconds)
+
+
+def play(url: str, requests: Sequence[Asked], new_tokens: int) -> list[Answered]:
+    """Send every request when it is due."""
+    began = time.perf_counter()
+    with httpx.Client(base_url=url, timeout=600) as client, ThreadPoolExecutor(64) as threads:
+
+        def due(one: Asked) -> Answered:
+            return ask(client, one, new_tokens)
+
+        waiting = []
+        for one in requests:
+            time.sleep(max(0.0, began + one.arrival - time.perf_counter()))
+            waiting.append(threads.submit(due, one))
+        return [one.result() for one in waiting]
+
+
+@contextmanager
+def started(options: argparse.Namespace, routing: dict[str, Any] | None) -> Iterator[tuple[str, Path]]:
+    """Replicas with empty stores; their address and data folder."""
+    with tempfile.TemporaryDirectory() as folder, valkey_server() as store:
+        docs = Path(folder, "docs")
+        docs.mkdir()
+        Path(docs, "note.md").write_text("Nothing is asked about this note.", encoding="utf-8")
+        given = {
+            "docs": str(docs),
+            "data_dir": str(Path(folder, "data")),
+            "dtype": "float32",
+            "shared_store": f"valkey://127.0.0.1:{store.port}/0",
+            "port": 0,
+            "access_log": "off",
+            "min_tokens": 0,
+            "condition": options.condition,
+        }
+        with fleet(
+            {name: Given(value, name) for name, value in given.items()}, options.replicas, routing=routing
+        ) as at:
+            time.sleep(2)  # until every replica has told of itself
+            yield at, Path(folder, "data")
+
+
+def summarized(requests: Sequence[Asked], answers: Sequence[Answered], tokens: dict[str, int]) -> dict[str, Any]:
+    """Shares of all chunk tokens, and times in seconds."""
+    total = possible = own = shared = 0
+    seen = set[str]()
+    for asked, answered in zip(requests, answers, strict=True):
+        for chunk, tier in zip(asked.chunks, answered.tiers, strict=False):
+            total += tokens[chunk]
+            possible += tokens[chunk] * (chunk in seen)
+            own += tokens[chunk] * (tier in _OWN)
+            shared += tokens[chunk] * bool(tier and tier not in _OWN)
+        seen |= set(asked.chunks)
+    times = [one.ttft for one in answers if one.replica] or [0.0]
+    cuts = statistics.quantiles(times, n=100) if len(times) > 1 else times * 99
+    return {
+        "chunk_tokens": total,
+        "possible": possible / max(1, total),
+        "own": own / max(1, total),
+        "own_of_possible": own / max(1, possible),
+        "shared_store": shared / max(1, total),
+        "ttft_p50": cuts[49],
+        "ttft_p99": cuts[98],
+        "failed": sum(not one.replica for one in answers),
+        "requests_by_replica": {
+            name: [one.replica for one in answers].count(name) for name in sorted({one.replica for one in answers})
+        },
+    }
+
+
+def trace(
+    router: str,
+    options: argparse.Namespace,
+    requests: Sequence[Asked],
+    answers: Sequence[Answered],
+    tokens: dict[str, int],
+) -> Iterator[str]:
+    """Lines for the simulator."""
+    names = [str(number) for number in range(options.replicas)]
+    yield json.dumps(
+        {"run": {"router": router, "replicas": names, "memory_tokens": None, "disk_tokens": None, "slots": 1}}
+    )
+    for asked, answered in zip(requests, answers, strict=True):
+        read = list(zip(asked.chunks, answered.tiers, strict=False))
+        observed = {
+            "replica": answered.replica,
+            "hit_tokens": sum(tokens[chunk] for chunk, tier in read if tier in _OWN),
+            "remote_tokens": sum(tokens[chunk] for chunk, tier in read if tier and tier not in _OWN),
+            "ttft": answered.ttft if answered.replica else None,
+        }
+        line = {
+            "arrival": asked.arrival,
+            "chunks": [[f"{chunk_digest(chunk):016x}", tokens[chunk]] for chunk in asked.chunks],
+            "question_tokens": tokens[asked.question],
+            "new_tokens": options.new_tokens,
+            "observed": observed,
+        }
+        yield json.dumps(line)
+
+
+def kill(url: str, data: Path, requests: Sequence[Asked]) -> dict[str, Any]:
+    """Kill a replica in the middle of an answer, and see what others notice."""
+    client = httpx.Client(base_url=url, timeout=600)
+    by_replica: dict[str, list[Asked]] = {}
+    for one in requests:
+        if not any(set(one.chunks) & set(other.chunks) for known in by_replica.values() for other in known):
+            by_replica.setdefault(ask(client, one, 4).replica, []).append(one)
+    place = max(by_replica, key=lambda name: len(by_replica[name]))
+    victim, kept = by_replica.pop(place)[:2]
+    for one in (victim, kept):  # until their KV is on the disk
+        while not all(ask(client, one, 4).tiers):
+            time.sleep(1)
+    time.sleep(3)
+    process = int(json.loads((data / "replicas" / place / "in-use.json").read_text(encoding="utf-8"))["process"])
+    others: list[Answered] = []
+    asked = [one for known in by_replica.values() for one in known][:4]
+    threads = [threading.Thread(target=lambda one=one: others.append(ask(client, one, 16))) for one in asked]
+    body = {
+        "model": "smollm2",
+        "prompt": victim.question,
+        "documents": victim.chunks,
+        "max_tokens": 400,
+        "stream": True,
+    }
+    with client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        told = [next(lines) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        os.kill(process, signal.SIGKILL)
+        killed = time.perf_counter()
+        told += list(lines)
+    last = [json.loads(line.removeprefix("data: ")) for line in told if line.startswith("data: {")][-1]
+    again = ask(client, victim, 4)
+    for thread in threads:
+        thread.join()
+    while client.get("/readyz").headers["x-replica"] != place and time.perf_counter() - killed < 300:
+        time.sleep(0.2)
+    back_after = time.perf_counter() - killed
+    time.sleep(5)  # until it has told what it holds
+    return {
+        "streamed_by": answer.headers["x-replica"],
+        "killed": place,
+        "error_of_the_stream": last.get("error", {}).get("code"),
+        "asked_again": asdict(again),
+        "others": [asdict(one) for one in others],
+        "others_failed": sum(not one.replica for one in others),
+        "back_after_seconds": back_after,
+        "what_it_kept": asdict(ask(client, kept, 4)),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it; the exit status."""
+    parser = script_parser("fleet", __doc__)
+    parser.add_argument("--routers", nargs="+", choices=ROUTERS, default=list(ROUTERS), metavar="NAME")
+    parser.add_argument("--replicas", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--rate", type=float, default=0.5, help="requests a second")
+    parser.add_argument("--topics", type=int, default=12)
+    parser.add_argument("--chunks", type=int, default=4, help="chunks of a request, of the 8 of its topic")
+    parser.add_argument("--words", type=int, default=30, help="words of a chunk")
+    parser.add_argument("--new-tokens", type=int, default=8)
+    parser.add_argument("--condition", default="sink", help="what chunks are computed behind")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kill", action="store_true", help="also kill a replica in the middle of an answer")
+    parser.add_argument("--out", help="write the results here, and a trace of each router beside them")
+    options = parser.parse_args(arguments)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # Ray shows every line
+    requests = traffic(options)
+    tokenizer = load_geometry("smollm2")[1]
+    texts = {text for one in requests for text in (*one.chunks, one.question)}
+    tokens = {text: len(tokenizer.encode(text)) for text in texts}
+    results: dict[str, Any] = {"options": vars(options), "cores": os.cpu_count(), "routers": {}}
+    for name in options.routers:
+        with started(options, ROUTERS[name]) as (url, data):
+            answers = play(url, requests, options.new_tokens)
+            results["routers"][name] = summarized(requests, answers, tokens)
+            print(json.dumps({name: results["routers"][name]}), flush=True)
+            if options.out:
+                path = Path(options.out).with_suffix(f".{name.replace(' ', '-')}.jsonl")
+                path.write_text("\n".join([*trace(name, options, requests, answers, tokens), ""]), encoding="utf-8")
+            if options.kill and name == options.routers[0]:
+                results["kill"] = kill(url, data, traffic(argparse.Namespace(**vars(options) | {"seed": 99})))
+                print(json.dumps({"kill": results["kill"]}), flush=True)
+    if options.out:
+        Path(options.out).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""The application as configurations describe it, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cacheblend_rag.app.cli import main
+from cacheblend_rag.app.cli.configuration import Given
+from cacheblend_rag.app.fleet import FleetArguments, app
+from cacheblend_rag.app.server.settings import KEYS_VARIABLE
+from cacheblend_rag.errors import ConfigError
+
+# Ray 2.60 declares its own models so.
+pytestmark = pytest.mark.filterwarnings("ignore:Using extra keyword arguments on `Field`:DeprecationWarning")
+
+EXAMPLE = Path(__file__).parents[3] / "docs" / "how-to" / "deploy" / "fleet.yaml"
+
+
+def example() -> dict[str, Any]:
+    """The committed example."""
+    content: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
+    return content
+
+
+def deployments(built: Any) -> dict[str, Any]:
+    """The deployments of an application, by name."""
+    ingress = built._bound_deployment
+    replicas = ingress.init_args[0]._bound_deployment
+    return {one.name: one for one in (ingress, replicas)}
+
+
+def test_the_example_is_a_configuration_of_ray_serve(tmp_path: Path) -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    schema = ServeDeploySchema.model_validate(example())
+    (one,) = schema.applications
+    assert one.import_path == f"{app.__module__}:{app.__name__}"
+    arguments = FleetArguments.model_validate(one.args)
+    keys = tmp_path / "keys.json"
+    assert main(["keys", "add", "ada", "--keys-file", str(keys)]) == 0
+    arguments.options["server"]["keys_file"] = str(keys)
+    found = deployments(app(arguments))
+    replicas = found["replicas"]
+    assert replicas.ray_actor_options["num_gpus"] == 1
+    assert replicas._deployment_config.autoscaling_config.max_replicas == 6
+    router = replicas._deployment_config.request_router_config
+    assert router.request_router_class.endswith("ChunkRouter")
+    assert found["ingress"].init_args[-1] is True  # collections can be changed
+    given: dict[str, Given] = replicas.init_args[0]
+    assert given["dtype"].value == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"replicas": 2}, "dtype"),
+        ({"autoscaling": {"max_replicas": 2}}, "dtype"),
+        ({"options": {"rag": {"modle": "smollm2"}}}, "args.options, [rag] modle"),
+        ({"options": {"raj": {}}}, "args.options, raj"),
+        ({"options": {"rag": {"top_k": "6"}}}, "args.options, [rag] top_k"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_by_name(arguments: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        app(FleetArguments.model_validate(arguments))
+    assert caught.value.field == field
+
+
+def test_replicas_with_keys_need_a_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEYS_VARIABLE, "ada=" + "k" * 24)
+    arguments: dict[str, Any] = {"replicas": 2, "options": {"rag": {"dtype": "float32"}}}
+    with pytest.raises(ConfigError, match="salts") as caught:
+        app(FleetArguments.model_validate(arguments))
+    assert caught.value.field == "database"
+    arguments["options"]["server"] = {"database": "postgresql://127.0.0.1/x"}
+    app(FleetArguments.model_validate(arguments))
+
+
+@pytest.mark.parametrize("arguments", [["--replicas", "2"], ["--ray", "--replicas", "0"]])
+def test_the_command_line_says_what_is_missing(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *arguments]) == 2
+    assert "--replicas" in capsys.readouterr().err
+
+
+def test_arguments_are_json() -> None:
+    assert FleetArguments.model_validate_json(json.dumps(FleetArguments().model_dump())) == FleetArguments()

@@ -1,0 +1,75 @@
+"""An application that is called without a socket."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.responses import PlainTextResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from cacheblend_rag.app.fleet.calls import Call, Head, call_app
+
+app = FastAPI()
+ended = asyncio.Event()
+
+
+@app.post("/echo")
+async def echo(request: Request) -> PlainTextResponse:
+    return PlainTextResponse(await request.body() + f" {request.url.query} {request.client}".encode(), 201)
+
+
+@app.get("/slow")
+async def slow() -> StreamingResponse:
+    async def pieces():  # type: ignore[no-untyped-def]
+        try:
+            while True:
+                yield b"piece"
+                await asyncio.sleep(0)
+        finally:
+            ended.set()
+
+    return StreamingResponse(pieces())
+
+
+async def test_a_request_is_answered() -> None:
+    call = Call("POST", "/echo", b"a=1", ((b"content-type", b"text/plain"),), b"body", ("10.0.0.1", 5))
+    head, *parts = [part async for part in call_app(app, call)]
+    assert isinstance(head, Head)
+    assert head.status == 201
+    assert (b"content-type", b"text/plain; charset=utf-8") in head.headers
+    assert b"".join(parts) == b"body a=1 Address(host='10.0.0.1', port=5)"
+
+
+async def test_pieces_come_as_they_are_sent_and_the_application_sees_who_leaves() -> None:
+    ended.clear()
+    async with aclosing(call_app(app, Call("GET", "/slow"))) as answer:  # type: ignore[type-var]
+        head, first = await anext(answer), await anext(answer)
+        assert isinstance(head, Head)
+        assert first == b"piece"
+        assert not ended.is_set()
+    assert ended.is_set()
+
+
+async def test_an_error_of_the_application_is_raised() -> None:
+    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ValueError("broken")
+
+    answer = call_app(broken, Call("GET", "/"))
+    assert await anext(answer) == Head(200, ())
+    with pytest.raises(ValueError, match="broken"):
+        await anext(answer)
+
+
+def test_another_request_of_a_client_keeps_its_key_alone() -> None:
+    headers = ((b"authorization", b"Bearer k"), (b"content-length", b"900"), (b"content-type", b"text/plain"))
+    made = Call("POST", "/ask", b"a=1", headers, b"x", ("h", 1)).with_json("/search", b"{}")
+    assert (made.path, made.query, made.body, made.client) == ("/search", b"", b"{}", ("h", 1))
+    assert dict(made.headers) == {
+        b"authorization": b"Bearer k",
+        b"content-type": b"application/json",
+        b"content-length": b"2",
+    }

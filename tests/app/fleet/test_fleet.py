@@ -1,0 +1,117 @@
+"""Two replicas on this machine, as a user starts them: who answers, what is shared, and what a kill leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs.benchmarks.scripts.servers import valkey_server
+from tests.app.server.common import read_events, write_documents
+from tests.app.server.test_crash import Served
+from tests.tiny import text
+from tests.toy import ENVIRONMENT, MODEL_PATH
+
+REPLICAS = 2
+
+
+class Fleet(Served):
+    """Replicas behind one address."""
+
+    def __init__(self, docs: Path, data: Path, *more: str) -> None:
+        self.data = data
+        super().__init__(MODEL_PATH, docs, data, "--ray", "--replicas", str(REPLICAS), "--dtype", "float32", *more)
+
+    def complete(self, documents: list[str], **more: Any) -> tuple[str, dict[str, Any]]:
+        """Which replica answers from documents, and what."""
+        body = {"model": "model", "prompt": "Who?", "documents": documents, "max_tokens": 2, **more}
+        answer = self.client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.headers["x-replica"], answer.json()
+
+    def process_of(self, place: str) -> int:
+        """The process of a replica."""
+        return int(json.loads((self.data / "replicas" / place / "in-use.json").read_text(encoding="utf-8"))["process"])
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("fleet")
+    with pytest.MonkeyPatch.context() as patch, valkey_server() as store:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        address = f"valkey://127.0.0.1:{store.port}/0"
+        made = Fleet(
+            write_documents(folder / "docs"), folder / "data", "--shared-store", address, "--access-log", "off"
+        )
+        yield made
+        assert made.end(signal.SIGTERM) == 0, "".join(made.lines)
+
+
+def group(number: int) -> list[str]:
+    """Documents of one topic."""
+    return [f"Document {number}.{one} {text(40, 100 * number + one)}" for one in range(3)]
+
+
+def wait_until(true: Any, seconds: float = 45) -> None:
+    ends = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < ends
+        time.sleep(0.2)
+
+
+def test_both_apis_answer_and_stream(fleet: Fleet) -> None:
+    body = {"model": "model", "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 3, "stream": True}
+    with fleet.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = read_events("".join(answer.iter_text()))
+    assert events[-1] == ("", "[DONE]")
+    asked = fleet.client.post("/api/collections/archive/ask", json={"question": "Which passage?"})
+    assert [name for name, _ in read_events(asked.text)][-2:] == ["report", "done"]
+    assert fleet.client.get("/").status_code == fleet.client.get("/readyz").status_code == 200
+    refused = fleet.client.post("/v1/completions", json={"model": "model", "prompt": 5})
+    assert refused.status_code in (400, 422)
+
+
+def test_a_request_goes_where_its_chunks_lie(fleet: Fleet) -> None:
+    first = {number: fleet.complete(group(number))[0] for number in range(6)}
+    assert set(first.values()) == {"0", "1"}
+    time.sleep(2.5)  # until the router was told
+    for number, replica in first.items():
+        for documents in (group(number), group(number)[::-1], group(number)[1:]):
+            again, answer = fleet.complete(documents)
+            assert again == replica
+            assert answer["cacheblend"][0]["misses"] == 0
+
+
+def test_changes_are_refused_by_name(fleet: Fleet) -> None:
+    answer = fleet.client.post("/api/collections", json={"name": "Mine"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (501, "no_database")
+    large = fleet.client.post("/v1/completions", content=b" " * 5_000_000)
+    assert (large.status_code, large.json()["error"]["code"]) == (413, "too_large")
+
+
+def test_a_killed_replica_is_answered_for_and_comes_back_with_its_kv(fleet: Fleet) -> None:
+    documents = group(20)
+    place, _ = fleet.complete(documents)
+    time.sleep(2.5)
+    killed = fleet.process_of(place)
+    body = {"model": "model", "prompt": "Who?", "documents": documents, "max_tokens": 500, "stream": True}
+    with fleet.client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.headers["x-replica"] == place
+        pieces = answer.iter_text()
+        told = next(pieces)
+        os.kill(killed, signal.SIGKILL)
+        told += "".join(pieces)
+    assert read_events(told)[-1][1]["error"]["code"] == "replica_lost"
+    other, found = fleet.complete(documents)
+    assert other != place
+    assert found["cacheblend"][0]["hits"] == len(documents)  # from the shared store
+    wait_until(lambda: fleet.process_of(place) != killed)
+    wait_until(lambda: place in {fleet.client.get("/readyz").headers["x-replica"] for _ in range(4)})

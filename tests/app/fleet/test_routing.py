@@ -1,0 +1,150 @@
+"""The order of replicas for a request, and the summaries it is made from."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend_rag.app.fleet.routing import MOST_CHUNKS, HeldChunks, RoutingRule, chunk_digest, rank_replicas
+from cacheblend_rag.errors import ConfigError
+
+REPLICAS = [f"replica-{number}" for number in range(8)]
+NAMES = st.integers(0, 30).map(lambda number: chunk_digest(f"chunk {number}"))
+REQUESTS = st.dictionaries(NAMES, st.integers(1, 600), max_size=8)
+HELD = st.dictionaries(
+    st.sampled_from(REPLICAS), st.builds(HeldChunks.of, st.lists(NAMES, max_size=9), st.lists(NAMES, max_size=9))
+)
+ONGOING = st.dictionaries(st.sampled_from(REPLICAS), st.integers(0, 40), min_size=1)
+
+
+def request(*texts: str, tokens: int = 100) -> dict[int, int]:
+    return {chunk_digest(text): tokens for text in texts}
+
+
+def holding(*texts: str, disk: bool = False) -> HeldChunks:
+    return HeldChunks.of([], request(*texts)) if disk else HeldChunks.of(request(*texts))
+
+
+def idle(*replicas: str) -> dict[str, int]:
+    return dict.fromkeys(replicas, 0)
+
+
+@given(REQUESTS, HELD, ONGOING)
+def test_every_replica_is_named_once_whatever_the_order_of_the_input(
+    chunks: dict[int, int], held: dict[str, HeldChunks], ongoing: dict[str, int]
+) -> None:
+    order = rank_replicas(chunks, held, ongoing)
+    assert sorted(order) == sorted(ongoing)
+    turned = [dict(reversed(list(mapping.items()))) for mapping in (chunks, held, ongoing)]
+    assert rank_replicas(*turned) == order  # type: ignore[arg-type]
+
+
+@given(REQUESTS, HELD, ONGOING)
+def test_beyond_the_limit_a_replica_stands_behind_the_least_loaded(
+    chunks: dict[int, int], held: dict[str, HeldChunks], ongoing: dict[str, int]
+) -> None:
+    rule = RoutingRule(imbalance_limit=4)
+    order = rank_replicas(chunks, held, ongoing, rule)
+    least = min(ongoing.values())
+    first = min(order.index(replica) for replica in ongoing if ongoing[replica] == least)
+    assert all(order.index(replica) > first for replica in ongoing if ongoing[replica] > least + 4)
+    assert ongoing[order[0]] <= least + 4
+
+
+@given(REQUESTS, HELD, ONGOING, st.sampled_from(REPLICAS))
+def test_the_order_of_others_stays_when_a_replica_is_lost(
+    chunks: dict[int, int], held: dict[str, HeldChunks], ongoing: dict[str, int], lost: str
+) -> None:
+    left = {replica: count for replica, count in ongoing.items() if replica != lost}
+    left = left or {"another": 0}
+    ongoing = left | {lost: max(left.values())}  # else the load of others counts from another
+    assert [r for r in rank_replicas(chunks, held, ongoing) if r != lost] == rank_replicas(chunks, held, left)
+
+
+def test_homes_stay_when_a_replica_is_lost_and_are_spread_evenly() -> None:
+    sets = [request(*(f"{number} {chunk}" for chunk in range(4))) for number in range(800)]
+    homes = [rank_replicas(chunks, {}, idle(*REPLICAS))[0] for chunks in sets]
+    fewer = [rank_replicas(chunks, {}, idle(*REPLICAS[1:]))[0] for chunks in sets]
+    assert all(old in (new, REPLICAS[0]) for old, new in zip(homes, fewer, strict=True))
+    assert all(60 < homes.count(replica) < 140 for replica in REPLICAS)
+
+
+def test_sets_with_many_chunks_in_common_mostly_share_a_home() -> None:
+    chooser = random.Random(0)
+    same = 0
+    for number in range(400):
+        first = [f"{number} {chunk}" for chunk in range(5)]
+        second = [*chooser.sample(first, 4), f"{number} other"]
+        same += len({rank_replicas(request(*texts), {}, idle(*REPLICAS))[0] for texts in (first, second)}) == 1
+    assert same > 0.6 * 400, "4 of 6 chunks are in both"
+
+
+def test_whoever_holds_most_tokens_is_first_and_memory_comes_before_disk() -> None:
+    chunks = request("a", "b") | request("long", tokens=500)
+    held = {"one": holding("a", "b"), "two": holding("long"), "three": holding("long", disk=True)}
+    assert rank_replicas(chunks, held, idle("one", "two", "three", "four")) == ["two", "three", "one", "four"]
+
+
+def test_among_equals_the_least_loaded_is_first() -> None:
+    held = dict.fromkeys(REPLICAS, holding("a"))
+    ongoing = {replica: number for number, replica in enumerate(reversed(REPLICAS))}
+    assert rank_replicas(request("a"), held, ongoing) == REPLICAS[::-1]
+
+
+def test_a_request_without_chunks_goes_to_the_least_loaded() -> None:
+    ongoing = dict.fromkeys(REPLICAS, 3) | {"replica-5": 2}
+    assert rank_replicas({}, dict.fromkeys(REPLICAS, holding("a")), ongoing)[0] == "replica-5"
+    assert rank_replicas({}, {}, {}) == []
+
+
+def test_load_weighs_by_the_share_held() -> None:
+    held, rule = {"one": holding("a", "b")}, RoutingRule(imbalance_limit=8)
+    for count, first in ((3, "one"), (5, "two")):
+        ongoing = {"one": count, "two": 0}
+        assert rank_replicas(request("a", "b", "c", "d"), held, ongoing, rule)[0] == first
+
+
+def test_a_summary_is_read_back_and_has_a_bounded_size() -> None:
+    digests = [chunk_digest(str(number)) for number in range(MOST_CHUNKS + 500)]
+    held = HeldChunks.of(digests[:300], digests[200:])
+    text = json.dumps(held.summary())
+    assert HeldChunks.read(json.loads(text)) == held
+    assert len(text) < 53_400
+    assert (len(held.memory), len(held.disk)) == (300, MOST_CHUNKS - 300)
+    assert digests[MOST_CHUNKS - 1] >> 32 in held.disk
+    assert digests[MOST_CHUNKS] >> 32 not in held.disk, "the most recently used come first"
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        *(None, "", [], {}, {"memory": "AAAA"}, {"memory": 7, "disk": ""}, {"memory": "AAA*", "disk": ""}),
+        *({"memory": "AAAA", "disk": ""}, {"memory": "é", "disk": ""}, {"memory": "AAAA" * 54_000, "disk": ""}),
+    ],
+)
+def test_a_damaged_summary_holds_nothing(damaged: object) -> None:
+    assert HeldChunks.read(damaged) == HeldChunks()
+
+
+def test_a_digest_is_that_of_the_text_and_the_tenant() -> None:
+    digests = {chunk_digest("text"), chunk_digest("text "), chunk_digest("text", "tenant"), chunk_digest("\ud800")}
+    assert len(digests) == 4
+    assert chunk_digest("bc", "a") != chunk_digest("c", "ab")
+    assert chunk_digest("text") == chunk_digest("text") < 2**64
+
+
+@pytest.mark.parametrize("changes", [{"imbalance_limit": 0}, {"disk_worth": 1.1}])
+def test_bad_weights_are_named(changes: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        RoutingRule(**changes)
+
+
+def test_routing_imports_nothing_heavy() -> None:
+    code = "import sys, cacheblend_rag.app.fleet.routing; print({'ray', 'torch'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
