@@ -162,6 +162,8 @@ class Router(ABC):
     rule : RoutingRule
     """
 
+    summaries = False  # whether it reads them
+
     def __init__(self, chooser: random.Random, rule: RoutingRule) -> None:
         self.chooser, self.rule = chooser, rule
 
@@ -257,6 +259,8 @@ class Ours(Router):
 
     For ten seconds a replica counts as holding what was sent to it, as in `ChunkRouter`.
     """
+
+    summaries = True
 
     def __init__(self, chooser: random.Random, rule: RoutingRule) -> None:
         super().__init__(chooser, rule)
@@ -369,7 +373,7 @@ class Simulation:
             replica.busy = 0.0
 
     def _arrive(self, job: Job) -> None:
-        if self._now >= self._next_summary:
+        if self._router.summaries and self._now >= self._next_summary:
             self._next_summary = self._now + self.options.period - self._now % self.options.period
             for replica in self.replicas.values():
                 if replica.changed:
