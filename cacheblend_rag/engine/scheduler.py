@@ -146,18 +146,20 @@ class Scheduler:
         return mine.results[0]
 
     def give_way(self, seconds: float) -> None:
-        """Let others in, and those under way take steps for so many seconds, as long as any of them wants to.
+        """Let others in, and those under way take steps for so many seconds each, as long as any of them wants to.
 
         Called by the holder between two parts of a long pass. One step for each part would be too little: a token of
         the others would then take as long as such a part.
         """
-        ends = self._stepped + seconds
-        while self._depth == 1 and self._stepped < ends and self._others_wait():
+        began = self._stepped
+        self.step(None, _nothing)
+        while self._depth == 1 and self._stepped - began < seconds * self._stepping:
             self.step(None, _nothing)
 
-    def _others_wait(self) -> bool:
-        steps = any(step.run is not _nothing for step in list(self._steps))
-        return bool(steps or self._line or self._background_is_due)
+    @property
+    def _stepping(self) -> int:
+        """How many wait for a step."""
+        return sum(step.run is not _nothing for step in list(self._steps))
 
     @contextmanager
     def background(self) -> Iterator[None]:

@@ -457,12 +457,12 @@ class ModelAdapter:
         """
         with self._plain():
             cache = let_grow(DynamicCache(config=self.config))
-        size = len(ids) if between is None else _SLICE
-        for start in range(0, len(ids), size):
+        slices = [range(len(ids))] if between is None else self.shape.slices(len(ids), _SLICE)
+        for rows in slices:
             began = time.perf_counter()
             with self._plain():
-                logits = self.extend(cache, ids[start : start + size], logits_to_keep=1)[-1]
-            if between is not None and start + size < len(ids):
+                logits = self.extend(cache, ids[rows.start : rows.stop], logits_to_keep=1)[-1]
+            if between is not None and rows.stop < len(ids):
                 between(time.perf_counter() - began)
         return Prefill(cache, logits)
 

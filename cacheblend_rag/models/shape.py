@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +48,30 @@ class ModelShape:
 
     layers: tuple[LayerShape, ...]
     head: float
+
+    def slices(self, tokens: int, first: int) -> Iterator[range]:
+        """Positions of a prompt in slices that cost about the same; the first has ``first`` tokens.
+
+        A later row attends to more keys, so later slices have fewer rows, though not less than an eighth: weights are
+        read once a slice.
+        """
+        linear = sum(layer.linear for layer in self.layers)
+        kinds = Counter((layer.attention, layer.window) for layer in self.layers)
+
+        def cost(position: int) -> float:
+            keys = position + 1
+            return linear + sum(
+                count * attention * (keys if window is None else min(keys, window))
+                for (attention, window), count in kinds.items()
+            )
+
+        most, start, spent = sum(map(cost, range(first))), 0, 0.0
+        for position in range(tokens):
+            spent += cost(position)
+            if spent > most and position - start >= first // 8:
+                yield range(start, position)
+                start, spent = position, cost(position)
+        yield range(start, tokens)
 
 
 def layer_shape(layer: nn.Module, config: Any, kv_width: int, fused: bool, window: int | None) -> LayerShape:

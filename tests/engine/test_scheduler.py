@@ -203,6 +203,23 @@ def test_who_gives_way_in_a_long_pass_lets_others_take_steps_for_as_long() -> No
     scheduler.give_way(9.0)  # nobody waits
 
 
+def test_who_waits_to_be_alone_does_not_keep_a_long_pass_from_ending() -> None:
+    scheduler, events = Scheduler(), list[str]()
+
+    def alone() -> None:
+        with scheduler:
+            events.append("alone")
+
+    with ThreadPoolExecutor(1) as pool:
+        with scheduler.entered(lambda: 3):
+            asked = pool.submit(alone)
+            until(lambda: len(scheduler._line) == 1)
+            scheduler.give_way(0.01)
+            events.append("long pass")
+        asked.result(5)
+    assert events == ["long pass", "alone"]
+
+
 def test_the_time_of_a_request_is_that_of_its_own_work_and_its_part_of_common_steps() -> None:
     scheduler, seconds = Scheduler(), {}
 

@@ -18,6 +18,7 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.families import FAMILIES
 from cacheblend_rag.models.modules import cache_argument
+from cacheblend_rag.models.shape import LayerShape, ModelShape
 from cacheblend_rag.report import Generation
 from tests import tiny
 from tests.parity.test_families import EAGER_ONLY, WINDOWS
@@ -224,9 +225,24 @@ def test_a_prefill_in_slices_is_the_whole_one(family: str, changes: Any, monkeyp
     model, ids, between = tiny.model(family, **changes), list(range(3, 93)), list[float]()
     sliced = ModelAdapter(model).prefill(ids, between.append)
     whole = tiny.full_prefill(model, ids)
-    assert len(between) == 4
+    assert len(between) >= 4
     assert_logits_close(sliced.logits, whole.logits[0, -1], model, len(ids))
     assert_layers_close(sliced.cache.layers, tiny.cache_of(whole).layers, model)
+
+
+@pytest.mark.parametrize("window", [None, 64])
+def test_slices_of_a_prefill_cost_the_same(window: int | None) -> None:
+    shape = ModelShape((LayerShape(1000.0, 1.0, 1.0, 10.0), LayerShape(1000.0, 1.0, 1.0, 10.0, window)), 0.0)
+
+    def cost(rows: range) -> float:
+        return sum(2000.0 + 10.0 * (at + 1) + 10.0 * min(at + 1, window or at + 1) for at in rows)
+
+    slices = list(shape.slices(1000, 128))
+    assert [at for rows in slices for at in rows] == list(range(1000))
+    assert len(slices[0]) == 128
+    assert len(slices[-2]) < 50
+    assert [cost(rows) for rows in slices[:-1]] == pytest.approx([cost(slices[0])] * (len(slices) - 1), rel=0.1)
+    assert {len(rows) for rows in list(shape.slices(30_000, 128))[:-1]} >= {128, 16}, "none becomes tiny"
 
 
 def test_a_request_is_let_in_between_two_slices_of_a_prefill(

@@ -20,7 +20,7 @@ Nothing is imported here, so that the command line stays light.
 ``responding``              OpenAI's responses, which are conversations told as typed events
 ``chatting``                conversations through the LangChain chat model
 ``admission_queue``         the bounded, fair queue in front of the model
-``quota``                   how many tokens a tenant may use in a minute
+``quota``                   how many requests and tokens a tenant may have in a minute
 ``streams``                 server-sent events, and clients that go away
 ``gatekeeping``             keys, sizes, hosts, origins and headers, before anything else runs
 ``connections``             slow, idle and too many connections

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend_rag.app.server.accounting import Served, add_to_span, log_access, served
 from cacheblend_rag.app.server.problems import Problem, noted_problem
+from cacheblend_rag.app.server.quota import RequestQuota
 from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.app.server.tenants import Keys
 
@@ -53,6 +54,8 @@ class Gatekeeper:
     def __init__(self, app: ASGIApp, settings: ServerSettings, seen: Callable[[Served], None]) -> None:
         self._app, self._settings, self._seen = app, settings, seen
         self._keys, self._uploads = Keys(settings), Counter[str | None]()
+        # Without keys everyone is one tenant, on his own machine.
+        self._requests = RequestQuota(settings.limits.requests_per_minute if settings.guarded else None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request, or refuse it."""
@@ -119,10 +122,12 @@ class Gatekeeper:
         if scope["path"].startswith(_GUARDED):  # before anything of a body is read
             try:
                 caller = scope["caller"] = self._keys.caller_of(headers.get("authorization"))
-            except Problem as problem:
-                return problem
+            except Problem as unknown:
+                return unknown
             if caller.tenant is None and scope["path"] != "/metrics":
                 return Problem(403, "metrics_only", "this key only reads /metrics")
+            if caller.tenant is not None and (problem := self._requests.refusal(caller.tenant)) is not None:
+                return problem
             if self._uploads[caller.tenant] >= self._settings.limits.uploading and _is_upload(scope):
                 return Problem(429, "busy", "as many uploads of yours are being sent as may be", retry_after=5)
         origin = headers.get("origin")

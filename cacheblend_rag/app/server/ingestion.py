@@ -249,6 +249,7 @@ class Ingestion:
                 self._erase()
                 while not self._stopping.is_set() and (self._index() or self._warm()):
                     self._erase()
+                self._end_jobs()
             except Exception as error:
                 _log.error("background work failed: %s", type(error).__name__, exc_info=True)
                 self._stopping.wait(_RETRY)
@@ -462,6 +463,12 @@ class Ingestion:
         found = self._jobs.get((name, job))
         if found is not None:
             found.say(stage, file, done, total)
+
+    def _end_jobs(self) -> None:
+        """End jobs whose last document was deleted, or whose end a killed server did not note."""
+        for library in self._libraries.values():
+            for id, _ in library.catalogue.jobs():
+                self._end_if_done(library, id)
 
     def _end_if_done(self, library: Library, id: str) -> None:
         """End a job of which nothing is left to be done."""

@@ -1,4 +1,4 @@
-"""How many tokens a tenant may use in a minute."""
+"""How many requests and tokens a tenant may have in a minute."""
 
 from __future__ import annotations
 
@@ -9,11 +9,40 @@ from collections.abc import Callable
 
 from cacheblend_rag.app.server.problems import Problem
 
-__all__ = ["TokenQuota"]
+__all__ = ["RequestQuota", "TokenQuota"]
 
 
-class TokenQuota:
-    """A bucket of tokens for each tenant: it holds a minute's, and fills evenly.
+class _Buckets:
+    """A bucket for each tenant: it holds what a minute allows, and fills evenly."""
+
+    def __init__(self, per_minute: int | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.size, self._clock = per_minute, clock
+        self._levels: dict[str, tuple[float, float]] = {}  # what a tenant had left, and when
+        self._lock = threading.Lock()
+
+    def take(self, tenant: str, amount: int, *, keep: bool = False) -> tuple[int, int]:
+        """Take something out, if there is so much and it is not to be kept: what was there, and seconds until it is."""
+        with self._lock:
+            left = self._left(tenant)
+            if amount > left:
+                return int(left), max(1, math.ceil((amount - left) * 60 / (self.size or 1)))
+            if not keep:
+                self._levels[tenant] = left - amount, self._clock()
+            return int(left), 0
+
+    def give_back(self, tenant: str, amount: int) -> None:
+        """What was taken and not used."""
+        with self._lock:
+            self._levels[tenant] = min(self.size or 0, self._left(tenant) + amount), self._clock()
+
+    def _left(self, tenant: str) -> float:
+        size = self.size or 0
+        level, since = self._levels.get(tenant, (size, 0.0))
+        return min(size, level + (self._clock() - since) * size / 60)
+
+
+class RequestQuota(_Buckets):
+    """Requests of each tenant, of whatever kind.
 
     Parameters
     ----------
@@ -23,10 +52,25 @@ class TokenQuota:
         Seconds that have passed.
     """
 
-    def __init__(self, per_minute: int | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._size, self._clock = per_minute, clock
-        self._levels: dict[str, tuple[float, float]] = {}  # what a tenant had left, and when
-        self._lock = threading.Lock()
+    def refusal(self, tenant: str) -> Problem | None:
+        """Count a request, or say why it is refused: 429 with the time until there may be another."""
+        if self.size is None:
+            return None
+        _, wait = self.take(tenant, 1)
+        message = f"you may send {self.size:,} requests a minute; try again in {wait} s"
+        return Problem(429, "rate_limit_exceeded", message, retry_after=wait) if wait else None
+
+
+class TokenQuota(_Buckets):
+    """Tokens of each tenant's prompts and answers.
+
+    Parameters
+    ----------
+    per_minute : int, optional
+        None for as many as they like.
+    clock : callable
+        Seconds that have passed.
+    """
 
     def check(self, tenant: str, tokens: int) -> None:
         """Refuse a request that needs more tokens than its tenant has left.
@@ -36,35 +80,26 @@ class TokenQuota:
         Problem
             429 with the time until there are so many, or 400 if there never are.
         """
-        self.take(tenant, tokens, keep=True)
+        self.charge(tenant, tokens, keep=True)
 
-    def take(self, tenant: str, tokens: int, *, keep: bool = False) -> None:
+    def charge(self, tenant: str, tokens: int, *, keep: bool = False) -> None:
         """`check`, and take the tokens unless they are to be kept."""
-        if self._size is None:
+        if self.size is None:
             return
-        if tokens > self._size:
+        if tokens > self.size:
             message = (
-                f"prompt and answer could take {tokens:,} tokens, and {self._size:,} a minute are yours: ask for less"
+                f"prompt and answer could take {tokens:,} tokens, and {self.size:,} a minute are yours: ask for less"
             )
             raise Problem(400, "rate_limit_exceeded", message)
-        with self._lock:
-            left = self._left(tenant, self._size)
-            if tokens > left:
-                wait = max(1, math.ceil((tokens - left) * 60 / self._size))
-                message = (
-                    f"this could take {tokens:,} tokens, and {int(left):,} of your {self._size:,} a minute are left; "
-                    f"try again in {wait} s"
-                )
-                raise Problem(429, "rate_limit_exceeded", message, retry_after=wait)
-            if not keep:
-                self._levels[tenant] = left - tokens, self._clock()
+        left, wait = self.take(tenant, tokens, keep=keep)
+        if wait:
+            message = (
+                f"this could take {tokens:,} tokens, and {left:,} of your {self.size:,} a minute are left; "
+                f"try again in {wait} s"
+            )
+            raise Problem(429, "rate_limit_exceeded", message, retry_after=wait)
 
     def give_back(self, tenant: str, tokens: int) -> None:
         """Tokens that were taken and not used."""
-        if self._size is not None:
-            with self._lock:
-                self._levels[tenant] = min(self._size, self._left(tenant, self._size) + tokens), self._clock()
-
-    def _left(self, tenant: str, size: int) -> float:
-        level, since = self._levels.get(tenant, (size, 0.0))
-        return min(size, level + (self._clock() - since) * size / 60)
+        if self.size is not None:
+            super().give_back(tenant, tokens)

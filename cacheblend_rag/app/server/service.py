@@ -325,7 +325,7 @@ class Session:
         Problem
             As of `check_quota`.
         """
-        self.service.quota.take(self.tenant.name, sum(answers))
+        self.service.quota.charge(self.tenant.name, sum(answers))
         one = served.get()
         one.charged += sum(answers)
         one.unfinished += len(answers)

@@ -71,6 +71,8 @@ class Limits:
         Most tokens of an answer.
     answer_seconds : float
         Time an answer may take.
+    requests_per_minute : int
+        Requests of any kind that one tenant may send in a minute, where requests need a key.
     tokens_per_minute : int, optional
         Tokens of prompts and answers that one tenant may use in a minute; None for no such limit.
     queue : int
@@ -105,6 +107,7 @@ class Limits:
     schema_seconds: float = 2.0
     answer_tokens: int = 4_096
     answer_seconds: float = 300.0
+    requests_per_minute: int = 1_200
     tokens_per_minute: int | None = None
     queue: int = 64
     queue_seconds: float = 120.0
@@ -273,6 +276,7 @@ SERVER_OPTIONS = (
 _FLAGS: dict[str, dict[str, Any]] = {
     "upload_bytes": {"flag": "upload-limit", "metavar": "SIZE", "help": "of one uploaded file", "shown": "20 MB"},
     "disk_bytes": {"flag": "disk-limit", "metavar": "SIZE", "help": "of the documents of one tenant", "shown": "5 GB"},
+    "requests_per_minute": {"flag": "requests-per-minute", "metavar": "N", "help": "of one tenant that has a key"},
     "tokens_per_minute": {
         "flag": "tokens-per-minute",
         "metavar": "N",

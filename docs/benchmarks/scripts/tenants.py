@@ -268,7 +268,10 @@ async def abuse_on(one: Abuse, act: Callable[[Abuse], Awaitable[httpx.Response]]
 
 
 async def run_trial(url: str, seconds: float, names: Sequence[str]) -> list[Phase]:
-    """The phases one after another, a quiet one before, behind every third, and at the end."""
+    """The phases one after another, a quiet one before, behind every third, and at the end.
+
+    Before each comes a while that is not counted, in which what was asked for in the one before can end.
+    """
     phases, ended = [Phase(_FIRST)], asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
         clients = {name: await stack.enter_async_context(client_of(url, name)) for name in TENANTS}
@@ -282,6 +285,7 @@ async def run_trial(url: str, seconds: float, names: Sequence[str]) -> list[Phas
         for at, name in enumerate(names):
             if at % 3 == 0:
                 await _quiet(phases, seconds)
+            await _after(phases, seconds)
             phases.append(Phase(name))
             count, act = ABUSES[name]
             fourth = [asyncio.create_task(abuse_on(one, act, phases[-1])) for one in abusers[:count]]
@@ -308,11 +312,15 @@ async def _warmed(client: httpx.AsyncClient) -> None:
 
 
 async def _quiet(phases: list[Phase], seconds: float) -> None:
-    """A phase in which the fourth tenant does nothing; what it asked for before has ended when it begins."""
-    phases.append(Phase(_AFTER))
-    await asyncio.sleep(seconds / 4)
+    """A phase in which the fourth tenant does nothing."""
+    await _after(phases, seconds)
     phases.append(Phase("quiet"))
     await asyncio.sleep(seconds)
+
+
+async def _after(phases: list[Phase], seconds: float) -> None:
+    phases.append(Phase(_AFTER))
+    await asyncio.sleep(seconds / 4)
 
 
 def _say(phase: Phase) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import signal
+import sqlite3
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
+from cacheblend_rag.app.server.catalogue import Catalogue
 from tests.app.server.common import BASE, new_collection, passage, read_events, settings_for, settle
 from tests.app.server.test_crash import Served, sections, whole_or_not_at_all
 
@@ -124,6 +127,35 @@ def test_an_upload_goes_on_after_a_stop_and_its_followers_are_told(model: Path, 
             settle(client.app.state.service)  # type: ignore[attr-defined]
             report = client.post(f"/api/collections/{id}/ask", json={"question": "Which?", "stream": False}).json()
             assert report["report"]["misses"] == 0
+
+
+def test_a_job_ends_whose_end_a_killed_server_did_not_note(model: Path, docs: Path, tmp_path: Path) -> None:
+    settings = settings_for(model, docs, tmp_path)
+    with TestClient(create_app(settings), base_url=BASE) as client:
+        files = [("files", ("good.txt", passage(40)))]
+        job = client.post(f"/api/collections/{new_collection(client)}/documents", files=files).json()["job"]
+        assert read_events(client.get(f"/api/jobs/{job}/events").text)[-1][1]["stage"] == "done"
+    with closing(sqlite3.connect(next(tmp_path.rglob("catalogue.db")))) as file, file:
+        file.execute("UPDATE jobs SET ended = 0")
+    with TestClient(create_app(settings), base_url=BASE) as client:
+        last = read_events(client.get(f"/api/jobs/{job}/events").text)[-1][1]
+        assert (last["stage"], last["done"], last["total"]) == ("done", 1, 1)
+
+
+def test_a_job_ends_whose_document_is_deleted_before_its_kv_is_stored(
+    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Catalogue, "to_warm", lambda self, most: [])
+    with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
+        id = new_collection(client)
+        path = f"/api/collections/{id}/documents"
+        job = client.post(path, files=[("files", ("good.txt", passage(40)))]).json()["job"]
+        ends = time.monotonic() + 20
+        while (found := client.get(path).json())[0]["state"] != "ready":
+            assert time.monotonic() < ends
+            time.sleep(0.05)
+        assert client.delete(f"{path}/{found[0]['id']}").status_code == 204
+        assert read_events(client.get(f"/api/jobs/{job}/events").text)[-1][1]["stage"] == "done"
 
 
 @pytest.mark.parametrize("name", ["bad.txt", "good.txt"])

@@ -1,4 +1,4 @@
-"""Tokens that a tenant may use in a minute, and ways around that."""
+"""Requests and tokens that a tenant may have in a minute, and ways around that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from cacheblend_rag.app.server.problems import Problem
-from cacheblend_rag.app.server.quota import TokenQuota
+from cacheblend_rag.app.server.quota import RequestQuota, TokenQuota
 from cacheblend_rag.app.server.settings import Limits
 from tests.app.server.common import Running, client_of, process_logits, running, settings_for
 
@@ -42,7 +42,7 @@ def server(model: Path, docs: Path, tmp_path: Path) -> Iterator[Running]:
 
 
 def left(server: Running, tenant: str = "ada") -> int:
-    return int(server.service.quota._left(tenant, SIZE))
+    return int(server.service.quota._left(tenant))
 
 
 def settled(server: Running, value: int, tenant: str = "ada") -> None:
@@ -60,26 +60,49 @@ def complete(client: httpx.Client, server: Running, **more: Any) -> httpx.Respon
 def test_a_bucket_fills_evenly_and_holds_a_minutes_tokens() -> None:
     clock = Clock()
     quota = TokenQuota(600, clock)
-    quota.take("ada", 600)
+    quota.charge("ada", 600)
     with pytest.raises(Problem) as refused:
-        quota.take("ada", 100)
+        quota.charge("ada", 100)
     assert (refused.value.status, refused.value.code, refused.value.retry_after) == (429, "rate_limit_exceeded", 10)
-    quota.take("ben", 600)
+    quota.charge("ben", 600)
     clock.now += 10
     quota.check("ada", 100)
-    quota.take("ada", 100)  # to check takes nothing
+    quota.charge("ada", 100)  # to check takes nothing
     clock.now += 3600
-    quota.take("ada", 600)
+    quota.charge("ada", 600)
     with pytest.raises(Problem):
-        quota.take("ada", 1)
+        quota.charge("ada", 1)
     quota.give_back("ada", 10_000)
-    quota.take("ada", 600)
+    quota.charge("ada", 600)
     with pytest.raises(Problem):
-        quota.take("ada", 1)
+        quota.charge("ada", 1)
     with pytest.raises(Problem) as refused:
-        quota.take("ada", 601)
+        quota.charge("ada", 601)
     assert (refused.value.status, refused.value.retry_after) == (400, None)
-    TokenQuota(None, clock).take("ada", 10**12)
+    TokenQuota(None, clock).charge("ada", 10**12)
+
+
+def test_requests_of_any_kind_are_counted_where_there_are_keys(model: Path, docs: Path, tmp_path: Path) -> None:
+    clock, limits = Clock(), Limits(requests_per_minute=3)
+    quota = RequestQuota(3, clock)
+    assert [quota.refusal("ada") for _ in range(3)] == [None] * 3
+    refused = quota.refusal("ada")
+    assert refused is not None
+    assert (refused.status, refused.retry_after) == (429, 20)
+    assert quota.refusal("ben") is None
+    clock.now += 20
+    assert quota.refusal("ada") is None
+    guarded = settings_for(model, docs, tmp_path / "keys", keys=KEYS, limits=limits)
+    with running(guarded) as server, client_of(server, KEYS["ada"]) as ada, client_of(server, KEYS["ben"]) as ben:
+        seen = [ada.get("/api/state"), ada.post("/v1/embeddings", json={}), ada.get("/api/collections/none")]
+        assert 429 not in [one.status_code for one in seen]
+        answer = ada.get("/api/state")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert 1 <= int(answer.headers["retry-after"]) <= 20
+        assert ben.get("/api/state").status_code == 200
+        assert ada.get("/readyz").status_code == 200
+    with running(settings_for(model, docs, tmp_path / "none", limits=limits)) as server, client_of(server) as client:
+        assert {client.get("/api/state").status_code for _ in range(5)} == {200}
 
 
 def test_what_was_not_used_comes_back_and_what_is_used_up_is_refused(server: Running) -> None:
@@ -104,7 +127,7 @@ def test_what_was_not_used_comes_back_and_what_is_used_up_is_refused(server: Run
 
 def test_openai_clients_wait_as_they_are_told(server: Running) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEYS["ada"], max_retries=0)
-    server.service.quota.take("ada", SIZE)
+    server.service.quota.charge("ada", SIZE)
     with pytest.raises(openai.RateLimitError) as refused:
         client.completions.create(model=server.service.model_name, prompt="Which?", max_tokens=10)
     assert int(refused.value.response.headers["retry-after"]) == 1
@@ -135,8 +158,8 @@ def test_every_way_to_the_model_is_counted(server: Running) -> None:
             answer = client.post(path, json=body)
             assert answer.status_code == 200, answer.text
             time.sleep(0.2)  # what was not used comes back once the request has ended
-            used[kind] = most - int(quota._left("ada", most))
-            quota.take("ada", most - used[kind])
+            used[kind] = most - int(quota._left("ada"))
+            quota.charge("ada", most - used[kind])
             refused = client.post(path, json=body)
             assert refused.status_code == 429, kind
             assert "retry-after" in refused.headers
@@ -153,14 +176,14 @@ def test_many_at_once_do_not_get_more_than_one_after_the_other(server: Running) 
         with client_of(server, KEYS["ada"]) as client:
             return complete(client, server, max_tokens=100, prompt=f"Which {number}?").status_code
 
-    take, taken = server.service.quota.take, []
+    charge, taken = server.service.quota.charge, []
 
     def noted(tenant: str, tokens: int, *, keep: bool = False) -> None:
-        take(tenant, tokens, keep=keep)
+        charge(tenant, tokens, keep=keep)
         if not keep:
             taken.append(tokens)
 
-    server.service.quota.take = noted
+    server.service.quota.charge = noted
     server.service.quota.give_back = lambda tenant, tokens: None
     with ThreadPoolExecutor(24) as pool:
         statuses = list(pool.map(ask, range(24)))
