@@ -97,6 +97,19 @@ def test_changes_are_refused_by_name(fleet: Fleet) -> None:
     assert (large.status_code, large.json()["error"]["code"]) == (413, "too_large")
 
 
+def test_a_client_that_leaves_is_not_answered_on(fleet: Fleet) -> None:
+    body = {"model": "model", "prompt": "Who?", "max_tokens": 1500, "stream": True}
+    with fleet.client.stream("POST", "/v1/completions", json=body) as answer:
+        place = answer.headers["x-replica"]
+        next(answer.iter_text())
+
+    def counted() -> bool:
+        seen = fleet.client.get("/metrics")
+        return seen.headers["x-replica"] == place and "cacheblend_rag_clients_gone_total 1.0" in seen.text
+
+    wait_until(counted, 10)
+
+
 def test_a_killed_replica_is_answered_for_and_comes_back_with_its_kv(fleet: Fleet) -> None:
     documents = group(20)
     place, _ = fleet.complete(documents)
