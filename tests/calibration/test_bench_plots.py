@@ -25,6 +25,7 @@ DRAWN = (
     "decode",
     "loading",
     "hit-rates",
+    "fleet",
     "quality",
     "deviation",
     "concurrent-bfloat16",
@@ -37,6 +38,7 @@ WAYS = {
     "seconds_a_token": {"transformers": 0.002, "blended": 0.001},
     "to_transformers": {"transformers": 1.0, "blended": 0.5},
 }
+FLEET = dict.fromkeys(("hit", "remote", "p50", "p99", "imbalance", "megabytes", "possible"), 0.5)
 # A result of each kind, and what must be written in its plot.
 RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "bench ttft": (
@@ -116,6 +118,18 @@ RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
             ],
         },
         {"one after another", "up to 4 under way", "requests at once"},
+    ),
+    "simulator": (
+        {
+            "rule": {},
+            "large": 4,
+            "runs": [
+                {"scenario": "tenants", "router": router, "replicas": size, **FLEET}
+                for router in ("random", "power of two", "prefix affinity", "ours")
+                for size in (1, 4)
+            ],
+        },
+        {"power of two", "ours", "possible", "tenants"},
     ),
     "hit_rates": (
         {"content": [0.5] * 24, "chained": [0.1] * 24},

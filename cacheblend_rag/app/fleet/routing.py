@@ -18,6 +18,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
+from xxhash import xxh3_64_intdigest
+
 from cacheblend_rag.config import check_above_zero, check_share
 
 __all__ = ["MOST_CHUNKS", "HeldChunks", "RoutingRule", "chunk_digest", "rank_replicas"]
@@ -60,8 +62,8 @@ class HeldChunks:
     def of(cls, memory: Iterable[int], disk: Iterable[int] = (), most: int = MOST_CHUNKS) -> HeldChunks:
         """Of the digests held, the most recently used first. Those beyond ``most`` are left out, of the disk first."""
         upper = frozenset(islice((digest >> 32 for digest in memory), most))
-        lower = islice((digest >> 32 for digest in disk if digest >> 32 not in upper), most - len(upper))
-        return cls(upper, frozenset(lower))
+        lower = (key for key in (digest >> 32 for digest in disk) if key not in upper)
+        return cls(upper, frozenset(islice(lower, most - len(upper))))
 
     @classmethod
     def read(cls, summary: object) -> HeldChunks:
@@ -135,7 +137,7 @@ def rank_replicas(
     def place(replica: str) -> tuple[float, int, int]:
         load = (ongoing[replica] - least) / rule.imbalance_limit
         share = _worth(keys, held.get(replica), rule.disk_worth) / tokens
-        return load - share, ongoing[replica], -_hashed(anchor, replica)
+        return load - share, ongoing[replica], -xxh3_64_intdigest(replica.encode(), anchor)
 
     return sorted(ongoing, key=place)
 
@@ -144,11 +146,10 @@ def _worth(keys: Iterable[tuple[int, int]], held: HeldChunks | None, disk_worth:
     """Tokens that a replica need not compute."""
     if held is None:
         return 0.0
-    memory = sum(tokens for key, tokens in keys if key in held.memory)
-    disk = sum(tokens for key, tokens in keys if key in held.disk)
-    return memory + disk_worth * disk
-
-
-def _hashed(digest: int, replica: str) -> int:
-    data = digest.to_bytes(8, "big") + replica.encode()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+    worth = 0.0
+    for key, tokens in keys:
+        if key in held.memory:
+            worth += tokens
+        elif key in held.disk:
+            worth += disk_worth * tokens
+    return worth

@@ -34,6 +34,7 @@ __all__ = [
 CHUNK_TOKENS, OTHER_TOKENS, PREFIX_TOKENS = 256, 40, 20
 _ENDLESS = float("inf")
 _RULE = RoutingRule()
+_REMEMBERED = 10.0  # seconds
 # As in the engine's scheduler.
 _REQUESTS_SHARE, _REQUESTS_FIRST = 4.0, 10.0
 
@@ -161,6 +162,8 @@ class Router(ABC):
     rule : RoutingRule
     """
 
+    summaries = False  # whether it reads them
+
     def __init__(self, chooser: random.Random, rule: RoutingRule) -> None:
         self.chooser, self.rule = chooser, rule
 
@@ -252,12 +255,33 @@ class PrefixAffinity(PowerOfTwo):
 
 
 class Ours(Router):
-    """The rule of `cacheblend_rag.app.fleet.routing`, with summaries as old as they are."""
+    """The rule of `cacheblend_rag.app.fleet.routing`, with summaries as old as they are.
+
+    For ten seconds a replica counts as holding what was sent to it, as in `ChunkRouter`.
+    """
+
+    summaries = True
+
+    def __init__(self, chooser: random.Random, rule: RoutingRule) -> None:
+        super().__init__(chooser, rule)
+        self._sent: dict[int, dict[str, float]] = {}  # by chunk, when it was last sent to each replica
 
     def choose(self, request: Request, replicas: Mapping[str, Replica], held: Mapping[str, HeldChunks]) -> str:
         """See `Router.choose`."""
+        asked, sent = {digest >> 32 for digest in request.chunks}, dict[str, set[int]]()
+        for digest in request.chunks:
+            for name, at in self._sent.get(digest, {}).items():
+                if at > request.arrival - _REMEMBERED:
+                    sent.setdefault(name, set()).add(digest >> 32)
+        known = dict(held)
+        for name, keys in sent.items():
+            told = held.get(name, HeldChunks())
+            known[name] = HeldChunks(told.memory, (told.disk & asked) | keys)
         ongoing = {name: replica.ongoing for name, replica in replicas.items()}
-        return rank_replicas(request.chunks, held, ongoing, self.rule)[0]
+        chosen = rank_replicas(request.chunks, known, ongoing, self.rule)[0]
+        for digest in request.chunks:
+            self._sent.setdefault(digest, {})[chosen] = request.arrival
+        return chosen
 
 
 ROUTERS: dict[str, type[Router]] = {
@@ -349,7 +373,7 @@ class Simulation:
             replica.busy = 0.0
 
     def _arrive(self, job: Job) -> None:
-        if self._now >= self._next_summary:
+        if self._router.summaries and self._now >= self._next_summary:
             self._next_summary = self._now + self.options.period - self._now % self.options.period
             for replica in self.replicas.values():
                 if replica.changed:

@@ -80,17 +80,16 @@ class ServiceTimes:
         return self.fixed + self.computed * computed + self.attended * computed * total + reused
 
 
-def measure(model: str, dtype: str, chunk_tokens: int, rounds: int) -> dict[str, Any]:
+def measure(model: str, dtype: str, condition: str, chunk_tokens: int, rounds: int) -> dict[str, Any]:
     """Measure and fit; a dictionary fit for JSON."""
+    config = BlendConfig(write_back="off", max_concurrent=8, min_tokens=0, condition=condition)
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
         server = held.enter_context(valkey_server())
         remote = ValkeyStore(f"valkey://127.0.0.1:{server.port}/0", timeout=60.0)
         stores: dict[str, KVStore] = {"memory": MemoryStore(), "disk": DiskStore(folder), "remote": remote}
         first = held.enter_context(
-            BlendEngine.from_pretrained(
-                model, dtype=dtype, store=stores["memory"], config=BlendConfig(write_back="off", max_concurrent=8)
-            )
+            BlendEngine.from_pretrained(model, dtype=dtype, store=stores["memory"], config=config)
         )
         engines = {"memory": first}
         for name in ("disk", "remote"):
@@ -115,7 +114,13 @@ def measure(model: str, dtype: str, chunk_tokens: int, rounds: int) -> dict[str,
         token_bytes = first.estimate_bytes(known) / sum(map(len, first.tokenizer(list(known)).input_ids))
         found = {"prefills": rows, "steps": steps, "stored": stored, "bytes": token_bytes}
         return {
-            "options": {"model": model, "dtype": dtype, "chunk_tokens": chunk_tokens, "rounds": rounds},
+            "options": {
+                "model": model,
+                "dtype": dtype,
+                "condition": condition,
+                "chunk_tokens": chunk_tokens,
+                "rounds": rounds,
+            },
             "machine": machine("cpu"),
             "seconds": asdict(fitted(found)),
             **found,
@@ -187,7 +192,7 @@ def fitted(found: dict[str, Any]) -> ServiceTimes:
     ]
     prefill = _least_squares(columns, [row["seconds"] for row in rows])
     step = _least_squares([[1.0, row["at_once"]] for row in found["steps"]], [row["seconds"] for row in found["steps"]])
-    return ServiceTimes(*prefill, *step, found["stored"], found["bytes"])
+    return ServiceTimes(*[*prefill, *step, found["stored"], found["bytes"]])
 
 
 def _least_squares(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -205,6 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = script_parser("service_times", __doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--condition", default="auto", help="what chunks are computed behind")
     parser.add_argument("--chunk-tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, metavar="FILE", help="the file to write")
@@ -212,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         began = time.perf_counter()
-        result = measure(parsed.model, parsed.dtype, parsed.chunk_tokens, parsed.rounds)
+        result = measure(parsed.model, parsed.dtype, parsed.condition, parsed.chunk_tokens, parsed.rounds)
         print(f"measured in {time.perf_counter() - began:.0f} s")
         for name, value in result["seconds"].items():
             print(f"{name:<9} {value:.3g}")

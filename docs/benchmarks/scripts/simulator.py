@@ -16,11 +16,12 @@ A trace that ``--replay`` reads has JSON lines. It holds one run of one router. 
 
 Then comes a line a request, in the order of arrival, in seconds. A chunk is given by its digest and tokens::
 
-    {"arrival": 12.3, "chunks": [["9f0c6b1d2e3f4a5b", 256]], "other_tokens": 40, "new_tokens": 32,
+    {"arrival": 12.3, "chunks": [["9f0c6b1d2e3f4a5b", 256]], "question_tokens": 40, "new_tokens": 32,
      "observed": {"replica": "r2", "hit_tokens": 256, "ttft": 0.41}}
 
-``other_tokens`` are in no chunk. ``hit_tokens`` were read from the replica's own memory or disk. ``ttft`` is null if
-the request failed. Between them, ``{"at": 30.0, "lost": "r2"}`` and ``{"at": 60.0, "added": "r3"}`` change the fleet.
+``question_tokens`` are those of the prompt in no chunk. ``hit_tokens`` were read from the replica's own memory or disk.
+``ttft`` is null if the request failed. Between them, ``{"at": 30.0, "lost": "r2"}`` and ``{"at": 60.0, "added": "r3"}``
+change the fleet.
 """
 
 from __future__ import annotations
@@ -340,7 +341,8 @@ def read_trace(path: Path) -> Trace:
             stored={name: list(_chunks(of).items()) for name, of in run.get("stored", {}).items()},
             times=ServiceTimes(**run["seconds"]) if "seconds" in run else None,
             requests=tuple(
-                Request(one["arrival"], _chunks(one["chunks"]), one["other_tokens"], one["new_tokens"]) for one in asked
+                Request(one["arrival"], _chunks(one["chunks"]), one["question_tokens"], one["new_tokens"])
+                for one in asked
             ),
             observed=tuple(one["observed"] for one in asked),
             changes=tuple(Change(one["at"], one.get("lost", ""), one.get("added", "")) for one in lines if "at" in one),
