@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 from langchain_core.documents import Document
 
+from cacheblend_rag.app.folder_rag import FolderRAGOptions
 from cacheblend_rag.app.server.catalogue import Catalogue, Incoming
 from cacheblend_rag.app.server.database import Database
+from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.app.server.shared_catalogue import SharedCatalogue
-from cacheblend_rag.errors import DocumentError
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.errors import ConfigError, DocumentError
 from cacheblend_rag.retrieval.vectors import Vectors
 from docs.benchmarks.scripts.servers import PostgresServer, Proxy
 
@@ -222,3 +226,61 @@ class TestSharedCatalogue(CatalogueContract):
         with pytest.raises(DocumentError):
             catalogue.holds("\0")
         assert catalogue.documents("mine") == []
+
+    def test_a_file_is_read_by_one_server(self, postgres: PostgresServer, tmp_path: Path) -> None:
+        tenant = f"tenant-{next(_names)}"
+        databases = [database_of(postgres, tmp_path / name) for name in ("a", "b")]
+        a, b = [SharedCatalogue(one, tenant) for one in databases]
+        assert a.salt == b.salt
+        a.create("mine", "Mine", [])
+        a.accept("job", "mine", [file(id) for id in "12345"])
+        assert [one.id for one in a.waiting(2)] == ["1", "2"]
+        assert [one.id for one in b.waiting(2)] == ["3", "4"]
+        assert [one.id for one in a.waiting(9)] == ["1", "2", "5"]
+        assert b.own("mine") == {"3", "4"}
+        a.add([(file("1"), *read("text"))])
+        assert b.to_warm(9) == []
+        databases[0].close()  # which lets others take up what is left
+        assert [one.id for one in b.waiting(9)] == ["2", "3", "4", "5"]
+        assert a.own("mine") == set(), "it was only slow"
+        assert [id for id, _, _ in b.to_warm(9)] == ["1"]
+        databases[1].close()
+        databases[0].close()
+
+    def test_who_follows_sees_all_changes_in_their_order(self, catalogue: SharedCatalogue) -> None:
+        at, registered = catalogue.position()
+        assert registered == 1
+        take(catalogue, "a", "one")
+        take(catalogue, "b", "two")
+        catalogue.delete(["a"], ["k"])
+        changes = catalogue.changes(at)
+        assert changes is not None
+        assert [(what, about) for _, what, about in changes if what in ("in", "out")] == [
+            ("in", "a"),
+            ("in", "b"),
+            ("out", "a"),
+        ]
+        assert catalogue.position()[0] == changes[-1][0]
+        assert catalogue.changes(changes[-1][0]) == []
+        assert catalogue.changes(changes[-1][0] + 1) is None, "a backup was restored"
+
+    def test_two_processes_with_one_id(self, postgres: PostgresServer, tmp_path: Path) -> None:
+        first = database_of(postgres, tmp_path)
+        second = database_of(postgres, tmp_path)
+        second.register()
+        with pytest.raises(Problem, match="data folder of its own") as raised:
+            first.register()
+        assert raised.value.status == 503
+        for one in (first, second):
+            one.close()
+
+
+def test_what_is_no_database_and_what_cannot_be_used(postgres: PostgresServer, tmp_path: Path) -> None:
+    rag = FolderRAGOptions(docs=tmp_path, data_dir=tmp_path, config=BlendConfig())
+    for address in ("postgresql://u:hush@host/db", "postgresql://host/db?password=hush", "mysql://host/db"):
+        with pytest.raises(ConfigError, match="database") as refused:
+            ServerSettings(rag=rag, database=address)
+        assert "hush" not in str(refused.value)
+    for address in ("postgresql://127.0.0.1:1/postgres", f"postgresql://127.0.0.1:{postgres.port}/nothing"):
+        with pytest.raises(ConfigError, match="it cannot be used"):
+            Database(address, tmp_path, lambda: None)

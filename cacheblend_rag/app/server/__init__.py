@@ -11,6 +11,8 @@ Nothing is imported here, so that the command line stays light.
 ``tenants``                 who sent a request, and what belongs to each: salt, known texts, a folder
 ``library``                 collections as requests see them, and what deleting takes
 ``catalogue``               collections, documents, passages and uploads of a tenant, in one SQLite file
+``shared_catalogue``        the same in a database that several servers share
+``database``, ``following`` that database, and what a server does among others
 ``ingestion``               uploads read, split, embedded and warmed in the background, tenants in turns
 ``reading``                 files parsed in a process of its own
 ``confinement``             limits that this process sets itself

@@ -61,7 +61,11 @@ _OPTIONS = (
 _ONE_AT_A_TIME = "SELECT pg_advisory_xact_lock(7274220)"
 _TABLES = """
 CREATE SCHEMA IF NOT EXISTS cacheblend_rag;
-CREATE TABLE IF NOT EXISTS cacheblend_rag.servers (id TEXT PRIMARY KEY, seen TIMESTAMPTZ NOT NULL);
+CREATE TABLE IF NOT EXISTS cacheblend_rag.servers (
+    id TEXT PRIMARY KEY,
+    process TEXT NOT NULL,  -- drawn by each process
+    seen TIMESTAMPTZ NOT NULL
+);
 CREATE TABLE IF NOT EXISTS cacheblend_rag.tenants (
     name TEXT PRIMARY KEY,
     number BIGINT GENERATED ALWAYS AS IDENTITY,
@@ -102,9 +106,12 @@ class Database:
     def __init__(self, address: str, folder: Path, unknown: Callable[[], None]) -> None:
         self._unknown = unknown
         self.address, self.server = address, _kept_id(folder / "server-id")
+        self.process = secrets.token_hex(8)
+        """Drawn anew, to be told from another process with the same id."""
         self._lock, self._room = threading.Lock(), threading.Semaphore(_MOST)
         self._idle: list[_Connection] = []
         self._not_before, self._why = 0.0, ""
+        self._begun = False
         self.registrations = 0
         """How often this server was new to the database since it was started."""
         try:
@@ -198,17 +205,6 @@ class Database:
             _log.warning("the database %s answers again", self.address)
         return made
 
-    def check(self) -> None:
-        """See whether it answers.
-
-        Raises
-        ------
-        Problem
-            If it does not.
-        """
-        with self.connection() as connection:
-            connection.execute("SELECT 1")
-
     def close(self) -> None:
         """Let others take up at once what this server has not done, and close all connections."""
         with contextlib.suppress(Problem), self.connection() as connection:
@@ -225,14 +221,29 @@ class Database:
     # Servers and tenants -------------------------------------------------------------------------
 
     def register(self) -> None:
-        """Say that this server runs."""
+        """Say that this server runs.
+
+        Raises
+        ------
+        Problem
+            503 if the database does not answer, or another process has the same id: each would erase what is the
+            other's to erase.
+        """
+        known = "UPDATE servers SET seen = now(), process = %s WHERE id = %s"
         with self.connection() as connection:
-            known = "UPDATE servers SET seen = now() WHERE id = %s"
-            if connection.execute(known, (self.server,)).rowcount:
+            if self._begun:  # a process that is started anew takes the place of the former
+                rows = connection.execute("SELECT process FROM servers WHERE id = %s", (self.server,)).fetchall()
+                if rows and rows[0][0] != self.process:
+                    message = "another server has a copy of this data folder; give each server a data folder of its own"
+                    raise Problem(503, "same_server", message)
+            if connection.execute(known, (self.process, self.server)).rowcount:
+                self._begun = True
                 return
         self._unknown()
         with self.connection() as connection:
-            connection.execute("INSERT INTO servers VALUES (%s, now()) ON CONFLICT DO NOTHING", (self.server,))
+            statement = "INSERT INTO servers VALUES (%s, %s, now()) ON CONFLICT DO NOTHING"
+            connection.execute(statement, (self.server, self.process))
+        self._begun = True
         self.registrations += 1
 
     def forget_servers(self) -> None:

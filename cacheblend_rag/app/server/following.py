@@ -42,8 +42,8 @@ class Follower:
         work = ((database.register, _OFTEN), (self._follow, _OFTEN), (self._look_after, _SELDOM), (self._tidy, _TIDY))
         # What takes long keeps nobody from hearing that the server runs.
         self._threads = [
-            threading.Thread(target=self._run, args=(work[:1],)),
-            threading.Thread(target=self._run, args=(work[1:],)),
+            threading.Thread(target=self._run, args=(work[:1],), daemon=True),
+            threading.Thread(target=self._run, args=(work[1:],), daemon=True),
         ]
         for one in self._threads:
             one.start()

@@ -296,7 +296,7 @@ class Service:
         """
         await self.check_working()
         if self.database is not None:
-            await asyncio.to_thread(self.database.check)
+            await asyncio.to_thread(self.database.register)
 
     async def check_working(self) -> None:
         """Whether this process does its work; if not, starting it again may help.

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from cacheblend_rag.app.server.catalogue import TABLES, Catalogue, Incoming, Statements
-from cacheblend_rag.app.server.database import ALIVE_SECONDS, SECONDS, SLOW_SECONDS, Database
+from cacheblend_rag.app.server.database import ALIVE_SECONDS, AWAY_SECONDS, SECONDS, SLOW_SECONDS, Database
 
 __all__ = ["SharedCatalogue"]
 
@@ -22,7 +22,8 @@ _ME = "current_setting('cacheblend_rag.server')"
 _ALIVE = f"seen > now() - interval '{ALIVE_SECONDS} s'"
 # Nobody's, one's own, or of a server that does not run any more.
 _FREE = f"(server IS NULL OR server NOT IN (SELECT id FROM cacheblend_rag.servers WHERE {_ALIVE} AND id <> {_ME}))"
-_KEPT_CHANGES = "3600 s"
+# Longer than it takes until a server is forgotten that does not follow them.
+_KEPT_CHANGES = f"{2 * AWAY_SECONDS} s"
 _TYPES = {
     "INTEGER PRIMARY KEY AUTOINCREMENT": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
     "INTEGER PRIMARY KEY": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
@@ -234,9 +235,9 @@ class SharedCatalogue(Catalogue):
 
     def position(self) -> tuple[int, int]:
         """The number of the last change, and how often this server was new to the database."""
-        known = f"EXISTS (SELECT 1 FROM cacheblend_rag.servers WHERE id = {_ME})"
+        known = f"(SELECT process FROM cacheblend_rag.servers WHERE id = {_ME})"
         (row,) = self._read(f"SELECT (SELECT MAX(id) FROM changes), {known}")
-        if not row[1]:
+        if row[1] != self._database.process:
             self._database.register()
         return row[0] or 0, self._database.registrations
 

@@ -211,9 +211,8 @@ def trace(
 ) -> Iterator[str]:
     """Lines for the simulator."""
     names = [str(number) for number in range(options.replicas)]
-    yield json.dumps(
-        {"run": {"router": router, "replicas": names, "memory_tokens": None, "disk_tokens": None, "slots": 1}}
-    )
+    run = {"router": router, "replicas": names, "memory_tokens": None, "disk_tokens": None, "slots": 4}
+    yield json.dumps({"run": {**run, "shared": True, "cores": os.cpu_count()}})
     for asked, answered in zip(requests, answers, strict=True):
         read = list(zip(asked.chunks, answered.tiers, strict=False))
         observed = {
@@ -225,7 +224,7 @@ def trace(
         line = {
             "arrival": asked.arrival,
             "chunks": [[f"{chunk_digest(chunk):016x}", tokens[chunk]] for chunk in asked.chunks],
-            "question_tokens": tokens[asked.question],
+            "other_tokens": tokens[asked.question],
             "new_tokens": options.new_tokens,
             "observed": observed,
         }

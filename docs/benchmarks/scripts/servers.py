@@ -125,9 +125,9 @@ class PostgresServer:
         self._user = "nobody" if os.geteuid() == 0 else None
         if self._user:
             shutil.chown(self._folder, self._user)
-        settings = {"user": self._user, "cwd": self._folder, "check": True, "capture_output": True}
-        command = ["initdb", "-D", "data", "-U", "postgres", "--auth=trust", "--encoding=UTF8", "--no-locale", "-N"]
-        subprocess.run([self._programs / command[0], *command[1:]], **settings)  # type: ignore[call-overload]
+        command = [self._program("initdb"), "-D", "data", "-U", "postgres", "--auth=trust", "--no-locale", "-N"]
+        command += ["--encoding=UTF8"]
+        subprocess.run(command, user=self._user, cwd=self._folder, check=True, capture_output=True)
         self.port = free_port()
         self.start()
 
@@ -136,14 +136,17 @@ class PostgresServer:
         """Of its database; the user is ``postgres``, without a password."""
         return f"postgresql://{_LOOPBACK}:{self.port}/postgres"
 
+    def _program(self, name: str) -> str:
+        return str(self._programs / name)
+
     def start(self) -> None:
         """Start it, and wait until it answers."""
-        command = [self._programs / "postgres", "-D", "data", "-h", _LOOPBACK, "-p", str(self.port), "-k", ""]
+        command = [self._program("postgres"), "-D", "data", "-h", _LOOPBACK, "-p", str(self.port), "-k", ""]
         command += ["-c", "max_connections=200"]
         log = (self._folder / "log").open("ab")
         self.process = subprocess.Popen(command, cwd=self._folder, user=self._user, stdout=log, stderr=log)
         log.close()
-        ready = [self._programs / "pg_isready", "-q", "-h", _LOOPBACK, "-p", str(self.port)]
+        ready = [self._program("pg_isready"), "-q", "-h", _LOOPBACK, "-p", str(self.port)]
         while subprocess.run(ready).returncode:
             if self.process.poll() is not None:
                 raise RuntimeError((self._folder / "log").read_text())

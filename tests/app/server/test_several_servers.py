@@ -19,7 +19,16 @@ from starlette.testclient import TestClient
 from cacheblend_rag.app.server.app import create_app
 from cacheblend_rag.app.server.settings import Limits, ServerSettings
 from docs.benchmarks.scripts.servers import PostgresServer, Proxy, valkey_server
-from tests.app.server.common import BASE, new_collection, passage, read_events, settings_for, settle, upload
+from tests.app.server.common import (
+    BASE,
+    new_collection,
+    passage,
+    process_logits,
+    read_events,
+    settings_for,
+    settle,
+    upload,
+)
 from tests.app.server.test_crash import Served, sections, whole_or_not_at_all
 from tests.app.server.test_deleting import hits, ids_of, service_of
 from tests.app.server.test_journal import Writer
@@ -389,3 +398,36 @@ def test_one_erases_what_lies_in_a_shared_store_and_the_text_goes_when_all_have_
         for one in two:
             keys = service_of(one).sessions["local"].engine().records_of([passage(970).strip()])
             assert not keys & {key for key, _ in service_of(one).tombstones.inner.infos("")}
+
+
+def test_an_answer_under_way_elsewhere_leaves_no_kv_of_what_was_deleted(
+    two: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = two
+    begun = threading.Event()
+
+    def slow(ids: Any, scores: Any) -> Any:
+        begun.set()
+        time.sleep(0.3)
+        return scores
+
+    service_of(a).tombstones.lasting = 2.0
+    id = new_collection(b)
+    upload(b, id, {"a.txt": passage(980)})
+    settle(service_of(b))
+    document = ids_of(b, id)["a.txt"]
+    with monkeypatch.context() as patch:
+        process_logits(patch, slow)
+        answer = threading.Thread(target=ask, args=(a, id))
+        answer.start()
+        assert begun.wait(30)
+        assert b.delete(f"/api/collections/{id}/documents/{document}").status_code == 204
+        assert answer.is_alive()
+        assert names(a, id) == []
+        answer.join()
+    service_of(a).engine.flush()  # which stores what the answer computed
+    library = service_of(a).sessions["local"].library
+    until(lambda: not library.catalogue.leaving(0.0))
+    until(lambda: not library.catalogue.tombstones())
+    keys = service_of(a).sessions["local"].engine().records_of([passage(980).strip()])
+    assert not keys & {key for key, _ in service_of(a).tombstones.inner.infos("")}
