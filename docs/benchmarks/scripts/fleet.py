@@ -224,7 +224,7 @@ def trace(
         line = {
             "arrival": asked.arrival,
             "chunks": [[f"{chunk_digest(chunk):016x}", tokens[chunk]] for chunk in asked.chunks],
-            "other_tokens": tokens[asked.question],
+            "question_tokens": tokens[asked.question],
             "new_tokens": options.new_tokens,
             "observed": observed,
         }
