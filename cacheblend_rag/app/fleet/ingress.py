@@ -87,10 +87,10 @@ class Ingress:
             return {}
         try:
             body = json.loads(call.body)
-        except ValueError:
+            if not asked:
+                return weighed_pieces(texts_in(body), self._separator)
+        except (ValueError, RecursionError):
             return {}  # a replica says what is wrong with it
-        if not asked:
-            return weighed_pieces(texts_in(body), self._separator)
         if not isinstance(body, dict):
             return {}
         with contextlib.suppress(TimeoutError, RayActorError):
