@@ -26,6 +26,7 @@ import numpy as np
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.app.collection import ARTICLES_PATH
 from cacheblend_rag.calibration.bench.benching import machine
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
 from cacheblend_rag.store.valkey import ValkeyStore
 from docs.benchmarks.scripts.common import TokenClock, greedy, reported, script_parser
@@ -70,8 +71,11 @@ class ServiceTimes:
 
     @classmethod
     def read(cls, path: Path = DEFAULTS_PATH) -> ServiceTimes:
-        """Those of a file that this script has written."""
-        return cls(**json.loads(path.read_text(encoding="utf-8"))["seconds"])
+        """Those of a file that this script has written; ConfigError if it is not one."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8"))["seconds"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError("times", str(path), f"use a file that service_times has written ({error!r})") from error
 
     def prefill(self, computed: float, memory: float = 0.0, disk: float = 0.0, remote: float = 0.0) -> float:
         """Time to first token by numbers of tokens; ``computed`` has those of the question, too."""
