@@ -40,7 +40,10 @@ def build(arguments: FleetArguments) -> serve.Application:
 
 
 def build_given(
-    arguments: FleetArguments, given: Mapping[str, Given], routing: Mapping[str, Any] | None = None
+    arguments: FleetArguments,
+    given: Mapping[str, Given],
+    routing: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> serve.Application:
     """The application with options that are read already.
 
@@ -50,6 +53,8 @@ def build_given(
     given : mapping of str to Given
     routing : mapping, optional
         Class and arguments of another router, as `RequestRouterConfig` takes them.
+    **options
+        Further options of Ray Serve for the replicas.
 
     Raises
     ------
@@ -62,16 +67,17 @@ def build_given(
         raise ConfigError("database", None, remedy)
     rule = {"imbalance_limit": arguments.imbalance_limit}
     routing = routing or {"request_router_class": ChunkRouter, "request_router_kwargs": rule}
-    numbers: dict[str, Any] = {"num_replicas": arguments.replicas}
-    if arguments.autoscaling is not None:
-        numbers = {"autoscaling_config": {"initial_replicas": arguments.replicas, **arguments.autoscaling}}
+    if arguments.autoscaling is None:
+        options["num_replicas"] = arguments.replicas
+    else:
+        options["autoscaling_config"] = {"initial_replicas": arguments.replicas, **arguments.autoscaling}
     replicas = serve.deployment(Replica).options(  # type: ignore[attr-defined]
         name="replicas",
         max_ongoing_requests=_ONGOING,
         graceful_shutdown_timeout_s=_STOPPING,
         ray_actor_options=arguments.actor,
         request_router_config=RequestRouterConfig(**{"request_routing_stats_period_s": 1.0, **routing}),
-        **numbers,
+        **options,
     )
     ingress = serve.deployment(Ingress).options(  # type: ignore[attr-defined]
         name="ingress",

@@ -87,10 +87,10 @@ class Ingress:
             return {}
         try:
             body = json.loads(call.body)
-        except ValueError:
+            if not asked:
+                return weighed_pieces(texts_in(body), self._separator)
+        except (ValueError, RecursionError):
             return {}  # a replica says what is wrong with it
-        if not asked:
-            return weighed_pieces(texts_in(body), self._separator)
         if not isinstance(body, dict):
             return {}
         with contextlib.suppress(TimeoutError, RayActorError):
@@ -106,7 +106,10 @@ class Ingress:
         query = {"query": _opening(body), "k": body.get("k") or self._passages}
         search = call.with_json(f"{collection}/search", json.dumps(query).encode())
         answer = self._sent(search, {})
-        head, *parts = [part async for part in answer]
+        try:
+            head, *parts = [part async for part in answer]
+        finally:
+            answer.cancel()  # type: ignore[no-untyped-call]  # it may have taken too long
         if not isinstance(head, Head) or head.status != 200:
             return {}
         return weighed_pieces(one["text"] for one in json.loads(b"".join(parts)))
@@ -122,6 +125,9 @@ class Ingress:
                 head, first = await anext(answer), await anext(answer, b"")
             except RayActorError:  # nothing was sent yet
                 continue
+            except BaseException:  # the client has gone
+                answer.cancel()  # type: ignore[no-untyped-call]
+                raise
             response = StreamingResponse(_forwarded(call, head, first, answer), head.status)
             # Ray Serve adds the id that the request came to us with.
             response.raw_headers = [one for one in head.headers if one[0] != b"x-request-id"]

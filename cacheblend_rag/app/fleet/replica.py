@@ -10,7 +10,6 @@ import threading
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 from cacheblend_rag.app.cli.configuration import Given, server_settings
@@ -108,13 +107,13 @@ def _started(settings: ServerSettings) -> tuple[int, Service, SummarizedStore]:
         stores.append(SummarizedStore(store))
         return stores[-1]
 
-    for place in count():
+    place = 0
+    while True:
         rag = replace(settings.rag, data_dir=folder / str(place))
         try:
             return place, Service(replace(settings, rag=rag), wrapped), stores[-1]
         except FolderInUseError:
-            continue
-    raise AssertionError
+            place += 1
 
 
 def _terms_of(service: Service) -> Terms:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import secrets
 import signal
 import socket
@@ -20,9 +21,11 @@ from ray import serve
 from cacheblend_rag.app.cli.configuration import Given, server_settings
 from cacheblend_rag.app.fleet.application import build_given
 from cacheblend_rag.app.fleet.arguments import FleetArguments
+from cacheblend_rag.errors import CacheBlendError
 
 __all__ = ["fleet", "serve_fleet"]
 
+_NAME = "cacheblend-rag"
 _STORE_BYTES = 200_000_000  # of objects between processes: requests and pieces of answers pass through it
 
 
@@ -40,8 +43,8 @@ def fleet(given: Mapping[str, Given], replicas: int, **build: Any) -> Iterator[s
 
     Raises
     ------
-    ConfigError
-        If an option cannot be used.
+    CacheBlendError
+        If an option cannot be used, or the replicas do not start.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # else Ray keeps one in the home folder
@@ -52,6 +55,8 @@ def fleet(given: Mapping[str, Given], replicas: int, **build: Any) -> Iterator[s
         import torch
 
         actor["num_gpus"] = torch.cuda.device_count() / replicas
+    # What keeps a replica from starting here keeps it from starting again.
+    build = {"max_constructor_retry_count": replicas, **build}
     application = build_given(FleetArguments(replicas=replicas, actor=actor), given, **build)
     port = settings.port or _free_port(settings.host)
     # Sockets lie in it, whose paths must be short.
@@ -67,7 +72,10 @@ def fleet(given: Mapping[str, Given], replicas: int, **build: Any) -> Iterator[s
         try:
             quiet = {"enable_access_log": False, "log_level": "WARNING"}
             serve.start(http_options={"host": settings.host, "port": port}, logging_config=quiet)
-            serve.run(application, name="cacheblend-rag", logging_config=quiet)
+            try:
+                serve.run(application, name=_NAME, logging_config=quiet)
+            except RuntimeError as error:
+                raise CacheBlendError(f"the replicas do not start: {_reason()}") from error
             host = f"[{settings.host}]" if ":" in settings.host else settings.host
             yield f"http://{host}:{port}"
         finally:
@@ -87,6 +95,13 @@ def serve_fleet(given: Mapping[str, Given], replicas: int) -> int:
         except KeyboardInterrupt:
             pass
     return 0
+
+
+def _reason() -> str:
+    """The last error of replicas that do not start."""
+    told = "\n".join(one.message for one in serve.status().applications[_NAME].deployments.values())
+    errors = re.findall(r"^[\w.]*Error: (.+)$", told, re.MULTILINE)
+    return errors[-1] if errors else told.strip()
 
 
 def _free_port(host: str) -> int:

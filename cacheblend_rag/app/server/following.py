@@ -21,6 +21,7 @@ __all__ = ["Follower"]
 _log = logging.getLogger(__name__)
 # Seconds until what others have changed is looked at again, what they have left, and what nobody needs any more.
 _OFTEN, _SELDOM, _TIDY = 1.0, 5.0, 60.0
+_LAST = 5.0  # seconds that a thread may take to end; one that waits for the database is left
 
 
 class Follower:
@@ -52,7 +53,7 @@ class Follower:
         """Stop them, and wait for that."""
         self._stopping.set()
         for one in self._threads:
-            one.join()
+            one.join(_LAST)
 
     def _run(self, work: Sequence[tuple[Callable[[], None], float]]) -> None:
         due = {do: 0.0 for do, _ in work}

@@ -361,8 +361,8 @@ class Library:
         if (position, registrations) == (self._followed, self._registered):
             return
         with self._lock:
-            changes = catalogue.changes(self._followed)
-            if changes is None or registrations != self._registered:  # begin anew
+            changes = catalogue.changes(self._followed) if registrations == self._registered else None
+            if changes is None:  # begin anew
                 position, registrations = catalogue.position()
                 catalogue.adopt()
                 self._recall()
@@ -428,6 +428,7 @@ class Library:
         """
         if self._common is not None:
             with self._lock:
+                self._heed(self._common)  # where that was undone with what it was part of
                 self._heed(self._common, self._store.lasting)
             self.unfinished = self._common.unfinished()
 
@@ -450,7 +451,7 @@ class Library:
         """
         found = self._collections.get(id)
         if found is None and self._unknown is not None:
-            raise self._unknown
+            raise self._unknown.with_traceback(None)
         return found
 
     def search(self, collection: OwnCollection, query: str, k: int) -> list[Found]:

@@ -165,7 +165,8 @@ class SharedCatalogue(Catalogue):
         if getattr(self._here, "begun", None) is not None:
             yield
             return
-        with self._database.connection(self._schema, SLOW_SECONDS) as connection, connection.transaction():
+        with self._database.connection(self._schema) as connection, connection.transaction():
+            connection.seconds = SLOW_SECONDS  # now that it answers
             connection.execute("SELECT pg_advisory_xact_lock(hashtextextended(current_schema(), 0))")
             self._here.begun = _Statements(connection)
             try:

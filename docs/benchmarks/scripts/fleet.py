@@ -211,9 +211,8 @@ def trace(
 ) -> Iterator[str]:
     """Lines for the simulator."""
     names = [str(number) for number in range(options.replicas)]
-    yield json.dumps(
-        {"run": {"router": router, "replicas": names, "memory_tokens": None, "disk_tokens": None, "slots": 1}}
-    )
+    run = {"router": router, "replicas": names, "memory_tokens": None, "disk_tokens": None, "slots": 4}
+    yield json.dumps({"run": {**run, "shared": True, "cores": os.cpu_count()}})
     for asked, answered in zip(requests, answers, strict=True):
         read = list(zip(asked.chunks, answered.tiers, strict=False))
         observed = {

@@ -95,6 +95,23 @@ def test_changes_are_refused_by_name(fleet: Fleet) -> None:
     assert (answer.status_code, answer.json()["error"]["code"]) == (501, "no_database")
     large = fleet.client.post("/v1/completions", content=b" " * 5_000_000)
     assert (large.status_code, large.json()["error"]["code"]) == (413, "too_large")
+    for body in (b"", b"[" * 100_000, b"\xff", b'{"prompt": "\\ud800"}', b"5"):
+        for path in ("/v1/completions", "/api/collections/archive/ask"):
+            wrong = fleet.client.post(path, content=body, headers={"Content-Type": "application/json"})
+            assert wrong.status_code in (400, 422), (path, body[:20], wrong.text)
+
+
+def test_a_client_that_leaves_is_not_answered_on(fleet: Fleet) -> None:
+    body = {"model": "model", "prompt": "Who?", "max_tokens": 1500, "stream": True}
+    with fleet.client.stream("POST", "/v1/completions", json=body) as answer:
+        place = answer.headers["x-replica"]
+        next(answer.iter_text())
+
+    def counted() -> bool:
+        seen = fleet.client.get("/metrics")
+        return seen.headers["x-replica"] == place and "cacheblend_rag_clients_gone_total 1.0" in seen.text
+
+    wait_until(counted, 10)
 
 
 def test_a_killed_replica_is_answered_for_and_comes_back_with_its_kv(fleet: Fleet) -> None:
