@@ -24,6 +24,8 @@ REPLICAS = 2
 class Fleet(Served):
     """Replicas behind one address."""
 
+    start_seconds = 180.0
+
     def __init__(self, docs: Path, data: Path, *more: str) -> None:
         self.data = data
         super().__init__(MODEL_PATH, docs, data, "--ray", "--replicas", str(REPLICAS), "--dtype", "float32", *more)
@@ -51,7 +53,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             write_documents(folder / "docs"), folder / "data", "--shared-store", address, "--access-log", "off"
         )
         yield made
-        assert made.end(signal.SIGTERM) == 0, "".join(made.lines)
+        assert made.end(signal.SIGTERM) == 0, made.log
 
 
 def group(number: int) -> list[str]:

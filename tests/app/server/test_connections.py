@@ -20,7 +20,6 @@ from cacheblend_rag.app.server.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.engine import BlendEngine
 from tests.app.server.common import Running, client_of, new_collection, running, settings_for
-from tests.app.server.test_crash import ROOT
 from tests.toy import EMBEDDER_PATH
 
 HALF = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "
@@ -176,6 +175,7 @@ async def test_a_queue_knows_how_long_nobody_was_let_in() -> None:
     await first.leave()
 
 
+ROOT = Path(__file__).parents[3]
 STUCK = """
 import sys, threading, time
 from cacheblend_rag.app.cli import main

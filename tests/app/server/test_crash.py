@@ -30,6 +30,8 @@ from tests.toy import EMBEDDER_PATH
 class Served:
     """``cacheblend-rag serve`` as a user starts it."""
 
+    start_seconds = 60.0
+
     def __init__(self, model: Path, docs: Path, data: Path, *more: str) -> None:
         command = ["-m", "cacheblend_rag.app.cli", "serve", "--port", "0", "--device", "cpu"]
         arguments = ["--model", str(model), "--embedder", str(EMBEDDER_PATH), "--docs", str(docs)]
@@ -38,10 +40,11 @@ class Served:
         self._log = data.parent / f"log-{secrets.token_hex(4)}"
         nothing = Path(os.devnull)
         self.process = start_program([*command, *arguments], data.parent, nothing, self._log, environment)
-        ends = time.monotonic() + 60
+        ends = time.monotonic() + self.start_seconds
         while not (found := re.search(r"^Open (http://127\.0\.0\.1:\d+)$", self.log, re.MULTILINE)):
-            assert self.process.is_alive(), self.log
-            assert time.monotonic() < ends, self.log
+            if not self.process.is_alive() or time.monotonic() > ends:
+                self._stop(signal.SIGTERM)
+                raise AssertionError(self.log)
             time.sleep(0.05)
         self.client = httpx.Client(base_url=found[1], timeout=60)
 
@@ -53,11 +56,14 @@ class Served:
     def end(self, how: signal.Signals) -> int:
         """Send a signal; the exit status."""
         self.client.close()
+        self._stop(how)
+        assert self.process.exitcode is not None
+        return self.process.exitcode
+
+    def _stop(self, how: signal.Signals) -> None:
         if self.process.is_alive() and self.process.pid is not None:
             os.kill(self.process.pid, how)
         self.process.join(60)
-        assert self.process.exitcode is not None
-        return self.process.exitcode
 
 
 def sections(document: int, count: int = 12) -> str:
