@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -61,7 +62,8 @@ class Served:
         return self.process.exitcode
 
     def _stop(self, how: signal.Signals) -> None:
-        if self.process.is_alive() and self.process.pid is not None:
+        assert self.process.pid is not None
+        with contextlib.suppress(ProcessLookupError):  # it may have ended already
             os.kill(self.process.pid, how)
         self.process.join(60)
 
