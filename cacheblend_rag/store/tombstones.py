@@ -68,12 +68,9 @@ class TombstonedStore(WrappedStore):
             If that fails.
         """
         self.inner.flush()
-        for tier in self._own_tiers():
+        for tier in self.own_tiers:
             for key, _ in list(tier.infos("")):
                 tier.delete(key)
-
-    def _own_tiers(self) -> Sequence[KVStore]:
-        return [tier for tier in getattr(self.inner, "tiers", ()) or (self.inner,) if not tier.remote]
 
     def bury(self, keys: Iterable[str]) -> None:
         """Set tombstones: from now on nothing is read from these records or stored in their place."""
@@ -143,5 +140,5 @@ class TombstonedStore(WrappedStore):
 
     def infos(self, beginning: str) -> Iterator[tuple[str, RecordInfo]]:
         """See `KVStore.infos`."""
-        looked_at = self._own_tiers() if getattr(self._near, "only", False) else [self.inner]
+        looked_at = self.own_tiers if getattr(self._near, "only", False) else [self.inner]
         return (one for store in looked_at for one in store.infos(beginning) if not self._buried(one[0]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from cacheblend_rag.store.base import BaseStore, KVRecord, KVStore, OnEvict, RecordInfo, StoredKV, StoreStats
@@ -24,6 +24,11 @@ class WrappedStore(BaseStore):
         self.tiers, self.tier, self.device = inner.tiers, inner.tier, inner.device
         self.persistent, self.read_only, self.folder = inner.persistent, inner.read_only, inner.folder
         self.remote = inner.remote
+
+    @property
+    def own_tiers(self) -> Sequence[KVStore]:
+        """Tiers of this machine."""
+        return [tier for tier in self.tiers or (self.inner,) if not tier.remote]
 
     @property
     def on_evict(self) -> OnEvict | None:

@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 
 from cacheblend_rag.app.fleet.calls import Call, Head
 from cacheblend_rag.app.fleet.pieces import texts_in, weighed_pieces
-from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.problems import Problem, too_large
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.app.server.streams import event
 
@@ -67,15 +67,14 @@ class Ingress:
             remedy = "collections of replicas need a database: start them with --database, or one server without --ray"
             raise Problem(501, "no_database", remedy)
         most = self._limits.body_of(upload)
-        too_large = Problem(413, "too_large", f"a request's body may have {most:,} bytes here")
         length = request.headers.get("content-length", "")
         if length.isdigit() and int(length) > most:
-            raise too_large
+            raise too_large(most)
         body = bytearray()
         async for part in request.stream():
             body += part
             if len(body) > most:
-                raise too_large
+                raise too_large(most)
         client = None if request.client is None else (request.client.host, request.client.port)
         query = request.scope["query_string"]
         return Call(request.method, path, query, tuple(request.scope["headers"]), bytes(body), client)

@@ -34,7 +34,7 @@ class SummarizedStore(WrappedStore):
 
     def __init__(self, inner: KVStore) -> None:
         super().__init__(inner)
-        own = [tier for tier in inner.tiers or (inner,) if not tier.remote]
+        own = self.own_tiers
         self._memory = next((tier for tier in own if not tier.persistent), None)
         self._kept = next((tier for tier in own if tier.persistent), None)
         self._pieces = OrderedDict[str, tuple[int, ...]]()  # by key, the last used last

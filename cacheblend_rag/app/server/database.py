@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.app.server.keys_file import write_private
+from cacheblend_rag.app.server.keys_file import secret_kept
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.errors import ConfigError, DocumentError, MissingExtraError
 
@@ -105,7 +105,8 @@ class Database:
 
     def __init__(self, address: str, folder: Path, unknown: Callable[[], None]) -> None:
         self._unknown = unknown
-        self.address, self.server = address, _kept_id(folder / "server-id")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.address, self.server = address, secret_kept(folder / "server-id", 8)
         self.process = secrets.token_hex(8)
         """Drawn anew, to be told from another process with the same id."""
         self._lock, self._room = threading.Lock(), threading.Semaphore(_MOST)
@@ -285,15 +286,3 @@ def _silent(connection: _Connection) -> bool:
     with selectors.DefaultSelector() as selector:
         selector.register(connection.fileno(), selectors.EVENT_READ)
         return not selector.select(0)
-
-
-def _kept_id(path: Path) -> str:
-    try:
-        id = path.read_text(encoding="ascii").strip()
-    except FileNotFoundError:
-        id = ""
-    if not id:
-        id = secrets.token_hex(8)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_private(path, id)
-    return id

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cacheblend_rag.app.server.accounting import Served, add_to_span, log_access, served
-from cacheblend_rag.app.server.problems import Problem, noted_problem
+from cacheblend_rag.app.server.problems import Problem, noted_problem, too_large
 from cacheblend_rag.app.server.quota import RequestQuota
 from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.app.server.tenants import Keys
@@ -115,7 +115,7 @@ class Gatekeeper:
         headers = Headers(scope=scope)
         length = headers.get("content-length", "")
         if length.isdigit() and int(length) > most:
-            return _too_large(most)
+            return too_large(most)
         host = headers.get("host", "")
         if self._settings.is_loopback and not _local(host):
             return Problem(421, "wrong_host", "this server answers on its own machine only")
@@ -153,7 +153,7 @@ class _Limited:
         self.read += len(message.get("body", b""))
         if self.read > self.most:
             if not self._begun:
-                await _too_large(self.most).response()({"type": "http"}, self._receive, self._send)
+                await too_large(self.most).response()({"type": "http"}, self._receive, self._send)
                 self._begun = True
             raise _TooLargeError
         return message
@@ -167,10 +167,6 @@ class _Limited:
 
 def _is_upload(scope: Scope) -> bool:
     return scope["method"] == "POST" and str(scope["path"]).endswith("/documents")
-
-
-def _too_large(most: int) -> Problem:
-    return Problem(413, "too_large", f"a request's body may have {most:,} bytes here")
 
 
 def _local(host: str) -> bool:

@@ -18,7 +18,17 @@ from filelock import FileLock
 
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["KEYS_FILE", "NAME", "KeyEntry", "KeysFile", "change_keys", "new_key", "read_keys", "write_private"]
+__all__ = [
+    "KEYS_FILE",
+    "NAME",
+    "KeyEntry",
+    "KeysFile",
+    "change_keys",
+    "new_key",
+    "read_keys",
+    "secret_kept",
+    "write_private",
+]
 
 _log = logging.getLogger(__name__)
 KEYS_FILE = "keys.json"
@@ -127,6 +137,18 @@ def change_keys(path: Path, change: Callable[[Sequence[KeyEntry]], Sequence[KeyE
         keys = change(read_keys(path) if path.exists() else ())
         text = json.dumps({"version": _VERSION, "keys": [asdict(one) for one in keys]}, indent=1)
         write_private(path, text + "\n")
+
+
+def secret_kept(path: Path, size: int) -> str:
+    """What a file has, or if it is not there or empty so many bytes drawn by chance, which it then has; as hex."""
+    try:
+        kept = path.read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        kept = ""
+    if not kept:
+        kept = secrets.token_hex(size)
+        write_private(path, kept)
+    return kept
 
 
 def write_private(path: Path, text: str) -> None:

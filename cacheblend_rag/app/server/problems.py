@@ -24,7 +24,7 @@ from cacheblend_rag.errors import (
     PromptError,
 )
 
-__all__ = ["Problem", "ProblemBody", "add_handlers", "noted_problem", "problem_of"]
+__all__ = ["Problem", "ProblemBody", "add_handlers", "noted_problem", "problem_of", "too_large"]
 
 _log = logging.getLogger(__name__)
 _FIELD = re.compile(r"[a-z_][a-z0-9_]*")
@@ -170,3 +170,8 @@ def _first_fault(error: RequestValidationError) -> tuple[str, str]:
 def _names_field(part: int | str) -> bool:
     """Whether a part of a place is one of the request's, not one of pydantic's names for forms of a value."""
     return isinstance(part, int) or (bool(_FIELD.fullmatch(part)) and part not in _FORMS)
+
+
+def too_large(most: int) -> Problem:
+    """A request whose body has more bytes than it may have."""
+    return Problem(413, "too_large", f"a request's body may have {most:,} bytes here")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hmac
-import secrets
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cacheblend_rag.app.server.keys_file import KeysFile, write_private
+from cacheblend_rag.app.server.keys_file import KeysFile, secret_kept
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.prompt.matching import ChunkRegistry
@@ -37,7 +36,7 @@ class Tenant:
     def __init__(self, name: str, folder: Path, salt: str | None = None) -> None:
         self.name, self.folder = name, folder
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.salt = _kept_salt(folder / "salt") if salt is None else salt
+        self.salt = secret_kept(folder / "salt", 16) if salt is None else salt
         self._known: ChunkRegistry | None = None
         self._texts: Callable[[int], Iterable[str] | None] = lambda characters: ()
         self._lock = threading.Lock()
@@ -125,14 +124,3 @@ class Keys:
         if scheme.lower() == "bearer" and self._file is not None and (entry := self._file.find(given)) is not None:
             return Caller(entry.name, entry.tenant)
         raise Problem(401, "unauthorized", "give an API key: Authorization: Bearer …")
-
-
-def _kept_salt(path: Path) -> str:
-    try:
-        salt = path.read_text(encoding="ascii").strip()
-    except FileNotFoundError:
-        salt = ""
-    if not salt:
-        salt = secrets.token_hex(16)
-        write_private(path, salt)
-    return salt

@@ -42,7 +42,7 @@ def server(model: Path, docs: Path, tmp_path: Path) -> Iterator[Running]:
 
 
 def left(server: Running, tenant: str = "ada") -> int:
-    return int(server.service.quota._left(tenant))
+    return int(server.service.quota._left(tenant, SIZE))
 
 
 def settled(server: Running, value: int, tenant: str = "ada") -> None:
@@ -158,7 +158,7 @@ def test_every_way_to_the_model_is_counted(server: Running) -> None:
             answer = client.post(path, json=body)
             assert answer.status_code == 200, answer.text
             time.sleep(0.2)  # what was not used comes back once the request has ended
-            used[kind] = most - int(quota._left("ada"))
+            used[kind] = most - int(quota._left("ada", most))
             quota.charge("ada", most - used[kind])
             refused = client.post(path, json=body)
             assert refused.status_code == 429, kind
