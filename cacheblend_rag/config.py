@@ -329,10 +329,10 @@ class BlendConfig:
         loading hides, but never less than 0.15. Until then it is 0.15. Once ``cacheblend-rag calibrate`` has been
         run, ``"auto"`` is the rule, check layers and schedule it found, as long as none of these options is given.
     selection : str or SelectionRule
-        Which tokens are recomputed: a rule, or the name of one. ``"boundary"`` recomputes the first tokens of each
-        chunk, ``"hkvd"`` those of highest KV deviation, as the paper does; ``"none"`` is full KV reuse, ``"all"`` is
-        full KV recompute; also
-        ``"gradual"``, ``"query"`` and ``"random"``.
+        Which tokens are recomputed: a rule, or the name of one. ``"query"`` recomputes what the question attends to
+        most, chunk starts before others; ``"boundary"`` the first tokens of each chunk, ``"hkvd"`` those of highest KV
+        deviation, as the paper does; ``"none"`` is full KV reuse, ``"all"`` is full KV recompute; also ``"gradual"``
+        and ``"random"``.
     check_layers : tuple of int
         Layers at which KV deviation is measured; the first is 1 or higher, since the KV of
         layer 0 depends on the token alone and never deviates.
@@ -422,7 +422,7 @@ class BlendConfig:
         metavar="R",
         help="recompute ratio, 0 to 1",
     )
-    selection: Any = _option("selection", "boundary", str, rule=True)  # noqa: RUF009
+    selection: Any = _option("selection", "query", str, rule=True)  # noqa: RUF009
     check_layers: tuple[int, ...] = _option("check_layers", (1,), _layers, rule=True)
     recompute_ratios: tuple[float, ...] = _option("recompute_ratios", (), _ratios, like="'0.2,0.1'", rule=True)
     metric: str = _option("metric", "v", str, rule=True)

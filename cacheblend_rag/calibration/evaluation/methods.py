@@ -26,7 +26,6 @@ def _each(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
 _PARSED: dict[str, Callable[[str], Any]] = {
     "check_layers": _each(int),
     "score_layers": _each(int),
-    "shares": _each(float),
     "head": _each(float),
     "ratio": _each(float),
     "metric": str,

@@ -15,9 +15,9 @@ answer, token by token. A method is written ``condition/rule@ratio``, such as ``
 ``context+int8`` and the like reads the chunks from records that a codec wrote.
 
 ``--noise`` adds what changes an answer without any blending: other separators, another order, a passage left out,
-weights of 8 bits, bfloat16. Methods named by ``--answers`` also write their own answers. ``--only-right`` measures only
-prompts that full prefill answers rightly, and passes over the others. Runs over parts of the prompts (``--part 0/2``)
-may be made side by side; ``show`` joins them: a table, its JSON, and a plot.
+weights of 8 bits, another element type. Methods named by ``--answers`` also write their own answers, and so does full
+prefill under each noise. ``--only-right`` measures only prompts that full prefill answers rightly, and passes over the
+others. Runs over parts of the prompts (``--part 0/2``) may be made side by side; ``show`` joins them: a table, its JSON, and a plot.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from cacheblend_rag.calibration.evaluation.prompts import ChatFrame, build_promp
 from cacheblend_rag.calibration.evaluation.statistics import interval
 from cacheblend_rag.calibration.prepared import ComputeKV, PreparedPrompt
 from cacheblend_rag.calibration.trials import greedy_answer
-from cacheblend_rag.config import LEAST_RATIO
+from cacheblend_rag.config import DTYPES, LEAST_RATIO
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import RULES, SelectionRule
@@ -65,7 +65,7 @@ from docs.benchmarks.scripts.common import script_parser
 
 __all__ = ["Conditions", "Yardstick", "main", "parse_method"]
 
-NOISE = ("separator", "order", "one passage less", "8-bit weights", "bfloat16")
+NOISE = ("separator", "order", "one passage less", "8-bit weights", "bfloat16", "float32")
 _ANSWER_TOKENS = 32
 _KEPT_CHUNKS = 256  # of each condition, in memory
 _KEYS = ("amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "jasper", "kestrel", "lagoon")
@@ -373,13 +373,17 @@ class Yardstick:
         """How far full prefill moves from itself by what users accept anyway, and its answer then if it is wanted."""
         prompts = self._other_prompts(case)
         for name in self._noise:
-            if name in prompts and self._answers:
-                other = self.full_answer(prompts[name])
-                held = answer_log_probs(self.adapter, other.cache, other.logits, full.answer)
-                yield name, _short(kl_divergence(full.rows, held)), other.text
-            else:
-                model = self._engine.model if name in prompts else self._other_model(name)
-                yield name, self._moved(model, prompts.get(name) or self.prompt(case), full), None
+            prompt = prompts.get(name) or self.prompt(case)
+            model = self._engine.model if name in prompts else self._other_model(name)
+            text = self._said(model, prompt) if self._answers else None
+            yield name, self._moved(model, prompt, full), text
+
+    def _said(self, model: Any, prompt: Prompt) -> str:
+        """What a model answers greedily by itself."""
+        ids = torch.tensor([self.tokenizer.tokenize(prompt).input_ids])
+        options = {"max_new_tokens": _ANSWER_TOKENS, "do_sample": False, "eos_token_id": self.end_ids or None}
+        said = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)[0, ids.shape[1] :]
+        return str(self._engine.tokenizer.decode(said, skip_special_tokens=True))
 
     def _other_prompts(self, case: EvalCase) -> dict[str, Prompt]:
         others = [passage for passage in case.passages if not passage.support]
@@ -401,8 +405,8 @@ class Yardstick:
     def _other_model(self, name: str) -> Any:
         if name not in self._other_models:
             model = copy.deepcopy(self._engine.model)
-            if name == "bfloat16":
-                model = model.to(torch.bfloat16)
+            if name in DTYPES:
+                model = model.to(getattr(torch, name))
             else:
                 for module in model.modules():
                     if isinstance(module, torch.nn.Linear) and module is not model.lm_head:
@@ -565,9 +569,9 @@ _LINES = {
     "sink/hkvd": ("the paper's rule: highest KV deviation", "tab:red", "s"),
     "sink/boundary": ("first tokens of chunks", "tab:orange", "^"),
     "sink/query": ("what the question attends to", "tab:brown", "v"),
-    "context/query": ("behind contexts: what the question attends to", "tab:cyan", "v"),
-    "context/boundary": ("behind contexts: first tokens of chunks (default)", "tab:blue", "o"),
-    "learned/boundary": ("behind contexts and a learned one: first tokens of chunks", "tab:green", "D"),
+    "context/boundary": ("behind contexts: first tokens of chunks", "tab:cyan", "v"),
+    "context/query": ("behind contexts: what the question attends to (default)", "tab:blue", "o"),
+    "learned/query": ("behind contexts and a learned one: what the question attends to", "tab:green", "D"),
 }
 
 
