@@ -48,17 +48,12 @@ SIZES = [(1, 70), (5, 5), (20, 131), (70, 200), (130, 300), (600, 700)]
 
 
 def _attended() -> Iterator[Any]:
-    """Shapes, sizes, windows and types. The interpreter takes each pair of them, and the rest only among slow tests."""
+    """Shapes, sizes, windows and types, but for what takes the interpreter too long."""
     for shape, size, window, dtype in product(SHAPES, SIZES, (None, 50), DTYPES):
         case = (*shape, *size, window, dtype)
-        if DEVICE == "cuda":
+        long = size[0] > 130 or (shape != SHAPES[0] and (size[0] > 20 or dtype != "float32"))
+        if DEVICE == "cuda" or not long:
             yield case
-            continue
-        narrow = shape == SHAPES[0]
-        if size[0] > 130 or (not narrow and (size[0] > 20 or dtype != "float32")):
-            continue  # too long for the interpreter
-        turn = SIZES.index(size) + (DTYPES.index(dtype) if narrow else SHAPES.index(shape))
-        yield case if (window is None) == (turn % 2 == 0) else pytest.param(*case, marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +79,8 @@ def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found.double(), wanted.double(), rtol=share, atol=share)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "width", "rows", "tokens", "window", "dtype"), _attended())
+@pytest.mark.pairwise
+@pytest.mark.parametrize(("heads", "kv_heads", "width", "rows", "tokens", "window", "dtype"), list(_attended()))
 def test_a_row_sees_all_up_to_its_position(
     heads: int, kv_heads: int, width: int, rows: int, tokens: int, window: int | None, dtype: str
 ) -> None:
