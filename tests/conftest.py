@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pairwise import mark_the_rest
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 _CACHE_HOME = os.environ.get("XDG_CACHE_HOME")  # before any test sets another
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -19,6 +21,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 if shutil.which("nvidia-smi") is None:
     os.environ["TRITON_INTERPRET"] = "1"  # kernels for GPUs run on the CPU; read when Triton is imported
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_the_rest(items)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -30,7 +30,9 @@ _IMPORTED = [
     "faiss",
     "langchain.agents",
     "langchain_classic.chains",
+    "langchain_openai",
     "llama_index.core",
+    "openai",
     "sentence_transformers",
     "transformers.models.llama.modeling_llama",
 ]

@@ -31,8 +31,9 @@ SCRIPTS = {
 }
 # Arguments that make a long example short.
 SHORTENED = {"long_document.py": ["--characters", "4000", "--window", "4"]}
-# What makes the first command quick: fewer passages and a shorter answer.
+# What makes the first command quick: fewer passages, a shorter answer, and the beginnings of three articles.
 QUICKLY = ["--top-k", "2", "--max-new-tokens", "16"]
+BRIEFLY = [*QUICKLY, "--docs", "articles"]
 # What the code of a page prints, from top to bottom.
 PAGES = {
     "contributing.md": r"2 hits, [1-9]\d* tokens recomputed on each layer\n2 hits\n",
@@ -96,14 +97,24 @@ def run(arguments: Sequence[str], folder: Path) -> str:
     return done.stdout
 
 
+def write_articles(folder: Path) -> None:
+    """The beginnings of three of the bundled articles."""
+    folder.mkdir()
+    for name in ("snow-leopard.md", "surtsey.md", "telescope.md"):
+        beginning = (ARTICLES_PATH / name).read_text(encoding="utf-8").split("\n\n")[:4]
+        (folder / name).write_text("\n\n".join(beginning), encoding="utf-8")
+
+
 @pytest.mark.pretrained
 @pytest.mark.usefixtures("smollm2_folder", "minilm_folder")
-def test_the_first_command_answers_with_sources_and_a_comparison(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shortened", [BRIEFLY, pytest.param(QUICKLY, marks=pytest.mark.slow)], ids=["brief", "whole"])
+def test_the_first_command_answers_with_sources_and_a_comparison(shortened: list[str], tmp_path: Path) -> None:
+    write_articles(tmp_path / "articles")
     install, ask = COMMANDS[0].strip().split(" && ")
     assert install == 'pip install -c constraints.txt ".[app]"'
     program, *arguments = shlex.split(ask)
     assert program == "cacheblend-rag"
-    output = run(["-m", "cacheblend_rag.app.cli", *arguments, *QUICKLY], tmp_path)
+    output = run(["-m", "cacheblend_rag.app.cli", *arguments, *shortened], tmp_path)
     answer = re.search(r"^Answer: +(.*)$", output, re.MULTILINE)
     assert answer is not None
     assert "1963" in answer[1]
@@ -146,10 +157,7 @@ def check(codes: Mapping[str, str], expected: Mapping[str, str], folder: Path) -
 @pytest.mark.usefixtures("smollm2_folder", "minilm_folder")
 def test_the_code_of_the_readme_runs(tmp_path: Path) -> None:
     codes = {f"readme-{number}.py": code for number, code in enumerate(EXAMPLES)}
-    (tmp_path / "articles").mkdir()
-    for name in ("snow-leopard.md", "surtsey.md", "telescope.md"):
-        beginning = (ARTICLES_PATH / name).read_text(encoding="utf-8").split("\n\n")[:4]
-        (tmp_path / "articles" / name).write_text("\n\n".join(beginning), encoding="utf-8")
+    write_articles(tmp_path / "articles")
     check(codes, dict.fromkeys(codes, r"\S"), tmp_path)
 
 

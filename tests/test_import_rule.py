@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -73,9 +74,21 @@ def rank_of(module: str) -> int | None:
     return next((rank for rank, rooms in enumerate(ORDER) if room_of(module) in rooms), None)
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def all_nodes() -> Iterator[tuple[Path, ast.AST]]:
+    """Everything in every file."""
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            yield path, node
+
+
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
     """Lines and full names of everything a file imports, wherever it stands."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -106,13 +119,12 @@ def breaches(module: str, imported: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_imports_run_downward(path: Path) -> None:
-    module = module_of(path)
+def test_imports_run_downward() -> None:
     wrong = [
-        f"line {line}: {imported}: {reason}"
+        f"{path}, line {line}: {imported}: {reason}"
+        for path in FILES
         for line, imported in imports_of(path)
-        if (reason := breaches(module, imported)) is not None
+        if (reason := breaches(module_of(path), imported)) is not None
     ]
     assert wrong == []
 
@@ -148,11 +160,9 @@ def test_the_rule_catches_what_it_should(module: str, imported: str) -> None:
     assert breaches(module, imported) is not None
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_functions_stay_short(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
+def test_functions_stay_short() -> None:
     long = {}
-    for node in ast.walk(ast.parse(text)):
+    for file, node in all_nodes():
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0]
             described = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
@@ -161,15 +171,13 @@ def test_functions_stay_short(path: Path) -> None:
             kernel = any("triton" in ast.unparse(decorator) for decorator in node.decorator_list)
             length = (node.end_lineno or 0) - (first.lineno if kernel else node.lineno) + 1 - docstring
             if length > MAX_FUNCTION:
-                long[node.name] = length
+                long[f"{node.name} of {module_of(file)}"] = length
     assert long == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_every_module_says_what_it_is_and_asserts_nothing(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert ast.get_docstring(tree)
-    asserts = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+def test_every_module_says_what_it_is_and_asserts_nothing() -> None:
+    assert [path for path in FILES if not ast.get_docstring(tree_of(path))] == []
+    asserts = [f"{file}, line {node.lineno}" for file, node in all_nodes() if isinstance(node, ast.Assert)]
     assert asserts == [], "input is checked by errors of our own, which python -O keeps"
 
 

@@ -28,7 +28,7 @@ from cacheblend_rag.store import StorePlaces
 from cacheblend_rag.store.base import UNLIMITED
 from cacheblend_rag.store.factory import are_places
 
-__all__ = ["AnswerFields", "EngineFields", "LoadFields", "ModelFields"]
+__all__ = ["AnswerFields", "EngineFields", "LoadFields", "MadeFields", "ModelFields"]
 
 # What users of other packages write, where it says what holds here anyway; anything else is refused with the remedy.
 _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
@@ -78,18 +78,25 @@ class AnswerFields(TypedDict, total=False):
     generate_kwargs: dict[str, Any]
 
 
-class LoadFields(BlendOptions, total=False):
-    """How a model is loaded: options of `BlendConfig` one by one, and what `ModelFields` explains."""
+class LoadFields(TypedDict, total=False):
+    """How a model is loaded; `ModelFields` explains each."""
 
-    config: BlendConfig | None
     device: str
     dtype: str
     model_kwargs: dict[str, Any]
 
 
-class EngineFields(LoadFields, total=False):
+class MadeFields(BlendOptions, total=False):
+    """What classmethods make an engine of: options of `BlendConfig` one by one, and what `ModelFields` explains."""
+
+    config: BlendConfig | None
+    store: StorePlaces | None
+
+
+class EngineFields(LoadFields, BlendOptions, total=False):
     """What an engine is made of; `ModelFields` explains each."""
 
+    config: BlendConfig | None
     engine: BlendEngine
     model_id: str | None
     store: str | list[str] | None
@@ -281,7 +288,7 @@ class ModelFields(BaseModel):
         )
 
     @classmethod
-    def _of_id(cls, model_id: str | os.PathLike[str], store: StorePlaces | None, **fields: Any) -> Self:
+    def _of_id(cls, model_id: str | os.PathLike[str], *, store: StorePlaces | None = None, **fields: Any) -> Self:
         """A model made by its id or path."""
         if not isinstance(model_id, (str, os.PathLike)):
             remedy = "give a path or an id; use from_model for a model with its tokenizer"
@@ -297,7 +304,15 @@ class ModelFields(BaseModel):
         return cls(model_id=os.fspath(model_id), store=store, **fields)
 
     @classmethod
-    def _of_model(cls, model: Any, tokenizer: Any, store: Any, config: BlendConfig | None, fields: Any) -> Self:
+    def _of_model(
+        cls,
+        model: Any,
+        tokenizer: Any,
+        *,
+        store: StorePlaces | None = None,
+        config: BlendConfig | None = None,
+        **fields: Any,
+    ) -> Self:
         """A model made of objects the user has."""
         options = {name: fields[name] for name in BlendConfig.names() if name in fields}
         own = {name: value for name, value in fields.items() if name not in options}

@@ -13,15 +13,13 @@ from langchain_core.documents import Document
 from langchain_core.language_models import LangSmithParams
 from langchain_core.rate_limiters import BaseRateLimiter
 
-from cacheblend_rag.config import BlendConfig, BlendOptions
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, LoadFields, ModelFields
+from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, LoadFields, MadeFields, ModelFields
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.tracking import begin_tracking, documents_of_run, known_chunks, note_found
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.matching import chunk_text, match_chunks
-from cacheblend_rag.store import StorePlaces
 
 __all__ = ["AllFields", "BlendFields", "LangChainFields"]
 
@@ -45,11 +43,11 @@ class LangChainFields(AnswerFields, total=False):
     chat_template_kwargs: dict[str, Any]
 
 
-class _ModelFields(LangChainFields, BlendOptions, total=False):
-    """Fields of a model that makes its engine."""
+class _ModelFields(LangChainFields, MadeFields, total=False):
+    """Fields of a model that makes its engine of objects the user has."""
 
 
-class _LoadedFields(LangChainFields, LoadFields, total=False):
+class _LoadedFields(LangChainFields, MadeFields, LoadFields, total=False):
     """Fields of a model that is loaded."""
 
 
@@ -68,24 +66,11 @@ class BlendFields(ModelFields):
         super().__init__(**fields)
 
     @classmethod
-    def from_model_id(
-        cls,
-        model_id: str | os.PathLike[str],
-        *,
-        store: StorePlaces | None = None,
-        **fields: Unpack[_LoadedFields],
-    ) -> Self:
-        """Load a model and its tokenizer.
+    def from_model_id(cls, model_id: str | os.PathLike[str], **fields: Unpack[_LoadedFields]) -> Self:
+        """Load a model and its tokenizer: from a folder, or by an id that transformers can resolve.
 
-        Parameters
-        ----------
-        model_id : str or path
-            A folder, or an id that transformers can resolve.
-        store : path, address or list of these, optional
-            Where KV is kept: a folder, ``"s3://bucket/kv"`` or ``"valkey://host:6379/0"``, or several, the nearest
-            first; memory if there is none.
-        **fields
-            What `ModelFields` explains, options of the engine among it: ``device="cuda"``, ``recompute_ratio=0.2``.
+        `ModelFields` explains the fields. Options of the engine are among them: ``store="kv"``, ``device="cuda"``,
+        ``recompute_ratio=0.2``.
 
         Raises
         ------
@@ -94,7 +79,7 @@ class BlendFields(ModelFields):
         ModelLoadError
             If the model cannot be loaded.
         """
-        return cls._of_id(model_id, store, **fields)
+        return cls._of_id(model_id, **fields)
 
     @classmethod
     def from_engine(cls, engine: BlendEngine, **fields: Unpack[LangChainFields]) -> Self:
@@ -102,17 +87,9 @@ class BlendFields(ModelFields):
         return cls(engine=engine, **fields)
 
     @classmethod
-    def from_model(
-        cls,
-        model: Any,
-        tokenizer: Any,
-        *,
-        config: BlendConfig | None = None,
-        store: StorePlaces | None = None,
-        **fields: Unpack[_ModelFields],
-    ) -> Self:
+    def from_model(cls, model: Any, tokenizer: Any, **fields: Unpack[_ModelFields]) -> Self:
         """Take a transformers model and its tokenizer that the user has; nothing is left behind on them."""
-        return cls._of_model(model, tokenizer, store, config, fields)
+        return cls._of_model(model, tokenizer, **fields)
 
     def _begin_tracking(self) -> None:
         begin_tracking()
@@ -129,14 +106,7 @@ class BlendFields(ModelFields):
         return True
 
     @classmethod
-    def from_pipeline(
-        cls,
-        pipeline: Any,
-        *,
-        config: BlendConfig | None = None,
-        store: StorePlaces | None = None,
-        **fields: Unpack[_ModelFields],
-    ) -> Self:
+    def from_pipeline(cls, pipeline: Any, **fields: Unpack[_ModelFields]) -> Self:
         """Take over the model, the tokenizer and the settings of a transformers pipeline.
 
         Parameters
@@ -144,8 +114,8 @@ class BlendFields(ModelFields):
         pipeline : transformers TextGenerationPipeline
             Generation settings it was made with are kept; its built-in defaults (sampling at
             temperature 0.7) are not.
-        config, store
-            As for `from_model_id`.
+        **fields
+            As for `from_model`.
 
         Raises
         ------
@@ -160,7 +130,7 @@ class BlendFields(ModelFields):
             settings = copy.deepcopy(own or pipeline.model.generation_config)
             settings.update(**{name: value for name, value in given.items() if hasattr(settings, name)})
             fields.setdefault("generation_config", settings)
-        return cls._of_model(pipeline.model, pipeline.tokenizer, store, config, fields)
+        return cls._of_model(pipeline.model, pipeline.tokenizer, **fields)
 
     def match_chunks(self, text: str) -> Prompt:
         """The segments this model sees in a finished prompt."""

@@ -32,9 +32,8 @@ from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 from llama_index.core.tools import BaseTool
 from llama_index.core.types import BaseOutputParser, Model, PydanticProgramMode
 
-from cacheblend_rag.config import BlendConfig, BlendOptions
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, LoadFields, ModelFields
+from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, LoadFields, MadeFields, ModelFields
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.llama_index.answering import ModelCall, R, Said
 from cacheblend_rag.llama_index.context import CONTEXT_NAMES, Hint, MarkedMessages, MarkedText, see
@@ -44,7 +43,6 @@ from cacheblend_rag.llama_index.tracking import answers_noted, documents_retriev
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import CALL_END, check_choice, offers_tools, opening
 from cacheblend_rag.prompt.matching import chunk_text
-from cacheblend_rag.store import StorePlaces
 
 __all__ = ["CacheBlendLLM"]
 
@@ -70,11 +68,11 @@ class LlamaIndexFields(AnswerFields, total=False):
     normalise_lists: bool
 
 
-class _ModelFields(LlamaIndexFields, BlendOptions, total=False):
-    """Fields of a model that makes its engine."""
+class _ModelFields(LlamaIndexFields, MadeFields, total=False):
+    """Fields of a model that makes its engine of objects the user has."""
 
 
-class _LoadedFields(LlamaIndexFields, LoadFields, total=False):
+class _LoadedFields(LlamaIndexFields, MadeFields, LoadFields, total=False):
     """Fields of a model that is loaded."""
 
 
@@ -128,24 +126,11 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
         super().__init__(**fields)
 
     @classmethod
-    def from_model_id(
-        cls,
-        model_id: str | os.PathLike[str],
-        *,
-        store: StorePlaces | None = None,
-        **fields: Unpack[_LoadedFields],
-    ) -> Self:
-        """Load a model and its tokenizer.
+    def from_model_id(cls, model_id: str | os.PathLike[str], **fields: Unpack[_LoadedFields]) -> Self:
+        """Load a model and its tokenizer: from a folder, or by an id that transformers can resolve.
 
-        Parameters
-        ----------
-        model_id : str or path
-            A folder, or an id that transformers can resolve.
-        store : path, address or list of these, optional
-            Where KV is kept: a folder, ``"s3://bucket/kv"`` or ``"valkey://host:6379/0"``, or several, the nearest
-            first; memory if there is none.
-        **fields
-            What `ModelFields` explains, options of the engine among it: ``device="cuda"``, ``recompute_ratio=0.2``.
+        `ModelFields` explains the fields. Options of the engine are among them: ``store="kv"``, ``device="cuda"``,
+        ``recompute_ratio=0.2``.
 
         Raises
         ------
@@ -154,7 +139,7 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
         ModelLoadError
             If the model cannot be loaded.
         """
-        return cls._of_id(model_id, store, **fields)
+        return cls._of_id(model_id, **fields)
 
     @classmethod
     def from_engine(cls, engine: BlendEngine, **fields: Unpack[LlamaIndexFields]) -> Self:
@@ -162,17 +147,9 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
         return cls(engine=engine, **fields)
 
     @classmethod
-    def from_model(
-        cls,
-        model: Any,
-        tokenizer: Any,
-        *,
-        config: BlendConfig | None = None,
-        store: StorePlaces | None = None,
-        **fields: Unpack[_ModelFields],
-    ) -> Self:
+    def from_model(cls, model: Any, tokenizer: Any, **fields: Unpack[_ModelFields]) -> Self:
         """Take a transformers model and its tokenizer that the user has; nothing is left behind on them."""
-        return cls._of_model(model, tokenizer, store, config, fields)
+        return cls._of_model(model, tokenizer, **fields)
 
     def model_post_init(self, context: Any, /) -> None:
         """Make the engine if there is none, and choose how messages are rendered."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -33,6 +31,7 @@ from cacheblend_rag.fusor.selection import SelectGradual, SelectHKVD, SelectQuer
 from tests import tiny
 from tests.calibration.conftest import write_questions
 from tests.probes import engine_of
+from tests.programs import start_program
 from tests.toy import MODEL_PATH
 from tests.toy.cases import ToyCases
 
@@ -63,17 +62,17 @@ def killed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     folder = tmp_path_factory.mktemp("killed")
     questions = write_questions(folder / "questions.jsonl", 12)
     out = folder / "out"
-    command = [sys.executable, "-m", "cacheblend_rag.app.cli", *arguments(model_folder, questions, out)]
+    command = ["-m", "cacheblend_rag.app.cli", *arguments(model_folder, questions, out)]
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    process = start_program(command, ROOT, Path(os.devnull), Path(os.devnull), environment)
     results = out / "results.jsonl"
     deadline = time.monotonic() + 120
     while not results.exists() or results.read_bytes().count(b"\n") < 3:
-        assert process.poll() is None, "it ended before it could be killed"
+        assert process.is_alive(), "it ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     return folder
 
 

@@ -79,6 +79,7 @@ def test_a_record_damaged_before_look_up_is_a_logged_miss(
         assert caplog.records == []
 
 
+@pytest.mark.pairwise
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize("layer", [None, 0, 1, 3])

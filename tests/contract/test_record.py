@@ -100,6 +100,7 @@ def test_every_layer_has_its_place_and_checksum_in_the_header() -> None:
         assert xxhash.xxh3_64_intdigest(DATA[offset : offset + size]) == checksum
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("swapped", [False, True], ids=["heads apart", "heads interleaved"])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, StoredKV, Tier
 from docs.benchmarks.scripts.faults import record_of
 from tests import tiny
 from tests.probes import Hooked, engine_of
+from tests.programs import start_program
 
 CHUNKS = [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)]
 PROMPT = Prompt("Read this:", CHUNKS, "What fell in the end?")
@@ -169,8 +169,8 @@ def test_a_store_of_ones_own_is_a_tier(tmp_path: Path) -> None:
 # Prefetch -----------------------------------------------------------------------------------
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.005)
     assert condition()
@@ -249,12 +249,13 @@ with store.claim("a") as mine:
 def test_a_process_that_dies_gives_up_its_claim(tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     store = DiskStore(folder)
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline().strip() == "True"
-        with store.claim("a") as mine:
-            assert not mine
-        holder.kill()
+    said = tmp_path / "said"
+    holder = start_program(["-c", HOLDER, str(folder)], tmp_path, said, Path(os.devnull))
+    until(lambda: said.exists() and said.read_text("utf-8") == "True\n", 60)
+    with store.claim("a") as mine:
+        assert not mine
+    holder.kill()
+    holder.join()
     with store.claim("a", wait=5) as mine:
         assert mine
     store.close()

@@ -73,6 +73,7 @@ def test_modules_that_train_beside_frozen_ones_stay_so_through_decoding() -> Non
         assert picture(model) == before
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", tiny.FAMILIES)

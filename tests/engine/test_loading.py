@@ -105,6 +105,7 @@ def test_plainly_reads_when_asked() -> None:
     assert read == [0]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("load", [load_plainly, load_ahead, load_as_it_pays])
 @pytest.mark.parametrize("error", [RecordError("bad checksum"), OSError("disk gone")])
 @pytest.mark.parametrize("at", [0, 1, LAYERS - 1])

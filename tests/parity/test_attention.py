@@ -53,6 +53,7 @@ def test_scattered_rows_see_what_the_mask_shows(window: int | None, kv_heads: in
     assert_close(found, plainly(query, key, value, seen), terms=8 + TOKENS)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("window", [None, 7, 90])
 @pytest.mark.parametrize("count", [20, 60, 110, 160, 299])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

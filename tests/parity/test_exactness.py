@@ -28,6 +28,7 @@ def engine_of(model: Any, **options: Any) -> BlendEngine:
     return BlendEngine(model, tiny.tokenizer(), config=BlendConfig(**options))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("options", [{"recompute_ratio": 1.0}, {"selection": "all"}], ids=["ratio 1.0", "all"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", tiny.FAMILIES)

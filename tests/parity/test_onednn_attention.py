@@ -47,6 +47,7 @@ def _drawn(rows: int, kv_heads: int, tokens: int = TOKENS, batch: int = 1) -> li
     return [torch.randn(batch, heads, count, 8) for heads, count in ((4, rows), (kv_heads, tokens), (kv_heads, tokens))]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("rows", [1, 5, 40, 61])
@@ -65,6 +66,7 @@ def test_without_a_mask_rows_are_the_last_positions(
     assert largest == 12 if rows >= 2 * size else largest <= 12
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("window", [None, 7, 30])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("rows", [1, 11, 45])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from cacheblend_rag.app.server.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.engine import BlendEngine
 from tests.app.server.common import Running, client_of, new_collection, running, settings_for
+from tests.programs import start_program
 from tests.toy import EMBEDDER_PATH
 
 HALF = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: "
@@ -175,7 +175,6 @@ async def test_a_queue_knows_how_long_nobody_was_let_in() -> None:
     await first.leave()
 
 
-ROOT = Path(__file__).parents[3]
 STUCK = """
 import sys, threading, time
 from cacheblend_rag.app.cli import main
@@ -191,23 +190,30 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_a_server_ends_when_it_is_told_to_whatever_runs(model: Path, docs: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", STUCK, "serve", "--port", "0", "--device", "cpu", "--model", str(model)]
-    command += ["--embedder", str(EMBEDDER_PATH), "--docs", str(docs), "--data-dir", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    command = ["-c", STUCK, "serve", "--port", "0", "--device", "cpu", "--model", str(model)]
+    command += ["--embedder", str(EMBEDDER_PATH), "--docs", str(docs), "--data-dir", str(tmp_path / "data")]
+    log = tmp_path / "log"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    process = start_program(command, tmp_path, Path(os.devnull), log, environment)
     try:
-        assert process.stderr is not None
-        port = next(int(line.rsplit(":", 1)[1]) for line in process.stderr if line.startswith("Open http"))
+        ends = time.monotonic() + 60
+        while not (found := re.search(r"^Open http.*:(\d+)$", log.read_text("utf-8") if log.exists() else "", re.M)):
+            assert process.is_alive()
+            assert time.monotonic() < ends
+            time.sleep(0.05)
+        port = int(found[1])
         body = b'{"question": "Which?"}'
         head = "POST /api/collections/archive/ask HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         with socket.create_connection(("127.0.0.1", port), 10) as one:
             one.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             time.sleep(1)
             started = time.monotonic()
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(20) == 1
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGTERM)
+            process.join(20)
+            assert process.exitcode == 1
             assert time.monotonic() - started < 10
-        assert "ends while something still runs" in process.stderr.read()
+        assert "ends while something still runs" in log.read_text("utf-8")
     finally:
         process.kill()
-        process.communicate()
+        process.join()

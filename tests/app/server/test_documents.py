@@ -19,6 +19,7 @@ from cacheblend_rag.app.server.suggestions import suggestions_for
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import DatasetError
 from tests.app.server.common import Running, client_of, read_events, running, settle
+from tests.programs import run_program
 from tests.toy import BLENDING, DOCUMENTS_PATH, EMBEDDER_PATH, MODEL_PATH
 from tests.toy.bundle import read_questions
 from tests.toy.cli import write_questions
@@ -61,16 +62,25 @@ def here(code: str, server: Running) -> str:
     return code.replace("http://127.0.0.1:8000", server.url)
 
 
+def run_interpreter(
+    arguments: list[str], folder: Path, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """`run_program` by an interpreter that has imported nothing."""
+    command = [sys.executable, "-W", "ignore", *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
 @pytest.mark.parametrize("number", range(len(CODE)))
 def test_examples_in_python_run(toy: Running, number: int, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    # Options have their defaults from import on, so what makes a server is run by an interpreter of its own.
+    run = run_program if "FolderRAGOptions" not in CODE[number] else run_interpreter
     page = CODE[number].replace("[:3]", "[:6]")  # the toy's documents are shorter than the articles
     code = f"from tests.toy.cli import stand_in\nstand_in()\n{here(page, toy)}"
-    command = [sys.executable, "-W", "ignore", "-c", code]
     for _ in range(2 if number == 0 else 1):  # what the first run misses is stored for the second
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=120
-        )
+        done = run(["-c", code], tmp_path, environment)
         assert done.returncode == 0, done.stderr
         settle(toy.service)
     assert re.search(SAID[number], done.stdout), done.stdout

@@ -365,6 +365,7 @@ def with_chunks(infos: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.filterwarnings("ignore::langchain_core._api.LangChainDeprecationWarning")
+@pytest.mark.pairwise
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("chain", "kind"), CASES)
 async def test_every_retrieved_chunk_hits(chain: Chain, kind: type[Any], mode: str) -> None:

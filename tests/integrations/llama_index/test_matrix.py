@@ -223,6 +223,7 @@ def check_plain(answers: Answers) -> None:
         assert plain_answer(info["input_ids"], FREE).split("the")[0] == text
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("name", "mode"), QUERY_CASES)
 async def test_query_engines(bench: Bench, answers: Answers, name: str, mode: str) -> None:
     make, _ = QUERY_ENGINES[name]
@@ -238,6 +239,7 @@ async def test_query_engines(bench: Bench, answers: Answers, name: str, mode: st
         assert text == (said or ("Empty Response" if mode in WHOLE else ""))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("name", "mode"), CHAT_CASES)
 async def test_chat_engines(bench: Bench, answers: Answers, name: str, mode: str) -> None:
     engine = CHAT_ENGINES[name][0](bench)
@@ -294,6 +296,7 @@ async def test_the_model_reads_what_the_plain_one_would(index: VectorStoreIndex,
     await check_against_plain(index, name, chat, "byte-level BPE")
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("tokens", list(TOKENIZERS)[1:])
 @pytest.mark.parametrize("name", ["compact", "context"])
@@ -301,6 +304,7 @@ async def test_whatever_the_tokenizer(index: VectorStoreIndex, name: str, tokens
     await check_against_plain(index, name, chat, tokens)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("tool", ["query engine", "retriever"])
 @pytest.mark.parametrize("agent", [FunctionAgent, ReActAgent])

@@ -12,11 +12,11 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import threading
 import zipfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from cacheblend_rag.models.loading import load_geometry, load_model
 from cacheblend_rag.models.starters import STARTERS, Starter, starter_folder
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from tests import gguf_files, tiny
+from tests.programs import start_program
 
 ROOT = Path(__file__).parents[3]
 WHEEL = "tiny_model-1.0-py3-none-any.whl"
@@ -293,17 +294,21 @@ print(starter_folder("smollm2"))
 """
 
 
-def begin(starter: Starter) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", SCRIPT, json.dumps(dataclasses.asdict(starter))]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def begin(starter: Starter, said: Path) -> ForkServerProcess:
+    """Start it; what it says goes to two files."""
+    arguments = ["-c", SCRIPT, json.dumps(dataclasses.asdict(starter))]
+    return start_program(arguments, ROOT, said.with_suffix(".out"), said.with_suffix(".err"))
 
 
-def test_two_processes_fetch_once(starter: Starter, models: Path) -> None:
-    both = [begin(starter), begin(starter)]
-    said = [process.communicate(timeout=120) for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
-    assert {out.strip() for out, _ in said} == {str(models / "smollm2")}
-    assert sum(err.count("Fetching") for _, err in said) == 1
+def test_two_processes_fetch_once(starter: Starter, models: Path, tmp_path: Path) -> None:
+    said = [tmp_path / "one", tmp_path / "two"]
+    both = [begin(starter, one) for one in said]
+    for process in both:
+        process.join(120)
+    errors = [one.with_suffix(".err").read_text("utf-8") for one in said]
+    assert [process.exitcode for process in both] == [0, 0], errors
+    assert {one.with_suffix(".out").read_text("utf-8").strip() for one in said} == {str(models / "smollm2")}
+    assert sum(error.count("Fetching") for error in errors) == 1
     assert left(models) == ["smollm2"]
 
 
@@ -347,13 +352,13 @@ def slow_index(tmp_path: Path, starter: Starter, monkeypatch: pytest.MonkeyPatch
 def test_what_a_killed_process_left_is_swept_at_the_next_start(
     starter: Starter, models: Path, slow_index: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = begin(starter)
+    process = begin(starter, tmp_path / "said")
     try:
         assert slow_index.wait(60)
     finally:
         children = psutil.Process(process.pid).children(recursive=True)
         process.kill()
-        process.communicate()
+        process.join()
         for child in children:
             child.kill()
         psutil.wait_procs(children, timeout=10)

@@ -1,4 +1,7 @@
-"""Every state of the page under axe-core: light and dark, on a desktop and on a phone."""
+"""Every state of the page under axe-core: light and dark, on a desktop and on a phone.
+
+Dark colours on a phone are among the slow tests: they are those of the desktop.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +40,32 @@ def high(peak: str) -> int:
 """
 
 
-def check(page: Page) -> None:
-    """Axe finds nothing, in neither theme; the rules that do not look at colours are run once."""
-    for scheme, options in (("light", {}), ("dark", {"runOnly": ["color-contrast", "link-in-text-block"]})):
-        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
-        found = AXE.run(page, options={"resultTypes": ["violations"], **options})
-        assert found.violations_count == 0, f"{scheme}: {found.generate_report()}"
+@pytest.fixture(params=["desktop", "phone", pytest.param("phone, dark", marks=pytest.mark.slow)])
+def screen(request: pytest.FixtureRequest) -> str:
+    """What somebody looks at."""
+    return str(request.param)
 
 
-@pytest.fixture(params=SIZES)
-def visitor(browser: Browser, problems: list[str], request: pytest.FixtureRequest) -> Iterator[BrowserContext]:
+@pytest.fixture
+def check(screen: str) -> Callable[[Page], None]:
+    """Axe finds nothing in a page; the rules that do not look at colours are run once."""
+    of_colours = {"runOnly": ["color-contrast", "link-in-text-block"]}
+    themes = {"desktop": {"light": {}, "dark": of_colours}, "phone": {"light": {}}, "phone, dark": {"dark": of_colours}}
+
+    def check(page: Page) -> None:
+        for scheme, options in themes[screen].items():
+            page.emulate_media(color_scheme=scheme, reduced_motion="reduce")  # type: ignore[arg-type]
+            found = AXE.run(page, options={"resultTypes": ["violations"], **options})
+            assert found.violations_count == 0, f"{scheme}: {found.generate_report()}"
+
+    return check
+
+
+@pytest.fixture
+def visitor(browser: Browser, problems: list[str], screen: str) -> Iterator[BrowserContext]:
     """Somebody with a large or a small screen."""
-    made = browser.new_context(viewport=SIZES[request.param], locale="en-GB", has_touch=request.param == "phone")  # type: ignore[arg-type]
+    size = SIZES[screen.split(",")[0]]
+    made = browser.new_context(viewport=size, locale="en-GB", has_touch=screen != "desktop")  # type: ignore[arg-type]
     made.set_default_timeout(PATIENCE_MS)
     watch(made, problems)
     yield made
@@ -81,7 +98,7 @@ def answer_rich(page: Page) -> None:
     page.route(ASK, lambda route: stream(route, *told), times=1)
 
 
-def test_before_and_while_the_page_is_used(opened: Page) -> None:
+def test_before_and_while_the_page_is_used(opened: Page, check: Callable[[Page], None]) -> None:
     check(opened)  # nothing asked yet
     show(opened, "What happened")
     check(opened)
@@ -98,7 +115,7 @@ def test_before_and_while_the_page_is_used(opened: Page) -> None:
     check(opened)
 
 
-def test_a_conversation_and_what_happened(opened: Page) -> None:
+def test_a_conversation_and_what_happened(opened: Page, check: Callable[[Page], None]) -> None:
     ask(opened, easy_questions()[0].question)
     turn = opened.locator(".turn").first
     expect(turn.locator(".verdict")).to_be_visible()
@@ -121,7 +138,7 @@ def test_a_conversation_and_what_happened(opened: Page) -> None:
     check(opened)
 
 
-def test_documents_and_history(opened: Page) -> None:
+def test_documents_and_history(opened: Page, check: Callable[[Page], None]) -> None:
     compare_switch = opened.locator("#compare-switch")
     show(opened, "What happened")
     compare_switch.uncheck(force=True)
@@ -152,7 +169,7 @@ def test_documents_and_history(opened: Page) -> None:
     expect(opened.get_by_role("radio", name="My documents")).to_have_count(0)
 
 
-def test_what_went_wrong(opened: Page) -> None:
+def test_what_went_wrong(opened: Page, check: Callable[[Page], None]) -> None:
     opened.route(ASK, lambda route: refuse(route, 429, "busy", "too many wait", **{"Retry-After": "7"}), times=1)
     opened.locator("#question").fill("Anything?")
     opened.locator("#question").press("Enter")
@@ -170,7 +187,7 @@ def _refuse_all(route: Route) -> None:
     ids=["a key is asked for", "the server is away"],
 )
 def test_before_the_page_can_be_used(
-    visitor: BrowserContext, address: str, answer: Callable[[Route], Any], shown: str
+    visitor: BrowserContext, address: str, check: Callable[[Page], None], answer: Callable[[Route], Any], shown: str
 ) -> None:
     page = visitor.new_page()
     page.route(re.compile("/api/"), answer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from playwright.sync_api import Browser, Page, Playwright, expect
@@ -11,16 +11,27 @@ from playwright.sync_api import Browser, Page, Playwright, expect
 from tests.app.server.page import firefox, test_access, test_page, test_states
 from tests.app.server.page.driving import ask, compare_off, easy_questions
 
+# Each path is taken in Chromium; what differs between browsers is taken here by default, the rest among slow tests.
 test_asking = test_page.test_a_question_is_answered_as_it_streams_with_sources_that_open
 test_documents = test_page.test_files_dropped_onto_the_archive_go_to_a_collection_of_ones_own
-test_history = test_page.test_conversations_are_kept_opened_and_deleted
-test_comparing = test_page.test_the_methods_are_compared_on_the_same_question
-test_reloading = test_page.test_everything_is_there_again_after_a_reload
 test_stopping = test_states.test_an_answer_can_be_stopped
 test_markdown = test_states.test_markdown_is_shown_as_elements_and_never_as_markup
-test_attacks = test_states.test_what_attacks_the_page_is_shown_as_text
-test_slow_text = test_states.test_text_made_to_be_slow_is_shown_in_good_time
 test_keyboard = test_access.test_everything_can_be_done_by_keyboard
+
+
+SLOW = (
+    test_page.test_conversations_are_kept_opened_and_deleted,
+    test_page.test_the_methods_are_compared_on_the_same_question,
+    test_page.test_everything_is_there_again_after_a_reload,
+    test_states.test_what_attacks_the_page_is_shown_as_text,
+    test_states.test_text_made_to_be_slow_is_shown_in_good_time,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SLOW, ids=lambda path: path.__name__)
+def test_the_other_paths(path: Callable[[Page], None], page: Page) -> None:
+    path(page)
 
 
 @pytest.fixture(scope="module")
