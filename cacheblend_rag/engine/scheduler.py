@@ -22,7 +22,7 @@ _Result = TypeVar("_Result")
 # Seconds that requests have the model for each second of background work while both want it, and before the first.
 _REQUESTS_SHARE, _REQUESTS_FIRST = 4.0, 10.0
 # Of the time that a part of a long pass took: how long it waits for others who come back at once.
-_PAUSE = 0.1
+_PAUSE = 0.5
 
 
 class ModelTime:
