@@ -18,7 +18,7 @@ from cacheblend_rag.errors import ConfigError, MissingExtraError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["Form", "Grammar", "closed", "fault_of", "form_of", "refused", "written"]
+__all__ = ["Form", "Grammar", "InText", "closed", "fault_of", "form_of", "refused", "written"]
 
 # As `json.dumps` writes it. Free white space would let a small model write nothing else.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": False}
@@ -45,11 +45,29 @@ class Form:
         A JSON schema.
     before, after : str
         What stands around the JSON.
+    lenient : bool
+        Leave out keywords that answers cannot be held to. Otherwise they are an error.
     """
 
     schema: Mapping[str, Any]
     before: str = ""
     after: str = ""
+    lenient: bool = False
+
+
+@dataclass(frozen=True)
+class InText:
+    """Forms that an answer may have among free text, or not at all: tool calls that the model decides on.
+
+    Parameters
+    ----------
+    begin, end : str
+        Marks around each form. Without ``end``, an answer that begins with a brace, a bracket or ``begin`` is a form,
+        or a list of them, and any other is text.
+    """
+
+    begin: str
+    end: str = ""
 
 
 class Grammar:
@@ -63,8 +81,8 @@ class Grammar:
         The answer has one of them.
     field : str
         What errors call the schema.
-    lenient : bool
-        Leave out keywords that answers cannot be held to. Otherwise they are an error.
+    in_text : InText, optional
+        Where the forms may stand; by default the answer is one of them.
 
     Raises
     ------
@@ -74,12 +92,13 @@ class Grammar:
         If llguidance is not installed.
     """
 
-    def __init__(self, tokenizer: Any, forms: Sequence[Form], *, field: str = "schema", lenient: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, forms: Sequence[Form], *, field: str = "schema", in_text: InText | None = None
+    ) -> None:
         self.field = field
-        matcher_class = _library().LLMatcher
-        self._compiled: LLMatcher = matcher_class(
-            _tokenizer(tokenizer), written(forms, lenient), log_level=0, limits=_limits()
-        )
+        matcher_class, known = _library().LLMatcher, _tokenizer(tokenizer)
+        grammar = written(forms) if in_text is None else _among_text(forms, in_text, tokenizer, known)
+        self._compiled: LLMatcher = matcher_class(known, grammar, log_level=0, limits=_limits())
         first = self._compiled.deep_copy()
         if not first.is_error():
             first.compute_bitmask()  # some schemas turn out to have no answer only here
@@ -139,15 +158,49 @@ def _closed(schema: Any) -> Any:
     return closed(schema) if isinstance(schema, Mapping) else schema
 
 
-def written(forms: Sequence[Form], lenient: bool = False) -> str:
-    """The forms as llguidance reads them (a grammar of Lark)."""
-    style = {**_JSON_STYLE, "lenient": lenient}
-    lines = ["start: " + " | ".join(f"form_{at}" for at in range(len(forms)))]
+def written(forms: Sequence[Form], start: Sequence[str] = ("start: form",)) -> str:
+    """The forms as llguidance reads them (a grammar of Lark), behind rules that say where they stand."""
+    lines = [*start, "form: " + " | ".join(f"form_{at}" for at in range(len(forms)))]
     for at, form in enumerate(forms):
+        style = {**_JSON_STYLE, "lenient": form.lenient}
         before, after = (json.dumps(text, ensure_ascii=False) if text else "" for text in (form.before, form.after))
         lines.append(f"form_{at}: {before} json_{at} {after}")
         lines.append(f"json_{at}: %json {json.dumps({**form.schema, 'x-guidance': style})}")
     return "\n".join(lines)
+
+
+def _among_text(forms: Sequence[Form], style: InText, tokenizer: Any, known: LLTokenizer) -> str:
+    """`written`, with text around the forms, and tokens in it that stand for no text of their own."""
+    added = {id: str(one) for id, one in tokenizer.added_tokens_decoder.items() if known.is_special_token(id)}
+    marks = {text: f"<[{id}]>" for id, text in added.items()}
+    others = [id for id, text in added.items() if text not in (style.begin, style.end) and id not in known.eos_tokens]
+    other = f"<[{','.join(map(str, others))}]>" if others else '""'
+    begin, end = (" | ".join([json.dumps(text), *filter(None, [marks.get(text)])]) for text in (style.begin, style.end))
+    if not style.end:
+        return written(
+            forms,
+            [
+                "start: other* (WORD (other TEXT)* | SPACE? (begin SPACE?)? (form | list))?",
+                f"begin: {begin}",
+                'list: "[" form ("," SPACE? form)* "]"',
+                f"other: {other}",
+                r"SPACE: /[ \t\r\n]+/",
+                r"TEXT: /(.|\n)*/",
+                r"WORD: /[ \t\r\n]*[^ \t\r\n{\[](.|\n)*/",
+            ],
+        )
+    begun = f"begin | TEXT {marks[style.begin]}" if style.begin in marks else "begin"
+    return written(
+        forms,
+        [
+            "start: piece* TEXT",
+            f"piece: ({begun}) SPACE? form SPACE? end" + (f" | TEXT {other}" if others else ""),
+            f"begin[lazy]: TEXT {json.dumps(style.begin)}",
+            f"end: {end}",
+            r"SPACE: /[ \t\r\n]+/",
+            r"TEXT: /(.|\n)*/",
+        ],
+    )
 
 
 def fault_of(grammar: str) -> str:

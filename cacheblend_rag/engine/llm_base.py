@@ -17,11 +17,11 @@ from tenacity import AttemptManager, Retrying, retry_if_exception, stop_after_at
 from cacheblend_rag.config import BlendConfig, BlendOptions, check_names
 from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.grammar import Form, Grammar, closed, form_of
+from cacheblend_rag.engine.grammar import Form, Grammar, InText, closed, form_of
 from cacheblend_rag.engine.streaming import NumberedStreams, TextStream
 from cacheblend_rag.errors import CacheBlendError, ConfigError, MissingExtraError
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.chat import call_rests, check_choice
+from cacheblend_rag.prompt.chat import CallText, call_rests, calls_in_text, check_choice
 from cacheblend_rag.prompt.matching import known_chunks, written_forms
 from cacheblend_rag.report import AnswerStats, BlendReport, Generation, Tally, WarmReport
 from cacheblend_rag.store import StorePlaces
@@ -421,17 +421,23 @@ class ModelFields(BaseModel):
             schema = ".json_schema.schema" if response_format["type"] == "json_schema" else ""
             return self._compiled([form], "response_format" + schema)
         called = check_choice(choice, [tool["function"]["name"] for tool in tools or []])
-        if called is None or not tools:
+        strict = any(tool["function"].get("strict") for tool in tools or [])
+        if not tools or choice == "none" or (called is None and not strict):
             return None
-        rests = call_rests(called, tools, self.engine.tokenizer)
-        forms = [Form(closed(schema), before, after) for before, schema, after in rests]
+        if called is None:
+            calls, begin, end = calls_in_text(tools, self.engine.tokenizer)
+            in_text = InText(begin, end)
+        else:
+            calls, in_text = call_rests(called, tools, self.engine.tokenizer), None
         try:
-            return self._compiled(forms, "tools", lenient=True)
+            return self._compiled([_form_of_call(one, called is not None) for one in calls], "tools", in_text)
         except MissingExtraError:
+            if strict:
+                raise
             return None
 
-    def _compiled(self, forms: Sequence[Form], field: str, *, lenient: bool = False) -> Grammar:
-        return Grammar(self.engine.tokenizer, forms, field=field, lenient=lenient)
+    def _compiled(self, forms: Sequence[Form], field: str, in_text: InText | None = None) -> Grammar:
+        return Grammar(self.engine.tokenizer, forms, field=field, in_text=in_text)
 
     def _open(self, prompt: Prompt, arguments: DecodeArguments, overrides: dict[str, Any]) -> TextStream:
         stream = self.engine.stream(prompt, timeout=overrides.get("timeout", self.timeout), **arguments)
@@ -490,6 +496,13 @@ class ModelFields(BaseModel):
             "documents": [one.asdict() for one in report.documents],
         }
         return {**info, "input_ids": list(report.input_ids)} if self.report_input_ids else info
+
+
+def _form_of_call(call: CallText, forced: bool) -> Form:
+    """What a call must follow: its schema if it is strict; else what of it can be kept to, if it must be called."""
+    if call.strict or forced:
+        return Form(closed(call.schema), call.before, call.after, lenient=not call.strict)
+    return Form({"type": "object"}, call.before, call.after)
 
 
 def _plain(value: Any) -> Any:

@@ -21,6 +21,8 @@ _Given = TypeVar("_Given")
 _Result = TypeVar("_Result")
 # Seconds that requests have the model for each second of background work while both want it, and before the first.
 _REQUESTS_SHARE, _REQUESTS_FIRST = 4.0, 10.0
+# Of the time that a part of a long pass took: how long it waits for others who come back at once.
+_PAUSE = 0.5
 
 
 class ModelTime:
@@ -52,6 +54,15 @@ class _Step(Generic[_Given, _Result]):
         return bool(self.results) or self.error is not None
 
 
+class _LongPass:
+    """A long pass that gives way between two of its parts."""
+
+    def __init__(self, spent: ModelTime, due: float, pause: float) -> None:
+        self.spent, self.pause = spent, pause
+        self.due = due
+        """It goes before all others once requests have had the model for so many seconds in all."""
+
+
 class Scheduler:
     """One holder at a time, in the order of asking; background work waits for requests, though not for ever.
 
@@ -62,7 +73,8 @@ class Scheduler:
     -----
     Who has not begun goes before those under way, as long as he agrees to their number: somebody waits for his
     first token. Those under way take their steps together, once none of them has anything else to do; those of one
-    engine together, those of another over the same model in a pass of their own.
+    engine together, those of another over the same model in a pass of their own. A long pass goes on once each of the
+    others has had the model for as long as its last part took, or none of them wants it.
 
     Background work has the model while no request wants it. Under load it gets a fifth of the time: it stores what
     requests miss, and without it a server that is never idle would compute the same chunks for ever.
@@ -76,10 +88,11 @@ class Scheduler:
         self._begun = 0  # requests under way, the holder's included
         self._line: deque[ModelTime] = deque()  # who has not begun, the first to ask first
         self._steps: list[_Step[Any, Any]] = []  # of those under way but the holder, the first to ask first
+        self._long: list[_LongPass] = []  # that give way now, the first to do so first
         self._background: deque[ModelTime] = deque()
         self._holder = ModelTime(lambda: 0)
         self._since = 0.0  # when the holder began to hold
-        self._stepped = 0.0  # seconds of steps that were taken while others waited
+        self._used, self._freed = 0.0, 0.0  # seconds for which requests had the model, and when it was left last
         # Seconds that requests have the model while background work waits, before it goes first.
         self._owed = _REQUESTS_FIRST
 
@@ -126,8 +139,7 @@ class Scheduler:
         GenerationError
             If the step failed on the thread of another.
         """
-        nobody_waits = not (self._line or self._steps or self._background_is_due)
-        if self._depth > 1 or nobody_waits:  # who has entered twice cannot give way
+        if self._nobody_waits:
             return run([given])[0]
         mine: _Step[_Given, _Result] = _Step(given, run, self._holder)
         try:
@@ -146,20 +158,33 @@ class Scheduler:
         return mine.results[0]
 
     def give_way(self, seconds: float) -> None:
-        """Let others in, and those under way take steps for so many seconds each, as long as any of them wants to.
+        """Let others have the model for so many seconds each, as long as any of them wants it.
 
-        Called by the holder between two parts of a long pass. One step for each part would be too little: a token of
-        the others would then take as long as such a part.
+        Called by the holder between two parts of a long pass, with the seconds that the last part took. So each of
+        those who want the model gets as much of it as this pass does.
+
+        Many a request wants the model several times, with short work of its own in between: it searches, then it is
+        answered. A little is waited for those. The next part of the pass would begin in each such pause otherwise.
         """
-        began = self._stepped
-        self.step(None, _nothing)
-        while self._depth == 1 and self._stepped - began < seconds * self._stepping:
-            self.step(None, _nothing)
+        if self._nobody_waits:
+            return
+        with self._condition:
+            others = self._begun - 1 + (len(self._line) if self._first_may_come else 0)
+            self._release()
+            mine = _LongPass(self._holder, self._used + seconds * others, seconds * _PAUSE if others else 0.0)
+            self._long.append(mine)
+            try:
+                while self._busy or self._next() is not mine:
+                    self._condition.wait(None if self._busy or self._somebody_wants else mine.pause)
+            finally:
+                self._long.remove(mine)
+                self._condition.notify_all()
+            self._hold(mine.spent)
 
     @property
-    def _stepping(self) -> int:
-        """How many wait for a step."""
-        return sum(step.run is not _nothing for step in list(self._steps))
+    def _nobody_waits(self) -> bool:
+        """Whether the holder need not give way; who has entered twice cannot."""
+        return self._depth > 1 or not (self._line or self._steps or self._long or self._background_is_due)
 
     @contextmanager
     def background(self) -> Iterator[None]:
@@ -184,6 +209,7 @@ class Scheduler:
             with self._condition:
                 self._leave()
                 if mine is not None:
+                    self._used -= mine.seconds
                     self._owed = max(self._owed, _REQUESTS_SHARE * mine.seconds)
 
     # Turns --------------------------------------------------------------------------------------
@@ -225,7 +251,6 @@ class Scheduler:
             raise
         finally:
             took = time.monotonic() - began
-            self._stepped += took if run is not _nothing else 0.0
             self._holder.seconds -= took  # all of it is counted when it leaves
             for step in steps:
                 step.spent.seconds += took / len(steps)
@@ -233,16 +258,32 @@ class Scheduler:
     def _next(self) -> object:
         """Whose turn it is.
 
-        Background work whose share is due, then who has not begun and may, then who can go on, then who takes the
-        steps of all, then background work.
+        Background work whose share is due, then a long pass that is due, then who has not begun and may, then who can
+        go on, then who takes the steps of all, then a long pass that has waited for others, then background work.
         """
         if self._background_is_due:
             return self._background[0]
-        if self._line and (not self._begun or self._begun <= self._line[0].beside()):
+        for one in self._long:
+            if one.due <= self._used:
+                return one
+        if self._first_may_come:
             return self._line[0]
         if self._steps:
             return next((step for step in self._steps if step.done), self._steps[0])
+        if self._long:
+            idle = time.monotonic() - self._freed
+            return next((one for one in self._long if one.pause <= idle), None)
         return next(iter(self._background), None) if not (self._line or self._begun) else None
+
+    @property
+    def _first_may_come(self) -> bool:
+        """Whether somebody waits to begin who agrees to how many are under way."""
+        return bool(self._line) and (not self._begun or self._begun <= self._line[0].beside())
+
+    @property
+    def _somebody_wants(self) -> bool:
+        """Whether any request could use the model now, but for long passes."""
+        return self._first_may_come or bool(self._steps)
 
     @property
     def _background_is_due(self) -> bool:
@@ -260,17 +301,14 @@ class Scheduler:
         self._holder, self._since = spent, time.monotonic()
 
     def _release(self) -> None:
-        held = time.monotonic() - self._since
+        self._freed = time.monotonic()
+        held = self._freed - self._since
         self._holder.seconds += held
+        self._used += held
         if self._background:
             self._owed -= held
         self._busy, self._owner, self._depth = False, None, 0
         self._condition.notify_all()
-
-
-def _nothing(given: Sequence[None]) -> Sequence[None]:
-    """The step of who only gives way."""
-    return given
 
 
 _gates: weakref.WeakKeyDictionary[object, Scheduler] = weakref.WeakKeyDictionary()

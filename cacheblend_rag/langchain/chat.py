@@ -91,6 +91,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
         *,
         tool_choice: str | None = None,
+        strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
         """Offer tools to a model whose chat template takes them.
@@ -102,13 +103,15 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         tool_choice : str, optional
             ``"auto"``: the model decides. ``"any"`` or a tool's name: it must call; its answer is
             then begun for it with the opening of a call.
+        strict : bool, optional
+            Hold calls to the schemas of the tools, whether they must be made or not (extra ``structured``).
 
         Raises
         ------
         ConfigError
             If ``tool_choice`` names no tool.
         """
-        offered = [convert_to_openai_tool(tool) for tool in tools]
+        offered = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
         choice = check_choice(tool_choice, [tool["function"]["name"] for tool in offered])
         if tool_choice == "none":
             return self.bind(**kwargs)

@@ -14,14 +14,17 @@ from cacheblend_rag.errors import ConfigError, PromptError
 
 __all__ = [
     "CALL_END",
+    "CALL_START",
     "CHAT",
     "STUFF",
     "BrokenCall",
     "Call",
+    "CallText",
     "HeldBack",
     "ParsedAnswer",
     "PromptFormat",
     "call_rests",
+    "calls_in_text",
     "check_choice",
     "offers_tools",
     "opening",
@@ -31,8 +34,8 @@ __all__ = [
 ]
 
 # The form that Hermes, Qwen and many other templates teach.
-_CALL_START, CALL_END = "<tool_call>", "</tool_call>"
-_CALL = re.compile(rf"{_CALL_START}\s*(.*?)\s*(?:{CALL_END}|\Z)", re.DOTALL)
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"
+_CALL = re.compile(rf"{CALL_START}\s*(.*?)\s*(?:{CALL_END}|\Z)", re.DOTALL)
 # The form of Mistral and Llama: nothing but JSON. The mark before it is a special token, mostly.
 _MARK = "[TOOL_CALLS]"
 _PARAMETERS = '"parameters"'  # what Llama's template calls arguments
@@ -52,6 +55,26 @@ class BrokenCall:
 
     text: str
     error: str
+
+
+@dataclass(frozen=True)
+class CallText:
+    """A call as it may be written: text, arguments by a schema, text.
+
+    Parameters
+    ----------
+    before : str
+    schema : dict
+        Of the arguments.
+    after : str
+    strict : bool
+        Whether all of the schema must be kept to.
+    """
+
+    before: str
+    schema: dict[str, Any]
+    after: str
+    strict: bool
 
 
 @dataclass(frozen=True)
@@ -90,7 +113,7 @@ def render_turns(
     turns : sequence of dict
         Messages as chat templates take them.
     tools : sequence of dict, optional
-        Tools in OpenAI's form, for templates that take them.
+        Tools in OpenAI's form, for templates that take them. Templates do not see ``strict``.
     options : dict, optional
         Anything else the template takes, such as ``enable_thinking``.
 
@@ -114,8 +137,12 @@ def render_turns(
     if tools and not offers_tools(tokenizer):
         names = [tool["function"]["name"] for tool in tools]
         raise ConfigError("tools", names, "use a model whose chat template takes tools")
+    shown = [
+        {**tool, "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
+        for tool in tools or []
+    ]
     written = tokenizer.apply_chat_template(
-        list(turns), tools=tools or None, tokenize=False, add_generation_prompt=True, **(options or {})
+        list(turns), tools=shown or None, tokenize=False, add_generation_prompt=True, **(options or {})
     )
     return str(written)
 
@@ -182,14 +209,12 @@ def opening(choice: str | None, tokenizer: Any) -> str:
     """
     if choice is None:
         return ""
-    start = f'{_CALL_START}\n{{"name": "' if _CALL_START in str(tokenizer.chat_template) else '{"name": "'
+    start = f'{CALL_START}\n{{"name": "' if CALL_START in str(tokenizer.chat_template) else '{"name": "'
     return start if choice == "any" else start + _named(choice, tokenizer)
 
 
-def call_rests(
-    choice: str, tools: Sequence[Mapping[str, Any]], tokenizer: Any
-) -> list[tuple[str, dict[str, Any], str]]:
-    """What may stand behind `opening`: for each tool that may be called, text, the schema of its arguments, and text.
+def call_rests(choice: str, tools: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[CallText]:
+    """What may stand behind `opening`, for each tool that may be called.
 
     Parameters
     ----------
@@ -200,20 +225,33 @@ def call_rests(
     tokenizer : transformers tokenizer
     """
     functions = [tool["function"] for tool in tools if choice in ("any", tool["function"]["name"])]
-    return [
-        (
-            _named(function["name"], tokenizer) if choice == "any" else "",
-            {"type": "object", **(function.get("parameters") or {})},
-            "}",
-        )
-        for function in functions
-    ]
+    return [_call_text(one, _named(one["name"], tokenizer) if choice == "any" else "") for one in functions]
+
+
+def calls_in_text(tools: Sequence[Mapping[str, Any]], tokenizer: Any) -> tuple[list[CallText], str, str]:
+    """The calls that a model may write if it wants to, for each tool, and the marks before and behind each.
+
+    Without a mark behind each, nothing but calls may stand in an answer with calls, and the mark may be left out.
+
+    Parameters
+    ----------
+    tools : sequence of dict
+        In OpenAI's form.
+    tokenizer : transformers tokenizer
+    """
+    calls = [_call_text(tool["function"], '{"name": "' + _named(tool["function"]["name"], tokenizer)) for tool in tools]
+    return (calls, CALL_START, CALL_END) if CALL_START in str(tokenizer.chat_template) else (calls, _MARK, "")
+
+
+def _call_text(function: Mapping[str, Any], before: str) -> CallText:
+    schema = {"type": "object", **(function.get("parameters") or {})}
+    return CallText(before, schema, "}", bool(function.get("strict")))
 
 
 def _named(name: str, tokenizer: Any) -> str:
     """The end of a tool's name in a call, and what stands before its arguments."""
     template = str(tokenizer.chat_template)
-    tagged = _CALL_START in template
+    tagged = CALL_START in template
     return f'{name}", "{"arguments" if tagged or _PARAMETERS not in template else "parameters"}": '
 
 
@@ -227,8 +265,8 @@ def parse_calls(text: str, names: Collection[str] = ()) -> ParsedAnswer:
     names : collection of str
         Tools that are offered: an answer that is nothing but JSON is a call of one of them.
     """
-    if _CALL_START in text:
-        return ParsedAnswer(text[: text.index(_CALL_START)].rstrip(), tuple(map(_call, _CALL.findall(text))))
+    if CALL_START in text:
+        return ParsedAnswer(text[: text.index(CALL_START)].rstrip(), tuple(map(_call, _CALL.findall(text))))
     calls = _bare_calls(text, names)
     return ParsedAnswer("" if calls else text, calls)
 
@@ -284,10 +322,10 @@ class HeldBack:
         begun = self._text.lstrip()
         if begun.startswith(("{", "[")) or not begun:
             return 0
-        at = self._text.find(_CALL_START)
+        at = self._text.find(CALL_START)
         if at < 0:
-            starts = range(max(0, len(self._text) - len(_CALL_START)), len(self._text))
-            at = next((n for n in starts if _CALL_START.startswith(self._text[n:])), len(self._text))
+            starts = range(max(0, len(self._text) - len(CALL_START)), len(self._text))
+            at = next((n for n in starts if CALL_START.startswith(self._text[n:])), len(self._text))
         return max(self.sent, len(self._text[:at].rstrip()))
 
 

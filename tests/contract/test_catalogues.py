@@ -120,11 +120,40 @@ class CatalogueContract:
     ) -> None:
         monkeypatch.setattr("cacheblend_rag.app.server.catalogue._REMEMBERED", 2)
         for number in range(4):
+            catalogue.accept(f"job {number}", "mine", [one := file(str(number), job=f"job {number}")])
+            catalogue.add([(one, *read("text"))])
+            catalogue.warmed([str(number)])
+            catalogue.end_job(f"job {number}")
+        assert [catalogue.job(f"job {number}") for number in range(4)] == [None, None, "mine", "mine"]
+        assert len(catalogue.documents("mine")) == 4
+
+    def test_a_file_that_failed_is_listed_until_it_is_dismissed(
+        self, catalogue: Catalogue, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("cacheblend_rag.app.server.catalogue._REMEMBERED", 2)
+        monkeypatch.setattr("cacheblend_rag.app.server.catalogue._FAILED", 4)
+
+        def failed(number: int) -> None:
             catalogue.accept(f"job {number}", "mine", [file(str(number), job=f"job {number}")])
             catalogue.fail(str(number), "no")
             catalogue.end_job(f"job {number}")
-        assert [catalogue.job(f"job {number}") for number in range(4)] == [None, None, "mine", "mine"]
-        assert [one.id for one in catalogue.files(collection="mine")] == ["2", "3"]
+
+        for number in range(4):
+            failed(number)
+        assert [one.id for one in catalogue.files(collection="mine")] == ["0", "1", "2", "3"]
+        assert catalogue.job("job 0") == "mine", "its upload is known as long"
+        assert catalogue.dismiss("mine", "1")
+        failed(4)
+        failed(5)
+        failed(6)  # there are bounds, and the latest stay
+        assert [one.id for one in catalogue.files(collection="mine")] == [
+            "2",
+            "3",
+            "4",
+            "5",
+            "6",
+        ]  # bounded as one comes
+        assert catalogue.job("job 1") is None
 
     def test_a_deletion(self, catalogue: Catalogue) -> None:
         take(catalogue, "a", "one", "two")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import json
 import random
 from collections import deque
@@ -11,9 +12,10 @@ from typing import Any
 import jsonschema_rs
 import pytest
 import torch
+from tokenizers import AddedToken
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
-from cacheblend_rag.engine.grammar import Form, Grammar, closed, form_of, written
+from cacheblend_rag.engine.grammar import Form, Grammar, InText, closed, form_of, written
 from cacheblend_rag.engine.logits import TokenMask
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from tests import tiny
@@ -152,7 +154,42 @@ def test_a_name_cannot_leave_its_place_in_a_grammar(name: str) -> None:
     engine = BlendEngine(tiny.model(num_hidden_layers=2), tiny.tokenizer(), config=BlendConfig(check_model=False))
     grammar = Grammar(engine.tokenizer, [Form({"const": 1}, name, "}")])
     assert engine.generate(prompt(0), grammar=grammar, max_new_tokens=60).text == name + "1}"
-    assert written([Form({})]).count("\n") == 2
+    assert written([Form({})]).count("\n") == 3
+
+
+@pytest.mark.parametrize("special", [None, False, True])
+@pytest.mark.parametrize("kind", [kind for kind in MAKERS if kind != "WordPiece"])
+def test_forms_among_text_follow_their_schemas_and_text_is_free(kind: str, special: bool | None) -> None:
+    """Also where marks are tokens of their own, and where text holds other such tokens."""
+    tokenizer = copy.deepcopy(tokenizer_of(kind))
+    if special is not None:
+        marks = ("<tool_call>", "</tool_call>", "<think>", "[TOOL_CALLS]")
+        new = [AddedToken(one, special=special, normalized=False) for one in marks]
+        tokenizer.add_tokens(new, special_tokens=special)
+    number = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    forms = [Form(closed(number), '{"a": ', "}"), Form({"type": "object"}, '{"b": ', "}")]
+    tagged = Grammar(tokenizer, forms, in_text=InText("<tool_call>", "</tool_call>"))
+    bare = Grammar(tokenizer, forms, in_text=InText("[TOOL_CALLS]"))
+
+    def taken(grammar: Grammar, text: str) -> bool:
+        ids, matcher = tokenizer(text, add_special_tokens=False).input_ids, grammar.matcher()
+        return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+
+    right, loose = '{"a": {"x": 3}}', '{"b": {"x": "3"}}'
+    wrong = ['{"a": {"x": "3"}}', '{"a": {"x": 3, "y": 1}}', '{"c": {}}', '{"a": {}}']
+    assert taken(tagged, "")
+    assert taken(bare, "")
+    assert taken(tagged, "the <think> leaf {")
+    assert taken(bare, "the leaf [1] {")
+    for call in (right, loose):
+        assert taken(tagged, f"the leaf\n<tool_call>\n{call}\n</tool_call>\n<tool_call>{right}</tool_call> fell")
+        assert taken(bare, call)
+        assert taken(bare, f"[TOOL_CALLS] [{right}, {call}]")
+    for call in wrong:
+        assert not taken(tagged, f"<tool_call>\n{call}\n</tool_call>")
+        assert not taken(tagged, f"the leaf <tool_call>{right}</tool_call> and <tool_call>{call}</tool_call>")
+        assert not taken(bare, call)
+        assert not taken(bare, f"[{right}, {call}]")
 
 
 def test_what_the_tokens_cannot_write_is_an_error() -> None:

@@ -186,6 +186,7 @@ def test_who_gives_way_in_a_long_pass_lets_others_take_steps_for_as_long() -> No
         with scheduler.entered(lambda: 3):
             for _ in range(4):
                 events.append(name)
+                time.sleep(0.07)
                 scheduler.give_way(0.07)
 
     with ThreadPoolExecutor(3) as pool:
@@ -201,6 +202,35 @@ def test_who_gives_way_in_a_long_pass_lets_others_take_steps_for_as_long() -> No
     assert all(2 <= len(tokens) <= 6 for tokens in between if tokens and tokens is not between[-1])
     assert len([one for one in between if one]) >= 3
     scheduler.give_way(9.0)  # nobody waits
+
+
+def test_a_long_pass_takes_no_more_than_its_part_from_those_who_come_back_at_once() -> None:
+    """Between two requests, and between a search and its answer, a client does not want the model for a moment."""
+    scheduler, ended, used = Scheduler(), threading.Event(), list[float]()
+
+    def ask_again() -> None:
+        while not ended.is_set():
+            with scheduler.entered(lambda: 3):
+                time.sleep(0.01)
+                used.append(0.01)
+            time.sleep(0.004)
+
+    with ThreadPoolExecutor(2) as pool:
+        with scheduler.entered(lambda: 3):
+            asked = [pool.submit(ask_again) for _ in range(2)]
+            until(lambda: len(scheduler._line) == 2)
+            for _ in range(5):
+                time.sleep(0.1)
+                scheduler.give_way(0.1)
+            others = sum(used)
+            ended.set()
+        for one in asked:
+            one.result(5)
+        began = time.monotonic()
+        with scheduler.entered(lambda: 3):
+            scheduler.give_way(9.0)
+        assert time.monotonic() - began < 0.5, "nobody is there to be waited for"
+    assert 0.6 < others < 1.2, "two others, each as much as the long pass, which took half a second"
 
 
 def test_who_waits_to_be_alone_does_not_keep_a_long_pass_from_ending() -> None:

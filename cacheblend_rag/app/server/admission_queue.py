@@ -140,8 +140,8 @@ class AdmissionQueue:
     patience : float
         Seconds a request may wait.
     tenants : callable, optional
-        How many tenants there are. One of several has at most half of the places: with long answers it could hold
-        all of them, however seldom its turn comes.
+        How many tenants there are. One of several has at most half of the places, and its even part where more of
+        them want some: with long answers it could hold all of them, however seldom its turn comes.
 
     Notes
     -----
@@ -283,8 +283,14 @@ class AdmissionQueue:
             return self._free == self._places
         if place.alone == "tenant":
             return not served
-        most = self._places if self._known() < 2 else max(1, self._places // 2)
-        return len(served) < most and not any(one.alone for one in served)
+        return len(served) < self._most() and not any(one.alone for one in served)
+
+    def _most(self) -> int:
+        """Places that one tenant may have now."""
+        if self._known() < 2:
+            return self._places
+        wanting = sum(bool(one.waiting or one.served) for one in self._tenants.values())
+        return max(1, min(self._places // 2, math.ceil(self._places / wanting)))
 
     def _drains_for(self, place: _Place) -> bool:
         """Whether others wait until all places are free; not for long, since an answer may take minutes."""

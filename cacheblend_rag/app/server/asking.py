@@ -159,7 +159,12 @@ def search(
 
 
 def report_of(
-    engine: BlendEngine, prompt: Prompt, answer: Generation, turns: int = 0, stands_alone: bool = True
+    engine: BlendEngine,
+    prompt: Prompt,
+    answer: Generation,
+    turns: int = 0,
+    stands_alone: bool = True,
+    show_prompt: bool = True,
 ) -> dict[str, Any]:
     """What the page shows of how an answer came about; times in seconds, sizes in bytes.
 
@@ -174,6 +179,8 @@ def report_of(
         Earlier turns of the conversation that the prompt holds.
     stands_alone : bool
         Whether the prompt begins anew, with passages of its own.
+    show_prompt : bool
+        Whether to tell of each token of the prompt. Each of them has to be decoded for that.
     """
     report, seconds, split = answer.report, answer.report.seconds, engine.tokenize(prompt)
     chunks = [
@@ -212,7 +219,7 @@ def report_of(
         "turns": turns,
         "stands_alone": stands_alone,
         "resumed": report.resumed_tokens,
-        "prompt": _tokens(engine, split, answer),
+        "prompt": _tokens(engine, split, answer) if show_prompt else [],
     }
 
 

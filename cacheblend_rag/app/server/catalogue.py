@@ -112,8 +112,8 @@ _HEADER = 512
 _JOURNAL = 32 * 2**20
 # Disk space kept back, so that a deletion can be written down where the disk is full.
 _RESERVE = 2**20
-# Ended uploads that can still be asked about.
-_REMEMBERED = 500
+# Ended uploads that can still be asked about, and files that are listed as failed until they are dismissed.
+_REMEMBERED, _FAILED = 500, 5_000
 _FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 _ALL = 2**62
 _INCOMING = "id, name, bytes, sha256, job, collection, error"
@@ -557,10 +557,12 @@ class Catalogue:
                 "INSERT INTO files (id, job, collection, name, bytes, sha256) VALUES (?, ?, ?, ?, ?, ?)",
                 [(one.id, job, collection, one.name, one.bytes, one.sha256) for one in files],
             )
+            failed = "SELECT id FROM files WHERE error <> '' ORDER BY rowid DESC LIMIT ? OFFSET ?"
+            db.executemany("DELETE FROM files WHERE id = ?", db.execute(failed, (_ALL, _FAILED)).fetchall())
+            # An upload of which a file failed is known for as long as that is listed.
             oldest = db.execute("SELECT MAX(number) FROM jobs").fetchone()[0] - _REMEMBERED
-            forgotten = db.execute("SELECT id FROM jobs WHERE ended = 1 AND number <= ?", (oldest,)).fetchall()
-            db.executemany("DELETE FROM files WHERE job = ?", forgotten)
-            db.executemany("DELETE FROM jobs WHERE id = ?", forgotten)
+            ended = "SELECT id FROM jobs WHERE ended = 1 AND number <= ? AND id NOT IN (SELECT job FROM files)"
+            db.executemany("DELETE FROM jobs WHERE id = ?", db.execute(ended, (oldest,)).fetchall())
 
     def jobs(self) -> list[tuple[str, str]]:
         """Id and collection of uploads that have not ended, the oldest first."""

@@ -14,7 +14,7 @@ from pydantic import Field
 from cacheblend_rag.app.server.openai_models import ChatBody, ChatMessage
 from cacheblend_rag.app.server.templates import check_arguments
 from cacheblend_rag.engine.engine import DecodeArguments
-from cacheblend_rag.engine.grammar import Form, Grammar
+from cacheblend_rag.engine.grammar import Form, Grammar, InText
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError
 from cacheblend_rag.langchain import ChatCacheBlend
@@ -59,9 +59,9 @@ class ServedChat(ChatCacheBlend):
         mine: ChunkRegistry = self.mine
         return mine
 
-    def _compiled(self, forms: Sequence[Form], field: str, *, lenient: bool = False) -> Grammar:
-        self.schemas.check(forms, field, lenient)
-        return super()._compiled(forms, field, lenient=lenient)
+    def _compiled(self, forms: Sequence[Form], field: str, in_text: InText | None = None) -> Grammar:
+        self.schemas.check(forms, field)
+        return super()._compiled(forms, field, in_text)
 
     def asked(self, body: ChatBody) -> Any:
         """What the engine is asked for a conversation; nothing is generated yet.

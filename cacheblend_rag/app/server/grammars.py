@@ -38,7 +38,7 @@ class SchemaCheck:
         self._passed: OrderedDict[bytes, None] = OrderedDict()
         self._lock = threading.Lock()
 
-    def check(self, forms: Sequence[Form], field: str, lenient: bool) -> None:
+    def check(self, forms: Sequence[Form], field: str) -> None:
         """Compile the schemas of a request elsewhere.
 
         Parameters
@@ -46,8 +46,6 @@ class SchemaCheck:
         forms : sequence of Form
         field : str
             What the request calls them.
-        lenient : bool
-            As for `Grammar`.
 
         Raises
         ------
@@ -56,7 +54,7 @@ class SchemaCheck:
         """
         if any(_deeper(form.schema, _DEEPEST) for form in forms):
             raise ConfigError(field, "…", f"use schemas with at most {_DEEPEST} levels")
-        grammar = written(forms, lenient)
+        grammar = written(forms)
         if len(grammar) > self._limits.schema_chars:
             raise ConfigError(field, "…", f"use schemas of at most {self._limits.schema_chars:,} characters together")
         digest = hashlib.sha256(grammar.encode()).digest()

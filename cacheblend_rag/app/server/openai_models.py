@@ -205,7 +205,7 @@ class FunctionDefinition(_Taken):
     name: Annotated[str, StringConstraints(min_length=1, max_length=200)]
     description: str = ""
     parameters: dict[str, Any] = Field(default_factory=dict)
-    strict: Literal[False] = Field(default=False, exclude=True)  # no template has a place for it
+    strict: bool = False
 
 
 class ToolDefinition(_Taken):

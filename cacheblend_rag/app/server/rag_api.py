@@ -299,7 +299,7 @@ async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
     async with slot.kept():
         question = await unless_gone(request, _retrieved(here, collection, body, slot, most))
         here.charge([question.tokens + most])
-    asked = _Asked(here, question, engine, slot, most)
+    asked = _Asked(here, question, engine, slot, most, body.show_prompt)
     if body.stream:
         return EventStream(_to_the_end(asked.events()), slot, here.service.longest)
     async with slot:
@@ -309,8 +309,11 @@ async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
 class _Asked:
     """One question on its way."""
 
-    def __init__(self, here: Session, question: _Question, engine: BlendEngine, slot: Slot, most: int) -> None:
+    def __init__(
+        self, here: Session, question: _Question, engine: BlendEngine, slot: Slot, most: int, show_prompt: bool
+    ) -> None:
         self._here, self._question, self._engine, self._slot, self._most = here, question, engine, slot, most
+        self._show_prompt = show_prompt
 
     def _begin(self) -> TextStream:
         timeout, prompt = self._here.service.limits.answer_seconds, self._question.prompt
@@ -321,7 +324,7 @@ class _Asked:
         self._here.service.answered(answer.report)
         await self._slot.leave()  # the model is not needed for what follows
         question = self._question
-        told = question.prompt, answer, question.turns, question.stands_alone
+        told = question.prompt, answer, question.turns, question.stands_alone, self._show_prompt
         return await asyncio.to_thread(report_of, self._engine, *told)
 
     async def events(self) -> AsyncIterator[str]:

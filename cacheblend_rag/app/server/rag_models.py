@@ -80,9 +80,13 @@ class CompareBody(_Given):
 
 
 class AskBody(CompareBody):
-    """A question; ``stream`` chooses between events and one answer."""
+    """A question; ``stream`` chooses between events and one answer.
+
+    With ``show_prompt``, the report has the prompt token by token.
+    """
 
     stream: bool = True
+    show_prompt: bool = False
 
 
 class ModelInfo(BaseModel):

@@ -169,7 +169,7 @@ class Response(Chat):
             "incomplete_details": None,
             "output": [],
             "usage": None,
-            "tools": [{**tool.model_dump(), "strict": False} for tool in self._given.tools],
+            "tools": [tool.model_dump() for tool in self._given.tools],
             "service_tier": "default",
             **self._given.model_dump(include=_REPEATED, by_alias=True),
             **more,

@@ -139,6 +139,24 @@ async def test_one_of_several_tenants_has_half_of_the_places() -> None:
     await more
 
 
+async def test_a_tenant_has_an_even_part_of_the_places_where_others_want_some() -> None:
+    """Long prompts would have half of the places for as long as they take, and so half of the model."""
+    line = AdmissionQueue(4, 10, 10.0, lambda: 4)
+    held = {tenant: await line.slot(tenant) for tenant in "abcd"}
+    waiting = {tenant: asyncio.create_task(line.slot(tenant)) for tenant in "abcd"}
+    await soon()
+    held["b"].holds(Answer(9.0))  # so that all others have had less
+    await held["b"].leave()
+    await soon()
+    assert [tenant for tenant, task in waiting.items() if task.done()] == ["b"]
+    for tenant in "cd":
+        waiting[tenant].cancel()
+    await soon()
+    for tenant in "cd":
+        await held[tenant].leave()
+    await (await waiting["a"]).leave()  # of two, each may have half
+
+
 async def test_who_must_be_alone_among_its_tenants_keeps_no_other_waiting() -> None:
     line, events = AdmissionQueue(2, 10, 10.0), []
 

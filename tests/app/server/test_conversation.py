@@ -91,7 +91,10 @@ def test_a_prompt_can_go_on_from_that_of_the_turn_before() -> None:
 
 def turn_of(client: Any, collection: str, question: str, history: list[Any], **more: Any) -> dict[str, Any]:
     """The report of a turn, which is added to the history as the page does."""
-    answer = client.post(f"/api/collections/{collection}/ask", json={"question": question, "history": history, **more})
+    answer = client.post(
+        f"/api/collections/{collection}/ask",
+        json={"question": question, "history": history, "show_prompt": True, **more},
+    )
     assert answer.status_code == 200, answer.text
     events = dict(read_events(answer.text))
     client.app.state.service.engine.flush()
@@ -190,7 +193,7 @@ def test_a_template_that_leaves_a_turn_out_is_named() -> None:
 
 
 def asked(client: Any, **more: Any) -> dict[str, Any]:
-    answer = client.post("/api/collections/archive/ask", json={"question": NEXT, "k": 2, **more})
+    answer = client.post("/api/collections/archive/ask", json={"question": NEXT, "k": 2, "show_prompt": True, **more})
     assert answer.status_code == 200, answer.text
     report: dict[str, Any] = dict(read_events(answer.text))["report"]
     return report
@@ -226,6 +229,7 @@ def test_the_oldest_turns_give_way_to_the_window(docs: Path, tmp_path: Path) -> 
             assert KETTLE.answer in "".join(one["text"] for one in report["prompt"])
             assert asked(client, history=[long] * 50)["turns"] < 5
             too_long = client.post(
-                "/api/collections/archive/ask", json={"question": "oak " * 900, "k": 2, "history": HISTORY}
+                "/api/collections/archive/ask",
+                json={"question": "oak " * 900, "k": 2, "history": HISTORY, "show_prompt": True},
             )
             assert "context window is 1,024" in too_long.text

@@ -55,10 +55,13 @@ def test_an_answer_comes_in_pieces_between_sources_and_report(client: Any) -> No
     assert whole["sources"] == sources
     assert report["hits"] == 3
     assert report["misses"] == 0
+    assert report["prompt"] == whole["report"]["prompt"] == [], "each token has to be decoded for that"
 
 
 def test_a_report_accounts_for_every_token_of_the_prompt(client: Any) -> None:
-    report = ask(client, "archive", ratio=0.4)[-2][1]  # a prompt that was answered before is gone on from
+    report = ask(client, "archive", ratio=0.4, show_prompt=True)[-2][
+        1
+    ]  # a prompt that was answered before is gone on from
     prompt = report["prompt"]
     assert [one["position"] for one in prompt] == list(range(len(prompt)))
     assert sum(report["tokens"].values()) == len(prompt)
@@ -68,7 +71,7 @@ def test_a_report_accounts_for_every_token_of_the_prompt(client: Any) -> None:
     assert 0 < report["recomputed"][-1] < len(of_chunks)
     assert all(one["recomputed"] for one in prompt if one["segment"] == "suffix")
     assert all(one["deviation"] is None for one in of_chunks), "chunk starts are chosen without looking at it"
-    looked = ask(client, "archive", rule="hkvd")[-2][1]
+    looked = ask(client, "archive", rule="hkvd", show_prompt=True)[-2][1]
     assert any(one["deviation"] is not None for one in looked["prompt"] if one["segment"] == "chunk")
     assert "".join(one["text"] for one in prompt if one["segment"] == "suffix").endswith(
         f"Question: {QUESTION}\nHelpful Answer:"
@@ -81,7 +84,7 @@ def test_instructions_stand_before_the_passages_and_cost_no_hits(client: Any) ->
     settle(client.app.state.service)
     default = client.get("/api/state").json()["settings"]["instructions"]
     for told in (None, "Answer like a pirate."):
-        report = ask(client, "archive", instructions=told)[-2][1]
+        report = ask(client, "archive", instructions=told, show_prompt=True)[-2][1]
         text = "".join(one["text"] for one in report["prompt"])
         assert text.removeprefix("<s>").startswith(told or default)
         assert (told is None) == (default in text)
@@ -232,7 +235,9 @@ def test_a_separator_in_a_document_or_question_stays_where_it_is(client: Any) ->
     text = f"{passage(70).strip()} # # and another # # end"
     upload(client, id, {"split.txt": text})
     question = "What # # fell # # down?"
-    report = read_events(client.post(f"/api/collections/{id}/ask", json={"question": question}).text)[-2][1]
+    report = read_events(
+        client.post(f"/api/collections/{id}/ask", json={"question": question, "show_prompt": True}).text
+    )[-2][1]
     assert len(report["chunks"]) == 1
     shown = "".join(one["text"] for one in report["prompt"] if one["segment"] == "chunk")
     assert shown.endswith(text)

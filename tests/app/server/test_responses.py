@@ -303,7 +303,7 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, asked: dict[str, 
         "max_output_tokens": {"max_output_tokens": 100_000},
         "temperature": {"temperature": 3},
         "tools.0.type": {"tools": [{"type": "web_search"}]},
-        "tools.0.strict": {"tools": [{**TOOL, "strict": True}]},
+        "tools": {"tools": [{**TOOL, "parameters": {"not": {}}, "strict": True}]},
         "tool_choice": {"tool_choice": "required"},
         "tool_choice.type": {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}},
         "input": {"input": []},
@@ -320,6 +320,8 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, asked: dict[str, 
             client.responses.create(**{**asked, **more})
         assert (caught.value.param, caught.value.type) == (field, "invalid_request_error"), caught.value
         assert field in caught.value.body["message"]
+    strict = client.responses.create(**asked, tools=[{**TOOL, "strict": True}], max_output_tokens=4)
+    assert strict.tools[0].strict is True
     with pytest.raises(openai.BadRequestError, match=r"send earlier turns in input$"):
         client.responses.create(**asked, store=True)
     with pytest.raises(openai.BadRequestError, match="context window is 2,048"):

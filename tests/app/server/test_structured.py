@@ -12,13 +12,14 @@ from typing import Any
 import jsonschema_rs
 import openai
 import pytest
+import torch
 from langchain_openai import ChatOpenAI
 
 from cacheblend_rag.app.server.grammars import SchemaCheck
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.grammar import Form
 from cacheblend_rag.errors import ConfigError
-from tests.app.server.common import Running
+from tests.app.server.common import Running, process_logits
 
 KEY = "sk-none-needed-here"
 LEAF = {
@@ -38,6 +39,31 @@ TOOLS = [
 ]
 # Hours or all memory, if nothing stops it.
 ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{{{n}}}.*"} for n in range(1, 60)]}
+
+
+class Insisting:
+    """Writes a text token by token, as far as it may: what is forbidden there is passed over.
+
+    Parameters
+    ----------
+    tokenizer : transformers tokenizer
+    text : callable
+    """
+
+    def __init__(self, tokenizer: Any, text: Any) -> None:
+        self._tokenizer, self._text = tokenizer, text
+        self._prompt = 0
+        self._seen = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores that prefer the next token of the text, and its end behind it."""
+        if input_ids.shape[1] != self._seen + 1 or not self._prompt:
+            self._prompt = input_ids.shape[1]
+        self._seen = input_ids.shape[1]
+        ids = [*self._tokenizer.encode(self._text(), add_special_tokens=False), 2]
+        scores[:, ids[min(self._seen - self._prompt, len(ids) - 1)]] += 1_000.0
+        scores[:, 2] += 100.0
+        return scores
 
 
 @pytest.fixture
@@ -115,6 +141,42 @@ def test_a_forced_call_follows_the_schema_of_its_tool(client: openai.OpenAI, cho
         assert choice == "required" or call.function.name == "measure"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_strict_tool_is_called_as_its_schema_says_or_not_at_all(
+    chatty: Running, client: openai.OpenAI, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As OpenAI's agents ask: the model decides whether it calls; what it wants to write breaks the schema."""
+    wrong = '<tool_call>\n{"name": "measure", "arguments": {"kind": "elm", "length": "long"}}\n</tool_call>'
+    said = {"text": "The leaf: " + wrong}
+    process_logits(monkeypatch, Insisting(chatty.service.engine.tokenizer, lambda: said["text"]))
+    tools = [{**one, "function": {**one["function"], "strict": True}} for one in TOOLS]
+    request = asked(client, tools=tools, stream=stream, max_tokens=200)
+    del request["response_format"]
+
+    def answered() -> tuple[str, list[Any]]:
+        made: Any = client.chat.completions.create(**request)
+        parts = [one.choices[0].delta for one in made] if stream else [made.choices[0].message]
+        return "".join(one.content or "" for one in parts), [c for one in parts for c in one.tool_calls or []]
+
+    text, (call,) = answered()
+    assert (text, call.function.name) == ("The leaf:", "measure")
+    assert jsonschema_rs.is_valid(TOOLS[1]["function"]["parameters"], json.loads(call.function.arguments))
+    assert set(json.loads(call.function.arguments)) == {"length"}, "nothing but what the schema names"
+    said["text"] = "The leaf is {red}."
+    assert answered() == ("The leaf is {red}.", [])
+
+
+def test_a_strict_tool_whose_schema_cannot_be_kept_to_is_refused(client: openai.OpenAI) -> None:
+    function = {"name": "look_up", "parameters": {"type": "object", "not": {}}, "strict": True}
+    request = asked(client, tools=[{"type": "function", "function": function}])
+    del request["response_format"]
+    for choice in ("auto", "required"):
+        with pytest.raises(openai.BadRequestError, match="not") as caught:
+            client.chat.completions.create(**request, tool_choice=choice)
+        assert caught.value.param == "tools"
+    assert client.chat.completions.create(**request, tool_choice="none").choices
+
+
 def test_langchains_structured_output(chatty: Running, client: openai.OpenAI) -> None:
     llm = ChatOpenAI(
         base_url=chatty.url + "/v1", api_key=KEY, model=asked(client)["model"], max_tokens=90, max_retries=0
@@ -175,12 +237,12 @@ def deep(levels: int) -> dict[str, Any]:
 def test_a_check_ends_and_remembers_what_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     check = SchemaCheck(Limits(schema_seconds=1.0))
     with pytest.raises(ConfigError, match="64 levels"):
-        check.check([Form(deep(400))], "schema", False)
+        check.check([Form(deep(400))], "schema")
     with pytest.raises(ConfigError, match=r"simpler schema.*1 s"):
-        check.check([Form(ENDLESS)], "schema", False)
-    check.check([Form(deep(20))], "schema", False)
+        check.check([Form(ENDLESS)], "schema")
+    check.check([Form(deep(20))], "schema")
     monkeypatch.setattr(check, "_compile", lambda *given: pytest.fail("it is known"))
-    check.check([Form(deep(20))], "schema", False)
+    check.check([Form(deep(20))], "schema")
 
 
 def test_a_server_without_the_extra_says_so(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ async function answer(turn) {
   changed("asking", true);
   say("Looking for passages.");
   try {
-    const body = { ...request(turn), stream: true };
+    const body = { ...request(turn), stream: true, show_prompt: true };
     for await (const { event, data } of stream("POST", path(turn.collection, "ask"), body, running.signal)) {
       take(turn, event, data);
     }
