@@ -436,7 +436,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--embedder", default=DEFAULT_EMBEDDER, help="replicas load it, and nothing is asked of it")
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=60, help="of each router in each round")
+    parser.add_argument("--requests", type=int, default=50, help="of each router in each round")
     parser.add_argument("--rate", type=float, default=0.5, help="requests a second")
     parser.add_argument("--topics", type=int, default=8)
     parser.add_argument("--chunks", type=int, default=4, help="chunks of a request, of the 8 of its topic")

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -117,20 +118,36 @@ def test_a_client_that_leaves_is_not_answered_on(fleet: Fleet) -> None:
 
 
 def test_a_killed_replica_is_answered_for_and_comes_back_with_its_kv(fleet: Fleet) -> None:
-    documents = group(20)
-    place, _ = fleet.complete(documents)
+    asked: dict[str, list[list[str]]] = {"0": [], "1": []}
+    for number in range(20, 32):
+        asked[fleet.complete(group(number))[0]].append(group(number))
+    place = max(asked, key=lambda name: len(asked[name]))
+    documents, *kept = asked.pop(place)
+    ((neighbour, *_),) = asked.values()
     time.sleep(2.5)
     killed = fleet.process_of(place)
     body = {"model": "model", "prompt": "Who?", "documents": documents, "max_tokens": 500, "stream": True}
-    with fleet.client.stream("POST", "/v1/completions", json=body) as answer:
+    with ThreadPoolExecutor() as threads, fleet.client.stream("POST", "/v1/completions", json=body) as answer:
         assert answer.headers["x-replica"] == place
         pieces = answer.iter_text()
         told = next(pieces)
+        untouched = threads.submit(fleet.complete, neighbour, max_tokens=100)
         os.kill(killed, signal.SIGKILL)
         told += "".join(pieces)
+        other, whole = untouched.result()
     assert read_events(told)[-1][1]["error"]["code"] == "replica_lost"
+    assert other != place
+    assert whole["choices"][0]["finish_reason"] in ("length", "stop")
+    assert whole["cacheblend"][0]["misses"] == 0
     other, found = fleet.complete(documents)
     assert other != place
     assert found["cacheblend"][0]["hits"] == len(documents)  # from the shared store
     wait_until(lambda: fleet.process_of(place) != killed)
     wait_until(lambda: place in {fleet.client.get("/readyz").headers["x-replica"] for _ in range(4)})
+    for documents in kept:  # nobody has asked for them since; the first may come before the router was told
+        time.sleep(2.5)
+        again, found = fleet.complete(documents)
+        if again == place:
+            break
+    assert again == place
+    assert found["cacheblend"][0]["tiers"] == ["disk"] * len(documents)
