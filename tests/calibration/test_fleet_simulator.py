@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 from dataclasses import replace
@@ -137,11 +138,13 @@ def recorded(path: Path, router: str) -> None:
 def test_a_recorded_run_is_met_exactly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorded(tmp_path / "ours.jsonl", "ours")
     recorded(tmp_path / "random.jsonl", "random")
-    for seen, found in replay(read_trace(tmp_path / "ours.jsonl"), TIMES, seeds=[0]).values():
+    for seen, found in replay([read_trace(tmp_path / "ours.jsonl")], TIMES, seeds=[0]).values():
         assert found == pytest.approx(seen)
     assert simulator.main(["--replay", *(str(tmp_path / f"{name}.jsonl") for name in ("ours", "random"))]) == 0
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("| ours", "| random"))]
-    assert len(rows) == 6
+    assert len(rows) == 2 * 6
+    twice = replay([read_trace(tmp_path / "ours.jsonl")] * 2, TIMES, seeds=[0])
+    assert twice == replay([read_trace(tmp_path / "ours.jsonl")], TIMES, seeds=[0]), "runs of one router count together"
     (tmp_path / "bad.jsonl").write_text('{"run": {}}\n')
     assert simulator.main(["--replay", str(tmp_path / "bad.jsonl")]) == 2
 
@@ -172,7 +175,9 @@ def test_lines_are_fitted_to_what_was_measured() -> None:
 @pytest.mark.pretrained
 def test_service_times_are_measured(tmp_path: Path) -> None:
     out = tmp_path / "times.json"
-    assert service_times.main(["--rounds", "1", "--out", str(out)]) == 0
-    times = ServiceTimes.read(out)
+    assert service_times.main(["--rounds", "1", "--threads", "1", "--chunk-tokens", "77", "--out", str(out)]) == 0
+    times, told = ServiceTimes.read(out), json.loads(out.read_text())
+    assert told["options"]["threads"] == 1
+    assert 0.2 < told["cores"] <= (os.cpu_count() or 1)
     assert 0 < times.memory < times.computed
-    assert times.prefill(1500) > 2 * times.prefill(40, memory=1460)
+    assert times.prefill(500) > 1.5 * times.prefill(40, memory=460)

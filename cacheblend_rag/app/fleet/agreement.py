@@ -22,12 +22,12 @@ class Terms:
     ----------
     dtype : str
         Element type of the model.
-    separator : str
-        Text between chunks.
+    separator, split_at_separator : str, bool
+        Text between chunks, and whether prompts are split at it.
     condition, contexts, learned : str, int, str
         What chunks are computed behind; of a learned context its digest.
-    selection, check_layers : str, tuple of int
-        Which tokens are recomputed.
+    selection, check_layers, metric, recompute_ratio, recompute_ratios, selection_options, min_tokens
+        Which tokens are recomputed, as `BlendConfig` has them; options of the rule as JSON.
     codec, compress : str, bool
         How records are written.
     salt, encryption : str
@@ -42,11 +42,17 @@ class Terms:
 
     dtype: str
     separator: str
+    split_at_separator: bool
     condition: str
     contexts: int
     learned: str
     selection: str
     check_layers: tuple[int, ...]
+    metric: str
+    recompute_ratio: float | str
+    recompute_ratios: tuple[float, ...]
+    selection_options: str
+    min_tokens: int
     codec: str
     compress: bool
     salt: str

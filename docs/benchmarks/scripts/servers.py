@@ -26,7 +26,9 @@ __all__ = [
     "PostgresServer",
     "Proxy",
     "free_port",
+    "link_process",
     "make_bucket",
+    "run_link",
     "s3_environment",
     "s3_process",
     "s3_server",
@@ -34,6 +36,9 @@ __all__ = [
 ]
 
 _LOOPBACK = "127.0.0.1"
+# Bytes a second from which a proxy passes large pieces on, and seconds by which it may be late.
+_FAST, _LATE = 50e6, 0.002
+_LINK = "import sys; from docs.benchmarks.scripts.servers import run_link; run_link(*map(float, sys.argv[1:]))"
 
 
 def free_port() -> int:
@@ -84,6 +89,28 @@ def s3_process() -> Iterator[int]:
             yield port
         finally:
             process.terminate()
+
+
+@contextlib.contextmanager
+def link_process(port: int, rate: float) -> Iterator[int]:
+    """A `Proxy` of a rate before a port, in a process of its own; its port."""
+    command = [sys.executable, "-c", _LINK, str(port), str(rate)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.stdin.close()
+            process.wait(10)
+
+
+def run_link(port: float, rate: float) -> None:
+    """Pass on until standard input ends; what `link_process` starts."""
+    with Proxy(int(port)) as proxy:
+        proxy.rate = rate
+        print(proxy.port, flush=True)
+        sys.stdin.read()
 
 
 def make_bucket(port: int, name: str) -> None:
@@ -183,7 +210,7 @@ class Proxy:
     delay : float
         Seconds by which answers come later.
     rate : float
-        Bytes a second at which answers come.
+        Bytes a second at which answers come, on all connections together.
     silent : bool
         Whether nothing comes through any more, on connections that stay open.
     """
@@ -191,6 +218,7 @@ class Proxy:
     def __init__(self, port: int) -> None:
         self._behind = port
         self.delay, self.rate, self.silent = 0.0, float("inf"), False
+        self._lock, self._free = threading.Lock(), 0.0  # when the link is done with what was sent so far
         self._open = set[socket.socket]()
         self._listening = socket.create_server((_LOOPBACK, 0))
         self.port = int(self._listening.getsockname()[1])
@@ -213,9 +241,9 @@ class Proxy:
 
     def _pass_on(self, source: socket.socket, target: socket.socket, slow: bool) -> None:
         with contextlib.suppress(OSError):
-            while data := source.recv(2**16 if self.rate == float("inf") else 2**12):
+            while data := source.recv(2**16 if self.rate > _FAST else 2**12):
                 if slow:
-                    time.sleep(self.delay + len(data) / self.rate)
+                    time.sleep(self.delay + self._wait(len(data)))
                 while self.silent:
                     time.sleep(0.01)
                 target.sendall(data)
@@ -224,6 +252,14 @@ class Proxy:
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
             self._open.discard(one)
+
+    def _wait(self, size: int) -> float:
+        """Seconds until so many bytes are through; pieces of all connections go one after another."""
+        with self._lock:
+            now = time.perf_counter()
+            # Who has slept a little too long catches up.
+            self._free = max(self._free, now - _LATE) + size / self.rate
+            return max(0.0, self._free - now)
 
     def cut(self) -> None:
         """Close every connection; new ones are taken."""

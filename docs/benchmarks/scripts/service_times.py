@@ -4,24 +4,29 @@
 
 `docs.benchmarks.scripts.simulator` computes with these times. Prompts of 2, 4 and 6 chunks are fused with none to all
 of their chunks stored in memory, on disk and in a Valkey server on loopback. Then answers of several at once are
-decoded, and what was missing is stored.
+decoded, and what was missing is stored. At last prompts are fused while other processes work as hard, and without them:
+this says how many processors the machine is worth to processes that work side by side.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.app.collection import ARTICLES_PATH
@@ -36,6 +41,16 @@ __all__ = ["DEFAULTS_PATH", "ServiceTimes", "fitted", "main", "measure"]
 
 DEFAULTS_PATH = Path(__file__).parent.parent / "service-times.json"
 _COUNTS, _BATCHES, _NEW_TOKENS = (2, 4, 6), (1, 2, 4, 8), 24
+# Another replica's work: products of a few rows with more weights than any cache holds.
+_WORK = """
+import sys, torch
+torch.set_num_threads(int(sys.argv[1]))
+weights = [torch.randn(576, 1536) for _ in range(100)]
+print(flush=True)
+while True:
+    for weight in weights:
+        torch.randn(48, 576) @ weight
+"""
 
 
 @dataclass(frozen=True)
@@ -84,8 +99,12 @@ class ServiceTimes:
         return self.fixed + self.computed * computed + self.attended * computed * total + reused
 
 
-def measure(model: str, dtype: str, condition: str, chunk_tokens: int, rounds: int) -> dict[str, Any]:
+def measure(
+    model: str, dtype: str, condition: str, chunk_tokens: int, rounds: int, threads: int | None = None
+) -> dict[str, Any]:
     """Measure and fit; a dictionary fit for JSON."""
+    if threads:
+        torch.set_num_threads(threads)
     config = BlendConfig(write_back="off", max_concurrent=8, min_tokens=0, condition=condition)
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
@@ -105,7 +124,7 @@ def measure(model: str, dtype: str, condition: str, chunk_tokens: int, rounds: i
                 fingerprint=first.fingerprint,
             )
             engines[name] = held.enter_context(other)
-        texts = _texts(first.tokenizer, 3 * max(_COUNTS), chunk_tokens)
+        texts = _texts(first.tokenizer, 4 * max(_COUNTS), chunk_tokens)
         known, unknown = texts[: max(_COUNTS)], texts[max(_COUNTS) :]
         first.warm(known, progress=False)
         for key, _ in stores["memory"].infos(""):
@@ -114,7 +133,9 @@ def measure(model: str, dtype: str, condition: str, chunk_tokens: int, rounds: i
                 stores[name].put(key, record.record)
         rows = list(_prefills(engines, known, unknown, rounds))
         steps = [{"at_once": size, "seconds": _step(first, known[:4], size)} for size in _BATCHES]
-        stored = _storing(first.with_config(write_back="background"), unknown)
+        storing = first.with_config(write_back="background")
+        stored = statistics.median(_storing(storing, unknown[n : n + 4]) for n in range(0, 4 * min(rounds, 3), 4))
+        cores = _cores(first, _prompt([*known[:2], *unknown[-2:]], 0), 2 * rounds)
         token_bytes = first.estimate_bytes(known) / sum(map(len, first.tokenizer(list(known)).input_ids))
         found = {"prefills": rows, "steps": steps, "stored": stored, "bytes": token_bytes}
         return {
@@ -124,8 +145,10 @@ def measure(model: str, dtype: str, condition: str, chunk_tokens: int, rounds: i
                 "condition": condition,
                 "chunk_tokens": chunk_tokens,
                 "rounds": rounds,
+                "threads": torch.get_num_threads(),
             },
             "machine": machine("cpu"),
+            "cores": cores,
             "seconds": asdict(fitted(found)),
             **found,
         }
@@ -177,9 +200,41 @@ def _step(engine: BlendEngine, chunks: Sequence[str], size: int) -> float:
 def _storing(engine: BlendEngine, chunks: Sequence[str]) -> float:
     """Seconds a token of storing what a prompt lacked."""
     before = engine.storing_seconds
-    report = engine.fuse(_prompt(chunks[:4], 0)).report
+    report = engine.fuse(_prompt(chunks, 0)).report
     engine.flush()
     return (engine.storing_seconds - before) / report.chunk_tokens
+
+
+def _cores(engine: BlendEngine, prompt: Prompt, rounds: int) -> float:
+    """How many processors the machine is worth to processes with this one's threads, as many as it has room for."""
+    processes = max(1, (os.cpu_count() or 1) // torch.get_num_threads())
+    with _others(processes - 1) as others:
+        slower = []
+        for _ in range(rounds):
+            alone = engine.fuse(prompt).report.ttft
+            for one in others:
+                one.send_signal(signal.SIGCONT)
+            slower.append(engine.fuse(prompt).report.ttft / alone)
+            for one in others:
+                one.send_signal(signal.SIGSTOP)
+    return processes / max(1.0, statistics.median(slower))
+
+
+@contextmanager
+def _others(count: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that work when they are told to go on."""
+    command = [sys.executable, "-c", _WORK, str(torch.get_num_threads())]
+    others = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    try:
+        for one in others:
+            if one.stdout is not None:
+                one.stdout.readline()
+            one.send_signal(signal.SIGSTOP)
+        yield others
+    finally:
+        for one in others:
+            one.kill()
+            one.communicate()
 
 
 def fitted(found: dict[str, Any]) -> ServiceTimes:
@@ -217,15 +272,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--condition", default="auto", help="what chunks are computed behind")
     parser.add_argument("--chunk-tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, metavar="N", help="of each replica (default: all)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the file to write")
     parsed = parser.parse_args(arguments)
 
     def work() -> None:
         began = time.perf_counter()
-        result = measure(parsed.model, parsed.dtype, parsed.condition, parsed.chunk_tokens, parsed.rounds)
+        result = measure(
+            parsed.model, parsed.dtype, parsed.condition, parsed.chunk_tokens, parsed.rounds, parsed.threads
+        )
         print(f"measured in {time.perf_counter() - began:.0f} s")
         for name, value in result["seconds"].items():
             print(f"{name:<9} {value:.3g}")
+        print(f"cores     {result['cores']:.2f}")
         if parsed.out:
             parsed.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 

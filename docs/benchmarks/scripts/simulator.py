@@ -19,9 +19,9 @@ Then comes a line a request, in the order of arrival, in seconds. A chunk is giv
     {"arrival": 12.3, "chunks": [["9f0c6b1d2e3f4a5b", 256]], "question_tokens": 40, "new_tokens": 32,
      "observed": {"replica": "r2", "hit_tokens": 256, "ttft": 0.41}}
 
-``question_tokens`` are those of the prompt in no chunk. ``hit_tokens`` were read from the replica's own memory or disk.
-``ttft`` is null if the request failed. Between them, ``{"at": 30.0, "lost": "r2"}`` and ``{"at": 60.0, "added": "r3"}``
-change the fleet.
+``question_tokens`` are those of the prompt in no chunk. ``hit_tokens`` were read from the replica's own memory or disk,
+``remote_tokens`` from the remote store; these may be left out. ``ttft`` is null if the request failed. Between the
+lines, ``{"at": 30.0, "lost": "r2"}`` and ``{"at": 60.0, "added": "r3"}`` change the fleet.
 """
 
 from __future__ import annotations
@@ -57,7 +57,19 @@ from docs.benchmarks.scripts.fleet_model import (
 from docs.benchmarks.scripts.service_times import DEFAULTS_PATH, ServiceTimes
 from docs.benchmarks.scripts.throughput import draw_prompt, zipf
 
-__all__ = ["Trace", "draw", "figures", "main", "possible", "questions", "read_trace", "replay", "study", "tenants"]
+__all__ = [
+    "Trace",
+    "draw",
+    "figures",
+    "main",
+    "possible",
+    "questions",
+    "read_trace",
+    "replay",
+    "study",
+    "table_of_replays",
+    "tenants",
+]
 
 SIZES = (1, 4, 16, 64, 256)
 _WARM_UP = 0.25  # of the requests, which are not counted
@@ -140,7 +152,7 @@ def figures(simulation: Simulation, jobs: Sequence[Job]) -> dict[str, float]:
 
 
 def _quantile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
+    ordered = sorted(values) or [0.0]
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
@@ -359,34 +371,59 @@ def _chunks(given: Sequence[tuple[str, int]]) -> dict[int, int]:
     return {int(digest, 16): tokens for digest, tokens in given}
 
 
-def replay(trace: Trace, times: ServiceTimes, seeds: Sequence[int] = range(5)) -> dict[str, tuple[float, float]]:
-    """Hit share, p50 and p99 of TTFT: observed, and simulated with several seeds."""
+def replay(
+    traces: Sequence[Trace], times: ServiceTimes, seeds: Sequence[int] = range(5)
+) -> dict[str, tuple[float, float]]:
+    """Shares of tokens from the replica's own and from the shared store, mean and quantiles of TTFT, in seconds.
+
+    Each is given as observed in all runs of one router together, and as simulated with several seeds.
+    """
     jobs: list[Job] = []
     for seed in seeds:
-        simulation = Simulation(trace.options, trace.router, trace.times or times, seed=seed, names=trace.names)
-        for name, chunks in trace.stored.items():
-            for digest, tokens in chunks:
-                simulation.replicas[name].put(digest, tokens)
-        jobs += simulation.run(trace.requests, trace.changes)
+        for trace in traces:
+            simulation = Simulation(trace.options, trace.router, trace.times or times, seed=seed, names=trace.names)
+            for name, chunks in trace.stored.items():
+                for digest, tokens in chunks:
+                    simulation.replicas[name].put(digest, tokens)
+            jobs += simulation.run(trace.requests, trace.changes)
     answered = [
-        (request, of) for request, of in zip(trace.requests, trace.observed, strict=True) if of["ttft"] is not None
+        (request, of)
+        for trace in traces
+        for request, of in zip(trace.requests, trace.observed, strict=True)
+        if of["ttft"] is not None
     ]
-    seen = sum(of["hit_tokens"] for _, of in answered) / max(1, sum(request.tokens for request, _ in answered))
-    found = {"hit": (seen, sum(job.hit for job in jobs) / max(1, sum(job.request.tokens for job in jobs)))}
-    for name, share in (("p50", 0.5), ("p99", 0.99)):
-        found[name] = _quantile([of["ttft"] for _, of in answered], share), _quantile([job.ttft for job in jobs], share)
-    return found
+    asked = max(1, sum(request.tokens for request, _ in answered)), max(1, sum(job.request.tokens for job in jobs))
+    seen, simulated_ttft = [of["ttft"] for _, of in answered], [job.ttft for job in jobs]
+    return {
+        "hit": (sum(of["hit_tokens"] for _, of in answered) / asked[0], sum(job.hit for job in jobs) / asked[1]),
+        "remote": (
+            sum(of.get("remote_tokens", 0) for _, of in answered) / asked[0],
+            sum(job.remote for job in jobs) / asked[1],
+        ),
+        "mean": (statistics.mean(seen or [0.0]), statistics.mean(simulated_ttft or [0.0])),
+        **{
+            f"p{share}": (_quantile(seen, share / 100), _quantile(simulated_ttft, share / 100))
+            for share in (50, 90, 99)
+        },
+    }
+
+
+def table_of_replays(found: Mapping[str, Mapping[str, tuple[float, float]]]) -> str:
+    """A table of what `replay` found, by router."""
+    rows = []
+    for router, figures_of in found.items():
+        for name, (seen, simulated_value) in figures_of.items():
+            form = "{:.1%}" if name in ("hit", "remote") else "{:.3f} s"
+            off = f"{simulated_value / seen - 1:+.1%}" if seen else "–"
+            rows.append((router, name, form.format(seen), form.format(simulated_value), off))
+    return table(("router", "figure", "observed", "simulated", "difference"), rows)
 
 
 def _show_replays(paths: Sequence[Path], times: ServiceTimes) -> None:
-    rows = []
-    for path in paths:
-        trace = read_trace(path)
-        for name, (seen, simulated_value) in replay(trace, times).items():
-            form = "{:.1%}" if name == "hit" else "{:.3f} s"
-            off = f"{simulated_value / seen - 1:+.1%}" if seen else "–"
-            rows.append((trace.router, name, form.format(seen), form.format(simulated_value), off))
-    print(table(("router", "figure", "observed", "simulated", "difference"), rows))
+    by_router: dict[str, list[Trace]] = {}
+    for trace in map(read_trace, paths):
+        by_router.setdefault(trace.router, []).append(trace)
+    print(table_of_replays({router: replay(traces, times) for router, traces in by_router.items()}))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
