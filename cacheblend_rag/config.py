@@ -330,9 +330,8 @@ class BlendConfig:
         run, ``"auto"`` is the rule, check layers and schedule it found, as long as none of these options is given.
     selection : str or SelectionRule
         Which tokens are recomputed: a rule, or the name of one. ``"query"`` recomputes what the question attends to
-        most, chunk starts before others; ``"boundary"`` the first tokens of each chunk, ``"hkvd"`` those of highest KV
-        deviation, as the paper does; ``"none"`` is full KV reuse, ``"all"`` is full KV recompute; also ``"gradual"``
-        and ``"random"``.
+        most, ``"boundary"`` the first tokens of each chunk, ``"hkvd"`` those of highest KV deviation, as the paper
+        does; ``"none"`` is full KV reuse, ``"all"`` is full KV recompute; also ``"gradual"`` and ``"random"``.
     check_layers : tuple of int
         Layers at which KV deviation is measured; the first is 1 or higher, since the KV of
         layer 0 depends on the token alone and never deviates.

@@ -151,6 +151,7 @@ class RatioPolicy:
             bounds=self._bounds,
             fixed_share=self._fixed_share(tokens, computed),
             reads=self._layers,
+            read_before=self._scored_share,
         )
         if not self.free:  # what the user fixed is only foretold
             plan = dataclasses.replace(plan, recomputed_chunks=())
@@ -166,9 +167,15 @@ class RatioPolicy:
         return dataclasses.replace(choice, rule=rule.fit(self._layers), ratio=ratio)
 
     def _fixed_share(self, tokens: int, computed: int) -> float:
-        """Share of a prefill that any ratio does: what is not stored, and the many rows of the first layers."""
-        whole = computed / tokens
+        """Share of a prefill that any ratio does: what is not stored, its scoring, and the first layers' many rows."""
+        whole = min(1.0, computed / tokens * (1 + self._scored_share))
         return whole + (1 - whole) * self._head_share()
+
+    @property
+    def _scored_share(self) -> float:
+        """Share of the layers that the rule's scoring pass reads before the first layer is fused."""
+        scored = self.rule.score_layers
+        return (scored[-1] + 1) / self._layers if scored else 0.0
 
     def _head_share(self) -> float:
         """What the layers up to the last check do beyond the rule's last share."""

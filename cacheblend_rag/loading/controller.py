@@ -125,10 +125,11 @@ class LoadingController:
         bounds: RatioBounds | None = None,
         fixed_share: float = 0.0,
         reads: int = 0,
+        read_before: float = 0.0,
     ) -> LoadingPlan:
         """Plan the loading of a prompt's chunks.
 
-        With a device, the ratio at which recompute takes as long as loading, within bounds; with a
+        With a device, the ratio at which recompute takes as long as the loading that it can hide, within bounds; with a
         ratio, the cheapest device whose loading hides behind recompute, or the one that comes
         nearest; with both, what is to be expected.
 
@@ -151,6 +152,9 @@ class LoadingController:
             exactly the paper's: ``T_recompute = r * Prefill(L)``.
         reads : int
             Reads per chunk of this machine, each with the device's latency.
+        read_before : float
+            Share of the layers that are read before the first is computed, as a scoring pass needs it. Recompute
+            does not hide this loading.
 
         Raises
         ------
@@ -170,10 +174,12 @@ class LoadingController:
         # Chunks that are computed instead add to what is done at any ratio.
         fixed = min(1.0, fixed_share + split.computed_tokens / max(tokens, 1) * (1 - fixed_share))
         load = split.load_seconds
+        before, hidden = read_before * load, (1 - read_before) * load
         if ratio is None:
-            ratio = bounds.quantised(known.ratio_of(load, tokens, fixed))
+            ratio = bounds.quantised(known.ratio_of(hidden, tokens, fixed))
         recompute = known.blended(tokens, fixed, ratio)
-        if len(split.computed) == len(chunks) or max(load, recompute) >= prefill:  # nothing is gained by loading
+        # Nothing is gained by loading.
+        if len(split.computed) == len(chunks) or before + max(hidden, recompute) >= prefill:
             return LoadingPlan(ratio, device, 0.0, prefill, prefill, tuple(range(len(chunks))))
         return LoadingPlan(ratio, device, load, recompute, prefill, split.computed)
 

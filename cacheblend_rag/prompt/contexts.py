@@ -13,7 +13,7 @@ from cacheblend_rag.prompt.tokenizer import PromptTokenizer
 
 __all__ = ["CONTEXT_TOKENS", "Contexts", "context_tokens", "contexts_beside", "finder", "side_by_side"]
 
-CONTEXT_TOKENS = 350
+CONTEXT_TOKENS = 700
 """Tokens of a context. A much shorter one leaves much of what a beginning is; a longer one gains little."""
 # Tokens of chunks that share their contexts. With fewer, computing the contexts takes as long as computing the chunks;
 # with more, contexts are made of chunks further away.

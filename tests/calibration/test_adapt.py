@@ -30,7 +30,7 @@ from cacheblend_rag.store.learned import keep_context, kept_context
 from tests import probes, tiny
 from tests.tolerance import assert_close, assert_logits_close, terms_of
 
-DEFAULTS = {"condition": "auto", "selection": "boundary"}
+DEFAULTS = {"condition": "auto", "selection": "query"}
 OPTIONS = AdaptOptions(steps=24, tokens=32, rate=0.02, answer_tokens=6, held_back=2)
 
 

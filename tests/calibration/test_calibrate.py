@@ -354,7 +354,7 @@ def test_auto_is_what_was_calibrated_unless_a_rule_is_named(monkeypatch: pytest.
     assert chosen.ratio == 0.05
     for options in ({"recompute_ratio": 0.3}, {"metric": "k"}, {"selection": "hkvd"}, {"check_layers": (2,)}):
         assert policy_of(SETTINGS, **options).settings is None
-    monkeypatch.setenv("CACHEBLEND_RAG_SELECTION", "query")
+    monkeypatch.setenv("CACHEBLEND_RAG_SELECTION", "boundary")
     assert policy_of(SETTINGS).settings is None
 
 
@@ -384,11 +384,11 @@ def test_a_model_that_does_not_tolerate_blending_is_prefilled_in_full(caplog: py
 def test_the_next_engine_uses_what_was_kept(models: dict[str, Any], tmp_path: Path) -> None:
     (prompt,) = prompts(7, 1)
     settings = replace(SETTINGS, recompute_ratios=(0.5, 0.1))
-    with engine_of(models["calm"], store=str(tmp_path), selection="boundary") as engine:
+    with engine_of(models["calm"], store=str(tmp_path), selection="query") as engine:
         engine.warm(prompt.chunks, progress=False)
         assert keep_settings(engine, settings) == tmp_path / "profile.json"
         assert engine.fuse(prompt).report.recompute_ratio == 0.15
-    with engine_of(models["calm"], store=str(tmp_path), selection="boundary") as engine:
+    with engine_of(models["calm"], store=str(tmp_path), selection="query") as engine:
         report = engine.fuse(prompt).report
         reused = report.chunk_tokens
         assert report.recompute_ratio == 0.1

@@ -53,7 +53,7 @@ def test_every_method_is_measured_on_every_store_beside_its_bound(
     assert work["full reuse, disk"] < starts[0] < starts[1] < work["hkvd V 15%, disk"]
     assert work["hkvd V 15%, disk"] == work["hkvd V 15%, memory"]
     assert work["hkvd K 15%, disk"] == work["hkvd K 15%, memory"]
-    assert work["default, disk"] == starts[1]
+    assert work["default, disk"] > starts[1], "a scoring pass is part of it"
     assert 5 / 6 < work["cold"] < work["full recompute"] == 1.0, "of the last layer only one row is needed"
 
 

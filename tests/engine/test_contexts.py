@@ -129,8 +129,8 @@ def test_where_chunks_are_few_prose_stands_before_them() -> None:
 
 
 def test_chunks_that_follow_one_another_share_contexts() -> None:
-    groups = side_by_side([150] * 40)
-    assert [number for group in groups for number in group] == list(range(40))
+    groups = side_by_side([150] * 80)
+    assert [number for group in groups for number in group] == list(range(80))
     assert 2 <= len(groups) <= 4
     assert max(map(len, groups)) - min(map(len, groups)) <= 1
     assert side_by_side([]) == []

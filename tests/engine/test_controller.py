@@ -70,6 +70,17 @@ def test_recompute_never_makes_slow_loading_slower(load: float, fixed: float) ->
     assert plan.recompute_seconds == pytest.approx(fixed + plan.recompute_ratio * (1 - fixed))
 
 
+def test_recompute_hides_no_loading_that_a_scoring_pass_waits_for() -> None:
+    disk = controller(disk=90e6 / 0.6)
+    free = disk.plan("m", SIX, 1000, device="disk", bounds=WIDE)
+    scored = disk.plan("m", SIX, 1000, device="disk", bounds=WIDE, read_before=0.5)
+    assert (free.recompute_ratio, scored.recompute_ratio) == (0.6, 0.3)
+    slow = controller(disk=90e6 / 0.9).plan("m", SIX, 1000, device="disk", ratio=0.15, read_before=0.5)
+    assert slow.recomputed_chunks == (), "half of the loading and the rest end before a prefill does"
+    every = controller(disk=90e6 / 0.9).plan("m", SIX, 1000, device="disk", ratio=0.6, read_before=0.5)
+    assert every.recomputed_chunks == tuple(range(6)), "0.45 and 0.6 s are more than a prefill"
+
+
 def test_what_blended_passes_really_take_lowers_the_ratio() -> None:
     """A pass that takes longer than its share of rows says must begin with fewer rows, to end with loading."""
     slow = PrefillProfile(0.0, 1e-3, 0.0, blend_constant=0.02, blend_linear=5e-5, row_cost=1.5)
@@ -312,6 +323,8 @@ def test_the_controller_chooses_the_ratio_and_the_report_says_what_it_expected(t
         assert report.recomputed_tokens[-1] == int(report.recompute_ratio * report.chunk_tokens + 1e-9)
         assert report.seconds.read > 0
         assert torch.equal(engine.fuse(PROMPT).logits, fused.logits), "requests alike get one ratio"
+        scoring = engine.with_config(selection="query").fuse(PROMPT).report
+        assert 0.15 <= scoring.recompute_ratio < report.recompute_ratio, "half of the layers are read before the first"
         fixed = engine.with_config(recompute_ratio=0.1).fuse(PROMPT).report
         assert fixed.recompute_ratio == 0.1
         assert fixed.expected is not None

@@ -150,8 +150,8 @@ class Conditions:
     ----------
     adapter : ModelAdapter
     tokenizer : PromptTokenizer
-    cases : sequence of EvalCase
-        Their passages, in the order of their file, are the corpus.
+    corpus : sequence of str
+        All chunks; those of a document one after another.
     learned : LearnedContext, optional
         What the model was adapted to.
     """
@@ -160,11 +160,11 @@ class Conditions:
         self,
         adapter: ModelAdapter,
         tokenizer: PromptTokenizer,
-        cases: Sequence[EvalCase],
+        corpus: Sequence[str],
         learned: LearnedContext | None = None,
     ) -> None:
         self._adapter, self._tokenizer, self._learned = adapter, tokenizer, learned
-        self._texts = [passage.chunk for case in cases for passage in case.passages]
+        self._texts = corpus
         self._kept: dict[str, ComputeKV] = {}
 
     def compute(self, condition: str, prompt: Prompt) -> ComputeKV | None:
@@ -272,7 +272,7 @@ class Yardstick:
     ----------
     engine : BlendEngine
     cases : sequence of EvalCase
-        All of the file; they make the corpus.
+        All of the file.
     methods : sequence of str
     chunks : int
         Passages of each prompt.
@@ -283,6 +283,8 @@ class Yardstick:
         to other prompts.
     only_right : bool
         Whether only prompts are measured that full prefill answers rightly.
+    corpus : sequence of str, optional
+        All chunks, those of a document one after another; by default the passages of the questions.
     """
 
     def __init__(
@@ -294,13 +296,15 @@ class Yardstick:
         answers: Sequence[str] = (),
         noise: Sequence[str] = (),
         only_right: bool = False,
+        corpus: Sequence[str] | None = None,
     ) -> None:
         self._engine, self.adapter, self._chunks = engine, engine.adapter, chunks
         self._answers, self._noise, self._only_right = answers, noise, only_right
         self.tokenizer = PromptTokenizer(engine.tokenizer, engine.config.separator)
         self._chat = ChatFrame(engine.tokenizer) if engine.tokenizer.chat_template else None
         self._methods = [parse_method(name) for name in methods]
-        self._conditions = Conditions(self.adapter, self.tokenizer, cases, engine.learned)
+        texts = corpus or [passage.chunk for case in cases for passage in case.passages]
+        self._conditions = Conditions(self.adapter, self.tokenizer, texts, engine.learned)
         self.end_ids = end_ids_of(engine)
         self._other_models: dict[str, Any] = {}
 
@@ -442,8 +446,11 @@ def run(options: argparse.Namespace) -> None:
     if options.data_dir:
         engine.use_learned(kept_context(Path(options.data_dir) / "kv", engine.fingerprint, engine.adapter))
     cases = keys_cases(options.count) if options.data == "keys" else open_cases(options.data)
+    corpus = None
+    if options.corpus:
+        corpus = [json.loads(line) for line in Path(options.corpus).read_text(encoding="utf-8").splitlines()]
     yardstick = Yardstick(
-        engine, cases, options.methods, options.chunks, options.answers, options.noise, options.only_right
+        engine, cases, options.methods, options.chunks, options.answers, options.noise, options.only_right, corpus
     )
     part, parts = map(int, options.part.split("/"))
     chosen = of_half(cases, options.half)
@@ -646,6 +653,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     actions = parser.add_subparsers(required=True)
     add = actions.add_parser("run", help="measure prompts")
     add.add_argument("--data", required=True, metavar="FILE", help="questions, texts of countries, or 'keys'")
+    add.add_argument("--corpus", metavar="FILE", help="all chunks, one JSON string a line; by default the passages")
     add.add_argument("--methods", nargs="+", required=True, metavar="METHOD")
     add.add_argument("--answers", nargs="*", default=[], metavar="METHOD", help="of these, which write answers")
     add.add_argument("--half", choices=("dev", "test", "all"), default="dev")

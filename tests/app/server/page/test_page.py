@@ -252,6 +252,7 @@ def test_the_ratio_changes_what_is_recomputed(page: Page) -> None:
         "ratio": 0.99,
         "rule": "hkvd",
         "stream": True,
+        "show_prompt": True,
     }
     expect(page.locator(".turn")).to_have_count(3)
     expect(page.locator(".turn").last).to_have_attribute("data-status", "done")
