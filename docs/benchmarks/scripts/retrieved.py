@@ -3,10 +3,10 @@
 ``python -m docs.benchmarks.scripts.retrieved --data squad.jsonl --titles "Victoria (Australia)" --out long.jsonl``
 
 The bundled articles and the passages of ``--data``, joined to articles by their titles, are split and indexed as
-``ask`` does it: 2,000 characters a chunk, the starter embedder, FAISS. Each question gets the six nearest chunks. Questions
-none of whose chunks has a gold answer in it are left out. ``--titles`` names the articles whose questions are taken;
-without it they are those of the bundled articles. ``--corpus`` writes all chunks, in the order of their articles.
-The yardstick reads both files.
+``ask`` does it: 2,000 characters a chunk, the starter embedder, FAISS. Each question gets the six nearest chunks.
+Questions none of whose chunks has a gold answer in it are left out. ``--titles`` names the articles whose questions
+are taken; without it they are those of the bundled articles. ``--corpus`` writes all chunks, in the order of their
+articles. The yardstick reads both files.
 """
 
 from __future__ import annotations
