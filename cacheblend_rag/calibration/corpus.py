@@ -9,7 +9,7 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import ContextKV, LearnedContext
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import PromptTokenizer
-from cacheblend_rag.prompt.contexts import context_tokens, contexts_beside
+from cacheblend_rag.prompt.contexts import contexts_beside
 
 __all__ = ["Corpus"]
 
@@ -41,8 +41,8 @@ class Corpus:
     ) -> None:
         self._adapter, self._learned = adapter, () if learned is None else (learned,)
         texts = list(dict.fromkeys(text.strip() for text in chunks))
-        sizes, tokens = [len(tokenizer.chunk(text).ids) for text in texts], context_tokens(adapter.context_window)
-        beside = contexts_beside(tokenizer, texts, sizes, count, tokens)
+        sizes = [len(tokenizer.chunk(text).ids) for text in texts]
+        beside = contexts_beside(tokenizer, texts, sizes, count, adapter.context_window)
         self._contexts = dict(zip(texts, beside, strict=True))
         self._known: OrderedDict[str, ContextKV] = OrderedDict()
 

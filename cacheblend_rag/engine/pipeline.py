@@ -230,12 +230,14 @@ class Pipeline:
 
     def contexts(self, chunks: Sequence[str]) -> Contexts:
         """The contexts of chunks that belong together."""
-        return Contexts(self.tokenizer, chunks, self.config.contexts, context_tokens(self.adapter.context_window))
+        sizes = [len(self.tokenizer.chunk(text).ids) for text in chunks]
+        tokens = context_tokens(sizes, self.adapter.context_window)
+        return Contexts(self.tokenizer, chunks, self.config.contexts, tokens)
 
     def contexts_beside(self, chunks: Sequence[str], sizes: Sequence[int]) -> list[Contexts]:
         """The contexts of each chunk, of those next to it; see `contexts_beside`."""
-        tokens = context_tokens(self.adapter.context_window)
-        return contexts_beside(self.tokenizer, chunks, sizes, self.config.contexts, tokens)
+        window = self.adapter.context_window
+        return contexts_beside(self.tokenizer, chunks, sizes, self.config.contexts, window)
 
     def compute(self, segments: Sequence[Segment]) -> list[KVRecord]:
         """Compute the KV of segments, in one pass for each context.

@@ -11,13 +11,14 @@ from itertools import accumulate
 
 from cacheblend_rag.prompt.tokenizer import PromptTokenizer
 
-__all__ = ["CONTEXT_TOKENS", "Contexts", "context_tokens", "contexts_beside", "finder", "side_by_side"]
+__all__ = ["Contexts", "context_tokens", "contexts_beside", "finder", "side_by_side"]
 
-CONTEXT_TOKENS = 700
-"""Tokens of a context. A much shorter one leaves much of what a beginning is; a longer one gains little."""
-# Tokens of chunks that share their contexts. With fewer, computing the contexts takes as long as computing the chunks;
-# with more, contexts are made of chunks further away.
-_GROUP_TOKENS = 6 * CONTEXT_TOKENS
+# Tokens of a context. A much shorter one leaves much of what a beginning is; a longer one gains little.
+_LEAST_TOKENS, _MOST_TOKENS = 350, 700
+_BEFORE = 3  # chunks that stand before one of six, on average and rounded up
+# Contexts whose tokens the chunks that share them have together. With fewer, computing the contexts takes as long as
+# computing the chunks; with more, contexts are made of chunks further away.
+_GROUP = 6
 _OF_WINDOW = 4  # share of the model's context window that a context takes at most
 _OPENS = 24  # first tokens of a chunk by which it is found within a context
 
@@ -44,7 +45,7 @@ class Contexts:
     tokenizer: PromptTokenizer
     chunks: Sequence[str]
     count: int
-    tokens: int = CONTEXT_TOKENS
+    tokens: int = _LEAST_TOKENS
 
     @cached_property
     def ids(self) -> tuple[tuple[int, ...], ...]:
@@ -84,13 +85,23 @@ class Contexts:
         return others or tuple(range(len(self.ids)))
 
 
-def context_tokens(window: int | None) -> int:
-    """Tokens of a context for a model with a context window of so many."""
-    return CONTEXT_TOKENS if window is None else min(CONTEXT_TOKENS, window // _OF_WINDOW)
+def context_tokens(sizes: Sequence[int], window: int | None) -> int:
+    """Tokens of a context: as many as will stand before a chunk in a prompt of six, within bounds.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        Tokens of chunks that belong together.
+    window : int or None
+        The model's context window.
+    """
+    tokens = _BEFORE * sum(sizes) // max(1, len(sizes))
+    tokens = max(_LEAST_TOKENS, min(tokens, _MOST_TOKENS))
+    return tokens if window is None else min(tokens, window // _OF_WINDOW)
 
 
 def contexts_beside(
-    tokenizer: PromptTokenizer, chunks: Sequence[str], sizes: Sequence[int], count: int, tokens: int
+    tokenizer: PromptTokenizer, chunks: Sequence[str], sizes: Sequence[int], count: int, window: int | None
 ) -> list[Contexts]:
     """For each of some chunks its contexts, made of the chunks next to it.
 
@@ -101,32 +112,37 @@ def contexts_beside(
         In the order of their documents.
     sizes : sequence of int
         Tokens of each.
-    count, tokens
+    count : int
         As for `Contexts`.
+    window : int or None
+        As for `context_tokens`.
     """
     found: list[Contexts] = []
-    for group in side_by_side(sizes):
+    tokens = context_tokens(sizes, window)
+    for group in side_by_side(sizes, tokens):
         found += [Contexts(tokenizer, [chunks[at] for at in group], count, tokens)] * len(group)
     return found
 
 
-def side_by_side(tokens: Sequence[int]) -> list[list[int]]:
+def side_by_side(sizes: Sequence[int], tokens: int) -> list[list[int]]:
     """Chunks that share their contexts: those that follow one another.
 
     Parameters
     ----------
-    tokens : sequence of int
-        How many each chunk has, in the order of their documents.
+    sizes : sequence of int
+        Tokens of each chunk, in the order of their documents.
+    tokens : int
+        Of a context.
 
     Returns
     -------
     list of list of int
         Numbers of the chunks of each group.
     """
-    total = max(1, sum(tokens))
-    groups = max(1, round(total / _GROUP_TOKENS))
+    total = max(1, sum(sizes))
+    groups = max(1, round(total / (_GROUP * tokens)))
     found: list[list[int]] = [[] for _ in range(groups)]
-    for number, end in enumerate(accumulate(tokens)):
+    for number, end in enumerate(accumulate(sizes)):
         found[min(groups - 1, (end - 1) * groups // total)].append(number)
     return [group for group in found if group]
 

@@ -17,7 +17,7 @@ from cacheblend_rag.models.contexts import ContextKV
 from cacheblend_rag.models.families import FAMILIES
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import PromptTokenizer
-from cacheblend_rag.prompt.contexts import Contexts, finder, side_by_side
+from cacheblend_rag.prompt.contexts import Contexts, context_tokens, finder, side_by_side
 from tests import tiny
 from tests.probes import engine_of
 from tests.tolerance import assert_close, assert_logits_close, terms_of
@@ -129,12 +129,18 @@ def test_where_chunks_are_few_prose_stands_before_them() -> None:
 
 
 def test_chunks_that_follow_one_another_share_contexts() -> None:
-    groups = side_by_side([150] * 80)
-    assert [number for group in groups for number in group] == list(range(80))
+    groups = side_by_side([150] * 40, 350)
+    assert [number for group in groups for number in group] == list(range(40))
     assert 2 <= len(groups) <= 4
     assert max(map(len, groups)) - min(map(len, groups)) <= 1
-    assert side_by_side([]) == []
-    assert side_by_side([5, 9000, 5]) != [[0, 1, 2]]
+    assert side_by_side([], 350) == []
+    assert side_by_side([5, 9000, 5], 350) != [[0, 1, 2]]
+
+
+def test_a_context_is_as_long_as_what_will_stand_before_a_chunk() -> None:
+    assert context_tokens([150, 250], 8192) == context_tokens([200], None) == 600, "as three chunks"
+    assert [context_tokens(sizes, 8192) for sizes in ([], [20], [480])] == [350, 350, 700]
+    assert context_tokens([480], 1024) == 256, "a quarter of the window at most"
 
 
 # In the engine --------------------------------------------------------------------------------
