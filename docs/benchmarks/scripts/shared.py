@@ -52,11 +52,14 @@ class SharedOptions(BenchOptions):
     ----------
     link : float
         Megabytes a second of the slow device and of the slow links.
+    rule : str
+        The selection rule. One with a scoring pass, as the default has, reads most layers before it computes any.
     """
 
     shape: str = "qwen2.5-0.5b"
     rounds: int = 5
     link: float = 200.0
+    rule: str = "query"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -79,7 +82,7 @@ def measure(options: SharedOptions) -> dict[str, Any]:
         engines: dict[str, BlendEngine] = {}
         for name, store in stores.items():
             known = engines["memory"].fingerprint if engines else None
-            config = BlendConfig(min_tokens=0, write_back="off", recompute_ratio=_RATIO)
+            config = BlendConfig(min_tokens=0, write_back="off", recompute_ratio=_RATIO, selection=options.rule)
             engine = BlendEngine(model, tokenizer, config=config, store=store, fingerprint=known)
             engines[name] = held.enter_context(engine)
         engines["memory"].warm(prompt.chunks, progress=False)
@@ -215,6 +218,7 @@ def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print a table and JSON."""
     parser = prompt_parser("shared", __doc__, shape="qwen2.5-0.5b", rounds=5)
+    parser.add_argument("--rule", metavar="NAME", help="selection rule (default query)")
     parser.add_argument("--link", type=float, metavar="MB", help="megabytes a second of slow links (default 200)")
     return run_bench(parser, arguments, SharedOptions, show)
 
