@@ -27,6 +27,7 @@ DRAWN = (
     "hit-rates",
     "fleet",
     "quality",
+    "quality-long",
     "deviation",
     "concurrent-bfloat16",
 )

@@ -579,7 +579,7 @@ _LINES = {
     "sink/query": ("what the question attends to", "tab:brown", "v"),
     "context/boundary": ("behind contexts: first tokens of chunks", "tab:cyan", "v"),
     "context/query": ("behind contexts: what the question attends to (default)", "tab:blue", "o"),
-    "learned/query": ("behind contexts and a learned one: what the question attends to", "tab:green", "D"),
+    "learned/boundary": ("behind contexts and a learned one: first tokens of chunks", "tab:green", "D"),
 }
 
 
