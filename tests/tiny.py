@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from cacheblend_rag.models.families import FAMILIES as KNOWN
 
 SENTENCE = (
     "the quick brown fox jumps over a lazy dog while seven grey owls watch from an old oak near "
@@ -56,9 +58,46 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "olmo3": {"layer_types": LAYER_TYPES, "sliding_window": 24},
     "phi3": {"pad_token_id": 0, "original_max_position_embeddings": LONG},
     "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_vl_moe_text": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
     "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
     "starcoder2": {"use_bias": True},
+}
+# Containers, with the family of the text model within.
+CONTAINERS = {
+    "aya_vision": "cohere2",
+    "cohere2_vision": "cohere2",
+    "gemma3": "gemma3_text",
+    "idefics3": "llama",
+    "internvl": "qwen2",
+    "llava": "llama",
+    "llava_next": "mistral",
+    "llava_onevision": "qwen2",
+    "mistral3": "ministral3",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "smolvlm": "llama",
+}
+# Families that there are only within a container.
+WITHIN = ("qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text")
+ARCHITECTURES = [*sorted(set(KNOWN) - set(WITHIN)), *sorted(CONTAINERS)]
+# Sizes of the image part, under the names that the containers have for them.
+IMAGES = {
+    "hidden_size": 16,
+    "embed_dim": 16,
+    "out_hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "head_dim": 8,
+    "image_size": 28,
+    "patch_size": 14,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [0],
 }
 PARTIAL_ROTARY = {"glm": 0.5, "glm4": 0.5, "stablelm": 0.5}
 
@@ -93,9 +132,10 @@ def tokenizer(bos: bool = True, style: str = "byte") -> Any:
     )
 
 
-def model(family: str = "llama", rope: str = "default", seed: int = 0, **changes: Any) -> Any:
-    """A random model of a family, in float32."""
+def model(architecture: str = "llama", rope: str = "default", seed: int = 0, **changes: Any) -> Any:
+    """A random model of a family, or a container of one, in float32; changes are those of its text model's config."""
     torch.manual_seed(seed)
+    family = CONTAINERS.get(architecture, architecture)
     settings: dict[str, Any] = {
         "vocab_size": 400,
         "hidden_size": 32,
@@ -120,8 +160,25 @@ def model(family: str = "llama", rope: str = "default", seed: int = 0, **changes
             "full_attention": rope_parameters(rope) | {"rope_theta": 100_000.0},
             "sliding_attention": rope_parameters("default"),
         }
+    if family in WITHIN:
+        settings["rope_parameters"]["mrope_section"] = [2, 1, 1]  # pairs of dimensions that turn by time, height, width
     config = CONFIG_MAPPING[family](**settings | changes)
-    return _spread_norms(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
+    if architecture == family:
+        return _spread_norms(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
+    whole = _container(architecture, config)
+    return _spread_norms(AutoModelForImageTextToText.from_config(whole, dtype=torch.float32).eval())
+
+
+def _container(architecture: str, text: Any) -> Any:
+    """Config of a container whose image part is as small as its text model."""
+    kind = CONFIG_MAPPING[architecture]
+    images = kind().vision_config
+    known = images.to_dict()
+    sizes = {name: size for name, size in IMAGES.items() if name in known}
+    ids = [name for name in ("image_token_id", "image_token_index") if name in kind().to_dict()]
+    vision = type(images)(**{name: known[name] for name in known if name not in IMAGES} | sizes)
+    tied = {"tie_word_embeddings": getattr(text, "tie_word_embeddings", False)}
+    return kind(text_config=text, vision_config=vision, **dict.fromkeys(ids, 399), **tied)
 
 
 def _spread_norms(model: Any) -> Any:
@@ -134,7 +191,9 @@ def _spread_norms(model: Any) -> Any:
 
 
 def rope_types(family: str) -> tuple[str, ...]:
-    """The RoPE types a family's config accepts."""
+    """The RoPE types a family's config accepts; containers are tried with two."""
+    if family in CONTAINERS:
+        return ("default", "yarn")
     return {"phi3": ("default", "longrope"), "ministral3": ("default", "yarn")}.get(family, ALL_ROPE_TYPES)
 
 

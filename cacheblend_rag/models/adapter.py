@@ -30,6 +30,7 @@ from cacheblend_rag.models.modules import (
     is_compiled,
     misshapen,
     part_of,
+    text_only,
     twins_of,
 )
 from cacheblend_rag.models.rope import Positions, Rotaries, rotate
@@ -76,8 +77,9 @@ class ModelAdapter:
     Parameters
     ----------
     model : transformers PreTrainedModel or PeftModel
-        A causal language model of a known family, perhaps with LoRA adapters. It is left as it is: layers attend in
-        other ways as twins of the model's, and what stands for a ``forward`` acts only on the thread that wants it.
+        A causal language model of a known family, perhaps with LoRA adapters, or a known container of one. It is left
+        as it is: layers attend in other ways as twins of the model's, and what stands for a ``forward`` acts only on
+        the thread that wants it.
     like : str, optional
         Treat a model of an unknown family as one of this family. Whether that is right shows
         only when it is compared with the model's own forward pass.
@@ -93,9 +95,10 @@ class ModelAdapter:
 
     def __init__(self, model: Any, *, like: str | None = None) -> None:
         self.model = model = unwrapped(model)
-        self.config = model.config
         self._family = family_of(model, like)
-        self._decoder = part_of(model, "model")
+        self.config = model.config.get_text_config()
+        self._decoder = part_of(model, "get_decoder")()
+        self._within_container = self.config is not model.config
         self.layers = list(part_of(self._decoder, "layers"))
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) > 1:
@@ -175,6 +178,11 @@ class ModelAdapter:
         """Whether stored KV is of use to a prompt of this length; if not, it takes a plain prefill."""
         return self.regime(tokens) is not None
 
+    @property
+    def attends_by_kernel(self) -> bool:
+        """Whether the model attends by SDPA or another kernel now; otherwise in the plain form."""
+        return self.config._attn_implementation != "eager" and bool(self._decoder._supports_sdpa)
+
     @contextmanager
     def blending(self) -> Iterator[None]:
         """Within this, decoder layers attend from some rows to all positions, on this thread.
@@ -183,7 +191,7 @@ class ModelAdapter:
         model uses that, or where SDPA lacks what the family needs (soft caps, attention sinks).
         The model itself is not changed: see `twins_of`.
         """
-        fused = self.config._attn_implementation != "eager" and bool(self.model._supports_sdpa)
+        fused = self.attends_by_kernel
         plain = self._plain_layers if fused else None
         kernels = plain if plain is not None and plain.as_they_were() else None
         with evaluating(self.model), torch.no_grad(), self._row_by_row.in_use():
@@ -432,7 +440,7 @@ class ModelAdapter:
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[…, vocab]`` from the output ``[…, hidden]`` of the last layer."""
         logits: torch.Tensor = self.model.lm_head(self._decoder.norm(hidden[None]))[0]
-        return _scaled(logits, self.config)
+        return logits if self._within_container else _scaled(logits, self.config)
 
     def new_cache(self, layers: Sequence[LayerKV]) -> Any:
         """A transformers cache that holds these layers, ready for generation; it takes the layers over."""
@@ -485,7 +493,7 @@ class ModelAdapter:
         inputs = torch.tensor([list(ids)], device=self.device)
         kept = {cache_argument(self.model): cache, "logits_to_keep": logits_to_keep}
         with evaluating(self.model), torch.set_grad_enabled(gradients):
-            logits: torch.Tensor = self.model(inputs, use_cache=True, **kept).logits[0]
+            logits: torch.Tensor = text_only(self.model)(inputs, use_cache=True, **kept).logits[0]
         return logits
 
     def segment_kv(self, context_ids: Sequence[int], ids: Sequence[int], regime: int = 0) -> SegmentKV:

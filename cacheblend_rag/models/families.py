@@ -9,7 +9,7 @@ from typing import Any
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.models.rope import Layout
 
-__all__ = ["FAMILIES", "Family", "family_of", "why_unsupported"]
+__all__ = ["CONTAINERS", "FAMILIES", "Family", "check_supported", "family_of", "why_unsupported"]
 
 _HALVES = Layout()
 _INTERLEAVED = Layout(interleaved=True)
@@ -108,8 +108,12 @@ FAMILIES: dict[str, Family] = {
         Family("olmo3", _by_layer_type, norm=None, keys_norm="k_norm", norms_span_heads=True),
         Family("phi3", _every_layer, fused="qkv_proj"),
         Family("qwen2", _by_layer_type),
+        Family("qwen2_5_vl_text", _by_layer_type),
+        Family("qwen2_vl_text", _by_layer_type),
         Family("qwen3", _by_layer_type, keys_norm="k_norm"),
         Family("qwen3_moe", _every_layer, keys_norm="k_norm"),
+        Family("qwen3_vl_moe_text", keys_norm="k_norm"),
+        Family("qwen3_vl_text", keys_norm="k_norm"),
         Family("smollm3", _by_layer_type, _listed_layers_rotate),
         Family("stablelm", keys_norm="k_layernorm"),
         Family("starcoder2", _every_layer),
@@ -117,8 +121,28 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+CONTAINERS = (
+    "aya_vision",
+    "cohere2_vision",
+    "gemma3",
+    "idefics3",
+    "internvl",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "mistral3",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "smolvlm",
+)
+"""``config.model_type`` of models that take more than text and hand text to the text model within, which is of one of
+`FAMILIES`. Their logits are those of the output head, without the scaling that their text models have alone."""
+
+
 def family_of(model: Any, like: str | None = None) -> Family:
-    """The family of a model.
+    """The family of a model, or of the text model within a container.
 
     Parameters
     ----------
@@ -137,35 +161,61 @@ def family_of(model: Any, like: str | None = None) -> Family:
     if like is not None and like not in FAMILIES:
         raise ConfigError("like", like, f"use one of {known}")
     config = getattr(model, "config", None)
-    model_type = getattr(config, "model_type", type(model).__name__)
-    reason = why_unsupported(config)
-    if reason is None and (family := FAMILIES.get(like or model_type)) is not None:
+    check_supported(config)
+    text = None if config is None else config.get_text_config()
+    model_type = getattr(text, "model_type", type(model).__name__)
+    contained = text is config or config.model_type in CONTAINERS or like is not None
+    if (family := FAMILIES.get(like or model_type)) is not None and contained:
         return family
-    if reason is None:
-        reason = 'no entry describes it; if its layers are shaped like Llama\'s, try like="llama"'
-    raise UnsupportedModelError(f"model family {model_type!r} is not supported: {reason}; supported families: {known}")
+    if family is not None:
+        raise _unsupported(config, f'no test covers it; if it hands text on to its {model_type!r}, try like="{model_type}"')
+    raise _unsupported(config or model, 'no entry describes it; if its layers are shaped like Llama\'s, try like="llama"')
 
 
-_BLENDED_LAYERS = ("full_attention", "sliding_attention")
-_RECURRENT = (
-    "bamba",
-    "falcon_h1",
-    "falcon_mamba",
-    "granitemoehybrid",
-    "jamba",
-    "lfm2",
-    "lfm2_moe",
-    "mamba",
-    "mamba2",
-    "minimax",
-    "nemotron_h",
-    "qwen3_next",
-    "recurrent_gemma",
-    "rwkv",
-    "xlstm",
-    "zamba",
-    "zamba2",
-)
+def check_supported(config: Any) -> None:
+    """Refuse models that no entry of `FAMILIES` could describe.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model cannot be blended; the message says why and names the known families.
+    """
+    if (reason := why_unsupported(config)) is not None:
+        raise _unsupported(config, reason)
+
+
+def _unsupported(config: Any, reason: str) -> UnsupportedModelError:
+    kind, known = getattr(config, "model_type", type(config).__name__), ", ".join(sorted(FAMILIES))
+    return UnsupportedModelError(f"model family {kind!r} is not supported: {reason}; supported families: {known}")
+
+
+_BLENDED_LAYERS = ("full_attention", "sliding_attention", "attention")
+_RECURRENT_LAYERS = ("conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "recurrent")
+# Models with such layers, and what else their makers offer; of the others the config tells it.
+_ATTENDING = {
+    "bailing_hybrid": "",
+    "bamba": "Granite 3",
+    "falcon_h1": "Falcon 3",
+    "falcon_mamba": "Falcon 3",
+    "granitemoehybrid": "Granite 3, or a Granite 4 without H in its name",
+    "jamba": "",
+    "kimi_linear": "",
+    "lfm2": "",
+    "lfm2_moe": "",
+    "mamba": "",
+    "mamba2": "",
+    "minimax": "",
+    "nemotron_h": "Llama Nemotron",
+    "olmo_hybrid": "OLMo 3",
+    "qwen3_5_moe_text": "Qwen3",
+    "qwen3_5_text": "Qwen3",
+    "qwen3_next": "Qwen3",
+    "recurrent_gemma": "Gemma 3",
+    "rwkv": "",
+    "xlstm": "",
+    "zamba": "",
+    "zamba2": "",
+}
 _ALIBI = ("bloom", "mpt")
 _LEARNED = ("biogpt", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm")
 
@@ -175,19 +225,20 @@ def why_unsupported(config: Any) -> str | None:
 
     Only what no adapter entry can mend is looked for here.
     """
-    model_type = getattr(config, "model_type", None)
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder–decoder, whose cross attention reads no prompt KV"
-    if model_type in _RECURRENT:
-        return "it carries a recurrent state, which cannot be put together from separately computed chunks"
+    if config is None:
+        return None
+    config = config.get_text_config()
+    model_type = config.model_type
+    if (reason := _recurrent(config) or _gemma_3n_or_4(config)) is not None:
+        return reason
     if getattr(config, "kv_lora_rank", None):
         return "it caches latent vectors (multi-head latent attention) in place of keys and values"
     if model_type in _ALIBI or getattr(config, "alibi", False):
         return "its positions are ALiBi biases; only rotary ones (RoPE) are supported"
     if model_type in _LEARNED:
         return "its positions are learned and mixed into the values; only rotary ones (RoPE) are supported"
-    if getattr(config, "text_config", None) is not None:
-        return "it takes more than text; load its text model alone"
     if getattr(config, "use_bidirectional_attention", False):
         return "its attention looks ahead, so the KV of a token depends on what follows it"
     others = sorted(set(getattr(config, "layer_types", None) or ()) - set(_BLENDED_LAYERS))
@@ -196,3 +247,30 @@ def why_unsupported(config: Any) -> str | None:
     if not getattr(config, "rope_parameters", None):
         return "its config has no rope_parameters; only rotary positions (RoPE) are supported"
     return None
+
+
+def _recurrent(config: Any) -> str | None:
+    """Why a model with recurrent layers cannot be blended, and what to use; None if its config lists no such layers."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    count = sum(kind in _RECURRENT_LAYERS for kind in kinds)
+    if not count and (kinds or config.model_type not in _ATTENDING):
+        return None
+    layers = f"{count} of its {len(kinds)} layers carry" if count else "its layers carry"
+    other = _ATTENDING.get(config.model_type) or "a model all of whose layers attend, such as Qwen3 or Llama 3"
+    return f"{layers} a recurrent state and have no KV that could be reused; use {other}"
+
+
+def _gemma_3n_or_4(config: Any) -> str | None:
+    """Why a model whose layers differ in what they store cannot be blended; None if they do not."""
+    width, wide = getattr(config, "head_dim", None), getattr(config, "global_head_dim", None)
+    found = [
+        what
+        for what, holds in {
+            "layers that read the KV of others": getattr(config, "num_kv_shared_layers", None),
+            "an input of its own for each layer": getattr(config, "hidden_size_per_layer_input", None),
+            "keys that serve as values": getattr(config, "attention_k_eq_v", False),
+            "wider heads on full layers": wide and wide != width,
+        }.items()
+        if holds
+    ]
+    return f"it has {' and '.join(found)}; use Gemma 3" if found else None

@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.families import FAMILIES
+from cacheblend_rag.models.families import CONTAINERS, FAMILIES
 from cacheblend_rag.models.modules import cache_argument
 from cacheblend_rag.models.rope import rotate
 from tests import tiny
@@ -28,15 +28,18 @@ ONE_CHUNK = Prompt("Read this:", [tiny.text(51, 3)], "What fell?")
 WINDOWS: dict[str, dict[str, Any]] = {
     "ministral3": {"sliding_window": 16},
     "mistral": {"sliding_window": 16},
+    "mistral3": {"sliding_window": 16},
     "mixtral": {"sliding_window": 16},
     "phi3": {"sliding_window": 16},
     "qwen2": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    "qwen2_5_vl": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    "qwen2_vl": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
     "qwen3": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": 16},
     "smollm3": {"use_sliding_window": True, "sliding_window": 16},
     "starcoder2": {"sliding_window": 16},
 }
-BY_LAYER_TYPE = ("cohere2", "gemma2", "gemma3_text", "gpt_oss", "ministral", "olmo3")
+BY_LAYER_TYPE = ("cohere2", "cohere2_vision", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "ministral", "olmo3")
 # Soft caps and attention sinks, which sdpa does not have.
 EAGER_ONLY = ("gemma2", "gpt_oss")
 
@@ -91,11 +94,15 @@ def check_exact_behind_prefix(model: Any, prompt: Prompt = ONE_CHUNK) -> None:
 
 
 def test_every_family_has_a_tiny_model() -> None:
-    assert set(WINDOWS) | set(BY_LAYER_TYPE) <= set(FAMILIES)
-    for family in FAMILIES:
-        model = tiny.model(family)
-        assert model.config.model_type == family
-        assert model._supports_sdpa == (family not in EAGER_ONLY)
+    assert set(WINDOWS) | set(BY_LAYER_TYPE) <= set(tiny.ARCHITECTURES)
+    assert sorted(tiny.CONTAINERS) == sorted(CONTAINERS)
+    seen = set()
+    for architecture in tiny.ARCHITECTURES:
+        model = tiny.model(architecture)
+        assert model.config.model_type == architecture
+        seen.add(model.config.get_text_config().model_type)
+        assert ModelAdapter(model).attends_by_kernel == (architecture not in EAGER_ONLY)
+    assert seen == set(FAMILIES)
 
 
 def test_every_family_is_documented() -> None:
@@ -105,7 +112,7 @@ def test_every_family_is_documented() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "rope"), [(family, rope) for family in sorted(FAMILIES) for rope in tiny.rope_types(family)]
+    ("family", "rope"), [(family, rope) for family in tiny.ARCHITECTURES for rope in tiny.rope_types(family)]
 )
 def test_exact_with_every_rope_type(family: str, rope: str) -> None:
     model = tiny.model(family, rope)
@@ -131,7 +138,7 @@ def test_decoding_past_the_window(family: str) -> None:
     check_exact(tiny.model(family, **changes), ONE_CHUNK, tokens=20)
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", tiny.ARCHITECTURES)
 def test_projections_are_those_of_the_layers(family: str) -> None:
     model = tiny.model(family, "yarn" if family != "phi3" else "default")
     adapter = ModelAdapter(model)
@@ -148,7 +155,7 @@ def test_projections_are_those_of_the_layers(family: str) -> None:
         torch.testing.assert_close(adapter.embed(ids), inputs[0])
         rotaries = adapter.rotary(len(ids))
         stored = adapter.segment_kv((), ids)
-        terms = 3 * model.config.hidden_size  # a norm, the product, a norm of keys
+        terms = 3 * model.config.get_text_config().hidden_size  # a norm, the product, a norm of keys
         for number, layer in enumerate(cache.layers):
             keys, values = layer.keys[0], layer.values[0]
             assert_close(adapter.project_values(number, inputs[number]), values, terms)
@@ -158,7 +165,7 @@ def test_projections_are_those_of_the_layers(family: str) -> None:
             assert_close(turned, keys, terms_of(model, len(ids), number + 1))
 
 
-@pytest.mark.parametrize(("family", "attention"), kernels(sorted(FAMILIES)))
+@pytest.mark.parametrize(("family", "attention"), kernels(tiny.ARCHITECTURES))
 def test_attention_kernel_is_given_back(family: str, attention: str) -> None:
     model = tiny.model(family)
     model.set_attn_implementation(attention)
@@ -166,10 +173,10 @@ def test_attention_kernel_is_given_back(family: str, attention: str) -> None:
         engine.warm(THREE_CHUNKS.chunks)
         engine.fuse(THREE_CHUNKS)
     assert model.config._attn_implementation == attention
-    assert not model.model.rotary_emb._forward_hooks
+    assert not model.get_decoder().rotary_emb._forward_hooks
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", tiny.ARCHITECTURES)
 def test_bfloat16_is_as_good_as_the_plain_model(family: str) -> None:
     model = tiny.model(family, initializer_range=0.1).to(torch.bfloat16)
     reference = tiny.model(family, initializer_range=0.1)
@@ -191,7 +198,7 @@ def test_bfloat16_is_as_good_as_the_plain_model(family: str) -> None:
     assert ours**0.5 <= 2 * theirs**0.5
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere2", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "cohere2", "gpt_oss", "mixtral", "qwen3_vl"])
 def test_float16(family: str) -> None:
     model = tiny.model(family, initializer_range=0.1).to(torch.float16)
     with engine_of(model, recompute_ratio=1.0) as engine:
