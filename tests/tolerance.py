@@ -73,4 +73,5 @@ def narrow_error(model: Any) -> float:
     Products are summed in float32 there, and each result is rounded once. Over all elements of a tensor such roundings
     are independent, and so are those of two ways: all of them count by the square root of their number.
     """
-    return float((2 * _ROUNDINGS * model.config.get_text_config().num_hidden_layers) ** 0.5 * torch.finfo(model.dtype).eps / 2)
+    layers = model.config.get_text_config().num_hidden_layers
+    return float((2 * _ROUNDINGS * layers) ** 0.5 * torch.finfo(model.dtype).eps / 2)

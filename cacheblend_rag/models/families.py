@@ -157,19 +157,20 @@ def family_of(model: Any, like: str | None = None) -> Family:
     ConfigError
         If ``like`` is no known family.
     """
-    known = ", ".join(sorted(FAMILIES))
     if like is not None and like not in FAMILIES:
-        raise ConfigError("like", like, f"use one of {known}")
+        raise ConfigError("like", like, f"use one of {', '.join(sorted(FAMILIES))}")
     config = getattr(model, "config", None)
     check_supported(config)
     text = None if config is None else config.get_text_config()
-    model_type = getattr(text, "model_type", type(model).__name__)
-    contained = text is config or config.model_type in CONTAINERS or like is not None
-    if (family := FAMILIES.get(like or model_type)) is not None and contained:
-        return family
-    if family is not None:
-        raise _unsupported(config, f'no test covers it; if it hands text on to its {model_type!r}, try like="{model_type}"')
-    raise _unsupported(config or model, 'no entry describes it; if its layers are shaped like Llama\'s, try like="llama"')
+    kind = str(getattr(text, "model_type", None))
+    family = FAMILIES.get(like or kind)
+    if family is None:
+        remedy = 'if its layers are shaped like Llama\'s, try like="llama"'
+        raise _unsupported(config or model, f"no entry describes it; {remedy}")
+    if like is None and text is not config and getattr(config, "model_type", None) not in CONTAINERS:
+        remedy = f'if it leaves text to the text model within, try like="{kind}"'
+        raise _unsupported(config, f"no test covers this container; {remedy}")
+    return family
 
 
 def check_supported(config: Any) -> None:
@@ -231,7 +232,7 @@ def why_unsupported(config: Any) -> str | None:
         return None
     config = config.get_text_config()
     model_type = config.model_type
-    if (reason := _recurrent(config) or _gemma_3n_or_4(config)) is not None:
+    if (reason := _recurrent(config) or _uneven(config)) is not None:
         return reason
     if getattr(config, "kv_lora_rank", None):
         return "it caches latent vectors (multi-head latent attention) in place of keys and values"
@@ -260,17 +261,21 @@ def _recurrent(config: Any) -> str | None:
     return f"{layers} a recurrent state and have no KV that could be reused; use {other}"
 
 
-def _gemma_3n_or_4(config: Any) -> str | None:
-    """Why a model whose layers differ in what they store cannot be blended; None if they do not."""
-    width, wide = getattr(config, "head_dim", None), getattr(config, "global_head_dim", None)
-    found = [
-        what
-        for what, holds in {
-            "layers that read the KV of others": getattr(config, "num_kv_shared_layers", None),
-            "an input of its own for each layer": getattr(config, "hidden_size_per_layer_input", None),
-            "keys that serve as values": getattr(config, "attention_k_eq_v", False),
-            "wider heads on full layers": wide and wide != width,
-        }.items()
-        if holds
-    ]
-    return f"it has {' and '.join(found)}; use Gemma 3" if found else None
+def _uneven(config: Any) -> str | None:
+    """Why a model whose layers differ in what they store, such as Gemma 3n and 4, cannot be blended; else None."""
+    differing = {
+        "layers that read the KV of others": bool(getattr(config, "num_kv_shared_layers", 0)),
+        "an input of its own for each layer": bool(getattr(config, "hidden_size_per_layer_input", 0)),
+        "keys that serve as values": bool(getattr(config, "attention_k_eq_v", False)),
+        "heads of several widths": len(_head_widths(config)) > 1,
+    }
+    found = [what for what, holds in differing.items() if holds]
+    other = "Gemma 3" if config.model_type.startswith("gemma") else "a model whose layers are alike, such as Qwen3"
+    return f"it has {', '.join(found)}; use {other}" if found else None
+
+
+def _head_widths(config: Any) -> set[int]:
+    """Widths of the attention heads of all layers, where the config lists them by layer or kind of layer."""
+    if not getattr(config, "is_heterogeneous", False):
+        return {width for name in ("head_dim", "global_head_dim") if (width := getattr(config, name, None))}
+    return {layer.head_dim for layer in config.per_layer_config}

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-from transformers.utils import find_adapter_config_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as _CONTAINERS
+from transformers.utils import cached_file, find_adapter_config_file
 
 from cacheblend_rag.config import DTYPES, check_choice, flag_from_environment
 from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError, UnsupportedModelError
@@ -93,8 +93,7 @@ def _parameters(config: Any) -> int:
 
 def _auto_class(config: Any) -> Any:
     """What of transformers loads a model: a container is loaded whole, and needs no image processor for text."""
-    within = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return AutoModelForImageTextToText if within else AutoModelForCausalLM
+    return AutoModelForImageTextToText if config.model_type in _CONTAINERS else AutoModelForCausalLM
 
 
 @dataclass(frozen=True)
@@ -219,6 +218,17 @@ def _config_of(name: str, model_kwargs: dict[str, Any]) -> Any:
     return AutoConfig.from_pretrained(given, **{key: model_kwargs[key] for key in _WHERE if key in model_kwargs})
 
 
+def _template_of_processor(name: str) -> str | None:
+    """The chat template of a container that older checkpoints keep for their processor alone."""
+    found = cached_file(
+        name,
+        "chat_template.json",
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else str(json.loads(Path(found).read_text(encoding="utf-8"))["chat_template"])
+
+
 def _load(
     said: str, name: str, target: torch.device, dtype: str, model_kwargs: dict[str, Any]
 ) -> tuple[Any, Any, str | None]:
@@ -231,6 +241,8 @@ def _load(
         before = None if model_kwargs else files_identity(name, dtype)
         loaded = _auto_class(config).from_pretrained(name, dtype=dtype, **model_kwargs)
         tokenizer = AutoTokenizer.from_pretrained(name)
+        if config.model_type in _CONTAINERS and not tokenizer.chat_template:
+            tokenizer.chat_template = _template_of_processor(name)
     except (ConfigError, UnsupportedModelError):
         raise
     except (OSError, ValueError, ImportError, KeyError) as error:

@@ -217,7 +217,7 @@ def test_a_request_is_let_in_between_two_tokens_of_another(engine: BlendEngine) 
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [(family, {}) for family in tiny.ARCHITECTURES] + [(family, changes) for family, changes in sorted(WINDOWS.items())],
+    [(family, {}) for family in tiny.ARCHITECTURES] + sorted(WINDOWS.items()),
 )
 def test_a_prefill_in_slices_is_the_whole_one(family: str, changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.models.adapter._SLICE", 20)
