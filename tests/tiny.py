@@ -21,9 +21,43 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ALL_ROPE_TYPES = (*ROPE_TYPES, "dynamic", "longrope")
 LONG = 256
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+SCALED = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 2.0,
+}
+ROUTED = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
 # What a family needs beyond the common settings, so that all it has is in use.
 OWN_SETTINGS: dict[str, dict[str, Any]] = {
+    "apertus": {"attention_bias": True},
+    "cohere": {"logit_scale": 0.5},
     "cohere2": {"layer_types": LAYER_TYPES, "sliding_window": 24, "logit_scale": 0.5},
+    "cwm": {"layer_types": LAYER_TYPES, "sliding_window": 24},
+    "dots1": ROUTED | {"layer_types": LAYER_TYPES, "sliding_window": 24},
+    "ernie4_5": {"use_bias": True},
+    "ernie4_5_moe": {
+        "moe_intermediate_size": 32,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "use_bias": True,
+    },
+    "exaone4": {"layer_types": LAYER_TYPES, "sliding_window": 24},
+    "exaone_moe": {
+        "layer_types": LAYER_TYPES,
+        "sliding_window": 24,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "gemma2": {
         "layer_types": LAYER_TYPES,
         "sliding_window": 24,
@@ -39,29 +73,52 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     },
     "glm": {"attention_bias": True},
     "glm4": {"attention_bias": True},
+    "glm4_moe": ROUTED | {"attention_bias": True, "use_qk_norm": True},
     "gpt_oss": {
         "layer_types": LAYER_TYPES,
         "sliding_window": 24,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
     },
-    "granite": {
-        "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.3,
-        "residual_multiplier": 0.7,
-        "logits_scaling": 2.0,
+    "granite": SCALED,
+    "granitemoe": SCALED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoehybrid": SCALED
+    | {
+        "layer_types": ["full_attention"] * 4,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32,
     },
+    "granitemoeshared": SCALED | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "ministral": {"layer_types": LAYER_TYPES, "sliding_window": 24},
     "ministral3": {"sliding_window": None},
     "mistral": {"sliding_window": None},
     "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo3": {"layer_types": LAYER_TYPES, "sliding_window": 24},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "phi3": {"pad_token_id": 0, "original_max_position_embeddings": LONG},
+    "qwen2_moe": {
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
     "qwen3_vl_moe_text": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
+    "solar_open": {name: value for name, value in ROUTED.items() if name != "first_k_dense_replace"},
     "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
     "starcoder2": {"use_bias": True},
+    "vaultgemma": {
+        "layer_types": LAYER_TYPES,
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+    },
 }
 # Containers, with the family of the text model within.
 CONTAINERS = {
@@ -99,7 +156,7 @@ IMAGES = {
     "deepstack_visual_indexes": [0],
     "fullatt_block_indexes": [0],
 }
-PARTIAL_ROTARY = {"glm": 0.5, "glm4": 0.5, "stablelm": 0.5}
+PARTIAL_ROTARY = dict.fromkeys(("glm", "glm4", "glm4_moe", "minimax_m2", "nemotron", "stablelm"), 0.5)
 
 
 def text(words: int, seed: int = 0) -> str:

@@ -38,6 +38,10 @@ def _sliding_layers_rotate(config: Any, layer: int) -> bool:
     return bool(config.layer_types[layer] == "sliding_attention")
 
 
+def _full_layers_beside_windows_do_not(config: Any, layer: int) -> bool:
+    return not config.sliding_window or _sliding_layers_rotate(config, layer)
+
+
 def _listed_layers_rotate(config: Any, layer: int) -> bool:
     return bool(config.no_rope_layers[layer])  # despite its name, 1 marks a layer with RoPE
 
@@ -91,32 +95,56 @@ class Family:
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
+        Family("apertus", norm="attention_layernorm", keys_norm="k_norm"),
+        Family("arcee"),
+        Family("bitnet"),
+        Family("cohere", layout=_INTERLEAVED_PAIRS),
         Family("cohere2", _by_layer_type, _sliding_layers_rotate, _INTERLEAVED_PAIRS),
+        Family("cwm", _by_layer_type),
+        Family("dots1", _by_layer_type, keys_norm="k_norm"),
+        Family("ernie4_5", layout=_INTERLEAVED),
+        Family("ernie4_5_moe", layout=_INTERLEAVED),
+        Family("exaone4", _by_layer_type, _full_layers_beside_windows_do_not, norm=None, keys_norm="k_norm"),
+        Family("exaone_moe", _by_layer_type, _full_layers_beside_windows_do_not, keys_norm="k_norm"),
+        Family("flex_olmo", norm=None, keys_norm="k_norm", norms_span_heads=True),
         Family("gemma"),
         Family("gemma2", _by_layer_type),
         Family("gemma3_text", _by_layer_type, keys_norm="k_norm"),
         Family("glm", layout=_INTERLEAVED),
         Family("glm4", layout=_INTERLEAVED),
+        Family("glm4_moe", keys_norm="k_norm"),
         Family("gpt_oss", _by_layer_type, layout=_ONCE),
         Family("granite"),
+        Family("granitemoe"),
+        Family("granitemoehybrid"),
+        Family("granitemoeshared"),
+        Family("helium", layout=_INTERLEAVED),
         Family("llama"),
+        Family("minimax_m2", keys_norm="k_norm", norms_span_heads=True),
         Family("ministral", _by_layer_type),
         Family("ministral3", _every_layer),
         Family("mistral", _every_layer),
         Family("mixtral", _every_layer),
+        Family("nemotron"),
+        Family("olmo"),
         Family("olmo2", norm=None, keys_norm="k_norm", norms_span_heads=True),
         Family("olmo3", _by_layer_type, norm=None, keys_norm="k_norm", norms_span_heads=True),
+        Family("olmoe", keys_norm="k_norm", norms_span_heads=True),
         Family("phi3", _every_layer, fused="qkv_proj"),
         Family("qwen2", _by_layer_type),
         Family("qwen2_5_vl_text", _by_layer_type),
+        Family("qwen2_moe", _by_layer_type),
         Family("qwen2_vl_text", _by_layer_type),
         Family("qwen3", _by_layer_type, keys_norm="k_norm"),
         Family("qwen3_moe", _every_layer, keys_norm="k_norm"),
         Family("qwen3_vl_moe_text", keys_norm="k_norm"),
         Family("qwen3_vl_text", keys_norm="k_norm"),
+        Family("seed_oss"),
         Family("smollm3", _by_layer_type, _listed_layers_rotate),
+        Family("solar_open"),
         Family("stablelm", keys_norm="k_layernorm"),
         Family("starcoder2", _every_layer),
+        Family("vaultgemma", _by_layer_type),
     )
 }
 
@@ -236,6 +264,8 @@ def why_unsupported(config: Any) -> str | None:
         return reason
     if getattr(config, "kv_lora_rank", None):
         return "it caches latent vectors (multi-head latent attention) in place of keys and values"
+    if getattr(config, "clip_qkv", None) is not None:
+        return f"its keys and values are clipped (clip_qkv={config.clip_qkv}); use OLMo 2 or OLMo 3"
     if model_type in _ALIBI or getattr(config, "alibi", False):
         return "its positions are ALiBi biases; only rotary ones (RoPE) are supported"
     if model_type in _LEARNED:

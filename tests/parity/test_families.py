@@ -33,15 +33,30 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": 16},
     "qwen2": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
     "qwen2_5_vl": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    "qwen2_moe": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
     "qwen2_vl": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
     "qwen3": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
     "qwen3_moe": {"use_sliding_window": True, "sliding_window": 16},
     "smollm3": {"use_sliding_window": True, "sliding_window": 16},
     "starcoder2": {"sliding_window": 16},
 }
-BY_LAYER_TYPE = ("cohere2", "cohere2_vision", "gemma2", "gemma3", "gemma3_text", "gpt_oss", "ministral", "olmo3")
+BY_LAYER_TYPE = (
+    "cohere2",
+    "cohere2_vision",
+    "cwm",
+    "dots1",
+    "exaone4",
+    "exaone_moe",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "gpt_oss",
+    "ministral",
+    "olmo3",
+    "vaultgemma",
+)
 # Soft caps and attention sinks, which sdpa does not have.
-EAGER_ONLY = ("gemma2", "gpt_oss")
+EAGER_ONLY = ("gemma2", "gpt_oss", "vaultgemma")
 
 
 def kernels(families: Sequence[str]) -> list[tuple[str, str]]:
@@ -224,7 +239,8 @@ def test_float16(family: str) -> None:
         ("opt", "learned"),
         ("t5", "encoder–decoder"),
         ("bart", "encoder–decoder"),
-        ("gemma3", "text model"),
+        ("gemma4", "an input of its own for each layer"),
+        ("gemma3n", "layers that read the KV of others"),
         ("llama4_text", "chunked_attention"),
         ("gptj", "no rope_parameters"),
         ("phi", "no entry"),
@@ -236,7 +252,7 @@ def test_unsupported_models_say_why(model_type: str, reason: str) -> None:
         ModelAdapter(model)
     message = str(caught.value)
     assert repr(model_type) in message
-    assert "supported families: cohere2, gemma, gemma2" in message
+    assert "supported families: apertus, arcee, bitnet" in message
 
 
 def test_bidirectional_models_are_refused() -> None:
