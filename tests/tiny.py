@@ -20,6 +20,18 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ALL_ROPE_TYPES = (*ROPE_TYPES, "dynamic", "longrope")
 LONG = 256
+EVERY_ROPE_TYPE = (
+    "cohere2",
+    "gemma3_text",
+    "glm4",
+    "gpt_oss",
+    "granite",
+    "llama",
+    "olmo3",
+    "qwen3",
+    "smollm3",
+    "stablelm",
+)
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 SCALED = {
     "embedding_multiplier": 3.0,
@@ -74,6 +86,7 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "glm": {"attention_bias": True},
     "glm4": {"attention_bias": True},
     "glm4_moe": ROUTED | {"attention_bias": True, "use_qk_norm": True},
+    "glm4v_moe_text": ROUTED | {"attention_bias": True, "use_qk_norm": True},
     "gpt_oss": {
         "layer_types": LAYER_TYPES,
         "sliding_window": 24,
@@ -124,7 +137,11 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
 CONTAINERS = {
     "aya_vision": "cohere2",
     "cohere2_vision": "cohere2",
+    "exaone4_5": "exaone4",
     "gemma3": "gemma3_text",
+    "glm46v": "glm4v_text",
+    "glm4v": "glm4v_text",
+    "glm4v_moe": "glm4v_moe_text",
     "idefics3": "llama",
     "internvl": "qwen2",
     "llava": "llama",
@@ -138,7 +155,7 @@ CONTAINERS = {
     "smolvlm": "llama",
 }
 # Families that there are only within a container.
-WITHIN = ("qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text")
+WITHIN = ("glm4v_moe_text", "glm4v_text", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text")
 ARCHITECTURES = [*sorted(set(KNOWN) - set(WITHIN)), *sorted(CONTAINERS)]
 # Sizes of the image part, under the names that the containers have for them.
 IMAGES = {
@@ -156,7 +173,9 @@ IMAGES = {
     "deepstack_visual_indexes": [0],
     "fullatt_block_indexes": [0],
 }
-PARTIAL_ROTARY = dict.fromkeys(("glm", "glm4", "glm4_moe", "minimax_m2", "nemotron", "stablelm"), 0.5)
+PARTIAL_ROTARY = dict.fromkeys(
+    ("glm", "glm4", "glm4_moe", "glm4v_moe_text", "glm4v_text", "minimax_m2", "nemotron", "stablelm"), 0.5
+)
 
 
 def text(words: int, seed: int = 0) -> str:
@@ -218,7 +237,8 @@ def model(architecture: str = "llama", rope: str = "default", seed: int = 0, **c
             "sliding_attention": rope_parameters("default"),
         }
     if family in WITHIN:
-        settings["rope_parameters"]["mrope_section"] = [2, 1, 1]  # pairs of dimensions that turn by time, height, width
+        # Pairs of dimensions that turn by time, height and width.
+        settings["rope_parameters"]["mrope_section"] = [1, 1, 0] if family in PARTIAL_ROTARY else [2, 1, 1]
     config = CONFIG_MAPPING[family](**settings | changes)
     if architecture == family:
         return _spread_norms(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
@@ -248,10 +268,9 @@ def _spread_norms(model: Any) -> Any:
 
 
 def rope_types(family: str) -> tuple[str, ...]:
-    """The RoPE types a family's config accepts; containers are tried with two."""
-    if family in CONTAINERS:
-        return ("default", "yarn")
-    return {"phi3": ("default", "longrope"), "ministral3": ("default", "yarn")}.get(family, ALL_ROPE_TYPES)
+    """The RoPE types a family is tried with: all that its config accepts, or two, as the code for them is the same."""
+    few = {"phi3": ("default", "longrope")}
+    return ALL_ROPE_TYPES if family in EVERY_ROPE_TYPE else few.get(family, ("default", "yarn"))
 
 
 def rope_parameters(rope: str, part: float = 1.0) -> dict[str, Any]:

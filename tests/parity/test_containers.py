@@ -21,7 +21,7 @@ from tests import tiny
 from tests.parity.test_families import THREE_CHUNKS, assert_equals_plain, check_exact, engine_of, plain_tokens
 
 # Whose positions depend on images: what the last ones did to them is kept on the model.
-MOVED = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe")
+MOVED = ("glm46v", "glm4v", "glm4v_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe")
 # Reads lists of blocks and passes over a text, as those of SmolVLM and LLaVA do.
 OF_BLOCKS = (
     "{% for m in messages %}{{ m.role }}:{% for block in m.content %}"

@@ -46,6 +46,7 @@ BY_LAYER_TYPE = (
     "cwm",
     "dots1",
     "exaone4",
+    "exaone4_5",
     "exaone_moe",
     "gemma2",
     "gemma3",
