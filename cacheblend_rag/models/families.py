@@ -226,30 +226,32 @@ def _unsupported(config: Any, reason: str) -> UnsupportedModelError:
 
 _BLENDED_LAYERS = ("full_attention", "sliding_attention", "attention")
 _RECURRENT_LAYERS = ("conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "recurrent")
-# Models with such layers, and what else their makers offer; of the others the config tells it.
+# Those whose config may list no layers.
+_RECURRENT = (
+    "falcon_mamba",
+    "lfm2",
+    "lfm2_moe",
+    "mamba",
+    "mamba2",
+    "recurrent_gemma",
+    "rwkv",
+    "xlstm",
+    "zamba",
+    "zamba2",
+)
+# What else the makers of such models offer.
 _ATTENDING = {
-    "bailing_hybrid": "",
     "bamba": "Granite 3",
     "falcon_h1": "Falcon 3",
     "falcon_mamba": "Falcon 3",
     "granitemoehybrid": "Granite 3, or a Granite 4 without H in its name",
-    "jamba": "",
-    "kimi_linear": "",
-    "lfm2": "",
-    "lfm2_moe": "",
-    "mamba": "",
-    "mamba2": "",
-    "minimax": "",
+    "minimax": "MiniMax M2",
     "nemotron_h": "Llama Nemotron",
     "olmo_hybrid": "OLMo 3",
     "qwen3_5_moe_text": "Qwen3",
     "qwen3_5_text": "Qwen3",
     "qwen3_next": "Qwen3",
     "recurrent_gemma": "Gemma 3",
-    "rwkv": "",
-    "xlstm": "",
-    "zamba": "",
-    "zamba2": "",
 }
 _ALIBI = ("bloom", "mpt")
 _LEARNED = ("biogpt", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm")
@@ -290,7 +292,7 @@ def _recurrent(config: Any) -> str | None:
     """Why a model with recurrent layers cannot be blended, and what to use; None if its config lists no such layers."""
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     count = sum(kind in _RECURRENT_LAYERS for kind in kinds)
-    if not count and (kinds or config.model_type not in _ATTENDING):
+    if not count and (kinds or config.model_type not in _RECURRENT):
         return None
     layers = f"{count} of its {len(kinds)} layers carry" if count else "its layers carry"
     other = _ATTENDING.get(config.model_type) or "a model all of whose layers attend, such as Qwen3 or Llama 3"

@@ -228,10 +228,6 @@ def test_float16(family: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("mamba", "recurrent state"),
-        ("rwkv", "recurrent state"),
-        ("jamba", "recurrent state"),
-        ("qwen3_next", "recurrent state"),
         ("deepseek_v2", "latent"),
         ("deepseek_v3", "latent"),
         ("bloom", "ALiBi"),
@@ -245,6 +241,7 @@ def test_float16(family: str) -> None:
         ("llama4_text", "chunked_attention"),
         ("gptj", "no rope_parameters"),
         ("phi", "no entry"),
+        ("paligemma", "looks ahead"),
     ],
 )
 def test_unsupported_models_say_why(model_type: str, reason: str) -> None:
@@ -256,9 +253,44 @@ def test_unsupported_models_say_why(model_type: str, reason: str) -> None:
     assert "supported families: apertus, arcee, bitnet" in message
 
 
+SOME_RECURRENT = {"num_hidden_layers": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "layers", "other"),
+    [
+        ("bamba", {"num_hidden_layers": 4, "attn_layer_indices": [2]}, "3 of its 4 layers", "Granite 3"),
+        ("falcon_h1", {}, "32 of its 32 layers", "Falcon 3"),
+        ("falcon_mamba", {}, "layers", "Falcon 3"),
+        ("granitemoehybrid", SOME_RECURRENT, "3 of its 4 layers", "a Granite 4 without H in its name"),
+        ("jamba", {}, "28 of its 32 layers", "a model all of whose layers attend, such as Qwen3 or Llama 3"),
+        ("lfm2", {"num_hidden_layers": 4, "full_attn_idxs": [2]}, "3 of its 4 layers", "such as Qwen3"),
+        ("mamba", {}, "layers", "such as Qwen3"),
+        ("mamba2", {}, "layers", "such as Qwen3"),
+        ("nemotron_h", {}, "layers", "Llama Nemotron"),
+        ("qwen3_5", {}, "24 of its 32 layers", "Qwen3"),
+        ("qwen3_next", {}, "36 of its 48 layers", "Qwen3"),
+        ("recurrent_gemma", {}, "layers", "Gemma 3"),
+        ("rwkv", {}, "its layers", "such as Qwen3"),
+    ],
+)
+def test_recurrent_models_are_refused_before_weights_are_loaded(
+    model_type: str, settings: dict[str, Any], layers: str, other: str, tmp_path: Path
+) -> None:
+    CONFIG_MAPPING[model_type](**settings).save_pretrained(tmp_path)
+    message = rf"'{model_type}' .* {layers} carry a recurrent state and have no KV that could be reused; use .*{other}"
+    with pytest.raises(UnsupportedModelError, match=message):
+        BlendEngine.from_pretrained(tmp_path, device="cpu")
+
+
 def test_bidirectional_models_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="looks ahead"):
         ModelAdapter(tiny.model("gemma3_text", use_bidirectional_attention=True))
+
+
+def test_a_clip_of_keys_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"clip_qkv=8\.0"):
+        ModelAdapter(tiny.model("olmo", clip_qkv=8.0))
 
 
 def test_a_family_not_listed_can_be_tried() -> None:
