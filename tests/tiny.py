@@ -86,7 +86,7 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "glm": {"attention_bias": True},
     "glm4": {"attention_bias": True},
     "glm4_moe": ROUTED | {"attention_bias": True, "use_qk_norm": True},
-    "glm4v_moe_text": ROUTED | {"attention_bias": True, "use_qk_norm": True},
+    "glm4v_moe_text": ROUTED | {"attention_bias": True},
     "gpt_oss": {
         "layer_types": LAYER_TYPES,
         "sliding_window": 24,

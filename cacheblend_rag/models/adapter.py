@@ -95,7 +95,7 @@ class ModelAdapter:
 
     def __init__(self, model: Any, *, like: str | None = None) -> None:
         self.model = model = unwrapped(model)
-        self._family = family_of(model, like)
+        self.family = family_of(model, like)
         self.config = model.config.get_text_config()
         self._decoder = part_of(model, "get_decoder")()
         self._within_container = self.config is not model.config
@@ -106,10 +106,10 @@ class ModelAdapter:
         self.device = next(iter(devices))
         self.layer_cache_argument = cache_argument(self.layers[0])
         self.dtype: torch.dtype = part_of(self._decoder, "embed_tokens").weight.dtype
-        self.windows: list[int | None] = self._by_layer(self._family.window)
-        turns: list[bool] = self._by_layer(self._family.rotates)
+        self.windows: list[int | None] = self._by_layer(self.family.window)
+        turns: list[bool] = self._by_layer(self.family.rotates)
         rotary = part_of(self._decoder, "rotary_emb")
-        self._positions = Positions(self.config, rotary, self._family.layout, turns)
+        self._positions = Positions(self.config, rotary, self.family.layout, turns)
         self.head_dim = int(part_of(self._attention(0), "head_dim"))
         self.kv_heads = int(self.config.num_key_value_heads)
         self.heads = int(self.config.num_attention_heads)
@@ -125,7 +125,7 @@ class ModelAdapter:
 
     def _find_names(self) -> None:
         """Ask for everything once that is wanted later, so that what is missing shows at load."""
-        family, attention = self._family, self._attention(0)
+        family, attention = self.family, self._attention(0)
         for name in (family.fused,) if family.fused else (family.queries, family.keys, family.values):
             part_of(attention, name)
         if family.norm is not None:
@@ -146,7 +146,7 @@ class ModelAdapter:
     @cached_property
     def shape(self) -> ModelShape:
         """How much arithmetic the model does for a row."""
-        fused = self._family.fused is not None
+        fused = self.family.fused is not None
         layers = tuple(
             layer_shape(layer, self.config, self._kv_width, fused, window)
             for layer, window in zip(self.layers, self.windows, strict=True)
@@ -200,7 +200,7 @@ class ModelAdapter:
                 yield
 
     def _twins(self, implementation: str) -> list[torch.nn.Module]:
-        return twins_of(self.layers, self._family.attention, implementation)
+        return twins_of(self.layers, self.family.attention, implementation)
 
     @contextmanager
     def _as(self, blending: _Blending) -> Iterator[None]:
@@ -268,7 +268,7 @@ class ModelAdapter:
 
     def project_values(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Values of the rows on a layer, ``[kv_heads, rows, head_dim]``; ``hidden`` as for keys."""
-        return self._values(self._project(layer, self._normed(layer, hidden), self._family.values))
+        return self._values(self._project(layer, self._normed(layer, hidden), self.family.values))
 
     def project_keys(self, layer: int, hidden: torch.Tensor, rotaries: Rotaries) -> torch.Tensor:
         """Keys of the rows on a layer, rotated to their positions, ``[kv_heads, rows, head_dim]``.
@@ -280,7 +280,7 @@ class ModelAdapter:
         rotaries : Rotaries
             Of the rows.
         """
-        projected = self._project(layer, self._normed(layer, hidden), self._family.keys)
+        projected = self._project(layer, self._normed(layer, hidden), self.family.keys)
         return self._keys(layer, projected, rotaries)
 
     def write_kv(self, layer: int, hidden: torch.Tensor, kv: LayerKV, rows: torch.Tensor, rotaries: Rotaries) -> None:
@@ -291,35 +291,35 @@ class ModelAdapter:
         rotaries : Rotaries
             Of the rows, in float32.
         """
-        normed, family = self._normed(layer, hidden), self._family
+        normed, family = self._normed(layer, hidden), self.family
         keys = self._project(layer, normed, family.keys)
         values = keys if family.fused else self._project(layer, normed, family.values)
         ScatterCache(kv, rows).update(self._keys(layer, keys, rotaries)[None], self._values(values)[None])
 
     def _normed(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """What a layer projects: its input, behind a norm where the family has one there."""
-        norm = self._family.norm
+        norm = self.family.norm
         if (kernels := self._in_use) is not None:
             return kernels[layer].normed(hidden)
         return hidden if norm is None else getattr(self.layers[layer], norm)(hidden)
 
     def _project(self, layer: int, normed: torch.Tensor, name: str) -> torch.Tensor:
         """One projection, ``[rows, width]``; queries, keys and values in one where the family has them so."""
-        projected: torch.Tensor = getattr(self._attention(layer), self._family.fused or name)(normed)
+        projected: torch.Tensor = getattr(self._attention(layer), self.family.fused or name)(normed)
         return projected
 
     def _values(self, projected: torch.Tensor) -> torch.Tensor:
-        part = projected[:, -self._kv_width :] if self._family.fused else projected
+        part = projected[:, -self._kv_width :] if self.family.fused else projected
         return part.view(len(part), self.kv_heads, self.head_dim).transpose(0, 1)
 
     def _keys(self, layer: int, projected: torch.Tensor, rotaries: Rotaries) -> torch.Tensor:
-        keys = projected[:, -2 * self._kv_width : -self._kv_width] if self._family.fused else projected
-        return rotate(self._heads(layer, keys, self._family.keys_norm), rotaries.of_keys(layer))
+        keys = projected[:, -2 * self._kv_width : -self._kv_width] if self.family.fused else projected
+        return rotate(self._heads(layer, keys, self.family.keys_norm), rotaries.of_keys(layer))
 
     def _heads(self, layer: int, projected: torch.Tensor, norm_name: str | None) -> torch.Tensor:
         """Projected queries or keys by head and behind their norm, ``[heads, rows, head_dim]``."""
         norm = getattr(self._attention(layer), norm_name, None) if norm_name else None
-        if norm is not None and self._family.norms_span_heads:
+        if norm is not None and self.family.norms_span_heads:
             projected, norm = norm(projected), None
         by_head = projected.view(len(projected), -1, self.head_dim).transpose(0, 1)
         return by_head if norm is None else norm(by_head[None])[0]
@@ -425,7 +425,7 @@ class ModelAdapter:
         Weights are ``[heads, rows, tokens]``. Masks must be those of `kernel_mask` made within.
         """
         layers = self._twins("eager")
-        attention = part_of(layers[layer], self._family.attention)
+        attention = part_of(layers[layer], self.family.attention)
         plain = attention.forward
 
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -569,7 +569,7 @@ class ModelAdapter:
         return self.kv_heads * self.head_dim
 
     def _attention(self, layer: int) -> Any:
-        return part_of(self.layers[layer], self._family.attention)
+        return part_of(self.layers[layer], self.family.attention)
 
     @contextmanager
     def _plain(self, gradients: bool = False) -> Iterator[None]:

@@ -113,7 +113,7 @@ FAMILIES: dict[str, Family] = {
         Family("glm", layout=_INTERLEAVED),
         Family("glm4", layout=_INTERLEAVED),
         Family("glm4_moe", keys_norm="k_norm"),
-        Family("glm4v_moe_text", keys_norm="k_norm"),
+        Family("glm4v_moe_text"),
         Family("glm4v_text", layout=_INTERLEAVED_PAIRS),
         Family("gpt_oss", _by_layer_type, layout=_ONCE),
         Family("granite"),
