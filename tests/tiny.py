@@ -252,6 +252,8 @@ def _container(architecture: str, text: Any) -> Any:
     images = kind().vision_config
     known = images.to_dict()
     sizes = {name: size for name, size in IMAGES.items() if name in known}
+    if "embed_dim" in sizes:  # then the other width is that of the text model
+        sizes["hidden_size"] = text.hidden_size
     ids = [name for name in ("image_token_id", "image_token_index") if name in kind().to_dict()]
     vision = type(images)(**{name: known[name] for name in known if name not in IMAGES} | sizes)
     tied = {"tie_word_embeddings": getattr(text, "tie_word_embeddings", False)}

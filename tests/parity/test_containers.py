@@ -19,6 +19,7 @@ from cacheblend_rag.models.identity import fingerprint
 from cacheblend_rag.models.loading import KVGeometry, load_geometry, load_model
 from tests import tiny
 from tests.parity.test_families import THREE_CHUNKS, assert_equals_plain, check_exact, engine_of, plain_tokens
+from tests.tolerance import assert_logits_close
 
 # Whose positions depend on images: what the last ones did to them is kept on the model.
 MOVED = ("glm46v", "glm4v", "glm4v_moe", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe")
@@ -75,21 +76,42 @@ def test_identity_covers_the_text_weights(container: str) -> None:
     assert fingerprint(model) != before
 
 
+def of_image(model: Any) -> list[int]:
+    """What the model itself says of a picture."""
+    vision, image = model.config.vision_config, model.config.image_token_id
+    ids = torch.tensor([[5, 6, 7, *[image] * 4, 8, 9, 10]])
+    width = 3 * vision.temporal_patch_size * vision.patch_size**2
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        mm_token_type_ids=(ids == image).int(),
+        pixel_values=torch.linspace(-1, 1, 16 * width).view(16, width),
+        image_grid_thw=torch.tensor([[1, 4, 4]]),
+        max_new_tokens=6,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return list(out[0, ids.shape[1] :].tolist())
+
+
 @pytest.mark.parametrize("container", MOVED)
-def test_what_images_did_to_positions_is_of_no_effect_and_kept(container: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_and_blended_text_do_not_disturb_each_other(container: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.models.adapter._SLICE", 20)
     model, fresh = tiny.model(container), tiny.model(container)
-    model.model.rope_deltas = moved = torch.tensor([[7]])
+    seen = of_image(model)
+    moved = model.model.rope_deltas
+    assert moved.item() == -2, "four tokens of an image stand in two positions"
     with engine_of(model, recompute_ratio=1.0) as engine:
         engine.warm(THREE_CHUNKS.chunks)
         fused = engine.fuse(THREE_CHUNKS)
         assert_equals_plain(fused, fresh)
         sliced = ModelAdapter(model).prefill(fused.input_ids, lambda seconds: None)
-        torch.testing.assert_close(sliced.logits, fused.logits, atol=1e-4, rtol=1e-4)
+        assert_logits_close(sliced.logits, fused.logits, model, len(fused.input_ids))
         for several in (1, 3):
             found = engine.with_config(max_concurrent=several).generate(THREE_CHUNKS, max_new_tokens=8)
             assert found.token_ids == plain_tokens(tiny.model(container), fused.input_ids, 8)
     assert model.model.rope_deltas is moved
+    assert of_image(model) == seen
 
 
 def test_a_container_without_a_test_is_refused_and_can_be_tried() -> None:
