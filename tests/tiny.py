@@ -46,12 +46,22 @@ ROUTED = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+LATENT = {
+    "head_dim": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+}
 # What a family needs beyond the common settings, so that all it has is in use.
 OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "apertus": {"attention_bias": True},
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"layer_types": LAYER_TYPES, "sliding_window": 24, "logit_scale": 0.5},
     "cwm": {"layer_types": LAYER_TYPES, "sliding_window": 24},
+    "deepseek_v3": ROUTED | LATENT | {"n_group": 1, "topk_group": 1},
     "dots1": ROUTED | {"layer_types": LAYER_TYPES, "sliding_window": 24},
     "ernie4_5": {"use_bias": True},
     "ernie4_5_moe": {
@@ -86,6 +96,7 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "glm": {"attention_bias": True},
     "glm4": {"attention_bias": True},
     "glm4_moe": ROUTED | {"attention_bias": True, "use_qk_norm": True},
+    "glm4_moe_lite": ROUTED | LATENT,
     "glm4v_moe_text": ROUTED | {"attention_bias": True},
     "gpt_oss": {
         "layer_types": LAYER_TYPES,
@@ -106,6 +117,7 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     },
     "granitemoeshared": SCALED | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "minicpm3": LATENT | {"scale_emb": 3.0, "scale_depth": 0.9, "dim_model_base": 16},
     "ministral": {"layer_types": LAYER_TYPES, "sliding_window": 24},
     "ministral3": {"sliding_window": None},
     "mistral": {"sliding_window": None},
@@ -125,6 +137,7 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "solar_open": {name: value for name, value in ROUTED.items() if name != "first_k_dense_replace"},
     "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
     "starcoder2": {"use_bias": True},
+    "youtu": LATENT,
     "vaultgemma": {
         "layer_types": LAYER_TYPES,
         "sliding_window": 24,
@@ -229,6 +242,8 @@ def model(architecture: str = "llama", rope: str = "default", seed: int = 0, **c
         "initializer_range": 0.3,
     }
     settings |= OWN_SETTINGS.get(family, {})
+    if "kv_lora_rank" in settings:  # half as wide is what turns, and all of that turns
+        settings["rope_parameters"] = rope_parameters(rope, 0.5) | {"partial_rotary_factor": 1.0}
     if family == "ministral3":
         settings["rope_parameters"] |= {"original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.5}
     if family in ("gemma3_text", "olmo3"):
@@ -271,7 +286,7 @@ def _spread_norms(model: Any) -> Any:
 
 def rope_types(family: str) -> tuple[str, ...]:
     """The RoPE types a family is tried with: all that its config accepts, or two, as the code for them is the same."""
-    few = {"phi3": ("default", "longrope")}
+    few = {"minicpm3": ("default", "longrope"), "phi3": ("default", "longrope")}
     return ALL_ROPE_TYPES if family in EVERY_ROPE_TYPE else few.get(family, ("default", "yarn"))
 
 

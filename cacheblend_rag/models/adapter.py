@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +22,7 @@ from cacheblend_rag.models.families import family_of
 from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.identity import ModelIdentity
 from cacheblend_rag.models.kv import LayerKV, Prefill, SegmentKV
+from cacheblend_rag.models.latent import LATENT_NAMES, LatentCache, halves, latent_width, latents_of, parts
 from cacheblend_rag.models.lora import unwrapped
 from cacheblend_rag.models.modules import (
     ForwardOverrides,
@@ -110,9 +111,10 @@ class ModelAdapter:
         turns: list[bool] = self._by_layer(self.family.rotates)
         rotary = part_of(self._decoder, "rotary_emb")
         self._positions = Positions(self.config, rotary, self.family.layout, turns)
-        self.head_dim = int(part_of(self._attention(0), "head_dim"))
-        self.kv_heads = int(self.config.num_key_value_heads)
         self.heads = int(self.config.num_attention_heads)
+        latent = self.family.latent
+        self.kv_heads = 1 if latent else int(self.config.num_key_value_heads)
+        self.head_dim = latent_width(self.config) if latent else int(part_of(self._attention(0), "head_dim"))
         self._find_names()
         self._here = _Here()
 
@@ -126,7 +128,8 @@ class ModelAdapter:
     def _find_names(self) -> None:
         """Ask for everything once that is wanted later, so that what is missing shows at load."""
         family, attention = self.family, self._attention(0)
-        for name in (family.fused,) if family.fused else (family.queries, family.keys, family.values):
+        names = (family.queries, family.keys, family.values)
+        for name in LATENT_NAMES if family.latent else (family.fused,) if family.fused else names:
             part_of(attention, name)
         if family.norm is not None:
             part_of(self.layers[0], family.norm)
@@ -191,7 +194,8 @@ class ModelAdapter:
         model uses that, or where SDPA lacks what the family needs (soft caps, attention sinks).
         The model itself is not changed: see `twins_of`.
         """
-        fused = self.attends_by_kernel
+        # A GPU's kernel wants values as wide as keys.
+        fused = self.attends_by_kernel and not (self.family.latent and has_kernels(self.device))
         plain = self._plain_layers if fused else None
         kernels = plain if plain is not None and plain.as_they_were() else None
         with evaluating(self.model), torch.no_grad(), self._row_by_row.in_use():
@@ -268,6 +272,8 @@ class ModelAdapter:
 
     def project_values(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Values of the rows on a layer, ``[kv_heads, rows, head_dim]``; ``hidden`` as for keys."""
+        if self.family.latent:
+            return self._latents(layer, self._normed(layer, hidden))[1]
         return self._values(self._project(layer, self._normed(layer, hidden), self.family.values))
 
     def project_keys(self, layer: int, hidden: torch.Tensor, rotaries: Rotaries) -> torch.Tensor:
@@ -280,8 +286,10 @@ class ModelAdapter:
         rotaries : Rotaries
             Of the rows.
         """
-        projected = self._project(layer, self._normed(layer, hidden), self.family.keys)
-        return self._keys(layer, projected, rotaries)
+        normed = self._normed(layer, hidden)
+        if self.family.latent:
+            return rotate(self._latents(layer, normed)[0], rotaries.of_keys(layer))
+        return self._keys(layer, self._project(layer, normed, self.family.keys), rotaries)
 
     def write_kv(self, layer: int, hidden: torch.Tensor, kv: LayerKV, rows: torch.Tensor, rotaries: Rotaries) -> None:
         """Compute keys and values of rows on a layer, and no more of it; parameters as in `run_layer`.
@@ -292,9 +300,17 @@ class ModelAdapter:
             Of the rows, in float32.
         """
         normed, family = self._normed(layer, hidden), self.family
+        if family.latent:
+            turning, rest = self._latents(layer, normed)
+            ScatterCache(kv, rows).update(rotate(turning, rotaries.of_keys(layer))[None], rest[None])
+            return
         keys = self._project(layer, normed, family.keys)
         values = keys if family.fused else self._project(layer, normed, family.values)
         ScatterCache(kv, rows).update(self._keys(layer, keys, rotaries)[None], self._values(values)[None])
+
+    def _latents(self, layer: int, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What stands for keys, not yet rotated, and for values where latents are cached, ``[1, rows, head_dim]``."""
+        return latents_of(self._attention(layer), self.config, normed)
 
     def _normed(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """What a layer projects: its input, behind a norm where the family has one there."""
@@ -347,7 +363,8 @@ class ModelAdapter:
             As added to the scores, ``[1, 1, rows, tokens]``, in the model's element type.
         """
         fused = self._here.blending is not None and self._here.blending.fused
-        return as_added(mask, rows, tokens, window, self.heads // self.kv_heads, self.dtype, fused)
+        sharing = 1 if self.family.latent else self.heads // self.kv_heads  # heads that share a key
+        return as_added(mask, rows, tokens, window, sharing, self.dtype, fused)
 
     def run_layer(
         self,
@@ -387,10 +404,13 @@ class ModelAdapter:
                 position_ids=rows[None],
                 use_cache=True,
                 position_embeddings=(rotary.cos[None], rotary.sin[None]),
-                **{self.layer_cache_argument: ScatterCache(kv, rows)},
+                **{self.layer_cache_argument: self._scattered(kv, rows)},
             )
         after: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return after[0]
+
+    def _scattered(self, kv: LayerKV, rows: torch.Tensor) -> ScatterCache:
+        return LatentCache(kv, rows, self.config.qk_rope_head_dim) if self.family.latent else ScatterCache(kv, rows)
 
     def run_layers(
         self,
@@ -446,12 +466,21 @@ class ModelAdapter:
         """A transformers cache that holds these layers, ready for generation; it takes the layers over."""
         cache = let_grow(DynamicCache(config=self.config))
         for number, kv in enumerate(layers):
-            layer = cache.layers[number]
+            layer, held = cache.layers[number], self._cached(kv)
             if isinstance(layer, GrowingLayer):
-                layer.hold(kv.keys, kv.values)
+                layer.hold(*held)
             else:
-                layer.update(kv.keys, kv.values)
+                layer.update(*held)
         return cache
+
+    def _cached(self, kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
+        """What transformers caches of a layer."""
+        return parts(kv.keys, kv.values, self.config.qk_rope_head_dim) if self.family.latent else (kv.keys, kv.values)
+
+    def layers_of(self, layers: Iterable[Any]) -> list[LayerKV]:
+        """KV in layers of a transformers cache, keys rotated."""
+        pairs = ((layer.keys, layer.values) for layer in layers)
+        return [LayerKV(*(halves(*pair) if self.family.latent else pair)) for pair in pairs]
 
     def prefill(self, ids: Sequence[int], between: Callable[[float], object] | None = None) -> Prefill:
         """The model's own forward pass over all ids: plain prefill.
@@ -543,14 +572,14 @@ class ModelAdapter:
         first, longest = before + len(context_ids), before + max(map(len, rows))
         # A token of its own is padding that every model has seen: rows hidden by a mask must still be finite.
         inputs = torch.tensor([row + row[-1:] * (longest - before - len(row)) for row in rows], device=self.device)
-        layers = self._run_decoder(inputs, regime, behind, gradients)
+        layers = self.layers_of(self._run_decoder(inputs, regime, behind, gradients))
         rotaries = self.rotary(longest - first, first, regime)
         return cut_out(layers, list(map(len, segments)), heads, first, rotaries)
 
     def context_kv(self, ids: Sequence[int], regime: int = 0) -> tuple[LayerKV, ...]:
         """KV of what opens a text, keys rotated, layer by layer: what segments are computed behind."""
         layers = self._run_decoder(torch.tensor([list(ids)], device=self.device), regime)
-        return tuple(LayerKV(layer.keys, layer.values) for layer in layers)
+        return tuple(self.layers_of(layers))
 
     def _run_decoder(
         self, inputs: torch.Tensor, regime: int, behind: Sequence[LayerKV] = (), gradients: bool = False
@@ -558,8 +587,7 @@ class ModelAdapter:
         """Cache layers of some rows, ``[rows, kv_heads, tokens, head_dim]``; what they stand behind comes first."""
         layers = [*(DynamicLayer() for _ in self.layers[1:]), LastLayer()]
         for layer, kv in zip(layers, behind, strict=False):
-            shape = (len(inputs), *kv.keys.shape[1:])
-            DynamicLayer.update(layer, kv.keys.expand(shape), kv.values.expand(shape))
+            DynamicLayer.update(layer, *(part.expand(len(inputs), -1, -1, -1) for part in self._cached(kv)))
         with self._plain(gradients), self._row_by_row.in_use(), self._positions.within(regime), suppress(Enough):
             self._decoder(inputs, use_cache=True, **{cache_argument(self._decoder): Cache(layers=layers)})
         return layers

@@ -76,6 +76,8 @@ class Family:
         Attributes of the attention module: the norms of queries and keys; may be missing in some models.
     norms_span_heads : bool
         Whether these norms take all heads at once; otherwise each head for itself.
+    latent : bool
+        Whether its layers cache latents in place of keys and values (multi-head latent attention).
     """
 
     model_type: str
@@ -90,6 +92,7 @@ class Family:
     fused: str | None = None
     keys_norm: str | None = None
     norms_span_heads: bool = False
+    latent: bool = False
 
 
 FAMILIES: dict[str, Family] = {
@@ -101,6 +104,7 @@ FAMILIES: dict[str, Family] = {
         Family("cohere", layout=_INTERLEAVED_PAIRS),
         Family("cohere2", _by_layer_type, _sliding_layers_rotate, _INTERLEAVED_PAIRS),
         Family("cwm", _by_layer_type),
+        Family("deepseek_v3", latent=True),
         Family("dots1", _by_layer_type, keys_norm="k_norm"),
         Family("ernie4_5", layout=_INTERLEAVED),
         Family("ernie4_5_moe", layout=_INTERLEAVED),
@@ -113,6 +117,7 @@ FAMILIES: dict[str, Family] = {
         Family("glm", layout=_INTERLEAVED),
         Family("glm4", layout=_INTERLEAVED),
         Family("glm4_moe", keys_norm="k_norm"),
+        Family("glm4_moe_lite", latent=True),
         Family("glm4v_moe_text"),
         Family("glm4v_text", layout=_INTERLEAVED_PAIRS),
         Family("gpt_oss", _by_layer_type, layout=_ONCE),
@@ -123,6 +128,7 @@ FAMILIES: dict[str, Family] = {
         Family("helium", layout=_INTERLEAVED),
         Family("llama"),
         Family("minimax_m2", keys_norm="k_norm", norms_span_heads=True),
+        Family("minicpm3", latent=True),
         Family("ministral", _by_layer_type),
         Family("ministral3", _every_layer),
         Family("mistral", _every_layer),
@@ -147,6 +153,7 @@ FAMILIES: dict[str, Family] = {
         Family("stablelm", keys_norm="k_layernorm"),
         Family("starcoder2", _every_layer),
         Family("vaultgemma", _by_layer_type),
+        Family("youtu", latent=True),
     )
 }
 
@@ -270,7 +277,7 @@ def why_unsupported(config: Any) -> str | None:
     model_type = config.model_type
     if (reason := _recurrent(config) or _uneven(config)) is not None:
         return reason
-    if getattr(config, "kv_lora_rank", None):
+    if getattr(config, "kv_lora_rank", None) and not (model_type in FAMILIES and FAMILIES[model_type].latent):
         return "it caches latent vectors (multi-head latent attention) in place of keys and values"
     if getattr(config, "clip_qkv", None) is not None:
         return f"its keys and values are clipped (clip_qkv={config.clip_qkv}); use OLMo 2 or OLMo 3"

@@ -21,6 +21,7 @@ from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError
 from cacheblend_rag.models.families import check_supported
 from cacheblend_rag.models.gguf import is_gguf, opened_gguf
 from cacheblend_rag.models.identity import files_identity, fingerprint, known_fingerprint, remember_fingerprint
+from cacheblend_rag.models.latent import latent_width
 from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.models.shape import head_width
 from cacheblend_rag.models.starters import starter_folder, starter_named
@@ -314,11 +315,11 @@ def _geometry(said: str, name: str, dtype: str) -> tuple[KVGeometry, Any]:
         if dtype == "auto":
             dtype = _type_to_estimate(config)
         text = config.get_text_config()
-        heads = int(text.num_attention_heads)
+        heads, latent = int(text.num_attention_heads), bool(getattr(text, "kv_lora_rank", None))
         geometry = KVGeometry(
             layers=int(text.num_hidden_layers),
-            kv_heads=int(getattr(text, "num_key_value_heads", None) or heads),
-            head_dim=head_width(text),
+            kv_heads=1 if latent else int(getattr(text, "num_key_value_heads", None) or heads),
+            head_dim=latent_width(text) if latent else head_width(text),
             dtype=str(_stored_type(config) or torch.float32).removeprefix("torch.") if dtype == "auto" else dtype,
         )
     except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
