@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from cacheblend_rag.models.families import FAMILIES as KNOWN
+from cacheblend_rag.models.loading import auto_class
 
 SENTENCE = (
     "the quick brown fox jumps over a lazy dog while seven grey owls watch from an old oak near "
@@ -61,6 +62,7 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "cohere": {"logit_scale": 0.5},
     "cohere2": {"layer_types": LAYER_TYPES, "sliding_window": 24, "logit_scale": 0.5},
     "cwm": {"layer_types": LAYER_TYPES, "sliding_window": 24},
+    "deepseek_v2": ROUTED | LATENT | {"n_group": 1, "topk_group": 1},
     "deepseek_v3": ROUTED | LATENT | {"n_group": 1, "topk_group": 1},
     "dots1": ROUTED | {"layer_types": LAYER_TYPES, "sliding_window": 24},
     "ernie4_5": {"use_bias": True},
@@ -121,6 +123,7 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "ministral": {"layer_types": LAYER_TYPES, "sliding_window": 24},
     "ministral3": {"sliding_window": None},
     "mistral": {"sliding_window": None},
+    "mistral4": ROUTED | LATENT | {"n_group": 1, "topk_group": 1},
     "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo3": {"layer_types": LAYER_TYPES, "sliding_window": 24},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
@@ -244,7 +247,7 @@ def model(architecture: str = "llama", rope: str = "default", seed: int = 0, **c
     settings |= OWN_SETTINGS.get(family, {})
     if "kv_lora_rank" in settings:  # half as wide is what turns, and all of that turns
         settings["rope_parameters"] = rope_parameters(rope, 0.5) | {"partial_rotary_factor": 1.0}
-    if family == "ministral3":
+    if family in ("ministral3", "mistral4"):
         settings["rope_parameters"] |= {"original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.5}
     if family in ("gemma3_text", "olmo3"):
         settings["rope_parameters"] = {
@@ -255,10 +258,9 @@ def model(architecture: str = "llama", rope: str = "default", seed: int = 0, **c
         # Pairs of dimensions that turn by time, height and width.
         settings["rope_parameters"]["mrope_section"] = [1, 1, 0] if family in PARTIAL_ROTARY else [2, 1, 1]
     config = CONFIG_MAPPING[family](**settings | changes)
-    if architecture == family:
-        return _spread_norms(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
-    whole = _container(architecture, config)
-    return _spread_norms(AutoModelForImageTextToText.from_config(whole, dtype=torch.float32).eval())
+    if architecture != family:
+        config = _container(architecture, config)
+    return _spread_norms(auto_class(config).from_config(config, dtype=torch.float32).eval())
 
 
 def _container(architecture: str, text: Any) -> Any:

@@ -403,7 +403,7 @@ class ModelAdapter:
                 attention_mask=None if mask is None else mask.added,
                 position_ids=rows[None],
                 use_cache=True,
-                position_embeddings=(rotary.cos[None], rotary.sin[None]),
+                position_embeddings=rotary.for_layer(),
                 **{self.layer_cache_argument: self._scattered(kv, rows)},
             )
         after: torch.Tensor = out[0] if isinstance(out, tuple) else out

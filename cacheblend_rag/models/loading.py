@@ -26,7 +26,7 @@ from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.models.shape import head_width
 from cacheblend_rag.models.starters import starter_folder, starter_named
 
-__all__ = ["KVGeometry", "LoadedModel", "in_hardware", "load_geometry", "load_model", "type_to_load"]
+__all__ = ["KVGeometry", "LoadedModel", "auto_class", "in_hardware", "load_geometry", "load_model", "type_to_load"]
 
 _IN_HARDWARE = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 # Largest share of the machine's memory that float32 weights take without being asked for; KV and passes need the rest.
@@ -88,11 +88,11 @@ def in_hardware(dtype: torch.dtype) -> bool | None:
 
 def _parameters(config: Any) -> int:
     with torch.device("meta"):
-        model = _auto_class(config).from_config(config)
+        model = auto_class(config).from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _auto_class(config: Any) -> Any:
+def auto_class(config: Any) -> Any:
     """What of transformers loads a model: a container is loaded whole, and needs no image processor for text."""
     return AutoModelForImageTextToText if config.model_type in _CONTAINERS else AutoModelForCausalLM
 
@@ -240,7 +240,7 @@ def _load(
         if dtype == "auto" and not model_kwargs:
             dtype = type_to_load(config, target)
         before = None if model_kwargs else files_identity(name, dtype)
-        loaded = _auto_class(config).from_pretrained(name, dtype=dtype, **model_kwargs)
+        loaded = auto_class(config).from_pretrained(name, dtype=dtype, **model_kwargs)
         tokenizer = AutoTokenizer.from_pretrained(name)
         if config.model_type in _CONTAINERS and not tokenizer.chat_template:
             tokenizer.chat_template = _template_of_processor(name)

@@ -238,7 +238,6 @@ def test_float16(family: str) -> None:
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("deepseek_v2", "latent"),
         ("longcat_flash", "latent"),
         ("bloom", "ALiBi"),
         ("mpt", "ALiBi"),
