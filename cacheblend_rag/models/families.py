@@ -280,7 +280,7 @@ def why_unsupported(config: Any) -> str | None:
     if (reason := _recurrent(config) or _uneven(config)) is not None:
         return reason
     if getattr(config, "kv_lora_rank", None) and not (model_type in FAMILIES and FAMILIES[model_type].latent):
-        return "it caches latent vectors (multi-head latent attention) in place of keys and values"
+        return "it caches latent vectors (multi-head latent attention) in a form that no entry describes"
     if getattr(config, "clip_qkv", None) is not None:
         return f"its keys and values are clipped (clip_qkv={config.clip_qkv}); use OLMo 2 or OLMo 3"
     if model_type in _ALIBI or getattr(config, "alibi", False):
