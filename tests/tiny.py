@@ -54,7 +54,7 @@ LATENT = {
     "q_lora_rank": 16,
     "qk_nope_head_dim": 8,
     "qk_rope_head_dim": 4,
-    "v_head_dim": 12,
+    "v_head_dim": 16,
 }
 # What a family needs beyond the common settings, so that all it has is in use.
 OWN_SETTINGS: dict[str, dict[str, Any]] = {
