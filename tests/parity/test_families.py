@@ -297,6 +297,10 @@ def test_bidirectional_models_are_refused() -> None:
         ModelAdapter(tiny.model("gemma3_text", use_bidirectional_attention=True))
 
 
+def test_granite_4_without_recurrent_layers_and_experts() -> None:
+    check_exact(tiny.model("granitemoehybrid", num_local_experts=0))
+
+
 def test_a_clip_of_keys_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"clip_qkv=8\.0"):
         ModelAdapter(tiny.model("olmo", clip_qkv=8.0))
