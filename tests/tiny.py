@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from cacheblend_rag.models.families import FAMILIES as KNOWN
+from cacheblend_rag.models.loading import auto_class
 
 SENTENCE = (
     "the quick brown fox jumps over a lazy dog while seven grey owls watch from an old oak near "
@@ -18,10 +21,67 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ALL_ROPE_TYPES = (*ROPE_TYPES, "dynamic", "longrope")
 LONG = 256
+EVERY_ROPE_TYPE = (
+    "cohere2",
+    "gemma3_text",
+    "glm4",
+    "gpt_oss",
+    "granite",
+    "llama",
+    "olmo3",
+    "qwen3",
+    "smollm3",
+    "stablelm",
+)
 LAYER_TYPES = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+SCALED = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 2.0,
+}
+ROUTED = {
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    "head_dim": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 16,
+}
 # What a family needs beyond the common settings, so that all it has is in use.
 OWN_SETTINGS: dict[str, dict[str, Any]] = {
+    "apertus": {"attention_bias": True},
+    "cohere": {"logit_scale": 0.5},
     "cohere2": {"layer_types": LAYER_TYPES, "sliding_window": 24, "logit_scale": 0.5},
+    "cwm": {"layer_types": LAYER_TYPES, "sliding_window": 24},
+    "deepseek_v2": ROUTED | LATENT | {"n_group": 1, "topk_group": 1},
+    "deepseek_v3": ROUTED | LATENT | {"n_group": 1, "topk_group": 1},
+    "dots1": ROUTED | {"layer_types": LAYER_TYPES, "sliding_window": 24},
+    "ernie4_5": {"use_bias": True},
+    "ernie4_5_moe": {
+        "moe_intermediate_size": 32,
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "use_bias": True,
+    },
+    "exaone4": {"layer_types": LAYER_TYPES, "sliding_window": 24},
+    "exaone_moe": {
+        "layer_types": LAYER_TYPES,
+        "sliding_window": 24,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "gemma2": {
         "layer_types": LAYER_TYPES,
         "sliding_window": 24,
@@ -37,30 +97,101 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     },
     "glm": {"attention_bias": True},
     "glm4": {"attention_bias": True},
+    "glm4_moe": ROUTED | {"attention_bias": True, "use_qk_norm": True},
+    "glm4_moe_lite": ROUTED | LATENT,
+    "glm4v_moe_text": ROUTED | {"attention_bias": True},
     "gpt_oss": {
         "layer_types": LAYER_TYPES,
         "sliding_window": 24,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
     },
-    "granite": {
-        "embedding_multiplier": 3.0,
-        "attention_multiplier": 0.3,
-        "residual_multiplier": 0.7,
-        "logits_scaling": 2.0,
+    "granite": SCALED,
+    "granitemoe": SCALED | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoehybrid": SCALED
+    | {
+        "layer_types": ["full_attention"] * 4,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 32,
     },
+    "granitemoeshared": SCALED | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "minicpm3": LATENT | {"scale_emb": 3.0, "scale_depth": 0.9, "dim_model_base": 16},
     "ministral": {"layer_types": LAYER_TYPES, "sliding_window": 24},
     "ministral3": {"sliding_window": None},
     "mistral": {"sliding_window": None},
+    "mistral4": ROUTED | LATENT | {"n_group": 1, "topk_group": 1},
     "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmo3": {"layer_types": LAYER_TYPES, "sliding_window": 24},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "phi3": {"pad_token_id": 0, "original_max_position_embeddings": LONG},
+    "qwen2_moe": {
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_vl_moe_text": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2},
     "smollm3": {"no_rope_layers": [1, 0, 1, 0]},
+    "solar_open": {name: value for name, value in ROUTED.items() if name != "first_k_dense_replace"},
     "stablelm": {"qk_layernorm": True, "use_qkv_bias": True},
     "starcoder2": {"use_bias": True},
+    "youtu": LATENT,
+    "vaultgemma": {
+        "layer_types": LAYER_TYPES,
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+    },
 }
-PARTIAL_ROTARY = {"glm": 0.5, "glm4": 0.5, "stablelm": 0.5}
+# Containers, with the family of the text model within.
+CONTAINERS = {
+    "aya_vision": "cohere2",
+    "cohere2_vision": "cohere2",
+    "exaone4_5": "exaone4",
+    "gemma3": "gemma3_text",
+    "glm46v": "glm4v_text",
+    "glm4v": "glm4v_text",
+    "glm4v_moe": "glm4v_moe_text",
+    "idefics3": "llama",
+    "internvl": "qwen2",
+    "llava": "llama",
+    "llava_next": "mistral",
+    "llava_onevision": "qwen2",
+    "mistral3": "ministral3",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "smolvlm": "llama",
+}
+# Families that there are only within a container.
+WITHIN = ("glm4v_moe_text", "glm4v_text", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text")
+ARCHITECTURES = [*sorted(set(KNOWN) - set(WITHIN)), *sorted(CONTAINERS)]
+# Sizes of the image part, under the names that the containers have for them.
+IMAGES = {
+    "hidden_size": 16,
+    "embed_dim": 16,
+    "out_hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "head_dim": 8,
+    "image_size": 28,
+    "patch_size": 14,
+    "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [0],
+}
+PARTIAL_ROTARY = dict.fromkeys(
+    ("glm", "glm4", "glm4_moe", "glm4v_moe_text", "glm4v_text", "minimax_m2", "nemotron", "stablelm"), 0.5
+)
 
 
 def text(words: int, seed: int = 0) -> str:
@@ -93,9 +224,10 @@ def tokenizer(bos: bool = True, style: str = "byte") -> Any:
     )
 
 
-def model(family: str = "llama", rope: str = "default", seed: int = 0, **changes: Any) -> Any:
-    """A random model of a family, in float32."""
+def model(architecture: str = "llama", rope: str = "default", seed: int = 0, **changes: Any) -> Any:
+    """A random model of a family, or a container of one, in float32; changes are those of its text model's config."""
     torch.manual_seed(seed)
+    family = CONTAINERS.get(architecture, architecture)
     settings: dict[str, Any] = {
         "vocab_size": 400,
         "hidden_size": 32,
@@ -113,15 +245,36 @@ def model(family: str = "llama", rope: str = "default", seed: int = 0, **changes
         "initializer_range": 0.3,
     }
     settings |= OWN_SETTINGS.get(family, {})
-    if family == "ministral3":
+    if "kv_lora_rank" in settings:  # half as wide is what turns, and all of that turns
+        settings["rope_parameters"] = rope_parameters(rope, 0.5) | {"partial_rotary_factor": 1.0}
+    if family in ("ministral3", "mistral4"):
         settings["rope_parameters"] |= {"original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.5}
     if family in ("gemma3_text", "olmo3"):
         settings["rope_parameters"] = {
             "full_attention": rope_parameters(rope) | {"rope_theta": 100_000.0},
             "sliding_attention": rope_parameters("default"),
         }
+    if family in WITHIN:
+        # Pairs of dimensions that turn by time, height and width.
+        settings["rope_parameters"]["mrope_section"] = [1, 1, 0] if family in PARTIAL_ROTARY else [2, 1, 1]
     config = CONFIG_MAPPING[family](**settings | changes)
-    return _spread_norms(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
+    if architecture != family:
+        config = _container(architecture, config)
+    return _spread_norms(auto_class(config).from_config(config, dtype=torch.float32).eval())
+
+
+def _container(architecture: str, text: Any) -> Any:
+    """Config of a container whose image part is as small as its text model."""
+    kind = CONFIG_MAPPING[architecture]
+    images = kind().vision_config
+    known = images.to_dict()
+    sizes = {name: size for name, size in IMAGES.items() if name in known}
+    if "embed_dim" in sizes:  # then the other width is that of the text model
+        sizes["hidden_size"] = text.hidden_size
+    ids = [name for name in ("image_token_id", "image_token_index") if name in kind().to_dict()]
+    vision = type(images)(**{name: known[name] for name in known if name not in IMAGES} | sizes)
+    tied = {"tie_word_embeddings": getattr(text, "tie_word_embeddings", False)}
+    return kind(text_config=text, vision_config=vision, **dict.fromkeys(ids, 399), **tied)
 
 
 def _spread_norms(model: Any) -> Any:
@@ -134,8 +287,9 @@ def _spread_norms(model: Any) -> Any:
 
 
 def rope_types(family: str) -> tuple[str, ...]:
-    """The RoPE types a family's config accepts."""
-    return {"phi3": ("default", "longrope"), "ministral3": ("default", "yarn")}.get(family, ALL_ROPE_TYPES)
+    """The RoPE types a family is tried with: all that its config accepts, or two, as the code for them is the same."""
+    few = {"minicpm3": ("default", "longrope"), "phi3": ("default", "longrope")}
+    return ALL_ROPE_TYPES if family in EVERY_ROPE_TYPE else few.get(family, ("default", "yarn"))
 
 
 def rope_parameters(rope: str, part: float = 1.0) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def terms_of(model: Any, tokens: int, layers: int | None = None) -> int:
     tokens : int
         Most positions that a row sees.
     """
-    config = model.config
+    config = model.config.get_text_config()
     width, heads = config.hidden_size, config.num_attention_heads
     head = getattr(config, "head_dim", None) or width // heads
     # Norm, queries; scores, values, output; norm, gate, product of the network.
@@ -73,4 +73,5 @@ def narrow_error(model: Any) -> float:
     Products are summed in float32 there, and each result is rounded once. Over all elements of a tensor such roundings
     are independent, and so are those of two ways: all of them count by the square root of their number.
     """
-    return float((2 * _ROUNDINGS * model.config.num_hidden_layers) ** 0.5 * torch.finfo(model.dtype).eps / 2)
+    layers = model.config.get_text_config().num_hidden_layers
+    return float((2 * _ROUNDINGS * layers) ** 0.5 * torch.finfo(model.dtype).eps / 2)

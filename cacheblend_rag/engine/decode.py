@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from cacheblend_rag.engine.grammar import Grammar
 from cacheblend_rag.engine.logits import TokenMask
 from cacheblend_rag.errors import ConfigError, GenerationError
-from cacheblend_rag.models.modules import CACHE_FIELD, cache_argument, evaluating
+from cacheblend_rag.models.modules import CACHE_FIELD, cache_argument, evaluating, text_only
 
 DEFAULT_NEW_TOKENS = 256
 
@@ -251,7 +251,7 @@ def decode(
 
     with evaluating(model), _Chance(options.seed, logits.device) as chance:
         own_step = chance.apart_from(step) if step is not None else None
-        model.generate(
+        text_only(model).generate(
             ids,
             attention_mask=torch.ones_like(ids),
             generation_config=config,

@@ -62,9 +62,9 @@ class BlendEngine:
     Parameters
     ----------
     model : transformers PreTrainedModel or PeftModel
-        A causal language model, perhaps with LoRA adapters; nothing is left behind on it. Several engines may share
-        one: their requests wait for one another. Who runs it without an engine, on whatever thread, gets what the model
-        itself gives.
+        A causal language model, perhaps with LoRA adapters, or a model that takes images too, for prompts of text.
+        Nothing is left behind on it. Several engines may share one: their requests wait for one another. Who runs it
+        without an engine, on whatever thread, gets what the model itself gives.
     tokenizer : transformers tokenizer
         Its tokenizer.
     config : BlendConfig, optional
@@ -152,6 +152,8 @@ class BlendEngine:
         ------
         ModelLoadError
             If either cannot be loaded.
+        UnsupportedModelError
+            If the model cannot be blended, as its config says; weights are not fetched then.
         """
         loaded = load_model(model, device=device, dtype=dtype, **model_kwargs)
         made = cls(loaded.model, loaded.tokenizer, config=config, store=store, fingerprint=loaded.fingerprint())

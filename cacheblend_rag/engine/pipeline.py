@@ -462,7 +462,8 @@ class Pipeline:
         """Add to what is worth storing the whole prompt with its answer, if that is wanted."""
         if blend.split is None:
             return blend
-        found = self._session_cache(blend.split).job(blend.split, answer_ids, blend.fused.cache)
+        layers = self.adapter.layers_of(blend.fused.cache.layers)
+        found = self._session_cache(blend.split).job(blend.split, answer_ids, layers)
         if found is None:
             return blend
         key, job = found

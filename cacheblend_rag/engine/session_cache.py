@@ -11,13 +11,12 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from cacheblend_rag.config import RULE_OPTIONS, BlendConfig
 from cacheblend_rag.engine.write_back import Job
-from cacheblend_rag.models.kv import SegmentKV
+from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import Span, TokenizedPrompt
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, record_key
 
@@ -104,7 +103,9 @@ class SessionCache:
             common += 1
         return min([common, *(span.start for span in split.chunks if span.start < common < span.stop)])
 
-    def job(self, split: TokenizedPrompt, answer_ids: Sequence[int], cache: Any) -> tuple[str, Job] | None:
+    def job(
+        self, split: TokenizedPrompt, answer_ids: Sequence[int], layers: Sequence[LayerKV]
+    ) -> tuple[str, Job] | None:
         """What keeps a finished prompt and its answer; None if the model's cache does not hold it whole.
 
         Parameters
@@ -112,15 +113,15 @@ class SessionCache:
         split : TokenizedPrompt
             The whole prompt, as it was given.
         answer_ids : sequence of int
-        cache : transformers Cache
-            Of prompt and answer; of sliding layers it holds the window alone.
+        layers : sequence of LayerKV
+            What the cache of prompt and answer holds; of sliding layers that is the window alone.
         """
-        ids = (*split.input_ids, *answer_ids)[: cache.layers[0].keys.shape[2]]
-        if len(ids) < len(split.input_ids) or any(layer.keys.shape[2] != len(ids) for layer in cache.layers):
+        ids = (*split.input_ids, *answer_ids)[: layers[0].keys.shape[2]]
+        if len(ids) < len(split.input_ids) or any(layer.keys.shape[2] != len(ids) for layer in layers):
             _log.debug("a prompt of %d tokens is not kept: the cache does not hold it whole", len(split.input_ids))
             return None
-        keys = tuple(layer.keys[0].detach().cpu().clone() for layer in cache.layers)
-        values = tuple(layer.values[0].detach().cpu().clone() for layer in cache.layers)
+        keys = tuple(layer.keys[0].detach().cpu().clone() for layer in layers)
+        values = tuple(layer.values[0].detach().cpu().clone() for layer in layers)
         record = KVRecord(dataclasses.replace(self._like, token_ids=ids), SegmentKV(keys, values, rotated=True))
         key = self.key(split.input_ids[: split.chunks[-1].stop])
         held = sum(tensor.nbytes for tensor in keys + values)

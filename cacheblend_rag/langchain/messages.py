@@ -17,7 +17,7 @@ from langchain_core.messages import (
 )
 
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.prompt.chat import render_turns
+from cacheblend_rag.prompt.chat import not_text, render_turns
 
 __all__ = ["Places", "answer_texts", "artifact_texts", "places_of", "render"]
 
@@ -139,5 +139,5 @@ def _text(message: BaseMessage) -> str:
         elif block.get("type") == "text":
             parts.append(str(block["text"]))
         elif block.get("type") not in ("tool_use", "tool_call"):  # these are in message.tool_calls too
-            raise PromptError(f"a message holds a block of type {block.get('type')!r}: this model reads text only")
+            raise not_text(str(block.get("type")))
     return "".join(parts)

@@ -16,8 +16,7 @@ from llama_index.core.base.llms.types import (
     ToolCallBlock,
 )
 
-from cacheblend_rag.errors import PromptError
-from cacheblend_rag.prompt.chat import Call, parse_calls, render_turns
+from cacheblend_rag.prompt.chat import Call, not_text, parse_calls, render_turns
 
 __all__ = ["ByTemplate", "answer_message", "turns_of"]
 
@@ -85,7 +84,7 @@ def _turn(message: ChatMessage) -> dict[str, Any]:
     role = _ROLES.get(message.role, message.role.value)
     for block in message.blocks:
         if not isinstance(block, _READ):
-            raise PromptError(f"a message holds a block of type {block.block_type!r}: this model reads text only")
+            raise not_text(block.block_type)
     turn: dict[str, Any] = {"role": role, "content": message.content or ""}
     calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
     if calls:

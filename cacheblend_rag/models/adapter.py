@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +22,7 @@ from cacheblend_rag.models.families import family_of
 from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.identity import ModelIdentity
 from cacheblend_rag.models.kv import LayerKV, Prefill, SegmentKV
+from cacheblend_rag.models.latent import LATENT_NAMES, LatentCache, halves, latent_width, latents_of, parts
 from cacheblend_rag.models.lora import unwrapped
 from cacheblend_rag.models.modules import (
     ForwardOverrides,
@@ -30,6 +31,7 @@ from cacheblend_rag.models.modules import (
     is_compiled,
     misshapen,
     part_of,
+    text_only,
     twins_of,
 )
 from cacheblend_rag.models.rope import Positions, Rotaries, rotate
@@ -76,8 +78,9 @@ class ModelAdapter:
     Parameters
     ----------
     model : transformers PreTrainedModel or PeftModel
-        A causal language model of a known family, perhaps with LoRA adapters. It is left as it is: layers attend in
-        other ways as twins of the model's, and what stands for a ``forward`` acts only on the thread that wants it.
+        A causal language model of a known family, perhaps with LoRA adapters, or a known container of one. It is left
+        as it is: layers attend in other ways as twins of the model's, and what stands for a ``forward`` acts only on
+        the thread that wants it.
     like : str, optional
         Treat a model of an unknown family as one of this family. Whether that is right shows
         only when it is compared with the model's own forward pass.
@@ -93,9 +96,10 @@ class ModelAdapter:
 
     def __init__(self, model: Any, *, like: str | None = None) -> None:
         self.model = model = unwrapped(model)
-        self.config = model.config
-        self._family = family_of(model, like)
-        self._decoder = part_of(model, "model")
+        self.family = family_of(model, like)
+        self.config = model.config.get_text_config()
+        self._decoder = part_of(model, "get_decoder")()
+        self._within_container = self.config is not model.config
         self.layers = list(part_of(self._decoder, "layers"))
         devices = {parameter.device for parameter in model.parameters()}
         if len(devices) > 1:
@@ -103,13 +107,14 @@ class ModelAdapter:
         self.device = next(iter(devices))
         self.layer_cache_argument = cache_argument(self.layers[0])
         self.dtype: torch.dtype = part_of(self._decoder, "embed_tokens").weight.dtype
-        self.windows: list[int | None] = self._by_layer(self._family.window)
-        turns: list[bool] = self._by_layer(self._family.rotates)
+        self.windows: list[int | None] = self._by_layer(self.family.window)
+        turns: list[bool] = self._by_layer(self.family.rotates)
         rotary = part_of(self._decoder, "rotary_emb")
-        self._positions = Positions(self.config, rotary, self._family.layout, turns)
-        self.head_dim = int(part_of(self._attention(0), "head_dim"))
-        self.kv_heads = int(self.config.num_key_value_heads)
+        self._positions = Positions(self.config, rotary, self.family.layout, turns)
         self.heads = int(self.config.num_attention_heads)
+        latent = self.family.latent
+        self.kv_heads = 1 if latent else int(self.config.num_key_value_heads)
+        self.head_dim = latent_width(self.config) if latent else int(part_of(self._attention(0), "head_dim"))
         self._find_names()
         self._here = _Here()
 
@@ -122,8 +127,9 @@ class ModelAdapter:
 
     def _find_names(self) -> None:
         """Ask for everything once that is wanted later, so that what is missing shows at load."""
-        family, attention = self._family, self._attention(0)
-        for name in (family.fused,) if family.fused else (family.queries, family.keys, family.values):
+        family, attention = self.family, self._attention(0)
+        names = (family.queries, family.keys, family.values)
+        for name in LATENT_NAMES if family.latent else (family.fused,) if family.fused else names:
             part_of(attention, name)
         if family.norm is not None:
             part_of(self.layers[0], family.norm)
@@ -143,7 +149,7 @@ class ModelAdapter:
     @cached_property
     def shape(self) -> ModelShape:
         """How much arithmetic the model does for a row."""
-        fused = self._family.fused is not None
+        fused = self.family.fused is not None
         layers = tuple(
             layer_shape(layer, self.config, self._kv_width, fused, window)
             for layer, window in zip(self.layers, self.windows, strict=True)
@@ -175,6 +181,11 @@ class ModelAdapter:
         """Whether stored KV is of use to a prompt of this length; if not, it takes a plain prefill."""
         return self.regime(tokens) is not None
 
+    @property
+    def attends_by_kernel(self) -> bool:
+        """Whether the model attends by SDPA or another kernel now; otherwise in the plain form."""
+        return self.config._attn_implementation != "eager" and bool(self._decoder._supports_sdpa)
+
     @contextmanager
     def blending(self) -> Iterator[None]:
         """Within this, decoder layers attend from some rows to all positions, on this thread.
@@ -183,7 +194,8 @@ class ModelAdapter:
         model uses that, or where SDPA lacks what the family needs (soft caps, attention sinks).
         The model itself is not changed: see `twins_of`.
         """
-        fused = self.config._attn_implementation != "eager" and bool(self.model._supports_sdpa)
+        # A GPU's kernel wants values as wide as keys.
+        fused = self.attends_by_kernel and not (self.family.latent and has_kernels(self.device))
         plain = self._plain_layers if fused else None
         kernels = plain if plain is not None and plain.as_they_were() else None
         with evaluating(self.model), torch.no_grad(), self._row_by_row.in_use():
@@ -192,7 +204,7 @@ class ModelAdapter:
                 yield
 
     def _twins(self, implementation: str) -> list[torch.nn.Module]:
-        return twins_of(self.layers, self._family.attention, implementation)
+        return twins_of(self.layers, self.family.attention, implementation)
 
     @contextmanager
     def _as(self, blending: _Blending) -> Iterator[None]:
@@ -260,7 +272,9 @@ class ModelAdapter:
 
     def project_values(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Values of the rows on a layer, ``[kv_heads, rows, head_dim]``; ``hidden`` as for keys."""
-        return self._values(self._project(layer, self._normed(layer, hidden), self._family.values))
+        if self.family.latent:
+            return self._latents(layer, self._normed(layer, hidden))[1]
+        return self._values(self._project(layer, self._normed(layer, hidden), self.family.values))
 
     def project_keys(self, layer: int, hidden: torch.Tensor, rotaries: Rotaries) -> torch.Tensor:
         """Keys of the rows on a layer, rotated to their positions, ``[kv_heads, rows, head_dim]``.
@@ -272,8 +286,10 @@ class ModelAdapter:
         rotaries : Rotaries
             Of the rows.
         """
-        projected = self._project(layer, self._normed(layer, hidden), self._family.keys)
-        return self._keys(layer, projected, rotaries)
+        normed = self._normed(layer, hidden)
+        if self.family.latent:
+            return rotate(self._latents(layer, normed)[0], rotaries.of_keys(layer))
+        return self._keys(layer, self._project(layer, normed, self.family.keys), rotaries)
 
     def write_kv(self, layer: int, hidden: torch.Tensor, kv: LayerKV, rows: torch.Tensor, rotaries: Rotaries) -> None:
         """Compute keys and values of rows on a layer, and no more of it; parameters as in `run_layer`.
@@ -283,35 +299,43 @@ class ModelAdapter:
         rotaries : Rotaries
             Of the rows, in float32.
         """
-        normed, family = self._normed(layer, hidden), self._family
+        normed, family = self._normed(layer, hidden), self.family
+        if family.latent:
+            turning, rest = self._latents(layer, normed)
+            ScatterCache(kv, rows).update(rotate(turning, rotaries.of_keys(layer))[None], rest[None])
+            return
         keys = self._project(layer, normed, family.keys)
         values = keys if family.fused else self._project(layer, normed, family.values)
         ScatterCache(kv, rows).update(self._keys(layer, keys, rotaries)[None], self._values(values)[None])
 
+    def _latents(self, layer: int, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What stands for keys, not yet rotated, and for values where latents are cached, ``[1, rows, head_dim]``."""
+        return latents_of(self._attention(layer), self.config, normed)
+
     def _normed(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """What a layer projects: its input, behind a norm where the family has one there."""
-        norm = self._family.norm
+        norm = self.family.norm
         if (kernels := self._in_use) is not None:
             return kernels[layer].normed(hidden)
         return hidden if norm is None else getattr(self.layers[layer], norm)(hidden)
 
     def _project(self, layer: int, normed: torch.Tensor, name: str) -> torch.Tensor:
         """One projection, ``[rows, width]``; queries, keys and values in one where the family has them so."""
-        projected: torch.Tensor = getattr(self._attention(layer), self._family.fused or name)(normed)
+        projected: torch.Tensor = getattr(self._attention(layer), self.family.fused or name)(normed)
         return projected
 
     def _values(self, projected: torch.Tensor) -> torch.Tensor:
-        part = projected[:, -self._kv_width :] if self._family.fused else projected
+        part = projected[:, -self._kv_width :] if self.family.fused else projected
         return part.view(len(part), self.kv_heads, self.head_dim).transpose(0, 1)
 
     def _keys(self, layer: int, projected: torch.Tensor, rotaries: Rotaries) -> torch.Tensor:
-        keys = projected[:, -2 * self._kv_width : -self._kv_width] if self._family.fused else projected
-        return rotate(self._heads(layer, keys, self._family.keys_norm), rotaries.of_keys(layer))
+        keys = projected[:, -2 * self._kv_width : -self._kv_width] if self.family.fused else projected
+        return rotate(self._heads(layer, keys, self.family.keys_norm), rotaries.of_keys(layer))
 
     def _heads(self, layer: int, projected: torch.Tensor, norm_name: str | None) -> torch.Tensor:
         """Projected queries or keys by head and behind their norm, ``[heads, rows, head_dim]``."""
         norm = getattr(self._attention(layer), norm_name, None) if norm_name else None
-        if norm is not None and self._family.norms_span_heads:
+        if norm is not None and self.family.norms_span_heads:
             projected, norm = norm(projected), None
         by_head = projected.view(len(projected), -1, self.head_dim).transpose(0, 1)
         return by_head if norm is None else norm(by_head[None])[0]
@@ -339,7 +363,8 @@ class ModelAdapter:
             As added to the scores, ``[1, 1, rows, tokens]``, in the model's element type.
         """
         fused = self._here.blending is not None and self._here.blending.fused
-        return as_added(mask, rows, tokens, window, self.heads // self.kv_heads, self.dtype, fused)
+        sharing = 1 if self.family.latent else self.heads // self.kv_heads  # heads that share a key
+        return as_added(mask, rows, tokens, window, sharing, self.dtype, fused)
 
     def run_layer(
         self,
@@ -378,11 +403,14 @@ class ModelAdapter:
                 attention_mask=None if mask is None else mask.added,
                 position_ids=rows[None],
                 use_cache=True,
-                position_embeddings=(rotary.cos[None], rotary.sin[None]),
-                **{self.layer_cache_argument: ScatterCache(kv, rows)},
+                position_embeddings=rotary.for_layer(),
+                **{self.layer_cache_argument: self._scattered(kv, rows)},
             )
         after: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return after[0]
+
+    def _scattered(self, kv: LayerKV, rows: torch.Tensor) -> ScatterCache:
+        return LatentCache(kv, rows, self.config.qk_rope_head_dim) if self.family.latent else ScatterCache(kv, rows)
 
     def run_layers(
         self,
@@ -417,7 +445,7 @@ class ModelAdapter:
         Weights are ``[heads, rows, tokens]``. Masks must be those of `kernel_mask` made within.
         """
         layers = self._twins("eager")
-        attention = part_of(layers[layer], self._family.attention)
+        attention = part_of(layers[layer], self.family.attention)
         plain = attention.forward
 
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -432,18 +460,27 @@ class ModelAdapter:
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[…, vocab]`` from the output ``[…, hidden]`` of the last layer."""
         logits: torch.Tensor = self.model.lm_head(self._decoder.norm(hidden[None]))[0]
-        return _scaled(logits, self.config)
+        return logits if self._within_container else _scaled(logits, self.config)
 
     def new_cache(self, layers: Sequence[LayerKV]) -> Any:
         """A transformers cache that holds these layers, ready for generation; it takes the layers over."""
         cache = let_grow(DynamicCache(config=self.config))
         for number, kv in enumerate(layers):
-            layer = cache.layers[number]
+            layer, held = cache.layers[number], self._cached(kv)
             if isinstance(layer, GrowingLayer):
-                layer.hold(kv.keys, kv.values)
+                layer.hold(*held)
             else:
-                layer.update(kv.keys, kv.values)
+                layer.update(*held)
         return cache
+
+    def _cached(self, kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
+        """What transformers caches of a layer."""
+        return parts(kv.keys, kv.values, self.config.qk_rope_head_dim) if self.family.latent else (kv.keys, kv.values)
+
+    def layers_of(self, layers: Iterable[Any]) -> list[LayerKV]:
+        """KV in layers of a transformers cache, keys rotated."""
+        pairs = ((layer.keys, layer.values) for layer in layers)
+        return [LayerKV(*(halves(*pair) if self.family.latent else pair)) for pair in pairs]
 
     def prefill(self, ids: Sequence[int], between: Callable[[float], object] | None = None) -> Prefill:
         """The model's own forward pass over all ids: plain prefill.
@@ -485,7 +522,7 @@ class ModelAdapter:
         inputs = torch.tensor([list(ids)], device=self.device)
         kept = {cache_argument(self.model): cache, "logits_to_keep": logits_to_keep}
         with evaluating(self.model), torch.set_grad_enabled(gradients):
-            logits: torch.Tensor = self.model(inputs, use_cache=True, **kept).logits[0]
+            logits: torch.Tensor = text_only(self.model)(inputs, use_cache=True, **kept).logits[0]
         return logits
 
     def segment_kv(self, context_ids: Sequence[int], ids: Sequence[int], regime: int = 0) -> SegmentKV:
@@ -535,14 +572,14 @@ class ModelAdapter:
         first, longest = before + len(context_ids), before + max(map(len, rows))
         # A token of its own is padding that every model has seen: rows hidden by a mask must still be finite.
         inputs = torch.tensor([row + row[-1:] * (longest - before - len(row)) for row in rows], device=self.device)
-        layers = self._run_decoder(inputs, regime, behind, gradients)
+        layers = self.layers_of(self._run_decoder(inputs, regime, behind, gradients))
         rotaries = self.rotary(longest - first, first, regime)
         return cut_out(layers, list(map(len, segments)), heads, first, rotaries)
 
     def context_kv(self, ids: Sequence[int], regime: int = 0) -> tuple[LayerKV, ...]:
         """KV of what opens a text, keys rotated, layer by layer: what segments are computed behind."""
         layers = self._run_decoder(torch.tensor([list(ids)], device=self.device), regime)
-        return tuple(LayerKV(layer.keys, layer.values) for layer in layers)
+        return tuple(self.layers_of(layers))
 
     def _run_decoder(
         self, inputs: torch.Tensor, regime: int, behind: Sequence[LayerKV] = (), gradients: bool = False
@@ -550,8 +587,7 @@ class ModelAdapter:
         """Cache layers of some rows, ``[rows, kv_heads, tokens, head_dim]``; what they stand behind comes first."""
         layers = [*(DynamicLayer() for _ in self.layers[1:]), LastLayer()]
         for layer, kv in zip(layers, behind, strict=False):
-            shape = (len(inputs), *kv.keys.shape[1:])
-            DynamicLayer.update(layer, kv.keys.expand(shape), kv.values.expand(shape))
+            DynamicLayer.update(layer, *(part.expand(len(inputs), -1, -1, -1) for part in self._cached(kv)))
         with self._plain(gradients), self._row_by_row.in_use(), self._positions.within(regime), suppress(Enough):
             self._decoder(inputs, use_cache=True, **{cache_argument(self._decoder): Cache(layers=layers)})
         return layers
@@ -561,7 +597,7 @@ class ModelAdapter:
         return self.kv_heads * self.head_dim
 
     def _attention(self, layer: int) -> Any:
-        return part_of(self.layers[layer], self._family.attention)
+        return part_of(self.layers[layer], self.family.attention)
 
     @contextmanager
     def _plain(self, gradients: bool = False) -> Iterator[None]:

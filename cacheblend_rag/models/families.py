@@ -9,7 +9,7 @@ from typing import Any
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.models.rope import Layout
 
-__all__ = ["FAMILIES", "Family", "family_of", "why_unsupported"]
+__all__ = ["CONTAINERS", "FAMILIES", "Family", "check_supported", "family_of", "why_unsupported"]
 
 _HALVES = Layout()
 _INTERLEAVED = Layout(interleaved=True)
@@ -36,6 +36,10 @@ def _all_rotate(config: Any, layer: int) -> bool:
 
 def _sliding_layers_rotate(config: Any, layer: int) -> bool:
     return bool(config.layer_types[layer] == "sliding_attention")
+
+
+def _full_layers_beside_windows_do_not(config: Any, layer: int) -> bool:
+    return not config.sliding_window or _sliding_layers_rotate(config, layer)
 
 
 def _listed_layers_rotate(config: Any, layer: int) -> bool:
@@ -72,6 +76,8 @@ class Family:
         Attributes of the attention module: the norms of queries and keys; may be missing in some models.
     norms_span_heads : bool
         Whether these norms take all heads at once; otherwise each head for itself.
+    latent : bool
+        Whether its layers cache latents in place of keys and values (multi-head latent attention).
     """
 
     model_type: str
@@ -86,39 +92,100 @@ class Family:
     fused: str | None = None
     keys_norm: str | None = None
     norms_span_heads: bool = False
+    latent: bool = False
 
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
+        Family("apertus", norm="attention_layernorm", keys_norm="k_norm"),
+        Family("arcee"),
+        Family("bitnet"),
+        Family("cohere", layout=_INTERLEAVED_PAIRS),
         Family("cohere2", _by_layer_type, _sliding_layers_rotate, _INTERLEAVED_PAIRS),
+        Family("cwm", _by_layer_type),
+        Family("deepseek_v2", layout=Layout(interleaved=True, cosines="complex"), latent=True),
+        Family("deepseek_v3", latent=True),
+        Family("dots1", _by_layer_type, keys_norm="k_norm"),
+        Family("ernie4_5", layout=_INTERLEAVED),
+        Family("ernie4_5_moe", layout=_INTERLEAVED),
+        Family("exaone4", _by_layer_type, _full_layers_beside_windows_do_not, norm=None, keys_norm="k_norm"),
+        Family("exaone_moe", _by_layer_type, _full_layers_beside_windows_do_not, keys_norm="k_norm"),
+        Family("flex_olmo", norm=None, keys_norm="k_norm", norms_span_heads=True),
         Family("gemma"),
         Family("gemma2", _by_layer_type),
         Family("gemma3_text", _by_layer_type, keys_norm="k_norm"),
         Family("glm", layout=_INTERLEAVED),
         Family("glm4", layout=_INTERLEAVED),
+        Family("glm4_moe", keys_norm="k_norm"),
+        Family("glm4_moe_lite", latent=True),
+        Family("glm4v_moe_text"),
+        Family("glm4v_text", layout=_INTERLEAVED_PAIRS),
         Family("gpt_oss", _by_layer_type, layout=_ONCE),
         Family("granite"),
+        Family("granitemoe"),
+        Family("granitemoehybrid"),
+        Family("granitemoeshared"),
+        Family("helium", layout=_INTERLEAVED),
         Family("llama"),
+        Family("minimax_m2", keys_norm="k_norm", norms_span_heads=True),
+        Family("minicpm3", latent=True),
         Family("ministral", _by_layer_type),
         Family("ministral3", _every_layer),
         Family("mistral", _every_layer),
+        Family("mistral4", latent=True),
         Family("mixtral", _every_layer),
+        Family("nemotron"),
+        Family("olmo"),
         Family("olmo2", norm=None, keys_norm="k_norm", norms_span_heads=True),
         Family("olmo3", _by_layer_type, norm=None, keys_norm="k_norm", norms_span_heads=True),
+        Family("olmoe", keys_norm="k_norm", norms_span_heads=True),
         Family("phi3", _every_layer, fused="qkv_proj"),
         Family("qwen2", _by_layer_type),
+        Family("qwen2_5_vl_text", _by_layer_type),
+        Family("qwen2_moe", _by_layer_type),
+        Family("qwen2_vl_text", _by_layer_type),
         Family("qwen3", _by_layer_type, keys_norm="k_norm"),
         Family("qwen3_moe", _every_layer, keys_norm="k_norm"),
+        Family("qwen3_vl_moe_text", keys_norm="k_norm"),
+        Family("qwen3_vl_text", keys_norm="k_norm"),
+        Family("seed_oss"),
         Family("smollm3", _by_layer_type, _listed_layers_rotate),
+        Family("solar_open"),
         Family("stablelm", keys_norm="k_layernorm"),
         Family("starcoder2", _every_layer),
+        Family("vaultgemma", _by_layer_type),
+        Family("youtu", latent=True),
     )
 }
 
 
+CONTAINERS = (
+    "aya_vision",
+    "cohere2_vision",
+    "exaone4_5",
+    "gemma3",
+    "glm46v",
+    "glm4v",
+    "glm4v_moe",
+    "idefics3",
+    "internvl",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "mistral3",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "smolvlm",
+)
+"""``config.model_type`` of models that take more than text and hand text to the text model within, which is of one of
+`FAMILIES`. Their logits are those of the output head, without the scaling that their text models have alone."""
+
+
 def family_of(model: Any, like: str | None = None) -> Family:
-    """The family of a model.
+    """The family of a model, or of the text model within a container.
 
     Parameters
     ----------
@@ -133,39 +200,68 @@ def family_of(model: Any, like: str | None = None) -> Family:
     ConfigError
         If ``like`` is no known family.
     """
-    known = ", ".join(sorted(FAMILIES))
     if like is not None and like not in FAMILIES:
-        raise ConfigError("like", like, f"use one of {known}")
+        raise ConfigError("like", like, f"use one of {', '.join(sorted(FAMILIES))}")
     config = getattr(model, "config", None)
-    model_type = getattr(config, "model_type", type(model).__name__)
-    reason = why_unsupported(config)
-    if reason is None and (family := FAMILIES.get(like or model_type)) is not None:
-        return family
-    if reason is None:
-        reason = 'no entry describes it; if its layers are shaped like Llama\'s, try like="llama"'
-    raise UnsupportedModelError(f"model family {model_type!r} is not supported: {reason}; supported families: {known}")
+    check_supported(config)
+    text = None if config is None else config.get_text_config()
+    kind = str(getattr(text, "model_type", None))
+    family = FAMILIES.get(like or kind)
+    if family is None:
+        remedy = 'if its layers are shaped like Llama\'s, try like="llama"'
+        raise _unsupported(config or model, f"no entry describes it; {remedy}")
+    if like is None and text is not config and getattr(config, "model_type", None) not in CONTAINERS:
+        remedy = f'if it leaves text to the text model within, try like="{kind}"'
+        raise _unsupported(config, f"no test covers this container; {remedy}")
+    return family
 
 
-_BLENDED_LAYERS = ("full_attention", "sliding_attention")
+def check_supported(config: Any) -> None:
+    """Refuse models that no entry of `FAMILIES` could describe.
+
+    Raises
+    ------
+    UnsupportedModelError
+        If the model cannot be blended; the message says why and names the known families.
+    """
+    if (reason := why_unsupported(config)) is not None:
+        raise _unsupported(config, reason)
+
+
+def _unsupported(config: Any, reason: str) -> UnsupportedModelError:
+    kind, known = getattr(config, "model_type", type(config).__name__), ", ".join(sorted(FAMILIES))
+    return UnsupportedModelError(f"model family {kind!r} is not supported: {reason}; supported families: {known}")
+
+
+_BLENDED_LAYERS = ("full_attention", "sliding_attention", "attention")
+_RECURRENT_LAYERS = ("conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "recurrent")
+# Those whose config may list no layers.
 _RECURRENT = (
-    "bamba",
-    "falcon_h1",
     "falcon_mamba",
-    "granitemoehybrid",
-    "jamba",
     "lfm2",
     "lfm2_moe",
     "mamba",
     "mamba2",
-    "minimax",
-    "nemotron_h",
-    "qwen3_next",
     "recurrent_gemma",
     "rwkv",
     "xlstm",
     "zamba",
     "zamba2",
 )
+# What else the makers of such models offer.
+_ATTENDING = {
+    "bamba": "Granite 3",
+    "falcon_h1": "Falcon 3",
+    "falcon_mamba": "Falcon 3",
+    "granitemoehybrid": "Granite 3, or a Granite 4 without H in its name",
+    "minimax": "MiniMax M2",
+    "nemotron_h": "Llama Nemotron",
+    "olmo_hybrid": "OLMo 3",
+    "qwen3_5_moe_text": "Qwen3",
+    "qwen3_5_text": "Qwen3",
+    "qwen3_next": "Qwen3",
+    "recurrent_gemma": "Gemma 3",
+}
 _ALIBI = ("bloom", "mpt")
 _LEARNED = ("biogpt", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm")
 
@@ -175,19 +271,22 @@ def why_unsupported(config: Any) -> str | None:
 
     Only what no adapter entry can mend is looked for here.
     """
-    model_type = getattr(config, "model_type", None)
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder–decoder, whose cross attention reads no prompt KV"
-    if model_type in _RECURRENT:
-        return "it carries a recurrent state, which cannot be put together from separately computed chunks"
-    if getattr(config, "kv_lora_rank", None):
-        return "it caches latent vectors (multi-head latent attention) in place of keys and values"
+    if config is None:
+        return None
+    config = config.get_text_config()
+    model_type = config.model_type
+    if (reason := _recurrent(config) or _uneven(config)) is not None:
+        return reason
+    if getattr(config, "kv_lora_rank", None) and not (model_type in FAMILIES and FAMILIES[model_type].latent):
+        return "it caches latent vectors (multi-head latent attention) in a form that no entry describes"
+    if getattr(config, "clip_qkv", None) is not None:
+        return f"its keys and values are clipped (clip_qkv={config.clip_qkv}); use OLMo 2 or OLMo 3"
     if model_type in _ALIBI or getattr(config, "alibi", False):
         return "its positions are ALiBi biases; only rotary ones (RoPE) are supported"
     if model_type in _LEARNED:
         return "its positions are learned and mixed into the values; only rotary ones (RoPE) are supported"
-    if getattr(config, "text_config", None) is not None:
-        return "it takes more than text; load its text model alone"
     if getattr(config, "use_bidirectional_attention", False):
         return "its attention looks ahead, so the KV of a token depends on what follows it"
     others = sorted(set(getattr(config, "layer_types", None) or ()) - set(_BLENDED_LAYERS))
@@ -196,3 +295,34 @@ def why_unsupported(config: Any) -> str | None:
     if not getattr(config, "rope_parameters", None):
         return "its config has no rope_parameters; only rotary positions (RoPE) are supported"
     return None
+
+
+def _recurrent(config: Any) -> str | None:
+    """Why a model with recurrent layers cannot be blended, and what to use; None if its config lists no such layers."""
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
+    count = sum(kind in _RECURRENT_LAYERS for kind in kinds)
+    if not count and (kinds or config.model_type not in _RECURRENT):
+        return None
+    layers = f"{count} of its {len(kinds)} layers carry" if count else "its layers carry"
+    other = _ATTENDING.get(config.model_type) or "a model all of whose layers attend, such as Qwen3 or Llama 3"
+    return f"{layers} a recurrent state and have no KV that could be reused; use {other}"
+
+
+def _uneven(config: Any) -> str | None:
+    """Why a model whose layers differ in what they store, such as Gemma 3n and 4, cannot be blended; else None."""
+    differing = {
+        "layers that read the KV of others": bool(getattr(config, "num_kv_shared_layers", 0)),
+        "an input of its own for each layer": bool(getattr(config, "hidden_size_per_layer_input", 0)),
+        "keys that serve as values": bool(getattr(config, "attention_k_eq_v", False)),
+        "heads of several widths": len(_head_widths(config)) > 1,
+    }
+    found = [what for what, holds in differing.items() if holds]
+    other = "Gemma 3" if config.model_type.startswith("gemma") else "a model whose layers are alike, such as Qwen3"
+    return f"it has {', '.join(found)}; use {other}" if found else None
+
+
+def _head_widths(config: Any) -> set[int]:
+    """Widths of the attention heads of all layers, where the config lists them by layer or kind of layer."""
+    if not getattr(config, "is_heterogeneous", False):
+        return {width for name in ("head_dim", "global_head_dim") if (width := getattr(config, name, None))}
+    return {layer.head_dim for layer in config.per_layer_config}

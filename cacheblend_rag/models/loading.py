@@ -12,22 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import find_adapter_config_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as _CONTAINERS
+from transformers.utils import cached_file, find_adapter_config_file
 
 from cacheblend_rag.config import DTYPES, check_choice, flag_from_environment
-from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError
+from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError, UnsupportedModelError
+from cacheblend_rag.models.families import check_supported
 from cacheblend_rag.models.gguf import is_gguf, opened_gguf
 from cacheblend_rag.models.identity import files_identity, fingerprint, known_fingerprint, remember_fingerprint
+from cacheblend_rag.models.latent import latent_width
 from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.models.shape import head_width
 from cacheblend_rag.models.starters import starter_folder, starter_named
 
-__all__ = ["KVGeometry", "LoadedModel", "in_hardware", "load_geometry", "load_model", "type_to_load"]
+__all__ = ["KVGeometry", "LoadedModel", "auto_class", "in_hardware", "load_geometry", "load_model", "type_to_load"]
 
 _IN_HARDWARE = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 # Largest share of the machine's memory that float32 weights take without being asked for; KV and passes need the rest.
 _SHARE = 0.75
+# What of the arguments of from_pretrained says where files are found.
+_WHERE = ("cache_dir", "code_revision", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
 
 def type_to_load(config: Any, device: torch.device) -> str:
@@ -51,7 +56,7 @@ def type_to_load(config: Any, device: torch.device) -> str:
     ConfigError
         If float32 weights would take more than three quarters of the machine's memory.
     """
-    stored = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+    stored = _stored_type(config)
     if device.type != "cpu" or stored not in _IN_HARDWARE or in_hardware(stored) is not False:
         return "auto"
     if getattr(config, "quantization_config", None) is not None:
@@ -68,6 +73,11 @@ def type_to_load(config: Any, device: torch.device) -> str:
     return "float32"
 
 
+def _stored_type(config: Any) -> torch.dtype | None:
+    """The checkpoint's element type; a container may say it for its text model, or for all of it."""
+    return getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None)
+
+
 def in_hardware(dtype: torch.dtype) -> bool | None:
     """Whether the processor has products of a half-wide type; None where PyTorch does not say."""
     try:
@@ -78,8 +88,13 @@ def in_hardware(dtype: torch.dtype) -> bool | None:
 
 def _parameters(config: Any) -> int:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto_class(config).from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def auto_class(config: Any) -> Any:
+    """What of transformers loads a model: a container is loaded whole, and needs no image processor for text."""
+    return AutoModelForImageTextToText if config.model_type in _CONTAINERS else AutoModelForCausalLM
 
 
 @dataclass(frozen=True)
@@ -141,6 +156,8 @@ def load_model(
     ------
     ModelLoadError
         If the model or the tokenizer cannot be loaded.
+    UnsupportedModelError
+        If the model cannot be blended, as its config says; weights are not fetched then.
     ConfigError
         If the device or the element type is not known, or memory is too small for the type that ``"auto"`` means.
     """
@@ -195,17 +212,39 @@ def _with_adapter(under: LoadedModel, adapter: str) -> LoadedModel:
     return LoadedModel(under.model.eval(), tokenizer, adapter, under.identity)
 
 
+def _config_of(name: str, model_kwargs: dict[str, Any]) -> Any:
+    given = model_kwargs.get("config", name)
+    if not isinstance(given, str | os.PathLike):
+        return given
+    return AutoConfig.from_pretrained(given, **{key: model_kwargs[key] for key in _WHERE if key in model_kwargs})
+
+
+def _template_of_processor(name: str) -> str | None:
+    """The chat template of a container that older checkpoints keep for their processor alone."""
+    found = cached_file(
+        name,
+        "chat_template.json",
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else str(json.loads(Path(found).read_text(encoding="utf-8"))["chat_template"])
+
+
 def _load(
     said: str, name: str, target: torch.device, dtype: str, model_kwargs: dict[str, Any]
 ) -> tuple[Any, Any, str | None]:
     """Model, tokenizer and identity of what lies in a folder or is known by an id."""
     try:
+        config = _config_of(name, model_kwargs)
+        check_supported(config)  # before weights are fetched
         if dtype == "auto" and not model_kwargs:
-            dtype = type_to_load(AutoConfig.from_pretrained(name), target)
+            dtype = type_to_load(config, target)
         before = None if model_kwargs else files_identity(name, dtype)
-        loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **model_kwargs)
+        loaded = auto_class(config).from_pretrained(name, dtype=dtype, **model_kwargs)
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except ConfigError:
+        if config.model_type in _CONTAINERS and not tokenizer.chat_template:
+            tokenizer.chat_template = _template_of_processor(name)
+    except (ConfigError, UnsupportedModelError):
         raise
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ModelLoadError(
@@ -273,14 +312,15 @@ def _geometry(said: str, name: str, dtype: str) -> tuple[KVGeometry, Any]:
     try:
         config = AutoConfig.from_pretrained(name)
         tokenizer = AutoTokenizer.from_pretrained(name)
-        heads = int(config.num_attention_heads)
         if dtype == "auto":
             dtype = _type_to_estimate(config)
+        text = config.get_text_config()
+        heads, latent = int(text.num_attention_heads), bool(getattr(text, "kv_lora_rank", None))
         geometry = KVGeometry(
-            layers=int(config.num_hidden_layers),
-            kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-            head_dim=head_width(config),
-            dtype=str(config.dtype or torch.float32).removeprefix("torch.") if dtype == "auto" else dtype,
+            layers=int(text.num_hidden_layers),
+            kv_heads=1 if latent else int(getattr(text, "num_key_value_heads", None) or heads),
+            head_dim=latent_width(text) if latent else head_width(text),
+            dtype=str(_stored_type(config) or torch.float32).removeprefix("torch.") if dtype == "auto" else dtype,
         )
     except (OSError, ValueError, ImportError, KeyError, AttributeError) as error:
         raise ModelLoadError(f"config and tokenizer of model {said!r} could not be loaded: {error}") from error

@@ -27,6 +27,7 @@ __all__ = [
     "is_compiled",
     "misshapen",
     "part_of",
+    "text_only",
     "twins_of",
 ]
 
@@ -262,6 +263,27 @@ def twins_of(layers: Sequence[nn.Module], attention: str, implementation: str) -
         twin.__dict__["_modules"] = {**layer._modules, attention: own}
         twins.append(twin)
     return twins
+
+
+def text_only(model: Any) -> Any:
+    """The model as it answers text: where it keeps how far images moved the positions, a twin that keeps nothing.
+
+    Parameters
+    ----------
+    model : transformers PreTrainedModel
+
+    Returns
+    -------
+    Module
+        Its weights, hooks and all modules within are the model's.
+    """
+    inner = model.base_model
+    if not hasattr(inner, "rope_deltas"):
+        return model
+    twin, own = _same(model), _same(inner)
+    own.__dict__["rope_deltas"] = None
+    twin.__dict__["_modules"] = {**model._modules, model.base_model_prefix: own}
+    return twin
 
 
 def _attending(config: Any, implementation: str) -> Any:

@@ -31,9 +31,9 @@ class Layout:
     interleaved : bool
         Whether dimensions 0 and 1, 2 and 3, … turn together; otherwise dimension i turns with
         the one half the rotated width further on.
-    cosines : {"halves", "pairs", "once"}
+    cosines : {"halves", "pairs", "once", "complex"}
         How the model's table of cosines lists each frequency: all of them twice in a row, each
-        one twice in place, or once.
+        one twice in place, or once; or once, as the real part of complex numbers.
     """
 
     interleaved: bool = False
@@ -61,12 +61,20 @@ class Rotary:
         return Rotary(self.cos[rows], self.sin[rows], self.layout)
 
     def to(self, dtype: torch.dtype) -> Rotary:
-        """In another element type."""
+        """In another element type; complex numbers stay what they are."""
+        if self.layout.cosines == "complex":
+            return self
         return Rotary(self.cos.to(dtype), self.sin.to(dtype), self.layout)
+
+    def for_layer(self) -> Any:
+        """What a decoder layer takes of a batch of one."""
+        if self.layout.cosines == "complex":
+            return torch.complex(self.cos, self.sin)[None]
+        return self.cos[None], self.sin[None]
 
     def frequencies(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine with each frequency listed once, ``[tokens, rotary_dim / 2]``."""
-        if self.layout.cosines == "once":
+        if self.layout.cosines in ("once", "complex"):
             return self.cos, self.sin
         if self.layout.cosines == "pairs":
             return self.cos[..., ::2], self.sin[..., ::2]
@@ -303,7 +311,8 @@ class Positions:
     def _table(self, name: str, positions: torch.Tensor) -> Rotary:
         like = torch.empty(0, dtype=torch.float32, device=positions.device)
         which = () if name == _ONE_TABLE else (name,)
-        cos, sin = self._module(like, positions[None], *which)
+        made = self._module(like, positions[None], *which)
+        cos, sin = (made.real, made.imag) if self._layout.cosines == "complex" else made
         return Rotary(cos[0], sin[0], self._layout)
 
 

@@ -105,6 +105,8 @@ def layer_shape(layer: nn.Module, config: Any, kv_width: int, fused: bool, windo
 
 def head_width(config: Any) -> int:
     """Width of one attention head, given by a model's config or derived from it."""
+    if getattr(config, "kv_lora_rank", None):  # of what heads make of latents; keys and values differ
+        return int(config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) // 2
     return int(getattr(config, "head_dim", None) or config.hidden_size // int(config.num_attention_heads))
 
 

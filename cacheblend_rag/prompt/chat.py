@@ -26,11 +26,13 @@ __all__ = [
     "call_rests",
     "calls_in_text",
     "check_choice",
+    "not_text",
     "offers_tools",
     "opening",
     "parse_calls",
     "question_turns",
     "render_turns",
+    "written_by_template",
 ]
 
 # The form that Hermes, Qwen and many other templates teach.
@@ -141,10 +143,41 @@ def render_turns(
         {**tool, "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
         for tool in tools or []
     ]
-    written = tokenizer.apply_chat_template(
-        list(turns), tools=shown or None, tokenize=False, add_generation_prompt=True, **(options or {})
+    return written_by_template(tokenizer, turns, tools=shown or None, add_generation_prompt=True, **(options or {}))
+
+
+def written_by_template(tokenizer: Any, turns: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """What a tokenizer's chat template makes of messages.
+
+    Some templates of models that take images read a list of blocks, and pass over a message that is a text. They are
+    given lists.
+
+    Parameters
+    ----------
+    tokenizer : transformers tokenizer
+    turns : sequence of dict
+        Messages whose content is a text.
+    **options
+        As ``apply_chat_template`` takes them.
+    """
+    written = str(tokenizer.apply_chat_template(list(turns), tokenize=False, **options))
+    said = turns[-1]["content"].strip()
+    if said in written:
+        return written
+    blocks = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
+    try:
+        other = str(tokenizer.apply_chat_template(blocks, tokenize=False, **options))
+    except (TemplateError, TypeError):  # it takes texts, and writes them otherwise
+        return written
+    return other if said in other else written
+
+
+def not_text(kind: str) -> PromptError:
+    """The error for a message that holds a block of another kind than text."""
+    return PromptError(
+        f"a message holds a block of type {kind!r}, and only text is read here: leave the block out, or say in words "
+        "what it shows; a model that takes images answers such a message by transformers' own generate()"
     )
-    return str(written)
 
 
 def question_turns(
@@ -165,7 +198,7 @@ def question_turns(
     told = CHAT.opening(instructions) + context
     turns = [{"role": "system", "content": told}, {"role": "user", "content": question}]
     try:
-        written = tokenizer.apply_chat_template(turns, tokenize=False)
+        written = written_by_template(tokenizer, turns)
     except TemplateError:
         written = ""
     return turns if told.strip() in written else [{"role": "user", "content": f"{told}\n\nQuestion: {question}"}]

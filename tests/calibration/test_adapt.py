@@ -22,7 +22,6 @@ from cacheblend_rag.fusor.selection import SelectNone
 from cacheblend_rag.fusor.teacher_forcing import prefill_layerwise
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import ContextKV, LearnedContext
-from cacheblend_rag.models.families import FAMILIES
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import PromptTokenizer
 from cacheblend_rag.prompt.contexts import Contexts
@@ -70,7 +69,7 @@ def other_context(context: LearnedContext) -> LearnedContext:
 # Training --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", tiny.ARCHITECTURES)
 def test_an_untrained_one_is_the_prose_it_begins_with(family: str) -> None:
     for rope in tiny.rope_types(family):
         adapter = ModelAdapter(tiny.model(family, rope))

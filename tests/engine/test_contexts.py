@@ -14,7 +14,6 @@ from cacheblend_rag.config import MOST_CONTEXTS
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import ContextKV
-from cacheblend_rag.models.families import FAMILIES
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import PromptTokenizer
 from cacheblend_rag.prompt.contexts import Contexts, context_tokens, finder, side_by_side
@@ -56,7 +55,7 @@ def assert_same_kv(ours: SegmentKV, theirs: SegmentKV, model: Any) -> None:
 # The mean over contexts -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", tiny.ARCHITECTURES)
 def test_kv_is_the_mean_of_plain_passes(family: str) -> None:
     for rope in tiny.rope_types(family):
         adapter = ModelAdapter(tiny.model(family, rope))
@@ -78,7 +77,7 @@ def test_each_segment_has_contexts_and_a_head_of_its_own() -> None:
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
 def test_a_context_that_would_change_the_frequencies_is_left_out(rope: str) -> None:
-    family = next(name for name in sorted(FAMILIES) if rope in tiny.rope_types(name))
+    family = next(name for name in tiny.ARCHITECTURES if rope in tiny.rope_types(name))
     adapter = ModelAdapter(tiny.model(family, rope))
     edge = next(tokens for tokens in range(1, 5000) if adapter.regime(tokens) != adapter.regime(1))
     own = ids_of(edge - 3)

@@ -76,7 +76,7 @@ def test_modules_that_train_beside_frozen_ones_stay_so_through_decoding() -> Non
 @pytest.mark.pairwise
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@pytest.mark.parametrize("family", [*tiny.FAMILIES, "gemma3", "qwen3_vl"])
 def test_nothing_is_left_behind_on_the_model(family: str, attention: str, training: bool) -> None:
     model = tiny.model(family)
     model.set_attn_implementation(attention)

@@ -26,7 +26,7 @@ def turn(engine: Any, first: str, again: str) -> Prompt:
     return Prompt(PROMPT.prefix, CHUNKS, PROMPT.suffix + first + again)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3", "qwen3_vl"])
 @pytest.mark.parametrize("on_disk", [True, False])
 def test_the_next_turn_continues_from_the_last(family: str, on_disk: bool, tmp_path: Path) -> None:
     model = tiny.model(family)

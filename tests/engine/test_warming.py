@@ -17,7 +17,6 @@ from cacheblend_rag.engine.lookup import Segment
 from cacheblend_rag.engine.warm_up import in_batches
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.families import FAMILIES
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore
 from tests import tiny
@@ -54,7 +53,7 @@ def check_together(adapter: ModelAdapter, lengths: Sequence[int] = LENGTHS, cont
 # One pass -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", tiny.ARCHITECTURES)
 def test_segments_in_one_pass_are_as_alone(family: str) -> None:
     for rope in tiny.rope_types(family):
         check_together(ModelAdapter(tiny.model(family, rope)))
@@ -70,7 +69,7 @@ def test_padding_changes_nothing_behind_windows(family: str, attention: str) -> 
     check_together(adapter, context=7)
 
 
-@pytest.mark.parametrize("family", [name for name in sorted(FAMILIES) if "longrope" in tiny.rope_types(name)])
+@pytest.mark.parametrize("family", [name for name in tiny.ARCHITECTURES if "longrope" in tiny.rope_types(name)])
 def test_segments_of_a_regime_in_one_pass(family: str) -> None:
     adapter = ModelAdapter(tiny.model(family, "longrope"))
     check_together(adapter, regime=tiny.LONG)

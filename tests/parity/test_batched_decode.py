@@ -16,12 +16,11 @@ from cacheblend_rag import BlendEngine, Prompt
 from cacheblend_rag.errors import GenerationError
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
-from cacheblend_rag.models.families import FAMILIES
 from cacheblend_rag.models.modules import cache_argument
 from cacheblend_rag.models.shape import LayerShape, ModelShape
 from cacheblend_rag.report import Generation
 from tests import tiny
-from tests.parity.test_families import EAGER_ONLY, WINDOWS
+from tests.parity.test_families import EAGER_ONLY, OF_LATENTS, WINDOWS
 from tests.probes import engine_of, until
 from tests.tolerance import assert_layers_close, assert_logits_close
 
@@ -100,7 +99,7 @@ def check_together(model: Any, together: bool) -> None:
     assert steps.possible
     own = [steps._adapter.prefill(ids).cache for ids in texts]
     rows: list[int] = []
-    hook = model.model.layers[0].register_forward_hook(lambda module, args, output: rows.append(len(args[0])))
+    hook = model.get_decoder().layers[0].register_forward_hook(lambda module, args, output: rows.append(len(args[0])))
     found = [[] for _ in texts]
     attention = model.config._attn_implementation
     for step in range(4):
@@ -125,13 +124,13 @@ def check_together(model: Any, together: bool) -> None:
     ("family", "rope"),
     [
         (family, rope)
-        for family in sorted(FAMILIES)
+        for family in tiny.ARCHITECTURES
         for rope in tiny.rope_types(family)
         if rope not in ("dynamic", "longrope")
     ],
 )
 def test_steps_together_are_those_of_each_alone(family: str, rope: str) -> None:
-    check_together(tiny.model(family, rope), family not in EAGER_ONLY)
+    check_together(tiny.model(family, rope), family not in (*EAGER_ONLY, *OF_LATENTS))
 
 
 @pytest.mark.parametrize("family", sorted(WINDOWS))
@@ -218,7 +217,7 @@ def test_a_request_is_let_in_between_two_tokens_of_another(engine: BlendEngine) 
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [(family, {}) for family in sorted(FAMILIES)] + [(family, changes) for family, changes in sorted(WINDOWS.items())],
+    [(family, {}) for family in tiny.ARCHITECTURES] + sorted(WINDOWS.items()),
 )
 def test_a_prefill_in_slices_is_the_whole_one(family: str, changes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.models.adapter._SLICE", 20)

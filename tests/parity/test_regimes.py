@@ -9,11 +9,10 @@ import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.families import FAMILIES
 from tests import tiny
 from tests.parity.test_families import assert_equals_plain, engine_of, plain_tokens
 
-LONG_FAMILIES = [family for family in sorted(FAMILIES) if "longrope" in tiny.rope_types(family)]
+LONG_FAMILIES = [family for family in tiny.ARCHITECTURES if "longrope" in tiny.rope_types(family)]
 CHUNK = tiny.text(60, 3)
 SHORT = Prompt("Read this:", [CHUNK], "What fell?")
 LONG = Prompt("Read this:", [CHUNK], tiny.text(260, 4))

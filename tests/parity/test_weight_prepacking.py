@@ -78,7 +78,14 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @needs_bfloat16
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [("llama", {}), ("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen2", {}), ("qwen3", {}), ("phi3", {})],
+    [
+        ("llama", {}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("phi3", {}),
+        ("qwen3_vl", {}),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("ratio", [0.3, 1.0])

@@ -8,7 +8,7 @@ from cacheblend_rag.calibration.evaluation.cases import EvalCase
 from cacheblend_rag.config import check_choice
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.chat import STUFF, PromptFormat
+from cacheblend_rag.prompt.chat import STUFF, PromptFormat, written_by_template
 
 __all__ = ["PAPER", "STYLES", "ChatFrame", "build_prompt"]
 
@@ -49,7 +49,7 @@ class ChatFrame:
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError("chat", True, "leave it out; this tokenizer has no chat template")
         said = [{"role": "user", "content": _MARK}]
-        text = str(tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True))
+        text = written_by_template(tokenizer, said, add_generation_prompt=True)
         if text.count(_MARK) != 1:
             raise ConfigError("chat", True, "leave it out; this tokenizer's chat template does not repeat the text")
         self.before, self.after = text.split(_MARK)

@@ -60,6 +60,7 @@ def attend_directly(
     ----------
     query : Tensor, [batch, heads, rows, head_dim], float32
     key, value : Tensor, [batch, kv_heads, tokens, head_dim], float32
+        Values may have a width of their own, which the result has too.
     mask : Tensor, [1, 1, rows, last]
         Added to the scores of the last positions; what lies before them is seen by all rows.
 
@@ -70,14 +71,14 @@ def attend_directly(
     rows, width = query.shape[2:]
     keys, values, last = key.flatten(0, 1), value.flatten(0, 1), mask.shape[-1]
     own = (query * (width**-0.5 if scaling is None else scaling)).reshape(len(keys), -1, width)
-    seen = torch.empty_like(own)
+    seen = own.new_empty((*own.shape[:2], value.shape[-1]))
     for at in range(len(keys)):
         # A weight that is not in one piece makes oneDNN's products slower by two orders of magnitude.
         scores = onednn_product(own[at], keys[at].contiguous(), None)
         scores.view(-1, rows, key.shape[2])[..., -last:].add_(mask[0])
         torch.softmax(scores, -1, out=scores)  # new memory for it would take as long as all else
         seen[at] = onednn_product(scores, values[at].contiguous().T, None)
-    return seen.view(query.shape)
+    return seen.view(*query.shape[:3], value.shape[-1])
 
 
 def attend_behind(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
@@ -85,7 +86,7 @@ def attend_behind(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
     tokens, size = key.shape[2], rows_of_block(query.shape[1] // key.shape[1])
     before = tokens - query.shape[2]
     later = query.new_full((1, 1, size, size), float("-inf")).triu(1)
-    out = torch.empty_like(query)
+    out = query.new_empty((*query.shape[:3], value.shape[-1]))
     for block in range(before // size, -(-tokens // size)):  # at places that do not hang on how much is before
         start, stop = max(before, block * size), min(tokens, (block + 1) * size)
         rows, hidden = slice(start - before, stop - before), later[:, :, : stop - start, : stop - start]

@@ -261,7 +261,7 @@ def _attend(
     if folded:
         query = query.reshape(batch, key.shape[1], -1, width)
     out = scaled_dot_product_attention(query, key, value, block.mask, scale=scaling, enable_gqa=grouped and not folded)
-    return out.reshape(batch, heads, rows, width)
+    return out.reshape(batch, heads, rows, value.shape[-1])
 
 
 def in_blocks(mask: torch.Tensor, rows: torch.Tensor, window: int | None, group: int) -> RowMask:

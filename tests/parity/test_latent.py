@@ -1,0 +1,58 @@
+"""Multi-head latent attention: what is stored, by every rule and codec."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag.fusor.selection import RULES
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.latent import halves, parts
+from cacheblend_rag.models.loading import load_geometry
+from cacheblend_rag.store.codecs import CODECS
+from tests import tiny
+from tests.parity.test_families import OF_LATENTS, THREE_CHUNKS, assert_equals_plain, engine_of
+
+
+def test_halves_and_parts_are_inverse() -> None:
+    latents, turning = torch.randn(2, 1, 7, 20), torch.randn(2, 1, 7, 4)
+    keys, values = halves(latents, turning)
+    assert keys.shape == values.shape == (2, 1, 7, 12)
+    assert torch.equal(keys[..., :4], turning), "what turns comes first, as a partial rotation has it"
+    for found, expected in zip(parts(keys, values, 4), (latents, turning), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("family", OF_LATENTS)
+def test_a_record_holds_latents_and_no_keys_of_heads(family: str, tmp_path: Path) -> None:
+    model = tiny.model(family)
+    model.save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    geometry, adapter = load_geometry(tmp_path)[0], ModelAdapter(model)
+    with engine_of(model) as engine:
+        engine.warm(THREE_CHUNKS.chunks)
+        ((_, info),) = list(engine.store.infos(""))[:1]
+    for one in (info, geometry, adapter):
+        assert (one.kv_heads, one.head_dim) == (1, 12), "20 of latents and 4 that turn, in two halves"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_takes_latents(rule: str) -> None:
+    with engine_of(tiny.model("deepseek_v3"), selection=rule) as engine:
+        engine.warm(THREE_CHUNKS.chunks)
+        fused = engine.fuse(THREE_CHUNKS)
+        assert fused.report.hits == (0 if rule == "all" else 3)
+        assert engine.generate(THREE_CHUNKS, max_new_tokens=4).token_ids
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_every_codec_takes_latents(codec: str) -> None:
+    model: Any = tiny.model("deepseek_v3")
+    with engine_of(model, codec=codec, recompute_ratio=1.0) as engine:
+        engine.warm(THREE_CHUNKS.chunks)
+        fused = engine.fuse(THREE_CHUNKS)
+        assert fused.report.hits == 3
+        assert_equals_plain(fused, model)
