@@ -28,7 +28,8 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 # Bytes of the first request, which has the header of most records in it and is often made in vain.
 _HEAD_BYTES = 2**16
-# Bytes of the first request of layers, for which a pass waits, and of those that follow.
+# Bytes of the first request of layers, for which a pass waits, and the most of those that follow. Each has twice as
+# many as the one before: a slow link carries all of them together, and the first layers are needed first.
 _FIRST_BYTES, _REQUEST_BYTES = 2**20, 2**23
 # Requests of one record that are under way at once.
 _UNDER_WAY = 3
@@ -255,10 +256,10 @@ class S3Record(EncodedRecord):
 
 
 def _requests(layers: Sequence[LayerPlace]) -> list[list[LayerPlace]]:
-    """Layers by the request they come with: little first, then much at once."""
+    """Layers by the request they come with: little first, then more and more."""
     requests: list[list[LayerPlace]] = [[]]
     for place in layers:
-        most = _FIRST_BYTES if len(requests) == 1 else _REQUEST_BYTES
+        most = min(_FIRST_BYTES << (len(requests) - 1), _REQUEST_BYTES)
         if requests[-1] and place.offset + place.size - requests[-1][0].offset > most:
             requests.append([])
         requests[-1].append(place)
