@@ -28,6 +28,7 @@ DRAWN = (
     "fleet",
     "quality",
     "quality-long",
+    "shared",
     "deviation",
     "concurrent-bfloat16",
 )
@@ -50,6 +51,16 @@ RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
             "times_faster": {"full recompute": 1.0, "gradual 30, 3%, disk": 4.0, "gradual 30, 3%, memory": 5.0},
         },
         {"full recompute", "gradual 30, 3%", "1.0×", "4.0×", "5.0×", "KV on disk", "KV in memory", "bound"},
+    ),
+    "shared": (
+        {
+            "link_load": 0.25,
+            "rows": [
+                {"store": name, "ttft": seconds, "range": [seconds, seconds + 0.1]}
+                for name, seconds in (("memory", 1.0), ("s3 at 200 MB/s", 1.2))
+            ],
+        },
+        {"memory", "s3 at 200 MB/s"},
     ),
     "store": (
         {
@@ -77,6 +88,7 @@ RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "loading": (
         {
             "alone": {"prefill": 2.0},
+            "link_load": 0.25,
             "rows": [
                 {"throughput": rate, "load": 1e8 / rate, "blended": 0.5, "plain": 1.5, "ahead": 1.1, "auto": 1.0}
                 for rate in (1e8, 2e8)
@@ -87,6 +99,7 @@ RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "scaling": (
         {
             "growth": {},
+            "link_load": 0.25,
             "rows": [
                 {"tokens": 128, "method": "full", "ttft": 1.0, "peak": 2**30},
                 {
