@@ -88,7 +88,6 @@ RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "loading": (
         {
             "alone": {"prefill": 2.0},
-            "link_load": 0.25,
             "rows": [
                 {"throughput": rate, "load": 1e8 / rate, "blended": 0.5, "plain": 1.5, "ahead": 1.1, "auto": 1.0}
                 for rate in (1e8, 2e8)
