@@ -98,7 +98,6 @@ RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "scaling": (
         {
             "growth": {},
-            "link_load": 0.25,
             "rows": [
                 {"tokens": 128, "method": "full", "ttft": 1.0, "peak": 2**30},
                 {
