@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.fusor import self_check
 from cacheblend_rag.fusor.self_check import check_adapter
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.modules import cache_argument
@@ -24,6 +25,18 @@ def test_passes_for_every_family(family: str, dtype: torch.dtype) -> None:
     check_adapter(ModelAdapter(model))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert [parameter.requires_grad for parameter in model.parameters()] == trained
+
+
+def test_tokens_over_which_rounding_chooses_another_expert_refuse_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter, tried = ModelAdapter(tiny.model("deepseek_v3")), list[int]()
+
+    def errors(_: ModelAdapter, ids: list[int]) -> dict[str, float]:
+        tried.append(ids[0])
+        return {"the logits": 0.3 if len(tried) == 1 else 0.0}
+
+    monkeypatch.setattr(self_check, "_errors", errors)
+    check_adapter(adapter)
+    assert len(set(tried)) == 2
 
 
 @pytest.mark.parametrize("rope", tiny.ALL_ROPE_TYPES)
