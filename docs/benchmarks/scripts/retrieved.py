@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from langchain_core.documents import Document
@@ -60,7 +61,7 @@ def with_retrieved(cases: Sequence[EvalCase], index: FolderIndex, count: int = C
         found: list[Document] = index.store.similarity_search(case.question, k=count)
         passages = tuple(Passage("", one.page_content, is_right(one.page_content, case.answers)) for one in found)
         if any(passage.support for passage in passages):
-            yield EvalCase(case.id, case.question, case.answers, passages, case.kind, group=case.group)
+            yield replace(case, passages=passages)
 
 
 def _bundled_questions() -> list[EvalCase]:
@@ -94,10 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = list(with_retrieved(wanted if options.titles else _bundled_questions(), index))
         chunks = [chunk.page_content for chunk in index.chunks()]
     with Path(options.out).open("w", encoding="utf-8") as file:
-        for case in found:
-            passages = [{"title": "", "text": p.text, "support": p.support} for p in case.passages]
-            row = {"id": case.id, "question": case.question, "answers": case.answers, "passages": passages}
-            file.write(json.dumps({**row, "kind": case.kind, "group": case.group}) + "\n")
+        file.writelines(json.dumps(asdict(case)) + "\n" for case in found)
     if options.corpus:
         Path(options.corpus).write_text("".join(json.dumps(text) + "\n" for text in chunks), encoding="utf-8")
     print(f"{len(found)} questions, {len(chunks)} chunks")

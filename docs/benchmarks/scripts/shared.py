@@ -59,7 +59,7 @@ class SharedOptions(BenchOptions):
     shape: str = "qwen2.5-0.5b"
     rounds: int = 5
     link: float = 200.0
-    rule: str = "query"
+    rule: str = BlendConfig.default("selection")
 
     def __post_init__(self) -> None:
         super().__post_init__()
