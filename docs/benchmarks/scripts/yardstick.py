@@ -378,17 +378,22 @@ class Yardstick:
         """How far full prefill moves from itself by what users accept anyway, and its answer then if it is wanted."""
         prompts = self._other_prompts(case)
         for name in self._noise:
-            prompt = prompts.get(name) or self.prompt(case)
             model = self._engine.model if name in prompts else self._other_model(name)
-            text = self._said(model, prompt) if self._answers else None
-            yield name, self._moved(model, prompt, full), text
+            yield name, *self._moved(model, prompts.get(name) or self.prompt(case), full)
 
-    def _said(self, model: Any, prompt: Prompt) -> str:
-        """What a model answers greedily by itself."""
+    def _moved(self, model: Any, prompt: Prompt, full: FullAnswer) -> tuple[list[float], str | None]:
         ids = torch.tensor([self.tokenizer.tokenize(prompt).input_ids])
+        with torch.no_grad():
+            cache = model(ids[:, :-1], logits_to_keep=1, use_cache=True).past_key_values
+            last = torch.tensor([[int(ids[0, -1]), *full.answer[:-1]]])
+            logits = model(last, past_key_values=shared_cache(cache)).logits[0]
+        moved = _short(kl_divergence(full.rows, logits.float().log_softmax(dim=-1)))
+        if not self._answers:
+            return moved, None
         options = {"max_new_tokens": _ANSWER_TOKENS, "do_sample": False, "eos_token_id": self.end_ids or None}
-        said = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)[0, ids.shape[1] :]
-        return str(self._engine.tokenizer.decode(said, skip_special_tokens=True))
+        options |= {"past_key_values": cache, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+        said = model.generate(ids, **options)[0, ids.shape[1] :]
+        return moved, str(self._engine.tokenizer.decode(said, skip_special_tokens=True))
 
     def _other_prompts(self, case: EvalCase) -> dict[str, Prompt]:
         others = [passage for passage in case.passages if not passage.support]
@@ -400,12 +405,6 @@ class Yardstick:
             "order": self.prompt(replace(case, passages=tuple(shuffled))),
             "one passage less": self.prompt(left_out),
         }
-
-    def _moved(self, model: Any, prompt: Prompt, full: FullAnswer) -> list[float]:
-        ids = [*self.tokenizer.tokenize(prompt).input_ids, *full.answer[:-1]]
-        with torch.no_grad():
-            logits = model(torch.tensor([ids]), logits_to_keep=len(full.answer)).logits[0]
-        return _short(kl_divergence(full.rows, logits.float().log_softmax(dim=-1)))
 
     def _other_model(self, name: str) -> Any:
         if name not in self._other_models:
