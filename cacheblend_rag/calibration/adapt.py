@@ -20,10 +20,10 @@ from transformers import DynamicCache
 from cacheblend_rag.calibration.calibrate import end_ids_of
 from cacheblend_rag.calibration.corpus import Corpus
 from cacheblend_rag.calibration.trials import TrialSet, Tried, greedy_answer
-from cacheblend_rag.config import LEAST_RATIO, BlendConfig, check_above_zero, check_whole
+from cacheblend_rag.config import BlendConfig, check_above_zero, check_whole
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.fusor.selection import SelectBoundary, SelectNone
+from cacheblend_rag.fusor.selection import SelectionRule, SelectNone, make_rule
 from cacheblend_rag.fusor.teacher_forcing import kl_divergence, prefill_layerwise
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import LearnedContext
@@ -76,12 +76,12 @@ class Nearness:
 
     Parameters
     ----------
-    reuse, starts : Tried
-        With nothing recomputed, and with the first tokens of each chunk, 15% of them.
+    reuse, blended : Tried
+        With nothing recomputed, and by the engine's rule and recompute ratio.
     """
 
     reuse: Tried
-    starts: Tried
+    blended: Tried
 
 
 @dataclass(frozen=True)
@@ -95,17 +95,20 @@ class Adapted:
         Mean KL divergence over the answer at each step.
     neighbours, learned : Nearness
         Chunks computed behind chunks next to them, which is the default, and behind the context as well.
+    ratio : float
+        Recompute ratio of what was blended.
     """
 
     context: LearnedContext
     losses: list[float]
     neighbours: Nearness
     learned: Nearness
+    ratio: float
 
     @property
     def nearer(self) -> bool:
-        """Whether the context brings answers nearer to full prefill, by the default's rule."""
-        return self.learned.starts.divergence.mean < self.neighbours.starts.divergence.mean
+        """Whether the context brings answers nearer to full prefill, by the engine's rule."""
+        return self.learned.blended.divergence.mean < self.neighbours.blended.divergence.mean
 
 
 def adapt(
@@ -121,7 +124,7 @@ def adapt(
     Parameters
     ----------
     engine : BlendEngine
-        Its model, tokenizer, separator and number of contexts; its store is not used, and the model is left as it is.
+        Its model, tokenizer, separator, rule and number of contexts. Its store is not used. The model stays as it is.
     prompts : sequence of Prompt
         As they will be asked; no answers are needed. The last ones are held back.
     options : AdaptOptions, optional
@@ -160,17 +163,17 @@ def adapt(
         }
         neighbours = Corpus(adapter, tokenizer, chunks, count or BlendConfig.default("contexts"))
         behind = Corpus(adapter, tokenizer, chunks, count, context)
+        rule = make_rule(engine.config).fit(adapter.num_layers)
         with engine.products():
             before, after = (
-                _nearness(TrialSet(adapter, tokenizer, held_back, compute=one.compute, **told), adapter.num_layers)
+                _nearness(TrialSet(adapter, tokenizer, held_back, compute=one.compute, **told), rule)
                 for one in (neighbours, behind)
             )
-        return Adapted(context, losses, before, after)
+        return Adapted(context, losses, before, after, engine.config.ratio)
 
 
-def _nearness(trials: TrialSet, layers: int) -> Nearness:
-    starts = SelectBoundary(LEAST_RATIO).fit(layers)
-    return Nearness(trials.try_rule(SelectNone()), trials.try_rule(starts))
+def _nearness(trials: TrialSet, rule: SelectionRule) -> Nearness:
+    return Nearness(trials.try_rule(SelectNone()), trials.try_rule(rule))
 
 
 class ContextTraining:
@@ -304,12 +307,12 @@ def _cache_of(layers: Sequence[LayerKV]) -> Any:
 
 def adapt_report(adapted: Adapted) -> str:
     """What was learned, in words."""
-    prompts = len(adapted.learned.starts.divergences)
+    prompts = len(adapted.learned.blended.divergences)
     lines = [
         f"KL divergence from full prefill, nats a token, on {prompts} prompts that were held back",
-        f"{'chunks computed behind':<28}nothing recomputed   first {LEAST_RATIO:.0%} of each",
+        f"{'chunks computed behind':<28}nothing recomputed   {adapted.ratio:.0%} recomputed",
     ]
     for name, found in (("their neighbours", adapted.neighbours), ("and the learned context", adapted.learned)):
-        reuse, starts = found.reuse.divergence, found.starts.divergence
-        lines.append(f"  {name:<26}{reuse.mean:>18.4f}   {starts.mean:>17.4f}")
+        reuse, blended = found.reuse.divergence, found.blended.divergence
+        lines.append(f"  {name:<26}{reuse.mean:>18.4f}   {blended.mean:>14.4f}")
     return "\n".join(lines)

@@ -124,11 +124,11 @@ def test_training_brings_answers_nearer_and_leaves_the_model_as_it_is(model: Any
 
 def test_what_is_judged_had_no_part_in_training(adapted: Adapted) -> None:
     for seen in (adapted.neighbours, adapted.learned):
-        assert len(seen.reuse.divergences) == len(seen.starts.divergences) == OPTIONS.held_back
+        assert len(seen.reuse.divergences) == len(seen.blended.divergences) == OPTIONS.held_back
     said = adapt_report(adapted)
-    assert f"{adapted.learned.starts.divergence.mean:.4f}" in said
+    assert f"{adapted.learned.blended.divergence.mean:.4f}" in said
     assert f"{adapted.neighbours.reuse.divergence.mean:.4f}" in said
-    nearer = adapted.learned.starts.divergence.mean < adapted.neighbours.starts.divergence.mean
+    nearer = adapted.learned.blended.divergence.mean < adapted.neighbours.blended.divergence.mean
     assert adapted.nearer == nearer
 
 
