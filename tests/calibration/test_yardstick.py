@@ -20,6 +20,7 @@ from docs.benchmarks.scripts.yardstick import (
     in_prompt,
     is_right,
     keys_cases,
+    lost_more,
     of_half,
     open_cases,
     parse_method,
@@ -89,6 +90,25 @@ def test_results_are_joined_in_a_table_json_and_a_plot(
     apart = found["further_than"]["context/boundary@0.2"]["sink/boundary@1.0"]
     assert apart["mean"] < 0
     assert "<svg" in plot.read_text(encoding="utf-8")
+
+
+def test_right_answers_that_are_lost_are_paired() -> None:
+    def row(number: int, own: bool, other: bool, order: bool, right: bool = True) -> dict[str, Any]:
+        methods = {"own": {"right": own}, "other": {"right": other}, "silent": {}}
+        return {"group": f"{number}", "right": right, "methods": methods, "noise_right": {"order": order}}
+
+    rows = [
+        row(0, True, False, False),
+        row(1, True, True, False),
+        row(2, False, False, True),
+        row(3, True, False, True),
+    ]
+    found = lost_more([*rows, row(4, False, True, True, right=False), {"right": False}], "own")
+    assert {name: one["mean"] for name, one in found.items()} == {"other": 0.5, "full prefill, order": 0.25}
+    assert found["other"]["low"] <= 0.5 <= found["other"]["high"]
+    assert lost_more(rows, "silent") == {}
+    del rows[3]["methods"]["other"]
+    assert list(lost_more(rows, "own")) == ["full prefill, order"]
 
 
 def test_halves_share_no_text_and_are_all(tmp_path: Path) -> None:

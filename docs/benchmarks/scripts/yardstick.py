@@ -477,7 +477,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     groups = [row["group"] for row in rows]
     rightly = [row["group"] for row in rows if row["right"]]
     methods: dict[str, Any] = {}
-    for name in rows[0]["methods"]:
+    for name in _of_all(rows):
         found = [row["methods"][name] for row in rows]
         methods[name] = {
             "work": _mean([one["work"] for one in found]),
@@ -522,9 +522,32 @@ def differences(rows: Sequence[dict[str, Any]], method: str) -> dict[str, dict[s
     groups = [row["group"] for row in rows]
     return {
         name: _spread([_mean(row["methods"][name]["kl"]) - one for row, one in zip(rows, own, strict=True)], groups)
-        for name in rows[0]["methods"]
+        for name in _of_all(rows)
         if name != method
     }
+
+
+def lost_more(rows: Sequence[dict[str, Any]], method: str) -> dict[str, dict[str, float]]:
+    """How much more of the right answers than one method each other one loses, and each noise, paired by prompt."""
+    rows = [row for row in rows if row["right"] and "right" in row.get("methods", {}).get(method, ())]
+    if not rows:
+        return {}
+    lost = [
+        {name: not one["right"] for name, one in row["methods"].items() if "right" in one}
+        | {f"full prefill, {name}": not right for name, right in row["noise_right"].items()}
+        for row in rows
+    ]
+    groups = [row["group"] for row in rows]
+    return {
+        name: _spread([float(one[name]) - float(one[method]) for one in lost], groups)
+        for name in lost[0]
+        if name != method and all(name in one for one in lost)
+    }
+
+
+def _of_all(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The methods that every prompt was measured by, since sets may have others besides."""
+    return [name for name in rows[0]["methods"] if all(name in row["methods"] for row in rows)]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -636,6 +659,7 @@ def show(options: argparse.Namespace) -> None:
     result["together"] = summary(together)
     if options.against:
         result["further_than"] = {options.against: differences(together, options.against)}
+        result["lost_more_than"] = {options.against: lost_more(together, options.against)}
     for name, found in {**result["sets"], "together": result["together"]}.items():
         print(f"\n{name}: {found['prompts']} prompts, {found['mean_tokens']} tokens, {found['right']} right\n")
         print(table(found))
