@@ -216,3 +216,12 @@ def test_deviation_is_of_reused_rows_alone(tmp_path: Path) -> None:
             assert starts[0] < 1e-5 > rest[0], "layer 0 has seen nothing of other chunks"
             assert min(starts[1:] + rest[1:]) > 1e-3
         assert found[name]["first_norm"] > 0
+
+
+def test_a_folder_of_another_model_or_element_type_is_refused_at_once(tmp_path: Path) -> None:
+    tiny.model(num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    given = ["--model", str(tmp_path / "model"), "--methods", "learned/none", "--data-dir", str(tmp_path / "data")]
+    with pytest.raises(ConfigError, match=r"data_dir=.*--dtype float32"):
+        yardstick.main(["run", "--data", "keys", "--count", "1", *given, "--out", str(tmp_path / "out.jsonl")])
+    assert not (tmp_path / "out.jsonl").exists()

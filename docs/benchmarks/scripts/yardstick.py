@@ -443,7 +443,11 @@ def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
     engine = BlendEngine.from_pretrained(options.model, dtype=options.dtype)
     if options.data_dir:
-        engine.use_learned(kept_context(Path(options.data_dir) / "kv", engine.fingerprint, engine.adapter))
+        learned = kept_context(Path(options.data_dir) / "kv", engine.fingerprint, engine.adapter)
+        if learned is None:
+            remedy = f"adapt this model there first: cacheblend-rag adapt --dtype {options.dtype}"
+            raise ConfigError("data_dir", options.data_dir, remedy)
+        engine.use_learned(learned)
     cases = keys_cases(options.count) if options.data == "keys" else open_cases(options.data)
     corpus = None
     if options.corpus:
