@@ -13,7 +13,6 @@ from functools import cache
 from types import TracebackType
 from typing import Any, Literal
 
-from cacheblend_rag import __version__
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.decode import DecodeOptions
 from cacheblend_rag.engine.streaming import Cancelled
@@ -300,12 +299,12 @@ class _Instruments:
 
 @cache
 def _tracer(provider: trace.TracerProvider) -> trace.Tracer:
-    return provider.get_tracer(_OURS, __version__)
+    return provider.get_tracer(_OURS)
 
 
 @cache
 def _instruments(provider: metrics.MeterProvider) -> _Instruments:
-    meter = provider.get_meter(_OURS, __version__)
+    meter = provider.get_meter(_OURS)
 
     def histogram(name: str, unit: str, what: str, bounds: list[float]) -> metrics.Histogram:
         return meter.create_histogram(name, unit, what, explicit_bucket_boundaries_advisory=bounds)
