@@ -28,7 +28,7 @@ from cacheblend_rag.engine.pipeline import OTHER_FORM, Blend, Pipeline
 from cacheblend_rag.engine.scheduler import ModelTime, scheduler_of
 from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead
-from cacheblend_rag.engine.traces import Named, Operation, traced
+from cacheblend_rag.engine.traces import Named, Operation, below_this, traced
 from cacheblend_rag.engine.warm_up import Warming, behind_each_other
 from cacheblend_rag.engine.write_back import WriteBack
 from cacheblend_rag.errors import (
@@ -334,7 +334,7 @@ class BlendEngine:
             Leaving the iteration early ends the generation.
         """
         parsed, chosen = self._prompt(prompt), DecodeOptions(**options)
-        return TextStream(lambda sink: self._answer(parsed, chosen, sink), timeout)
+        return TextStream(below_this(lambda sink: self._answer(parsed, chosen, sink)), timeout)
 
     def generate_batch(self, prompts: Iterable[Prompt | str], **options: Unpack[DecodeArguments]) -> list[Generation]:
         """Answer several prompts; see `stream_batch`. Answers come in the order of the prompts."""

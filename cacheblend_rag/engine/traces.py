@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
@@ -26,7 +28,7 @@ try:
 except ModuleNotFoundError:
     context = metrics = trace = None  # type: ignore[assignment]
 
-__all__ = ["CAPTURE", "Named", "Operation", "Untraced", "traced"]
+__all__ = ["CAPTURE", "Named", "Operation", "Untraced", "below", "below_this", "traced"]
 
 CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 """Environment variable that lets spans hold the text of prompts and answers."""
@@ -96,6 +98,30 @@ def traced(
         Tells whether its reader has gone.
     """
     return Untraced() if trace is None else _Traced(named, prompt, options, config, sink)
+
+
+@contextmanager
+def below(span: Any) -> Iterator[None]:
+    """Let spans that begin within this stand below another; None changes nothing."""
+    if span is None:
+        yield
+        return
+    with trace.use_span(span, record_exception=False, set_status_on_exception=False):
+        yield
+
+
+def below_this(answer: Callable[[Cancelled], Generation]) -> Callable[[Cancelled], Generation]:
+    """What generates an answer, below the span that is current now: a stream may be read after it has ended."""
+    here = trace and trace.get_current_span().get_span_context()
+    if not here or not here.is_valid:
+        return answer
+    parent = trace.NonRecordingSpan(here)
+
+    def answered(sink: Cancelled) -> Generation:
+        with below(parent):
+            return answer(sink)
+
+    return answered
 
 
 class _Traced(Untraced):

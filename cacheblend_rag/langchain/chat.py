@@ -22,7 +22,7 @@ from cacheblend_rag.engine.engine import DecodeArguments
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.write_back import tokens_to_store
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.langchain.base import AllFields, BlendFields
+from cacheblend_rag.langchain.base import AllFields, BlendFields, within_run
 from cacheblend_rag.langchain.messages import answer_texts, artifact_texts, places_of, render
 from cacheblend_rag.langchain.tools import WholeJson, call_chunks, parse_answer, response_format
 from cacheblend_rag.langchain.tracking import documents_of_run, known_chunks, note_found
@@ -177,7 +177,8 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         request = self._request(messages, stop, kwargs)
-        (answer,) = self._complete([request.prompt], request.arguments, kwargs, "chat")
+        with within_run(run_manager):
+            (answer,) = self._complete([request.prompt], request.arguments, kwargs, "chat")
         return ChatResult(generations=[ChatGeneration(message=self._message(request, answer))])
 
     async def _agenerate(
@@ -188,7 +189,8 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         request = await asyncio.to_thread(self._request, messages, stop, kwargs)
-        (answer,) = await self._acomplete([request.prompt], request.arguments, kwargs, "chat")
+        with within_run(run_manager):
+            (answer,) = await self._acomplete([request.prompt], request.arguments, kwargs, "chat")
         return ChatResult(generations=[ChatGeneration(message=self._message(request, answer))])
 
     def _stream(
@@ -199,7 +201,8 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         request = self._request(messages, stop, kwargs)
-        stream = self._open(request.prompt, request.arguments, kwargs, "chat")
+        with within_run(run_manager):
+            stream = self._open(request.prompt, request.arguments, kwargs, "chat")
         held = HeldBack(bool(request.tools))
         try:
             for piece in stream:
@@ -220,7 +223,8 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         request = await asyncio.to_thread(self._request, messages, stop, kwargs)
-        stream = self._open(request.prompt, request.arguments, kwargs, "chat")
+        with within_run(run_manager):
+            stream = self._open(request.prompt, request.arguments, kwargs, "chat")
         held = HeldBack(bool(request.tools))
         try:
             async for piece in stream:

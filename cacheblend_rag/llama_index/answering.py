@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from cacheblend_rag.engine.engine import DecodeArguments
 from cacheblend_rag.engine.llm_base import ModelFields
+from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import HeldBack
@@ -85,7 +86,17 @@ class ModelCall(Generic[R]):
 
     def pieces(self) -> Generator[R, None, None]:
         """The answer piece by piece; leaving it early ends the generation."""
-        stream, pieces = self.fields._open(self.prompt, self.arguments, self.options, self.operation), _Pieces(self)
+        return self._pieces(self._opened())  # opened now: it is part of this call, whoever reads it
+
+    def apieces(self) -> AsyncGenerator[R, None]:
+        """`pieces`, without blocking the event loop."""
+        return self._apieces(self._opened())
+
+    def _opened(self) -> TextStream:
+        return self.fields._open(self.prompt, self.arguments, self.options, self.operation)
+
+    def _pieces(self, stream: TextStream) -> Generator[R, None, None]:
+        pieces = _Pieces(self)
         try:
             for piece in stream:
                 yield from pieces.of(piece)
@@ -93,9 +104,8 @@ class ModelCall(Generic[R]):
             stream.cancel()
         yield from pieces.last(stream.result)
 
-    async def apieces(self) -> AsyncGenerator[R, None]:
-        """`pieces`, without blocking the event loop."""
-        stream, pieces = self.fields._open(self.prompt, self.arguments, self.options, self.operation), _Pieces(self)
+    async def _apieces(self, stream: TextStream) -> AsyncGenerator[R, None]:
+        pieces = _Pieces(self)
         try:
             async for piece in stream:
                 for response in pieces.of(piece):
