@@ -26,6 +26,7 @@ from tests.app.server.common import Running, client_of, new_collection, passage,
 from tests.probes import until
 from tests.telemetry import STEPS, Told, telling
 
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 KEYS = {"ada": "ada-0123456789abcdef", "ben": "ben-0123456789abcdef"}
 
 
@@ -232,7 +233,8 @@ def test_answers_are_spans_below_the_span_of_their_request(server: Running, kind
         "ask": ("/api/collections/archive/ask", {"question": "Which pineapple?", "stream": False}, "chat"),
     }[kind]
     with telling() as told, client_of(server, KEYS["ada"]) as client:
-        assert client.post(path, json=body).status_code == 200
+        headers = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
+        assert client.post(path, json=body, headers=headers).status_code == 200
         answers = told.answers(2 if kind == "completion" else 1)
         span = request_span(told)
     attributes = dict(span.attributes or {})
@@ -242,7 +244,7 @@ def test_answers_are_spans_below_the_span_of_their_request(server: Running, kind
         assert sum(tokens) == attributes[f"cacheblend_rag.tokens_{total}"]  # type: ignore[arg-type]
     for answer in answers:
         assert answer.name == f"{operation} {name}"
-        assert answer.get_span_context().trace_id == span.get_span_context().trace_id
+        assert f"{answer.get_span_context().trace_id:032x}" == TRACE  # that of the client
         above = {one.get_span_context().span_id: one for one in told.spans}
         parent = answer.parent
         while parent is not None and parent.span_id != span.get_span_context().span_id:
