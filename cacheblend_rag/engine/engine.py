@@ -356,10 +356,11 @@ class BlendEngine:
         Raises
         ------
         ContextLengthError
-            If one of the prompts does not fit into the model's context window; none is answered then.
+            If one of several prompts does not fit into the model's context window; none is answered then.
         """
         parsed, chosen = [self._prompt(prompt) for prompt in prompts], DecodeOptions(**options)
-        self._pipeline.check_all_fit(parsed, _answer_room(chosen)[0])
+        if len(parsed) > 1:  # one alone is refused when it is answered, and its span tells so
+            self._pipeline.check_all_fit(parsed, _answer_room(chosen)[0])
         streams = self._streams(parsed, chosen, timeout)
         return begun_ahead(streams, self.config.max_concurrent if self._several else 1)
 

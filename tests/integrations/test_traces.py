@@ -16,6 +16,7 @@ from langchain_core.runnables import Runnable
 from llama_index.core.llms import ChatMessage
 from opentelemetry import trace
 
+from cacheblend_rag.errors import ContextLengthError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
 from tests.integrations.langchain.models import FixedRetriever, passages, tiny_engine
@@ -85,6 +86,15 @@ def test_a_span_counts_tokens_as_the_message_does(told: Told) -> None:
     )
     for name in ("cache_read", "cache_creation"):
         assert seen[f"gen_ai.usage.{name}.input_tokens"] == details[name]  # type: ignore[literal-required]
+
+
+@pytest.mark.parametrize("kind", [ChatCacheBlend, CacheBlendLLM, LlamaIndexLLM])
+def test_a_prompt_that_is_too_long_is_a_span_with_its_error(told: Told, kind: Any) -> None:
+    llm, prompt = kind.from_engine(tiny_engine(), max_new_tokens=3), "leaf " * 9000
+    with pytest.raises(ContextLengthError):
+        llm.complete(prompt) if kind is LlamaIndexLLM else llm.invoke(prompt)
+    (span,) = told.answers()
+    assert (span.attributes or {})["error.type"] == "cacheblend_rag.errors.ContextLengthError"
 
 
 def read(model: Runnable[Any, Any], form: str, given: Any, tracer: OpenInferenceTracer) -> None:
