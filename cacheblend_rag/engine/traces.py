@@ -217,7 +217,7 @@ class _Traced(Untraced):
         stored = tokens_to_store(self._prompt, report, self._config)
         return {
             "gen_ai.response.model": self._model,
-            "gen_ai.response.finish_reasons": [report.finish_reason],
+            **({} if self._given_up else {"gen_ai.response.finish_reasons": [report.finish_reason]}),
             "gen_ai.usage.input_tokens": report.prompt_tokens,
             "gen_ai.usage.output_tokens": report.generated_tokens,
             "gen_ai.usage.cache_read.input_tokens": report.cached_tokens,
