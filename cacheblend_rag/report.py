@@ -181,6 +181,11 @@ class BlendReport:
         return len(self.input_ids)
 
     @property
+    def cached_tokens(self) -> int:
+        """Tokens whose KV was read and kept on every layer: those that were read, without those recomputed."""
+        return self.reused_tokens - (self.recomputed_tokens or (0,))[-1]
+
+    @property
     def ttft(self) -> float:
         """Time to first token, in seconds."""
         return self.seconds.ttft

@@ -70,6 +70,14 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
 
 
+def tree(hits: int) -> str:
+    """The spans of an agent's answer, as an example prints them."""
+    found = rf"look up +[\d.]+ ms +{hits} of 3 chunks stored"
+    steps = ["agent", "  tool look_up", "  chat \\S+", "    split", "    load", "    fuse", "    decode"]
+    lines = [rf"{name} +[\d.]+ ms" for name in steps]
+    return "\n".join([*lines[:4], f"    {found}", *lines[4:]]) + "\n"
+
+
 def said(seen: str, ended: str, eaten: str, again: str) -> dict[str, str]:
     """What scripts print: these answers about Surtsey and puffins, and so many hits as a conversation goes on."""
     first, second = rf"When was Surtsey first seen\? .*{seen}", rf"When did the eruption of Surtsey end\? .*{ended}"
@@ -82,6 +90,7 @@ def said(seen: str, ended: str, eaten: str, again: str) -> dict[str, str]:
         "llama_index_streaming.py": rf"{seen}(.*\n)+0 hits, 2 misses, first .+\n.*{ended}(.*\n)+[12] hits, ",
         "long_document.py": rf"\d+ chunks, \d{{3,4}} tokens; .+\n.+ 2 windows in .+ {eaten}.*\n.+ 2 windows in ",
         "streaming_chain.py": rf"{first}.*\n{second}",
+        "traced_agent.py": rf"sentence=.*{seen}.*\n{tree(0)}sentence=.*{seen}.*\n{tree(3)}",
     }
 
 

@@ -56,7 +56,7 @@ HOMES = {
     "starlette": ("app.server", "app.fleet"),
     "uvicorn": ("app.server",),
     "prometheus_client": ("app.server",),
-    "opentelemetry": ("app.server",),
+    "opentelemetry": ("engine.traces", "app.server.accounting"),
 }
 MAX_FUNCTION = 60
 

@@ -28,6 +28,7 @@ from cacheblend_rag.engine.pipeline import OTHER_FORM, Blend, Pipeline
 from cacheblend_rag.engine.scheduler import ModelTime, scheduler_of
 from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead
+from cacheblend_rag.engine.traces import Named, Operation, below_this, traced
 from cacheblend_rag.engine.warm_up import Warming, behind_each_other
 from cacheblend_rag.engine.write_back import WriteBack
 from cacheblend_rag.errors import (
@@ -119,6 +120,7 @@ class BlendEngine:
         self._write_back = WriteBack(self._scheduler)
         self.guard = QualityGuard()
         self._viewed: BlendEngine | None = None
+        self._named = Named(str(getattr(model.config, "_name_or_path", "") or "local"))
         weakref.finalize(self, self._write_back.stop).atexit = False
 
     @classmethod
@@ -157,6 +159,7 @@ class BlendEngine:
         """
         loaded = load_model(model, device=device, dtype=dtype, **model_kwargs)
         made = cls(loaded.model, loaded.tokenizer, config=config, store=store, fingerprint=loaded.fingerprint())
+        made._named = Named(os.fspath(model))
         if made._owns_store:
             places = absolute_places(store) if are_places(store) else None
             made._reopen = partial(
@@ -191,11 +194,30 @@ class BlendEngine:
         """
         if changes.get("selection", self.config.selection) != self.config.selection:
             changes = {"selection_options": {}, "recompute_ratios": (), **changes}
-        other = object.__new__(BlendEngine)
-        other.__dict__.update(self.__dict__)
+        other = self._view()
         other.config = dataclasses.replace(self.config, **changes)
         segments = self._pipeline.tokenizer.with_separator(other.config.separator)
         other._pipeline = self._pipeline.with_config(other.config, segments)
+        return other
+
+    def named(self, model: str, operation: Operation = "text_completion") -> BlendEngine:
+        """The same engine under another name. OpenTelemetry's spans and metrics of its answers give this name.
+
+        Parameters
+        ----------
+        model : str
+            Name of the model. By default it is the id or the folder that the model was loaded from.
+        operation : str
+            ``"chat"`` if prompts are conversations, else ``"text_completion"``.
+        """
+        other = self._view()
+        other._named = Named(model, operation)
+        return other
+
+    def _view(self) -> BlendEngine:
+        """Another engine that shares everything with this one."""
+        other = object.__new__(BlendEngine)
+        other.__dict__.update(self.__dict__)
         other._viewed = self
         return other
 
@@ -312,7 +334,7 @@ class BlendEngine:
             Leaving the iteration early ends the generation.
         """
         parsed, chosen = self._prompt(prompt), DecodeOptions(**options)
-        return TextStream(lambda sink: self._answer(parsed, chosen, sink), timeout)
+        return TextStream(below_this(lambda sink: self._answer(parsed, chosen, sink)), timeout)
 
     def generate_batch(self, prompts: Iterable[Prompt | str], **options: Unpack[DecodeArguments]) -> list[Generation]:
         """Answer several prompts; see `stream_batch`. Answers come in the order of the prompts."""
@@ -334,10 +356,11 @@ class BlendEngine:
         Raises
         ------
         ContextLengthError
-            If one of the prompts does not fit into the model's context window; none is answered then.
+            If one of several prompts does not fit into the model's context window; none is answered then.
         """
         parsed, chosen = [self._prompt(prompt) for prompt in prompts], DecodeOptions(**options)
-        self._pipeline.check_all_fit(parsed, _answer_room(chosen)[0])
+        if len(parsed) > 1:  # one alone is refused when it is answered, and its span tells so
+            self._pipeline.check_all_fit(parsed, _answer_room(chosen)[0])
         streams = self._streams(parsed, chosen, timeout)
         return begun_ahead(streams, self.config.max_concurrent if self._several else 1)
 
@@ -364,7 +387,11 @@ class BlendEngine:
         """Split, look up, load, fuse, decode."""
         pipeline = pipeline or self._pipeline
         cancelled = sink.cancelled if sink else _never
-        with self._held(prompt, options.max_new_tokens) as spent:
+        with (
+            traced(self._named, prompt, options, self.config, sink) as trace,
+            self._held(prompt, options.max_new_tokens) as spent,
+        ):
+            trace.begins()
             if sink:
                 sink.model_time = spent
             if cancelled():
@@ -374,6 +401,7 @@ class BlendEngine:
                 loading = pipeline.load(lookup, cancelled)
                 blend = pipeline.fuse(lookup, loading, partial(self._give_way, cancelled) if self._several else None)
             answer = self._decode(blend, options, sink)
+            trace.answered(answer)
             self._keep(pipeline.keep_session(blend, answer.token_ids))
         self.guard.watch(fit.prompt, answer, self._pipeline, self._scheduler, self._write_back)
         return answer

@@ -19,6 +19,7 @@ from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.grammar import Form, Grammar, InText, closed, form_of
 from cacheblend_rag.engine.streaming import NumberedStreams, TextStream
+from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import CacheBlendError, ConfigError, MissingExtraError
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import CallText, call_rests, calls_in_text, check_choice
@@ -439,38 +440,54 @@ class ModelFields(BaseModel):
     def _compiled(self, forms: Sequence[Form], field: str, in_text: InText | None = None) -> Grammar:
         return Grammar(self.engine.tokenizer, forms, field=field, in_text=in_text)
 
-    def _open(self, prompt: Prompt, arguments: DecodeArguments, overrides: dict[str, Any]) -> TextStream:
-        stream = self.engine.stream(prompt, timeout=overrides.get("timeout", self.timeout), **arguments)
+    def _open(
+        self,
+        prompt: Prompt,
+        arguments: DecodeArguments,
+        overrides: dict[str, Any],
+        operation: Operation = "text_completion",
+    ) -> TextStream:
+        engine = self.engine.named(self.model_name, operation)
+        stream = engine.stream(prompt, timeout=overrides.get("timeout", self.timeout), **arguments)
         stream.on_result = self._tally.note
         return stream
 
     def _complete(
-        self, prompts: Sequence[Prompt], arguments: DecodeArguments, overrides: dict[str, Any]
+        self,
+        prompts: Sequence[Prompt],
+        arguments: DecodeArguments,
+        overrides: dict[str, Any],
+        operation: Operation = "text_completion",
     ) -> list[Generation]:
         """Whole answers, in the order of the prompts."""
         answers: dict[int, Generation] = {}
         for attempt in self._attempts():
-            with attempt, closing(self._streams(prompts, arguments, overrides)) as streams:
+            with attempt, closing(self._streams(prompts, arguments, overrides, operation)) as streams:
                 for number, stream in streams:
                     stream.on_result = self._tally.note
                     answers[number] = stream.complete()
         return [answers[number] for number in range(len(prompts))]
 
     async def _acomplete(
-        self, prompts: Sequence[Prompt], arguments: DecodeArguments, overrides: dict[str, Any]
+        self,
+        prompts: Sequence[Prompt],
+        arguments: DecodeArguments,
+        overrides: dict[str, Any],
+        operation: Operation = "text_completion",
     ) -> list[Generation]:
         answers: dict[int, Generation] = {}
         for attempt in self._attempts():
-            with attempt, closing(self._streams(prompts, arguments, overrides)) as streams:
+            with attempt, closing(self._streams(prompts, arguments, overrides, operation)) as streams:
                 for number, stream in streams:
                     stream.on_result = self._tally.note
                     answers[number] = await stream.acomplete()
         return [answers[number] for number in range(len(prompts))]
 
     def _streams(
-        self, prompts: Sequence[Prompt], arguments: DecodeArguments, overrides: dict[str, Any]
+        self, prompts: Sequence[Prompt], arguments: DecodeArguments, overrides: dict[str, Any], operation: Operation
     ) -> NumberedStreams:
-        return self.engine.stream_batch(prompts, timeout=overrides.get("timeout", self.timeout), **arguments)
+        engine = self.engine.named(self.model_name, operation)
+        return engine.stream_batch(prompts, timeout=overrides.get("timeout", self.timeout), **arguments)
 
     def _attempts(self) -> Iterator[AttemptManager]:
         return iter(

@@ -25,6 +25,8 @@ class Cancelled:
         self.queue: queue.Queue[str | None] = queue.Queue()
         self.model_time: ModelTime | None = None
         """What the model has spent on the answer; None before its turn."""
+        self.late = False
+        """Whether it was not complete in time."""
         self._event = threading.Event()
         self._arrived: Callable[[], object] | None = None
 
@@ -189,6 +191,7 @@ class TextStream(Iterator[str], AsyncIterator[str]):
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def _late(self) -> GenerationTimeoutError:
+        self._sink.late = True
         self.cancel()
         return GenerationTimeoutError(self._timeout or 0.0)
 

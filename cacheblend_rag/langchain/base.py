@@ -5,23 +5,27 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Self, Unpack
 
 from langchain_core.caches import BaseCache
 from langchain_core.callbacks import Callbacks
+from langchain_core.callbacks.manager import BaseRunManager
 from langchain_core.documents import Document
 from langchain_core.language_models import LangSmithParams
 from langchain_core.rate_limiters import BaseRateLimiter
+from langchain_core.runnables import ensure_config
 
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, LoadFields, MadeFields, ModelFields
+from cacheblend_rag.engine.traces import below
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.tracking import begin_tracking, documents_of_run, known_chunks, note_found
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.matching import chunk_text, match_chunks
 
-__all__ = ["AllFields", "BlendFields", "LangChainFields"]
+__all__ = ["AllFields", "BlendFields", "LangChainFields", "within_run"]
 
 
 class LangChainFields(AnswerFields, total=False):
@@ -168,3 +172,22 @@ class BlendFields(ModelFields):
     def get_token_ids(self, text: str) -> list[int]:
         """Ids of a text by this model's tokenizer, without what opens a text."""
         return list(self.engine.tokenizer.encode(text, add_special_tokens=False))
+
+
+def within_run(run: BaseRunManager | None, prompts: int = 1) -> AbstractContextManager[None]:
+    """Let spans of OpenTelemetry stand below the one that OpenInference keeps for a run of LangChain.
+
+    OpenInference does not make it current: callbacks may be called in another thread.
+
+    Parameters
+    ----------
+    run : BaseRunManager, optional
+        Of the model's call. LangChain gives none to a chat model that streams. That of its chain is taken then.
+    prompts : int
+        Prompts that are answered with it. Of several only the first has this run, and all have its parent.
+    """
+    told: Any = run or ensure_config().get("callbacks")
+    for one in getattr(told, "handlers", ()):
+        if type(one).__name__ == "OpenInferenceTracer":
+            return below(one.get_span(run.run_id if run is not None and prompts == 1 else told.parent_run_id))
+    return nullcontext()

@@ -20,8 +20,9 @@ from pydantic import BaseModel, Field
 
 from cacheblend_rag.engine.engine import DecodeArguments
 from cacheblend_rag.engine.streaming import TextStream
+from cacheblend_rag.engine.write_back import tokens_to_store
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.langchain.base import AllFields, BlendFields
+from cacheblend_rag.langchain.base import AllFields, BlendFields, within_run
 from cacheblend_rag.langchain.messages import answer_texts, artifact_texts, places_of, render
 from cacheblend_rag.langchain.tools import WholeJson, call_chunks, parse_answer, response_format
 from cacheblend_rag.langchain.tracking import documents_of_run, known_chunks, note_found
@@ -176,7 +177,8 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         request = self._request(messages, stop, kwargs)
-        (answer,) = self._complete([request.prompt], request.arguments, kwargs)
+        with within_run(run_manager):
+            (answer,) = self._complete([request.prompt], request.arguments, kwargs, "chat")
         return ChatResult(generations=[ChatGeneration(message=self._message(request, answer))])
 
     async def _agenerate(
@@ -187,7 +189,8 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         **kwargs: Any,
     ) -> ChatResult:
         request = await asyncio.to_thread(self._request, messages, stop, kwargs)
-        (answer,) = await self._acomplete([request.prompt], request.arguments, kwargs)
+        with within_run(run_manager):
+            (answer,) = await self._acomplete([request.prompt], request.arguments, kwargs, "chat")
         return ChatResult(generations=[ChatGeneration(message=self._message(request, answer))])
 
     def _stream(
@@ -198,7 +201,8 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
         request = self._request(messages, stop, kwargs)
-        stream = self._open(request.prompt, request.arguments, kwargs)
+        with within_run(run_manager):
+            stream = self._open(request.prompt, request.arguments, kwargs, "chat")
         held = HeldBack(bool(request.tools))
         try:
             for piece in stream:
@@ -219,7 +223,8 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
         request = await asyncio.to_thread(self._request, messages, stop, kwargs)
-        stream = self._open(request.prompt, request.arguments, kwargs)
+        with within_run(run_manager):
+            stream = self._open(request.prompt, request.arguments, kwargs, "chat")
         held = HeldBack(bool(request.tools))
         try:
             async for piece in stream:
@@ -287,17 +292,12 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
 
     def _usage(self, prompt: Prompt, answer: Generation) -> UsageMetadata:
         report = answer.report
-        recomputed = report.recomputed_tokens[-1] if report.recomputed_tokens else 0
-        read_of_prefix = report.prefix_tokens if report.prefix_hit else 0
-        made = 0
-        if not report.plain and self.engine.config.write_back != "off" and self.engine.config.selection != "all":
-            of_prefix = report.prefix_tokens - read_of_prefix if prompt.prefix else 0
-            made = max(0, of_prefix + report.chunk_tokens - (report.reused_tokens - read_of_prefix))
+        stored = tokens_to_store(prompt, report, self.engine.config)
         return UsageMetadata(
             input_tokens=report.prompt_tokens,
             output_tokens=report.generated_tokens,
             total_tokens=report.prompt_tokens + report.generated_tokens,
-            input_token_details=InputTokenDetails(cache_read=report.reused_tokens - recomputed, cache_creation=made),
+            input_token_details=InputTokenDetails(cache_read=report.cached_tokens, cache_creation=stored),
         )
 
 

@@ -16,7 +16,7 @@ from langchain_core.runnables.config import get_config_list
 from cacheblend_rag import report
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import CacheBlendError
-from cacheblend_rag.langchain.base import AllFields, BlendFields
+from cacheblend_rag.langchain.base import AllFields, BlendFields, within_run
 from cacheblend_rag.prompt import Prompt
 
 __all__ = ["CacheBlendLLM"]
@@ -53,7 +53,8 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> LLMResult:
-        return self._result(self._complete(self._prompts(prompts), self._arguments(stop, kwargs), kwargs))
+        with within_run(run_manager, len(prompts)):
+            return self._result(self._complete(self._prompts(prompts), self._arguments(stop, kwargs), kwargs))
 
     async def _agenerate(
         self,
@@ -63,7 +64,8 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         matched = await asyncio.to_thread(self._prompts, prompts)
-        return self._result(await self._acomplete(matched, self._arguments(stop, kwargs), kwargs))
+        with within_run(run_manager, len(prompts)):
+            return self._result(await self._acomplete(matched, self._arguments(stop, kwargs), kwargs))
 
     def _stream(
         self,
@@ -72,7 +74,8 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        stream = self._open(self.match_chunks(prompt), self._arguments(stop, kwargs), kwargs)
+        with within_run(run_manager):
+            stream = self._open(self.match_chunks(prompt), self._arguments(stop, kwargs), kwargs)
         try:
             for piece in stream:
                 chunk = GenerationChunk(text=piece)
@@ -91,7 +94,8 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         **kwargs: Any,
     ) -> AsyncIterator[GenerationChunk]:
         matched = await asyncio.to_thread(self.match_chunks, prompt)
-        stream = self._open(matched, self._arguments(stop, kwargs), kwargs)
+        with within_run(run_manager):
+            stream = self._open(matched, self._arguments(stop, kwargs), kwargs)
         try:
             async for piece in stream:
                 chunk = GenerationChunk(text=piece)

@@ -8,6 +8,8 @@ from typing import Any, Generic, TypeVar
 
 from cacheblend_rag.engine.engine import DecodeArguments
 from cacheblend_rag.engine.llm_base import ModelFields
+from cacheblend_rag.engine.streaming import TextStream
+from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import HeldBack
 from cacheblend_rag.report import Generation
@@ -61,6 +63,8 @@ class ModelCall(Generic[R]):
         Whether the answer may be a tool call. Text that may become one is held back.
     opening : str
         Beginning of the answer that was written for the model.
+    operation : str
+        What traces call it: ``"chat"`` or ``"text_completion"``.
     """
 
     fields: ModelFields
@@ -70,18 +74,29 @@ class ModelCall(Generic[R]):
     respond: Callable[[Said], R]
     tools: bool = False
     opening: str = ""
+    operation: Operation = "text_completion"
 
     def whole(self) -> R:
         """The whole answer."""
-        return self._done(*self.fields._complete([self.prompt], self.arguments, self.options))
+        return self._done(*self.fields._complete([self.prompt], self.arguments, self.options, self.operation))
 
     async def awhole(self) -> R:
         """The whole answer, without blocking the event loop."""
-        return self._done(*await self.fields._acomplete([self.prompt], self.arguments, self.options))
+        return self._done(*await self.fields._acomplete([self.prompt], self.arguments, self.options, self.operation))
 
     def pieces(self) -> Generator[R, None, None]:
         """The answer piece by piece; leaving it early ends the generation."""
-        stream, pieces = self.fields._open(self.prompt, self.arguments, self.options), _Pieces(self)
+        return self._pieces(self._opened())  # opened now: it is part of this call, whoever reads it
+
+    def apieces(self) -> AsyncGenerator[R, None]:
+        """`pieces`, without blocking the event loop."""
+        return self._apieces(self._opened())
+
+    def _opened(self) -> TextStream:
+        return self.fields._open(self.prompt, self.arguments, self.options, self.operation)
+
+    def _pieces(self, stream: TextStream) -> Generator[R, None, None]:
+        pieces = _Pieces(self)
         try:
             for piece in stream:
                 yield from pieces.of(piece)
@@ -89,9 +104,8 @@ class ModelCall(Generic[R]):
             stream.cancel()
         yield from pieces.last(stream.result)
 
-    async def apieces(self) -> AsyncGenerator[R, None]:
-        """`pieces`, without blocking the event loop."""
-        stream, pieces = self.fields._open(self.prompt, self.arguments, self.options), _Pieces(self)
+    async def _apieces(self, stream: TextStream) -> AsyncGenerator[R, None]:
+        pieces = _Pieces(self)
         try:
             async for piece in stream:
                 for response in pieces.of(piece):

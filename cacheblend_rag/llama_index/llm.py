@@ -34,6 +34,7 @@ from llama_index.core.types import BaseOutputParser, Model, PydanticProgramMode
 
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, LoadFields, MadeFields, ModelFields
+from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.llama_index.answering import ModelCall, R, Said
 from cacheblend_rag.llama_index.context import CONTEXT_NAMES, Hint, MarkedMessages, MarkedText, see
@@ -256,7 +257,7 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
             message = answer_message(said.text, names if said.answer is not None else ())
             return ChatResponse(message=message, delta=said.rest(message.content or ""), raw=info(said))
 
-        return self._call(seen, options, respond, ("tools", "tool_choice"), begun)
+        return self._call(seen, options, respond, ("tools", "tool_choice"), begun, "chat")
 
     def _call(
         self,
@@ -265,12 +266,13 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
         respond: Callable[[Said], R],
         also: Sequence[str] = (),
         begun: str = "",
+        operation: Operation = "text_completion",
     ) -> ModelCall[R]:
         stop = options.get("stop") or []
         stops = [*([stop] if isinstance(stop, str) else stop), *([CALL_END] if begun else [])]
         given = {name: value for name, value in options.items() if name != "stop"}
         tools = bool(given.get("tools"))
-        return ModelCall(self, seen, self._arguments(stops, given, also), given, respond, tools, begun)
+        return ModelCall(self, seen, self._arguments(stops, given, also), given, respond, tools, begun, operation)
 
     def _teller(self) -> Any:
         """What makes ``raw`` of an answer, and tells tracing of it once."""

@@ -111,7 +111,7 @@ def check_all_fit(
         try:
             fitted(tokenizer, prompt, window, needed, drops_chunks=drops_chunks)
         except ContextLengthError as error:
-            what = f"prompt {number + 1} of {len(prompts)}" if len(prompts) > 1 else error.what
+            what = f"prompt {number + 1} of {len(prompts)}"
             raise ContextLengthError(error.tokens, needed, window, error.remedy, what) from None
         except PromptError:  # an error of its own, which shows when its turn comes
             continue

@@ -383,7 +383,7 @@ def _usage(reports: list[BlendReport], n: int) -> dict[str, Any]:
     """Tokens, each prompt counted once; ``cached_tokens`` are those whose KV was read and kept on every layer."""
     prompt = sum(one.prompt_tokens for one in reports[::n])
     answer = sum(one.generated_tokens for one in reports)
-    cached = sum(one.reused_tokens - (one.recomputed_tokens or (0,))[-1] for one in reports[::n])
+    cached = sum(one.cached_tokens for one in reports[::n])
     return {
         "prompt_tokens": prompt,
         "completion_tokens": answer,

@@ -107,7 +107,7 @@ class ServedChat(ChatCacheBlend):
         timeout : float
             Seconds it may take.
         """
-        stream = self._open(request.prompt, {**request.arguments, **options}, {"timeout": timeout})
+        stream = self._open(request.prompt, {**request.arguments, **options}, {"timeout": timeout}, "chat")
         return Conversation(self, request, stream, HeldBack(bool(request.tools)))
 
 

@@ -317,7 +317,8 @@ class _Asked:
 
     def _begin(self) -> TextStream:
         timeout, prompt = self._here.service.limits.answer_seconds, self._question.prompt
-        stream = self._engine.stream(prompt, timeout=timeout, max_new_tokens=self._most, temperature=0.0)
+        engine = self._engine.named(self._here.service.model_name, "chat")
+        stream = engine.stream(prompt, timeout=timeout, max_new_tokens=self._most, temperature=0.0)
         return self._slot.holds(stream)
 
     async def _report(self, answer: Generation) -> dict[str, Any]:

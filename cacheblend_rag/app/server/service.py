@@ -83,7 +83,7 @@ class Service:
         self.database = self._shared_database()  # the folder is ours by now, and an id of the server is kept there
         # On a GPU steps of several have not been measured.
         concurrent = settings.concurrent or (_CONCURRENT if self.rag.engine.adapter.device.type == "cpu" else 1)
-        self.engine = self.rag.engine.with_config(max_concurrent=concurrent)
+        self.engine = self.rag.engine.with_config(max_concurrent=concurrent).named(self.model_name)
         self.template = getattr(self.engine.tokenizer, "chat_template", None)
         if not self.template:
             self.engine.tokenizer.chat_template = _PLAIN_TEMPLATE  # a tokenizer of our own

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan
 from prometheus_client.parser import text_string_to_metric_families
 
 from cacheblend_rag.app.server import accounting, metrics
@@ -23,7 +23,10 @@ from cacheblend_rag.app.server.metrics import Metrics
 from cacheblend_rag.app.server.request_ids import request_id
 from cacheblend_rag.app.server.tenants import Caller
 from tests.app.server.common import Running, client_of, new_collection, passage, running, settings_for, settle, upload
+from tests.probes import until
+from tests.telemetry import STEPS, Told, telling
 
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 KEYS = {"ada": "ada-0123456789abcdef", "ben": "ben-0123456789abcdef"}
 
 
@@ -187,37 +190,65 @@ def test_the_number_of_names_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     assert 'tenant="tenant-40"' not in text
 
 
-class Span(trace.NonRecordingSpan):
-    """A span that keeps its attributes."""
+def request_span(told: Told) -> ReadableSpan:
+    """The span of the only request, once it has ended."""
 
-    def __init__(self) -> None:
-        super().__init__(trace.INVALID_SPAN_CONTEXT)
-        self.told: dict[str, Any] = {}
+    def found() -> list[ReadableSpan]:
+        return [one for one in told.spans if "cacheblend_rag.request" in (one.attributes or {})]
 
-    def is_recording(self) -> bool:
-        return True
-
-    def set_attributes(self, attributes: Any) -> None:
-        self.told.update(attributes)
+    until(found)
+    (span,) = found()
+    return span
 
 
 def test_the_span_of_a_request_says_what_it_took(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    span = Span()
-    monkeypatch.setattr(trace, "get_current_span", lambda: span)
-    with client_of(server, KEYS["ada"]) as client:
-        question = {"question": "Which pineapple?", "stream": False}
-        report = client.post("/api/collections/archive/ask", json=question, headers={"X-Request-ID": "mine-18"}).json()[
-            "report"
-        ]
-    ends = time.monotonic() + 10
-    while not span.told and time.monotonic() < ends:
-        time.sleep(0.01)
-    told = span.told
-    assert (told["cacheblend_rag.request"], told["cacheblend_rag.tenant"]) == ("mine-18", "ada")
-    stages = {key.rsplit(".", 1)[1]: told[key] for key in told if key.startswith("cacheblend_rag.seconds.")}
+    question = {"question": "Which pineapple?", "stream": False}
+    with telling() as told, client_of(server, KEYS["ada"]) as client:
+        path, headers = "/api/collections/archive/ask", {"X-Request-ID": "mine-18"}
+        report = client.post(path, json=question, headers=headers).json()["report"]
+        attributes: dict[str, Any] = dict(request_span(told).attributes or {})
+    assert (attributes["cacheblend_rag.request"], attributes["cacheblend_rag.tenant"]) == ("mine-18", "ada")
+    begins = "cacheblend_rag.seconds."
+    stages = {key.removeprefix(begins): value for key, value in attributes.items() if key.startswith(begins)}
     assert {f"{name}_s": seconds for name, seconds in stages.items()} == report["parts"]
-    assert told["cacheblend_rag.hits"] == report["hits"] > 0
-    assert told["gen_ai.usage.output_tokens"] > 0
-    assert "pineapple" not in str(told)
+    assert attributes["cacheblend_rag.hits"] == report["hits"] > 0
+    assert attributes["cacheblend_rag.tokens_out"] > 0
+    assert "pineapple" not in told.text()
     monkeypatch.setattr(accounting, "trace", None)
     accounting.add_to_span(Served("GET"))  # without the package there is no span
+
+
+@pytest.mark.parametrize("kind", ["completion", "chat", "ask", "stream"])
+def test_answers_are_spans_below_the_span_of_their_request(server: Running, kind: str) -> None:
+    name = server.service.model_name
+    completion = {"model": name, "prompt": "Which pineapple?", "documents": [passage(330)], "max_tokens": 3}
+    path, body, operation = {
+        "completion": ("/v1/completions", {**completion, "n": 2}, "text_completion"),
+        "stream": ("/v1/completions", {**completion, "stream": True}, "text_completion"),
+        "chat": (
+            "/v1/chat/completions",
+            {"model": name, "messages": [{"role": "user", "content": "Which pineapple?"}], "max_tokens": 3},
+            "chat",
+        ),
+        "ask": ("/api/collections/archive/ask", {"question": "Which pineapple?", "stream": False}, "chat"),
+    }[kind]
+    with telling() as told, client_of(server, KEYS["ada"]) as client:
+        headers = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
+        assert client.post(path, json=body, headers=headers).status_code == 200
+        answers = told.answers(2 if kind == "completion" else 1)
+        span = request_span(told)
+    attributes = dict(span.attributes or {})
+    assert "gen_ai.usage.input_tokens" not in attributes  # they are on the answers, and counted once
+    for at, total in (("input", "in"), ("output", "out")):
+        tokens = [(one.attributes or {})[f"gen_ai.usage.{at}_tokens"] for one in answers]
+        assert sum(tokens) == attributes[f"cacheblend_rag.tokens_{total}"]  # type: ignore[arg-type]
+    for answer in answers:
+        assert answer.name == f"{operation} {name}"
+        assert f"{answer.get_span_context().trace_id:032x}" == TRACE  # that of the client
+        above = {one.get_span_context().span_id: one for one in told.spans}
+        parent = answer.parent
+        while parent is not None and parent.span_id != span.get_span_context().span_id:
+            parent = above[parent.span_id].parent  # FastAPI may have spans of its own between
+        assert parent is not None
+        assert [step.name for step in told.below(answer)] == STEPS
+    assert "pineapple" not in told.text()

@@ -1,0 +1,368 @@
+"""OpenTelemetry: spans and metrics of answers, what they say, and what they never say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.trace import StatusCode
+from transformers.generation import LogitsProcessor
+
+from cacheblend_rag import BlendEngine, Prompt
+from cacheblend_rag.engine.traces import CAPTURE
+from cacheblend_rag.errors import ContextLengthError, GenerationTimeoutError
+from tests import tiny
+from tests.probes import CHUNKS, PROMPT, Hooked, engine_of
+from tests.telemetry import STEPS, Told, telling
+
+SECRET = "xyzzy"
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
+    monkeypatch.delenv(CAPTURE, raising=False)
+    with telling() as made:
+        yield made
+
+
+class Failing(LogitsProcessor):
+    """A user's processor that fails."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        raise ZeroDivisionError(f"the prompt says {SECRET}")
+
+
+def number(span: Any, name: str) -> Any:
+    return span.attributes[name]
+
+
+def test_an_answer_is_a_span_with_its_five_steps(told: Told) -> None:
+    with engine_of(recompute_ratio=0.2) as engine:
+        engine.warm(CHUNKS[:2])
+        answer = engine.named("tiny", "chat").generate(PROMPT, max_new_tokens=4, temperature=0.5, top_k=9, seed=3)
+    report = answer.report
+    (span,) = told.answers()
+    assert (span.name, span.status.status_code) == ("chat tiny", StatusCode.UNSET)
+    recomputed = report.recomputed_tokens[-1]
+    # Where each figure is looked for: by the conventions, by OpenInference, and by us.
+    assert (
+        dict(span.attributes or {}).items()
+        >= {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": "cacheblend_rag",
+            "gen_ai.system": "cacheblend_rag",
+            "gen_ai.request.model": "tiny",
+            "gen_ai.response.model": "tiny",
+            "gen_ai.request.max_tokens": 4,
+            "gen_ai.request.temperature": 0.5,
+            "gen_ai.request.top_k": 9,
+            "gen_ai.request.seed": 3,
+            "gen_ai.response.finish_reasons": (report.finish_reason,),
+            "gen_ai.usage.input_tokens": report.prompt_tokens,
+            "gen_ai.usage.output_tokens": report.generated_tokens,
+            "gen_ai.usage.cache_read.input_tokens": report.reused_tokens - recomputed,
+            "openinference.span.kind": "LLM",
+            "llm.model_name": "tiny",
+            "llm.token_count.prompt": report.prompt_tokens,
+            "llm.token_count.completion": report.generated_tokens,
+            "llm.token_count.total": report.prompt_tokens + report.generated_tokens,
+            "llm.token_count.prompt_details.cache_read": report.reused_tokens - recomputed,
+            "cacheblend.chunks": 3,
+            "cacheblend.chunks_hit": 2,
+            "cacheblend.chunks_missed": 1,
+            "cacheblend.recompute_ratio": 0.2,
+            "cacheblend.tokens_recomputed": recomputed,
+            "cacheblend.tokens_reused": report.reused_tokens,
+            "cacheblend.rule": "hkvd",
+            "cacheblend.plain": False,
+        }.items()
+    )
+    made = report.prefix_tokens + report.chunk_tokens - report.reused_tokens
+    assert number(span, "gen_ai.usage.cache_creation.input_tokens") == made > 0
+    assert "gen_ai.request.top_p" not in (span.attributes or {})
+    steps = told.below(span)
+    assert [step.name for step in steps] == STEPS
+    look_up, load, fuse, decode = steps[1:]
+    assert number(look_up, "cacheblend.tiers") == ("memory", "memory", "")
+    assert number(load, "cacheblend.seconds.read") == report.seconds.read > 0
+    assert number(fuse, "cacheblend.tokens_recomputed_by_layer") == report.recomputed_tokens
+    assert number(decode, "cacheblend.tokens_generated") == report.generated_tokens
+
+
+def test_steps_are_as_long_as_the_report_says_and_fill_the_answer(told: Told) -> None:
+    with engine_of() as engine:
+        engine.warm(CHUNKS)
+        seconds = engine.generate(PROMPT, max_new_tokens=4).report.seconds
+    (span,) = told.answers()
+    steps = told.below(span)
+    lasted = [(step.end_time - step.start_time) / 1e9 for step in steps]  # type: ignore[operator]
+    assert lasted[:4] == pytest.approx([seconds.split, seconds.look_up, seconds.load, seconds.fuse], abs=1e-6)
+    assert lasted[4] >= seconds.first_token
+    # One begins where another ends, and all lie within the answer.
+    assert [step.start_time for step in steps[1:]] == [step.end_time for step in steps[:-1]]
+    waited = (steps[0].start_time - span.start_time) / 1e9  # type: ignore[operator]
+    assert waited == pytest.approx(number(span, "cacheblend.seconds.wait"), abs=1e-6)
+    assert (steps[-1].end_time or 0) <= (span.end_time or 0)
+
+
+def test_a_prompt_without_chunks_has_the_same_steps(told: Told) -> None:
+    with engine_of() as engine:
+        engine.generate("plain", max_new_tokens=2)
+    (span,) = told.answers()
+    assert span.name == "text_completion local"
+    assert [step.name for step in told.below(span)] == STEPS
+    assert (number(span, "cacheblend.plain"), number(span, "cacheblend.chunks")) == (True, 0)
+    assert number(span, "gen_ai.usage.cache_creation.input_tokens") == 0
+
+
+def test_a_model_in_a_folder_is_named_without_its_folders(told: Told, tmp_path: Path) -> None:
+    folder = tmp_path / "my-model"
+    tiny.model().save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    with BlendEngine.from_pretrained(folder) as engine:
+        engine.generate("plain", max_new_tokens=2)
+    assert told.answers()[0].name == "text_completion my-model"
+    assert str(tmp_path) not in told.text()
+
+
+# Where spans stand --------------------------------------------------------------------------
+
+
+def parent_of(span: Any) -> int | None:
+    return span.parent.span_id if span.parent else None
+
+
+@pytest.mark.parametrize("concurrent", [1, 3])
+@pytest.mark.parametrize("form", ["generate", "stream", "batch", "agenerate", "astream", "abatch"])
+def test_answers_stand_below_the_span_that_is_current(told: Told, form: str, concurrent: int) -> None:
+    prompts = [PROMPT, "plain"] if "batch" in form else [PROMPT]
+
+    async def asked(engine: BlendEngine) -> None:
+        if form == "agenerate":
+            await engine.agenerate(PROMPT, max_new_tokens=3)
+        elif form == "astream":
+            _ = [piece async for piece in engine.astream(PROMPT, max_new_tokens=3)]
+        else:
+            await engine.agenerate_batch(prompts, max_new_tokens=3)
+
+    with engine_of(max_concurrent=concurrent) as engine, told.tracer.start_as_current_span("chain") as chain:
+        if form == "generate":
+            engine.generate(PROMPT, max_new_tokens=3)
+        elif form == "stream":
+            list(engine.stream(PROMPT, max_new_tokens=3))
+        elif form == "batch":
+            engine.generate_batch(prompts, max_new_tokens=3)
+        else:
+            asyncio.run(asked(engine))
+        assert trace.get_current_span() is chain
+    for span in told.answers(len(prompts)):
+        assert parent_of(span) == chain.get_span_context().span_id
+        assert [step.name for step in told.below(span)] == STEPS
+
+
+async def test_answers_at_once_stand_each_below_its_own(told: Told) -> None:
+    async def ask(engine: BlendEngine, at: int) -> tuple[int, int]:
+        with told.tracer.start_as_current_span(f"request {at}") as own:
+            await engine.agenerate(Prompt("Read this:", [CHUNKS[at]], "What fell?"), max_new_tokens=4 + at)
+            return own.get_span_context().span_id, 4 + at
+
+    with engine_of(max_concurrent=3) as engine:
+        asked = await asyncio.gather(*(ask(engine, at) for at in range(3)))
+    assert {parent_of(span): number(span, "gen_ai.request.max_tokens") for span in told.answers(3)} == dict(asked)
+
+
+def test_what_a_store_does_stands_below_the_answer(told: Told) -> None:
+    """Such as the spans of a client that fetches KV from another machine."""
+    store = Hooked()
+    with engine_of(store=store) as engine:
+        engine.warm(CHUNKS)
+
+        def fetch(key: str, layer: int) -> None:
+            told.tracer.start_span("fetch").end()
+
+        store.reading = fetch
+        engine.generate(PROMPT, max_new_tokens=2)
+    (span,) = told.answers()
+    fetched = [one for one in told.spans if one.name == "fetch"]
+    assert fetched
+    assert {parent_of(one) for one in fetched} == {span.get_span_context().span_id}
+
+
+def test_waiting_for_the_model_is_told(told: Told) -> None:
+    with engine_of() as engine:
+        with engine._scheduler:
+            stream = engine.stream(PROMPT, max_new_tokens=2)
+            stream.begin()
+            time.sleep(0.05)
+        seconds = stream.complete().report.seconds
+    (span,) = told.answers()
+    waited = number(span, "cacheblend.seconds.wait")
+    assert waited > 0.03
+    assert number(span, "cacheblend.seconds.ttft") == pytest.approx(waited + seconds.ttft)
+
+
+# How they end -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("close", ["close", "cancel"])
+def test_a_stream_that_is_left_early_ends_its_span(told: Told, close: str) -> None:
+    with engine_of() as engine:
+        stream = engine.stream(PROMPT, max_new_tokens=200)
+        next(stream)
+        assert told.spans == []
+        getattr(stream, close)()
+        (span,) = told.answers()
+    assert number(span, "cacheblend.given_up") is True
+    assert span.status.status_code is StatusCode.UNSET
+    assert number(span, "gen_ai.usage.output_tokens") < 200
+    assert "gen_ai.response.finish_reasons" not in (span.attributes or {})
+
+
+def test_a_stream_that_was_never_read_has_no_span(told: Told) -> None:
+    with engine_of() as engine:
+        engine.stream(PROMPT).close()
+    assert told.spans == []
+
+
+def test_an_error_is_told_by_its_type(told: Told) -> None:
+    with engine_of(tiny.model(max_position_embeddings=64)) as engine:
+        with pytest.raises(ContextLengthError):
+            engine.generate(Prompt(chunks=[tiny.text(300)], suffix="What?"))
+        with pytest.raises(ZeroDivisionError):
+            engine.generate("plain", logits_processor=[Failing()])
+    names = ["cacheblend_rag.errors.ContextLengthError", "ZeroDivisionError"]
+    for span, name in zip(told.answers(2), names, strict=True):
+        assert (span.status.status_code, span.status.description) == (StatusCode.ERROR, name)
+        assert number(span, "error.type") == name
+        (event,) = span.events
+        assert (event.name, dict(event.attributes or {})) == ("exception", {"exception.type": name})
+        assert told.below(span) == []
+    durations = told.points("gen_ai.client.operation.duration")
+    assert [point.attributes["error.type"] for point in durations] == names
+
+
+def test_time_that_ran_out_is_an_error(told: Told) -> None:
+    with engine_of() as engine, pytest.raises(GenerationTimeoutError):
+        engine.stream(PROMPT, timeout=0.02, max_new_tokens=400).complete()
+    (span,) = told.answers()
+    assert span.status.status_code is StatusCode.ERROR
+    assert number(span, "error.type") == "cacheblend_rag.errors.GenerationTimeoutError"
+
+
+# What they hold -----------------------------------------------------------------------------
+
+
+class Saying(LogitsProcessor):
+    """Lets the model say the secret word."""
+
+    def __init__(self) -> None:
+        self._ids = tiny.tokenizer().encode(SECRET, add_special_tokens=False)
+        self._begun = 0
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        self._begun = self._begun or input_ids.shape[1]
+        at = input_ids.shape[1] - self._begun
+        if at < len(self._ids):
+            scores[:] = float("-inf")
+            scores[:, self._ids[at]] = 0.0
+        return scores
+
+
+def ask_of_secrets(engine: BlendEngine) -> str:
+    """Answers to prompts with a secret word in every part, and an error that names it; the first answer."""
+    prompt = Prompt(f"Read {SECRET}.", [f"The word is {SECRET} {one}" for one in CHUNKS], f"What is {SECRET}?")
+    first = engine.generate(prompt, max_new_tokens=8, logits_processor=[Saying()])
+    list(engine.stream(prompt, max_new_tokens=8, logits_processor=[Saying()]))
+    with pytest.raises(ZeroDivisionError):
+        engine.generate(prompt, logits_processor=[Failing()])
+    return first.text
+
+
+@pytest.mark.parametrize("asked", ["", "false", "NO_CONTENT"])
+def test_no_text_of_prompt_or_answer_is_told(told: Told, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    monkeypatch.setenv(CAPTURE, asked)
+    with engine_of() as engine:
+        text = ask_of_secrets(engine)
+    told.answers(3)
+    assert SECRET in text
+    assert SECRET not in told.text()
+    for span in told.spans:
+        assert not {"input.value", "output.value"} & set(span.attributes or {})
+
+
+@pytest.mark.parametrize("asked", ["true", "True", "SPAN_ONLY"])
+def test_text_is_told_where_it_is_asked_for(told: Told, monkeypatch: pytest.MonkeyPatch, asked: str) -> None:
+    monkeypatch.setenv(CAPTURE, asked)
+    with engine_of() as engine:
+        text = ask_of_secrets(engine)
+    span, _, failed = told.answers(3)
+    (question,), (answer,) = (json.loads(number(span, f"gen_ai.{one}.messages")) for one in ("input", "output"))
+    assert (question["role"], answer["role"]) == ("user", "assistant")
+    assert question["parts"][0]["content"] == number(span, "input.value")
+    assert number(span, "input.value").startswith(f"Read {SECRET}.")
+    assert answer["parts"] == [{"type": "text", "content": text}]
+    assert answer["finish_reason"] == "length"
+    assert number(span, "output.value") == text
+    (event,) = failed.events
+    assert SECRET in str((event.attributes or {})["exception.message"])
+
+
+# Metrics ------------------------------------------------------------------------------------
+
+
+def test_answers_are_counted(told: Told) -> None:
+    with engine_of() as engine:
+        engine = engine.named("tiny", "chat")
+        engine.warm(CHUNKS[:2])
+        first, second = (engine.generate(PROMPT, max_new_tokens=count).report for count in (3, 5))
+    about = {"gen_ai.operation.name": "chat", "gen_ai.provider.name": "cacheblend_rag", "gen_ai.request.model": "tiny"}
+    tokens = {point.attributes["gen_ai.token.type"]: point for point in told.points("gen_ai.client.token.usage")}
+    assert tokens["input"].sum == first.prompt_tokens + second.prompt_tokens
+    assert tokens["output"].sum == first.generated_tokens + second.generated_tokens
+    assert tokens["output"].attributes == {**about, "gen_ai.token.type": "output"}
+    assert tokens["output"].explicit_bounds[:4] == (1, 4, 16, 64)
+    (duration,), (first_token,) = (
+        told.points(f"gen_ai.{name}") for name in ("client.operation.duration", "server.time_to_first_token")
+    )
+    assert (duration.count, first_token.count, duration.attributes) == (2, 2, about)
+    assert duration.explicit_bounds[:4] == (0.01, 0.02, 0.04, 0.08)
+    assert duration.sum > first_token.sum >= first.ttft + second.ttft
+    (each,) = told.points("gen_ai.server.time_per_output_token")
+    assert 0 < each.sum < duration.sum
+    chunks = {point.attributes["cacheblend.outcome"]: point.value for point in told.points("cacheblend.chunks")}
+    assert chunks == {"hit": 5, "miss": 1}
+
+
+# Without it ---------------------------------------------------------------------------------
+
+WITHOUT = """
+import sys
+if {blocked}:
+    sys.modules["opentelemetry"] = None
+import cacheblend_rag
+assert not [name for name in sys.modules if name.startswith("opentelemetry.")]
+from tests.probes import CHUNKS, PROMPT, engine_of
+with engine_of() as engine:
+    engine.warm(CHUNKS)
+    print(engine.named("tiny").generate(PROMPT, max_new_tokens=4).token_ids)
+    print(len(list(engine.stream(PROMPT, max_new_tokens=4))) > 0)
+print([name for name in sys.modules if name.startswith("opentelemetry.sdk")])
+"""
+
+
+@pytest.mark.parametrize("blocked", [True, False], ids=["without the package", "without an SDK"])
+def test_answers_are_the_same_without_it(told: Told, blocked: bool) -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT.format(blocked=blocked)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with engine_of() as engine:
+        engine.warm(CHUNKS)
+        ids = engine.generate(PROMPT, max_new_tokens=4).token_ids
+    assert done.stdout.splitlines() == [str(ids), "True", "[]"]
