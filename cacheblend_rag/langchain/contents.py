@@ -10,7 +10,8 @@ Stores of others are read by what they offer instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+import asyncio
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 from langchain_core.documents import Document
@@ -76,6 +77,14 @@ class _Chroma:
         while found := self._store.get(limit=_PAGE, offset=offset, include=["documents"])["documents"]:
             yield from (Document(text) for text in found if text)
             offset += len(found)
+
+    def get_by_ids(self, ids: Sequence[str]) -> list[Document]:
+        """As the store's, which fails at documents without metadata (langchain-chroma 1.1)."""
+        found = self._store.get(ids=list(ids), include=["documents"])["documents"]
+        return [Document(text) for text in found if text]
+
+    async def aget_by_ids(self, ids: Sequence[str]) -> list[Document]:
+        return await asyncio.to_thread(self.get_by_ids, ids)
 
     def holding(self, texts: Collection[str]) -> set[str]:
         held = set[str]()

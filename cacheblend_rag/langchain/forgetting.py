@@ -147,13 +147,14 @@ class _Reading:
             raise ConfigError("ids", None, remedy)
 
     def before(self) -> dict[str, None]:
-        found = self._store.get_by_ids(self._ids) if self._ids is not None else self._all()
-        return _texts(found)
+        if self._ids is None:
+            return _texts(self._contents.documents() if self._contents else ())
+        return _texts(getattr(self._contents, "get_by_ids", self._store.get_by_ids)(self._ids))
 
     async def abefore(self) -> dict[str, None]:
         if self._ids is None:
             return await asyncio.to_thread(self.before)
-        return _texts(await self._store.aget_by_ids(self._ids))
+        return _texts(await getattr(self._contents, "aget_by_ids", self._store.aget_by_ids)(self._ids))
 
     def left(self, before: Collection[str], done: bool) -> list[str]:
         if self._emptied:
@@ -163,9 +164,6 @@ class _Reading:
     async def aleft(self, before: Collection[str], done: bool) -> list[str]:
         after = await self.abefore() if before else {}
         return await asyncio.to_thread(self._without_held, before, after)
-
-    def _all(self) -> Any:
-        return self._contents.documents() if self._contents else ()
 
     def _without_held(self, before: Collection[str], after: Collection[str]) -> list[str]:
         """Texts that no document has any more, as far as the store says."""

@@ -84,6 +84,8 @@ _kinds: dict[Any, type[Any]] = {}
 
 def _kind_of(kind: type[Any], store: type[Any]) -> type[Any]:
     """A class of wrappers that pass for stores of a class."""
+    while issubclass(store, Wrapper):
+        store = store.__bases__[1]
     if (kind, store) not in _kinds:
         names = {name: getattr(store, name) for name in ("__module__", "__qualname__", "__doc__")}
         _kinds[kind, store] = new_class(store.__name__, (kind, store), exec_body=lambda space: space.update(names))
