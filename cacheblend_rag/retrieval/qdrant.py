@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["having", "scroll"]
 
-_PAGE = 256
+_PAGE = 1000
 
 
 def scroll(store: Any, payload: bool | Sequence[str] = True, condition: Any = None) -> Iterator[list[Any]]:

@@ -232,7 +232,7 @@ def test_an_update_within_erasing_keeps_chunks_that_stay(
 
 
 # Qdrant's own reading of nodes ends at 9,999.
-@pytest.mark.parametrize("count", [600, pytest.param(10_100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1200, pytest.param(10_100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [name for name in STORES if name not in IN_FOLDERS])
 def test_a_store_of_many_nodes_is_read_whole(
     name: str, count: int, llm: CacheBlendLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
