@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from inspect import signature
 from typing import Any, Protocol, cast
 
 from langchain_core.documents import Document
@@ -53,7 +54,7 @@ def contents_of(store: Any) -> Contents | None:
         return _Held(held.values)  # the FAISS store of LangChain's community
     if callable(getattr(getattr(store, "client", None), "scroll", None)) and hasattr(store, "content_payload_key"):
         return _Qdrant(store)
-    if hasattr(store, "_collection") and callable(getattr(store, "get", None)):
+    if callable(get := getattr(store, "get", None)) and "where_document" in signature(get).parameters:
         return _Chroma(store)
     return None
 

@@ -114,6 +114,7 @@ def test_a_text_that_another_document_has_keeps_its_kv(inner: VectorStore, llm: 
     assert stored(llm, tmp_path) == []
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("cleanup", ["full", "incremental"])
 async def test_what_langchains_indexing_removes_loses_its_kv(
@@ -143,7 +144,6 @@ def hash_of(document: Document) -> int:
     return 1 + [*TEXTS, OTHER].index(document.page_content)
 
 
-@pytest.mark.pairwise
 @pytest.mark.parametrize("name", IN_FOLDERS)
 def test_a_store_that_an_earlier_process_filled(name: str, llm: CacheBlendLLM, tmp_path: Path) -> None:
     with opened(name, tmp_path / "vectors") as store:
