@@ -68,7 +68,10 @@ def store_nodes(store: BasePydanticVectorStore) -> list[BaseNode]:
     reads_points = callable(getattr(store, "parse_to_query_result", None))
     if reads_points and callable(getattr(store.client, "scroll", None)):
         # Qdrant's store reads no more than a few thousand itself, and their vectors with them.
-        return [node for points in scroll(store) for node in store.parse_to_query_result(points).nodes]  # type: ignore[attr-defined]
+        parse: Any = store.parse_to_query_result  # type: ignore[attr-defined]
+        found: list[BaseNode] = [node for points in scroll(store) for node in parse(points).nodes]
+        # It gives them by their ids; nodes of a document are computed behind each other.
+        return sorted(found, key=lambda node: (node.ref_doc_id or "", getattr(node, "start_char_idx", None) or 0))
     return list(store.get_nodes(node_ids=None))
 
 

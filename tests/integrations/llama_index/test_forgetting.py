@@ -19,6 +19,7 @@ from llama_index.core.vector_stores.types import BasePydanticVectorStore, Metada
 
 from cacheblend_rag.errors import ConfigError, ForgetError, StoreError
 from cacheblend_rag.llama_index import CacheBlendLLM, erasing, forgetting, index_nodes, warm_index
+from cacheblend_rag.llama_index.indexing import store_nodes
 from cacheblend_rag.llama_index.tracking import node_texts
 from cacheblend_rag.llama_index.vector_store import FaissVectorStore
 from cacheblend_rag.prompt.matching import known_chunks
@@ -217,6 +218,21 @@ def test_what_an_ingestion_pipeline_replaces_loses_its_kv(
     assert stored(llm, tmp_path) == set("abc")
     pipeline.run(documents=[Document(text=NEW, id_="doc-a"), *documents("b")])
     assert stored(llm, tmp_path) == set("b")
+
+
+def test_nodes_of_a_document_are_listed_one_after_another(inner: BasePydanticVectorStore) -> None:
+    texts = {f"doc-{name}": tiny.text(300, seed) for seed, name in enumerate("abc", 900)}
+    VectorStoreIndex.from_documents(
+        [Document(text=text, id_=name) for name, text in texts.items()],
+        embed_model=embedding(),
+        storage_context=StorageContext.from_defaults(vector_store=inner),
+        transformations=[SPLITTER],
+    )
+    nodes = store_nodes(inner)
+    assert len(nodes) > 9
+    assert [node.ref_doc_id for node in nodes] == sorted(node.ref_doc_id or "" for node in nodes)
+    for name, text in texts.items():
+        assert " ".join(node.get_content() for node in nodes if node.ref_doc_id == name) == text
 
 
 def test_an_update_within_erasing_keeps_chunks_that_stay(
