@@ -183,6 +183,8 @@ def test_nodes_added_with_an_id_that_is_there(
     store = forgetting(inner, llm)
     nodes = [with_vector(name, number) for number, name in enumerate("ab")]
     store.add(nodes)
+    document = MetadataFilters(filters=[MetadataFilter(key="ref_doc_id", value="doc-a")])
+    assert [node.node_id for node in store.get_nodes(node_ids=None, filters=document)] == [nodes[0].node_id]
     llm.warm(nodes, progress=False)
     store.add([with_vector("a", 0, NEW)])
     # Chroma's store keeps the node that it has.
