@@ -39,6 +39,7 @@ HOMES = {
     "obstore": ("store.s3",),
     "valkey": ("store.valkey",),
     "psycopg": ("app.server.database",),
+    "qdrant_client": ("retrieval.qdrant",),
     "faiss": ("retrieval", "llama_index.vector_store"),
     "sentence_transformers": ("retrieval", "llama_index.embedding"),
     "langchain": ("langchain",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.langchain.chat import ChatCacheBlend
+from cacheblend_rag.langchain.forgetting import forgetting
 from cacheblend_rag.langchain.llm import CacheBlendLLM
 from cacheblend_rag.langchain.retriever import CacheBlendRetriever
 from cacheblend_rag.langchain.searches import track
@@ -19,6 +20,7 @@ __all__ = [
     "CacheBlendMiddleware",
     "CacheBlendRetriever",
     "ChatCacheBlend",
+    "forgetting",
     "known_chunks",
     "switch_off",
     "switch_on",

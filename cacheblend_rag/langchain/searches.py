@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable
-from functools import cache, wraps
-from types import MethodType, new_class
-from typing import Any, TypeVar, cast
+from functools import wraps
+from typing import Any, TypeVar
 
 from langchain_core.vectorstores import VectorStore
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.tracking import documents_in, note_search
+from cacheblend_rag.retrieval.wrapping import Wrapper, wrapped
 
 __all__ = ["track"]
 
@@ -51,47 +51,15 @@ def track(vectorstore: S) -> S:
     if not isinstance(vectorstore, VectorStore):
         remedy = "give a LangChain vector store; what retrievers return is known without this"
         raise ConfigError("vectorstore", type(vectorstore).__name__, remedy)
-    if isinstance(vectorstore, _Tracked):
-        return vectorstore
-    tracked = object.__new__(_tracked_kind(type(vectorstore)))
-    object.__setattr__(tracked, "__dict__", {"inner": vectorstore})
-    return cast(S, tracked)
+    return vectorstore if isinstance(vectorstore, _Tracked) else wrapped(_Tracked, vectorstore)
 
 
-@cache
-def _tracked_kind(kind: type[Any]) -> type[Any]:
-    """A class of stores that pass for those of a class."""
-    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return new_class(kind.__name__, (_Tracked, kind), exec_body=lambda space: space.update(names))
+class _Tracked(Wrapper):
+    """Notes the documents that a search of the wrapped store returns."""
 
-
-class _Tracked:
-    """Passes everything on to the wrapped store, and notes the documents that a search returns."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("__class__", "__reduce_ex__"):
-            return object.__getattribute__(self, name)
-        inner = _inner(self)
-        found = getattr(inner, name)
-        if name == "as_retriever":  # the retriever searches this store, not the one within
-            return MethodType(type(inner).as_retriever, self)
+    @staticmethod
+    def _seen(name: str, found: Any, inner: Any, **state: Any) -> Any:
         return _noting(found) if "search" in name and not name.startswith("_") and callable(found) else found
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(_inner(self), name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(_inner(self), name)
-
-    def __dir__(self) -> list[str]:
-        return dir(_inner(self))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return track, (_inner(self),)
-
-
-def _inner(tracked: _Tracked) -> Any:
-    return object.__getattribute__(tracked, "__dict__")["inner"]
 
 
 def _noting(search: Callable[..., Any]) -> Callable[..., Any]:

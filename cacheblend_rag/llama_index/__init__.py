@@ -5,6 +5,7 @@ libraries, so they are not imported here.
 """
 
 from cacheblend_rag.llama_index.events import CacheBlendEvent
+from cacheblend_rag.llama_index.forgetting import forgetting
 from cacheblend_rag.llama_index.indexing import CacheBlendPrecompute, erasing, forget_nodes, index_nodes, warm_index
 from cacheblend_rag.llama_index.llm import CacheBlendLLM
 from cacheblend_rag.llama_index.tracking import tracking, tracking_off
@@ -15,6 +16,7 @@ __all__ = [
     "CacheBlendPrecompute",
     "erasing",
     "forget_nodes",
+    "forgetting",
     "index_nodes",
     "tracking",
     "tracking_off",

@@ -19,8 +19,17 @@ from cacheblend_rag.llama_index.llm import CacheBlendLLM
 from cacheblend_rag.llama_index.tracking import node_texts, recent_nodes
 from cacheblend_rag.prompt.matching import chunk_text, written_forms
 from cacheblend_rag.report import WarmReport
+from cacheblend_rag.retrieval.qdrant import scroll
 
-__all__ = ["CacheBlendPrecompute", "erasing", "forget_nodes", "index_nodes", "warm_index"]
+__all__ = [
+    "CacheBlendPrecompute",
+    "erasing",
+    "forget_nodes",
+    "forget_texts",
+    "index_nodes",
+    "store_nodes",
+    "warm_index",
+]
 
 _MODES = (MetadataMode.LLM,)
 
@@ -36,7 +45,7 @@ def index_nodes(index: BaseIndex[Any]) -> list[BaseNode]:
     store = getattr(index, "vector_store", None)
     if isinstance(store, BasePydanticVectorStore) and store.stores_text:
         try:
-            return list(store.get_nodes())
+            return store_nodes(store)
         except NotImplementedError as error:
             remedy = "warm its nodes by llm.warm(nodes); this kind of store cannot list them"
             raise ConfigError("index", type(store).__name__, remedy) from error
@@ -46,6 +55,24 @@ def index_nodes(index: BaseIndex[Any]) -> list[BaseNode]:
         held = store.data.embedding_dict if isinstance(store, SimpleVectorStore) else ids
         return index.docstore.get_nodes([ids[one] for one in ids if one in held], raise_error=False)
     return [node for node in index.docstore.docs.values() if isinstance(node, BaseNode)]
+
+
+def store_nodes(store: BasePydanticVectorStore) -> list[BaseNode]:
+    """All nodes of a vector store that keeps texts.
+
+    Raises
+    ------
+    NotImplementedError
+        If it cannot list them.
+    """
+    reads_points = callable(getattr(store, "parse_to_query_result", None))
+    if reads_points and callable(getattr(store.client, "scroll", None)):
+        # Qdrant's store reads no more than a few thousand itself, and their vectors with them.
+        parse: Any = store.parse_to_query_result  # type: ignore[attr-defined]
+        found: list[BaseNode] = [node for points in scroll(store) for node in parse(points).nodes]
+        # It gives them by their ids; nodes of a document are computed behind each other.
+        return sorted(found, key=lambda node: (node.ref_doc_id or "", getattr(node, "start_char_idx", None) or 0))
+    return list(store.get_nodes(node_ids=None))
 
 
 def warm_index(
@@ -90,7 +117,7 @@ def forget_nodes(nodes: Iterable[BaseNode], llm: CacheBlendLLM | None = None) ->
     int
         Records that were erased.
     """
-    return _forget([text for node in nodes for text in node_texts(node)], _model(llm))
+    return forget_texts([text for node in nodes for text in node_texts(node)], _model(llm))
 
 
 @contextmanager
@@ -111,7 +138,7 @@ def erasing(index: BaseIndex[Any], llm: CacheBlendLLM | None = None) -> Iterator
         yield
     finally:
         after = _texts_of(index)
-        _forget([text for text in before if text not in after], model)
+        forget_texts([text for text in before if text not in after], model)
 
 
 class CacheBlendPrecompute(TransformComponent):
@@ -180,7 +207,8 @@ def _texts_of(index: BaseIndex[Any]) -> dict[str, None]:
     return dict.fromkeys(text for node in index_nodes(index) for text in node_texts(node))
 
 
-def _forget(texts: Sequence[str], model: CacheBlendLLM) -> int:
+def forget_texts(texts: Sequence[str], model: CacheBlendLLM) -> int:
+    """Erase all that is stored of texts under which nodes stood in prompts; how many records there were."""
     if not texts:
         return 0
     recent_nodes.discard(texts)

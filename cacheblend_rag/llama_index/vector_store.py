@@ -179,7 +179,7 @@ class FaissVectorStore(BasePydanticVectorStore):
     def _chosen(
         self, node_ids: list[str] | None, doc_ids: list[str] | None, filters: MetadataFilters | None
     ) -> list[BaseNode]:
-        fits = build_metadata_filter_fn(lambda one: self._nodes[self._keys[one]].metadata, filters)
+        fits = build_metadata_filter_fn(self._filtered_by, filters)
         return [
             node
             for node in self._nodes.values()
@@ -187,6 +187,11 @@ class FaissVectorStore(BasePydanticVectorStore):
             and (doc_ids is None or node.ref_doc_id in doc_ids)
             and fits(node.node_id)
         ]
+
+    def _filtered_by(self, node_id: str) -> dict[str, Any]:
+        """What filters see of a node: its document, as in other stores, and its metadata."""
+        node = self._nodes[self._keys[node_id]]
+        return {"ref_doc_id": node.ref_doc_id, **node.metadata}
 
     # Saving and loading
 

@@ -9,6 +9,8 @@ load only where they are used.
 ``splitting``           split what was read into chunks
 ``embedder``            a sentence-transformers model as LangChain embeddings
 ``vectorstore``         a LangChain vector store over faiss
+``wrapping``            wrappers around vector stores, which see some of the calls
+``qdrant``              reading a Qdrant collection page by page
 ``vectors``             checks of vectors, and the choice of diverse ones
 ``probes``              whether an embedding model is still the same
 ``saved``               its form on disk

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,6 @@ class FaissVectorStore(VectorStore):
         self._documents: dict[int, Document] = {}
         self._keys: dict[str, int] = {}
         self._next_key = 0
-        self._erasers: list[Callable[[Sequence[str]], object]] = []
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -136,18 +135,6 @@ class FaissVectorStore(VectorStore):
             self.replace(list(self._keys) if ids is None else ids)
         return True
 
-    def on_delete(self, erase: Callable[[Sequence[str]], object]) -> None:
-        """Call a function whenever texts leave the store, such as a model's ``forget``.
-
-        Parameters
-        ----------
-        erase : callable
-            Gets the texts that no document will have any more, before the documents are removed:
-            if it fails, they stay and can be deleted again.
-        """
-        with self._lock:
-            self._erasers.append(erase)
-
     def embed(self, texts: Sequence[str]) -> Vectors:
         """Embed documents for `replace`.
 
@@ -198,22 +185,9 @@ class FaissVectorStore(VectorStore):
             stays = len(self._keys) > len(gone)
             if vectors is not None and rows and stays:
                 self._check_dimension(vectors.shape[1])
-            self._erase(gone, [add[row] for row in rows])
             self._remove(gone)
             if vectors is not None and rows:
                 self._add([add[row] for row in rows], vectors[rows])
-
-    def _erase(self, keys: list[int], added: Sequence[Document]) -> None:
-        if not self._erasers or not keys:
-            return
-        leaving = set(keys)
-        staying = {one.page_content for key, one in self._documents.items() if key not in leaving}
-        staying.update(one.page_content for one in added)
-        texts = dict.fromkeys(self._documents[key].page_content for key in sorted(keys))
-        gone = [text for text in texts if text not in staying]
-        if gone:
-            for erase in self._erasers:
-                erase(gone)
 
     def _remove(self, keys: list[int]) -> None:
         for key in keys:
@@ -252,6 +226,11 @@ class FaissVectorStore(VectorStore):
         """Return all documents, in the order they were added."""
         with self._lock:
             return [document.model_copy(deep=True) for document in self._documents.values()]
+
+    def holding(self, texts: Collection[str]) -> set[str]:
+        """Those of some texts that a document has."""
+        with self._lock:
+            return {one.page_content for one in self._documents.values()}.intersection(texts)
 
     def similarity_search(self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any) -> list[Document]:
         """Return the documents nearest to a question.

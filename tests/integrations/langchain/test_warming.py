@@ -1,24 +1,23 @@
-"""Warming a vector store, and erasing the KV of what leaves it."""
+"""Warming a whole vector store, of whatever kind."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from langchain_core.documents import Document
-from langchain_core.embeddings import DeterministicFakeEmbedding
-from langchain_core.vectorstores import InMemoryVectorStore
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain import CacheBlendLLM, known_chunks, warm_vectorstore
-from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
+from cacheblend_rag.langchain.contents import contents_of
 from tests.integrations.langchain.models import passages, tiny_engine
+from tests.integrations.langchain.stores import IN_FOLDERS, STORES, opened
 
 DOCUMENTS = passages(3, seed=7)
 TEXTS = [one.page_content for one in DOCUMENTS]
-EMBEDDING = DeterministicFakeEmbedding(size=8)
 
 
 @pytest.fixture
@@ -33,28 +32,33 @@ def stored(llm: CacheBlendLLM) -> list[bool]:
     return [bool(llm.engine.warm([text], progress=False).present) for text in TEXTS]
 
 
-def in_memory() -> Any:
-    store = InMemoryVectorStore(EMBEDDING)
-    store.add_documents(DOCUMENTS)
-    return store
-
-
 def like_communitys_faiss() -> Any:
     return SimpleNamespace(docstore=SimpleNamespace(_dict=dict(enumerate(DOCUMENTS))))
 
 
-def like_chroma() -> Any:
-    return SimpleNamespace(get=lambda: {"ids": ["a", "b", "c", "d"], "documents": [*TEXTS, None]})
-
-
-@pytest.mark.parametrize("make", [in_memory, like_communitys_faiss, like_chroma])
-def test_a_whole_store_is_warmed_after_saying_what_it_takes(llm: CacheBlendLLM, make: Any) -> None:
+@pytest.mark.parametrize("name", [*STORES, "community's faiss"])
+def test_a_whole_store_is_warmed_after_saying_what_it_takes(llm: CacheBlendLLM, tmp_path: Path, name: str) -> None:
     said: list[str] = []
-    report = warm_vectorstore(make(), llm, progress=False, say=said.append)
+    with nullcontext(like_communitys_faiss()) if name not in STORES else opened(name, tmp_path) as store:
+        if name in STORES:
+            store.add_documents(DOCUMENTS)
+        report = warm_vectorstore(store, llm, progress=False, say=said.append)
     assert (report.computed, report.skipped) == (3, 0)
     assert said == [f"KV of 3 documents: {report.bytes:,} bytes; the KV store may take {10**10:,}"]
     assert stored(llm) == [True] * 3
     assert all(text in known_chunks for text in TEXTS)
+
+
+@pytest.mark.parametrize("name", [name for name in STORES if name not in IN_FOLDERS])
+def test_a_store_of_many_documents_is_read_whole(tmp_path: Path, name: str) -> None:
+    texts = [f"Passage {number}." for number in range(1200)]
+    with opened(name, tmp_path) as store:
+        store.add_texts(texts)
+        contents = contents_of(store)
+        assert contents is not None
+        assert sorted(one.page_content for one in contents.documents()) == sorted(texts)
+        for count in (3, 300):
+            assert contents.holding([*texts[:count], "nothing"]) == set(texts[:count])
 
 
 def test_what_is_said_goes_to_standard_error_by_default(llm: CacheBlendLLM, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,19 +71,6 @@ def test_a_store_that_cannot_list_its_documents_is_refused(llm: CacheBlendLLM) -
         warm_vectorstore(SimpleNamespace(), llm, progress=False)  # type: ignore[arg-type]
 
 
-def test_deleting_documents_erases_their_kv(llm: CacheBlendLLM) -> None:
-    store = FaissVectorStore.from_texts(TEXTS, EMBEDDING, ids=["a", "b", "c"])
-    warm_vectorstore(store, llm, progress=False, say=lambda message: None)
-    store.delete(["b"])
-    assert TEXTS[1] not in known_chunks
-    assert llm.engine.warm([TEXTS[1]], progress=False).computed == 1
-    assert llm.engine.warm([TEXTS[0], TEXTS[2]], progress=False).present == 2
-    store.add_texts(["something else entirely"], ids=["a"])  # takes the place of the first
-    assert llm.engine.warm([TEXTS[0]], progress=False).computed == 1
-    store.delete()
-    assert llm.engine.warm([TEXTS[2]], progress=False).computed == 1
-
-
 def test_forms_that_a_chain_has_made_of_a_document_are_erased_with_it(llm: CacheBlendLLM) -> None:
     llm.warm(DOCUMENTS, progress=False)
     folded = " ".join(TEXTS[0].split())
@@ -90,23 +81,3 @@ def test_forms_that_a_chain_has_made_of_a_document_are_erased_with_it(llm: Cache
         assert (info["hits"], info["misses"]) == (2 - misses, misses)
     assert llm.forget(DOCUMENTS[:1]) == 2
     assert llm.engine.warm([folded, TEXTS[0], TEXTS[1]], progress=False).computed == 2
-
-
-def test_a_text_that_another_document_has_too_keeps_its_kv() -> None:
-    store = FaissVectorStore.from_texts([TEXTS[0], TEXTS[0], TEXTS[1]], EMBEDDING, ids=["a", "b", "c"])
-    gone: list[list[str]] = []
-    store.on_delete(lambda texts: gone.append(list(texts)))
-    store.delete(["a", "unknown"])
-    store.add_texts([TEXTS[1]], ids=["c"])
-    assert gone == []
-    store.delete(["b", "c"])
-    assert gone == [[TEXTS[0], TEXTS[1]]]
-
-
-def test_documents_stay_if_their_kv_cannot_be_erased() -> None:
-    store = FaissVectorStore.from_texts(TEXTS, EMBEDDING, ids=["a", "b", "c"])
-    store.on_delete(lambda texts: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        store.delete(["a"])
-    assert len(store) == 3
-    assert store.get_by_ids(["a"]) == [Document(id="a", page_content=TEXTS[0])]

@@ -1,0 +1,182 @@
+"""`forgetting`: a vector store whose documents lose their KV when they leave it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Sequence
+from functools import partial, wraps
+from typing import Any, TypeVar
+
+from langchain_core.documents import Document
+from langchain_core.vectorstores import VectorStore
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.langchain.base import BlendFields
+from cacheblend_rag.langchain.contents import Contents, contents_of
+from cacheblend_rag.retrieval.wrapping import Wrapper, calling, calling_async, wrapped
+
+__all__ = ["forgetting"]
+
+S = TypeVar("S", bound=VectorStore)
+_log = logging.getLogger(__name__)
+
+
+def forgetting(vectorstore: S, llm: BlendFields) -> S:
+    """Erase the KV of documents that are deleted from a vector store, or replaced by others with their ids.
+
+    The texts are read before the call. After it the KV is erased of those that are no longer there. If the store's
+    deletion fails, nothing is erased. A text that another document has, too, keeps its KV if the store can be asked
+    for it (`cacheblend_rag.langchain.contents`). Otherwise it is a miss when it is next used, and stored again.
+
+    Parameters
+    ----------
+    vectorstore : VectorStore
+        Any of LangChain's that can ``get_by_ids``. It is not changed: what is deleted from it by other ways than the
+        store that is returned keeps its KV.
+    llm : CacheBlendLLM or ChatCacheBlend
+        Whose KV is erased.
+
+    Returns
+    -------
+    VectorStore
+        Behaves as the store that was given, also to ``isinstance``, to retrievers and to LangChain's indexing.
+
+    Raises
+    ------
+    ConfigError
+        If it is no vector store or cannot read documents by their ids; in a deletion without ids, if it cannot list its
+        documents.
+    ForgetError
+        In a deletion: if documents are deleted, but their KV could not be erased.
+
+    Notes
+    -----
+    Seen are ``delete``, ``add_documents``, ``add_texts``, their asynchronous twins, and of Chroma also
+    ``update_document``, ``update_documents``, ``reset_collection`` and ``delete_collection``.
+    """
+    if not isinstance(vectorstore, VectorStore):
+        raise ConfigError("vectorstore", type(vectorstore).__name__, "give a LangChain vector store")
+    kind = type(vectorstore)
+    if kind.get_by_ids is VectorStore.get_by_ids and kind.aget_by_ids is VectorStore.aget_by_ids:
+        remedy = "call llm.forget(documents) after deleting; this kind of store cannot read documents by ids"
+        raise ConfigError("vectorstore", kind.__name__, remedy)
+    return wrapped(_Forgetting, vectorstore, llm=llm)
+
+
+class _Forgetting(Wrapper):
+    """Erases the KV of what leaves the wrapped store."""
+
+    @staticmethod
+    def _seen(name: str, found: Any, inner: Any, **state: Any) -> Any:
+        if name not in _IDS_OF:
+            return found
+        ids_of, forget = _IDS_OF[name], state["llm"].forget
+
+        @wraps(found)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            ids = ids_of(*args, **kwargs)
+            if ids is not None and not ids:
+                return found(*args, **kwargs)
+            read = _Reading(inner, ids, emptied=name == "delete_collection")
+            again = partial(found, *args, **kwargs)
+            if name in _ASYNCHRONOUS:
+                return calling_async(again, read.abefore, read.aleft, forget)
+            return calling(again, read.before, read.left, forget)
+
+        return call
+
+
+def _ids_of_delete(ids: Any = None, **kwargs: Any) -> list[Any] | None:
+    return list(ids) if isinstance(ids, (list, tuple, set)) else None
+
+
+def _ids_of_documents(documents: Sequence[Document], **kwargs: Any) -> list[Any]:
+    return [one for one in kwargs.get("ids") or [document.id for document in documents] if one is not None]
+
+
+def _ids_of_texts(texts: Any, metadatas: Any = None, ids: Sequence[Any] | None = None, **kwargs: Any) -> list[Any]:
+    return [one for one in ids or () if one is not None]
+
+
+def _ids_of_update(ids: Sequence[Any], documents: Any) -> list[Any]:
+    return list(ids)
+
+
+def _ids_of_one(document_id: Any, document: Any) -> list[Any]:
+    return [document_id]
+
+
+def _all() -> None:
+    return None
+
+
+# Which documents a call may take out of the store; None: any of them.
+_IDS_OF: dict[str, Callable[..., list[Any] | None]] = {
+    "delete": _ids_of_delete,
+    "adelete": _ids_of_delete,
+    "add_documents": _ids_of_documents,
+    "aadd_documents": _ids_of_documents,
+    "add_texts": _ids_of_texts,
+    "aadd_texts": _ids_of_texts,
+    "update_documents": _ids_of_update,
+    "update_document": _ids_of_one,
+    "reset_collection": _all,
+    "delete_collection": _all,
+}
+_ASYNCHRONOUS = ("adelete", "aadd_documents", "aadd_texts")
+
+
+class _Reading:
+    """Reads texts of a store before and after a call.
+
+    Parameters
+    ----------
+    store : VectorStore
+    ids : list or None
+        Of which documents; None for all.
+    emptied : bool
+        Whether nothing can be read after the call.
+    """
+
+    def __init__(self, store: VectorStore, ids: list[Any] | None, emptied: bool) -> None:
+        self._store, self._ids, self._emptied = store, ids, emptied
+        self._contents: Contents | None = contents_of(store)
+        if ids is None and self._contents is None:
+            remedy = "give a list of ids; this kind of store cannot list what it would delete without them"
+            raise ConfigError("ids", None, remedy)
+
+    def before(self) -> dict[str, None]:
+        if self._ids is None:
+            return _texts(self._contents.documents() if self._contents else ())
+        return _texts(getattr(self._contents, "get_by_ids", self._store.get_by_ids)(self._ids))
+
+    async def abefore(self) -> dict[str, None]:
+        if self._ids is None:
+            return await asyncio.to_thread(self.before)
+        return _texts(await getattr(self._contents, "aget_by_ids", self._store.aget_by_ids)(self._ids))
+
+    def left(self, before: Collection[str], done: bool) -> list[str]:
+        if self._emptied:
+            return list(before) if done else []
+        return self._without_held(before, self.before() if before else {})
+
+    async def aleft(self, before: Collection[str], done: bool) -> list[str]:
+        after = await self.abefore() if before else {}
+        return await asyncio.to_thread(self._without_held, before, after)
+
+    def _without_held(self, before: Collection[str], after: Collection[str]) -> list[str]:
+        """Texts that no document has any more, as far as the store says."""
+        gone = [text for text in before if text not in after]
+        if not gone or self._ids is None or self._contents is None:
+            return gone
+        try:
+            held = self._contents.holding(gone)
+        except Exception as error:  # a store may refuse such a question; erased is erased, at worst a miss
+            _log.warning("%s does not say which texts other documents have: %s", type(self._store).__name__, error)
+            return gone
+        return [text for text in gone if text not in held]
+
+
+def _texts(documents: Any) -> dict[str, None]:
+    return dict.fromkeys(document.page_content for document in documents)

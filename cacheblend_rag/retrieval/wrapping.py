@@ -1,0 +1,151 @@
+"""Wrappers that pass for the vector store within, whatever its class, and see some of the calls of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection
+from types import MethodType, new_class
+from typing import Any, TypeVar, cast
+
+from cacheblend_rag.errors import ForgetError
+
+__all__ = ["Wrapper", "calling", "calling_async", "wrapped"]
+
+R = TypeVar("R")
+T = TypeVar("T")
+Forget = Callable[[list[str]], object]
+
+_OWN = frozenset({"__class__", "__copy__", "__deepcopy__", "__reduce_ex__"})
+
+
+class Wrapper:
+    """Passes everything on to the wrapped store; a subclass changes what calls of its methods do."""
+
+    # Copying goes through __reduce_ex__, whatever the wrapped class has.
+    __copy__ = __deepcopy__ = None
+
+    def __getattribute__(self, name: str) -> Any:
+        own = object.__getattribute__
+        if name in _OWN:
+            return own(self, name)
+        state = own(self, "__dict__")
+        found = getattr(state["inner"], name)
+        if name == "as_retriever":  # the retriever searches this store, not the one within
+            return MethodType(type(state["inner"]).as_retriever, self)
+        return own(self, "_seen")(name, found, **state)
+
+    @staticmethod
+    def _seen(name: str, found: Any, inner: Any, **state: Any) -> Any:
+        """What an attribute of the wrapped store is to those who use the wrapper."""
+        raise NotImplementedError
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(object.__getattribute__(self, "__dict__")["inner"], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(object.__getattribute__(self, "__dict__")["inner"], name)
+
+    def __dir__(self) -> list[str]:
+        return dir(object.__getattribute__(self, "__dict__")["inner"])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        kind = next(base for base in type(self).__mro__ if base.__base__ is Wrapper)
+        return _rebuilt, (kind, object.__getattribute__(self, "__dict__"))
+
+
+def wrapped(kind: type[Wrapper], store: T, **state: Any) -> T:
+    """A wrapper around a store.
+
+    Parameters
+    ----------
+    kind : type
+        Subclass of `Wrapper`.
+    store : object
+        Not changed.
+    **state
+        What the wrapper's ``_seen`` gets, beside the store.
+
+    Returns
+    -------
+    object
+        Behaves as the store, also to ``isinstance``.
+    """
+    return cast(T, _rebuilt(kind, {"inner": store, **state}))
+
+
+def _rebuilt(kind: type[Any], state: dict[str, Any]) -> Any:
+    made = object.__new__(_kind_of(kind, type(state["inner"])))
+    object.__setattr__(made, "__dict__", dict(state))
+    return made
+
+
+_kinds: dict[Any, type[Any]] = {}
+
+
+def _kind_of(kind: type[Any], store: type[Any]) -> type[Any]:
+    """A class of wrappers that pass for stores of a class."""
+    while issubclass(store, Wrapper):
+        store = store.__bases__[1]
+    if (kind, store) not in _kinds:
+        names = {name: getattr(store, name) for name in ("__module__", "__qualname__", "__doc__")}
+        _kinds[kind, store] = new_class(store.__name__, (kind, store), exec_body=lambda space: space.update(names))
+    return _kinds[kind, store]
+
+
+# Calls after which texts may no longer be in a store ----------------------------------------------
+
+
+def calling(
+    call: Callable[[], R], before: Callable[[], T], left: Callable[[T, bool], Collection[str]], forget: Forget
+) -> R:
+    """Call a method of a store, and forget the texts that have left it then.
+
+    A call that fails may have done a part of its work: what has left by then is forgotten, no more.
+
+    Parameters
+    ----------
+    call : callable
+    before : callable
+        Reads what the call may take out of the store.
+    left : callable
+        Takes what was read and whether the call has succeeded, and looks which texts are no longer there.
+    forget : callable
+        Erases the KV of texts.
+
+    Raises
+    ------
+    ForgetError
+        If their KV could not be erased.
+    """
+    there, done = before(), False
+    try:
+        result = call()
+        done = True
+        return result
+    finally:
+        _forget(forget, left(there, done))
+
+
+async def calling_async(
+    call: Callable[[], Awaitable[R]],
+    before: Callable[[], Awaitable[T]],
+    left: Callable[[T, bool], Awaitable[Collection[str]]],
+    forget: Forget,
+) -> R:
+    """`calling` of an asynchronous method."""
+    there, done = await before(), False
+    try:
+        result = await call()
+        done = True
+        return result
+    finally:
+        await asyncio.to_thread(_forget, forget, await left(there, done))
+
+
+def _forget(forget: Forget, texts: Collection[str]) -> None:
+    if not texts:
+        return
+    try:
+        forget(list(texts))
+    except Exception as error:
+        raise ForgetError(list(texts), error) from error
