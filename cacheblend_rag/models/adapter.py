@@ -29,9 +29,9 @@ from cacheblend_rag.models.modules import (
     cache_argument,
     evaluating,
     is_compiled,
+    keeping_nothing,
     misshapen,
     part_of,
-    text_only,
     twins_of,
 )
 from cacheblend_rag.models.rope import Positions, Rotaries, rotate
@@ -522,7 +522,7 @@ class ModelAdapter:
         inputs = torch.tensor([list(ids)], device=self.device)
         kept = {cache_argument(self.model): cache, "logits_to_keep": logits_to_keep}
         with evaluating(self.model), torch.set_grad_enabled(gradients):
-            logits: torch.Tensor = text_only(self.model)(inputs, use_cache=True, **kept).logits[0]
+            logits: torch.Tensor = keeping_nothing(self.model)(inputs, use_cache=True, **kept).logits[0]
         return logits
 
     def segment_kv(self, context_ids: Sequence[int], ids: Sequence[int], regime: int = 0) -> SegmentKV:

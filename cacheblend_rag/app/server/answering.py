@@ -401,4 +401,5 @@ def _how_made(report: BlendReport) -> dict[str, Any]:
         "left_out": list(report.left_out),
         "recompute_ratio": report.recompute_ratio,
         "plain": report.plain,
+        "plain_reason": report.plain_reason,
     }
