@@ -435,7 +435,7 @@ class BlendEngine:
             decoded = generate(
                 self.model,
                 self.tokenizer,
-                inputs=prompt.inputs.to(self.adapter.device, self.adapter.dtype),
+                inputs=copy.copy(prompt.inputs).to(self.adapter.device, self.adapter.dtype),
                 options=options,
                 on_text=sink.put if sink else None,
                 cancelled=sink.cancelled if sink else _never,

@@ -162,7 +162,9 @@ def test_images_and_blended_text_in_other_threads_do_not_disturb_each_other(cont
     image = engine.image_prompt(
         [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, {"type": "image", "url": URL}]}]
     )
+    given = dict(image.inputs)
     expected = engine.generate(image, max_new_tokens=12).token_ids
+    assert all(image.inputs[name] is value for name, value in given.items())
     assert expected == plain_image_tokens(tiny_twin(container), image, 12)
     wrong: list[Any] = []
 
