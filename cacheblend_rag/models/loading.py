@@ -22,8 +22,8 @@ from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError
 from cacheblend_rag.models.families import check_supported
 from cacheblend_rag.models.gguf import is_gguf, opened_gguf
 from cacheblend_rag.models.identity import files_identity, fingerprint, known_fingerprint, remember_fingerprint
-from cacheblend_rag.models.latent import latent_width
 from cacheblend_rag.models.memory import total_memory
+from cacheblend_rag.models.projections import latent_width
 from cacheblend_rag.models.shape import head_width
 from cacheblend_rag.models.starters import starter_folder, starter_named
 
