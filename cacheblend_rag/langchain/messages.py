@@ -167,7 +167,7 @@ def _source(block: dict[str, Any]) -> dict[str, Any]:
     if block["type"] == "image_url":
         given = block.get("image_url")
         return {"url": given.get("url") if isinstance(given, dict) else given}
-    source = block.get("source", block)
+    source = block["source"] if isinstance(block.get("source"), dict) else block
     data = source.get("base64") or source.get("data")
     return {"base64": data} if data else {"url": source.get("url")}
 

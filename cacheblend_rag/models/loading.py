@@ -233,9 +233,10 @@ def _load_processor(name: str, model_kwargs: dict[str, Any]) -> Any:
     try:
         return AutoProcessor.from_pretrained(name, **_where(model_kwargs))
     except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        why = " ".join(str(error).split())  # transformers writes several lines
         raise ModelLoadError(
-            f"the processor of model {name!r}, which reads its images, could not be loaded: {error}; save it beside "
-            "the model by processor.save_pretrained, and install what it needs"
+            f"the processor of model {name!r}, which reads its images, could not be loaded: {why}; install what it "
+            "needs, and save it beside the model by processor.save_pretrained"
         ) from error
 
 
