@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as _CONTAINERS
 from transformers.utils import cached_file, find_adapter_config_file
 
@@ -230,6 +230,8 @@ def _where(model_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _load_processor(name: str, model_kwargs: dict[str, Any]) -> Any:
     """What makes inputs of images for a container."""
+    from transformers import AutoProcessor  # it imports what reads images, which text does not need
+
     try:
         return AutoProcessor.from_pretrained(name, **_where(model_kwargs))
     except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
