@@ -136,6 +136,8 @@ class BlendReport:
         a full prefill's.
     plain : bool
         Whether plain prefill answered.
+    plain_reason : str
+        Why it did, where no prompt of this kind is blended: ``"the prompt holds an image"``. Else empty.
     lost : int
         Records that failed while they were loaded; the pass began again without them.
     recompute_ratio : float
@@ -167,6 +169,7 @@ class BlendReport:
     computed_tokens: tuple[int, ...] = ()
     work: float = 0.0
     plain: bool = False
+    plain_reason: str = ""
     lost: int = 0
     recompute_ratio: float = 0.0
     expected: Expected | None = None

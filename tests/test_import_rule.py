@@ -48,6 +48,7 @@ HOMES = {
     "langchain_text_splitters": ("langchain", "retrieval"),
     "llama_index": ("llama_index",),
     "peft": ("models.lora",),
+    "PIL": ("prompt.images",),
     "llguidance": ("engine.grammar",),
     "gguf": ("models.gguf",),
     "datasets": (),

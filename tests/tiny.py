@@ -272,9 +272,10 @@ def _container(architecture: str, text: Any) -> Any:
     if "embed_dim" in sizes:  # then the other width is that of the text model
         sizes["hidden_size"] = text.hidden_size
     ids = [name for name in ("image_token_id", "image_token_index") if name in kind().to_dict()]
+    pooled = {"mm_tokens_per_image": 4} if "mm_tokens_per_image" in kind().to_dict() else {}
     vision = type(images)(**{name: known[name] for name in known if name not in IMAGES} | sizes)
     tied = {"tie_word_embeddings": getattr(text, "tie_word_embeddings", False)}
-    return kind(text_config=text, vision_config=vision, **dict.fromkeys(ids, 399), **tied)
+    return kind(text_config=text, vision_config=vision, **dict.fromkeys(ids, 399), **pooled, **tied)
 
 
 def _spread_norms(model: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from cacheblend_rag.engine.grammar import Grammar
 from cacheblend_rag.engine.logits import TokenMask
 from cacheblend_rag.errors import ConfigError, GenerationError
-from cacheblend_rag.models.modules import CACHE_FIELD, cache_argument, evaluating, text_only
+from cacheblend_rag.models.modules import CACHE_FIELD, cache_argument, evaluating, keeping_nothing
 
 DEFAULT_NEW_TOKENS = 256
 
-__all__ = ["DEFAULT_NEW_TOKENS", "DecodeArguments", "DecodeOptions", "Decoded", "Step", "decode"]
+__all__ = ["DEFAULT_NEW_TOKENS", "DecodeArguments", "DecodeOptions", "Decoded", "Step", "decode", "generate"]
 
 
 Step = Callable[[Mapping[str, Any]], torch.Tensor]
@@ -235,30 +236,70 @@ def decode(
     GenerationError
         If transformers returned no token.
     """
-    config = options.resolve(model, tokenizer)
-    if window is not None:
-        _end_within(config, window, len(input_ids))
-    eos = config.eos_token_id
-    end_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    assembler = _TextAssembler(tokenizer, options, end_ids, len(input_ids), on_text, cancelled)
     ids = torch.tensor([list(input_ids)], device=logits.device)
-    processors = list(options.logits_processor)
-    if options.grammar is not None:
-        processors.append(TokenMask(options.grammar, end_ids))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), cache_argument(model): cache}
 
     def continue_from_fused(model: Any, input_ids: torch.Tensor, **arguments: Any) -> Any:
         return type(model)._sample(_Prefilled(model, logits, cache, own_step), input_ids, **arguments)
 
-    with evaluating(model), _Chance(options.seed, logits.device) as chance:
+    with _Chance(options.seed, logits.device) as chance:
         own_step = chance.apart_from(step) if step is not None else None
-        text_only(model).generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
+        return generate(
+            model,
+            tokenizer,
+            inputs=inputs,
+            options=dataclasses.replace(options, seed=None),
+            on_text=on_text,
+            cancelled=cancelled,
+            window=window,
+            custom_generate=continue_from_fused,
+        )
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    *,
+    inputs: Mapping[str, Any],
+    options: DecodeOptions,
+    on_text: Callable[[str], None] | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+    window: int | None = None,
+    **how: Any,
+) -> Decoded:
+    """Prefill and decode by transformers' own generation.
+
+    Parameters
+    ----------
+    inputs : mapping
+        What the model takes: ``input_ids``, and whatever belongs to them.
+    model, tokenizer, options, on_text, cancelled, window
+        As for `decode`.
+    **how
+        Passed on to ``generate``.
+
+    Raises
+    ------
+    GenerationError
+        If transformers returned no token.
+    """
+    ids, config = inputs["input_ids"], options.resolve(model, tokenizer)
+    prompt_tokens = ids.shape[1]
+    if window is not None:
+        _end_within(config, window, prompt_tokens)
+    eos = config.eos_token_id
+    end_ids = frozenset(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    assembler = _TextAssembler(tokenizer, options, end_ids, prompt_tokens, on_text, cancelled)
+    processors = list(options.logits_processor)
+    if options.grammar is not None:
+        processors.append(TokenMask(options.grammar, end_ids))
+    with evaluating(model), _Chance(options.seed, ids.device):
+        keeping_nothing(model).generate(
+            **inputs,
             generation_config=config,
             stopping_criteria=[assembler],
             logits_processor=processors,
-            custom_generate=continue_from_fused,
-            **{cache_argument(model): cache},
+            **how,
         )
     return assembler.result()
 

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Unpack
@@ -20,7 +20,7 @@ import torch
 
 from cacheblend_rag.config import BlendConfig, check_model_and_tokenizer
 from cacheblend_rag.engine.batch import ReadOnce, by_common_chunks
-from cacheblend_rag.engine.decode import DEFAULT_NEW_TOKENS, DecodeArguments, Decoded, DecodeOptions, decode
+from cacheblend_rag.engine.decode import DEFAULT_NEW_TOKENS, DecodeArguments, Decoded, DecodeOptions, decode, generate
 from cacheblend_rag.engine.grammar import Form, Grammar
 from cacheblend_rag.engine.guard import QualityGuard
 from cacheblend_rag.engine.lookup import Segment
@@ -46,9 +46,10 @@ from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.contexts import LearnedContext
 from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.models.lora import unwrapped
-from cacheblend_rag.prompt import Fitted, Prompt, PromptTokenizer, TokenizedPrompt
+from cacheblend_rag.prompt import Fitted, ImagePrompt, Prompt, PromptTokenizer, TokenizedPrompt
 from cacheblend_rag.prompt.contexts import finder
-from cacheblend_rag.report import FusedKV, Generation, WarmReport
+from cacheblend_rag.prompt.images import ImageLimits, image_prompt
+from cacheblend_rag.report import BlendReport, FusedKV, Generation, Seconds, WarmReport
 from cacheblend_rag.store import KVStore, StorePlaces, open_store
 from cacheblend_rag.store.factory import absolute_places, are_places
 
@@ -63,7 +64,7 @@ class BlendEngine:
     Parameters
     ----------
     model : transformers PreTrainedModel or PeftModel
-        A causal language model, perhaps with LoRA adapters, or a model that takes images too, for prompts of text.
+        A causal language model, perhaps with LoRA adapters, or a model that takes images too.
         Nothing is left behind on it. Several engines may share one: their requests wait for one another. Who runs it
         without an engine, on whatever thread, gets what the model itself gives.
     tokenizer : transformers tokenizer
@@ -76,6 +77,8 @@ class BlendEngine:
     fingerprint : str, optional
         Identity of the model's own weights, adapters aside, where it is known already; by default they are read
         through.
+    processor : transformers processor, optional
+        The model's own, for prompts that hold images. Without it, such prompts are refused.
 
     Raises
     ------
@@ -102,11 +105,13 @@ class BlendEngine:
         config: BlendConfig | None = None,
         store: KVStore | StorePlaces | None = None,
         fingerprint: str | None = None,
+        processor: Any = None,
     ) -> None:
         check_model_and_tokenizer(model, tokenizer)
         model = unwrapped(model)
         self.config = config or BlendConfig()
         self.model, self.tokenizer = model, tokenizer
+        self._processor: Callable[[], Any] = lambda: processor
         self._owns_store = store is None or are_places(store)
         adapter = ModelAdapter(model, like=self.config.like or None)
         self.store = open_store(store, self.config, beside_gpu=adapter.device.type == "cuda")
@@ -160,6 +165,7 @@ class BlendEngine:
         loaded = load_model(model, device=device, dtype=dtype, **model_kwargs)
         made = cls(loaded.model, loaded.tokenizer, config=config, store=store, fingerprint=loaded.fingerprint())
         made._named = Named(os.fspath(model))
+        made._processor = loaded.processor
         if made._owns_store:
             places = absolute_places(store) if are_places(store) else None
             made._reopen = partial(
@@ -237,6 +243,11 @@ class BlendEngine:
         return self.adapter.context_window
 
     @property
+    def takes_images(self) -> bool:
+        """Whether the model has an image encoder."""
+        return getattr(self.model.config, "vision_config", None) is not None
+
+    @property
     def condition(self) -> str:
         """What chunks are computed behind; ``"auto"`` of the options is decided."""
         return self._pipeline.condition
@@ -257,6 +268,39 @@ class BlendEngine:
     def tokenize(self, prompt: Prompt | str) -> TokenizedPrompt:
         """The ids of a prompt and where its segments lie, however long it is."""
         return self._pipeline.tokenizer.tokenize(self._prompt(prompt))
+
+    def image_prompt(
+        self,
+        turns: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        begun: str = "",
+        limits: ImageLimits | None = None,
+    ) -> ImagePrompt:
+        """The prompt of a conversation that holds images, by the model's own processor.
+
+        It is answered by transformers' own ``generate``: nothing of it is blended or stored.
+
+        Parameters
+        ----------
+        turns, tools, options, begun, limits
+            As for `cacheblend_rag.prompt.images.image_prompt`.
+
+        Raises
+        ------
+        ConfigError
+            If the engine was made of objects and has no processor.
+        ModelLoadError
+            If the processor cannot be loaded.
+        PromptError
+            If the conversation or an image cannot be used.
+        """
+        processor = self._processor()
+        if processor is None:
+            remedy = "an image needs the model's own: give processor=AutoProcessor.from_pretrained(name of the model)"
+            raise ConfigError("processor", None, remedy)
+        return image_prompt(processor, self.tokenizer, turns, tools, options, begun=begun, limits=limits)
 
     def fitted(self, prompt: Prompt | str, max_new_tokens: int | None = None) -> Fitted:
         """What of a prompt is answered: with ``overflow="drop_chunks"`` perhaps fewer chunks than it has.
@@ -376,6 +420,8 @@ class BlendEngine:
     def fuse(self, prompt: Prompt | str) -> FusedKV:
         """Make the KV of a prompt and the logits of its last position, without generating."""
         parsed = self._prompt(prompt)
+        if isinstance(parsed, ImagePrompt):
+            raise PromptError("a prompt that holds an image is not fused: use generate or stream")
         with self._held():
             blend = self._pipeline.blend(parsed)
             self._keep(blend)
@@ -397,6 +443,8 @@ class BlendEngine:
             if cancelled():
                 raise GenerationError("the answer was given up before its turn came")
             fit = pipeline.split(prompt, *_answer_room(options))
+            if isinstance(prompt, ImagePrompt):
+                return self._plain_answer(prompt, fit, options, sink)
             with pipeline.look_up(fit) as lookup:
                 loading = pipeline.load(lookup, cancelled)
                 blend = pipeline.fuse(lookup, loading, partial(self._give_way, cancelled) if self._several else None)
@@ -405,6 +453,27 @@ class BlendEngine:
             self._keep(pipeline.keep_session(blend, answer.token_ids))
         self.guard.watch(fit.prompt, answer, self._pipeline, self._scheduler, self._write_back)
         return answer
+
+    def _plain_answer(
+        self, prompt: ImagePrompt, fit: Fitted, options: DecodeOptions, sink: Cancelled | None
+    ) -> Generation:
+        """The answer to a prompt that holds images: the model's own, from its own prefill."""
+        started = time.perf_counter()
+        with self.products():
+            decoded = generate(
+                self.model,
+                self.tokenizer,
+                inputs=copy.copy(prompt.inputs).to(self.adapter.device, self.adapter.dtype),
+                options=options,
+                on_text=sink.put if sink else None,
+                cancelled=sink.cancelled if sink else _never,
+                window=self.context_window,
+            )
+        seconds = Seconds(split=prompt.seconds + fit.seconds, fuse=decoded.first_token_at - started)
+        report = dataclasses.replace(
+            self._pipeline.plain_report(fit.split), plain_reason="the prompt holds an image", seconds=seconds
+        )
+        return Generation(decoded.text, decoded.token_ids, _completed(report, decoded))
 
     def _decode(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> Generation:
         """The answer to a fused prompt, token by token."""
@@ -648,7 +717,7 @@ class BlendEngine:
     def _held(self, prompt: Prompt | None = None, new_tokens: int | None = None) -> Iterator[ModelTime]:
         """The model and the store: for one request alone, or for a prompt beside others that have begun."""
         beside: Callable[[], int] = _nobody
-        if prompt is not None and self._several:
+        if prompt is not None and self._several and not isinstance(prompt, ImagePrompt):  # that one lets nobody in
             # No tokenizer makes more tokens than there are bytes.
             size = len(prompt.written(self.config.separator).text.encode())
             beside = partial(self._beside, size + (new_tokens or 256))
@@ -719,13 +788,12 @@ def _answer_room(options: DecodeOptions) -> tuple[int, int]:
 
 def _generation(fused: FusedKV, decoded: Decoded, fused_at: float) -> Generation:
     seconds = dataclasses.replace(fused.report.seconds, first_token=decoded.first_token_at - fused_at)
-    report = dataclasses.replace(
-        fused.report,
-        seconds=seconds,
-        generated_tokens=len(decoded.token_ids),
-        finish_reason=decoded.finish_reason,
-    )
+    report = _completed(dataclasses.replace(fused.report, seconds=seconds), decoded)
     return Generation(decoded.text, decoded.token_ids, report, fused.recomputed, fused.deviation)
+
+
+def _completed(report: BlendReport, decoded: Decoded) -> BlendReport:
+    return dataclasses.replace(report, generated_tokens=len(decoded.token_ids), finish_reason=decoded.finish_reason)
 
 
 @contextlib.contextmanager

@@ -312,6 +312,7 @@ class ModelFields(BaseModel):
         *,
         store: StorePlaces | None = None,
         config: BlendConfig | None = None,
+        processor: Any = None,
         **fields: Any,
     ) -> Self:
         """A model made of objects the user has."""
@@ -319,7 +320,7 @@ class ModelFields(BaseModel):
         own = {name: value for name, value in fields.items() if name not in options}
         if options:
             config = dataclasses.replace(config or BlendConfig(), **options)
-        return cls(engine=BlendEngine(model, tokenizer, config=config, store=store), **own)
+        return cls(engine=BlendEngine(model, tokenizer, config=config, store=store, processor=processor), **own)
 
     # Documents -------------------------------------------------------------------------------
 
@@ -510,6 +511,7 @@ class ModelFields(BaseModel):
             "prompt_tokens": report.prompt_tokens,
             "generated_tokens": report.generated_tokens,
             "plain": report.plain,
+            "plain_reason": report.plain_reason,
             "documents": [one.asdict() for one in report.documents],
         }
         return {**info, "input_ids": list(report.input_ids)} if self.report_input_ids else info

@@ -381,19 +381,23 @@ class Pipeline:
         with self.packed():
             result = self.adapter.prefill(split.input_ids, between)
         rows = torch.arange(len(split.input_ids), device=self.adapter.device)
+        report = dataclasses.replace(self.plain_report(split), seconds=Seconds(fuse=time.perf_counter() - started))
         layers = self.adapter.num_layers
-        report = dataclasses.replace(
+        fused = FusedKV(result.cache, result.logits, list(split.input_ids), (rows,) * layers, None, report)
+        return Blend(fused, {})
+
+    def plain_report(self, split: TokenizedPrompt) -> BlendReport:
+        """What is said of a prompt that is prefilled in full."""
+        layers = self.adapter.num_layers
+        return dataclasses.replace(
             self._counts(split),
             misses=len(split.chunks),
             chunk_tiers=("",) * len(split.chunks),
             recomputed_tokens=(0,) * layers,
-            computed_tokens=(len(rows),) * layers,
+            computed_tokens=(len(split.input_ids),) * layers,
             plain=True,
             work=1.0,
-            seconds=Seconds(fuse=time.perf_counter() - started),
         )
-        fused = FusedKV(result.cache, result.logits, list(split.input_ids), (rows,) * layers, None, report)
-        return Blend(fused, {})
 
     def _blended(self, lookup: Lookup, loading: Loading) -> Blend:
         """Answer by the blended pass; a record that fails on the way counts as never stored."""

@@ -91,9 +91,12 @@ class BlendFields(ModelFields):
         return cls(engine=engine, **fields)
 
     @classmethod
-    def from_model(cls, model: Any, tokenizer: Any, **fields: Unpack[_ModelFields]) -> Self:
-        """Take a transformers model and its tokenizer that the user has; nothing is left behind on them."""
-        return cls._of_model(model, tokenizer, **fields)
+    def from_model(cls, model: Any, tokenizer: Any, *, processor: Any = None, **fields: Unpack[_ModelFields]) -> Self:
+        """Take a transformers model and its tokenizer that the user has; nothing is left behind on them.
+
+        Messages with images need the model's ``processor`` too.
+        """
+        return cls._of_model(model, tokenizer, processor=processor, **fields)
 
     def _begin_tracking(self) -> None:
         begin_tracking()

@@ -23,11 +23,12 @@ from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.write_back import tokens_to_store
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.base import AllFields, BlendFields, within_run
-from cacheblend_rag.langchain.messages import answer_texts, artifact_texts, places_of, render
+from cacheblend_rag.langchain.messages import answer_texts, artifact_texts, places_of, render, turns_of
 from cacheblend_rag.langchain.tools import WholeJson, call_chunks, parse_answer, response_format
 from cacheblend_rag.langchain.tracking import documents_of_run, known_chunks, note_found
-from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt import ImagePrompt, Prompt
 from cacheblend_rag.prompt.chat import CALL_END, HeldBack, check_choice, offers_tools, opening
+from cacheblend_rag.prompt.images import ImageLimits, holds_image
 from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved, match_chunks
 from cacheblend_rag.report import Generation
 
@@ -83,8 +84,10 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return f"{super()._get_llm_string(stop=stop, **kwargs)}---{sorted(self._identifying_params.items())}"
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
-        """Tokens of a conversation as the chat template writes it."""
+        """Tokens of a conversation as the chat template writes it, those of its images included."""
         offered = [convert_to_openai_tool(tool) for tool in tools] if tools else None
+        if (seen := self._with_images(messages, offered, self.chat_template_kwargs)) is not None:
+            return len(seen.input_ids)
         return len(self.get_token_ids(render(self.engine.tokenizer, messages, offered, self.chat_template_kwargs)))
 
     def bind_tools(
@@ -243,6 +246,32 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         names = [tool["function"]["name"] for tool in tools or []]
         begun = opening(check_choice(overrides.get("tool_choice"), names), tokenizer)
         options = overrides.get("chat_template_kwargs", self.chat_template_kwargs)
+        prompt = self._with_images(messages, tools, options, begun) or self._matched(messages, tools, options, begun)
+        stops = [*(stop or []), CALL_END] if begun else stop
+        return _Request(prompt, self._arguments(stops, overrides, _CALL), tools, begun)
+
+    def _with_images(
+        self,
+        messages: Sequence[BaseMessage],
+        tools: list[dict[str, Any]] | None,
+        options: dict[str, Any],
+        begun: str = "",
+    ) -> ImagePrompt | None:
+        """The prompt of a conversation that holds images, if this one does and the model takes them."""
+        turns = turns_of(messages, images=True) if self.engine.takes_images else []
+        if not holds_image(turns):
+            return None
+        return self.engine.image_prompt(turns, tools, options, begun=begun, limits=self._image_limits())
+
+    def _image_limits(self) -> ImageLimits | None:
+        """How large the images of a conversation may be."""
+        return None
+
+    def _matched(
+        self, messages: Sequence[BaseMessage], tools: list[dict[str, Any]] | None, options: dict[str, Any], begun: str
+    ) -> Prompt:
+        """The prompt of a conversation of text, and the chunks that are found in it."""
+        tokenizer = self.engine.tokenizer
         text = render(tokenizer, messages, tools, options) + begun
         places = places_of(text, messages)
         prompt = match_chunks(
@@ -255,8 +284,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
             quotes=answer_texts(messages) if self.reuse_answers else (),
         )
         note_found(messages, prompt)
-        stops = [*(stop or []), CALL_END] if begun else stop
-        return _Request(prompt, self._arguments(stops, overrides, _CALL), tools, begun)
+        return prompt
 
     def _retrieved(self, messages: Sequence[BaseMessage]) -> list[Retrieved]:
         """What was retrieved for a conversation: documents that tools have attached, and those of its run."""

@@ -18,8 +18,9 @@ from langchain_core.messages import (
 
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.prompt.chat import not_text, render_turns
+from cacheblend_rag.prompt.images import IMAGE
 
-__all__ = ["Places", "answer_texts", "artifact_texts", "places_of", "render"]
+__all__ = ["Places", "answer_texts", "artifact_texts", "places_of", "render", "turns_of"]
 
 
 def render(
@@ -48,7 +49,24 @@ def render(
     PromptError
         If there is no message, or one holds more than text.
     """
-    return render_turns(tokenizer, [_turn(message) for message in messages], tools, options)
+    return render_turns(tokenizer, turns_of(messages), tools, options)
+
+
+def turns_of(messages: Sequence[BaseMessage], images: bool = False) -> list[dict[str, Any]]:
+    """Messages as chat templates take them.
+
+    Parameters
+    ----------
+    messages : sequence of BaseMessage
+    images : bool
+        Whether images may be in them. The content of a message with one is a list of blocks; see `image_prompt`.
+
+    Raises
+    ------
+    PromptError
+        If one holds something else.
+    """
+    return [_turn(message, images) for message in messages]
 
 
 @dataclass(frozen=True)
@@ -105,8 +123,9 @@ def answer_texts(messages: Iterable[BaseMessage]) -> list[str]:
     return [_text(message) for message in messages if isinstance(message, AIMessage)]
 
 
-def _turn(message: BaseMessage) -> dict[str, Any]:
-    turn: dict[str, Any] = {"role": _role(message), "content": _text(message)}
+def _turn(message: BaseMessage, images: bool) -> dict[str, Any]:
+    held = images and isinstance(message.content, list) and any(map(_is_image, message.content))
+    turn: dict[str, Any] = {"role": _role(message), "content": _blocks(message) if held else _text(message)}
     if isinstance(message, AIMessage) and message.tool_calls:
         turn["tool_calls"] = [
             {"type": "function", "id": call["id"], "function": {"name": call["name"], "arguments": call["args"]}}
@@ -128,16 +147,43 @@ def _role(message: BaseMessage) -> str:
     raise PromptError(f"a {name} has no place in a chat template; use system, human, AI or tool messages")
 
 
+def _is_image(block: Any) -> bool:
+    return isinstance(block, dict) and block.get("type") in (IMAGE, "image_url")
+
+
+def _blocks(message: BaseMessage) -> list[dict[str, Any]]:
+    """The content of a message that holds an image."""
+    blocks: list[dict[str, Any]] = []
+    for block in message.content:
+        if isinstance(block, dict) and _is_image(block):
+            blocks.append({"type": IMAGE, **_source(block)})
+        elif text := _text_of(block):
+            blocks.append({"type": "text", "text": text})
+    return blocks
+
+
+def _source(block: dict[str, Any]) -> dict[str, Any]:
+    """Where the bytes of an image are: LangChain's blocks, those of its earlier versions, OpenAI's, Anthropic's."""
+    if block["type"] == "image_url":
+        given = block.get("image_url")
+        return {"url": given.get("url") if isinstance(given, dict) else given}
+    source = block["source"] if isinstance(block.get("source"), dict) else block
+    data = source.get("base64") or source.get("data")
+    return {"base64": data} if data else {"url": source.get("url")}
+
+
 def _text(message: BaseMessage) -> str:
     content = message.content
     if isinstance(content, str):
         return content
-    parts = []
-    for block in content:
-        if isinstance(block, str):
-            parts.append(block)
-        elif block.get("type") == "text":
-            parts.append(str(block["text"]))
-        elif block.get("type") not in ("tool_use", "tool_call"):  # these are in message.tool_calls too
-            raise not_text(str(block.get("type")))
-    return "".join(parts)
+    return "".join(map(_text_of, content))
+
+
+def _text_of(block: str | dict[str, Any]) -> str:
+    if isinstance(block, str):
+        return block
+    if block.get("type") == "text":
+        return str(block["text"])
+    if block.get("type") not in ("tool_use", "tool_call"):  # these are in message.tool_calls too
+        raise not_text(str(block.get("type")))
+    return ""

@@ -39,10 +39,11 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.llama_index.answering import ModelCall, R, Said
 from cacheblend_rag.llama_index.context import CONTEXT_NAMES, Hint, MarkedMessages, MarkedText, see
 from cacheblend_rag.llama_index.events import CacheBlendEvent
-from cacheblend_rag.llama_index.messages import ByTemplate, answer_message
+from cacheblend_rag.llama_index.messages import ByTemplate, answer_message, turns_of
 from cacheblend_rag.llama_index.tracking import answers_noted, documents_retrieved, switch_on
-from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt import ImagePrompt, Prompt
 from cacheblend_rag.prompt.chat import CALL_END, check_choice, offers_tools, opening
+from cacheblend_rag.prompt.images import holds_image
 from cacheblend_rag.prompt.matching import chunk_text
 
 __all__ = ["CacheBlendLLM"]
@@ -148,9 +149,12 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
         return cls(engine=engine, **fields)
 
     @classmethod
-    def from_model(cls, model: Any, tokenizer: Any, **fields: Unpack[_ModelFields]) -> Self:
-        """Take a transformers model and its tokenizer that the user has; nothing is left behind on them."""
-        return cls._of_model(model, tokenizer, **fields)
+    def from_model(cls, model: Any, tokenizer: Any, *, processor: Any = None, **fields: Unpack[_ModelFields]) -> Self:
+        """Take a transformers model and its tokenizer that the user has; nothing is left behind on them.
+
+        Messages with images need the model's ``processor`` too.
+        """
+        return cls._of_model(model, tokenizer, processor=processor, **fields)
 
     def model_post_init(self, context: Any, /) -> None:
         """Make the engine if there is none, and choose how messages are rendered."""
@@ -248,9 +252,7 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
         tools = options.get("tools")
         names = [tool["function"]["name"] for tool in tools or []]
         begun = opening(check_choice(options.get("tool_choice"), names), self.engine.tokenizer)
-        hint = messages.hint if isinstance(messages, MarkedMessages) else None
-        text, separator = self._spoken(messages, tools) + begun, self.engine.config.text_separator
-        seen = see(text, separator, hint=hint, messages=messages, documents=documents_retrieved())
+        seen = self._with_images(messages, tools, begun) or self._matched(messages, tools, begun)
         info = self._teller()
 
         def respond(said: Said) -> ChatResponse:
@@ -258,6 +260,20 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
             return ChatResponse(message=message, delta=said.rest(message.content or ""), raw=info(said))
 
         return self._call(seen, options, respond, ("tools", "tool_choice"), begun, "chat")
+
+    def _with_images(
+        self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None, begun: str
+    ) -> ImagePrompt | None:
+        """The prompt of a conversation that holds images, if this one does and the model takes them."""
+        by_template = isinstance(self.messages_to_prompt, ByTemplate)
+        turns = turns_of(messages, images=True) if by_template and self.engine.takes_images else []
+        return self.engine.image_prompt(turns, tools, begun=begun) if holds_image(turns) else None
+
+    def _matched(self, messages: Sequence[ChatMessage], tools: list[dict[str, Any]] | None, begun: str) -> Prompt:
+        """The prompt of a conversation of text, and the chunks that are found in it."""
+        hint = messages.hint if isinstance(messages, MarkedMessages) else None
+        text, separator = self._spoken(messages, tools) + begun, self.engine.config.text_separator
+        return see(text, separator, hint=hint, messages=messages, documents=documents_retrieved())
 
     def _call(
         self,

@@ -10,6 +10,7 @@ from llama_index.core.base.llms.types import (
     CachePoint,
     ChatMessage,
     ContentBlock,
+    ImageBlock,
     MessageRole,
     TextBlock,
     ThinkingBlock,
@@ -17,6 +18,7 @@ from llama_index.core.base.llms.types import (
 )
 
 from cacheblend_rag.prompt.chat import Call, not_text, parse_calls, render_turns
+from cacheblend_rag.prompt.images import IMAGE
 
 __all__ = ["ByTemplate", "answer_message", "turns_of"]
 
@@ -46,15 +48,21 @@ class ByTemplate:
         return render_turns(self._tokenizer, turns_of(messages), tools)
 
 
-def turns_of(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+def turns_of(messages: Sequence[ChatMessage], images: bool = False) -> list[dict[str, Any]]:
     """Messages as chat templates take them.
+
+    Parameters
+    ----------
+    messages : sequence of ChatMessage
+    images : bool
+        Whether images may be in them. The content of a message with one is a list of blocks; see `image_prompt`.
 
     Raises
     ------
     PromptError
-        If one holds more than text and tool calls.
+        If one holds something else than text, tool calls and these.
     """
-    return [_turn(message) for message in messages]
+    return [_turn(message, images) for message in messages]
 
 
 def answer_message(text: str, tools: Collection[str] = ()) -> ChatMessage:
@@ -80,12 +88,13 @@ def answer_message(text: str, tools: Collection[str] = ()) -> ChatMessage:
     return ChatMessage(role=MessageRole.ASSISTANT, blocks=blocks)
 
 
-def _turn(message: ChatMessage) -> dict[str, Any]:
+def _turn(message: ChatMessage, images: bool) -> dict[str, Any]:
     role = _ROLES.get(message.role, message.role.value)
     for block in message.blocks:
-        if not isinstance(block, _READ):
+        if not isinstance(block, (*_READ, ImageBlock) if images else _READ):
             raise not_text(block.block_type)
-    turn: dict[str, Any] = {"role": role, "content": message.content or ""}
+    held = any(isinstance(block, ImageBlock) for block in message.blocks)
+    turn: dict[str, Any] = {"role": role, "content": _blocks(message) if held else message.content or ""}
     calls = [block for block in message.blocks if isinstance(block, ToolCallBlock)]
     if calls:
         turn["tool_calls"] = [
@@ -100,3 +109,16 @@ def _turn(message: ChatMessage) -> dict[str, Any]:
         turn |= {"tool_call_id": message.additional_kwargs.get("tool_call_id", "")}
         turn |= {"name": message.additional_kwargs.get("name", "")}
     return turn
+
+
+def _blocks(message: ChatMessage) -> list[dict[str, Any]]:
+    """The content of a message that holds an image."""
+    blocks: list[dict[str, Any]] = []
+    for block in message.blocks:
+        if isinstance(block, TextBlock):
+            blocks.append({"type": "text", "text": block.text})
+        elif isinstance(block, ImageBlock):
+            own = block.image is not None or block.path is not None
+            source = {"bytes": block.resolve_image().read()} if own else {"url": str(block.url or "")}
+            blocks.append({"type": IMAGE, **source})
+    return blocks

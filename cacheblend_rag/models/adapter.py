@@ -22,19 +22,19 @@ from cacheblend_rag.models.families import family_of
 from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.identity import ModelIdentity
 from cacheblend_rag.models.kv import LayerKV, Prefill, SegmentKV
-from cacheblend_rag.models.latent import LATENT_NAMES, LatentCache, halves, latent_width, latents_of, parts
 from cacheblend_rag.models.lora import unwrapped
 from cacheblend_rag.models.modules import (
     ForwardOverrides,
     cache_argument,
     evaluating,
     is_compiled,
+    keeping_nothing,
     misshapen,
     part_of,
-    text_only,
     twins_of,
 )
-from cacheblend_rag.models.rope import Positions, Rotaries, rotate
+from cacheblend_rag.models.projections import LatentKV, PlainKV
+from cacheblend_rag.models.rope import Positions, Rotaries
 from cacheblend_rag.models.segments import cut_out
 from cacheblend_rag.models.shape import ModelShape, context_window, layer_shape
 
@@ -111,11 +111,12 @@ class ModelAdapter:
         turns: list[bool] = self._by_layer(self.family.rotates)
         rotary = part_of(self._decoder, "rotary_emb")
         self._positions = Positions(self.config, rotary, self.family.layout, turns)
-        self.heads = int(self.config.num_attention_heads)
-        latent = self.family.latent
-        self.kv_heads = 1 if latent else int(self.config.num_key_value_heads)
-        self.head_dim = latent_width(self.config) if latent else int(part_of(self._attention(0), "head_dim"))
-        self._find_names()
+        self.form = (LatentKV if self.family.latent else PlainKV)(self.family, self.config, self._attention(0))
+        self.kv_heads, self.head_dim = self.form.heads, self.form.head_dim
+        # Asked for once, so that what is missing shows at load.
+        for owner, name in ((self.layers[0], self.family.norm), (self._decoder, "norm"), (model, "lm_head")):
+            if name is not None:
+                part_of(owner, name)
         self._here = _Here()
 
     def _by_layer(self, read: Callable[[Any, int], Any]) -> list[Any]:
@@ -124,17 +125,6 @@ class ModelAdapter:
             return [read(self.config, layer) for layer in range(self.num_layers)]
         except AttributeError as error:
             raise misshapen(self.config, error.name) from error
-
-    def _find_names(self) -> None:
-        """Ask for everything once that is wanted later, so that what is missing shows at load."""
-        family, attention = self.family, self._attention(0)
-        names = (family.queries, family.keys, family.values)
-        for name in LATENT_NAMES if family.latent else (family.fused,) if family.fused else names:
-            part_of(attention, name)
-        if family.norm is not None:
-            part_of(self.layers[0], family.norm)
-        part_of(self._decoder, "norm")
-        part_of(self.model, "lm_head")
 
     @property
     def num_layers(self) -> int:
@@ -151,7 +141,7 @@ class ModelAdapter:
         """How much arithmetic the model does for a row."""
         fused = self.family.fused is not None
         layers = tuple(
-            layer_shape(layer, self.config, self._kv_width, fused, window)
+            layer_shape(layer, self.config, self.kv_heads * self.head_dim, fused, window)
             for layer, window in zip(self.layers, self.windows, strict=True)
         )
         return ModelShape(layers, float(self.config.vocab_size * self.config.hidden_size))
@@ -195,7 +185,7 @@ class ModelAdapter:
         The model itself is not changed: see `twins_of`.
         """
         # A GPU's kernel wants values as wide as keys.
-        fused = self.attends_by_kernel and not (self.family.latent and has_kernels(self.device))
+        fused = self.attends_by_kernel and (self.form.as_attended or not has_kernels(self.device))
         plain = self._plain_layers if fused else None
         kernels = plain if plain is not None and plain.as_they_were() else None
         with evaluating(self.model), torch.no_grad(), self._row_by_row.in_use():
@@ -272,9 +262,7 @@ class ModelAdapter:
 
     def project_values(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Values of the rows on a layer, ``[kv_heads, rows, head_dim]``; ``hidden`` as for keys."""
-        if self.family.latent:
-            return self._latents(layer, self._normed(layer, hidden))[1]
-        return self._values(self._project(layer, self._normed(layer, hidden), self.family.values))
+        return self.form.values(self._attention(layer), self._normed(layer, hidden))
 
     def project_keys(self, layer: int, hidden: torch.Tensor, rotaries: Rotaries) -> torch.Tensor:
         """Keys of the rows on a layer, rotated to their positions, ``[kv_heads, rows, head_dim]``.
@@ -286,10 +274,7 @@ class ModelAdapter:
         rotaries : Rotaries
             Of the rows.
         """
-        normed = self._normed(layer, hidden)
-        if self.family.latent:
-            return rotate(self._latents(layer, normed)[0], rotaries.of_keys(layer))
-        return self._keys(layer, self._project(layer, normed, self.family.keys), rotaries)
+        return self.form.keys(self._attention(layer), self._normed(layer, hidden), rotaries.of_keys(layer))
 
     def write_kv(self, layer: int, hidden: torch.Tensor, kv: LayerKV, rows: torch.Tensor, rotaries: Rotaries) -> None:
         """Compute keys and values of rows on a layer, and no more of it; parameters as in `run_layer`.
@@ -299,18 +284,8 @@ class ModelAdapter:
         rotaries : Rotaries
             Of the rows, in float32.
         """
-        normed, family = self._normed(layer, hidden), self.family
-        if family.latent:
-            turning, rest = self._latents(layer, normed)
-            ScatterCache(kv, rows).update(rotate(turning, rotaries.of_keys(layer))[None], rest[None])
-            return
-        keys = self._project(layer, normed, family.keys)
-        values = keys if family.fused else self._project(layer, normed, family.values)
-        ScatterCache(kv, rows).update(self._keys(layer, keys, rotaries)[None], self._values(values)[None])
-
-    def _latents(self, layer: int, normed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What stands for keys, not yet rotated, and for values where latents are cached, ``[1, rows, head_dim]``."""
-        return latents_of(self._attention(layer), self.config, normed)
+        keys, values = self.form.both(self._attention(layer), self._normed(layer, hidden), rotaries.of_keys(layer))
+        kv.write(rows, keys[None], values[None])
 
     def _normed(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """What a layer projects: its input, behind a norm where the family has one there."""
@@ -318,27 +293,6 @@ class ModelAdapter:
         if (kernels := self._in_use) is not None:
             return kernels[layer].normed(hidden)
         return hidden if norm is None else getattr(self.layers[layer], norm)(hidden)
-
-    def _project(self, layer: int, normed: torch.Tensor, name: str) -> torch.Tensor:
-        """One projection, ``[rows, width]``; queries, keys and values in one where the family has them so."""
-        projected: torch.Tensor = getattr(self._attention(layer), self.family.fused or name)(normed)
-        return projected
-
-    def _values(self, projected: torch.Tensor) -> torch.Tensor:
-        part = projected[:, -self._kv_width :] if self.family.fused else projected
-        return part.view(len(part), self.kv_heads, self.head_dim).transpose(0, 1)
-
-    def _keys(self, layer: int, projected: torch.Tensor, rotaries: Rotaries) -> torch.Tensor:
-        keys = projected[:, -2 * self._kv_width : -self._kv_width] if self.family.fused else projected
-        return rotate(self._heads(layer, keys, self.family.keys_norm), rotaries.of_keys(layer))
-
-    def _heads(self, layer: int, projected: torch.Tensor, norm_name: str | None) -> torch.Tensor:
-        """Projected queries or keys by head and behind their norm, ``[heads, rows, head_dim]``."""
-        norm = getattr(self._attention(layer), norm_name, None) if norm_name else None
-        if norm is not None and self.family.norms_span_heads:
-            projected, norm = norm(projected), None
-        by_head = projected.view(len(projected), -1, self.head_dim).transpose(0, 1)
-        return by_head if norm is None else norm(by_head[None])[0]
 
     def kernel_mask(
         self, mask: torch.Tensor | None, rows: torch.Tensor, tokens: int, window: int | None
@@ -363,8 +317,7 @@ class ModelAdapter:
             As added to the scores, ``[1, 1, rows, tokens]``, in the model's element type.
         """
         fused = self._here.blending is not None and self._here.blending.fused
-        sharing = 1 if self.family.latent else self.heads // self.kv_heads  # heads that share a key
-        return as_added(mask, rows, tokens, window, sharing, self.dtype, fused)
+        return as_added(mask, rows, tokens, window, self.form.sharing, self.dtype, fused)
 
     def run_layer(
         self,
@@ -404,13 +357,10 @@ class ModelAdapter:
                 position_ids=rows[None],
                 use_cache=True,
                 position_embeddings=rotary.for_layer(),
-                **{self.layer_cache_argument: self._scattered(kv, rows)},
+                **{self.layer_cache_argument: ScatterCache(kv, rows, self.form)},
             )
         after: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return after[0]
-
-    def _scattered(self, kv: LayerKV, rows: torch.Tensor) -> ScatterCache:
-        return LatentCache(kv, rows, self.config.qk_rope_head_dim) if self.family.latent else ScatterCache(kv, rows)
 
     def run_layers(
         self,
@@ -466,21 +416,16 @@ class ModelAdapter:
         """A transformers cache that holds these layers, ready for generation; it takes the layers over."""
         cache = let_grow(DynamicCache(config=self.config))
         for number, kv in enumerate(layers):
-            layer, held = cache.layers[number], self._cached(kv)
+            layer, held = cache.layers[number], self.form.cached(kv)
             if isinstance(layer, GrowingLayer):
                 layer.hold(*held)
             else:
                 layer.update(*held)
         return cache
 
-    def _cached(self, kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
-        """What transformers caches of a layer."""
-        return parts(kv.keys, kv.values, self.config.qk_rope_head_dim) if self.family.latent else (kv.keys, kv.values)
-
     def layers_of(self, layers: Iterable[Any]) -> list[LayerKV]:
         """KV in layers of a transformers cache, keys rotated."""
-        pairs = ((layer.keys, layer.values) for layer in layers)
-        return [LayerKV(*(halves(*pair) if self.family.latent else pair)) for pair in pairs]
+        return [self.form.held(layer.keys, layer.values) for layer in layers]
 
     def prefill(self, ids: Sequence[int], between: Callable[[float], object] | None = None) -> Prefill:
         """The model's own forward pass over all ids: plain prefill.
@@ -522,7 +467,7 @@ class ModelAdapter:
         inputs = torch.tensor([list(ids)], device=self.device)
         kept = {cache_argument(self.model): cache, "logits_to_keep": logits_to_keep}
         with evaluating(self.model), torch.set_grad_enabled(gradients):
-            logits: torch.Tensor = text_only(self.model)(inputs, use_cache=True, **kept).logits[0]
+            logits: torch.Tensor = keeping_nothing(self.model)(inputs, use_cache=True, **kept).logits[0]
         return logits
 
     def segment_kv(self, context_ids: Sequence[int], ids: Sequence[int], regime: int = 0) -> SegmentKV:
@@ -587,14 +532,10 @@ class ModelAdapter:
         """Cache layers of some rows, ``[rows, kv_heads, tokens, head_dim]``; what they stand behind comes first."""
         layers = [*(DynamicLayer() for _ in self.layers[1:]), LastLayer()]
         for layer, kv in zip(layers, behind, strict=False):
-            DynamicLayer.update(layer, *(part.expand(len(inputs), -1, -1, -1) for part in self._cached(kv)))
+            DynamicLayer.update(layer, *(part.expand(len(inputs), -1, -1, -1) for part in self.form.cached(kv)))
         with self._plain(gradients), self._row_by_row.in_use(), self._positions.within(regime), suppress(Enough):
             self._decoder(inputs, use_cache=True, **{cache_argument(self._decoder): Cache(layers=layers)})
         return layers
-
-    @property
-    def _kv_width(self) -> int:
-        return self.kv_heads * self.head_dim
 
     def _attention(self, layer: int) -> Any:
         return part_of(self.layers[layer], self.family.attention)

@@ -11,7 +11,7 @@ import torch
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.attention.rows import Apart, with_mask
 from cacheblend_rag.models.memory import free_memory_on, token_bytes
-from cacheblend_rag.models.modules import cache_argument, is_compiled, text_only
+from cacheblend_rag.models.modules import cache_argument, is_compiled, keeping_nothing
 
 __all__ = ["BatchedDecode"]
 
@@ -32,7 +32,7 @@ class BatchedDecode:
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter = adapter
         # A compiled model is one of fixed passes, and layers that cache latents must make all keys anew.
-        self._one_by_one = is_compiled(adapter.model) or adapter.family.latent
+        self._one_by_one = is_compiled(adapter.model) or not adapter.form.as_attended
         # Frequencies that change with the length of a text would be those of whichever came last.
         self.possible = adapter.regime(sys.maxsize) == 0
         self._token_bytes = token_bytes(adapter)
@@ -54,7 +54,7 @@ class BatchedDecode:
         # Families without SDPA attend by what fused kernels lack.
         alone = len(asked) == 1 or self._one_by_one or not self._adapter.attends_by_kernel
         if alone or any(one["input_ids"].shape != (1, 1) for one in asked):
-            model = text_only(self._adapter.model)
+            model = keeping_nothing(self._adapter.model)
             return [model(**one, return_dict=True).logits for one in asked]
         with self._adapter.blending():
             return list(self._pass(asked)[:, None, None])

@@ -10,6 +10,7 @@ from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 from cacheblend_rag.models.kv import LayerKV
+from cacheblend_rag.models.projections import PlainKV
 
 __all__ = ["Enough", "GrowingLayer", "LastLayer", "ScatterCache", "let_grow"]
 
@@ -17,16 +18,15 @@ __all__ = ["Enough", "GrowingLayer", "LastLayer", "ScatterCache", "let_grow"]
 class ScatterCache:
     """Takes the new rows of one layer, and shows the layer all positions."""
 
-    def __init__(self, kv: LayerKV, rows: torch.Tensor) -> None:
-        self._kv = kv
-        self._rows = rows
+    def __init__(self, kv: LayerKV, rows: torch.Tensor, form: PlainKV) -> None:
+        self._kv, self._rows, self._form = kv, rows, form
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._kv.keys.index_copy_(2, self._rows, keys)
-        self._kv.values.index_copy_(2, self._rows, values)
-        return self._kv.keys, self._kv.values
+        new = self._form.held(keys, values)
+        self._kv.write(self._rows, new.keys, new.values)
+        return self._form.cached(self._kv)
 
 
 class Enough(Exception):  # noqa: N818

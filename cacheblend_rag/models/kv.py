@@ -34,6 +34,11 @@ class LayerKV:
         """Heads that keys and values have."""
         return self.keys.shape[1]
 
+    def write(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put those of some positions in their place."""
+        self.keys.index_copy_(2, rows, keys)
+        self.values.index_copy_(2, rows, values)
+
 
 @dataclass(frozen=True)
 class SegmentKV:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError
 from cacheblend_rag.models.families import check_supported
 from cacheblend_rag.models.gguf import is_gguf, opened_gguf
 from cacheblend_rag.models.identity import files_identity, fingerprint, known_fingerprint, remember_fingerprint
-from cacheblend_rag.models.latent import latent_width
 from cacheblend_rag.models.memory import total_memory
+from cacheblend_rag.models.projections import latent_width
 from cacheblend_rag.models.shape import head_width
 from cacheblend_rag.models.starters import starter_folder, starter_named
 
@@ -108,12 +109,15 @@ class LoadedModel:
         What it was loaded by.
     identity : str or None
         Of the files of its own weights, if these are nothing but what is in them; see `files_identity`.
+    processor : callable
+        Gives what makes inputs of images; it is loaded when it is first asked for.
     """
 
     model: Any
     tokenizer: Any
     name: str
     identity: str | None
+    processor: Callable[[], Any]
 
     def fingerprint(self) -> str:
         """Identity of the model's own weights, adapters aside; they are read only if their files are not known."""
@@ -168,7 +172,8 @@ def load_model(
         return _with_adapter(under, os.fspath(model))
     with _located(model, keep_converted) as (name, stays):
         loaded, tokenizer, identity = _load(os.fspath(model), name, target, dtype, model_kwargs)
-    return LoadedModel(loaded, tokenizer, os.fspath(model), identity if stays else None)
+    processor = cache(partial(_load_processor, name, model_kwargs))
+    return LoadedModel(loaded, tokenizer, os.fspath(model), identity if stays else None, processor)
 
 
 def _base_of(model: str | os.PathLike[str]) -> str | None:
@@ -209,14 +214,32 @@ def _with_adapter(under: LoadedModel, adapter: str) -> LoadedModel:
         tokenizer = AutoTokenizer.from_pretrained(adapter) if own else under.tokenizer
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         raise ModelLoadError(f"adapter {adapter!r} could not be loaded onto {under.name!r}: {error}") from error
-    return LoadedModel(under.model.eval(), tokenizer, adapter, under.identity)
+    return LoadedModel(under.model.eval(), tokenizer, adapter, under.identity, under.processor)
 
 
 def _config_of(name: str, model_kwargs: dict[str, Any]) -> Any:
     given = model_kwargs.get("config", name)
     if not isinstance(given, str | os.PathLike):
         return given
-    return AutoConfig.from_pretrained(given, **{key: model_kwargs[key] for key in _WHERE if key in model_kwargs})
+    return AutoConfig.from_pretrained(given, **_where(model_kwargs))
+
+
+def _where(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {key: model_kwargs[key] for key in _WHERE if key in model_kwargs}
+
+
+def _load_processor(name: str, model_kwargs: dict[str, Any]) -> Any:
+    """What makes inputs of images for a container."""
+    from transformers import AutoProcessor  # it imports what reads images, which text does not need
+
+    try:
+        return AutoProcessor.from_pretrained(name, **_where(model_kwargs))
+    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        why = " ".join(str(error).split())  # transformers writes several lines
+        raise ModelLoadError(
+            f"the processor of model {name!r}, which reads its images, could not be loaded: {why}; install what it "
+            "needs, and save it beside the model by processor.save_pretrained"
+        ) from error
 
 
 def _template_of_processor(name: str) -> str | None:

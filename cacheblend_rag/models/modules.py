@@ -25,9 +25,9 @@ __all__ = [
     "cache_argument",
     "evaluating",
     "is_compiled",
+    "keeping_nothing",
     "misshapen",
     "part_of",
-    "text_only",
     "twins_of",
 ]
 
@@ -265,8 +265,8 @@ def twins_of(layers: Sequence[nn.Module], attention: str, implementation: str) -
     return twins
 
 
-def text_only(model: Any) -> Any:
-    """The model as it answers text: where it keeps how far images moved the positions, a twin that keeps nothing.
+def keeping_nothing(model: Any) -> Any:
+    """The model as it answers one prompt: where it keeps how far images moved the positions, a twin with its own.
 
     Parameters
     ----------

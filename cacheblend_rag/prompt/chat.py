@@ -128,7 +128,7 @@ def render_turns(
     """
     if not turns:
         raise PromptError("the conversation is empty: give at least one message")
-    template = tokenizer.chat_template
+    template = (options or {}).get("chat_template") or tokenizer.chat_template
     if not template:
         raise ConfigError(
             "chat_template",
@@ -156,15 +156,19 @@ def written_by_template(tokenizer: Any, turns: Sequence[Mapping[str, Any]], **op
     ----------
     tokenizer : transformers tokenizer
     turns : sequence of dict
-        Messages whose content is a text.
+        Messages whose content is a text, or a list of blocks where a message holds an image.
     **options
         As ``apply_chat_template`` takes them.
     """
     written = str(tokenizer.apply_chat_template(list(turns), tokenize=False, **options))
-    said = turns[-1]["content"].strip()
+    texts = [turn["content"] for turn in turns if isinstance(turn["content"], str)]
+    said = texts[-1].strip() if texts else ""
     if said in written:
         return written
-    blocks = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
+    blocks = [
+        {**turn, "content": [{"type": "text", "text": turn["content"]}]} if isinstance(turn["content"], str) else turn
+        for turn in turns
+    ]
     try:
         other = str(tokenizer.apply_chat_template(blocks, tokenize=False, **options))
     except (TemplateError, TypeError):  # it takes texts, and writes them otherwise
@@ -175,8 +179,8 @@ def written_by_template(tokenizer: Any, turns: Sequence[Mapping[str, Any]], **op
 def not_text(kind: str) -> PromptError:
     """The error for a message that holds a block of another kind than text."""
     return PromptError(
-        f"a message holds a block of type {kind!r}, and only text is read here: leave the block out, or say in words "
-        "what it shows; a model that takes images answers such a message by transformers' own generate()"
+        f"a message holds a block of type {kind!r}, which is not read here: leave the block out, or say in words what "
+        "it holds; all models read text, and those that take images read images too"
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cacheblend_rag.errors import ContextLengthError, PromptError
-from cacheblend_rag.prompt.prompt import Prompt
+from cacheblend_rag.prompt.prompt import ImagePrompt, Prompt
 from cacheblend_rag.prompt.tokenizer import PromptTokenizer, TokenizedPrompt
 
 __all__ = ["Fitted", "check_all_fit", "fitted"]
@@ -106,7 +106,7 @@ def check_all_fit(
     for number, prompt in enumerate(prompts):
         # No tokenizer makes more tokens than there are bytes.
         size = len(prompt.written(tokenizer.separator).text.encode()) + len(tokenizer.start_ids)
-        if size + needed <= window:
+        if size + needed <= window and not isinstance(prompt, ImagePrompt):
             continue
         try:
             fitted(tokenizer, prompt, window, needed, drops_chunks=drops_chunks)

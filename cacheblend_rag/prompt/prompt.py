@@ -8,7 +8,7 @@ from typing import Any
 
 from cacheblend_rag.errors import PromptError
 
-__all__ = ["DocumentPlace", "Prompt", "WrittenPrompt"]
+__all__ = ["DocumentPlace", "ImagePrompt", "Prompt", "WrittenPrompt"]
 
 
 @dataclass(frozen=True)
@@ -158,6 +158,37 @@ class Prompt:
             spans.append((len(text), len(text) + len(chunk)))
             text += chunk
         return WrittenPrompt(text + before + self.suffix, prefix_stop, tuple(spans))
+
+
+class ImagePrompt(Prompt):
+    """A prompt that holds images, as the model's own processor made it. No part of it is a chunk.
+
+    Parameters
+    ----------
+    text : str
+        The prompt as the chat template wrote it.
+    inputs : transformers BatchFeature
+        What the model's ``generate`` takes: ``input_ids`` and the images.
+    seconds : float
+        Time it took to make it.
+    """
+
+    inputs: Any
+    seconds: float
+
+    def __init__(self, text: str, inputs: Any, seconds: float = 0.0) -> None:
+        super().__init__(suffix=text)
+        object.__setattr__(self, "inputs", inputs)
+        object.__setattr__(self, "seconds", seconds)
+
+    # The same text may stand beside another image.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    @property
+    def input_ids(self) -> tuple[int, ...]:
+        """All ids that the model reads, those in the place of images included."""
+        return tuple(self.inputs["input_ids"][0].tolist())
 
 
 def _texts(name: str, texts: Iterable[str]) -> tuple[str, ...]:

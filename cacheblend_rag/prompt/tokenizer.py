@@ -15,7 +15,7 @@ from functools import lru_cache, reduce
 from typing import Any
 
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.prompt.prompt import Prompt
+from cacheblend_rag.prompt.prompt import ImagePrompt, Prompt
 
 __all__ = ["ChunkTokens", "PromptTokenizer", "Span", "TokenizedChunk", "TokenizedPrompt"]
 
@@ -207,6 +207,9 @@ class PromptTokenizer:
         PromptError
             If the prompt has no tokens at all.
         """
+        if isinstance(prompt, ImagePrompt):
+            ids = prompt.input_ids
+            return TokenizedPrompt(ids, Span(0, 0), (), Span(0, len(ids)))
         written = prompt.written(self.separator)
         encoded = self._opening(written.text)
         if not encoded.ids:

@@ -141,7 +141,7 @@ def test_a_chat_with_a_container(where: str, tmp_path: Path) -> None:
     said = [SystemMessage("Read this."), HumanMessage("What fell?")]
     assert render(chat.engine.tokenizer, said) == "system: Read this.\nuser: What fell?\nassistant:"
     assert chat.invoke(said).usage_metadata["output_tokens"] >= 1
-    picture = {"type": "image_url", "image_url": {"url": "x"}}
-    with pytest.raises(PromptError, match=r"type 'image_url', and only text is read here: leave the block out"):
-        chat.invoke([HumanMessage([{"type": "text", "text": "What is this?"}, picture])])
+    sound = {"type": "audio", "url": "x"}
+    with pytest.raises(PromptError, match=r"type 'audio', which is not read here: leave the block out"):
+        chat.invoke([HumanMessage([{"type": "text", "text": "What is this?"}, sound])])
     chat.engine.close()

@@ -10,19 +10,23 @@ import torch
 
 from cacheblend_rag.fusor.selection import RULES
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.latent import halves, parts
+from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.loading import load_geometry
+from cacheblend_rag.models.projections import LatentKV
 from cacheblend_rag.store.codecs import CODECS
 from tests import tiny
 from tests.parity.test_families import OF_LATENTS, THREE_CHUNKS, assert_equals_plain, engine_of
 
 
-def test_halves_and_parts_are_inverse() -> None:
+def test_what_is_cached_and_what_is_held_are_inverse() -> None:
+    form = ModelAdapter(tiny.model("deepseek_v3")).form
+    assert isinstance(form, LatentKV)
     latents, turning = torch.randn(2, 1, 7, 20), torch.randn(2, 1, 7, 4)
-    keys, values = halves(latents, turning)
+    kv = form.held(latents, turning)
+    keys, values = kv.keys, kv.values
     assert keys.shape == values.shape == (2, 1, 7, 12)
     assert torch.equal(keys[..., :4], turning), "what turns comes first, as a partial rotation has it"
-    for found, expected in zip(parts(keys, values, 4), (latents, turning), strict=True):
+    for found, expected in zip(form.cached(LayerKV(keys, values)), (latents, turning), strict=True):
         assert torch.equal(found, expected)
 
 

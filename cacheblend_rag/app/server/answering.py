@@ -24,6 +24,7 @@ from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import ConfigError, GenerationTimeoutError
 from cacheblend_rag.langchain.tools import call_chunks
 from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.images import ImageLimits
 from cacheblend_rag.prompt.matching import match_chunks
 from cacheblend_rag.report import BlendReport, Generation
 
@@ -278,13 +279,14 @@ class Chat(Work):
             self.most_field = "max_completion_tokens"
         super().__init__(here, body, body.max_completion_tokens or body.max_tokens)
         self._conversation = body
-        arguments = self.arguments()
+        arguments, limits = self.arguments(), here.service.limits
         self._model = ServedChat(
             engine=self.engine,
             mine=here.tenant.known,
             given=self.documents,
             one_call=not body.parallel_tool_calls,
             schemas=here.schemas,
+            images=ImageLimits(limits.images, limits.image_pixels),
             model_name=here.service.model_name,
             max_tokens=self.most,
             temperature=arguments["temperature"],
@@ -401,4 +403,5 @@ def _how_made(report: BlendReport) -> dict[str, Any]:
         "left_out": list(report.left_out),
         "recompute_ratio": report.recompute_ratio,
         "plain": report.plain,
+        "plain_reason": report.plain_reason,
     }

@@ -12,13 +12,15 @@ from langchain_core.messages.utils import convert_to_messages
 from pydantic import Field
 
 from cacheblend_rag.app.server.openai_models import ChatBody, ChatMessage
+from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.templates import check_arguments
 from cacheblend_rag.engine.engine import DecodeArguments
 from cacheblend_rag.engine.grammar import Form, Grammar, InText
 from cacheblend_rag.engine.streaming import TextStream
-from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError
+from cacheblend_rag.errors import CacheBlendError, ConfigError, ImageError, PromptError
 from cacheblend_rag.langchain import ChatCacheBlend
 from cacheblend_rag.prompt.chat import CALL_END, HeldBack
+from cacheblend_rag.prompt.images import ImageLimits
 from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved
 
 __all__ = ["Conversation", "ServedChat", "messages_of"]
@@ -44,12 +46,15 @@ class ServedChat(ChatCacheBlend):
         Whether an answer ends with its first tool call.
     schemas : SchemaCheck
         Sees the tenant's JSON schemas before they are compiled here.
+    images : ImageLimits
+        How large the images of a conversation may be.
     """
 
     mine: Any = Field(default=None, exclude=True, repr=False)
     given: list[str] = Field(default_factory=list, exclude=True, repr=False)
     one_call: bool = False
     schemas: Any = Field(default=None, exclude=True, repr=False)
+    images: ImageLimits | None = Field(default=None, exclude=True, repr=False)
     track: bool = False
 
     def _retrieved(self, messages: Sequence[BaseMessage]) -> list[Retrieved]:
@@ -58,6 +63,9 @@ class ServedChat(ChatCacheBlend):
     def _known(self) -> ChunkRegistry:
         mine: ChunkRegistry = self.mine
         return mine
+
+    def _image_limits(self) -> ImageLimits | None:
+        return self.images
 
     def _compiled(self, forms: Sequence[Form], field: str, in_text: InText | None = None) -> Grammar:
         self.schemas.check(forms, field)
@@ -73,7 +81,7 @@ class ServedChat(ChatCacheBlend):
         ConfigError
             If a tool or an option cannot be used.
         Problem
-            400 if the chat template takes no such argument.
+            400 if the chat template takes no such argument, or an image cannot be used.
         """
         check_arguments(self.engine.tokenizer, body.chat_template_kwargs)
         if not body.tools and body.tool_choice not in (None, "auto", "none"):
@@ -89,6 +97,9 @@ class ServedChat(ChatCacheBlend):
         messages = messages_of(body.messages, self.given)
         try:
             return self._request(messages, [*body.stops, *([CALL_END] if self.one_call and tools else [])], overrides)
+        except ImageError as error:
+            place = f"messages.{error.message - len(messages) + len(body.messages)}"  # as the client has numbered it
+            raise Problem(400, "bad_image", f"{place}: {error.why}", field=place) from error
         except CacheBlendError:
             raise
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:

@@ -29,6 +29,7 @@ __all__ = [
     "FlatTool",
     "FunctionCall",
     "FunctionDefinition",
+    "ImagePart",
     "MessageItem",
     "NamedTool",
     "ResponsesBody",
@@ -173,6 +174,38 @@ class TextPart(_Taken):
     text: _Text
 
 
+class ImageAddress(_Taken):
+    """An image as a URL that holds its bytes; how finely it is looked at is the processor's to say."""
+
+    url: _Text
+    detail: Literal["auto"] = "auto"
+
+
+class ImagePart(_Taken):
+    """An image of a message."""
+
+    type: Literal["image_url"]
+    image_url: ImageAddress
+
+
+# No name of a field, so that errors do not name it.
+_PARTS = {"text": "a text", "image_url": "an image"}
+
+
+def _part(part: Any) -> str | None:
+    """Which kind of piece it is."""
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    return _PARTS.get(kind) if isinstance(kind, str) else None
+
+
+_AnyPart = Annotated[
+    Annotated[TextPart, Tag("a text")] | Annotated[ImagePart, Tag("an image")],
+    Discriminator(
+        _part, custom_error_type="unknown_part", custom_error_message="use pieces of the type text or image_url"
+    ),
+]
+
+
 class FunctionCall(_Taken):
     """A call the model made in an earlier turn."""
 
@@ -192,7 +225,7 @@ class ChatMessage(_Taken):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: _Text | list[TextPart] | None = None
+    content: _Text | list[_AnyPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None

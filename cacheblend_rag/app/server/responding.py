@@ -22,6 +22,7 @@ from cacheblend_rag.app.server.openai_models import (
     FlatSchema,
     FunctionCall,
     FunctionDefinition,
+    ImagePart,
     MessageItem,
     NamedTool,
     ResponsesBody,
@@ -316,5 +317,5 @@ def _messages(body: ResponsesBody) -> list[ChatMessage]:
     return messages
 
 
-def _content(given: str | list[TextItem]) -> str | list[TextPart]:
+def _content(given: str | list[TextItem]) -> str | list[TextPart | ImagePart]:
     return given if isinstance(given, str) else [TextPart(type="text", text=one.text) for one in given]

@@ -66,6 +66,8 @@ class Limits:
         Tokens the model is fed, at most what it can take.
     prompt_seconds : float
         Time that making a prompt of a request may take.
+    images, image_pixels : int
+        Images of one conversation, and pixels of all of them together.
     schema_chars, schema_bytes, schema_seconds : int, int, float
         Length of the JSON schemas of a request, and memory and time that compiling them may take.
     answer_tokens : int
@@ -103,6 +105,8 @@ class Limits:
     prompt_chars: int = 1_000_000
     prompt_tokens: int = 131_072
     prompt_seconds: float = 20.0
+    images: int = 8
+    image_pixels: int = 20_000_000
     schema_chars: int = 64_000
     schema_bytes: int = 1_000_000_000
     schema_seconds: float = 2.0

@@ -273,7 +273,7 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, chat: openai.Open
         client.chat.completions.create(model=name, messages=messages, tools=[TOOL])
     with pytest.raises(openai.BadRequestError, match="4,000 more are for the answer"):
         chat.chat.completions.create(model=name_of(chat), messages=messages, max_tokens=4_000)
-    picture = [{"type": "image_url", "image_url": {"url": "http://localhost/x.png"}}]
+    picture = [{"type": "image_url", "image_url": {"url": "http://localhost/x.png", "detail": "low"}}]
     for field, more in {
         "temperature": {"temperature": -1},
         "n": {"n": 99},
@@ -291,7 +291,8 @@ def test_what_cannot_be_done_is_refused(client: openai.OpenAI, chat: openai.Open
         "store": {"store": True},
         "min_p": {"extra_body": {"min_p": 0.1}},
         "no-such-field": {"extra_body": {"no-such-field": 1}},
-        "messages.0.content.0.type": {"messages": [{"role": "user", "content": picture}]},
+        "messages.0.content.0.image_url.detail": {"messages": [{"role": "user", "content": picture}]},
+        "messages.0.content.0": {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
         "messages.0.refusal": {"messages": [{"role": "assistant", "content": "", "refusal": "No."}]},
     }.items():
         with pytest.raises(openai.BadRequestError) as caught:

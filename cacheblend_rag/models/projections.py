@@ -1,0 +1,125 @@
+"""How a layer makes the keys and values of rows, and in which form it caches them.
+
+With multi-head latent attention a layer caches two things for a token: a latent vector, from which all heads make
+their keys and values, and one part of a key that turns with the position. They differ in width. Here they lie one
+behind the other, the turning part first, and are cut into two halves: the first stands for the keys of one head, which
+turn in part, the second for its values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cacheblend_rag.models.families import Family
+from cacheblend_rag.models.kv import LayerKV
+from cacheblend_rag.models.modules import part_of
+from cacheblend_rag.models.rope import Rotary, rotate
+
+__all__ = ["LatentKV", "PlainKV", "latent_width"]
+
+
+class PlainKV:
+    """Keys and values by projections of their own or a fused one, cached as the heads attend to them.
+
+    Parameters
+    ----------
+    family : Family
+    config : transformers PretrainedConfig
+    attention : torch Module
+        Of one layer: asked at once for all that is wanted later, so that what is missing shows at load.
+    """
+
+    as_attended = True
+    """Whether layers cache what their heads attend to."""
+
+    def __init__(self, family: Family, config: Any, attention: Any) -> None:
+        self._family, self._fused = family, family.fused is not None
+        self.heads, self.head_dim = int(config.num_key_value_heads), int(part_of(attention, "head_dim"))
+        self.sharing = int(config.num_attention_heads) // self.heads  # heads that share a key
+        for name in (family.fused,) if family.fused else (family.queries, family.keys, family.values):
+            part_of(attention, name)
+
+    def keys(self, attention: Any, normed: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        """Keys of rows, rotated, ``[heads, rows, head_dim]``; ``normed`` is what the module projects."""
+        return self._keys(attention, self._project(attention, normed, self._family.keys), rotary)
+
+    def values(self, attention: Any, normed: torch.Tensor) -> torch.Tensor:
+        """Values of rows, ``[heads, rows, head_dim]``."""
+        return self._values(self._project(attention, normed, self._family.values))
+
+    def both(self, attention: Any, normed: torch.Tensor, rotary: Rotary | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`keys` and `values`."""
+        keys = self._project(attention, normed, self._family.keys)
+        values = keys if self._fused else self._project(attention, normed, self._family.values)
+        return self._keys(attention, keys, rotary), self._values(values)
+
+    def cached(self, kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
+        """What transformers caches of a layer."""
+        return kv.keys, kv.values
+
+    def held(self, keys: torch.Tensor, values: torch.Tensor) -> LayerKV:
+        """The KV in what transformers caches."""
+        return LayerKV(keys, values)
+
+    def _project(self, attention: Any, normed: torch.Tensor, name: str) -> torch.Tensor:
+        """One projection, ``[rows, width]``; queries, keys and values in one where the family has them so."""
+        projected: torch.Tensor = getattr(attention, self._family.fused or name)(normed)
+        return projected
+
+    def _keys(self, attention: Any, projected: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        family, width = self._family, self.heads * self.head_dim
+        keys = projected[:, -2 * width : -width] if self._fused else projected
+        norm = getattr(attention, family.keys_norm, None) if family.keys_norm else None
+        if norm is not None and family.norms_span_heads:
+            keys, norm = norm(keys), None
+        by_head = self._by_head(keys)
+        return rotate(by_head if norm is None else norm(by_head[None])[0], rotary)
+
+    def _values(self, projected: torch.Tensor) -> torch.Tensor:
+        return self._by_head(projected[:, -self.heads * self.head_dim :] if self._fused else projected)
+
+    def _by_head(self, projected: torch.Tensor) -> torch.Tensor:
+        return projected.view(len(projected), self.heads, self.head_dim).transpose(0, 1)
+
+
+class LatentKV(PlainKV):
+    """Halves of latents and turning parts, of which all heads share one, in place of keys and values."""
+
+    as_attended = False
+    heads = sharing = 1
+
+    def __init__(self, family: Family, config: Any, attention: Any) -> None:
+        self._family, self._fused, self._turning = family, True, config.qk_rope_head_dim
+        self.head_dim = latent_width(config)
+        self._interleaved = getattr(config, "rope_interleave", False)
+        for name in ("kv_a_proj_with_mqa", "kv_a_layernorm"):
+            part_of(attention, name)
+
+    def cached(self, kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents and turning parts."""
+        joined = torch.cat((kv.keys, kv.values), dim=-1)
+        return joined[..., self._turning :], joined[..., : self._turning]
+
+    def held(self, keys: torch.Tensor, values: torch.Tensor) -> LayerKV:
+        """The KV in latents and turning parts."""
+        first, second = torch.cat((values, keys), dim=-1).chunk(2, dim=-1)
+        return LayerKV(first, second)
+
+    def _project(self, attention: Any, normed: torch.Tensor, name: str) -> torch.Tensor:
+        latents, turning = attention.kv_a_proj_with_mqa(normed).tensor_split((-self._turning,), dim=-1)
+        if self._interleaved:  # the layer sorts pairs before it turns them
+            turning = turning.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return torch.cat((turning, attention.kv_a_layernorm(latents)), dim=-1)[None]
+
+    def _keys(self, attention: Any, projected: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
+        return rotate(projected[..., : self.head_dim], rotary)
+
+    def _values(self, projected: torch.Tensor) -> torch.Tensor:
+        return projected[..., self.head_dim :]
+
+
+def latent_width(config: Any) -> int:
+    """Width of each half."""
+    return int(config.kv_lora_rank + config.qk_rope_head_dim) // 2
