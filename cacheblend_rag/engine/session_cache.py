@@ -125,7 +125,7 @@ class SessionCache:
         record = KVRecord(dataclasses.replace(self._like, token_ids=ids), SegmentKV(keys, values, rotated=True))
         key = self.key(split.input_ids[: split.chunks[-1].stop])
         held = sum(tensor.nbytes for tensor in keys + values)
-        return key, Job(lambda: self._store.put(key, record), held)
+        return key, Job(lambda: self._store.put(key, record), held, lambda: record.info)
 
 
 class _Beginning:

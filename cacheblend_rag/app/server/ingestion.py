@@ -428,6 +428,10 @@ class Ingestion:
         return taken
 
     def _fail(self, library: Library, file: Incoming, error: BaseException) -> None:
+        """Note that a file cannot become a document; nothing failed if it was taken back or deleted meanwhile."""
+        if not library.waits(file):
+            _log.info("an upload is not read: it was taken back")
+            return
         if not isinstance(error, (CacheBlendError, Problem)):
             _log.error("a document could not be ingested: %s", type(error).__name__)
         library.catalogue.fail(file.id, problem_of(error).message)

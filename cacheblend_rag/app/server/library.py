@@ -591,9 +591,9 @@ class Library:
             return [], set()
         held = {*staying, *self.catalogue.held_by_others(texts, documents)}
         alone = [text for text in texts if text not in held and text not in self._shared]
-        engine = self._engine()
-        engine.flush()  # what waits to be stored is found, too
-        return alone, engine.records_of([*alone, *written_forms(alone)])
+        engine, written = self._engine(), [*alone, *written_forms(alone)]
+        engine.drop_waiting(written)  # the records of others are stored as they would have been
+        return alone, engine.records_of(written)
 
     def _forget(self, texts: Sequence[str], keys: Iterable[str]) -> None:
         self.tenant.known.discard(texts)
@@ -687,6 +687,10 @@ class Library:
     def part_of(self, id: str) -> Path:
         """Where an upload is written that is not taken in yet."""
         return self.incoming / f".{id}"
+
+    def waits(self, file: Incoming) -> bool:
+        """Whether an upload is still to become a document; one that was taken back is not."""
+        return file.id in {one.id for one in self.catalogue.files(job=file.job) if not one.error}
 
     def dismiss(self, collection: str, file: str) -> Incoming | None:
         """Take a file that failed or waits off the list, and give it, if there is one."""

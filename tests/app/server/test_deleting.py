@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 import time
@@ -15,6 +16,8 @@ from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server import catalogue
 from cacheblend_rag.app.server.app import create_app
+from cacheblend_rag.app.server.catalogue import Incoming
+from cacheblend_rag.app.server.library import Library
 from cacheblend_rag.app.server.service import Service
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store import DiskStore, MemoryStore
@@ -187,6 +190,39 @@ def test_a_file_that_is_deleted_as_it_becomes_a_document_is_gone(
         settle(service_of(client))
         assert ids_of(client, id) == {}
         assert hits(client, 970) == 0
+
+
+@pytest.mark.parametrize("what", ["/documents/{file}", ""])
+def test_a_file_that_is_taken_back_before_it_is_read_is_no_fault(
+    what: str,
+    model: Path,
+    docs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    begun, goes_on, fetched = threading.Event(), threading.Event(), Library.fetched
+
+    def slow(self: Library, file: Incoming) -> Path:
+        begun.set()
+        assert goes_on.wait(30)
+        return fetched(self, file)
+
+    with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
+        id = new_collection(client)
+        monkeypatch.setattr(Library, "fetched", slow)
+        client.post(f"/api/collections/{id}/documents", files=[("files", ("a.txt", passage(980)))])
+        assert begun.wait(30)
+        path = f"/api/collections/{id}" + what.format(file=ids_of(client, id)["a.txt"])
+        with caplog.at_level(logging.INFO, "cacheblend_rag.app.server.ingestion"):
+            assert client.delete(path).status_code == 204
+            goes_on.set()
+            settle(service_of(client))
+        assert [(one.levelname, one.message) for one in caplog.records if "upload" in one.message] == [
+            ("INFO", "an upload is not read: it was taken back")
+        ]
+        assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+        assert 'documents_total{state="failed"} 1' not in client.get("/metrics").text
 
 
 def test_what_is_not_erased_yet_is_not_read_after_a_restart_either(
