@@ -467,7 +467,7 @@ class BlendEngine:
         Returns
         -------
         int
-            Records that were erased.
+            Records that were erased. What waited to be stored never was, and is not counted.
 
         Raises
         ------
