@@ -95,6 +95,15 @@ class Collection:
         """
         raise NotImplementedError
 
+    def sample(self, most: int) -> list[str]:
+        """Texts of so many passages at most, evenly spread over all."""
+        places = [(one.id, number) for one in self.documents() for number in range(one.chunks)]
+        texts = []
+        for at in range(wanted := min(most, len(places))):
+            with contextlib.suppress(Problem):  # its document was deleted meanwhile
+                texts.append(self.chunk(*places[at * len(places) // wanted]).text)
+        return texts
+
 
 class BaseCollection(Collection):
     """A folder the server was started with; everyone may read it and nobody writes it here."""

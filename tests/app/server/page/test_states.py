@@ -434,6 +434,23 @@ def test_an_upload_shows_every_stage_and_its_failure(page: Page) -> None:
     expect(page.locator("#said")).to_have_text("a.md: a.md is not text.")
 
 
+def test_the_room_that_there_is_stands_beside_what_documents_and_their_kv_take(page: Page) -> None:
+    page.get_by_role("button", name="Documents").click()
+    expect(page.locator("#room")).to_have_text(re.compile(r"^Your documents take [\d.]+ k?B of 5\.0 GB\.$"))
+    size = page.locator("#kv-size")
+    expect(size).to_have_text(
+        re.compile(r"^KV of its passages takes about [\d.]+ [kM]B\. The store keeps .* in all\.$")
+    )
+    much = {"passages": 40, "kv_bytes": 23 * 10**12}
+    page.route(re.compile("/estimate$"), lambda route: route.fulfill(json=much))
+    page.get_by_label("New collection").fill("Large")
+    page.get_by_role("button", name="Create", exact=True).click()
+    expect(size).to_have_text(re.compile(r"takes about 23 TB\. The store keeps .* in all, what was used last\.$"))
+    page.route(re.compile("/estimate$"), lambda route: route.fulfill(json=much | {"passages": 0}))
+    page.get_by_role("radio").first.check()
+    expect(size).to_have_text("")
+
+
 @pytest.mark.parametrize(
     "kept", ['{"theme": 3, "conversations": ', '{"theme": 3, "conversations": 4, "jobs": {}}', "null"]
 )
