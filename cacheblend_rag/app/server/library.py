@@ -690,7 +690,9 @@ class Library:
             raise Problem(409, "too_many_documents", f"a collection may hold {limits.documents} documents")
         used, more = self.catalogue.bytes_used(), sum(one.bytes for one in files)
         if used + more > limits.disk_bytes:
-            message = f"your documents take {used:,} bytes and may take {limits.disk_bytes:,}; delete some first"
+            taken = f"your documents take {used:,} bytes and may take {limits.disk_bytes:,}"
+            remedy = "delete some documents, or send less" if used else "send less"
+            message = f"{taken}; what you send has {more:,}: {remedy}"
             raise Problem(507, "disk_quota", message, field="files")
 
     def part_of(self, id: str) -> Path:

@@ -175,7 +175,9 @@ def test_a_tenant_that_has_used_its_disk_space_is_told_and_others_go_on(
         error = refused.json()["error"]
         assert (error["code"], error["field"]) == ("disk_quota", "files")
         assert f"{used:,}" in error["message"]
-        assert "40,000" in error["message"]
+        assert "40,000; what you send has 39,000: delete some documents" in error["message"]
+        much = send(ben, theirs, {"much.txt": "x" * 40_001}).json()["error"]["message"]
+        assert much == "your documents take 0 bytes and may take 40,000; what you send has 40,001: send less"
         upload(ben, theirs, {"b.txt": passage(500)})
         (document,) = ada.get(f"/api/collections/{mine}/documents").json()
         assert ada.delete(f"/api/collections/{mine}/documents/{document['id']}").status_code == 204
