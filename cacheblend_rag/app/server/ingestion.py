@@ -482,6 +482,8 @@ class Ingestion:
         except CacheBlendError as error:  # the documents are in; their KV is stored when it is used
             _log.warning("documents could not be warmed: %s", type(error).__name__)
             skipped = 0
+        if gone := [one.text for one in some if one.document in there and not library.catalogue.holds(one.document)]:
+            library.forget_behind(gone)  # others were computed behind them
         if skipped:  # the store is full; the rest is stored as it is used
             done = [*some, *texts]
             texts.clear()

@@ -595,7 +595,14 @@ class Library:
 
     def _leaving(self, documents: Sequence[str], staying: Iterable[str] = ()) -> tuple[list[str], set[str]]:
         """Texts that nobody holds once some documents are gone, and the keys of their KV records."""
-        texts = list(dict.fromkeys(text for id in documents for text in self.catalogue.texts_of(id)))
+        return self._held_by_nobody(
+            [text for id in documents for text in self.catalogue.texts_of(id)], documents, staying
+        )
+
+    def _held_by_nobody(
+        self, texts: Iterable[str], documents: Sequence[str], staying: Iterable[str] = ()
+    ) -> tuple[list[str], set[str]]:
+        texts = list(dict.fromkeys(texts))
         if not texts:
             return [], set()
         held = {*staying, *self.catalogue.held_by_others(texts, documents)}
@@ -608,6 +615,23 @@ class Library:
         self.tenant.known.discard(texts)
         if self._common is None:  # else it follows once this is written down
             self._store.bury(keys)
+
+    def forget_behind(self, texts: Sequence[str]) -> None:
+        """Erase KV that was computed behind texts while their documents were deleted.
+
+        Raises
+        ------
+        Problem
+            507 if the disk is so full that this cannot be written down.
+        StoreError
+            If it cannot be looked up which KV that is.
+        """
+        if self._common is None:  # else each server looks for it again (`look_after`)
+            with self._alone():
+                texts, keys = self._held_by_nobody(texts, [])
+                self.catalogue.delete([], keys)
+                self._forget(texts, keys)
+            self.erase()
 
     def erase(self) -> bool:
         """Erase something of what was deleted, as `unfinished` says; whether nothing failed."""

@@ -19,7 +19,9 @@ from cacheblend_rag.app.server.app import create_app
 from cacheblend_rag.app.server.catalogue import Incoming
 from cacheblend_rag.app.server.library import Library
 from cacheblend_rag.app.server.service import Service
+from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.prompt.contexts import finder
 from cacheblend_rag.store import DiskStore, MemoryStore
 from cacheblend_rag.store.tombstones import TombstonedStore
 from tests.app.server.common import BASE, new_collection, passage, settings_for, settle, upload
@@ -223,6 +225,35 @@ def test_a_file_that_is_taken_back_before_it_is_read_is_no_fault(
         ]
         assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
         assert 'documents_total{state="failed"} 1' not in client.get("/metrics").text
+
+
+def test_no_kv_stays_that_was_computed_behind_a_text_as_it_was_deleted(
+    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on, warm = threading.Event(), threading.Event(), BlendEngine.warm
+
+    def slow(self: BlendEngine, texts: Any, **more: Any) -> Any:
+        begun.set()
+        assert goes_on.wait(30)
+        return warm(self, texts, **more)
+
+    with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
+        settle(service_of(client))
+        id = new_collection(client)
+        monkeypatch.setattr(BlendEngine, "warm", slow)
+        files = [("files", (f"{seed}.txt", passage(seed))) for seed in range(990, 994)]
+        client.post(f"/api/collections/{id}/documents", files=files)
+        assert begun.wait(30)
+        documents = ids_of(client, id)
+        assert client.delete(f"/api/collections/{id}/documents/{documents['990.txt']}").status_code == 204
+        goes_on.set()
+        settle(service_of(client))
+        assert not service_of(client).sessions["local"].library.unfinished
+        engine, stored = service_of(client).engine, service_of(client).tombstones.inner
+        (begins,) = engine._pipeline.chunk_forms(passage(990).strip())
+        found = finder([begins.token_ids])
+        assert not [key for key, info in stored.infos("") if found((*info.token_ids, *info.behind))]
+        assert sum(hits(client, seed) for seed in range(991, 994)) < 3, "they were computed behind it"
 
 
 def test_what_is_not_erased_yet_is_not_read_after_a_restart_either(
