@@ -26,7 +26,7 @@ from cacheblend_rag.engine.guard import QualityGuard
 from cacheblend_rag.engine.lookup import Segment
 from cacheblend_rag.engine.pipeline import OTHER_FORM, Blend, Pipeline
 from cacheblend_rag.engine.scheduler import ModelTime, scheduler_of
-from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds
+from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds, keys_begin
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead
 from cacheblend_rag.engine.warm_up import Warming, behind_each_other
 from cacheblend_rag.engine.write_back import Job, WriteBack
@@ -502,16 +502,15 @@ class BlendEngine:
         forms = self._forms(_texts(chunks), prefix)
         keys = {segment.key for segments in forms for segment in segments}
         ids = [segments[0].token_ids for segments in forms]
-        begins = finder(ids)
+        begins, kept = finder(ids), keys_begin(self.config.salt)
 
         def holds_chunk(key: str, job: Job) -> bool:
-            if job.info is None:
-                return False
+            if job.info is None or key.split(OTHER_FORM)[0] in keys:
+                return job.info is not None
+            info = job.info()
             if key.startswith(KEY_PREFIX):
-                return any(holds(job.info(), chunk) for chunk in ids)
-            return key.split(OTHER_FORM)[0] in keys or (
-                begins((info := job.info()).behind) and self._pipeline.owns(key, info)
-            )
+                return key.startswith(kept) and any(holds(info, chunk) for chunk in ids)
+            return begins(info.behind) and self._pipeline.owns(key, info)
 
         if ids:
             self._write_back.drop(holds_chunk)
@@ -558,7 +557,7 @@ class BlendEngine:
                 keys.update(key for key, info in found if self._pipeline.owns(key, info))
         # Prompts that were kept whole have their chunks in them.
         with _noted(failed):
-            kept = self.store.infos(KEY_PREFIX) if ids else ()
+            kept = self.store.infos(keys_begin(self.config.salt)) if ids else ()
             keys.update(key for key, info in kept if any(holds(info, chunk) for chunk in ids))
         # No text of theirs stays in memory either.
         self._pipeline.tokenizer.forget()
