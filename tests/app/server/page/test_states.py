@@ -370,6 +370,7 @@ def test_a_sentence_leads_to_the_passage_that_has_its_words(page: Page) -> None:
     # Behind its sentence, and no part of the text.
     assert marks.first.evaluate("(one) => one.previousSibling.textContent") == "."
     assert (words.text_content() or "").startswith("The eruption was first seen in 1963. It was first seen in 1862. No")
+    assert probe(page, "widthsThatPart", ".words .cite") == [], "a mark stands in the line of its word"
     marks.last.click()
     expect(page.locator("#passage .passage-text")).to_have_text(PASSAGES[1])
     expect(page.locator("#passage .neighbour")).to_have_text("Before. ")  # what both hold is shown once
