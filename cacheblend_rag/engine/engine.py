@@ -26,11 +26,11 @@ from cacheblend_rag.engine.guard import QualityGuard
 from cacheblend_rag.engine.lookup import Segment
 from cacheblend_rag.engine.pipeline import OTHER_FORM, Blend, Pipeline
 from cacheblend_rag.engine.scheduler import ModelTime, scheduler_of
-from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds
+from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds, keys_begin
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead
 from cacheblend_rag.engine.traces import Named, Operation, below_this, traced
 from cacheblend_rag.engine.warm_up import Warming, behind_each_other
-from cacheblend_rag.engine.write_back import WriteBack
+from cacheblend_rag.engine.write_back import Job, WriteBack
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,
@@ -564,17 +564,17 @@ class BlendEngine:
         Returns
         -------
         int
-            Records that were erased.
+            Records that were erased. What waited to be stored never was, and is not counted.
 
         Raises
         ------
         StoreError
             If some could not be erased, or not be looked for; all that could be erased are.
         """
-        self._check_open()
-        self._write_back.flush()
+        texts = _texts(chunks)
+        self.drop_waiting(texts, prefix=prefix)
         failed: list[StoreError] = []
-        keys = self._records_of(chunks, prefix, failed, dependent=True)
+        keys = self._records_of(texts, prefix, failed, dependent=True)
         erased = 0
         for key in keys:
             with _noted(failed):
@@ -582,6 +582,39 @@ class BlendEngine:
         if failed:
             raise StoreError(f"not all could be forgotten, {erased} records were: {failed[0]}") from failed[0]
         return erased
+
+    def drop_waiting(self, chunks: Iterable[str], *, prefix: str = "") -> None:
+        """Let no record be stored that waits to be and that `forget` would erase.
+
+        What is being stored at this moment is waited for, if it is such a record. Other records are stored as they
+        would have been.
+
+        Parameters
+        ----------
+        chunks, prefix
+            As for `warm`.
+        """
+        self._check_open()
+        self._pipeline.look_at_model()
+        forms = self._forms(_texts(chunks), prefix)
+        keys = {segment.key for segments in forms for segment in segments}
+        ids = [segments[0].token_ids for segments in forms]
+        begins, kept = finder(ids), keys_begin(self.config.salt)
+
+        def holds_chunk(key: str, job: Job) -> bool:
+            if job.info is None or key.split(OTHER_FORM)[0] in keys:
+                return job.info is not None
+            info = job.info()
+            if key.startswith(KEY_PREFIX):
+                return key.startswith(kept) and any(holds(info, chunk) for chunk in ids)
+            return begins(info.behind) and self._pipeline.owns(key, info)
+
+        if ids:
+            self._write_back.drop(holds_chunk)
+
+    def _forms(self, texts: Iterable[str], prefix: str) -> list[list[Segment]]:
+        """Of each chunk all segments under which it may be stored; of one that is too short none."""
+        return [forms for text in texts if (forms := self._pipeline.chunk_forms(text, prefix))]
 
     def records_of(self, chunks: Iterable[str], *, prefix: str = "", dependent: bool = True) -> set[str]:
         """Keys of all records that hold KV of chunks, and of those that would: what `forget` erases.
@@ -608,12 +641,12 @@ class BlendEngine:
     def _records_of(self, chunks: Iterable[str], prefix: str, failed: list[StoreError], dependent: bool) -> set[str]:
         """See `records_of`; what went wrong on the way is added to ``failed``."""
         self._pipeline.look_at_model()
-        forms = [self._pipeline.chunk_forms(text, prefix) for text in _texts(chunks)]
+        forms = self._forms(_texts(chunks), prefix)
         keys = {segment.key for segments in forms for segment in segments}
         for key in [*keys]:
             with _noted(failed):
                 keys.update(other for other, _ in self.store.infos(key + OTHER_FORM))
-        ids = [segments[0].token_ids for segments in forms if segments]
+        ids = [segments[0].token_ids for segments in forms]
         if dependent and ids:  # whatever chunks are computed behind now
             begins = finder(ids)
             with _noted(failed):
@@ -621,7 +654,7 @@ class BlendEngine:
                 keys.update(key for key, info in found if self._pipeline.owns(key, info))
         # Prompts that were kept whole have their chunks in them.
         with _noted(failed):
-            kept = self.store.infos(KEY_PREFIX) if ids else ()
+            kept = self.store.infos(keys_begin(self.config.salt)) if ids else ()
             keys.update(key for key, info in kept if any(holds(info, chunk) for chunk in ids))
         # No text of theirs stays in memory either.
         self._pipeline.tokenizer.forget()

@@ -608,7 +608,9 @@ class Pipeline:
         for segment in found.chunks:
             if segment.token_ids and segment.key not in found.records:
                 behind = dataclasses.replace(segment, contexts=contexts if segment.averaged else None)
-                jobs[segment.key] = Job(partial(self.compute_and_store, [behind]))
+                jobs[segment.key] = Job(
+                    partial(self.compute_and_store, [behind]), info=partial(self.record_info, behind)
+                )
         return jobs
 
     def compute_and_store(self, segments: Sequence[Segment]) -> dict[str, bool | None]:

@@ -20,7 +20,7 @@ from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import Span, TokenizedPrompt
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, record_key
 
-__all__ = ["KEY_PREFIX", "Resumed", "SessionCache", "holds"]
+__all__ = ["KEY_PREFIX", "Resumed", "SessionCache", "holds", "keys_begin"]
 
 _log = logging.getLogger(__name__)
 KEY_PREFIX = "session-"
@@ -76,7 +76,7 @@ class SessionCache:
         rule = hashlib.sha256(self._rule.encode()).hexdigest()
         fingerprint, kind = self._like.fingerprint, f"session {rule}"
         key = record_key(fingerprint=fingerprint, salt=self._salt, kind=kind, context_ids=(), token_ids=anchor)
-        return KEY_PREFIX + key
+        return keys_begin(self._salt) + key
 
     def find(self, split: TokenizedPrompt) -> Resumed | None:
         """The kept prompt that has most in common with the beginning of this one."""
@@ -125,7 +125,7 @@ class SessionCache:
         record = KVRecord(dataclasses.replace(self._like, token_ids=ids), SegmentKV(keys, values, rotated=True))
         key = self.key(split.input_ids[: split.chunks[-1].stop])
         held = sum(tensor.nbytes for tensor in keys + values)
-        return key, Job(lambda: self._store.put(key, record), held)
+        return key, Job(lambda: self._store.put(key, record), held, lambda: record.info)
 
 
 class _Beginning:
@@ -142,6 +142,11 @@ class _Beginning:
 
     def close(self) -> None:
         self._inner.close()
+
+
+def keys_begin(salt: str) -> str:
+    """What the keys of a tenant's kept prompts begin with."""
+    return f"{KEY_PREFIX}{hashlib.sha256(salt.encode()).hexdigest()[:16]}-"
 
 
 def holds(info: RecordInfo, chunk_ids: Sequence[int]) -> bool:

@@ -15,6 +15,7 @@ from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import BlendReport
+from cacheblend_rag.store.base import RecordInfo
 
 __all__ = ["Job", "WriteBack", "tokens_to_store"]
 
@@ -31,10 +32,13 @@ class Job:
         Makes and stores it.
     held : int
         Bytes it keeps in memory until then.
+    info : callable, optional
+        What the record will say of itself; None where no chunk is in it.
     """
 
     run: Callable[[], object]
     held: int = 0
+    info: Callable[[], RecordInfo] | None = None
 
 
 class WriteBack:
@@ -57,6 +61,7 @@ class WriteBack:
         self.seconds = 0.0
         """Time spent on jobs; no request waited for it but one that came during a job."""
         self._names: set[str] = set()
+        self._doing: list[tuple[str, Job]] = []  # one at most
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
         self.closed = False
@@ -78,6 +83,25 @@ class WriteBack:
                 self._thread.start()
             self._condition.notify_all()
             return True
+
+    def drop(self, chosen: Callable[[str, Job], bool]) -> None:
+        """Let jobs that wait not be done, and wait for one that is being done; all others go on.
+
+        Parameters
+        ----------
+        chosen : callable
+            Whether it is to be so with the job of a name.
+        """
+        with self._condition:
+            there = [*self._jobs, *self._doing]
+        dropped = {id(job) for name, job in there if chosen(name, job)}
+        with self._condition:
+            for name, job in [one for one in self._jobs if id(one[1]) in dropped]:
+                self._held -= job.held
+                self._names.discard(name)
+            self._jobs = deque(one for one in self._jobs if id(one[1]) not in dropped)
+            self._condition.notify_all()
+            self._condition.wait_for(lambda: not any(id(job) in dropped for _, job in self._doing))
 
     def flush(self) -> None:
         """Wait until all queued jobs are done."""
@@ -105,29 +129,30 @@ class WriteBack:
                     self._condition.wait()
                 if not self._jobs:
                     break
-                name, job = self._jobs.popleft()
-            held = job.held
-            try:
-                with self._scheduler.background():
-                    self._timed(job.run)
-            except CacheBlendError as error:
-                _log.warning("could not store %s: %s", name, error)
-            except Exception:
-                _log.exception("storing %s failed", name)
-            finally:
-                del job  # it holds the model
-                with self._condition:
-                    self._held -= held
-                    self._names.discard(name)
-                    self._condition.notify_all()
+            with self._scheduler.background():  # until then any of them can be dropped
+                self._do_next()
         atexit.unregister(self.close)
 
-    def _timed(self, run: Callable[[], object]) -> None:
+    def _do_next(self) -> None:
+        with self._condition:
+            if not self._jobs:
+                return
+            name, job = self._jobs.popleft()
+            self._doing.append((name, job))
         started = time.perf_counter()
         try:
-            run()
+            job.run()
+        except CacheBlendError as error:
+            _log.warning("could not store %s: %s", name, error)
+        except Exception:
+            _log.exception("storing %s failed", name)
         finally:
-            self.seconds += time.perf_counter() - started
+            with self._condition:
+                self.seconds += time.perf_counter() - started
+                self._doing.clear()
+                self._held -= job.held
+                self._names.discard(name)
+                self._condition.notify_all()
 
 
 def tokens_to_store(prompt: Prompt, report: BlendReport, config: BlendConfig) -> int:

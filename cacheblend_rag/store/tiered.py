@@ -231,8 +231,8 @@ class TieredStore(BaseStore):
 
     def infos(self, beginning: str) -> Iterator[tuple[str, RecordInfo]]:
         """See `KVStore.infos`."""
-        seen: set[str] = set()
-        failed: list[StoreError] = []
+        yield from (waiting := self._behind.infos(beginning))  # before it is in a tier
+        seen, failed = {key for key, _ in waiting}, list[StoreError]()
         for tier in self.tiers:
             try:
                 for key, info in tier.infos(beginning):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from cacheblend_rag.store.base import KVRecord, KVStore
+from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo
 from cacheblend_rag.store.warnings import Warnings
 
 __all__ = ["WriteBehind"]
@@ -69,6 +69,11 @@ class WriteBehind:
     def waits(self, key: str) -> bool:
         """Whether a record of this key waits to be written."""
         return key in self._waiting
+
+    def infos(self, beginning: str) -> list[tuple[str, RecordInfo]]:
+        """Records that wait to be written, of keys that begin so."""
+        with self._changed:
+            return [(key, one.record.info) for key, one in self._waiting.items() if key.startswith(beginning)]
 
     def afterwards(self, key: str, done: Callable[[], object]) -> None:
         """Call something once the record of a key is written; at once if none waits."""

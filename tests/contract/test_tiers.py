@@ -140,6 +140,29 @@ def test_forgetting_erases_from_every_tier(tiers: tuple[MemoryStore, DiskStore, 
     assert not store.contains("1"), "what was forgotten while it was read must not rise again"
 
 
+def test_what_waits_to_be_written_elsewhere_is_listed_and_forgotten() -> None:
+    goes_on = threading.Event()
+
+    class Elsewhere(MemoryStore):
+        remote = True
+
+        def put(self, key: str, record: Any) -> None:
+            assert goes_on.wait(20)
+            super().put(key, record)
+
+    memory, elsewhere = MemoryStore(500), Elsewhere(SIZE)  # the nearer one takes no record of this size
+    with closing(TieredStore([memory, elsewhere])) as store:
+        for number in (1, 2):
+            store.put(str(number), record_of(number))
+        listed = [(key, info) for beginning in ("1", "2") for key, info in store.infos(beginning)]
+        assert listed == [(str(number), record_of(number).info) for number in (1, 2)]
+        store.delete("2")
+        assert [key for key, _ in store.infos("")] == ["1"]
+        goes_on.set()
+        store.flush()
+        assert [key for key, _ in store.infos("")] == ["1"]
+
+
 def test_a_tier_that_fails_leaves_the_others(tiers: tuple[MemoryStore, DiskStore, TieredStore], tmp_path: Path) -> None:
     class Failing(MemoryStore):
         def put(self, key: str, record: Any) -> None:

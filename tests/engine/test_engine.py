@@ -326,11 +326,12 @@ def test_forget_erases_what_is_named_and_nothing_else(tmp_path: Path) -> None:
         assert (report.hits, report.misses) == (2, 1)
 
 
-def test_forget_waits_for_what_is_about_to_be_stored() -> None:
+def test_forget_lets_nothing_be_stored_that_was_about_to_be() -> None:
     with engine_of(write_back="background") as engine:
         engine.generate(PROMPT, max_new_tokens=2)
-        assert engine.forget(CHUNKS) == 3
+        assert engine.forget(CHUNKS) <= 3
         engine.flush()
+        assert engine.forget(CHUNKS) == 0
         assert engine.with_config(write_back="off").fuse(PROMPT).report.hits == 0
 
 

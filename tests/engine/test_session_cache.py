@@ -175,6 +175,11 @@ def test_forgetting_a_chunk_erases_the_prompts_that_hold_it(tmp_path: Path) -> N
         assert engine.forget(["something that was never there"]) == 0
         assert engine.forget(CHUNKS[2:]) == 2
         assert finals(store) == []
+        other = engine.with_config(salt="another tenant")
+        for one in (engine, other):
+            one.generate(PROMPT, max_new_tokens=4)
+        engine.forget(CHUNKS)
+        assert other.fuse(PROMPT).report.resumed_tokens, "another tenant sees nothing of it"
     store.close()
 
 

@@ -16,6 +16,7 @@ from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import Prompt
 from cacheblend_rag.engine.scheduler import Scheduler
+from cacheblend_rag.engine.session_cache import KEY_PREFIX
 from cacheblend_rag.engine.write_back import Job, WriteBack
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store import MemoryStore
@@ -145,6 +146,23 @@ def test_a_miss_asked_twice_is_computed_once(monkeypatch: pytest.MonkeyPatch) ->
     assert len(computed) == 3
 
 
+@pytest.mark.parametrize("condition", ["sink", "context"])
+def test_forgetting_waits_for_nothing_that_others_store(condition: str) -> None:
+    store = Hooked()
+    with engine_of(store=store, write_back="background", condition=condition, session_cache=True) as engine:
+        other = engine.with_config(salt="another tenant")
+        with engine._scheduler, ThreadPoolExecutor(1) as pool:  # nothing can be stored
+            for one in (engine, other):
+                one.generate(PROMPT, max_new_tokens=2)
+            assert pool.submit(engine.forget, CHUNKS[:1]).result(20) == 0
+        engine.flush()
+        assert engine.forget(CHUNKS[:1]) == 0, "what waited to be stored was not stored"
+        assert len(list(store.infos(KEY_PREFIX))) == 1, "that of the other"
+        assert other.fuse(PROMPT).report.resumed_tokens
+        assert other.with_config(session_cache=False).fuse(PROMPT).report.hits == 3
+        assert engine.fuse(PROMPT).report.hits == (2 if condition == "sink" else 0)
+
+
 # The queue ----------------------------------------------------------------------------------
 
 
@@ -153,18 +171,45 @@ def test_a_full_queue_drops_and_says_so(caplog: pytest.LogCaptureFixture) -> Non
     queue = WriteBack(scheduler, limit=2)
     with scheduler:
         queue.submit("a", Job(lambda: done.append("a")))
-        deadline = time.monotonic() + 5
-        while queue._jobs and time.monotonic() < deadline:  # until the thread holds the first
-            time.sleep(0.005)
         for name in ("b", "b", "c", "d"):
             queue.submit(name, Job(partial(done.append, name)))
     queue.flush()
     queue.close()
-    assert done == ["a", "b", "c"]
+    assert done == ["a", "b"]
     assert "queue is full" in caplog.text
     queue.submit("e", Job(lambda: done.append("e")))
     queue.flush()
-    assert done == ["a", "b", "c"]
+    assert done == ["a", "b"]
+
+
+def test_jobs_are_dropped_without_waiting_for_others_but_for_what_is_being_done() -> None:
+    scheduler, done = Scheduler(), list[str]()
+    queue, begun, goes_on = WriteBack(scheduler, held=100), threading.Event(), threading.Event()
+
+    def long() -> None:
+        begun.set()
+        assert goes_on.wait(20)
+        done.append("long")
+
+    with scheduler:
+        for name in ("a", "b", "c"):
+            queue.submit(name, Job(partial(done.append, name), 30))
+        queue.drop(lambda name, job: name in ("a", "c"))  # nothing can be done meanwhile
+        assert queue.submit("c", Job(partial(done.append, "c"), 60)), "what they kept in memory is free"
+    queue.flush()
+    assert done == ["b", "c"]
+    queue.submit("long", Job(long))
+    assert begun.wait(20)
+    queue.submit("d", Job(partial(done.append, "d")))
+    queue.drop(lambda name, job: name == "d")
+    with ThreadPoolExecutor(1) as pool:
+        dropping = pool.submit(queue.drop, lambda name, job: name == "long")
+        with pytest.raises(TimeoutError):
+            dropping.result(0.1)
+        goes_on.set()
+        dropping.result(20)
+    assert done == ["b", "c", "long"]
+    queue.close()
 
 
 def test_waiting_jobs_keep_no_more_than_so_many_bytes(caplog: pytest.LogCaptureFixture) -> None:

@@ -428,6 +428,10 @@ class Ingestion:
         return taken
 
     def _fail(self, library: Library, file: Incoming, error: BaseException) -> None:
+        """Note that a file cannot become a document; nothing failed if it was taken back or deleted meanwhile."""
+        if not library.waits(file):
+            _log.info("an upload is not read: it was taken back")
+            return
         if not isinstance(error, (CacheBlendError, Problem)):
             _log.error("a document could not be ingested: %s", type(error).__name__)
         library.catalogue.fail(file.id, problem_of(error).message)
@@ -478,6 +482,8 @@ class Ingestion:
         except CacheBlendError as error:  # the documents are in; their KV is stored when it is used
             _log.warning("documents could not be warmed: %s", type(error).__name__)
             skipped = 0
+        if gone := [one.text for one in some if one.document in there and not library.catalogue.holds(one.document)]:
+            library.forget_behind(gone)  # others were computed behind them
         if skipped:  # the store is full; the rest is stored as it is used
             done = [*some, *texts]
             texts.clear()

@@ -95,6 +95,15 @@ class Collection:
         """
         raise NotImplementedError
 
+    def sample(self, most: int) -> list[str]:
+        """Texts of so many passages at most, evenly spread over all."""
+        places = [(one.id, number) for one in self.documents() for number in range(one.chunks)]
+        texts = []
+        for at in range(wanted := min(most, len(places))):
+            with contextlib.suppress(Problem):  # its document was deleted meanwhile
+                texts.append(self.chunk(*places[at * len(places) // wanted]).text)
+        return texts
+
 
 class BaseCollection(Collection):
     """A folder the server was started with; everyone may read it and nobody writes it here."""
@@ -586,19 +595,43 @@ class Library:
 
     def _leaving(self, documents: Sequence[str], staying: Iterable[str] = ()) -> tuple[list[str], set[str]]:
         """Texts that nobody holds once some documents are gone, and the keys of their KV records."""
-        texts = list(dict.fromkeys(text for id in documents for text in self.catalogue.texts_of(id)))
+        return self._held_by_nobody(
+            [text for id in documents for text in self.catalogue.texts_of(id)], documents, staying
+        )
+
+    def _held_by_nobody(
+        self, texts: Iterable[str], documents: Sequence[str], staying: Iterable[str] = ()
+    ) -> tuple[list[str], set[str]]:
+        texts = list(dict.fromkeys(texts))
         if not texts:
             return [], set()
         held = {*staying, *self.catalogue.held_by_others(texts, documents)}
         alone = [text for text in texts if text not in held and text not in self._shared]
-        engine = self._engine()
-        engine.flush()  # what waits to be stored is found, too
-        return alone, engine.records_of([*alone, *written_forms(alone)])
+        engine, written = self._engine(), [*alone, *written_forms(alone)]
+        engine.drop_waiting(written)  # the records of others are stored as they would have been
+        return alone, engine.records_of(written)
 
     def _forget(self, texts: Sequence[str], keys: Iterable[str]) -> None:
         self.tenant.known.discard(texts)
         if self._common is None:  # else it follows once this is written down
             self._store.bury(keys)
+
+    def forget_behind(self, texts: Sequence[str]) -> None:
+        """Erase KV that was computed behind texts while their documents were deleted.
+
+        Raises
+        ------
+        Problem
+            507 if the disk is so full that this cannot be written down.
+        StoreError
+            If it cannot be looked up which KV that is.
+        """
+        if self._common is None:  # else each server looks for it again (`look_after`)
+            with self._alone():
+                texts, keys = self._held_by_nobody(texts, [])
+                self.catalogue.delete([], keys)
+                self._forget(texts, keys)
+            self.erase()
 
     def erase(self) -> bool:
         """Erase something of what was deleted, as `unfinished` says; whether nothing failed."""
@@ -681,12 +714,18 @@ class Library:
             raise Problem(409, "too_many_documents", f"a collection may hold {limits.documents} documents")
         used, more = self.catalogue.bytes_used(), sum(one.bytes for one in files)
         if used + more > limits.disk_bytes:
-            message = f"your documents take {used:,} bytes and may take {limits.disk_bytes:,}; delete some first"
+            taken = f"your documents take {used:,} bytes and may take {limits.disk_bytes:,}"
+            remedy = "delete some documents, or send less" if used else "send less"
+            message = f"{taken}; what you send has {more:,}: {remedy}"
             raise Problem(507, "disk_quota", message, field="files")
 
     def part_of(self, id: str) -> Path:
         """Where an upload is written that is not taken in yet."""
         return self.incoming / f".{id}"
+
+    def waits(self, file: Incoming) -> bool:
+        """Whether an upload is still to become a document; one that was taken back is not."""
+        return file.id in {one.id for one in self.catalogue.files(job=file.job) if not one.error}
 
     def dismiss(self, collection: str, file: str) -> Incoming | None:
         """Take a file that failed or waits off the list, and give it, if there is one."""

@@ -28,9 +28,11 @@ from cacheblend_rag.app.server.rag_models import (
     ChunkText,
     CollectionInfo,
     CompareBody,
+    DiskInfo,
     DocumentInfo,
     FoundChunk,
     JobInfo,
+    KVEstimate,
     LimitsInfo,
     ModelInfo,
     NewCollection,
@@ -60,6 +62,7 @@ __all__ = ["router"]
 router = APIRouter(prefix="/api", tags=["RAG"])
 Here = Annotated[Session, Depends(session_of)]
 _COPIED_AT_ONCE = 2**20
+_SAMPLED = 64  # passages by which the KV of a collection is estimated
 _COMPARED = 4  # answers that a comparison counts as, one of each method
 
 
@@ -87,6 +90,9 @@ async def state(here: Here) -> State:
             bytes=stats.volume if stats and alone else None,
             limit_bytes=stats.size_limit if stats else service.engine.store.size_limit,
             records=stats.records if stats and alone else None,
+        ),
+        disk=DiskInfo(
+            bytes=await here.in_thread(here.library.catalogue.bytes_used), limit_bytes=service.limits.disk_bytes
         ),
         limits=LimitsInfo(
             upload_bytes=service.limits.upload_bytes,
@@ -139,6 +145,20 @@ async def documents(here: Here, id: str) -> list[DocumentInfo]:
     """Documents of a collection, and files on their way into it."""
     collection = here.collection(id)
     return await here.in_thread(_listed, here, collection)
+
+
+@router.get("/collections/{id}/estimate")
+async def estimate(here: Here, id: str) -> KVEstimate:
+    """How large the KV of all passages is. Nothing is computed for it, and none of it need be stored."""
+    return await here.in_thread(_estimated, here, here.collection(id))
+
+
+def _estimated(here: Session, collection: Collection) -> KVEstimate:
+    passages, texts = collection.counts()[1], collection.sample(_SAMPLED)
+    if not texts:
+        return KVEstimate(passages=passages, kv_bytes=0)
+    sampled = sum(here.engine().estimate_bytes([text]) for text in texts)
+    return KVEstimate(passages=passages, kv_bytes=round(sampled * passages / len(texts)))
 
 
 def _listed(here: Session, collection: Collection) -> list[DocumentInfo]:

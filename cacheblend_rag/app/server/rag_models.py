@@ -17,6 +17,7 @@ __all__ = [
     "FoundChunk",
     "HistoryTurn",
     "JobInfo",
+    "KVEstimate",
     "NewCollection",
     "PassageRef",
     "SearchBody",
@@ -134,6 +135,13 @@ class StoreInfo(BaseModel):
     records: int | None
 
 
+class DiskInfo(BaseModel):
+    """Disk space of the tenant's documents: uploads that wait, passages and vectors."""
+
+    bytes: int
+    limit_bytes: int
+
+
 class LimitsInfo(BaseModel):
     """What the page should not try to pass."""
 
@@ -153,6 +161,7 @@ class State(BaseModel):
     settings: SettingsInfo
     suggestions: list[Suggestion]
     store: StoreInfo
+    disk: DiskInfo
     limits: LimitsInfo
 
 
@@ -165,6 +174,13 @@ class DocumentInfo(BaseModel):
     bytes: int
     state: Literal["ready", "indexing", "failed"]
     error: str | None = None
+
+
+class KVEstimate(BaseModel):
+    """What the KV of all passages of a collection takes, stored or not; of many passages a sample is looked at."""
+
+    passages: int
+    kv_bytes: int
 
 
 class JobInfo(BaseModel):

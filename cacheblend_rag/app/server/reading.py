@@ -160,10 +160,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _parsed(suffix: str, data: bytes, most: int) -> dict[str, object]:
+    name = "the file" + suffix
     try:
-        pages = parse(FileBytes("the file" + suffix, "", data)).pages
+        pages = parse(FileBytes(name, "", data)).pages
     except (DocumentError, ImportError) as error:
-        return {"error": str(error)}
+        return {"error": str(error).replace(name, "the file")}
     if sum(map(len, pages)) > most:
         return {"error": f"the file holds more than {most:,} characters of text"}
     return {"pages": pages}

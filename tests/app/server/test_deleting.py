@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 import time
@@ -15,8 +16,12 @@ from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server import catalogue
 from cacheblend_rag.app.server.app import create_app
+from cacheblend_rag.app.server.catalogue import Incoming
+from cacheblend_rag.app.server.library import Library
 from cacheblend_rag.app.server.service import Service
+from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.prompt.contexts import finder
 from cacheblend_rag.store import DiskStore, MemoryStore
 from cacheblend_rag.store.tombstones import TombstonedStore
 from tests.app.server.common import BASE, new_collection, passage, settings_for, settle, upload
@@ -187,6 +192,68 @@ def test_a_file_that_is_deleted_as_it_becomes_a_document_is_gone(
         settle(service_of(client))
         assert ids_of(client, id) == {}
         assert hits(client, 970) == 0
+
+
+@pytest.mark.parametrize("what", ["/documents/{file}", ""])
+def test_a_file_that_is_taken_back_before_it_is_read_is_no_fault(
+    what: str,
+    model: Path,
+    docs: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    begun, goes_on, fetched = threading.Event(), threading.Event(), Library.fetched
+
+    def slow(self: Library, file: Incoming) -> Path:
+        begun.set()
+        assert goes_on.wait(30)
+        return fetched(self, file)
+
+    with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
+        id = new_collection(client)
+        monkeypatch.setattr(Library, "fetched", slow)
+        client.post(f"/api/collections/{id}/documents", files=[("files", ("a.txt", passage(980)))])
+        assert begun.wait(30)
+        path = f"/api/collections/{id}" + what.format(file=ids_of(client, id)["a.txt"])
+        with caplog.at_level(logging.INFO, "cacheblend_rag.app.server.ingestion"):
+            assert client.delete(path).status_code == 204
+            goes_on.set()
+            settle(service_of(client))
+        assert [(one.levelname, one.message) for one in caplog.records if "upload" in one.message] == [
+            ("INFO", "an upload is not read: it was taken back")
+        ]
+        assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
+        assert 'documents_total{state="failed"} 1' not in client.get("/metrics").text
+
+
+def test_no_kv_stays_that_was_computed_behind_a_text_as_it_was_deleted(
+    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, goes_on, warm = threading.Event(), threading.Event(), BlendEngine.warm
+
+    def slow(self: BlendEngine, texts: Any, **more: Any) -> Any:
+        begun.set()
+        assert goes_on.wait(30)
+        return warm(self, texts, **more)
+
+    with TestClient(create_app(settings_for(model, docs, tmp_path)), base_url=BASE) as client:
+        settle(service_of(client))
+        id = new_collection(client)
+        monkeypatch.setattr(BlendEngine, "warm", slow)
+        files = [("files", (f"{seed}.txt", passage(seed))) for seed in range(990, 994)]
+        client.post(f"/api/collections/{id}/documents", files=files)
+        assert begun.wait(30)
+        documents = ids_of(client, id)
+        assert client.delete(f"/api/collections/{id}/documents/{documents['990.txt']}").status_code == 204
+        goes_on.set()
+        settle(service_of(client))
+        assert not service_of(client).sessions["local"].library.unfinished
+        engine, stored = service_of(client).engine, service_of(client).tombstones.inner
+        (begins,) = engine._pipeline.chunk_forms(passage(990).strip())
+        found = finder([begins.token_ids])
+        assert not [key for key, info in stored.infos("") if found((*info.token_ids, *info.behind))]
+        assert sum(hits(client, seed) for seed in range(991, 994)) < 3, "they were computed behind it"
 
 
 def test_what_is_not_erased_yet_is_not_read_after_a_restart_either(

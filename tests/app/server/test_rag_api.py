@@ -9,6 +9,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
+from cacheblend_rag.app.server.settings import Limits
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.report import WarmReport
 from tests.app.server.common import BASE, new_collection, passage, read_events, settings_for, settle, upload
 from tests.integrations.retrieval.pdf import make_pdf
 
@@ -39,6 +42,28 @@ def test_the_state_has_what_the_page_needs(client: Any) -> None:
     assert {"hkvd", "none", "all"} <= set(state["settings"]["rules"])
     assert state["store"]["records"] >= 4
     assert state["suggestions"] == []
+
+
+def test_how_large_kv_will_be_and_what_room_there_is_are_told_before_it_is_stored(
+    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.app.server.rag_api._SAMPLED", 16)
+    monkeypatch.setattr(BlendEngine, "warm", lambda *args, **more: WarmReport(0, 0, 0, 0, 0, 0.0))
+    limits = Limits(disk_bytes=500_000)
+    with TestClient(create_app(settings_for(model, docs, tmp_path, limits=limits)), base_url=BASE) as client:
+        service, id = client.app.state.service, new_collection(client)  # type: ignore[attr-defined]
+        assert client.get(f"/api/collections/{id}/estimate").json() == {"passages": 0, "kv_bytes": 0}
+        assert client.get("/api/state").json()["disk"] == {"bytes": 0, "limit_bytes": 500_000}
+        texts = [passage(seed, 20 + seed).strip() for seed in range(60)]
+        for beginning, told in ((0, 16), (16, 60)):
+            upload(client, id, {f"{seed}.txt": texts[seed] for seed in range(beginning, told)})
+            found = client.get(f"/api/collections/{id}/estimate").json()
+            assert found["passages"] == told
+            assert found["kv_bytes"] == pytest.approx(service.engine.estimate_bytes(texts[:told]), rel=0.15)
+        assert service.engine.store.volume() < found["kv_bytes"] / 10
+        used = client.get("/api/state").json()["disk"]["bytes"]
+        assert used == service.sessions["local"].library.catalogue.bytes_used() > sum(map(len, texts))
+        assert client.get("/api/collections/none/estimate").status_code == 404
 
 
 def test_an_answer_comes_in_pieces_between_sources_and_report(client: Any) -> None:

@@ -142,6 +142,12 @@ def test_a_file_that_ends_the_process_is_blamed_and_no_other(tmp_path: Path) -> 
         assert reader.read(tmp_path / "good", "d.txt").pages == ("good text",)
 
 
+def test_an_error_calls_the_upload_the_file(tmp_path: Path) -> None:
+    (tmp_path / "bad").write_bytes(b"no PDF")
+    with Reader(Limits()) as reader, pytest.raises(DocumentError, match=r"^the file cannot be read as PDF"):
+        reader.read(tmp_path / "bad", "contract.pdf")
+
+
 def test_reading_ends_when_the_server_stops(tmp_path: Path) -> None:
     (tmp_path / "bomb").write_bytes(b"<p>" + b"<b>x" * 400_000)
     reader, failed = Reader(Limits(parse_seconds=60)), []

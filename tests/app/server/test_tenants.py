@@ -21,8 +21,11 @@ from cacheblend_rag.app.server.catalogue import Catalogue
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings
+from cacheblend_rag.store.base import KVRecord
+from cacheblend_rag.store.tombstones import TombstonedStore
 from docs.benchmarks.scripts import tenants
 from tests.app.server.common import BASE, client_of, new_collection, passage, running, settings_for, settle, upload
+from tests.app.server.test_deleting import hits
 
 KEYS = {"ada": "ada-0123456789abcdef", "ben": "ben-0123456789abcdef"}
 
@@ -172,7 +175,9 @@ def test_a_tenant_that_has_used_its_disk_space_is_told_and_others_go_on(
         error = refused.json()["error"]
         assert (error["code"], error["field"]) == ("disk_quota", "files")
         assert f"{used:,}" in error["message"]
-        assert "40,000" in error["message"]
+        assert "40,000; what you send has 39,000: delete some documents" in error["message"]
+        much = send(ben, theirs, {"much.txt": "x" * 40_001}).json()["error"]["message"]
+        assert much == "your documents take 0 bytes and may take 40,000; what you send has 40,001: send less"
         upload(ben, theirs, {"b.txt": passage(500)})
         (document,) = ada.get(f"/api/collections/{mine}/documents").json()
         assert ada.delete(f"/api/collections/{mine}/documents/{document['id']}").status_code == 204
@@ -192,6 +197,32 @@ def test_a_document_that_takes_more_than_its_file_does_not_pass_the_limit_either
         assert events[-1]["stage"] == "failed"
         assert f"{most:,}" in events[-1]["error"]
         assert states(ada, mine) == ["failed"]
+
+
+def test_deleting_waits_for_no_kv_that_others_store(
+    model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storing, goes_on, put = threading.Event(), threading.Event(), TombstonedStore.put
+
+    def slow(self: TombstonedStore, key: str, record: KVRecord) -> None:
+        storing.set()
+        assert goes_on.wait(60)
+        put(self, key, record)
+
+    with two(model, docs, tmp_path, Limits()) as (service, ada, ben):
+        mine = new_collection(ada)
+        upload(ada, mine, {"a.txt": passage(1)})
+        settle(service)
+        with monkeypatch.context() as patch:
+            patch.setattr(TombstonedStore, "put", slow)
+            assert hits(ben, 2) == 0
+            assert storing.wait(20)
+            (document,) = ada.get(f"/api/collections/{mine}/documents").json()
+            gone = ada.delete(f"/api/collections/{mine}/documents/{document['id']}", timeout=20)
+            assert (gone.status_code, goes_on.is_set()) == (204, False)
+            goes_on.set()
+            settle(service)
+        assert (hits(ada, 1), hits(ben, 2)) == (0, 1)
 
 
 def test_starting_reads_no_document(model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

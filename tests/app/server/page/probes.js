@@ -169,3 +169,21 @@ function fillStorage(most) {
     set.call(this, name, value);
   };
 }
+
+/** Widths of a text at which one of its elements stands in another line than what is before it. */
+function widthsThatPart(selector) {
+  const parted = [];
+  for (const one of document.querySelectorAll(selector)) {
+    const text = one.closest(".words");
+    for (let width = 120; width < 480; width += 6) {
+      text.style.width = `${width}px`;
+      const range = document.createRange();
+      range.selectNodeContents(one.previousSibling);
+      const before = [...range.getClientRects()].at(-1);
+      const { top, bottom } = one.getBoundingClientRect();
+      if (top > before.bottom || bottom < before.top) parted.push(width);
+    }
+    text.style.width = "";
+  }
+  return parted;
+}

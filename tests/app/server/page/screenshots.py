@@ -15,7 +15,7 @@ from tests.app.server.page.driving import ask, compare_off
 WIDE: dict[str, Any] = {"viewport": {"width": 1280, "height": 860}}
 PHONE: dict[str, Any] = {"viewport": {"width": 375, "height": 760}, "device_scale_factor": 2, "is_mobile": True}
 # The starter model is small. These it answers rightly; the second follows the first.
-QUESTIONS = ["Which ship laid the transatlantic cable of 1866?", "Who designed the Great Eastern?"]
+QUESTIONS = ["Who designed the SS Great Britain?", "Who designed the Great Eastern?"]
 PATIENCE_MS = 300_000  # a comparison computes the whole prompt several times
 
 STORED_MS = 5_000  # a turn is stored behind its answer, and the next goes on from it
@@ -42,10 +42,10 @@ def _converse(page: Page) -> None:
 
 
 def _take_panel(page: Page, folder: Path) -> None:
-    """What happened while the first question was answered: it goes on from no other, so each passage is blended."""
+    """Settings, and what happened at the first question: it goes on from no other, so each passage is blended."""
     page.locator(".turn .what").first.click()
-    page.set_viewport_size({"width": 1280, "height": 1240})
-    page.locator("#chunks").evaluate("(one) => one.scrollIntoView()")
+    page.set_viewport_size({"width": 1280, "height": 1640})
+    page.locator("#settings").evaluate("(one) => one.scrollIntoView()")
     _save(page.locator("#panel"), folder / "page-panel.png")
 
 

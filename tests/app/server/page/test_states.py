@@ -370,6 +370,7 @@ def test_a_sentence_leads_to_the_passage_that_has_its_words(page: Page) -> None:
     # Behind its sentence, and no part of the text.
     assert marks.first.evaluate("(one) => one.previousSibling.textContent") == "."
     assert (words.text_content() or "").startswith("The eruption was first seen in 1963. It was first seen in 1862. No")
+    assert probe(page, "widthsThatPart", ".words .cite") == [], "a mark stands in the line of its word"
     marks.last.click()
     expect(page.locator("#passage .passage-text")).to_have_text(PASSAGES[1])
     expect(page.locator("#passage .neighbour")).to_have_text("Before. ")  # what both hold is shown once
@@ -432,6 +433,23 @@ def test_an_upload_shows_every_stage_and_its_failure(page: Page) -> None:
     page.locator("#files").set_input_files({"name": "a.md", "mimeType": "text/markdown", "buffer": b"x"})
     expect(page.locator("#jobs [role=alert]")).to_have_text("a.md is not text.")
     expect(page.locator("#said")).to_have_text("a.md: a.md is not text.")
+
+
+def test_the_room_that_there_is_stands_beside_what_documents_and_their_kv_take(page: Page) -> None:
+    page.get_by_role("button", name="Documents").click()
+    expect(page.locator("#room")).to_have_text(re.compile(r"^Your documents take [\d.]+ k?B of 5\.0 GB\.$"))
+    size = page.locator("#kv-size")
+    expect(size).to_have_text(
+        re.compile(r"^KV of its passages takes about [\d.]+ [kM]B\. The store keeps .* in all\.$")
+    )
+    much = {"passages": 40, "kv_bytes": 23 * 10**12}
+    page.route(re.compile("/estimate$"), lambda route: route.fulfill(json=much))
+    page.get_by_label("New collection").fill("Large")
+    page.get_by_role("button", name="Create", exact=True).click()
+    expect(size).to_have_text(re.compile(r"takes about 23 TB\. The store keeps .* in all, what was used last\.$"))
+    page.route(re.compile("/estimate$"), lambda route: route.fulfill(json=much | {"passages": 0}))
+    page.get_by_role("radio").first.check()
+    expect(size).to_have_text("")
 
 
 @pytest.mark.parametrize(

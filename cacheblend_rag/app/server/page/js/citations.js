@@ -60,8 +60,12 @@ function markAt(block, characters, mark) {
       continue;
     }
     const around = text.parentElement.closest("a, code, strong, em");
-    if (around && block.contains(around)) around.after(mark);
-    else text.splitText(left).before(mark);
-    return;
+    if (around && block.contains(around)) return around.after(mark);
+    text.splitText(left);
+    const begins = text.data.search(/\S{1,30}$/u); // a longer word may be broken, and its mark then, too
+    const word = begins > 0 ? text.splitText(begins) : text;
+    const together = el("span", { class: "together" });
+    word.replaceWith(together);
+    return together.append(word, mark);
   }
 }

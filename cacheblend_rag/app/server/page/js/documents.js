@@ -9,6 +9,7 @@ import {
   deleteCollection,
   deleteDocument,
   documentsOf,
+  estimateOf,
   isWritable,
   OWN,
   refreshServer,
@@ -52,6 +53,8 @@ function showCollections() {
   select.replaceChildren(...server.collections.map((one) => el("option", { value: one.id, text: one.name })));
   select.value = state.collection ?? "";
   select.disabled = server.collections.length < 2;
+  const { disk } = server;
+  $("room").textContent = `Your documents take ${bytes(disk.bytes)} of ${bytes(disk.limit_bytes)}.`;
   const here = collection();
   const into = here && isWritable(here) ? here.name : OWN;
   $("files").accept = server.limits.upload_suffixes.join(",");
@@ -84,6 +87,14 @@ function documentView(one, here) {
   );
 }
 
+/** How large the KV of a collection is beside the store that keeps it. */
+function sizeOf({ passages, kv_bytes: size }) {
+  if (!passages) return "";
+  const { limit_bytes: limit } = state.server.store;
+  const kept = size > limit ? ", what was used last" : "";
+  return `KV of its passages takes about ${bytes(size)}. The store keeps ${bytes(limit)} in all${kept}.`;
+}
+
 let asked = 0; // only the answer to the latest request is shown
 
 async function showDocuments() {
@@ -92,10 +103,12 @@ async function showDocuments() {
   if (!here || !$("documents").open) return;
   const mine = ++asked;
   if (list.dataset.of !== here.id) list.replaceChildren(el("p", { class: "hint busy", text: "Loading the list…" }));
+  if (list.dataset.of !== here.id) $("kv-size").textContent = "";
   list.dataset.of = here.id;
   try {
-    const found = await documentsOf(here.id);
+    const [found, size] = await Promise.all([documentsOf(here.id), estimateOf(here.id)]);
     if (mine !== asked) return;
+    $("kv-size").textContent = sizeOf(size);
     const items = found.map((one) => documentView(one, here));
     const top = list.querySelector("ul")?.scrollTop ?? 0;
     const shown = items.length
@@ -105,6 +118,7 @@ async function showDocuments() {
     shown.scrollTop = top;
   } catch (error) {
     if (mine !== asked) return;
+    $("kv-size").textContent = "";
     list.replaceChildren(el("p", { class: "error", role: "alert", text: error.message }), button("Try again", showDocuments));
   }
 }

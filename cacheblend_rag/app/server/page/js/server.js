@@ -46,5 +46,8 @@ export const deleteCollection = (id) => call("DELETE", `api/collections/${encode
 
 export const documentsOf = (id) => call("GET", `api/collections/${encodeURIComponent(id)}/documents`);
 
+/** How large the KV of a collection's passages is, stored or not. */
+export const estimateOf = (id) => call("GET", `api/collections/${encodeURIComponent(id)}/estimate`);
+
 export const deleteDocument = (id, document) =>
   call("DELETE", `api/collections/${encodeURIComponent(id)}/documents/${encodeURIComponent(document)}`);
