@@ -34,6 +34,7 @@ from cacheblend_rag.models.modules import (
     text_only,
     twins_of,
 )
+from cacheblend_rag.models.quantised import mixes_rows
 from cacheblend_rag.models.rope import Positions, Rotaries, rotate
 from cacheblend_rag.models.segments import cut_out
 from cacheblend_rag.models.shape import ModelShape, context_window, layer_shape
@@ -116,6 +117,7 @@ class ModelAdapter:
         self.kv_heads = 1 if latent else int(self.config.num_key_value_heads)
         self.head_dim = latent_width(self.config) if latent else int(part_of(self._attention(0), "head_dim"))
         self._find_names()
+        self.mixes_rows = mixes_rows(model)
         self._here = _Here()
 
     def _by_layer(self, read: Callable[[Any, int], Any]) -> list[Any]:
@@ -494,7 +496,8 @@ class ModelAdapter:
         """
         with self._plain():
             cache = let_grow(DynamicCache(config=self.config))
-        slices = [range(len(ids))] if between is None else self.shape.slices(len(ids), _SLICE)
+        whole = between is None or self.mixes_rows
+        slices = [range(len(ids))] if whole else self.shape.slices(len(ids), _SLICE)
         for rows in slices:
             began = time.perf_counter()
             with self._plain():
@@ -566,7 +569,8 @@ class ModelAdapter:
         """
         rows, heads = [[*context_ids, *ids] for ids in segments], heads or [0] * len(segments)
         before = behind[0].keys.shape[2] if behind else 0
-        if len(rows) > 1 and not self._positions.alike((before + len(row) for row in rows), regime):
+        alike = not self.mixes_rows and self._positions.alike((before + len(row) for row in rows), regime)
+        if len(rows) > 1 and not alike:
             pairs = zip(segments, heads, strict=True)
             return [self.segments_kv(context_ids, [ids], regime, [head], behind, gradients)[0] for ids, head in pairs]
         first, longest = before + len(context_ids), before + max(map(len, rows))
