@@ -323,7 +323,8 @@ class ModelAdapter:
 
     def _project(self, layer: int, normed: torch.Tensor, name: str) -> torch.Tensor:
         """One projection, ``[rows, width]``; queries, keys and values in one where the family has them so."""
-        projected: torch.Tensor = getattr(self._attention(layer), self.family.fused or name)(normed)
+        # As the model would hand them over: layers that round what they read may look at the dimensions.
+        projected: torch.Tensor = getattr(self._attention(layer), self.family.fused or name)(normed[None])[0]
         return projected
 
     def _values(self, projected: torch.Tensor) -> torch.Tensor:
@@ -461,7 +462,8 @@ class ModelAdapter:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[…, vocab]`` from the output ``[…, hidden]`` of the last layer."""
-        logits: torch.Tensor = self.model.lm_head(self._decoder.norm(hidden[None]))[0]
+        rows = hidden.reshape(1, -1, hidden.shape[-1])  # as the model would hand them over
+        logits: torch.Tensor = self.model.lm_head(self._decoder.norm(rows)).view(*hidden.shape[:-1], -1)
         return logits if self._within_container else _scaled(logits, self.config)
 
     def new_cache(self, layers: Sequence[LayerKV]) -> Any:

@@ -49,7 +49,7 @@ def latents_of(attention: Any, config: Any, normed: torch.Tensor) -> tuple[torch
         What the module projects.
     """
     widths = config.kv_lora_rank, config.qk_rope_head_dim
-    latents, turning = attention.kv_a_proj_with_mqa(normed).split(widths, dim=-1)
+    latents, turning = attention.kv_a_proj_with_mqa(normed[None])[0].split(widths, dim=-1)
     if getattr(config, "rope_interleave", False):  # the layer sorts pairs before it turns them
         turning = turning.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return halves(attention.kv_a_layernorm(latents)[None], turning[None])
