@@ -582,6 +582,17 @@ class ModelAdapter:
         rotaries = self.rotary(longest - first, first, regime)
         return cut_out(layers, list(map(len, segments)), heads, first, rotaries)
 
+    def passes_gradients(self) -> bool:
+        """Whether gradients get through a projection; those of some quantised weights stop them, or lose them."""
+        name = LATENT_NAMES[0] if self.family.latent else self.family.fused or self.family.keys
+        rows = torch.ones(1, 1, self.config.hidden_size, dtype=self.dtype, device=self.device, requires_grad=True)
+        with self._plain(gradients=True):
+            projected = getattr(self._attention(0), name)(rows)
+        if not projected.requires_grad:
+            return False
+        (gradient,) = torch.autograd.grad(projected.sum(), rows, allow_unused=True)
+        return gradient is not None
+
     def context_kv(self, ids: Sequence[int], regime: int = 0) -> tuple[LayerKV, ...]:
         """KV of what opens a text, keys rotated, layer by layer: what segments are computed behind."""
         layers = self._run_decoder(torch.tensor([list(ids)], device=self.device), regime)
