@@ -310,10 +310,10 @@ def _weights(
     loaded = kind.from_pretrained(name, dtype=dtype, device_map={"": target}, **model_kwargs)
     if getattr(loaded.config, "quantization_config", None) is not None:
         return loaded
-    # transformers has made ordinary weights of them, in the checkpoint's type whatever was asked for.
+    # transformers has made ordinary weights of them, not all of the type that was asked for.
     if dtype == "auto" and not model_kwargs:
         dtype = type_to_load(loaded.config, target)
-    return loaded if dtype == "auto" else loaded.to(getattr(torch, dtype))
+    return loaded.to(_stored_type(loaded.config) if dtype == "auto" else getattr(torch, dtype))
 
 
 @contextmanager
