@@ -23,7 +23,9 @@ from cacheblend_rag.langchain import CacheBlendLLM
 from cacheblend_rag.models import loading
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
+from cacheblend_rag.models.cpu import onednn_linear, weight_prepacking
 from cacheblend_rag.models.cpu.rowwise import row_by_row
+from cacheblend_rag.models.gpu.layer import is_plain
 from cacheblend_rag.models.identity import fingerprint
 from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.models.quantised import mixes_rows, weights_of
@@ -313,6 +315,23 @@ def test_an_unfit_layout_is_refused_by_its_method(saved: Path) -> None:
     config = torchao("Int4WeightOnlyConfig", group_size=32)  # for GPUs
     with pytest.raises(ConfigError, match=r"quantization_config='torchao' is not usable: its weights cannot be loaded"):
         load_model(saved, device="cpu", quantization_config=config)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["bitsandbytes 4 bits", "bitsandbytes 8 bits", "torchao int8"])
+def test_faster_products_leave_quantised_layers_alone(method: str, saved: Path) -> None:
+    for dtype in ("float32", "bfloat16"):
+        model = load_model(saved, device="cpu", dtype=dtype, quantization_config=METHODS[method]()).model
+        layer = model.model.layers[0]
+        rows = torch.zeros(1, 1000, 64, dtype=model.dtype)
+        for linear in (module for module in layer.modules() if isinstance(module, nn.Linear)):
+            assert not onednn_linear._fits(rows[..., : linear.in_features], linear)
+        linears = [module for module in model.modules() if type(module) is nn.Linear]
+        packed = weight_prepacking._PackedWeights([*linears, nn.Linear(512, 64, dtype=torch.bfloat16)])
+        assert packed.nbytes == 2 * 512 * 64
+        assert not is_plain(layer)
+        assert row_by_row([layer.mlp, layer.input_layernorm]) == [layer.input_layernorm]
+    assert is_plain(tiny.model("llama").model.layers[0])
 
 
 # Layers whose codes lie in buffers, as gptqmodel makes them for GPTQ and AWQ ----------------------------
