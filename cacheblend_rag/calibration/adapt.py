@@ -136,9 +136,13 @@ def adapt(
     Raises
     ------
     ConfigError
-        If there are too few prompts to hold some back, or none is of a length at which KV can be learned.
+        If there are too few prompts to hold some back, or none is of a length at which KV can be learned. Or if the
+        model's quantised layers pass no gradients.
     """
     options = options or AdaptOptions()
+    if not engine.adapter.passes_gradients():
+        method = "its quantised layers pass no gradients here"
+        raise ConfigError("model", method, "use TorchAoConfig(Int8WeightOnlyConfig()), or do without a learned context")
     adapter, tokenizer = engine.adapter, PromptTokenizer(engine.tokenizer, engine.config.separator)
     taught, held_back = prompts[: -options.held_back], prompts[-options.held_back :]
     taught = [prompt for prompt in taught if adapter.regime(len(tokenizer.tokenize(prompt).input_ids)) == 0]

@@ -226,7 +226,7 @@ class _Pass:
         self.computed += [self._rows] * (stop - first)
         self.recomputed += [len(self._chosen)] * (stop - first)
         kvs = [self._kv(layer) for layer in range(first, stop)]
-        if stop == self._adapter.num_layers:
+        if stop == self._adapter.num_layers and not self._adapter.mixes_rows:
             self._end(first, kvs[0])
         self.hidden = self._adapter.run_layers(first, self.hidden, kvs, self._rows, self._kept_rotaries, self._mask)
         return kvs

@@ -34,6 +34,7 @@ from cacheblend_rag.models.modules import (
     twins_of,
 )
 from cacheblend_rag.models.projections import LatentKV, PlainKV
+from cacheblend_rag.models.quantised import mixes_rows
 from cacheblend_rag.models.rope import Positions, Rotaries
 from cacheblend_rag.models.segments import cut_out
 from cacheblend_rag.models.shape import ModelShape, context_window, layer_shape
@@ -117,6 +118,7 @@ class ModelAdapter:
         for owner, name in ((self.layers[0], self.family.norm), (self._decoder, "norm"), (model, "lm_head")):
             if name is not None:
                 part_of(owner, name)
+        self.mixes_rows = mixes_rows(model)
         self._here = _Here()
 
     def _by_layer(self, read: Callable[[Any, int], Any]) -> list[Any]:
@@ -409,7 +411,8 @@ class ModelAdapter:
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[…, vocab]`` from the output ``[…, hidden]`` of the last layer."""
-        logits: torch.Tensor = self.model.lm_head(self._decoder.norm(hidden[None]))[0]
+        rows = hidden.reshape(1, -1, hidden.shape[-1])  # as the model would hand them over
+        logits: torch.Tensor = self.model.lm_head(self._decoder.norm(rows)).view(*hidden.shape[:-1], -1)
         return logits if self._within_container else _scaled(logits, self.config)
 
     def new_cache(self, layers: Sequence[LayerKV]) -> Any:
@@ -439,7 +442,8 @@ class ModelAdapter:
         """
         with self._plain():
             cache = let_grow(DynamicCache(config=self.config))
-        slices = [range(len(ids))] if between is None else self.shape.slices(len(ids), _SLICE)
+        whole = between is None or self.mixes_rows
+        slices = [range(len(ids))] if whole else self.shape.slices(len(ids), _SLICE)
         for rows in slices:
             began = time.perf_counter()
             with self._plain():
@@ -511,7 +515,8 @@ class ModelAdapter:
         """
         rows, heads = [[*context_ids, *ids] for ids in segments], heads or [0] * len(segments)
         before = behind[0].keys.shape[2] if behind else 0
-        if len(rows) > 1 and not self._positions.alike((before + len(row) for row in rows), regime):
+        alike = not self.mixes_rows and self._positions.alike((before + len(row) for row in rows), regime)
+        if len(rows) > 1 and not alike:
             pairs = zip(segments, heads, strict=True)
             return [self.segments_kv(context_ids, [ids], regime, [head], behind, gradients)[0] for ids, head in pairs]
         first, longest = before + len(context_ids), before + max(map(len, rows))
@@ -520,6 +525,16 @@ class ModelAdapter:
         layers = self.layers_of(self._run_decoder(inputs, regime, behind, gradients))
         rotaries = self.rotary(longest - first, first, regime)
         return cut_out(layers, list(map(len, segments)), heads, first, rotaries)
+
+    def passes_gradients(self) -> bool:
+        """Whether gradients get through a projection; those of some quantised weights stop them, or lose them."""
+        rows = torch.ones(1, 1, self.config.hidden_size, dtype=self.dtype, device=self.device, requires_grad=True)
+        with self._plain(gradients=True):
+            projected = self.form.projected(self._attention(0), rows)
+        if not projected.requires_grad:
+            return False
+        (gradient,) = torch.autograd.grad(projected.sum(), rows, allow_unused=True)
+        return gradient is not None
 
     def context_kv(self, ids: Sequence[int], regime: int = 0) -> tuple[LayerKV, ...]:
         """KV of what opens a text, keys rotated, layer by layer: what segments are computed behind."""

@@ -31,8 +31,9 @@ class BatchedDecode:
 
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter = adapter
-        # A compiled model is one of fixed passes, and layers that cache latents must make all keys anew.
-        self._one_by_one = is_compiled(adapter.model) or not adapter.form.as_attended
+        # A compiled model is one of fixed passes, layers that cache latents must make all keys anew, and where rows
+        # depend on each other an answer would depend on who else is answered.
+        self._one_by_one = is_compiled(adapter.model) or not adapter.form.as_attended or adapter.mixes_rows
         # Frequencies that change with the length of a text would be those of whichever came last.
         self.possible = adapter.regime(sys.maxsize) == 0
         self._token_bytes = token_bytes(adapter)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as _CONTAINERS
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import cached_file, find_adapter_config_file
 
 from cacheblend_rag.config import DTYPES, check_choice, flag_from_environment
@@ -32,6 +33,11 @@ __all__ = ["KVGeometry", "LoadedModel", "auto_class", "in_hardware", "load_geome
 _IN_HARDWARE = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 # Largest share of the machine's memory that float32 weights take without being asked for; KV and passes need the rest.
 _SHARE = 0.75
+# What holds for every method.
+_INSTEAD = (
+    "or load weights that are not quantised, with quantization_config=BitsAndBytesConfig(load_in_4bit=True) or "
+    "TorchAoConfig(Int8WeightOnlyConfig()): both run on CPUs and GPUs"
+)
 # What of the arguments of from_pretrained says where files are found.
 _WHERE = ("cache_dir", "code_revision", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
@@ -260,10 +266,13 @@ def _load(
     try:
         config = _config_of(name, model_kwargs)
         check_supported(config)  # before weights are fetched
+        method = _quantised_by(config, model_kwargs)
         if dtype == "auto" and not model_kwargs:
             dtype = type_to_load(config, target)
-        before = None if model_kwargs else files_identity(name, dtype)
-        loaded = auto_class(config).from_pretrained(name, dtype=dtype, **model_kwargs)
+        # What becomes of quantised weights depends on the devices and packages that are there, too.
+        before = None if model_kwargs or method else files_identity(name, dtype)
+        with _refused(method):
+            loaded = _weights(config, name, target, dtype, method, model_kwargs)
         tokenizer = AutoTokenizer.from_pretrained(name)
         if config.model_type in _CONTAINERS and not tokenizer.chat_template:
             tokenizer.chat_template = _template_of_processor(name)
@@ -274,11 +283,60 @@ def _load(
             f"model {said!r} could not be loaded: {error}; name a folder written by save_pretrained, a GGUF file, "
             "an id that is in the local cache or can be downloaded, or the starter model 'smollm2'"
         ) from error
-    if "device_map" not in model_kwargs:
-        loaded = loaded.to(target)
     # What was downloaded just now, or changed meanwhile, is known from the next load on.
     unchanged = before is not None and before == files_identity(name, dtype)
     return loaded.eval(), tokenizer, before if unchanged else None
+
+
+def _quantised_by(config: Any, model_kwargs: dict[str, Any]) -> str | None:
+    """The method by which weights are quantised, or will be; None if they are not.
+
+    Raises
+    ------
+    ConfigError
+        If transformers does not know it, and so would fill the layers at random.
+    """
+    said = getattr(config, "quantization_config", None) or model_kwargs.get("quantization_config")
+    if said is None:
+        return None
+    said = said if isinstance(said, dict) else said.to_dict()
+    method = getattr(said.get("quant_method"), "value", said.get("quant_method"))
+    if method not in (*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"):
+        raise ConfigError("quantization_config", method, f"this transformers does not know the method; {_INSTEAD}")
+    return str(method)
+
+
+@contextmanager
+def _refused(method: str | None) -> Iterator[None]:
+    """Within this, what goes wrong with quantised weights is told by their method."""
+    try:
+        yield
+    except (ImportError, RuntimeError, ValueError, NotImplementedError, AssertionError) as error:
+        if method is None:
+            raise
+        said = str(error).strip().rstrip(".")
+        raise ConfigError(
+            "quantization_config", method, f"its weights cannot be loaded here ({said}); {_INSTEAD}"
+        ) from error
+
+
+def _weights(
+    config: Any, name: str, target: torch.device, dtype: str, method: str | None, model_kwargs: dict[str, Any]
+) -> Any:
+    """The model on its device."""
+    kind = auto_class(config)
+    if "device_map" in model_kwargs:
+        return kind.from_pretrained(name, dtype=dtype, **model_kwargs)
+    if method is None:
+        return kind.from_pretrained(name, dtype=dtype, **model_kwargs).to(target)
+    # Weights are quantised where they are loaded, and some cannot be moved.
+    loaded = kind.from_pretrained(name, dtype=dtype, device_map={"": target}, **model_kwargs)
+    if getattr(loaded.config, "quantization_config", None) is not None:
+        return loaded
+    # transformers has made ordinary weights of them, not all of the type that was asked for.
+    if dtype == "auto" and not model_kwargs:
+        dtype = type_to_load(loaded.config, target)
+    return loaded.to(_stored_type(loaded.config) if dtype == "auto" else getattr(torch, dtype))
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.models.quantised import weights_of
 
 __all__ = ["AdaptedLayer", "adapted_layers", "own_weights", "unwrapped"]
 
@@ -73,7 +74,7 @@ def adapted_layers(model: Any) -> list[AdaptedLayer]:
 def own_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """A model's weights by the names they have without adapters; merged adapters are in them."""
     paths = {path for path, _ in _layers(model)}
-    for name, weight in model.state_dict().items():
+    for name, weight in weights_of(model):
         own = _own_name(name, paths)
         if own is not None:
             yield own, weight

@@ -63,9 +63,15 @@ class PlainKV:
         """The KV in what transformers caches."""
         return LayerKV(keys, values)
 
+    def projected(self, attention: Any, rows: torch.Tensor) -> torch.Tensor:
+        """One of the projections of rows ``[1, rows, hidden]``, as it comes from its layer."""
+        found: torch.Tensor = getattr(attention, self._family.fused or self._family.keys)(rows)
+        return found
+
     def _project(self, attention: Any, normed: torch.Tensor, name: str) -> torch.Tensor:
         """One projection, ``[rows, width]``; queries, keys and values in one where the family has them so."""
-        projected: torch.Tensor = getattr(attention, self._family.fused or name)(normed)
+        # As the model would hand them over: layers that round what they read may look at the dimensions.
+        projected: torch.Tensor = getattr(attention, self._family.fused or name)(normed[None])[0]
         return projected
 
     def _keys(self, attention: Any, projected: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
@@ -107,8 +113,13 @@ class LatentKV(PlainKV):
         first, second = torch.cat((values, keys), dim=-1).chunk(2, dim=-1)
         return LayerKV(first, second)
 
+    def projected(self, attention: Any, rows: torch.Tensor) -> torch.Tensor:
+        """See `PlainKV.projected`."""
+        found: torch.Tensor = attention.kv_a_proj_with_mqa(rows)
+        return found
+
     def _project(self, attention: Any, normed: torch.Tensor, name: str) -> torch.Tensor:
-        latents, turning = attention.kv_a_proj_with_mqa(normed).tensor_split((-self._turning,), dim=-1)
+        latents, turning = attention.kv_a_proj_with_mqa(normed[None])[0].tensor_split((-self._turning,), dim=-1)
         if self._interleaved:  # the layer sorts pairs before it turns them
             turning = turning.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return torch.cat((turning, attention.kv_a_layernorm(latents)), dim=-1)[None]

@@ -89,13 +89,18 @@ def layer_shape(layer: nn.Module, config: Any, kv_width: int, fused: bool, windo
     """
     active = getattr(config, "num_experts_per_tok", None) or 1
     linear = 0.0
-    # Quantised layers may keep their codes in buffers.
-    for name, weight in (*layer.named_parameters(), *layer.named_buffers()):
-        if name.endswith("bias") or weight.ndim < 2:
+    for module in layer.modules():
+        # Quantised layers may keep their codes in buffers, several in an element.
+        held = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        weights = [weight for name, weight in held if not name.endswith("bias") and weight.ndim >= 2]
+        widths = getattr(module, "in_features", None), getattr(module, "out_features", None)
+        if weights and widths[0] and widths[1]:
+            linear += widths[0] * widths[1]
             continue
-        # Experts are stacked along the first dimension; a row passes through some of them.
-        share = active / weight.shape[0] if weight.ndim == 3 else 1.0
-        linear += share * weight.shape.numel()
+        for weight in weights:
+            # Experts are stacked along the first dimension; a row passes through some of them.
+            share = active / weight.shape[0] if weight.ndim == 3 else 1.0
+            linear += share * weight.shape.numel()
     heads = int(config.num_attention_heads)
     width = head_width(config)
     projected = kv_width + kv_width + heads * width if fused else kv_width

@@ -31,10 +31,12 @@ def row_by_row(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _ordinary(part: nn.Module) -> bool:
-    own = list(part.parameters(recurse=False))
+    own = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+    if hasattr(part, "quantization_scheme"):  # compressed-tensors quantises within an ordinary linear layer
+        return False
     if type(part) is nn.Linear:
-        return all(type(parameter) is nn.Parameter for parameter in own)
-    norm = all(parameter.dim() == 1 for parameter in own)
+        return all(type(tensor) is nn.Parameter for tensor in own)
+    norm = all(tensor.dim() < 2 for tensor in own)
     return norm and not isinstance(part, nn.ModuleList | nn.modules.batchnorm._BatchNorm)
 
 

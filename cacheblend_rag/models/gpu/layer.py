@@ -34,7 +34,8 @@ def is_plain(layer: nn.Module) -> bool:
     network: Any = layer.mlp
     activation = getattr(network, "act_fn", None)
     ordinary = all(type(layer.get_submodule(name)) is nn.Linear for name in (*_LINEAR, *_NETWORK))
-    ordinary = ordinary and len({weight.dtype for weight in layer.parameters()}) == 1
+    kinds = {(type(weight), weight.dtype) for weight in layer.parameters()}
+    ordinary = ordinary and len(kinds) == 1 and nn.Parameter in next(iter(kinds))
     return ordinary and type(activation).__name__ in ("SiLU", "SiLUActivation")
 
 

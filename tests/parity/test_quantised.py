@@ -1,0 +1,371 @@
+"""Quantised weights as transformers loads them: exact at ratio 1.0, an identity of their own, or refused by method."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag.app.cli import main
+from cacheblend_rag.calibration.adapt import adapt
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.langchain import CacheBlendLLM
+from cacheblend_rag.models import loading
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.batched_decode import BatchedDecode
+from cacheblend_rag.models.cpu import onednn_linear, weight_prepacking
+from cacheblend_rag.models.cpu.rowwise import row_by_row
+from cacheblend_rag.models.gpu.layer import is_plain
+from cacheblend_rag.models.identity import fingerprint
+from cacheblend_rag.models.loading import load_model
+from cacheblend_rag.models.quantised import mixes_rows, weights_of
+from cacheblend_rag.models.shape import layer_shape
+from tests import probes, tiny
+from tests.parity.test_families import THREE_CHUNKS, assert_equals_plain
+from tests.probes import CHUNKS
+
+# Libraries of quantisation warn when they are imported, and where they are slow.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+# bitsandbytes takes blocks of 64 inputs and of 32 outputs on a CPU.
+WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4, "num_attention_heads": 8}
+IDS = torch.tensor([list(range(5, 45))])
+
+
+def bits_and_bytes(**options: Any) -> Any:
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(**options)
+
+
+def torchao(kind: str, **options: Any) -> Any:
+    quantization = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(getattr(quantization, kind)(**options))
+
+
+METHODS: dict[str, Callable[[], Any]] = {
+    "bitsandbytes 4 bits": lambda: bits_and_bytes(load_in_4bit=True),
+    "bitsandbytes nf4, scales quantised": lambda: bits_and_bytes(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    ),
+    "bitsandbytes 8 bits": lambda: bits_and_bytes(load_in_8bit=True),
+    "torchao int8": lambda: torchao("Int8WeightOnlyConfig"),
+    "torchao int4": lambda: torchao("IntxWeightOnlyConfig", weight_dtype=torch.int4),
+    "torchao float8": lambda: torchao("Float8WeightOnlyConfig"),
+    "torchao int8, activations too": lambda: torchao("Int8DynamicActivationInt8WeightConfig"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("plain"), "llama", torch.float32)
+
+
+def written(folder: Path, family: str, dtype: torch.dtype, **settings: Any) -> Path:
+    tiny.model(family, **WIDE | settings).to(dtype).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+def engine_of(model: Any, **options: Any) -> BlendEngine:
+    config = BlendConfig(min_tokens=0, write_back="inline", recompute_ratio=1.0)
+    return BlendEngine.from_pretrained(model, config=config, device="cpu", **options)
+
+
+def check_exact(engine: BlendEngine) -> None:
+    """Full KV recompute is the quantised model's own prefill, though all chunks are found in the store."""
+    engine.warm(THREE_CHUNKS.chunks, progress=False)
+    fused = engine.fuse(THREE_CHUNKS)
+    assert (fused.report.hits, fused.report.plain) == (3, False)
+    assert_equals_plain(fused, engine.model)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_exact_and_known_again(method: str, saved: Path, tmp_path: Path) -> None:
+    """Loaded as it is quantised, and from a folder that it was saved to."""
+    options = {"quantization_config": METHODS[method]()}
+    loaded = load_model(saved, device="cpu", **options)
+    assert loaded.model.dtype == torch.float32
+    known = loaded.fingerprint()
+    assert known != load_model(saved, device="cpu").fingerprint()
+    loaded.model.save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    with engine_of(saved, **options) as engine, engine_of(tmp_path) as other:
+        check_exact(engine)
+        check_exact(other)
+        assert fingerprint(engine.model) == fingerprint(other.model) == known  # passes have changed nothing
+        assert engine.generate(THREE_CHUNKS, max_new_tokens=4).report.hits == 3
+
+
+def test_each_method_has_an_identity_of_its_own(saved: Path) -> None:
+    found = {load_model(saved, device="cpu", quantization_config=make()).fingerprint() for make in METHODS.values()}
+    assert len(found) == len(METHODS)
+
+
+def test_identities_are_the_same_in_every_process(saved: Path) -> None:
+    code = (
+        "import sys, pickle; from cacheblend_rag.models.loading import load_model\n"
+        "for config in pickle.load(sys.stdin.buffer):\n"
+        "    print(load_model(sys.argv[1], device='cpu', quantization_config=config).fingerprint())"
+    )
+    configs = [make() for make in METHODS.values()]
+    ours = [load_model(saved, device="cpu", quantization_config=config).fingerprint() for config in configs]
+    other = [sys.executable, "-W", "ignore", "-c", code, str(saved)]
+    out = subprocess.run(other, input=pickle.dumps(configs), stdout=subprocess.PIPE, check=True).stdout
+    assert out.decode().split() == ours
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name.startswith("bitsandbytes")])
+def test_looking_at_the_identity_leaves_the_model_as_it_is(method: str, saved: Path) -> None:
+    """The ``state_dict`` of bitsandbytes changes a model that has answered on a CPU."""
+    model = load_model(saved, device="cpu", quantization_config=METHODS[method]()).model
+    with torch.no_grad():
+        first = model(IDS).logits
+        before = fingerprint(model)
+        assert torch.equal(model(IDS).logits, first)
+    assert fingerprint(model) == before
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "deepseek_v3", "gpt_oss"])
+def test_names_of_weights_are_those_of_a_state_dict(family: str) -> None:
+    model = tiny.model(family)
+    model.lm_head.weight = model.get_input_embeddings().weight
+    assert {name: one.data_ptr() for name, one in weights_of(model)} == {
+        name: one.data_ptr() for name, one in model.state_dict().items()
+    }
+
+
+def test_eight_bits_with_outliers_keep_rows_together(saved: Path) -> None:
+    """A row's result depends on the others of its call: no prompt depends on what else is computed."""
+    model = load_model(saved, device="cpu", quantization_config=bits_and_bytes(load_in_8bit=True)).model
+    adapter = ModelAdapter(model)
+    assert adapter.mixes_rows
+    assert BatchedDecode(adapter)._one_by_one
+    ids = [list(range(5, 45)), list(range(50, 80))]
+    for both, alone in zip(adapter.segments_kv((), ids), (adapter.segment_kv((), one) for one in ids), strict=True):
+        assert all(map(torch.equal, both.keys, alone.keys))
+    prefilled = adapter.prefill([5] * 2000, between=lambda seconds: pytest.fail("sliced"))
+    assert len(prefilled.logits) == adapter.config.vocab_size
+    without = bits_and_bytes(load_in_8bit=True, llm_int8_threshold=0.0)
+    with engine_of(saved, quantization_config=without) as engine:
+        assert not mixes_rows(engine.model)
+        check_exact(engine)
+
+
+def test_an_engine_can_be_pickled_and_chains_take_it(saved: Path, tmp_path: Path) -> None:
+    quantised = bits_and_bytes(load_in_4bit=True)
+    with engine_of(saved, store=tmp_path / "kv", quantization_config=quantised) as engine:
+        engine.warm(CHUNKS, progress=False)
+        with pickle.loads(pickle.dumps(engine)) as copied:
+            assert copied.warm(CHUNKS, progress=False).present == len(CHUNKS)
+    llm = CacheBlendLLM.from_model_id(str(saved), model_kwargs={"quantization_config": quantised}, max_new_tokens=2)
+    assert type(llm.engine.model.model.layers[0].mlp.up_proj).__name__ == "Linear4bit"
+    assert isinstance(llm.invoke("What fell?"), str)
+
+
+@pytest.mark.pretrained
+def test_the_command_line_takes_a_quantised_folder(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = load_model(saved, device="cpu", quantization_config=bits_and_bytes(load_in_4bit=True))
+    loaded.model.save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.txt").write_text(tiny.text(60, 1))
+    main(
+        [
+            "ask",
+            "What fell?",
+            "--docs",
+            str(tmp_path / "docs"),
+            "--model",
+            str(tmp_path / "model"),
+            "--data",
+            str(tmp_path),
+        ]
+    )
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes 4 bits", "torchao int8, activations too"])
+def test_learning_a_context_without_gradients_is_refused(method: str, saved: Path) -> None:
+    with engine_of(saved, quantization_config=METHODS[method]()) as engine:
+        if engine.adapter.passes_gradients():
+            pytest.skip("this processor keeps the weights in a form that passes gradients")
+        with pytest.raises(ConfigError, match="pass no gradients"):
+            adapt(engine, [THREE_CHUNKS] * 8, progress=False)
+    with engine_of(saved, quantization_config=METHODS["torchao int8"]()) as engine:
+        assert engine.adapter.passes_gradients()
+
+
+# Checkpoints that others make ---------------------------------------------------------------------
+
+
+def rewritten(folder: Path, quantised: Callable[[str, torch.Tensor], dict[str, torch.Tensor]], **said: Any) -> Path:
+    """A folder with other weights, and a config that says how they are quantised."""
+    weights = load_file(folder / "model.safetensors")
+    made = {name: one for own, weight in weights.items() for name, one in quantised(own, weight).items()}
+    save_file(made, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    return folder
+
+
+def in_float8(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Blocks of 32 by 32 with a scale each, as DeepSeek and Qwen ship them."""
+    if not name.endswith("proj.weight"):
+        return {name: weight.half()}  # a type that the config does not name
+    blocks = weight.float().unflatten(0, (-1, 32)).unflatten(2, (-1, 32))  # [rows, 32, columns, 32]
+    scale = blocks.abs().amax(dim=(1, 3)) / 448
+    codes = (blocks / scale[:, None, :, None]).flatten(2, 3).flatten(0, 1).to(torch.float8_e4m3fn)
+    return {name: codes, f"{name}_scale_inv": scale}
+
+
+def in_mxfp4(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Blocks of 32 with an exponent each, two codes a byte, as gpt-oss ships its experts."""
+    if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        return {name: weight}
+    blocks = weight.float().transpose(1, 2).unflatten(2, (-1, 32))  # [experts, out, blocks, 32]
+    exponent = blocks.abs().amax(dim=-1).log2().floor() - 2
+    steps = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    steps = torch.cat((steps, -steps))
+    codes = (blocks / exponent.exp2()[..., None]).unsqueeze(-1).sub(steps).abs().argmin(-1).to(torch.uint8)
+    packed = codes[..., 0::2] | codes[..., 1::2] << 4
+    return {f"{name}_blocks": packed.contiguous(), f"{name}_scales": (exponent + 127).to(torch.uint8)}
+
+
+@pytest.fixture
+def in_software(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "in_hardware", lambda dtype: False)
+
+
+@pytest.fixture
+def with_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "in_hardware", lambda dtype: True)
+
+
+def of_float8(folder: Path, family: str = "qwen3") -> Path:
+    said = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+    return rewritten(written(folder, family, torch.bfloat16), in_float8, **said)
+
+
+def of_mxfp4(folder: Path) -> Path:
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    whole = written(folder, "gpt_oss", torch.bfloat16, intermediate_size=64)
+    return rewritten(whole, in_mxfp4, quant_method="mxfp4", modules_to_not_convert=kept)
+
+
+@pytest.mark.parametrize("make", [of_float8, of_mxfp4])
+def test_what_transformers_dequantises_is_an_ordinary_model(
+    make: Callable[[Path], Path], tmp_path: Path, with_hardware: None
+) -> None:
+    folder = make(tmp_path)
+    with engine_of(folder, dtype="float32") as engine:
+        assert {weight.dtype for weight in engine.model.parameters()} == {torch.float32}
+        check_exact(engine)
+        assert all(row_by_row([layer.input_layernorm]) for layer in engine.adapter.layers)
+        assert {type(module) for module in engine.model.modules() if "proj" in type(module).__name__} <= {nn.Linear}
+    assert {weight.dtype for weight in load_model(folder, device="cpu").model.parameters()} == {torch.bfloat16}
+    wide, narrow = (load_model(folder, device="cpu", dtype=kind).fingerprint() for kind in ("float32", "bfloat16"))
+    assert wide != narrow
+
+
+def test_dequantised_weights_are_widened_where_a_processor_needs_it(
+    tmp_path: Path, in_software: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = of_float8(tmp_path)
+    assert {weight.dtype for weight in load_model(folder, device="cpu").model.parameters()} == {torch.float32}
+    monkeypatch.setattr(loading, "total_memory", lambda: 1000)
+    with pytest.raises(ConfigError, match="use dtype='bfloat16'"):
+        load_model(folder, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, r"'gptq' is not usable: .*optimum.*load weights that are not quantised"),
+        ({"quant_method": "awq", "bits": 4}, r"'awq' is not usable: .*gptqmodel.*TorchAoConfig"),
+        ({"quant_method": "folded"}, r"'folded' is not usable: this transformers does not know"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_by_its_method(
+    said: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.quantizers.quantizer_gptq.is_optimum_available", lambda: False)
+    monkeypatch.setattr("transformers.quantizers.quantizer_awq.is_gptqmodel_available", lambda: False)
+    folder = rewritten(written(tmp_path, "llama", torch.float32), lambda name, weight: {name: weight}, **said)
+    with pytest.raises(ConfigError, match=message):
+        load_model(folder, device="cpu")
+
+
+def test_an_unfit_layout_is_refused_by_its_method(saved: Path) -> None:
+    config = torchao("Int4WeightOnlyConfig", group_size=32)  # for GPUs
+    with pytest.raises(ConfigError, match=r"quantization_config='torchao' is not usable: its weights cannot be loaded"):
+        load_model(saved, device="cpu", quantization_config=config)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["bitsandbytes 4 bits", "bitsandbytes 8 bits", "torchao int8"])
+def test_faster_products_leave_quantised_layers_alone(method: str, saved: Path) -> None:
+    for dtype in ("float32", "bfloat16"):
+        model = load_model(saved, device="cpu", dtype=dtype, quantization_config=METHODS[method]()).model
+        layer = model.model.layers[0]
+        rows = torch.zeros(1, 1000, 64, dtype=model.dtype)
+        for linear in (module for module in layer.modules() if isinstance(module, nn.Linear)):
+            assert not onednn_linear._fits(rows[..., : linear.in_features], linear)
+        linears = [module for module in model.modules() if type(module) is nn.Linear]
+        packed = weight_prepacking._PackedWeights([*linears, nn.Linear(512, 64, dtype=torch.bfloat16)])
+        assert packed.nbytes == 2 * 512 * 64
+        assert not is_plain(layer)
+        assert row_by_row([layer.mlp, layer.input_layernorm]) == [layer.input_layernorm]
+    assert is_plain(tiny.model("llama").model.layers[0])
+
+
+# Layers whose codes lie in buffers, as gptqmodel makes them for GPTQ and AWQ ----------------------------
+
+
+class Packed(nn.Module):
+    """Eight codes of four bits in an element of 32."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = inner.in_features, inner.out_features
+        self.qweight = nn.Buffer(torch.zeros(inner.in_features // 8, inner.out_features, dtype=torch.int32))
+        self.scales = nn.Buffer(torch.zeros(inner.in_features // 32, inner.out_features))
+
+
+def test_packed_layers_count_as_what_they_multiply_and_are_not_parted() -> None:
+    model = tiny.model("llama", **WIDE)
+    layer, config = model.model.layers[0], model.config
+    plain = layer_shape(layer, config, 32, False, None)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        setattr(layer.mlp, name, Packed(getattr(layer.mlp, name)))
+    assert layer_shape(layer, config, 32, False, None) == plain
+    assert row_by_row([layer.mlp, layer.input_layernorm]) == [layer.input_layernorm]
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("llama", "k_proj"), ("phi3", "qkv_proj"), ("deepseek_v3", "kv_a_proj_with_mqa")]
+)
+def test_projections_read_rows_as_the_model_hands_them_over(family: str, name: str) -> None:
+    """Layers that round each row of ``[batch, tokens, width]`` look at these dimensions."""
+    model, seen = tiny.model(family), set[int]()
+    for module in (model.lm_head, *(getattr(layer.self_attn, name) for layer in model.model.layers)):
+        module.register_forward_pre_hook(lambda module, given: seen.add(given[0].dim()))
+    with probes.engine_of(model, selection="hkvd") as engine:
+        engine.warm(CHUNKS, progress=False)
+        engine.fuse(probes.PROMPT)
+    assert seen == {3}
