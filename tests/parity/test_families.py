@@ -127,8 +127,8 @@ def test_every_family_is_in_the_table_of_the_documentation() -> None:
     described = [described_of(architecture) for architecture in tiny.ARCHITECTURES]
     remedy = "write it anew: python -m docs.benchmarks.scripts.families"
     assert len(rows) == len(described) >= 30, remedy
-    for row, (architecture, family, features) in zip(rows, described, strict=True):
-        assert row.startswith(f"| `{architecture}` | `{family}` | {features} | "), remedy
+    for row, (architecture, family, features, kernels) in zip(rows, described, strict=True):
+        assert row.startswith(f"| `{architecture}` | `{family}` | {features} | {kernels} | "), remedy
 
 
 @pytest.mark.parametrize(

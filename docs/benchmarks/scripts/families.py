@@ -14,19 +14,28 @@ import torch
 from tqdm import tqdm
 
 from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.gpu.plain import plain_layers
 from tests import tiny
 
 __all__ = ["PAGE", "described_of", "main"]
 
 PAGE = Path(__file__).parents[2] / "reference" / "model-families.md"
-_HEAD = "| model type | family | beyond Llama | float32 | bfloat16 | float16 |"
+_HEAD = "| model type | family | beyond Llama | our kernels on a GPU | float32 | bfloat16 | float16 |"
 _NARROW = (torch.bfloat16, torch.float16)
 
 
-def described_of(architecture: str) -> tuple[str, str, str]:
-    """A row's architecture, the family that its text is blended as, and what its tiny model has beyond Llama."""
+def described_of(architecture: str) -> tuple[str, str, str, str]:
+    """An architecture, its text's family, what its tiny model has beyond Llama, and what runs by kernels on a GPU."""
     adapter = ModelAdapter(tiny.model(architecture))
-    return architecture, adapter.family.model_type, ", ".join(_features(adapter)) or "—"
+    return architecture, adapter.family.model_type, ", ".join(_features(adapter)) or "—", _by_kernels(adapter)
+
+
+def _by_kernels(adapter: ModelAdapter) -> str:
+    """What the kernels of this package would run on a GPU, as `ModelAdapter.blending` chooses."""
+    if not (adapter.attends_by_kernel and adapter.form.as_attended):
+        return "—"
+    form = (adapter.windows, adapter.kv_heads, adapter.head_dim, adapter.rotary(1), adapter.device)
+    return "attention" if plain_layers(adapter.layers, *form) is None else "whole layers"
 
 
 def _features(adapter: ModelAdapter) -> list[str]:
@@ -66,8 +75,15 @@ def _row(architecture: str) -> str:
 
     check_exact(tiny.model(architecture))
     errors = (narrow_errors(architecture, dtype) for dtype in _NARROW)
-    name, family, features = described_of(architecture)
-    cells = [f"`{name}`", f"`{family}`", features, "exact", *(f"{ours / theirs:.1f}" for ours, theirs in errors)]
+    name, family, features, kernels = described_of(architecture)
+    cells = [
+        f"`{name}`",
+        f"`{family}`",
+        features,
+        kernels,
+        "exact",
+        *(f"{ours / theirs:.1f}" for ours, theirs in errors),
+    ]
     return f"| {' | '.join(cells)} |"
 
 
@@ -78,7 +94,7 @@ def main() -> int:
     start = text.index(_HEAD)
     end = text.index("\n\n", start)
     PAGE.write_text(
-        "\n".join([text[:start] + _HEAD, "|---|---|---|---|---|---|", *rows]) + text[end:], encoding="utf-8"
+        "\n".join([text[:start] + _HEAD, "|---|---|---|---|---|---|---|", *rows]) + text[end:], encoding="utf-8"
     )
     return 0
 
