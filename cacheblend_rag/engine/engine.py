@@ -444,7 +444,9 @@ class BlendEngine:
                 raise GenerationError("the answer was given up before its turn came")
             fit = pipeline.split(prompt, *_answer_room(options))
             if isinstance(prompt, ImagePrompt):
-                return self._plain_answer(prompt, fit, options, sink)
+                answer = self._plain_answer(prompt, fit, options, sink)
+                trace.answered(answer)
+                return answer
             with pipeline.look_up(fit) as lookup:
                 loading = pipeline.load(lookup, cancelled)
                 blend = pipeline.fuse(lookup, loading, partial(self._give_way, cancelled) if self._several else None)

@@ -33,6 +33,7 @@ from cacheblend_rag.prompt.images import ImageLimits
 from tests import tiny
 from tests.parity.test_families import THREE_CHUNKS, plain_tokens
 from tests.pictures import MARKS, file_of, picture, taking_pictures
+from tests.telemetry import STEPS, telling
 
 WHY = "the prompt holds an image"
 PNG = file_of(picture())
@@ -104,6 +105,18 @@ def test_an_image_is_answered_as_transformers_answers_it(container: str) -> None
     engine.flush()
     assert engine.store.volume() == 0
     engine.close()
+
+
+def test_its_answer_is_a_span_with_its_tokens(llava: ChatCacheBlend) -> None:
+    with telling() as told:
+        usage = llava.invoke(asked()).usage_metadata
+    (span,) = told.answers()
+    said = span.attributes or {}
+    assert (said["gen_ai.operation.name"], said["cacheblend.plain"]) == ("chat", True)
+    assert said["gen_ai.usage.input_tokens"] == usage["input_tokens"]
+    assert said["gen_ai.usage.output_tokens"] == usage["output_tokens"] == 8
+    assert [one.name for one in told.below(span)] == STEPS
+    assert len(told.points("gen_ai.server.time_to_first_token")) == 1
 
 
 def tiny_twin(container: str) -> Any:
