@@ -82,14 +82,14 @@ def _rebuilt(kind: type[Any], state: dict[str, Any]) -> Any:
 _kinds: dict[Any, type[Any]] = {}
 
 
-def _kind_of(kind: type[Any], store: type[Any]) -> type[Any]:
+def _kind_of(kind: type[Any], inner: type[Any]) -> type[Any]:
     """A class of wrappers that pass for stores of a class."""
-    while issubclass(store, Wrapper):
-        store = store.__bases__[1]
-    if (kind, store) not in _kinds:
-        names = {name: getattr(store, name) for name in ("__module__", "__qualname__", "__doc__")}
-        _kinds[kind, store] = new_class(store.__name__, (kind, store), exec_body=lambda space: space.update(names))
-    return _kinds[kind, store]
+    while issubclass(inner, Wrapper):
+        inner = inner.__bases__[1]
+    if (kind, inner) not in _kinds:
+        names = {name: getattr(inner, name) for name in ("__module__", "__qualname__", "__doc__")}
+        _kinds[kind, inner] = new_class(inner.__name__, (kind, inner), exec_body=lambda space: space.update(names))
+    return _kinds[kind, inner]
 
 
 # Calls after which texts may no longer be in a store ----------------------------------------------
