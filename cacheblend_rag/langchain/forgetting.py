@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
-from functools import partial, wraps
 from typing import Any, TypeVar
 
 from langchain_core.documents import Document
@@ -14,7 +13,7 @@ from langchain_core.vectorstores import VectorStore
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.base import BlendFields
 from cacheblend_rag.langchain.contents import Contents, contents_of
-from cacheblend_rag.retrieval.wrapping import Wrapper, calling, calling_async, wrapped
+from cacheblend_rag.retrieval.wrapping import Wrapper, forgetting_call, wrapped
 
 __all__ = ["forgetting"]
 
@@ -71,20 +70,12 @@ class _Forgetting(Wrapper):
     def _seen(name: str, found: Any, inner: Any, **state: Any) -> Any:
         if name not in _IDS_OF:
             return found
-        ids_of, forget = _IDS_OF[name], state["llm"].forget
 
-        @wraps(found)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            ids = ids_of(*args, **kwargs)
-            if ids is not None and not ids:
-                return found(*args, **kwargs)
-            read = _Reading(inner, ids, emptied=name == "delete_collection")
-            again = partial(found, *args, **kwargs)
-            if name in _ASYNCHRONOUS:
-                return calling_async(again, read.abefore, read.aleft, forget)
-            return calling(again, read.before, read.left, forget)
+        def reading(*args: Any, **kwargs: Any) -> _Reading | None:
+            ids = _IDS_OF[name](*args, **kwargs)
+            return None if ids == [] else _Reading(inner, ids, emptied=name == "delete_collection")
 
-        return call
+        return forgetting_call(found, reading, state["llm"].forget, name in _ASYNCHRONOUS)
 
 
 def _ids_of_delete(ids: Any = None, **kwargs: Any) -> list[Any] | None:

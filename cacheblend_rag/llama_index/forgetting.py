@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial, wraps
+from functools import partial
 from typing import Any, TypeVar
 
 from llama_index.core.schema import BaseNode
@@ -20,7 +20,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.llama_index.indexing import forget_texts, store_nodes
 from cacheblend_rag.llama_index.llm import CacheBlendLLM
 from cacheblend_rag.llama_index.tracking import node_texts
-from cacheblend_rag.retrieval.wrapping import Wrapper, calling, calling_async, wrapped
+from cacheblend_rag.retrieval.wrapping import Wrapper, forgetting_call, wrapped
 
 __all__ = ["forgetting"]
 
@@ -77,17 +77,8 @@ class _Forgetting(Wrapper):
     def _seen(name: str, found: Any, inner: Any, **state: Any) -> Any:
         if name not in _READINGS:
             return found
-        forget = partial(forget_texts, model=state["llm"])
-
-        @wraps(found)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            read = _READINGS[name](inner, *args, **kwargs)
-            again = partial(found, *args, **kwargs)
-            if name in _ASYNCHRONOUS:
-                return calling_async(again, read.abefore, read.aleft, forget)
-            return calling(again, read.before, read.left, forget)
-
-        return call
+        reading, forget = partial(_READINGS[name], inner), partial(forget_texts, model=state["llm"])
+        return forgetting_call(found, reading, forget, name in _ASYNCHRONOUS)
 
 
 class _Reading:

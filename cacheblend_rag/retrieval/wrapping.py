@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
+from functools import partial, wraps
 from types import MethodType, new_class
 from typing import Any, TypeVar, cast
 
 from cacheblend_rag.errors import ForgetError
 
-__all__ = ["Wrapper", "calling", "calling_async", "wrapped"]
+__all__ = ["Wrapper", "forgetting_call", "wrapped"]
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -95,7 +96,35 @@ def _kind_of(kind: type[Any], inner: type[Any]) -> type[Any]:
 # Calls after which texts may no longer be in a store ----------------------------------------------
 
 
-def calling(
+def forgetting_call(found: Any, reading: Callable[..., Any], forget: Forget, asynchronous: bool) -> Any:
+    """A method of a store that forgets the texts which have left the store by it.
+
+    Parameters
+    ----------
+    found : callable
+        The method.
+    reading : callable
+        Takes the method's arguments, and gives what reads the store before and after it (``before`` and ``left``, or
+        ``abefore`` and ``aleft``); None if nothing can leave the store by this call.
+    forget : callable
+        Erases the KV of texts.
+    asynchronous : bool
+        Whether the method is.
+    """
+
+    @wraps(found)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        read, again = reading(*args, **kwargs), partial(found, *args, **kwargs)
+        if read is None:
+            return again()
+        if asynchronous:
+            return _calling_async(again, read.abefore, read.aleft, forget)
+        return _calling(again, read.before, read.left, forget)
+
+    return call
+
+
+def _calling(
     call: Callable[[], R], before: Callable[[], T], left: Callable[[T, bool], Collection[str]], forget: Forget
 ) -> R:
     """Call a method of a store, and forget the texts that have left it then.
@@ -126,13 +155,13 @@ def calling(
         _forget(forget, left(there, done))
 
 
-async def calling_async(
+async def _calling_async(
     call: Callable[[], Awaitable[R]],
     before: Callable[[], Awaitable[T]],
     left: Callable[[T, bool], Awaitable[Collection[str]]],
     forget: Forget,
 ) -> R:
-    """`calling` of an asynchronous method."""
+    """`_calling` of an asynchronous method."""
     there, done = await before(), False
     try:
         result = await call()
