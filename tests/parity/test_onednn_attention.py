@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ AGREES = direct_attention._agrees.__wrapped__
 @pytest.fixture(autouse=True)
 def everything_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     assert direct_attention._agrees()  # its own products, once a process, are not counted
-    monkeypatch.setattr(direct_attention, "prefers_onednn", lambda: True)
+    monkeypatch.setattr(direct_attention, "most_rows", lambda: sys.maxsize)
     monkeypatch.setattr(direct_attention, "_LEAST", 0)
     monkeypatch.setattr(direct_attention, "_LEAST_SCORES", 0)
     monkeypatch.setattr(direct_attention, "_ROWS", 12)
@@ -134,8 +135,9 @@ def test_what_cannot_gain_is_left_to_the_kernel(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(direct_attention, "_agrees", lambda: False)
         assert not attends(21, 4, 50, torch.float32, cpu)
         monkeypatch.setattr(direct_attention, "_agrees", lambda: True)
-        monkeypatch.setattr(direct_attention, "prefers_onednn", lambda: False)
-        assert not attends(21, 4, 50, torch.float32, cpu)
+        for rows in (0, 96):  # where few rows are faster by oneDNN, attention is not
+            monkeypatch.setattr(direct_attention, "most_rows", lambda rows=rows: rows)
+            assert not attends(21, 4, 50, torch.float32, cpu)
         assert not attends(21, 4, 50, torch.bfloat16, cpu)
 
 
@@ -167,7 +169,7 @@ def test_a_blended_prompt_is_the_same(
         assert blocks
         everything = engine.with_config(recompute_ratio=1.0).fuse(prompt)
         blocks.clear()
-        monkeypatch.setattr(direct_attention, "prefers_onednn", lambda: False)
+        monkeypatch.setattr(direct_attention, "most_rows", lambda: 0)
         plain = engine.fuse(prompt)
         assert not blocks
     assert_logits_close(directly.logits, plain.logits, model, len(directly.input_ids))

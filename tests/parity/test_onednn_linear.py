@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ def even_small_products_are_direct(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def preferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "prefers_onednn", lambda: True)
+    monkeypatch.setattr(direct, "most_rows", lambda: sys.maxsize)
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_results_are_the_models_own(preferred: None, products: list[tuple[int, .
 def test_where_it_is_not_preferred_nothing_changes(
     monkeypatch: pytest.MonkeyPatch, products: list[tuple[int, ...]]
 ) -> None:
-    monkeypatch.setattr(direct, "prefers_onednn", lambda: False)
+    monkeypatch.setattr(direct, "most_rows", lambda: 0)
     with engine_of(tiny.model()) as engine:
         engine.generate(PROMPT, max_new_tokens=2)
     assert not products
@@ -107,6 +108,18 @@ def test_small_products_are_plain(
     assert products == [(3, 8), (4, 8)]
 
 
+def test_many_rows_are_plain_where_few_are_not(
+    products: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "most_rows", lambda: 4)
+    layer, rows = nn.Linear(8, 4), torch.rand(2, 3, 8)
+    with direct.DirectProducts([layer]).in_use(), torch.no_grad():
+        torch.testing.assert_close(layer(rows), nn.functional.linear(rows, layer.weight, layer.bias))
+        assert not products, "rows of a batch count together"
+        torch.testing.assert_close(layer(rows[:, :2]), nn.functional.linear(rows[:, :2], layer.weight, layer.bias))
+    assert products == [(2, 2, 8)]
+
+
 def test_contexts_overlap_in_several_threads(preferred: None) -> None:
     layer = nn.Linear(8, 4)
     products = direct.DirectProducts([layer])
@@ -132,10 +145,10 @@ def test_contexts_overlap_in_several_threads(preferred: None) -> None:
 
 
 @pytest.fixture
-def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., bool]]:
-    """Who multiplies on some processor, as a new process would decide."""
+def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+    """How many rows oneDNN multiplies at most on some processor, as a new process would decide."""
 
-    def chosen(vendor: str, able: str, *, mkl: bool = True, said: str | None = None) -> bool:
+    def chosen(vendor: str, able: str, *, mkl: bool = True, said: str | None = None) -> int:
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: able)
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
         monkeypatch.setattr(direct, "_is_amd", lambda: vendor == "AuthenticAMD")
@@ -144,34 +157,35 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., bool]]:
         else:
             monkeypatch.setenv(direct.ONEDNN_VARIABLE, said)
         direct._chosen.cache_clear()
-        return direct.prefers_onednn()
+        return direct.most_rows()
 
     yield chosen
     monkeypatch.undo()
     direct._chosen.cache_clear()
 
 
-def test_it_is_for_amds_processors_with_avx512(choose: Callable[..., bool]) -> None:
-    assert choose("AuthenticAMD", "AVX512")
+def test_it_is_for_amds_processors(choose: Callable[..., int]) -> None:
+    assert choose("AuthenticAMD", "AVX512") == direct.ANY_ROWS
     assert not choose("AuthenticAMD", "AVX512", mkl=False), "what PyTorch calls then was not measured"
-    assert not choose("AuthenticAMD", "AVX2")
+    assert 0 < choose("AuthenticAMD", "AVX2") < 190, "MKL is faster for many rows there"
+    assert not choose("GenuineIntel", "AVX2")
     assert not choose("AuthenticAMD", "DEFAULT")
     assert not choose("GenuineIntel", "AVX512")
     assert not choose("", "DEFAULT")
 
 
-def test_the_environment_says_otherwise(choose: Callable[..., bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose("GenuineIntel", "AVX2", said="on")
+def test_the_environment_says_otherwise(choose: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose("GenuineIntel", "AVX2", said="on") == choose("AuthenticAMD", "AVX2", said="on") == direct.ANY_ROWS
     assert not choose("AuthenticAMD", "AVX512", said="off")
     assert choose("AuthenticAMD", "AVX512", said="auto")
     with pytest.raises(ConfigError, match=r"CACHEBLEND_RAG_ONEDNN='yes' .* use 'auto', 'on' or 'off'"):
         choose("AuthenticAMD", "AVX512", said="yes")
     assert choose("AuthenticAMD", "AVX512", said="on")
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    assert not direct.prefers_onednn(), "who switches oneDNN off gets none"
+    assert not direct.most_rows(), "who switches oneDNN off gets none"
 
 
-def test_no_clock_is_looked_at(choose: Callable[..., bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_clock_is_looked_at(choose: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
     def clock() -> float:
         raise AssertionError("a clock")
 
@@ -193,7 +207,7 @@ def test_the_maker_is_read_from_the_system(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("wrong", [RuntimeError(), AttributeError(), None])
 def test_where_it_fails_or_is_wrong_it_is_left_alone(
-    choose: Callable[..., bool], monkeypatch: pytest.MonkeyPatch, wrong: Exception | None
+    choose: Callable[..., int], monkeypatch: pytest.MonkeyPatch, wrong: Exception | None
 ) -> None:
     def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if wrong is not None:

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from cacheblend_rag.models.cpu.onednn_linear import onednn_product, prefers_onednn
+from cacheblend_rag.models.cpu.onednn_linear import ANY_ROWS, most_rows, onednn_product
 
 __all__ = ["attend_behind", "attend_directly", "attends_directly", "few_lengths", "rows_of_block"]
 
@@ -28,7 +28,7 @@ _STEP, _LEAST_SCORES = 64, 2**18
 
 
 def attends_directly(rows: int, group: int, tokens: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether attention is computed here: where `prefers_onednn`, and rows and positions are many.
+    """Whether attention is computed here: where oneDNN multiplies any rows (`most_rows`), and these are many.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ def attends_directly(rows: int, group: int, tokens: int, dtype: torch.dtype, dev
     plain = dtype in (torch.float32, torch.bfloat16) and device.type == "cpu"
     many = rows * group >= _LEAST and rows * group * tokens >= _LEAST_SCORES
     traced = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-    return plain and many and not traced and prefers_onednn() and _agrees()
+    return plain and many and not traced and most_rows() == ANY_ROWS and _agrees()
 
 
 def rows_of_block(group: int) -> int:

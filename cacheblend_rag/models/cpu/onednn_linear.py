@@ -1,13 +1,15 @@
 """Float32 products of linear layers by oneDNN, on processors where it is faster than what PyTorch calls.
 
-PyTorch multiplies float32 by MKL, which uses AVX-512 on Intel's processors alone. oneDNN comes with PyTorch and uses it
-on any. Nothing is copied, and nothing is left behind: the layers multiply so only while an engine runs the model.
+PyTorch multiplies float32 by MKL. On AMD's processors MKL does not use AVX-512, and is slow for few rows. oneDNN comes
+with PyTorch too. Nothing is copied, and nothing is left behind: the layers multiply so only while an engine runs the
+model.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -19,22 +21,28 @@ from cacheblend_rag.config import ENV_PREFIX
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides, OneForEach, is_compiled
 
-__all__ = ["DirectProducts", "direct_products", "multiplies_directly", "onednn_product", "prefers_onednn"]
+__all__ = ["ANY_ROWS", "DirectProducts", "direct_products", "most_rows", "multiplies_directly", "onednn_product"]
+
+ANY_ROWS = sys.maxsize
+"""What `most_rows` gives where oneDNN multiplies any number of rows."""
 
 ONEDNN_VARIABLE = ENV_PREFIX + "ONEDNN"
 """Environment variable that says who multiplies float32: ``auto`` (by the processor), ``on`` or ``off``."""
 
 # Multiply-adds below which the longer call costs more than the product (one core of an AMD EPYC with AVX-512: 20 rows
-# by 256 x 256 in 31 and 29 us, 4 rows by 704 x 256 in 30 and 34, one row by 1536 x 576 in 52 and 52).
-_LEAST = 2**20
+# by 256 x 256 in 31 and 29 us, 4 rows by 704 x 256 in 30 and 34, one row by 1536 x 576 in 52 and 52; two cores
+# with AVX2: one row by 192 x 576 in 24 and 39, by 576 x 576 in 100 and 95, by 1536 x 576 in 281 and 164).
+_LEAST = 3 * 2**18
 _SMALLEST = 2**15  # elements of a weight that can come to so many
+# Rows up to which oneDNN is the faster one with AVX2 (docs/explanation/performance.md).
+_ROWS_WITH_AVX2 = 96
 
 
 def multiplies_directly(model: nn.Module, layers: Iterable[nn.Linear]) -> bool:
     """Whether some of a model's linear layers should multiply by oneDNN."""
     weights = [layer.weight for layer in layers]
     some = any(one.dtype is torch.float32 and one.is_cpu and one.numel() >= _SMALLEST for one in weights)
-    return some and not is_compiled(model) and prefers_onednn()
+    return some and not is_compiled(model) and most_rows() > 0
 
 
 class DirectProducts(ForwardOverrides["_Forward"]):
@@ -75,7 +83,8 @@ def _fits(rows: torch.Tensor, module: nn.Linear) -> bool:
         return False
     alike = rows.dim() > 1 and rows.shape[-1] == weight.shape[1] and weight.is_contiguous()
     traced = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-    return alike and not traced and rows.numel() * weight.shape[0] >= _LEAST
+    few = rows.shape[:-1].numel() <= most_rows()
+    return alike and few and not traced and rows.numel() * weight.shape[0] >= _LEAST
 
 
 def onednn_product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -84,40 +93,42 @@ def onednn_product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     return product
 
 
-def prefers_onednn() -> bool:
-    """Whether float32 is multiplied by oneDNN here.
+def most_rows() -> int:
+    """Most rows of a float32 product that oneDNN multiplies here; 0 where PyTorch multiplies all.
 
     It follows from the processor, never from a measurement: the same input gives the same output in every process.
-    oneDNN is taken on AMD's processors with AVX-512 (docs/explanation/performance.md). Elsewhere MKL uses all that the
-    processor has. ``CACHEBLEND_RAG_ONEDNN``, read once a process, says otherwise with ``on`` or ``off``.
+    On AMD's processors oneDNN takes any number of rows with AVX-512, and few rows with AVX2
+    (docs/explanation/performance.md). Elsewhere MKL uses all that the processor has. ``CACHEBLEND_RAG_ONEDNN``, read
+    once a process, says otherwise: ``on`` for any number of rows, ``off`` for none.
 
     Raises
     ------
     ConfigError
         If the variable has another value, or is ``on`` where oneDNN does not give these products.
     """
-    return bool(torch.backends.mkldnn.enabled) and _chosen()
+    return _chosen() if torch.backends.mkldnn.enabled else 0
 
 
 @cache
-def _chosen() -> bool:
+def _chosen() -> int:
     text = os.environ.get(ONEDNN_VARIABLE, "auto")
     if text not in ("auto", "on", "off"):
         raise ConfigError(ONEDNN_VARIABLE, text, "use 'auto', 'on' or 'off'")
-    if text == "off" or (text == "auto" and not _leaves_avx512_unused()):
-        return False
-    agrees = _agrees()
-    if text == "on" and not agrees:
-        raise ConfigError(
-            ONEDNN_VARIABLE, text, "use 'auto' or 'off': oneDNN does not give PyTorch's float32 products here"
-        )
-    return agrees
+    rows = {"on": ANY_ROWS, "off": 0}.get(text, _rows_of_processor())
+    if rows and not _agrees():
+        if text == "on":
+            remedy = "use 'auto' or 'off': oneDNN does not give PyTorch's float32 products here"
+            raise ConfigError(ONEDNN_VARIABLE, text, remedy)
+        return 0
+    return rows
 
 
-def _leaves_avx512_unused() -> bool:
-    """Whether MKL multiplies for PyTorch on a processor of AMD's with AVX-512."""
+def _rows_of_processor() -> int:
+    """Most rows for which oneDNN is the faster one, where MKL would multiply on a processor of AMD's."""
     by_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-    return bool(by_mkl) and torch.backends.cpu.get_cpu_capability() == "AVX512" and _is_amd()
+    if not (by_mkl and _is_amd()):
+        return 0
+    return {"AVX512": ANY_ROWS, "AVX2": _ROWS_WITH_AVX2}.get(torch.backends.cpu.get_cpu_capability(), 0)
 
 
 def _is_amd(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
