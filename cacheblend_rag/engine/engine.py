@@ -490,7 +490,7 @@ class BlendEngine:
                 options=options,
                 on_text=sink.put if sink else None,
                 cancelled=sink.cancelled if sink else _never,
-                step=self._step if self._several else None,
+                step=self._step,
                 window=self.context_window,
             )
         return _generation(fused, decoded, fused_at)
@@ -790,7 +790,7 @@ class BlendEngine:
 
     def _step(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """One token's pass, together with those of others under way."""
-        return self._scheduler.step(inputs, self._batched_decode)
+        return self._scheduler.step(inputs, self._batched_decode) if self._several else self._batched_decode([inputs])[0]
 
     def _give_way(self, cancelled: Callable[[], bool], seconds: float) -> None:
         """Let others in, and those under way take steps, between two slices of a prefill; the last took so long."""

@@ -31,11 +31,12 @@ class BatchedDecode:
 
     def __init__(self, adapter: ModelAdapter) -> None:
         self._adapter = adapter
-        # A compiled model is one of fixed passes, layers that cache latents must make all keys anew, and where rows
-        # depend on each other an answer would depend on who else is answered.
-        self._one_by_one = is_compiled(adapter.model) or not adapter.form.as_attended or adapter.mixes_rows
         # Frequencies that change with the length of a text would be those of whichever came last.
         self.possible = adapter.regime(sys.maxsize) == 0
+        # A compiled model is one of fixed passes, layers that cache latents must make all keys anew, and where rows
+        # depend on each other an answer would depend on who else is answered.
+        fixed = is_compiled(adapter.model) or not adapter.form.as_attended or adapter.mixes_rows
+        self._one_by_one = fixed or not self.possible
         self._token_bytes = token_bytes(adapter)
 
     def fit(self, tokens: int) -> bool:
@@ -44,7 +45,7 @@ class BatchedDecode:
         return free is None or 2 * tokens * self._token_bytes <= free
 
     def __call__(self, asked: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
-        """Logits of each step, ``[1, 1, vocab]``; one alone is the model's own pass.
+        """Logits of each step, ``[1, 1, vocab]``; on a GPU one alone is the model's own pass.
 
         Parameters
         ----------
@@ -52,9 +53,11 @@ class BatchedDecode:
             What transformers' generation hands to the model for each: ``input_ids`` ``[1, 1]``,
             the cache and more. The caches grow.
         """
+        # On a processor heads that share a key are faster as rows of one head, and a pass has fewer calls.
+        alone = len(asked) == 1 and self._adapter.device.type != "cpu"
         # Families without SDPA attend by what fused kernels lack.
-        alone = len(asked) == 1 or self._one_by_one or not self._adapter.attends_by_kernel
-        if alone or any(one["input_ids"].shape != (1, 1) for one in asked):
+        plainly = alone or self._one_by_one or not self._adapter.attends_by_kernel
+        if plainly or any(one["input_ids"].shape != (1, 1) for one in asked):
             model = keeping_nothing(self._adapter.model)
             return [model(**one, return_dict=True).logits for one in asked]
         with self._adapter.blending():
