@@ -120,16 +120,24 @@ class FolderRAG:
         ----------
         model : str or path
             As for `FolderRAGOptions`, whose other options hold for this model, too.
+
+        Raises
+        ------
+        CacheBlendError
+            If it cannot be loaded, or an option does not fit it.
         """
         options, first = self.options, self.engine
-        made = BlendEngine.from_pretrained(
-            model,
-            config=options.blending,
-            store=first.store,
-            device=options.device,
-            dtype=options.dtype,
-            beside=first,
-        )
+        try:
+            made = BlendEngine.from_pretrained(
+                model,
+                config=options.blending,
+                store=first.store,
+                device=options.device,
+                dtype=options.dtype,
+                beside=first,
+            )
+        except ConfigError as error:
+            raise ConfigError(error.field, error.value, f"with {os.fspath(model)!r}, {error.remedy}") from error
         self._others.append(CacheBlendLLM.from_engine(made))
         return made
 
