@@ -17,7 +17,6 @@ from cacheblend_rag.app.server.service import Service
 from cacheblend_rag.app.server.settings import Limits, ServerSettings
 from cacheblend_rag.errors import ConfigError, ModelLoadError
 from cacheblend_rag.store import DiskStore
-from tests import tiny
 from tests.app.server.common import (
     Running,
     client_of,
@@ -28,21 +27,9 @@ from tests.app.server.common import (
     settings_for,
     upload,
 )
-from tests.integrations.langchain.models import TEMPLATE
 
 KEYS = {"ada": "ada-0123456789abcdef", "ben": "ben-0123456789abcdef"}
 QUESTION = "Which leaf fell into the river?"
-
-
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with another tiny model, which has a chat template."""
-    folder = tmp_path_factory.mktemp("deep")
-    tiny.model(num_hidden_layers=3, max_position_embeddings=4096).save_pretrained(folder)
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def settings_of(model: Path, deep: Path, docs: Path, data: Path, **more: Any) -> ServerSettings:
