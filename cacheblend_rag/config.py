@@ -224,6 +224,8 @@ class Option:
         What the command line shows of it, and of its default if that is not as it is written.
     prefix : str
         What stands before its name in the environment, behind ``CACHEBLEND_RAG_``.
+    repeats : bool
+        Whether the command line takes it several times; ``parse`` then gets a list of texts, too.
     """
 
     name: str
@@ -236,6 +238,7 @@ class Option:
     help: str = ""
     shown: str = ""
     prefix: str = ""
+    repeats: bool = False
 
     @property
     def variable(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -91,6 +91,7 @@ class FolderRAG:
 
     def _load(self, folder: Path, config: BlendConfig, wrapped: Callable[[KVStore], KVStore] | None) -> None:
         options = self.options
+        self._others: list[CacheBlendLLM] = []
         self._store = wrapped and wrapped(open_store(options.store_places, config, beside_gpu=options.on_gpu))
         self.engine = BlendEngine.from_pretrained(
             options.model,
@@ -108,7 +109,41 @@ class FolderRAG:
         """The index of a folder of documents, kept in the data folder; files that cannot be read are left out."""
         name = hashlib.sha256(str(Path(docs).resolve()).encode()).hexdigest()[:16]
         index_dir = self.options.data_path / "indexes" / name
-        return FolderIndex(docs, embedder=embedder, index_dir=index_dir, on_error="skip", on_delete=self.llm.forget)
+        return FolderIndex(docs, embedder=embedder, index_dir=index_dir, on_error="skip", on_delete=self._forget)
+
+    def also(self, model: str | os.PathLike[str]) -> BlendEngine:
+        """Load another model over the same store.
+
+        Requests of all models wait for one another. KV of chunks that are gone is erased for each of them.
+
+        Parameters
+        ----------
+        model : str or path
+            As for `FolderRAGOptions`, whose other options hold for this model, too.
+
+        Raises
+        ------
+        CacheBlendError
+            If it cannot be loaded, or an option does not fit it.
+        """
+        options, first = self.options, self.engine
+        try:
+            made = BlendEngine.from_pretrained(
+                model,
+                config=options.blending,
+                store=first.store,
+                device=options.device,
+                dtype=options.dtype,
+                beside=first,
+            )
+        except ConfigError as error:
+            raise ConfigError(error.field, error.value, f"with {os.fspath(model)!r}, {error.remedy}") from error
+        self._others.append(CacheBlendLLM.from_engine(made))
+        return made
+
+    def _forget(self, texts: Sequence[str]) -> None:
+        for llm in (self.llm, *self._others):
+            llm.forget(texts)
 
     def update(self, *, progress: bool | None = False) -> IndexReport:
         """Bring the index up to date with the folder; KV of chunks that are gone is erased."""
@@ -157,7 +192,9 @@ class FolderRAG:
         return ChatPromptTemplate.from_messages([(turn["role"], turn["content"]) for turn in turns])
 
     def close(self) -> None:
-        """Store what waits and release the model."""
+        """Store what waits and release the models."""
+        for one in self._others:
+            one.engine.close()
         self.engine.close()
         if self._store is not None:
             self._store.close()

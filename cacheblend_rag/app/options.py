@@ -21,7 +21,7 @@ from cacheblend_rag.config import (
 )
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["FolderRAGOptions"]
+__all__ = ["FolderRAGOptions", "check_model"]
 
 # Bytes for chunks that come back: those of one prompt and more in most models, little beside the model.
 _MEMORY_LIMIT = 256 * 2**20
@@ -102,7 +102,7 @@ class FolderRAGOptions:
 
         list_files(self.docs)
         self._check_data_folder()
-        _check_model("model", self.model, DEFAULT_MODEL, "language model")
+        check_model("model", self.model)
         _check_model("embedder", self.embedder, DEFAULT_EMBEDDER, "embedder")
 
     def _check_data_folder(self) -> None:
@@ -142,13 +142,26 @@ class FolderRAGOptions:
         return torch.cuda.is_available() if self.device == "auto" else self.device.startswith("cuda")
 
 
+def check_model(field: str, given: str | os.PathLike[str]) -> None:
+    """Refuse what is certainly no language model.
+
+    Raises
+    ------
+    ConfigError
+        If it is a path where nothing is, or a starter's name misspelt.
+    ModelLoadError
+        If it is the starter embedder.
+    """
+    _check_model(field, given, DEFAULT_MODEL, "language model")
+
+
 def _check_model(field: str, given: str | os.PathLike[str], starter: str, kind: str) -> None:
     """Refuse what is certainly no model: a path where nothing is, or a starter's name misspelt."""
     from cacheblend_rag.models.starters import starter_named
 
     name = os.fspath(given)
     path = Path(name).expanduser()
-    kinds = "a folder of a saved model" + (", a GGUF file" if field == "model" else "")
+    kinds = "a folder of a saved model" + (", a GGUF file" if kind == "language model" else "")
     other = f"name {kinds}, a hub id or the starter model {starter!r}"
     if not name.strip():
         raise ConfigError(field, name, other)

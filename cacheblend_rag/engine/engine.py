@@ -25,7 +25,7 @@ from cacheblend_rag.engine.grammar import Form, Grammar
 from cacheblend_rag.engine.guard import QualityGuard
 from cacheblend_rag.engine.lookup import Segment
 from cacheblend_rag.engine.pipeline import OTHER_FORM, Blend, Pipeline
-from cacheblend_rag.engine.scheduler import ModelTime, scheduler_of
+from cacheblend_rag.engine.scheduler import ModelTime, Scheduler, scheduler_of
 from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds, keys_begin
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead
 from cacheblend_rag.engine.traces import Named, Operation, below_this, traced
@@ -79,6 +79,9 @@ class BlendEngine:
         through.
     processor : transformers processor, optional
         The model's own, for prompts that hold images. Without it, such prompts are refused.
+    beside : BlendEngine, optional
+        An engine over another model on the same device. Requests of both wait for one another, as those of one model
+        do. Without it both models may run at once, and each takes longer.
 
     Raises
     ------
@@ -106,6 +109,7 @@ class BlendEngine:
         store: KVStore | StorePlaces | None = None,
         fingerprint: str | None = None,
         processor: Any = None,
+        beside: BlendEngine | None = None,
     ) -> None:
         check_model_and_tokenizer(model, tokenizer)
         model = unwrapped(model)
@@ -120,7 +124,8 @@ class BlendEngine:
             check_adapter(adapter)
         self._pipeline = Pipeline(adapter, segments, self.config, self.store, fingerprint)
         self._prefetcher = Prefetcher(self.store)
-        self._scheduler = scheduler_of(model)  # engines over one model take turns
+        # Engines over one model take turns.
+        self._scheduler: Scheduler = scheduler_of(model, None if beside is None else beside._scheduler)
         self._batched_decode = BatchedDecode(adapter)
         self._write_back = WriteBack(self._scheduler)
         self.guard = QualityGuard()
@@ -137,6 +142,7 @@ class BlendEngine:
         store: KVStore | StorePlaces | None = None,
         device: str = "auto",
         dtype: str = "auto",
+        beside: BlendEngine | None = None,
         **model_kwargs: Any,
     ) -> BlendEngine:
         """Load a model and its tokenizer by id or path.
@@ -152,6 +158,8 @@ class BlendEngine:
         dtype : str
             ``"auto"`` (the checkpoint's, but float32 on a CPU that has no arithmetic of that type and
             memory enough), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        beside
+            As for `BlendEngine`; a copy of this engine has it not.
         **model_kwargs
             Passed on to ``from_pretrained``.
 
@@ -163,7 +171,8 @@ class BlendEngine:
             If the model cannot be blended, as its config says; weights are not fetched then.
         """
         loaded = load_model(model, device=device, dtype=dtype, **model_kwargs)
-        made = cls(loaded.model, loaded.tokenizer, config=config, store=store, fingerprint=loaded.fingerprint())
+        fingerprint = loaded.fingerprint()
+        made = cls(loaded.model, loaded.tokenizer, config=config, store=store, fingerprint=fingerprint, beside=beside)
         made._named = Named(os.fspath(model))
         made._processor = loaded.processor
         if made._owns_store:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
-from cacheblend_rag.errors import GenerationError
+from cacheblend_rag.errors import ConfigError, GenerationError
 
 __all__ = ["ModelTime", "Scheduler", "scheduler_of"]
 
@@ -315,7 +315,22 @@ _gates: weakref.WeakKeyDictionary[object, Scheduler] = weakref.WeakKeyDictionary
 _gates_lock = threading.Lock()
 
 
-def scheduler_of(model: object) -> Scheduler:
-    """The scheduler in front of a model, one for all engines over it."""
+def scheduler_of(model: object, shared: Scheduler | None = None) -> Scheduler:
+    """The scheduler in front of a model, one for all engines over it.
+
+    Parameters
+    ----------
+    model : object
+    shared : Scheduler, optional
+        That of another model, which becomes the scheduler of this one, too.
+
+    Raises
+    ------
+    ConfigError
+        If the model has a scheduler of its own already.
+    """
     with _gates_lock:
-        return _gates.setdefault(model, Scheduler())
+        found = _gates.setdefault(model, shared or Scheduler())
+    if shared is not None and found is not shared:
+        raise ConfigError("beside", "an engine of another model", "give it to the first engine over this model")
+    return found

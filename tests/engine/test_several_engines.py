@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from transformers.generation import LogitsProcessor
 
-from cacheblend_rag import BlendEngine, Prompt
-from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.cpu.onednn_linear import DirectProducts, direct_products
 from cacheblend_rag.models.cpu.rowwise import computed_in_blocks
@@ -234,3 +234,26 @@ def test_all_who_run_a_model_share_what_stands_for_its_modules() -> None:
         assert "forward" in vars(model.model.layers[0].mlp)  # the first to end takes nothing from the other
     assert "forward" not in vars(model.model.layers[0].mlp)
     assert computed_in_blocks.of(model, layers) is not first._row_by_row
+
+
+def test_requests_of_models_that_stand_beside_each_other_take_turns() -> None:
+    config = BlendConfig(min_tokens=0, max_concurrent=2)
+    with (
+        BlendEngine(tiny.model(), tiny.tokenizer(), config=config) as first,
+        BlendEngine(tiny.model(num_hidden_layers=3), tiny.tokenizer(), config=config, beside=first) as other,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        for engine in (first, other):
+            engine.warm(CHUNKS, progress=False)
+        alone = [engine.generate(PROMPT, max_new_tokens=8).text for engine in (first, other)]
+        with first.in_background():
+            waiting = pool.submit(other.generate, PROMPT, max_new_tokens=8)
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=0.2)
+        assert waiting.result(timeout=20).text == alone[1]
+        begun = [engine.stream(PROMPT, max_new_tokens=8) for engine in (first, other)]
+        together = ["".join(pieces) for pieces in zip(*itertools.zip_longest(*begun, fillvalue=""), strict=True)]
+        assert together == alone
+    model = tiny.model()
+    with engine_of(model), engine_of() as other, pytest.raises(ConfigError, match="beside"):
+        BlendEngine(model, tiny.tokenizer(), beside=other)

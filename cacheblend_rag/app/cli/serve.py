@@ -28,7 +28,9 @@ def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     for options in SECTIONS.values():
         for option in options:
             if option.flag:
-                serve.add_argument(f"--{option.flag}", metavar=option.metavar or None, help=option.help_line)
+                action = "append" if option.repeats else "store"
+                shown = option.metavar or None
+                serve.add_argument(f"--{option.flag}", action=action, metavar=shown, help=option.help_line)
     serve.set_defaults(run=_serve)
 
 
@@ -46,7 +48,7 @@ def _serve(parsed: argparse.Namespace) -> int:
         print(shown_settings(settings, given))
         return 0
     with origins_named(given):
-        settings.rag.check_paths()
+        settings.check_paths()
         if parsed.ray:
             try:
                 from cacheblend_rag.app.fleet.running import serve_fleet

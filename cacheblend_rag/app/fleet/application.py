@@ -62,6 +62,9 @@ def build_given(
         If an option cannot be used.
     """
     settings = server_settings(given)
+    if settings.also_models:
+        remedy = "replicas on Ray Serve have one model each: leave this out, or run a server without Ray"
+        raise ConfigError("also_models", ", ".join(settings.also_models), remedy)
     if arguments.several and settings.guarded and settings.database is None:
         remedy = "several replicas with keys need one, for the salts of their tenants: name a PostgreSQL database"
         raise ConfigError("database", None, remedy)

@@ -14,7 +14,7 @@ from langchain_core.messages import AIMessage
 from cacheblend_rag.app.server.admission_queue import Slot
 from cacheblend_rag.app.server.chatting import Conversation, ServedChat
 from cacheblend_rag.app.server.openai_models import ChatBody, CompletionBody, Sampling, document_texts
-from cacheblend_rag.app.server.problems import Problem, noted_problem
+from cacheblend_rag.app.server.problems import noted_problem
 from cacheblend_rag.app.server.service import Session
 from cacheblend_rag.app.server.streams import event
 from cacheblend_rag.app.server.templates import within
@@ -28,23 +28,11 @@ from cacheblend_rag.prompt.images import ImageLimits
 from cacheblend_rag.prompt.matching import match_chunks
 from cacheblend_rag.report import BlendReport, Generation
 
-__all__ = ["Chat", "Completion", "Work", "check_model", "logprob_dicts"]
+__all__ = ["Chat", "Completion", "Work", "logprob_dicts"]
 
 _DONE = "data: [DONE]\n\n"
 # Below this, sampling is greedy but for rounding, and its probabilities overflow.
 _COLDEST = 0.01
-
-
-def check_model(name: str, known: list[str]) -> None:
-    """Refuse a model that is not served here.
-
-    Raises
-    ------
-    Problem
-        404 that names those there are.
-    """
-    if name not in known:
-        raise Problem(404, "model_not_found", "there is no such model; use " + " or ".join(known), field="model")
 
 
 class Work:
@@ -55,9 +43,9 @@ class Work:
 
     def __init__(self, here: Session, body: Sampling, most: int | None) -> None:
         self.here, self.body = here, body
-        check_model(body.model, [here.service.model_name])
+        self.model = here.service.model_of(body.model)
         self.most = here.service.answer_tokens(most, self.most_field)
-        self.engine = here.engine(body.recompute_ratio, body.selection)
+        self.engine = here.engine(self.model, body.recompute_ratio, body.selection)
         vocabulary = self.engine.model.config.get_text_config().vocab_size
         if (largest := max(body.logit_bias, default=0)) >= vocabulary:
             raise ConfigError("logit_bias", largest, f"the model's tokens are 0 to {vocabulary - 1}")
@@ -109,7 +97,7 @@ class Work:
 
     def charge(self, prompts: Sequence[Prompt]) -> None:
         """Take the tokens of all answers, once it is known that they fit."""
-        fits = [self.here.service.check_length(prompt, self.most) for prompt in prompts]
+        fits = [self.model.check_length(prompt, self.most) for prompt in prompts]
         self.here.charge([len(fit.split.input_ids) + self.most for fit in fits for _ in range(self.body.n)])
 
     def left(self) -> float:
@@ -287,7 +275,7 @@ class Chat(Work):
             one_call=not body.parallel_tool_calls,
             schemas=here.schemas,
             images=ImageLimits(limits.images, limits.image_pixels),
-            model_name=here.service.model_name,
+            model_name=self.model.name,
             max_tokens=self.most,
             temperature=arguments["temperature"],
             do_sample=arguments["do_sample"],

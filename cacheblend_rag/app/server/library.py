@@ -277,8 +277,8 @@ class Library:
     ----------
     tenant : Tenant
     embeddings : SharedEmbeddings
-    engine : callable
-        The engine with the tenant's salt.
+    engines : callable
+        Those with the tenant's salt, of each model that may have KV of its texts.
     store : TombstonedStore
         Where the KV of its texts is.
     shared : container of str
@@ -296,13 +296,13 @@ class Library:
         self,
         tenant: Tenant,
         embeddings: SharedEmbeddings,
-        engine: Callable[[], BlendEngine],
+        engines: Callable[[], Sequence[BlendEngine]],
         store: TombstonedStore,
         shared: Container[str] = (),
         catalogue: SharedCatalogue | None = None,
     ) -> None:
         self.tenant = tenant
-        self._embeddings, self._engine, self._store, self._shared = embeddings, engine, store, shared
+        self._embeddings, self._engines, self._store, self._shared = embeddings, engines, store, shared
         self._lock = threading.RLock()
         folder = tenant.folder / "documents"
         self._common = catalogue
@@ -578,7 +578,8 @@ class Library:
             staying = [one for one in taken if latest[one[0].name] == one[0].id]
             texts = [chunk.page_content for _, chunks, _ in staying for chunk in chunks]
             leaving, keys = self._leaving(replaced, texts)
-            allowed = self._engine().records_of(texts, dependent=False) if self._store.tombstones else set()
+            engines = self._engines() if self._store.tombstones else ()
+            allowed = {key for engine in engines for key in engine.records_of(texts, dependent=False)}
             double = [file.id for file, _, _ in taken if latest[file.name] != file.id]
 
             def change() -> None:
@@ -607,9 +608,11 @@ class Library:
             return [], set()
         held = {*staying, *self.catalogue.held_by_others(texts, documents)}
         alone = [text for text in texts if text not in held and text not in self._shared]
-        engine, written = self._engine(), [*alone, *written_forms(alone)]
-        engine.drop_waiting(written)  # the records of others are stored as they would have been
-        return alone, engine.records_of(written)
+        written, keys = [*alone, *written_forms(alone)], set[str]()
+        for engine in self._engines():
+            engine.drop_waiting(written)  # the records of others are stored as they would have been
+            keys |= engine.records_of(written)
+        return alone, keys
 
     def _forget(self, texts: Sequence[str], keys: Iterable[str]) -> None:
         self.tenant.known.discard(texts)

@@ -9,10 +9,11 @@ import numpy as np
 from fastapi import APIRouter, Depends, Request
 
 from cacheblend_rag.app.server.accounting import served
-from cacheblend_rag.app.server.answering import Chat, Completion, Work, check_model
+from cacheblend_rag.app.server.answering import Chat, Completion, Work
 from cacheblend_rag.app.server.openai_models import ChatBody, CompletionBody, EmbeddingBody, ResponsesBody
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.responding import Response
+from cacheblend_rag.app.server.served_model import check_model
 from cacheblend_rag.app.server.service import Session
 from cacheblend_rag.app.server.sessions import session_of
 from cacheblend_rag.app.server.streams import EventStream, unless_gone
@@ -28,7 +29,7 @@ _STREAMED: dict[int | str, dict[str, Any]] = {
 
 @router.get("/models")
 async def models(here: Here) -> dict[str, Any]:
-    """The model and the embedder."""
+    """The models and the embedder."""
     return {"object": "list", "data": [_model(here, name) for name in _names(here)]}
 
 
@@ -92,7 +93,7 @@ async def _answered(work: Work, request: Request) -> Any:
 
 
 def _names(here: Session) -> list[str]:
-    return [here.service.model_name, here.service.embedder_name]
+    return [*here.service.models, here.service.embedder_name]
 
 
 def _model(here: Session, name: str) -> dict[str, Any]:

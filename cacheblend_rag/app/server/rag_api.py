@@ -35,6 +35,7 @@ from cacheblend_rag.app.server.rag_models import (
     KVEstimate,
     LimitsInfo,
     ModelInfo,
+    Name,
     NewCollection,
     SearchBody,
     SettingsInfo,
@@ -44,7 +45,8 @@ from cacheblend_rag.app.server.rag_models import (
     WholeAnswer,
 )
 from cacheblend_rag.app.server.reading import suffix_of
-from cacheblend_rag.app.server.service import Service, Session
+from cacheblend_rag.app.server.served_model import ServedModel
+from cacheblend_rag.app.server.service import Session
 from cacheblend_rag.app.server.sessions import session_of
 from cacheblend_rag.app.server.settings import MOST_PASSAGES
 from cacheblend_rag.app.server.streams import EventStream, event, unless_gone
@@ -68,13 +70,13 @@ _COMPARED = 4  # answers that a comparison counts as, one of each method
 
 @router.get("/state")
 async def state(here: Here) -> State:
-    """Model, collections and settings."""
+    """Models, collections and settings."""
     service, config = here.service, here.service.engine.config
     stats = await here.in_thread(service.store_stats)
     alone = len(service.sessions) == 1  # sizes would tell one tenant what another does
     rule = rule_name(service.engine)
     return State(
-        model=ModelInfo(name=service.model_name, layers=service.engine.adapter.num_layers, starter=service.starter),
+        models=[_model_info(one) for one in service.models.values()],
         embedder=service.embedder_name,
         collections=await here.in_thread(lambda: [_collection_info(here, one) for one in here.collections()]),
         settings=SettingsInfo(
@@ -83,7 +85,6 @@ async def state(here: Here) -> State:
             rules=_usable(service.engine),
             passages=service.settings.rag.top_k,
             answer_tokens=service.answer_tokens(None),
-            instructions=service.asking.instructions,
         ),
         suggestions=[Suggestion(**one) for one in suggestions_for(Path(service.settings.rag.docs))],
         store=StoreInfo(
@@ -106,6 +107,11 @@ async def state(here: Here) -> State:
 
 def _shown_ratio(ratio: float | str) -> float | Literal["auto"]:
     return "auto" if isinstance(ratio, str) else ratio
+
+
+def _model_info(one: ServedModel) -> ModelInfo:
+    layers, instructions = one.engine.adapter.num_layers, one.asking.instructions
+    return ModelInfo(name=one.name, layers=layers, starter=one.starter, instructions=instructions)
 
 
 def _collection_info(here: Session, collection: Collection) -> CollectionInfo:
@@ -148,16 +154,20 @@ async def documents(here: Here, id: str) -> list[DocumentInfo]:
 
 
 @router.get("/collections/{id}/estimate")
-async def estimate(here: Here, id: str) -> KVEstimate:
-    """How large the KV of all passages is. Nothing is computed for it, and none of it need be stored."""
-    return await here.in_thread(_estimated, here, here.collection(id))
+async def estimate(here: Here, id: str, model: Name | None = None) -> KVEstimate:
+    """How large the KV of all passages is, by default the first model's.
+
+    Nothing is computed for it, and none of it need be stored.
+    """
+    return await here.in_thread(_estimated, here, here.service.model_of(model), here.collection(id))
 
 
-def _estimated(here: Session, collection: Collection) -> KVEstimate:
+def _estimated(here: Session, model: ServedModel, collection: Collection) -> KVEstimate:
     passages, texts = collection.counts()[1], collection.sample(_SAMPLED)
     if not texts:
         return KVEstimate(passages=passages, kv_bytes=0)
-    sampled = sum(here.engine().estimate_bytes([text]) for text in texts)
+    engine = here.engine(model)
+    sampled = sum(engine.estimate_bytes([text]) for text in texts)
     return KVEstimate(passages=passages, kv_bytes=round(sampled * passages / len(texts)))
 
 
@@ -311,13 +321,14 @@ async def find(here: Here, request: Request, id: str, body: SearchBody) -> list[
 )
 async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
     """Answer a question from a collection, with sources."""
-    collection = here.collection(id)
+    collection, model = here.collection(id), here.service.model_of(body.model)
     _check_texts(here, body)
-    engine, most = _engine(here, collection, body, sessions=True), here.service.answer_tokens(body.max_tokens)
+    engine = _engine(here, model, collection, body, sessions=True).named(model.name, "chat")
+    most = here.service.answer_tokens(body.max_tokens)
     here.check_quota(most)
     slot = await unless_gone(request, here.service.queue.slot(here.tenant.name))
     async with slot.kept():
-        question = await unless_gone(request, _retrieved(here, collection, body, slot, most))
+        question = await unless_gone(request, _retrieved(here, model, collection, body, slot, most))
         here.charge([question.tokens + most])
     asked = _Asked(here, question, engine, slot, most, body.show_prompt)
     if body.stream:
@@ -337,8 +348,7 @@ class _Asked:
 
     def _begin(self) -> TextStream:
         timeout, prompt = self._here.service.limits.answer_seconds, self._question.prompt
-        engine = self._engine.named(self._here.service.model_name, "chat")
-        stream = engine.stream(prompt, timeout=timeout, max_new_tokens=self._most, temperature=0.0)
+        stream = self._engine.stream(prompt, timeout=timeout, max_new_tokens=self._most, temperature=0.0)
         return self._slot.holds(stream)
 
     async def _report(self, answer: Generation) -> dict[str, Any]:
@@ -382,12 +392,13 @@ class _Asked:
 async def compare(here: Here, request: Request, id: str, body: CompareBody) -> EventStream:
     """Answer a question by full recompute, prefix caching, full KV reuse and blending, then time all in rounds."""
     collection, service = here.collection(id), here.service
+    model = service.model_of(body.model)
     _check_texts(here, body)
-    engine, most = _engine(here, collection, body), service.answer_tokens(body.max_tokens)
+    engine, most = _engine(here, model, collection, body), service.answer_tokens(body.max_tokens)
     here.check_quota(_COMPARED * most)
     slot = await unless_gone(request, service.queue.slot(here.tenant.name, alone="server"))
     async with slot.kept():
-        question = await unless_gone(request, _retrieved(here, collection, body, slot, most))
+        question = await unless_gone(request, _retrieved(here, model, collection, body, slot, most))
         here.charge([question.tokens + most] * _COMPARED)
 
     async def rows() -> AsyncIterator[str]:
@@ -438,18 +449,20 @@ class _Question:
     stands_alone: bool = True
 
 
-async def _retrieved(here: Session, collection: Collection, body: CompareBody, slot: Slot, most: int) -> _Question:
+async def _retrieved(
+    here: Session, model: ServedModel, collection: Collection, body: CompareBody, slot: Slot, most: int
+) -> _Question:
     """The passages that a question is answered from, and the prompt; it has room for so many tokens more."""
     earlier = [EarlierTurn(one.question, one.answer) for one in body.history]
     k = body.k or here.service.settings.rag.top_k
     found, alone = await slot.in_thread(search, partial(here.search, collection), body.question, earlier, k)
-    if not alone and (continued := await asyncio.to_thread(_continued, here, collection, body, found, most)):
+    if not alone and (continued := await asyncio.to_thread(_continued, model, collection, body, found, most)):
         return continued
-    return await asyncio.to_thread(_fitting, here.service, body, found, earlier, most)
+    return await asyncio.to_thread(_fitting, model, body, found, earlier, most)
 
 
 def _continued(
-    here: Session, collection: Collection, body: CompareBody, found: list[Found], most: int
+    model: ServedModel, collection: Collection, body: CompareBody, found: list[Found], most: int
 ) -> _Question | None:
     """A prompt that begins as that of the turn before did, so that its KV is there; None if it cannot.
 
@@ -473,9 +486,9 @@ def _continued(
     if not first:  # the client does not say what the turns before were answered from
         return None
     texts = [one.text for one in more.values()]
-    asked = here.service.asking.ask(body.question, [one.text for one in first], turns, texts, body.instructions)
+    asked = model.asking.ask(body.question, [one.text for one in first], turns, texts, body.instructions)
     try:
-        fit = here.service.check_length(asked, most)
+        fit = model.check_length(asked, most)
     except (Problem, ContextLengthError):
         return None
     if len(fit.prompt.chunks) < len(shown):
@@ -484,19 +497,19 @@ def _continued(
 
 
 def _fitting(
-    service: Service, body: CompareBody, found: list[Found], earlier: list[EarlierTurn], most: int
+    model: ServedModel, body: CompareBody, found: list[Found], earlier: list[EarlierTurn], most: int
 ) -> _Question:
     """The prompt with as many of the latest turns as there is room for beside the passages."""
     passages = [one.text for one in found]
-    asked = service.asking.ask(body.question, passages, earlier, instructions=body.instructions)
+    asked = model.asking.ask(body.question, passages, earlier, instructions=body.instructions)
     try:
-        fit = service.check_length(asked, most)
+        fit = model.check_length(asked, most)
     except (Problem, ContextLengthError):
         if not earlier:
             raise
-        return _fitting(service, body, found, earlier[1:], most)
+        return _fitting(model, body, found, earlier[1:], most)
     if earlier and len(fit.prompt.chunks) < len(found):
-        return _fitting(service, body, found, earlier[1:], most)
+        return _fitting(model, body, found, earlier[1:], most)
     return _Question(found[: len(fit.prompt.chunks)], fit.prompt, len(fit.split.input_ids), len(earlier))
 
 
@@ -511,10 +524,12 @@ async def _to_the_end(events: AsyncIterator[str]) -> AsyncIterator[str]:
     yield event("done", {})
 
 
-def _engine(here: Session, collection: Collection, body: CompareBody, sessions: bool = False) -> BlendEngine:
-    if body.rule is not None and body.rule not in (rules := _usable(here.service.engine)):
+def _engine(
+    here: Session, model: ServedModel, collection: Collection, body: CompareBody, sessions: bool = False
+) -> BlendEngine:
+    if body.rule is not None and body.rule not in (rules := _usable(model.engine)):
         raise ConfigError("rule", body.rule, "use one of " + ", ".join(rules))
-    return here.engine_of(collection, body.ratio, body.rule, sessions)
+    return here.engine_of(model, collection, body.ratio, body.rule, sessions)
 
 
 def _usable(engine: BlendEngine) -> list[str]:

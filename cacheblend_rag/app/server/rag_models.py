@@ -18,6 +18,7 @@ __all__ = [
     "HistoryTurn",
     "JobInfo",
     "KVEstimate",
+    "Name",
     "NewCollection",
     "PassageRef",
     "SearchBody",
@@ -25,6 +26,7 @@ __all__ = [
     "WholeAnswer",
 ]
 
+Name = Annotated[str, StringConstraints(max_length=500)]
 _Question = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=100_000)]
 
 
@@ -67,6 +69,7 @@ class HistoryTurn(_Given):
 class CompareBody(_Given):
     """A question to be answered by every method.
 
+    ``model`` is the name of one of the models, by default of the first.
     ``history`` is its conversation, the first turn first. ``instructions`` is what the model is told before the
     passages.
     """
@@ -78,6 +81,7 @@ class CompareBody(_Given):
     rule: Annotated[str, StringConstraints(max_length=40)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     instructions: _Question | None = None
+    model: Name | None = None
 
 
 class AskBody(CompareBody):
@@ -91,11 +95,12 @@ class AskBody(CompareBody):
 
 
 class ModelInfo(BaseModel):
-    """The model that answers."""
+    """A model that answers; ``instructions`` is what it is told before the passages unless a request says otherwise."""
 
     name: str
     layers: int
     starter: bool
+    instructions: str
 
 
 class CollectionInfo(BaseModel):
@@ -117,7 +122,6 @@ class SettingsInfo(BaseModel):
     rules: list[str]
     passages: int
     answer_tokens: int
-    instructions: str
 
 
 class Suggestion(BaseModel):
@@ -153,9 +157,9 @@ class LimitsInfo(BaseModel):
 
 
 class State(BaseModel):
-    """Everything the page needs to begin."""
+    """Everything the page needs to begin; the first model answers where a request names none."""
 
-    model: ModelInfo
+    models: list[ModelInfo]
     embedder: str
     collections: list[CollectionInfo]
     settings: SettingsInfo

@@ -1,4 +1,4 @@
-"""What all requests share: the model and its store, tenants, the queue, ingestion, counts."""
+"""What all requests share: the models and their store, tenants, the queue, ingestion, counts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,7 +16,6 @@ from cacheblend_rag.app.collection import ARTICLES_PATH, manual_path
 from cacheblend_rag.app.folder_rag import FolderRAG
 from cacheblend_rag.app.server.accounting import Served, served
 from cacheblend_rag.app.server.admission_queue import AdmissionQueue
-from cacheblend_rag.app.server.asking import QuestionPrompt
 from cacheblend_rag.app.server.following import Follower
 from cacheblend_rag.app.server.grammars import SchemaCheck
 from cacheblend_rag.app.server.ingestion import Ingestion, Warmed
@@ -24,13 +23,12 @@ from cacheblend_rag.app.server.library import BaseCollection, Collection, Found,
 from cacheblend_rag.app.server.metrics import Metrics
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.quota import TokenQuota
-from cacheblend_rag.app.server.settings import ServerSettings
+from cacheblend_rag.app.server.served_model import ServedModel, check_model
+from cacheblend_rag.app.server.settings import ServerSettings, without_folders
 from cacheblend_rag.app.server.tenants import Keys, Tenant
 from cacheblend_rag.config import DEFAULT_MODEL
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError
-from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.fitting import Fitted
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings
 from cacheblend_rag.store.base import KVStore, StoreStats
@@ -47,15 +45,7 @@ MANUAL_ID = "documentation"
 """Id of the collection over the folder the server was started with."""
 
 _T = TypeVar("_T")
-# For models without a chat template.
-_PLAIN_TEMPLATE = (
-    "{%- set names = {'system': 'System', 'user': 'Human', 'assistant': 'AI', 'tool': 'Tool'} -%}"
-    "{%- for message in messages -%}"
-    "{{ names.get(message.role, message.role) + ': ' + message.content + '\n' }}"
-    "{%- endfor -%}AI:"
-)
 _CONCURRENT = 4  # answers under way at once, where nothing else is said
-_ENGINES = 128
 # Seconds in which a thread must be free for the server to be ready.
 _THREAD_SECONDS = 3.0
 
@@ -72,7 +62,7 @@ class Service:
     Raises
     ------
     CacheBlendError
-        If model, embedder, documents or store cannot be used.
+        If a model, the embedder, the documents or the store cannot be used.
     """
 
     def __init__(self, settings: ServerSettings, wrapped: Callable[[KVStore], KVStore] | None = None) -> None:
@@ -80,20 +70,20 @@ class Service:
         self._stopping = False
         self._wrapped = wrapped
         self.rag = FolderRAG(settings.rag, wrapped=self._tombstoned)
-        self.database = self._shared_database()  # the folder is ours by now, and an id of the server is kept there
         # On a GPU steps of several have not been measured.
         concurrent = settings.concurrent or (_CONCURRENT if self.rag.engine.adapter.device.type == "cpu" else 1)
-        self.engine = self.rag.engine.with_config(max_concurrent=concurrent).named(self.model_name)
-        self.template = getattr(self.engine.tokenizer, "chat_template", None)
-        if not self.template:
-            self.engine.tokenizer.chat_template = _PLAIN_TEMPLATE  # a tokenizer of our own
-        self.asking = QuestionPrompt(self.engine.tokenizer, self.template)
+        try:
+            self.models = self._served_models(concurrent)
+            self.database = self._shared_database()  # the folder is ours by now, and an id of the server is kept there
+        except BaseException:
+            self.rag.close()
+            raise
+        self.engine = self.model_of().engine
         self.rag.update()
         self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings, self.engine.in_turn)
         self.base = BaseCollection(BASE_ID, self._base_name(), self.rag.index, self.embeddings)
         self.fixed = [self.base, *self._manual()]
-        self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
-        self._making, self._joining = threading.Lock(), threading.Lock()
+        self._joining = threading.Lock()
         # With keys every tenant has a salt of its own, and nothing is shared.
         fixed = [] if settings.guarded else self.fixed
         self._shared = frozenset(text for one in fixed for text in one.texts())
@@ -112,10 +102,19 @@ class Service:
             self.metrics,
             self.embeddings,
             {name: session.library for name, session in self.sessions.items()},
-            lambda name: self.joined(name).engine(),
+            lambda name: self.joined(name).engine(self.model_of()),
             Warmed(self.engine, deque(self.base.texts())),
         )
         self.follower = None if self.database is None else Follower(self.database, self._libraries, self.ingestion)
+
+    def _served_models(self, concurrent: int) -> dict[str, ServedModel]:
+        """All models by their names; the first is loaded already."""
+        made: dict[str, ServedModel] = {}
+        for name, model in self.settings.models.items():
+            engine = self.rag.also(model) if made else self.rag.engine
+            engine = engine.with_config(max_concurrent=concurrent)
+            made[name] = ServedModel(name, engine, self.limits, starter=model == DEFAULT_MODEL)
+        return made
 
     def _shared_database(self) -> Database | None:
         if self.settings.database is None:
@@ -123,11 +122,7 @@ class Service:
         from cacheblend_rag.app.server.database import Database
 
         # Local KV of a server that the database does not know may be of what was deleted.
-        try:
-            return Database(self.settings.database, self.settings.rag.data_path, self.tombstones.clear_near)
-        except BaseException:
-            self.rag.close()
-            raise
+        return Database(self.settings.database, self.settings.rag.data_path, self.tombstones.clear_near)
 
     def catalogue_of(self, tenant: str) -> SharedCatalogue | None:
         """The catalogue of a tenant that servers share."""
@@ -183,19 +178,26 @@ class Service:
         return Path(self.settings.rag.docs).resolve() == ARTICLES_PATH
 
     @property
-    def starter(self) -> bool:
-        """Whether the model is the starter model."""
-        return os.fspath(self.settings.rag.model) == DEFAULT_MODEL
-
-    @property
     def model_name(self) -> str:
-        """What clients call the model."""
-        return self.settings.served_model_name or _without_folders(os.fspath(self.settings.rag.model))
+        """What clients call the first model, which answers where a request names none."""
+        return next(iter(self.models))
+
+    def model_of(self, name: str | None = None) -> ServedModel:
+        """A model by its name; by default the first.
+
+        Raises
+        ------
+        Problem
+            404 if there is none of this name.
+        """
+        name = self.model_name if name is None else name
+        check_model(name, list(self.models))
+        return self.models[name]
 
     @property
     def embedder_name(self) -> str:
         """What clients call the embedder."""
-        return _without_folders(os.fspath(self.settings.rag.embedder))
+        return without_folders(os.fspath(self.settings.rag.embedder))
 
     @property
     def longest(self) -> float:
@@ -214,45 +216,6 @@ class Service:
         if asked is not None and asked > most:
             raise ConfigError(field, asked, f"an answer may have {most:,} tokens here")
         return asked or min(self.rag.options.max_new_tokens, most)
-
-    def engine_for(self, salt: str, ratio: float | None, rule: str | None, sessions: bool = False) -> BlendEngine:
-        """The engine with a tenant's salt and a request's choice of rule and ratio; it may keep conversations."""
-        changes: dict[str, Any] = {"salt": salt} if rule is None else {"salt": salt, "selection": rule}
-        if sessions:
-            changes["session_cache"] = True
-        with self._making:
-            key = (salt, ratio, rule, sessions)
-            if key not in self._engines:
-                engine = self.engine.with_config(**changes)
-                if ratio is not None:
-                    engine = engine.with_config(recompute_ratio=ratio, recompute_ratios=())
-                self._engines[key] = engine
-                if len(self._engines) > _ENGINES:
-                    self._engines.popitem(last=False)
-            return self._engines[key]
-
-    def check_length(self, prompt: Prompt, answer_tokens: int) -> Fitted:
-        """Refuse what the model cannot take; see `BlendEngine.fitted`.
-
-        Returns
-        -------
-        Fitted
-            What of the prompt is answered, and its ids.
-
-        Raises
-        ------
-        Problem
-            413 if the prompt's text is too long, 400 if prompt and answer are longer than this server allows.
-        ContextLengthError
-            If they do not fit the model's context window.
-        """
-        if len(prompt.written(self.engine.config.separator).text) > self.limits.prompt_chars:
-            raise Problem(413, "prompt_too_long", f"a prompt may have {self.limits.prompt_chars:,} characters")
-        fit, most = self.engine.fitted(prompt, answer_tokens), self.limits.prompt_tokens
-        if (tokens := len(fit.split.input_ids)) + answer_tokens > most:
-            message = f"{tokens} prompt tokens and {answer_tokens} of the answer exceed the {most} taken here"
-            raise Problem(400, "context_length_exceeded", message)
-        return fit
 
     def embedder_tokens(self, texts: Sequence[str]) -> int:
         """Tokens of texts as the embedder counts them; 0 if it does not tell."""
@@ -327,7 +290,7 @@ class Service:
         self.ingestion.stop()
 
     def close(self) -> None:
-        """Finish the document in hand, store what waits, release the model."""
+        """Finish the document in hand, store what waits, release the models."""
         if self.follower is not None:
             self.follower.stop()
         self.ingestion.close()
@@ -338,18 +301,13 @@ class Service:
             self.database.close()
 
 
-def _without_folders(model: str) -> str:
-    """An id as it is; of a path its last part: where it lies is nothing for clients."""
-    return Path(model).resolve().name if os.path.exists(model) else model
-
-
 class Session:
     """The server as one tenant sees it."""
 
     def __init__(self, service: Service, tenant: Tenant, catalogue: SharedCatalogue | None = None) -> None:
         self.service, self.tenant = service, tenant
         shared = service.shared(tenant.salt)
-        self.library = Library(tenant, service.embeddings, self.engine, service.tombstones, shared, catalogue)
+        self.library = Library(tenant, service.embeddings, self.engines, service.tombstones, shared, catalogue)
         self.schemas = SchemaCheck(service.limits)
         self._thread = asyncio.Lock()
 
@@ -389,19 +347,28 @@ class Session:
         one.charged += sum(answers)
         one.unfinished += len(answers)
 
-    def engine(self, ratio: float | None = None, rule: str | None = None) -> BlendEngine:
-        """The engine with this tenant's salt."""
-        return self.service.engine_for(self.tenant.salt, ratio, rule)
+    def engine(self, model: ServedModel, ratio: float | None = None, rule: str | None = None) -> BlendEngine:
+        """A model's engine with this tenant's salt."""
+        return model.engine_for(self.tenant.salt, ratio, rule)
+
+    def engines(self) -> list[BlendEngine]:
+        """Those of all models: each has KV of its own of this tenant's texts."""
+        return [self.engine(model) for model in self.service.models.values()]
 
     def engine_of(
-        self, collection: Collection, ratio: float | None, rule: str | None, sessions: bool = False
+        self,
+        model: ServedModel,
+        collection: Collection,
+        ratio: float | None,
+        rule: str | None,
+        sessions: bool = False,
     ) -> BlendEngine:
-        """The engine for a collection: what all may read is stored once for all.
+        """A model's engine for a collection: what all may read is stored once for all.
 
         Conversations are kept only under the tenant's own salt. Elsewhere another tenant's times would tell of them.
         """
         salt = self.tenant.salt if collection.writable else self.service.engine.config.salt
-        return self.service.engine_for(salt, ratio, rule, sessions and salt == self.tenant.salt)
+        return model.engine_for(salt, ratio, rule, sessions and salt == self.tenant.salt)
 
     def collections(self) -> list[Collection]:
         """All that this tenant may read."""

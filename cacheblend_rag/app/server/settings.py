@@ -6,7 +6,7 @@ import ipaddress
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from os.path import expanduser
 from pathlib import Path
@@ -28,6 +28,7 @@ __all__ = [
     "Limits",
     "ServerSettings",
     "keys_from_environment",
+    "without_folders",
 ]
 
 KEYS_VARIABLE = ENV_PREFIX + "API_KEYS"
@@ -180,6 +181,9 @@ class ServerSettings:
         Answers that may be under way at once (`BlendConfig.max_concurrent`); by default 4 on a CPU, else 1.
     served_model_name : str, optional
         What clients call the model; by default its id, or the last part of its path.
+    also_models : sequence of str
+        Further models that requests can name, each as ``"PATH_OR_ID"`` or ``"NAME=PATH_OR_ID"``, where clients call it
+        NAME. A path with ``=`` in it needs a name before it.
     access_log : {"json", "text", "off"}
         Form of the line that is logged of each request.
     database : str, optional
@@ -199,13 +203,14 @@ class ServerSettings:
     limits: Limits = field(default_factory=Limits)
     concurrent: int | None = None
     served_model_name: str | None = None
+    also_models: Sequence[str] = ()
     access_log: str = "json"
     database: str | None = None
 
     def __post_init__(self) -> None:
-        if self.served_model_name is not None and not _MODEL_NAME.fullmatch(self.served_model_name):
-            remedy = "use 1 to 200 letters, digits and the signs . _ - : /"
-            raise ConfigError("served_model_name", self.served_model_name, remedy)
+        if self.served_model_name is not None:
+            _check_name("served_model_name", self.served_model_name, self.served_model_name)
+        self._check_also_models()
         if self.rag.top_k > MOST_PASSAGES:
             raise ConfigError("top_k", self.rag.top_k, f"use a whole number from 1 to {MOST_PASSAGES}")
         check_choice("access_log", self.access_log, ACCESS_LOGS)
@@ -234,6 +239,43 @@ class ServerSettings:
                 f"{KEYS_VARIABLE} to name=key (such as the output of `openssl rand -hex 24`), or use 127.0.0.1",
             )
 
+    def _check_also_models(self) -> None:
+        if isinstance(self.also_models, str) or not all(isinstance(one, str) for one in self.also_models):
+            raise ConfigError("also_models", self.also_models, 'use a list of texts, such as ["small=smollm2"]')
+        object.__setattr__(self, "also_models", tuple(self.also_models))
+        names = {self._first_name}
+        for one in self.also_models:
+            name, _ = _named(one)
+            if "=" in one:
+                _check_name("also_models", one, name)
+            if name in names:
+                remedy = f"two models would be called {name!r}: give this one a name of its own, as NAME=PATH_OR_ID"
+                raise ConfigError("also_models", one, remedy)
+            names.add(name)
+
+    def check_paths(self) -> None:
+        """`FolderRAGOptions.check_paths`, and whether the further models are where they are said to be.
+
+        Raises
+        ------
+        CacheBlendError
+            If something is not there.
+        """
+        from cacheblend_rag.app.options import check_model
+
+        self.rag.check_paths()
+        for one in self.also_models:
+            check_model("also_models", _named(one)[1])
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Paths or ids of all models by what clients call them; the first answers where a request names none."""
+        return {self._first_name: os.fspath(self.rag.model), **dict(map(_named, self.also_models))}
+
+    @property
+    def _first_name(self) -> str:
+        return self.served_model_name or without_folders(os.fspath(self.rag.model))
+
     @property
     def guarded(self) -> bool:
         """Whether requests need a key."""
@@ -248,6 +290,28 @@ class ServerSettings:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+def without_folders(model: str) -> str:
+    """An id as it is; of a path its last part: where it lies is nothing for clients."""
+    return Path(model).resolve().name if os.path.exists(model) else model
+
+
+def _named(given: str) -> tuple[str, str]:
+    """Name and path or id of one of the further models."""
+    name, _, model = given.partition("=") if "=" in given else ("", "", given)
+    model = expanduser(model)
+    return (name if "=" in given else without_folders(model)), model
+
+
+def _check_name(field: str, value: str, name: str) -> None:
+    if not _MODEL_NAME.fullmatch(name):
+        raise ConfigError(field, value, "as a name, use 1 to 200 letters, digits and the signs . _ - : /")
+
+
+def _listed(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Texts between commas, or a list of texts as it is."""
+    return tuple(filter(None, (one.strip() for one in given.split(",")))) if isinstance(given, str) else tuple(given)
 
 
 SERVER_OPTIONS = (
@@ -270,6 +334,16 @@ SERVER_OPTIONS = (
         metavar="NAME",
         help="what clients call the model",
         shown="its id, or its folder's name",
+    ),
+    Option(
+        "also_models",
+        (),
+        _listed,
+        flag="also-model",
+        metavar="[NAME=]PATH_OR_ID",
+        help="another model, picked by name; can be given again",
+        shown="none",
+        repeats=True,
     ),
     Option(
         "keys_file",

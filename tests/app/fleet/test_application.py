@@ -63,6 +63,7 @@ def test_the_example_is_a_configuration_of_ray_serve(tmp_path: Path) -> None:
         ({"options": {"rag": {"modle": "smollm2"}}}, "args.options, [rag] modle"),
         ({"options": {"raj": {}}}, "args.options, raj"),
         ({"options": {"rag": {"top_k": "6"}}}, "args.options, [rag] top_k"),
+        ({"options": {"server": {"also_models": ["smollm2"]}}}, "args.options, [server] also_models"),
     ],
 )
 def test_what_cannot_be_used_is_refused_by_name(arguments: dict[str, Any], field: str) -> None:

@@ -36,6 +36,17 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with another tiny model, which has a chat template."""
+    folder = tmp_path_factory.mktemp("deep")
+    tiny.model(num_hidden_layers=3, max_position_embeddings=4096).save_pretrained(folder)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def docs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of documents."""
     return write_documents(tmp_path_factory.mktemp("served") / "docs")

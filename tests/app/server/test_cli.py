@@ -40,6 +40,16 @@ def test_options_become_settings(docs: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "0123456789abcdef" not in repr(settings)
 
 
+def test_further_models_come_from_flags_the_environment_or_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file.write_text('[server]\nalso_models = ["a=~/one", "two"]', encoding="utf-8")
+    assert settings_of("--config", str(file)).models["a"] == str(Path("~/one").expanduser())
+    assert list(settings_of("--config", str(file)).models)[1:] == ["a", "two"]
+    monkeypatch.setenv("CACHEBLEND_RAG_ALSO_MODELS", "three, b=four")
+    assert list(settings_of("--config", str(file)).models)[1:] == ["three", "b"]
+    given = settings_of("--also-model", "c=with,comma", "--also-model", "five").models
+    assert (given["c"], list(given)[1:]) == ("with,comma", ["c", "five"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -47,6 +57,8 @@ def test_options_become_settings(docs: Path, monkeypatch: pytest.MonkeyPatch) ->
         (["--port", "70000"], "--port=70000"),
         (["--queue", "0"], "--queue=0"),
         (["--served-model-name", "two words"], "--served-model-name='two words'"),
+        (["--also-model", "other=nowhere.gguf"], "--also-model='nowhere.gguf'"),
+        (["--also-model", "one=smollm2", "--also-model", "one=minilm"], "--also-model='one=minilm'"),
         (["--upload-limit", "much"], "--upload-limit='much'"),
         (["--docs", "nowhere"], "nowhere"),
     ],

@@ -48,9 +48,9 @@ def fill(folder: Path) -> Path:
     return ballast
 
 
-def hits(client: Any, seed: int) -> int:
-    """Whether the KV of a passage is read."""
-    name = client.get("/v1/models").json()["data"][0]["id"]
+def hits(client: Any, seed: int, model: int = 0) -> int:
+    """Whether the KV of a passage is read, by the first model or another."""
+    name = client.get("/v1/models").json()["data"][model]["id"]
     body = {"model": name, "prompt": "Which leaf?", "documents": [passage(seed)], "max_tokens": 1}
     answer = client.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text

@@ -36,8 +36,8 @@ def test_the_state_has_what_the_page_needs(client: Any) -> None:
         "bundled": False,
         "writable": False,
     }
-    assert state["model"]["layers"] == 2
-    assert not state["model"]["starter"]
+    assert state["models"][0]["layers"] == 2
+    assert not state["models"][0]["starter"]
     assert state["settings"]["ratio"] == 0.3
     assert {"hkvd", "none", "all"} <= set(state["settings"]["rules"])
     assert state["store"]["records"] >= 4
@@ -107,7 +107,7 @@ def test_a_report_accounts_for_every_token_of_the_prompt(client: Any) -> None:
 
 def test_instructions_stand_before_the_passages_and_cost_no_hits(client: Any) -> None:
     settle(client.app.state.service)
-    default = client.get("/api/state").json()["settings"]["instructions"]
+    default = client.get("/api/state").json()["models"][0]["instructions"]
     for told in (None, "Answer like a pirate."):
         report = ask(client, "archive", instructions=told, show_prompt=True)[-2][1]
         text = "".join(one["text"] for one in report["prompt"])

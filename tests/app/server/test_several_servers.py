@@ -127,13 +127,38 @@ def test_what_is_deleted_on_one_is_not_read_on_the_other(two: tuple[Any, Any]) -
         store, library = service_of(one).tombstones, service_of(one).sessions["local"].library
         until(lambda library=library: not library.catalogue.tombstones())
         records = [key for key, _ in store.inner.infos("")]
-        keys = service_of(one).sessions["local"].engine().records_of([passage(910).strip()], dependent=True)
+        keys = service_of(one).sessions["local"].engines()[0].records_of([passage(910).strip()], dependent=True)
         assert not keys & set(records)
     # What comes again is read again, on both.
     upload(b, id, {"a.txt": passage(910)})
     settle(service_of(b))
     for one in two:
         has_kv(one, 910)
+
+
+def test_a_deletion_reaches_every_model_of_every_server(
+    model: Path, deep: Path, docs: Path, tmp_path: Path, postgres: PostgresServer
+) -> None:
+    with contextlib.ExitStack() as stack:
+        a, b = two = [
+            stack.enter_context(TestClient(create_app(replace(settings, also_models=[f"deep={deep}"])), base_url=BASE))
+            for name in ("a", "b")
+            for settings in [sharing(model, docs, tmp_path / name, postgres.port)]
+        ]
+        id = new_collection(a)
+        upload(a, id, {"a.txt": passage(915)})
+        for one in two:
+            hits(one, 915, model=1)
+            service_of(one).models["deep"].engine.flush()
+            assert hits(one, 915, model=1) == 1
+        assert b.delete(f"/api/collections/{id}/documents/{ids_of(b, id)['a.txt']}").status_code == 204
+        assert [hits(one, 915, model=at) for one in two for at in (0, 1)] == [0] * 4
+        for one in two:
+            library = service_of(one).sessions["local"].library
+            until(lambda library=library: not library.catalogue.tombstones())
+            records = {key for key, _ in service_of(one).tombstones.inner.infos("")}
+            for engine in service_of(one).sessions["local"].engines():
+                assert not engine.records_of([passage(915).strip()]) & records
 
 
 def test_a_server_that_was_away_reads_nothing_that_was_deleted_meanwhile(
@@ -396,7 +421,7 @@ def test_one_erases_what_lies_in_a_shared_store_and_the_text_goes_when_all_have_
         library = service_of(a).sessions["local"].library
         until(lambda: not library.catalogue.texts_of(document))
         for one in two:
-            keys = service_of(one).sessions["local"].engine().records_of([passage(970).strip()])
+            keys = service_of(one).sessions["local"].engines()[0].records_of([passage(970).strip()])
             assert not keys & {key for key, _ in service_of(one).tombstones.inner.infos("")}
 
 
@@ -429,5 +454,5 @@ def test_an_answer_under_way_elsewhere_leaves_no_kv_of_what_was_deleted(
     library = service_of(a).sessions["local"].library
     until(lambda: not library.catalogue.leaving(0.0))
     until(lambda: not library.catalogue.tombstones())
-    keys = service_of(a).sessions["local"].engine().records_of([passage(980).strip()])
+    keys = service_of(a).sessions["local"].engines()[0].records_of([passage(980).strip()])
     assert not keys & {key for key, _ in service_of(a).tombstones.inner.infos("")}

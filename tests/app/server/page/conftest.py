@@ -12,10 +12,13 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expect, sync_playwright
+
+from tests.app.server.page.driving import state_of
 
 ROOT = Path(__file__).parents[4]
 CHROMIUM = Path("/usr/bin/chromium")
@@ -62,15 +65,19 @@ def _wait_until_up(process: subprocess.Popen[bytes], address: str, log: Path) ->
     pytest.fail(f"no server after {START_SECONDS} s: {log.read_text(encoding='utf-8')[-4000:]}")
 
 
-@pytest.fixture(scope="package")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a server that runs while these tests do."""
-    folder, port = tmp_path_factory.mktemp("serve"), _free_port()
+@contextmanager
+def serving(folder: Path, *options: str) -> Iterator[str]:
+    """Address of a server in a process of its own, with more options."""
+    port = _free_port()
     found, log = f"http://127.0.0.1:{port}/", folder / "log"
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            serve_command(port, folder), cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT
+            [*serve_command(port, folder), *options],
+            cwd=folder,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
         try:
             _wait_until_up(process, found, log)
@@ -82,6 +89,24 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+@pytest.fixture(scope="package")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a server that runs while these tests do."""
+    with serving(tmp_path_factory.mktemp("serve")) as found:
+        yield found
+
+
+@pytest.fixture
+def address(served: str) -> Iterator[str]:
+    """The same; collections that a test has made go when it ends."""
+    yield served
+    for one in state_of(served)["collections"]:
+        if one["writable"]:
+            request = urllib.request.Request(f"{served}api/collections/{one['id']}", method="DELETE")
+            with urllib.request.urlopen(request, timeout=30):
+                pass
 
 
 @pytest.fixture(scope="package")
@@ -108,8 +133,8 @@ def problems() -> list[str]:
 
 
 @pytest.fixture
-def context(browser: Browser, problems: list[str]) -> Iterator[BrowserContext]:
-    """A fresh visitor; the console must have stayed quiet."""
+def context(browser: Browser, address: str, problems: list[str]) -> Iterator[BrowserContext]:
+    """A fresh visitor, who goes before the collections of a test do; the console must have stayed quiet."""
     made = browser.new_context(viewport={"width": 1280, "height": 860}, locale="en-GB")
     made.set_default_timeout(PATIENCE_MS)
     watch(made, problems)

@@ -187,3 +187,12 @@ function widthsThatPart(selector) {
   }
   return parted;
 }
+
+/** Where the texts of an element's children are drawn. */
+function textBoxes(selector) {
+  return [...document.querySelector(selector).children].map((one) => {
+    const range = document.createRange();
+    range.selectNodeContents(one);
+    return range.getBoundingClientRect().toJSON();
+  });
+}

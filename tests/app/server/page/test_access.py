@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -184,12 +185,19 @@ def test_structure(page: Page) -> None:
     expect(page.locator("#said")).to_have_text(re.compile(r"^Answered\. First token after "))
 
 
-@pytest.mark.parametrize("width", [320, 375])
-def test_a_phone(browser: Browser, address: str, problems: list[str], width: int) -> None:
-    context = browser.new_context(viewport={"width": width, "height": 720}, has_touch=True, is_mobile=True)
+@pytest.fixture(params=[320, 375])
+def phone(request: pytest.FixtureRequest, browser: Browser, address: str, problems: list[str]) -> Iterator[Page]:
+    """The page on a phone."""
+    context = browser.new_context(viewport={"width": request.param, "height": 720}, has_touch=True, is_mobile=True)
     context.set_default_timeout(PATIENCE_MS)
     watch(context, problems)
-    page = open_page(context, address)
+    yield open_page(context, address)
+    context.close()
+    assert problems == []
+
+
+def test_a_phone(phone: Page) -> None:
+    page, width = phone, (phone.viewport_size or {})["width"]
     wide = "() => document.documentElement.scrollWidth"
     assert page.evaluate(wide) == width
     expect(page.locator("#panel")).to_be_hidden()
@@ -205,8 +213,19 @@ def test_a_phone(browser: Browser, address: str, problems: list[str], width: int
     page.locator("#open-documents").tap()
     expect(page.locator("#files-list li").first).to_be_visible()
     assert page.evaluate("() => document.querySelector('#documents .body').scrollWidth <= innerWidth")
-    context.close()
-    assert problems == []
+
+
+def test_what_follows_a_cut_answer_on_a_phone_stands_below_what_is_said_of_it(phone: Page) -> None:
+    compare_off_on_phone(phone)
+    phone.get_by_role("button", name="What happened", exact=True).tap()
+    phone.locator("#tokens").fill("2")
+    phone.locator("#tokens").blur()
+    phone.get_by_role("button", name="Conversation", exact=True).tap()
+    status = ask(phone, easy_questions()[0].question).locator(".status")
+    expect(status.get_by_role("button", name=re.compile("^Ask again with up to"))).to_be_visible()
+    said, offered = probe(phone, "textBoxes", ".status")
+    assert offered["top"] >= said["bottom"] - 1, "there is no room beside it"
+    assert offered["left"] == pytest.approx(said["left"], abs=1)
 
 
 def compare_off_on_phone(page: Page) -> None:

@@ -27,7 +27,7 @@ METHODS = ["full", "prefix", "reuse", "blend"]
 
 def test_a_newcomer_finds_the_archive_and_questions_to_ask(page: Page, address: str) -> None:
     state = state_of(address)
-    expect(page.locator("#model")).to_contain_text(str(state["model"]["layers"]))
+    expect(page.locator("#model")).to_contain_text(str(state["models"][0]["layers"]))
     expect(page.get_by_role("heading", name="Ask the articles")).to_be_visible()
     offered = page.locator(".suggestion > span").all_text_contents()
     assert offered == [one["question"] for one in state["suggestions"]]

@@ -4,7 +4,7 @@ import { ApiError, stream } from "./api.js";
 import { say } from "./dom.js";
 import { notePace } from "./estimate.js";
 import { count, time } from "./format.js";
-import { addPoint, changed, comparing, conversationFor, newId, selectedTurn, state, turnOf } from "./store.js";
+import { addPoint, changed, comparing, conversationFor, modelName, newId, selectedTurn, state, turnOf } from "./store.js";
 
 const FOLLOWED = 6; // turns of a conversation that a question is asked with
 let running = null; // the AbortController of the answer being written
@@ -23,6 +23,7 @@ function request(turn) {
   if (turn.rule !== null) body.rule = turn.rule;
   if (turn.tokens !== null) body.max_tokens = turn.tokens;
   if (turn.instructions) body.instructions = turn.instructions;
+  if (turn.model !== null) body.model = turn.model;
   return body;
 }
 
@@ -47,6 +48,7 @@ export async function ask(question, { earlier = null, tokens = state.tokens } = 
   const { collection, ratio, rule, instructions } = state;
   const { turns } = conversationFor(collection);
   const turn = { id: newId(), question, collection, ratio, rule, tokens, instructions, at: Date.now(), status: "asking", answer: "" };
+  turn.model = modelName();
   turn.passages = state.passages ?? state.server.settings.passages;
   Object.assign(turn, { earlier: earlier ?? upTo(turns.at(-1)), sources: [], report: null, rows: null, error: null });
   turns.push(turn);
@@ -56,7 +58,7 @@ export async function ask(question, { earlier = null, tokens = state.tokens } = 
   if (turn.status === "done" && comparing()) await compare(turn);
 }
 
-/** Ask the same again, after the same turns, with the settings as they are now, or a longer answer. */
+/** Ask the same again, after the same turns, with model and settings as they are now, or a longer answer. */
 export const askAgain = (turn, tokens = state.tokens) => ask(turn.question, { earlier: turn.earlier, tokens });
 
 /** How long an answer may be that goes on where this one was cut off; null if none may be longer. */

@@ -7,15 +7,19 @@ import { $, button, el } from "./dom.js";
 import { startHistory } from "./history.js";
 import { startKey } from "./key.js";
 import { startPanel } from "./panel.js";
-import { refreshServer } from "./server.js";
+import { chooseModel, refreshServer } from "./server.js";
 import { startSettings } from "./settings.js";
-import { changed, on, restore, state, turns } from "./store.js";
+import { changed, model, on, restore, state, turns } from "./store.js";
 import { startTheme } from "./theme.js";
 
 function showModel() {
-  const { model } = state.server;
-  $("model").textContent = `${model.name.split("/").at(-1)} · ${model.layers} layers`;
-  $("model").title = `${model.name}; embedder ${state.server.embedder}`;
+  const { models, embedder } = state.server;
+  const { name, layers } = model();
+  $("model").textContent = models.length > 1 ? "" : `${name.split("/").at(-1)} · ${layers} layers`;
+  $("model").title = $("model-choice").title = `${name}, ${layers} layers; embedder ${embedder}`;
+  $("models").hidden = models.length < 2;
+  $("model-choice").replaceChildren(...models.map((one) => el("option", { value: one.name, text: one.name })));
+  $("model-choice").value = name;
 }
 
 function showLoading() {
@@ -45,4 +49,5 @@ startPanel();
 startDocuments();
 startHistory();
 on("server", showModel);
+$("model-choice").addEventListener("change", (event) => chooseModel(event.target.value));
 load();

@@ -1,7 +1,7 @@
 // What the server holds, asked for again whenever it may have changed.
 
 import { call } from "./api.js";
-import { changed, collection, state } from "./store.js";
+import { changed, collection, modelName, state } from "./store.js";
 
 /** Where files go that are given while a collection is open that stays as it is. */
 export const OWN = "My documents";
@@ -22,6 +22,13 @@ export function chooseCollection(id) {
   state.selected = state.conversations.find((one) => one.id === state.conversation)?.turns.at(-1)?.id ?? null;
   changed("server");
   changed("conversation");
+}
+
+/** Choose the model that the next question is for. */
+export function chooseModel(name) {
+  state.model = name;
+  state.pace = null; // that of another model
+  changed("server");
 }
 
 /** Whether files can be put into a collection and deleted from it. */
@@ -46,8 +53,12 @@ export const deleteCollection = (id) => call("DELETE", `api/collections/${encode
 
 export const documentsOf = (id) => call("GET", `api/collections/${encodeURIComponent(id)}/documents`);
 
-/** How large the KV of a collection's passages is, stored or not. */
-export const estimateOf = (id) => call("GET", `api/collections/${encodeURIComponent(id)}/estimate`);
+/** How large the KV of a collection's passages is with the chosen model, stored or not. */
+export function estimateOf(id) {
+  const name = modelName();
+  const which = name === null ? "" : `?model=${encodeURIComponent(name)}`;
+  return call("GET", `api/collections/${encodeURIComponent(id)}/estimate${which}`);
+}
 
 export const deleteDocument = (id, document) =>
   call("DELETE", `api/collections/${encodeURIComponent(id)}/documents/${encodeURIComponent(document)}`);

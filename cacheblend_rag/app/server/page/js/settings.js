@@ -3,7 +3,7 @@
 import { askAgain, isAsking } from "./asking.js";
 import { $, button, el } from "./dom.js";
 import { share } from "./format.js";
-import { changed, on, selectedTurn, state } from "./store.js";
+import { changed, model, on, selectedTurn, state } from "./store.js";
 
 const RULES = {
   hkvd: "Recomputes the tokens whose KV deviates most at the check layer.",
@@ -72,7 +72,7 @@ function refresh() {
   tokens.max = limits.answer_tokens;
   tokens.value = state.tokens ?? settings.answer_tokens;
   told.maxLength = limits.question_chars;
-  told.placeholder = settings.instructions ?? "";
+  told.placeholder = model().instructions;
   told.value = state.instructions ?? "";
   const auto = typeof settings.ratio !== "number";
   const ratio = state.ratio ?? (auto ? 0.15 : settings.ratio);

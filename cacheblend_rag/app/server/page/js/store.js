@@ -10,6 +10,7 @@ export const state = {
   server: null,
   theme: "auto",
   collection: null,
+  model: null, // name; null: the server's first
   conversations: [], // newest first: {id, collection, created, turns}
   conversation: null, // id
   selected: null, // id of the turn that the panel shows
@@ -49,7 +50,13 @@ export const selectedTurn = () => turns().find((turn) => turn.id === state.selec
 
 export const collection = () => state.server?.collections.find((one) => one.id === state.collection) ?? null;
 
-export const comparing = () => state.compare ?? Boolean(state.server?.model.starter);
+/** The model that the next question is for: the chosen one, if it is there, else the server's first. */
+export const model = () => state.server?.models.find((one) => one.name === state.model) ?? state.server?.models[0] ?? null;
+
+/** Its name as requests give it; null where there is nothing to choose. */
+export const modelName = () => (state.server?.models.length > 1 ? model().name : null);
+
+export const comparing = () => state.compare ?? Boolean(model()?.starter);
 
 /** The conversation that a question belongs to; a new one where the collection has changed. */
 export function conversationFor(collectionId) {
@@ -126,6 +133,7 @@ export function restore() {
     if (turn.comparing) turn.comparing = false;
     turn.tokens ??= null;
     turn.instructions ??= null;
+    turn.model ??= null;
     turn.passages ??= 6;
     turn.earlier ??= []; // kept by an older page, where each question was asked by itself
   }

@@ -1,0 +1,99 @@
+"""A model that answers: its name, its engines, and how it is asked."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Any
+
+from cacheblend_rag.app.server.asking import QuestionPrompt
+from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.settings import Limits
+from cacheblend_rag.engine.engine import BlendEngine
+from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.fitting import Fitted
+
+__all__ = ["ServedModel", "check_model"]
+
+# For models without a chat template.
+_PLAIN_TEMPLATE = (
+    "{%- set names = {'system': 'System', 'user': 'Human', 'assistant': 'AI', 'tool': 'Tool'} -%}"
+    "{%- for message in messages -%}"
+    "{{ names.get(message.role, message.role) + ': ' + message.content + '\n' }}"
+    "{%- endfor -%}AI:"
+)
+_ENGINES = 128
+
+
+def check_model(name: str, known: list[str]) -> None:
+    """Refuse a model that is not served here.
+
+    Raises
+    ------
+    Problem
+        404 that names those there are.
+    """
+    if name not in known:
+        raise Problem(404, "model_not_found", "there is no such model; use " + " or ".join(known), field="model")
+
+
+class ServedModel:
+    """One of the models of a server.
+
+    Parameters
+    ----------
+    name : str
+        What clients call it.
+    engine : BlendEngine
+    limits : Limits
+    starter : bool
+        Whether it is the starter model.
+    """
+
+    def __init__(self, name: str, engine: BlendEngine, limits: Limits, starter: bool) -> None:
+        self.name, self.engine, self.starter, self._limits = name, engine.named(name), starter, limits
+        template = getattr(engine.tokenizer, "chat_template", None)
+        if not template:
+            engine.tokenizer.chat_template = _PLAIN_TEMPLATE  # a tokenizer of our own
+        self.asking = QuestionPrompt(engine.tokenizer, template)
+        self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
+        self._making = threading.Lock()
+
+    def engine_for(self, salt: str, ratio: float | None, rule: str | None, sessions: bool = False) -> BlendEngine:
+        """The engine with a tenant's salt and a request's choice of rule and ratio; it may keep conversations."""
+        changes: dict[str, Any] = {"salt": salt} if rule is None else {"salt": salt, "selection": rule}
+        if sessions:
+            changes["session_cache"] = True
+        with self._making:
+            key = (salt, ratio, rule, sessions)
+            if key not in self._engines:
+                engine = self.engine.with_config(**changes)
+                if ratio is not None:
+                    engine = engine.with_config(recompute_ratio=ratio, recompute_ratios=())
+                self._engines[key] = engine
+                if len(self._engines) > _ENGINES:
+                    self._engines.popitem(last=False)
+            return self._engines[key]
+
+    def check_length(self, prompt: Prompt, answer_tokens: int) -> Fitted:
+        """Refuse what the model cannot take; see `BlendEngine.fitted`.
+
+        Returns
+        -------
+        Fitted
+            What of the prompt is answered, and its ids.
+
+        Raises
+        ------
+        Problem
+            413 if the prompt's text is too long, 400 if prompt and answer are longer than this server allows.
+        ContextLengthError
+            If they do not fit the model's context window.
+        """
+        if len(prompt.written(self.engine.config.separator).text) > self._limits.prompt_chars:
+            raise Problem(413, "prompt_too_long", f"a prompt may have {self._limits.prompt_chars:,} characters")
+        fit, most = self.engine.fitted(prompt, answer_tokens), self._limits.prompt_tokens
+        if (tokens := len(fit.split.input_ids)) + answer_tokens > most:
+            message = f"{tokens} prompt tokens and {answer_tokens} of the answer exceed the {most} taken here"
+            raise Problem(400, "context_length_exceeded", message)
+        return fit

@@ -1,0 +1,292 @@
+"""Several models behind one server: the request's name picks one, and all share tenants, documents and the KV store."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from cacheblend_rag import BlendEngine
+from cacheblend_rag.app.server.service import Service
+from cacheblend_rag.app.server.settings import Limits, ServerSettings
+from cacheblend_rag.errors import ConfigError, ModelLoadError
+from cacheblend_rag.store import DiskStore
+from tests.app.server.common import (
+    Running,
+    client_of,
+    new_collection,
+    passage,
+    read_events,
+    running,
+    settings_for,
+    upload,
+)
+
+KEYS = {"ada": "ada-0123456789abcdef", "ben": "ben-0123456789abcdef"}
+QUESTION = "Which leaf fell into the river?"
+
+
+def settings_of(model: Path, deep: Path, docs: Path, data: Path, **more: Any) -> ServerSettings:
+    """Both models on one server."""
+    settings = settings_for(model, docs, data, **more)
+    return dataclasses.replace(settings, served_model_name="flat", also_models=[f"deep={deep}"])
+
+
+@pytest.fixture(scope="module")
+def both(model: Path, deep: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(settings_of(model, deep, docs, tmp_path_factory.mktemp("data"))) as made:
+        yield made
+
+
+@pytest.fixture
+def client(both: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=both.url + "/v1", api_key="sk-none-needed-here", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture
+def pages(both: Running) -> Iterator[httpx.Client]:
+    with client_of(both) as made:
+        yield made
+
+
+def flush(server: Running) -> None:
+    """Let everything be stored."""
+    for one in server.service.models.values():
+        one.engine.flush()
+
+
+def hits(server: Running, client: httpx.Client, model: str, seed: int) -> int:
+    """Whether a model reads the KV of a passage; it has stored it afterwards if it may."""
+    body = {"model": model, "prompt": QUESTION, "documents": [passage(seed)], "max_tokens": 1}
+    answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    flush(server)
+    return int(answer.json()["cacheblend"][0]["hits"])
+
+
+def ask(client: httpx.Client, collection: str, **more: Any) -> dict[str, Any]:
+    """The report of an answer."""
+    asked = client.post(f"/api/collections/{collection}/ask", json={"question": QUESTION, "k": 2, **more})
+    assert asked.status_code == 200, asked.text
+    report: dict[str, Any] = dict(read_events(asked.text))["report"]
+    return report
+
+
+def records_on_disk(data: Path) -> int:
+    store = DiskStore(data / "kv")
+    try:
+        return store.stats().records
+    finally:
+        store.close()
+
+
+def test_the_name_in_a_request_picks_the_model(client: openai.OpenAI, both: Running, model: Path, deep: Path) -> None:
+    listed = [one.id for one in client.models.list()]
+    assert listed == ["flat", "deep", both.service.embedder_name]
+    assert client.models.retrieve("deep").id == "deep"
+    said = {}
+    for name, folder in (("flat", model), ("deep", deep)):
+        answer = client.completions.create(model=name, prompt=QUESTION, max_tokens=5, temperature=0)
+        assert answer.model == name
+        with BlendEngine.from_pretrained(folder, device="cpu") as alone:
+            said[name] = alone.generate(QUESTION, max_new_tokens=5, temperature=0.0).text
+        assert answer.choices[0].text == said[name]
+    assert said["flat"] != said["deep"]
+
+
+def test_conversations_and_responses_are_made_by_each_models_own_template(client: openai.OpenAI) -> None:
+    asked, tokens = {"role": "user", "content": QUESTION}, {}
+    for name in ("flat", "deep"):
+        chat = client.chat.completions.create(model=name, messages=[asked], max_tokens=3)  # type: ignore[list-item]
+        response = client.responses.create(model=name, input=QUESTION, max_output_tokens=3)
+        assert (chat.model, response.model) == (name, name)
+        assert chat.usage is not None
+        assert response.usage is not None
+        tokens[name] = chat.usage.prompt_tokens
+        assert response.usage.input_tokens == tokens[name]
+    assert tokens["flat"] != tokens["deep"]
+
+
+def test_a_model_that_is_not_served_is_refused_with_those_that_are(client: openai.OpenAI, pages: httpx.Client) -> None:
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    for refused in (
+        lambda: client.completions.create(model="gpt-9", prompt="the"),
+        lambda: client.chat.completions.create(model="gpt-9", messages=messages),
+        lambda: client.responses.create(model="gpt-9", input="the"),
+    ):
+        with pytest.raises(openai.NotFoundError, match="flat or deep"):
+            refused()
+    body = {"question": QUESTION, "model": "gpt-9"}
+    for answer in (
+        pages.post("/api/collections/archive/ask", json=body),
+        pages.post("/api/collections/archive/compare", json=body),
+        pages.get("/api/collections/archive/estimate", params={"model": "gpt-9"}),
+    ):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_the_rag_api_asks_the_first_model_unless_another_is_named(pages: httpx.Client, both: Running) -> None:
+    told = pages.get("/api/state").json()["models"]
+    assert [(one["name"], one["layers"]) for one in told] == [("flat", 2), ("deep", 3)]
+    assert told[0]["instructions"] != told[1]["instructions"], "one of them has a chat template"
+    for named, layers in (({}, 2), ({"model": "flat"}, 2), ({"model": "deep"}, 3)):
+        assert len(ask(pages, "archive", **named)["recomputed"]) == layers
+    size = {
+        name: pages.get("/api/collections/archive/estimate", params={"model": name}).json()["kv_bytes"]
+        for name in ("flat", "deep")
+    }
+    assert size["deep"] == pytest.approx(1.5 * size["flat"], rel=0.1)
+    assert pages.get("/api/collections/archive/estimate").json()["kv_bytes"] == size["flat"]
+    body = {"question": QUESTION, "k": 1, "max_tokens": 2, "model": "deep"}
+    rows = read_events(pages.post("/api/collections/archive/compare", json=body).text)
+    assert rows[-1][0] == "done"
+    assert {data["method"] for name, data in rows if name == "row"} == {"full", "prefix", "reuse", "blend"}
+
+
+def test_each_model_has_kv_of_its_own(both: Running, pages: httpx.Client) -> None:
+    id = new_collection(pages)
+    upload(pages, id, {"a.txt": passage(700)})
+    assert [hits(both, pages, "flat", 700) for _ in range(2)] == [1, 1], "uploads are warmed for the first model"
+    assert [hits(both, pages, "deep", 700) for _ in range(2)] == [0, 1], "others store it when it is used"
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["a document", "a collection"])
+def test_what_is_deleted_is_gone_for_every_model(
+    model: Path, deep: Path, docs: Path, tmp_path: Path, whole: bool
+) -> None:
+    settings = settings_of(model, deep, docs, tmp_path, memory_limit=0)
+    with running(settings) as server, client_of(server) as client:
+        id = new_collection(client)
+        upload(client, id, {"keep.txt": passage(711)})
+        for name in ("flat", "deep"):
+            assert hits(server, client, name, 711) == (name == "flat")
+            assert not ask(client, "archive", model=name)["plain"]  # so that what all may read is stored
+        flush(server)
+        upload(client, id, {"a.txt": passage(710)})
+        flush(server)
+        for name in ("flat", "deep"):
+            hits(server, client, name, 710)
+            ask(client, id, model=name)  # it is kept as a conversation, and each passage behind the other
+            flush(server)
+            assert hits(server, client, name, 710) == 1
+        documents = {one["name"]: one["id"] for one in client.get(f"/api/collections/{id}/documents").json()}
+        path = f"/api/collections/{id}" + ("" if whole else f"/documents/{documents['a.txt']}")
+        assert client.delete(path).status_code == 204
+        assert [hits(server, client, name, 710) for name in ("flat", "deep", "flat", "deep")] == [0] * 4
+        kept = 0 if whole else 1
+        assert [hits(server, client, name, 711) for name in ("flat", "deep")] == [kept, kept]
+        engines = [one.engine for one in server.service.models.values()]
+        left = [key for engine in engines for key in engine.records_of([passage(710)]) if engine.store.contains(key)]
+        assert left == []
+    with running(settings) as server, client_of(server) as client:
+        names = ["flat", "deep"]
+        assert [hits(server, client, name, 710) for name in names] == [0, 0]
+        if whole:
+            return
+        upload(client, id, {"again.txt": passage(710)})
+        assert [hits(server, client, name, 710) for name in names] == [1, 1], "what is uploaded anew is stored anew"
+
+
+def test_a_text_that_comes_back_is_stored_for_every_model(both: Running, pages: httpx.Client) -> None:
+    id = new_collection(pages)
+    upload(pages, id, {"a.txt": passage(720)})
+    hits(both, pages, "deep", 720)
+    (document,) = pages.get(f"/api/collections/{id}/documents").json()
+    assert pages.delete(f"/api/collections/{id}/documents/{document['id']}").status_code == 204
+    assert [hits(both, pages, "deep", 720) for _ in range(2)] == [0, 0]
+    upload(pages, id, {"a.txt": passage(720)})
+    assert [hits(both, pages, "deep", 720) for _ in range(2)] == [0, 1]
+
+
+def test_kv_of_a_file_that_left_the_served_folder_is_erased_for_every_model(
+    model: Path, deep: Path, docs: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(docs, tmp_path / "docs")
+    settings = settings_of(model, deep, folder, tmp_path / "data", memory_limit=0)
+    with running(settings) as server, client_of(server) as client:
+        assert [hits(server, client, "deep", 0) for _ in range(2)] == [0, 1]
+        assert hits(server, client, "flat", 0) == 1
+    before = records_on_disk(tmp_path / "data")
+    (folder / "passage-0.md").unlink()
+    with running(settings):
+        pass
+    assert records_on_disk(tmp_path / "data") <= before - 2
+
+
+def test_no_tenant_reads_what_another_has_stored_with_any_model(
+    model: Path, deep: Path, docs: Path, tmp_path: Path
+) -> None:
+    settings = settings_of(model, deep, docs, tmp_path, keys=KEYS, limits=Limits(tokens_per_minute=1_000))
+    with (
+        running(settings) as server,
+        client_of(server, KEYS["ada"]) as ada,
+        client_of(server, KEYS["ben"]) as ben,
+    ):
+        assert [hits(server, ada, "deep", 730) for _ in range(2)] == [0, 1]
+        assert hits(server, ben, "deep", 730) == 0
+        while hits_left(ada, "deep"):
+            pass
+        assert not hits_left(ada, "flat"), "one quota for all models"
+        assert hits_left(ben, "flat")
+
+
+def hits_left(client: httpx.Client, model: str) -> bool:
+    """Whether a tenant has tokens left for one more answer."""
+    answer = client.post("/v1/completions", json={"model": model, "prompt": QUESTION * 4, "max_tokens": 90})
+    assert answer.status_code in (200, 429), answer.text
+    return answer.status_code == 200
+
+
+def test_answers_of_both_models_at_once_are_those_of_each_alone(client: openai.OpenAI) -> None:
+    def texts(streams: list[Any]) -> list[str]:
+        found = ["" for _ in streams]
+        for pieces in zip(*streams, strict=False):
+            for at, piece in enumerate(pieces):
+                found[at] += piece.choices[0].text
+        return found
+
+    def stream(name: str) -> Any:
+        return client.completions.create(model=name, prompt=QUESTION, max_tokens=40, temperature=0, stream=True)
+
+    names = ["flat", "deep", "flat", "deep"]
+    alone = {name: texts([list(stream(name))])[0] for name in set(names)}
+    assert texts([stream(name) for name in names]) == [alone[name] for name in names]
+
+
+def test_a_model_that_cannot_be_loaded_ends_the_start_and_leaves_the_folder_free(
+    model: Path, docs: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "config.json").write_text("{}", encoding="utf-8")
+    settings = settings_for(model, docs, tmp_path / "data")
+    with pytest.raises(ModelLoadError):
+        Service(dataclasses.replace(settings, also_models=[str(tmp_path / "bad")]))
+    with running(settings):
+        pass
+
+
+@pytest.mark.parametrize(
+    "also",
+    [["house/other=x", "house/other=y"], ["x/flat=smollm2", "flat=minilm"], ["two words=x"], ["=x"], "smollm2", [1]],
+)
+def test_names_that_clients_could_not_tell_apart_or_write_are_refused(model: Path, docs: Path, also: Any) -> None:
+    settings = settings_for(model, docs, docs)
+    with pytest.raises(ConfigError) as caught:
+        dataclasses.replace(settings, served_model_name="flat", also_models=also)
+    assert caught.value.field == "also_models"
+
+
+def test_models_are_called_by_their_ids_or_the_last_part_of_their_paths(model: Path, deep: Path, docs: Path) -> None:
+    settings = settings_for(model, docs, docs)
+    named = dataclasses.replace(settings, also_models=[str(deep), "small=smollm2", "Qwen/Qwen3-1.7B"])
+    assert list(named.models) == [model.name, deep.name, "small", "Qwen/Qwen3-1.7B"]
+    assert named.models["small"] == "smollm2"
+    with pytest.raises(ConfigError, match=model.name):
+        dataclasses.replace(settings, also_models=[str(model)])
