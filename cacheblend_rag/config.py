@@ -381,7 +381,8 @@ class BlendConfig:
         Bytes of memory that hold copies of records above a folder; 0 for none. ``"auto"`` is a quarter of what is free
         if the model is on a GPU, else none; applications such as ``ask`` and ``serve`` then choose for themselves.
     codec : {"raw", "int8", "int4"}
-        How the KV of chunks is written to disk: as it is, or in fewer bits (docs/reference/kv-record.md).
+        How the KV of chunks is written to a folder or a shared store: as it is, or in fewer bits
+        (docs/reference/kv-record.md). Choose ``"raw"`` where a chunk that stands where it was computed must be exact.
     compress : bool
         Compress records with zstd; needs the extra ``zstd``.
     salt : str
@@ -448,7 +449,7 @@ class BlendConfig:
         help='bytes the KV store may take, such as "20GB"',
     )
     memory_limit: int | str = _option("memory_limit", "auto", lambda text: _memory_limit(text))
-    codec: str = _option("codec", "raw", str)
+    codec: str = _option("codec", "int8", str)
     compress: bool = _option("compress", False, lambda text: _flag(text))
     salt: str = _option("salt", "", str)
     like: str = _option("like", "", str)

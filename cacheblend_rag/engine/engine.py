@@ -799,7 +799,9 @@ class BlendEngine:
 
     def _step(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """One token's pass, together with those of others under way."""
-        return self._scheduler.step(inputs, self._batched_decode) if self._several else self._batched_decode([inputs])[0]
+        if not self._several:
+            return self._batched_decode([inputs])[0]
+        return self._scheduler.step(inputs, self._batched_decode)
 
     def _give_way(self, cancelled: Callable[[], bool], seconds: float) -> None:
         """Let others in, and those under way take steps, between two slices of a prefill; the last took so long."""

@@ -324,6 +324,10 @@ class KVStore(Protocol):
         """Bytes a record will take, at most."""
         ...
 
+    def as_kept(self, record: KVRecord) -> KVRecord:
+        """A record as it will be read from here, once it was put."""
+        ...
+
     def prefetch(self, key: str) -> bool:
         """Bring a record closer ahead of its use, where that can be done; whether there is one."""
         ...
@@ -384,6 +388,10 @@ class BaseStore:
         store = cast(KVStore, self)  # what inherits from it has the rest
         found = {key: store.open(key) for key in keys}
         return {key: record for key, record in found.items() if record is not None}
+
+    def as_kept(self, record: KVRecord) -> KVRecord:
+        """See `KVStore.as_kept`; as it is."""
+        return record
 
     def flush(self) -> None:
         """See `KVStore.flush`; nothing waits."""

@@ -60,6 +60,11 @@ class Codec(ABC):
         keys = self._unpack(data, 0, info, _KEY_AXIS)
         return keys, self._unpack(data, self._size(info, _KEY_AXIS), info, _VALUE_AXIS)
 
+    def decode_into(self, data: bytearray, info: RecordInfo, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write what `decode` gives into tensors of its shape, wherever they lie."""
+        self._unpack_into(data, 0, info, _KEY_AXIS, keys)
+        self._unpack_into(data, self._size(info, _KEY_AXIS), info, _VALUE_AXIS, values)
+
     @abstractmethod
     def _size(self, info: RecordInfo, axis: int) -> int:
         """Bytes of the keys or the values of one layer."""
@@ -69,6 +74,9 @@ class Codec(ABC):
 
     @abstractmethod
     def _unpack(self, data: bytearray, offset: int, info: RecordInfo, axis: int) -> torch.Tensor: ...
+
+    def _unpack_into(self, data: bytearray, offset: int, info: RecordInfo, axis: int, target: torch.Tensor) -> None:
+        target.copy_(self._unpack(data, offset, info, axis))
 
 
 class RawCodec(Codec):
@@ -87,26 +95,44 @@ class RawCodec(Codec):
 
 
 class ScaledCodec(Codec):
-    """One byte an element, and a float32 scale for each channel of the keys and each token of the values."""
+    """One byte an element, and a scale for each channel of the keys and each token of the values.
+
+    A scale is a power of two. So each element type holds what is decoded without rounding, and encoding it again loses
+    nothing: a record stays the same, however often it moves from folder to folder.
+    """
 
     name = "int8"
     _largest = 127.0
+
+    def _scale(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+        least = tensor.float().abs().amax(dim=axis, keepdim=True) / self._largest
+        _require_finite(least, self.name)
+        mantissa, exponent = torch.frexp(least)  # least = mantissa * 2**exponent, mantissa from 0.5 to below 1
+        power = torch.ldexp(torch.ones_like(least), exponent - (mantissa == 0.5).int())
+        return torch.where(least == 0, 1.0, power)
+
+    def _codes(self, tensor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (tensor.float() / scale).round_().clamp_(-self._largest, self._largest)
 
     def _size(self, info: RecordInfo, axis: int) -> int:
         return 4 * math.prod(_reduced(info, axis)) + _elements(info)
 
     def _pack(self, tensor: torch.Tensor, axis: int) -> list[memoryview]:
-        exact = tensor.float()
-        scale = exact.abs().amax(dim=axis, keepdim=True) / self._largest
-        _require_finite(scale, self.name)
-        scale = torch.where(scale == 0, 1.0, scale)
-        small = (exact / scale).round_().clamp_(-self._largest, self._largest)
-        return [_bytes(scale), _bytes(small.to(torch.int8))]
+        scale = self._scale(tensor, axis)
+        return [_bytes(scale), _bytes(self._codes(tensor, scale).to(torch.int8))]
 
     def _unpack(self, data: bytearray, offset: int, info: RecordInfo, axis: int) -> torch.Tensor:
+        target = torch.empty(_shape(info), dtype=DTYPES[info.dtype])
+        self._unpack_into(data, offset, info, axis, target)
+        return target
+
+    def _unpack_into(self, data: bytearray, offset: int, info: RecordInfo, axis: int, target: torch.Tensor) -> None:
         scale = _view(data, offset, torch.float32, _reduced(info, axis))
         small = _view(data, offset + scale.nbytes, torch.int8, _shape(info))
-        return small.float().mul_(scale).to(DTYPES[info.dtype])
+        if target.device.type == "cpu":
+            torch.mul(small, scale, out=target)
+        else:
+            target.copy_(small * scale)
 
 
 class GroupedCodec(Codec):

@@ -24,7 +24,7 @@ from cacheblend_rag.errors import RecordError, StoreError
 from cacheblend_rag.store.base import BaseStore, KVRecord, OnEvict, RecordInfo, StoredKV, StoreStats, discard
 from cacheblend_rag.store.encryption import Seal
 from cacheblend_rag.store.readonly import DiskEntry, ReadOnlyCache
-from cacheblend_rag.store.record import FileRecord, RecordFormat, encode_pieces, record_bytes
+from cacheblend_rag.store.record import FileRecord, RecordFormat, as_written, encode_pieces, record_bytes
 
 __all__ = ["DiskEntry", "DiskStore"]
 
@@ -283,6 +283,10 @@ class DiskStore(BaseStore):
     def record_bytes(self, info: RecordInfo) -> int:
         """See `KVStore.record_bytes`."""
         return record_bytes(info, self.form)
+
+    def as_kept(self, record: KVRecord) -> KVRecord:
+        """See `KVStore.as_kept`."""
+        return as_written(record, self.form)
 
     def prefetch(self, key: str) -> bool:
         """Ask the system to read a record's file ahead of its use; see `KVStore.prefetch`."""

@@ -30,6 +30,7 @@ import torch
 import xxhash
 
 from cacheblend_rag.errors import MissingExtraError, RecordError, StoreError
+from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store.base import KVRecord, RecordInfo
 from cacheblend_rag.store.codecs import CODECS, DTYPES, Codec, codec_named
 from cacheblend_rag.store.encryption import SEAL_BYTES, Seal
@@ -40,6 +41,7 @@ __all__ = [
     "FileRecord",
     "LayerPlace",
     "RecordFormat",
+    "as_written",
     "encode_layers",
     "encode_pieces",
     "record_bytes",
@@ -133,6 +135,16 @@ def encode_layers(record: KVRecord, form: RecordFormat, key: str) -> tuple[bytes
     """A record for a store that keeps layers one by one: magic and header, and each layer in pieces."""
     head, _, layers = _encoded(record, form, key)
     return head, layers
+
+
+def as_written(record: KVRecord, form: RecordFormat) -> KVRecord:
+    """A record as it is read once it was written in this form; itself, where nothing is lost."""
+    codec, layers = _encoded_layers(record, form.codec_of(record.info))
+    if codec is CODECS["raw"]:
+        return record
+    pairs = [codec.decode(bytearray().join(layer), record.info) for layer in layers]
+    keys, values = zip(*pairs, strict=True)
+    return KVRecord(record.info, SegmentKV(keys, values, record.kv.rotated))
 
 
 def _encoded(
@@ -229,7 +241,7 @@ class EncodedRecord:
 
     def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, each ``[kv_heads, tokens, head_dim]``; see `StoredKV`."""
-        return self._decoded(layer, bytearray(self._layers[layer].size))
+        return self._codec.decode(self._layer_bytes(layer, bytearray(self._layers[layer].size)), self.info)
 
     def read_into(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Read one layer into place; see `copy_layer`.
@@ -245,9 +257,8 @@ class EncodedRecord:
             return
         if not self._buffer:
             self._buffer = bytearray(max(one.size for one in self._layers))
-        stored_keys, stored_values = self._decoded(layer, memoryview(self._buffer)[: place.size])
-        keys.copy_(stored_keys)
-        values.copy_(stored_values)
+        data = self._layer_bytes(layer, memoryview(self._buffer)[: place.size])
+        self._codec.decode_into(data, self.info, keys, values)
 
     def _parts(self, *targets: torch.Tensor) -> list[memoryview]:
         """Memory of each head, if a layer can be read into it as it is."""
@@ -271,8 +282,8 @@ class EncodedRecord:
         for layer in range(self.info.layers):
             self.read_layer(layer)
 
-    def _decoded(self, layer: int, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer, fetched into a buffer of its size and decoded from there."""
+    def _layer_bytes(self, layer: int, data: Any) -> Any:
+        """A layer as its codec wrote it, fetched into a buffer of its size."""
         place = self._layers[layer]
         self._fetch(place, data)
         _check_sum(place, data)
@@ -280,7 +291,7 @@ class EncodedRecord:
             data = self._seal.open(data, _place(self._key, layer))
         if self._compressed:
             data = _expanded(data, self._codec.layer_bytes(self.info))
-        return self._codec.decode(data, self.info)
+        return data
 
 
 class FileRecord(EncodedRecord):

@@ -15,7 +15,7 @@ from cacheblend_rag.config import check_above_zero
 from cacheblend_rag.errors import ConfigError, RecordError, StoreError, StoreUnreachableError
 from cacheblend_rag.store.base import BaseStore, Claims, KVRecord, RecordInfo, StoredKV, discard
 from cacheblend_rag.store.encryption import Seal
-from cacheblend_rag.store.record import EncodedRecord, RecordFormat, record_bytes
+from cacheblend_rag.store.record import EncodedRecord, RecordFormat, as_written, record_bytes
 from cacheblend_rag.store.warnings import Warnings
 
 __all__ = ["Circuit", "RemoteStore", "check_address"]
@@ -220,6 +220,10 @@ class RemoteStore(Claims, BaseStore):
     def record_bytes(self, info: RecordInfo) -> int:
         """See `KVStore.record_bytes`."""
         return record_bytes(info, self.form)
+
+    def as_kept(self, record: KVRecord) -> KVRecord:
+        """See `KVStore.as_kept`."""
+        return as_written(record, self.form)
 
     def infos(self, beginning: str) -> Iterator[tuple[str, RecordInfo]]:
         """See `KVStore.infos`; the header of every record is read."""

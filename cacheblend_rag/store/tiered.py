@@ -39,6 +39,9 @@ class TieredStore(BaseStore):
     is. A record found in a lower tier is copied to the nearest as its layers are read. A record that a full tier evicts
     goes to the next one of this machine, unless it is there already.
 
+    A codec that loses bits changes the copies in the tiers above, too: a record is the same, whichever tier it is read
+    from.
+
     Tiers on other machines get every record that is put, on a thread of their own. What is read from there is copied to
     the first persistent tier of this machine, too.
 
@@ -115,6 +118,10 @@ class TieredStore(BaseStore):
         """See `KVStore.record_bytes`."""
         return self._keeping[0].record_bytes(info)
 
+    def as_kept(self, record: KVRecord) -> KVRecord:
+        """See `KVStore.as_kept`."""
+        return self._keeping[0].as_kept(record)
+
     def open(self, key: str) -> StoredKV | None:
         """See `KVStore.open`."""
         return self.open_all([key]).get(key)
@@ -147,7 +154,8 @@ class TieredStore(BaseStore):
         keeps = any(tier.persistent for tier in self._own)
         for tier in self._own or self.tiers:
             try:
-                tier.put(key, record)
+                # What lies above is what will be read from below, when it is no longer above.
+                tier.put(key, record if tier.persistent else self.as_kept(record))
                 stored = True
             except StoreError as error:
                 failed = error

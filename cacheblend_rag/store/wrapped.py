@@ -72,6 +72,10 @@ class WrappedStore(BaseStore):
         """See `KVStore.record_bytes`."""
         return self.inner.record_bytes(info)
 
+    def as_kept(self, record: KVRecord) -> KVRecord:
+        """See `KVStore.as_kept`."""
+        return self.inner.as_kept(record)
+
     def prefetch(self, key: str) -> bool:
         """See `KVStore.prefetch`."""
         return self.inner.prefetch(key)

@@ -125,7 +125,7 @@ def test_estimate_needs_no_weights(docs: Path, tmp_path: Path, capsys: pytest.Ca
 def test_what_is_estimated_is_what_is_taken(
     data: Path, model: Path, docs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["cache", "estimate", "--model", str(model), "--docs", str(docs), "--codec", "raw"]) == 0
+    assert main(["cache", "estimate", "--model", str(model), "--docs", str(docs), "--codec", "int8"]) == 0
     estimated = capsys.readouterr().out.splitlines()[-1].split()[1]
     assert f"{sum(path.stat().st_size for path in files(data / 'kv')) / 1e6:.1f}" == estimated
 

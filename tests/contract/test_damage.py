@@ -62,7 +62,7 @@ def file_of(folder: Path, chunk: str) -> Path:
 def test_a_record_damaged_before_look_up_is_a_logged_miss(
     damage: str, prefetch: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with engine_of(store=tmp_path, recompute_ratio=0.2, prefetch=prefetch, write_back="off") as engine:
+    with engine_of(store=tmp_path, codec="raw", recompute_ratio=0.2, prefetch=prefetch, write_back="off") as engine:
         engine.warm(CHUNKS)
         DAMAGE[damage](file_of(tmp_path, CHUNKS[1]))
         with caplog.at_level(logging.WARNING):

@@ -18,9 +18,10 @@ from cacheblend_rag import BlendConfig, Prompt
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, StoredKV, TieredStore, open_store
+from cacheblend_rag.store.codecs import CODECS
 from docs.benchmarks.scripts.faults import record_of
 from tests import tiny
-from tests.probes import Hooked, engine_of
+from tests.probes import Hooked, assert_same, engine_of
 from tests.programs import start_program
 
 CHUNKS = [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)]
@@ -238,20 +239,19 @@ def test_prefetching_never_fails_and_never_waits(caplog: pytest.LogCaptureFixtur
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kv-prefetch")]
 
 
-@pytest.mark.parametrize("on_disk", [True, False])
-def test_memory_above_a_folder_changes_no_result(on_disk: bool, tmp_path: Path) -> None:
-    with engine_of(recompute_ratio=0.2) as plain:
-        plain.warm(CHUNKS)
-        expected = plain.fuse(PROMPT)
-    with engine_of(store=tmp_path, recompute_ratio=0.2, memory_limit="10MB") as engine:
-        engine.warm(CHUNKS)
-        for _ in range(2):
-            if on_disk and isinstance(engine.store, TieredStore):
-                for key in list(engine.store.tiers[0]._records):  # type: ignore[attr-defined]
-                    engine.store.tiers[0].delete(key)
-            fused = engine.with_config(write_back="off").fuse(PROMPT)
-            assert fused.report.hits == 3
-            assert torch.equal(fused.logits, expected.logits)
+@pytest.mark.parametrize("codec", CODECS)
+def test_memory_above_a_folder_changes_no_result(codec: str, tmp_path: Path) -> None:
+    found = []
+    for memory in ("10MB", "10MB", 0):  # computed and still in memory, read into memory, read from the folder
+        with engine_of(store=tmp_path, codec=codec, memory_limit=memory, recompute_ratio=0.2) as engine:
+            engine.warm(CHUNKS)
+            engine.fuse(PROMPT)  # stores the prefix, or reads the records into memory
+            found.append(engine.fuse(PROMPT))
+            assert found[-1].report.hits == 3
+    for other in found[1:]:
+        assert_same(other, found[0])
+    with engine_of(store=tmp_path, codec=codec, memory_limit="10MB") as engine:
+        engine.fuse(PROMPT)
         assert engine.forget(CHUNKS) == 3
         assert engine.fuse(PROMPT).report.hits == 0
 

@@ -30,7 +30,7 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "prefetch": ("no", False),
     "size_limit": ("2 GiB", 2 * 2**30),
     "memory_limit": ("1GB", 10**9),
-    "codec": ("int8", "int8"),
+    "codec": ("raw", "raw"),
     "compress": ("yes", True),
     "salt": ("tenant", "tenant"),
     "like": ("llama", "llama"),

@@ -14,6 +14,7 @@ from transformers.generation import LogitsProcessor
 from cacheblend_rag import Prompt
 from cacheblend_rag.engine.decode import DecodeOptions, _TextAssembler
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.report import Generation
 from tests import tiny
 from tests.probes import engine_of
@@ -70,14 +71,14 @@ def test_the_first_token_is_that_of_the_fused_logits(engine: Any) -> None:
 
 def test_no_pass_over_the_model_is_spent_on_the_first_token(engine: Any) -> None:
     calls: list[int] = []
-    forward = type(engine.model).forward
+    take = BatchedDecode.__call__
 
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(kwargs.get("input_ids", args[0] if args else None).shape[1])
-        return forward(self, *args, **kwargs)
+    def counted(self: BatchedDecode, asked: Any) -> list[torch.Tensor]:
+        calls.append(len(asked))
+        return take(self, asked)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(engine.model), "forward", counted)
+        patch.setattr(BatchedDecode, "__call__", counted)
         engine.generate(PROMPT, max_new_tokens=1)
         assert calls == []
         engine.generate(PROMPT, max_new_tokens=4)

@@ -296,7 +296,7 @@ def test_warming_stops_before_it_would_evict_its_own_work(on_disk: bool, tmp_pat
     with engine_of() as sizer:
         size = sizer.estimate_bytes(texts[:1])
     limit = 6 * size
-    with engine_of(store=tmp_path if on_disk else None, size_limit=limit) as engine:
+    with engine_of(store=tmp_path if on_disk else None, size_limit=limit, codec="raw") as engine:
         report = engine.warm(texts, progress=False)
         assert 3 <= report.computed <= 6
         assert report.skipped == 12 - report.computed

@@ -297,7 +297,7 @@ WRITER = """
 import sys
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from tests.probes import PROMPT
-config = BlendConfig(min_tokens=0, recompute_ratio=0.2, write_back="background")
+config = BlendConfig(min_tokens=0, recompute_ratio=0.2, write_back="background", codec="raw")
 kept = BlendEngine.from_pretrained(sys.argv[1], config=config, store=sys.argv[2])
 out = kept.generate(PROMPT, max_new_tokens=8)
 print(out.report.hits, out.report.misses)

@@ -181,7 +181,7 @@ def test_what_comes_first_is_stored_as_far_as_there_is_room(on_disk: bool, tmp_p
     texts = [tiny.text(200 + 40 * (seed % 3), seed) for seed in range(12)]
     with engine_of() as sizer:
         limit = sizer.estimate_bytes(texts[:6])
-    with engine_of(store=tmp_path if on_disk else None, size_limit=limit) as engine:
+    with engine_of(store=tmp_path if on_disk else None, size_limit=limit, codec="raw") as engine:
         report = engine.warm(texts)
         assert 3 <= report.computed <= 6
         assert (report.present, report.skipped) == (0, 12 - report.computed)

@@ -135,7 +135,7 @@ class RemoteTrials:
     def engine(self, store: Any, **options: Any) -> BlendEngine:
         """An engine over a store, which stores nothing by itself unless told so."""
         given: dict[str, Any] = {"min_tokens": 0, "condition": "sink", "recompute_ratio": 0.2, "write_back": "off"}
-        given |= {"memory_limit": "10MB"} | options
+        given |= {"memory_limit": "10MB", "codec": "raw"} | options  # bits are compared
         config = BlendConfig(**given)
         return BlendEngine(self._model, self._tokenizer, config=config, store=store, fingerprint="trials")
 

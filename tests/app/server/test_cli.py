@@ -196,7 +196,7 @@ def test_what_holds_is_shown_as_a_file_that_says_the_same(
         ("port = 9002", "--port"),
         ("queue = 8", "CACHEBLEND_RAG_LIMITS_QUEUE"),
         ("upload_bytes = 5000000", f"{file}, [limits] upload_bytes"),
-        ('codec = "raw"', "default"),
+        ('codec = "int8"', "default"),
         ("# served_model_name: its id", "default"),
     ):
         assert [one.split(" # ")[-1] for one in shown.splitlines() if one.startswith(line)] == [origin], line
