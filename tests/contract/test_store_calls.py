@@ -210,8 +210,7 @@ def test_a_store_that_lacks_something_is_refused() -> None:
         pass
 
     lacking: Any = Own()
-    with pytest.raises(
-        ConfigError, match=r"store='a Own' is not usable: give it 'as_kept', .*'tiers', .*BaseStore":
+    with pytest.raises(ConfigError, match=r"store='a Own' is not usable: give it 'as_kept', .*'tiers', .*BaseStore"):
         open_store(lacking, BlendConfig())
     lacking = Derived()
     with pytest.raises(ConfigError, match="give it 'claim', 'close', 'contains', 'delete', 'infos', 'prefetch', 'put'"):
