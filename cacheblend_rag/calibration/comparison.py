@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from cacheblend_rag.config import check_whole
 from cacheblend_rag.engine.decode import Decoded, DecodeOptions, decode
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor.work import RowsDone
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import BlendReport
 
@@ -29,8 +29,10 @@ __all__ = [
     "answer_all",
     "blended",
     "decode_from",
+    "full_recompute",
     "kept_ids",
     "prefill_methods",
+    "prefix_caching",
     "time_once",
     "time_rounds",
 ]
@@ -50,12 +52,15 @@ class Prefilled:
         Rows computed on each layer.
     report : BlendReport or None
         What the engine says of it, if that made it.
+    done : RowsDone or None
+        All rows that were worked on; None if these are the whole prompt's.
     """
 
     cache: Any
     logits: torch.Tensor
     computed: tuple[int, ...]
     report: BlendReport | None = None
+    done: RowsDone | None = None
 
 
 @dataclass(frozen=True)
@@ -90,23 +95,35 @@ def prefill_methods(engine: BlendEngine, prompt: Prompt) -> dict[str, Callable[[
     exact cache of prefix and first chunk that lies ready in memory: as in the paper, an idealised
     form that costs it no loading. "Full reuse" and "blended" read the engine's store.
     """
-    adapter, known = engine.adapter, kept_ids(engine, prompt)
-    ready = adapter.prefill(known).cache
-    rows, layers = len(engine.tokenize(prompt).input_ids), adapter.num_layers
-
-    def full() -> Prefilled:
-        result = adapter.prefill(engine.tokenize(prompt).input_ids)
-        return Prefilled(result.cache, result.logits, (rows,) * layers)
-
-    def prefix_caching() -> Prefilled:
-        ids = engine.tokenize(prompt).input_ids[len(known) :]
-        cache = copy.copy(ready)  # layers that share rows do not share what is added
-        cache.layers = [copy.copy(layer) for layer in ready.layers]
-        return Prefilled(cache, engine.adapter.extend(cache, ids, logits_to_keep=1)[-1], (rows - len(known),) * layers)
-
     reuse = engine.with_config(selection="none", min_tokens=0)
-    methods = (full, prefix_caching, blended(reuse, prompt), blended(engine, prompt))
-    return dict(zip(METHODS, methods, strict=True))
+    plain = full_recompute(engine, prompt), prefix_caching(engine, prompt)
+    return dict(zip(METHODS, (*plain, blended(reuse, prompt), blended(engine, prompt)), strict=True))
+
+
+def full_recompute(engine: BlendEngine, prompt: Prompt) -> Callable[[], Prefilled]:
+    """Transformers' own prefill."""
+
+    def run() -> Prefilled:
+        ids = engine.tokenize(prompt).input_ids
+        result = engine.adapter.prefill(ids)
+        return Prefilled(result.cache, result.logits, (len(ids),) * engine.adapter.num_layers)
+
+    return run
+
+
+def prefix_caching(engine: BlendEngine, prompt: Prompt) -> Callable[[], Prefilled]:
+    """The same behind prefix and first chunk, whose cache is made now."""
+    known = kept_ids(engine, prompt)
+    ready = engine.adapter.prefill(known).cache
+
+    def run() -> Prefilled:
+        ids, layers = engine.tokenize(prompt).input_ids, engine.adapter.num_layers
+        cache = shared_cache(ready)
+        logits = engine.adapter.extend(cache, ids[len(known) :], logits_to_keep=1)[-1]
+        done = RowsDone((torch.arange(len(known), len(ids)),) * layers)
+        return Prefilled(cache, logits, (len(ids) - len(known),) * layers, done=done)
+
+    return run
 
 
 def kept_ids(engine: BlendEngine, prompt: Prompt) -> Sequence[int]:
@@ -131,7 +148,7 @@ def blended(engine: BlendEngine, prompt: Prompt) -> Callable[[], Prefilled]:
 
     def run() -> Prefilled:
         fused = engine.fuse(prompt)
-        return Prefilled(fused.cache, fused.logits, fused.report.computed_tokens, fused.report)
+        return Prefilled(fused.cache, fused.logits, fused.report.computed_tokens, fused.report, fused.done)
 
     return run
 
