@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -12,7 +13,6 @@ import torch
 
 from cacheblend_rag.calibration.evaluation.answers import shared_cache
 from cacheblend_rag.calibration.nearness import FullAnswer, Nearness
-from cacheblend_rag.config import check_whole
 from cacheblend_rag.engine.decode import Decoded, DecodeOptions, decode
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
@@ -22,12 +22,12 @@ from cacheblend_rag.report import BlendReport
 
 __all__ = [
     "METHODS",
-    "Comparison",
+    "ROUNDS",
     "MethodResult",
     "Prefilled",
     "Timed",
-    "answer_all",
     "blended",
+    "compare",
     "decode_from",
     "full_recompute",
     "kept_ids",
@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 METHODS = ("full recompute", "prefix caching", "full reuse", "blended")
+ROUNDS = 3
+"""Rounds in which methods are timed; the passes that answer have warmed up for them."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,13 @@ class MethodResult:
     text : str
         The answer.
     ttft : float
-        Median time to first token, in seconds.
+        Time to first token, in seconds.
     computed : float
         Mean share of the prompt's rows computed a layer.
     nearness : Nearness
         How near it is to full recompute.
+    rounds : int
+        Rounds that the time is the median of; 0 if it is that of the pass that gave the answer.
     """
 
     name: str
@@ -86,6 +90,7 @@ class MethodResult:
     ttft: float
     computed: float
     nearness: Nearness
+    rounds: int = 0
 
 
 def prefill_methods(engine: BlendEngine, prompt: Prompt) -> dict[str, Callable[[], Prefilled]]:
@@ -177,52 +182,70 @@ def time_once(method: Callable[[], _Made]) -> tuple[float, _Made]:
     return time.perf_counter() - started, result
 
 
-def time_rounds(methods: Mapping[str, Callable[[], Prefilled]], rounds: int, *, keep_kv: bool = True) -> Timed:
+def time_rounds(methods: Mapping[str, Callable[[], Prefilled]], rounds: int) -> Timed:
     """Time methods in turn, round after round, to the first token; a first round warms up and does not count.
 
-    Parameters
-    ----------
-    methods : mapping of str to callable
-    rounds : int
-    keep_kv : bool
-        Whether what the last round gave comes with its cache. Caches of many methods take much memory.
+    What the last round gave comes without its cache: those of many methods take much memory.
     """
     timed = Timed({name: [] for name in methods}, {})
     for number in range(rounds + 1):
         for name, method in methods.items():
             took, result = time_once(method)
-            timed.last[name] = result if keep_kv else replace(result, cache=None)
+            timed.last[name] = replace(result, cache=None)
             del result  # what it holds is released before the next method's time begins
             if number:
                 timed.seconds[name].append(took)
     return timed
 
 
-def answer_all(
-    engine: BlendEngine, prompt: Prompt, *, rounds: int = 5, options: DecodeOptions | None = None
-) -> list[MethodResult]:
-    """Answer a prompt by every method; times are medians over interleaved rounds.
+def compare(
+    engine: BlendEngine, prompt: Prompt, max_new_tokens: int, rounds: int = ROUNDS, seconds: float = math.inf
+) -> Iterator[list[MethodResult]]:
+    """Answer a prompt by every method and time all of them, step by step.
+
+    A step is one pass of one method, and its greedy answer the first time. Each method's result comes with its answer,
+    full recompute first, and all results come again after each round in which every method is timed in turn. Other
+    steps give nothing.
 
     Parameters
     ----------
     engine : BlendEngine
-        Its store should hold the chunks: the comparison is of warm requests.
+        Its store keeps the chunks: the comparison is of warm requests.
     prompt : Prompt
+    max_new_tokens : int
+        Most tokens of each answer.
     rounds : int
-        Timed rounds after one that warms up.
-    options : DecodeOptions, optional
-        How the answers are generated.
+    seconds : float
+        After this time no further round is begun.
     """
-    check_whole("rounds", rounds, 1)
-    timed = time_rounds(prefill_methods(engine, prompt), rounds)
-    tokens = engine.tokenize(prompt).input_ids
-    comparison = Comparison(engine, tokens, options or DecodeOptions())
-    found: list[MethodResult] = []
-    for name, result in timed.last.items():
-        text, nearness = comparison.answer(result)
-        computed = sum(result.computed) / (len(result.computed) * len(tokens))
-        found.append(MethodResult(name, text, statistics.median(timed.seconds[name]), computed, nearness))
-    return found
+    ends = time.monotonic() + seconds
+    engine.warm(prompt.chunks, progress=False)
+    methods, ids = prefill_methods(engine, prompt), engine.tokenize(prompt).input_ids
+    yield []
+    found: dict[str, MethodResult] = {}
+    options, full = DecodeOptions(max_new_tokens=max_new_tokens, temperature=0.0), None
+    for name, method in methods.items():
+        engine.flush()  # storing must not run beside what is timed
+        took, made = time_once(method)
+        decoded = decode_from(engine, ids, replace(made, cache=shared_cache(made.cache)), options)
+        text = decoded.text.strip()
+        if full is None:
+            full = FullAnswer(engine.adapter, made.cache, made.logits, decoded.token_ids, text)
+            near = Nearness(0.0, same_answer=True)
+        else:
+            near = full.nearness(made.cache, made.logits, text)
+        found[name] = MethodResult(name, text, took, sum(made.computed) / (len(made.computed) * len(ids)), near)
+        del made  # others need the memory meanwhile
+        yield [found[name]]
+    times: dict[str, list[float]] = {name: [] for name in methods}
+    for number in range(1, rounds + 1):
+        if time.monotonic() > ends:
+            return
+        for name, method in methods.items():
+            engine.flush()
+            times[name].append(time_once(method)[0])
+            yield []
+        yield [replace(one, ttft=statistics.median(times[name]), rounds=number) for name, one in found.items()]
 
 
 def decode_from(engine: BlendEngine, ids: Sequence[int], result: Prefilled, options: DecodeOptions) -> Decoded:
@@ -230,29 +253,3 @@ def decode_from(engine: BlendEngine, ids: Sequence[int], result: Prefilled, opti
     return decode(
         engine.model, engine.tokenizer, input_ids=ids, cache=result.cache, logits=result.logits, options=options
     )
-
-
-class Comparison:
-    """Answers of several methods to one prompt, the first of which is full recompute.
-
-    Parameters
-    ----------
-    engine : BlendEngine
-    ids : sequence of int
-        Ids of the prompt.
-    options : DecodeOptions
-    """
-
-    def __init__(self, engine: BlendEngine, ids: Sequence[int], options: DecodeOptions) -> None:
-        self._engine, self._ids, self._options = engine, ids, options
-        self._full: FullAnswer | None = None
-
-    def answer(self, result: Prefilled) -> tuple[str, Nearness]:
-        """The answer that a method's KV leads to, and how near it is to full recompute's."""
-        kept = replace(result, cache=shared_cache(result.cache))
-        decoded = decode_from(self._engine, self._ids, kept, self._options)
-        text = decoded.text.strip()
-        if self._full is None:
-            self._full = FullAnswer(self._engine.adapter, result.cache, result.logits, decoded.token_ids, text)
-            return text, Nearness(0.0, same_answer=True)
-        return text, self._full.nearness(result.cache, result.logits, text)

@@ -121,7 +121,7 @@ def time_blends(engine: BlendEngine, prompt: Prompt, repeats: int = 3) -> Iterat
     """
     engine.warm(prompt.chunks, progress=False)
     methods = {str(ratio): blended(engine.with_config(recompute_ratio=ratio), prompt) for ratio in _RATIOS}
-    rounds = time_rounds(methods, repeats, keep_kv=False)
+    rounds = time_rounds(methods, repeats)
     tokens = len(engine.tokenize(prompt).input_ids)
     for ratio, (name, seconds) in zip(_RATIOS, rounds.seconds.items(), strict=True):
         share = statistics.mean(rounds.last[name].computed) / tokens

@@ -96,7 +96,7 @@ def measure(options: SharedOptions) -> dict[str, Any]:
         ways = {name: blended(one, prompt) for name, one in engines.items()}
         for name in list(stores)[1 + len(_PLACES) :]:  # those that are slow
             ways[f"{name}, read plainly"] = blended(engines[name].with_config(prefetch=False), prompt)
-        timed = time_rounds(ways, options.rounds, keep_kv=False)
+        timed = time_rounds(ways, options.rounds)
         reading = {name: median(_read(store, keys) for _ in range(options.rounds)) for name, store in stores.items()}
     load, middle = size / (options.link * 1e6), medians(timed.seconds)
     rows = []

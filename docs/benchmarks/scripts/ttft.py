@@ -113,7 +113,7 @@ def measure(options: TTFTOptions, others: Others | None = None) -> dict[str, Any
     """
     with _warm(options, others) as bench:
         methods = _methods(bench, options)
-        timed = time_rounds({name: m.run for name, m in methods.items()}, options.rounds, keep_kv=False)
+        timed = time_rounds({name: m.run for name, m in methods.items()}, options.rounds)
         engine = next(iter(bench.engines.values()))
         report = engine.fuse(bench.prompt).report
         rates = {place: kv_rate(at) for place, at in bench.engines.items()}
