@@ -321,21 +321,6 @@ def test_not_inferior_is_said_of_enough_questions_and_whole_intervals_alone() ->
     assert no_worse(rows, "f1") == []
 
 
-def test_an_extended_workload_leaves_cold_requests_out_of_times(questions: Path, tmp_path: Path) -> None:
-    options = EvalOptions(methods=("reuse",), workload="extended", chunks=(4,), answers=False)
-    with engine_of(tiny.model(num_hidden_layers=2)) as engine:
-        run = Evaluation(engine, FileCases(load_cases(questions)), options).run(tmp_path / "out", progress=False)
-    assert {line["group"] for line in run.lines} == {"set 1", "set 2"}
-    cold = [line["cold"] for line in run.lines]
-    assert any(cold)
-    for line in run.lines:  # make what was cold slow
-        line["cold"] = line["case"] in ("q0", "q1")
-        for result in line["results"]:
-            result["ttft"] = 100.0 if line["cold"] else 1.0
-    assert [row.ttft for row in summarise(run)] == [1.0, 1.0]
-    assert "f1" not in summarise(run)[0].measures
-
-
 def test_prompts_that_do_not_fit_are_counted_not_cut(questions: Path, tmp_path: Path) -> None:
     options = EvalOptions(methods=("reuse",), chunks=(2, 8), answers=False)
     cases = load_cases(questions)
@@ -394,7 +379,6 @@ def test_methods_that_are_not_there(method: str) -> None:
         {"chunks": ()},
         {"chunks": (0,)},
         {"order": "best"},
-        {"workload": "x"},
         {"style": "x"},
     ],
 )

@@ -66,8 +66,6 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, metavar="N", help="only so many questions")
     parser.add_argument("--retrieve", default="words", metavar="HOW", help='"words", "file", or an embedder')
     parser.add_argument("--support", choices=("always", "retrieved"), default="always", help="passages an answer needs")
-    parser.add_argument("--workload", choices=("plain", "extended"), default="plain")
-    parser.add_argument("--set-size", type=int, default=4, metavar="N", help="questions a set of documents")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -192,7 +190,7 @@ def open_evaluation(parsed: argparse.Namespace, source: CaseSource | None = None
 def _options(parsed: argparse.Namespace) -> EvalOptions:
     from cacheblend_rag.calibration.evaluation.runner import EvalOptions
 
-    same = ("methods", "chunks", "chunk_tokens", "order", "seed", "workload", "set_size", "chat")
+    same = ("methods", "chunks", "chunk_tokens", "order", "seed", "chat")
     return EvalOptions(
         **{name: getattr(parsed, name) for name in same},
         ratios=parsed.ratios or EvalOptions.ratios,

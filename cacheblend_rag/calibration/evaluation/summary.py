@@ -94,7 +94,7 @@ class MethodRow:
     kind_differences : dict of str to dict of str to Interval
         ``differences`` by question kind.
     ttft : float
-        Median seconds to the first token; requests with a cold chunk are left out where they count.
+        Median seconds to the first token.
     ttft_ratio : Interval
         Mean of full prefill's time over this method's, question by question.
     rows, work, work_24 : float
@@ -191,7 +191,6 @@ def _place(label: str) -> tuple[bool, str, float, str]:
 def _row(chunks: int, length: int, found: Sequence[_Measured]) -> MethodRow:
     first = found[0].result
     taken = [name for name in MEASURES if any(one.result.get(name) is not None for one in found)]
-    warm = [one for one in found if not one.line["cold"]] or found
     return MethodRow(
         label=first["label"],
         method=first["method"],
@@ -201,8 +200,8 @@ def _row(chunks: int, length: int, found: Sequence[_Measured]) -> MethodRow:
         questions=len(found),
         measures={name: _interval(name, found) for name in taken},
         differences=_differences(found, lambda one: one.full),
-        ttft=statistics.median(one.result["ttft"] for one in warm),
-        ttft_ratio=interval([one.full["ttft"] / one.result["ttft"] for one in warm]),
+        ttft=statistics.median(one.result["ttft"] for one in found),
+        ttft_ratio=interval([one.full["ttft"] / one.result["ttft"] for one in found]),
         rows=_mean(one.result["rows"] for one in found),
         work=_mean(one.result["work"] for one in found),
         work_24=_mean(one.result["work_24"] for one in found),
