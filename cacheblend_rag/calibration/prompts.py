@@ -12,8 +12,8 @@ from typing import Any
 from langchain_core.documents import Document
 
 from cacheblend_rag.calibration.evaluation.choosing import WordRanker, choose
+from cacheblend_rag.calibration.evaluation.datasets import load_cases
 from cacheblend_rag.calibration.evaluation.prompts import ChatFrame, build_prompt
-from cacheblend_rag.calibration.evaluation.sources import open_source
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import STUFF
@@ -101,7 +101,7 @@ def case_prompts(data: str, count: int, per_prompt: int = 6, seed: int = 0, styl
     DatasetError
         If the file cannot be used.
     """
-    cases = open_source(data).cases(per_prompt)
+    cases = load_cases(data)
     random.Random(f"calibrate/{seed}").shuffle(cases)
     words = WordRanker(passage.chunk for case in cases for passage in case.passages)
     chosen = [choose(case, per_prompt, order="random", ranker=words, seed=seed) for case in cases[:count]]

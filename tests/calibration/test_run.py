@@ -20,7 +20,6 @@ from cacheblend_rag.calibration.evaluation.methods import METHODS, rule_of, vari
 from cacheblend_rag.calibration.evaluation.plots import draw_run, import_pyplot
 from cacheblend_rag.calibration.evaluation.prompts import build_prompt
 from cacheblend_rag.calibration.evaluation.runner import EvalOptions, EvalRun, Evaluation
-from cacheblend_rag.calibration.evaluation.sources import FileCases
 from cacheblend_rag.calibration.evaluation.statistics import Interval
 from cacheblend_rag.calibration.evaluation.subject import Subject
 from cacheblend_rag.calibration.evaluation.summary import MethodRow, least_work, no_worse, summarise, write_summary
@@ -201,7 +200,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> EvalRun:
     methods = ("prefix", "reuse", "hkvd", "hkvd:check_layers=2:metric=k", "query")
     options = EvalOptions(methods=methods, ratios=(0.2, 1.0), chunks=(2, 4), chunk_tokens=(0, 60), max_new_tokens=4)
     with engine_of(tiny.model(num_hidden_layers=3)) as engine:
-        return Evaluation(engine, FileCases(cases), options).run(folder / "out", progress=False)
+        return Evaluation(engine, lambda chunks: cases, options).run(folder / "out", progress=False)
 
 
 def test_what_a_run_measures(run: EvalRun) -> None:
@@ -226,14 +225,14 @@ def test_what_a_run_measures(run: EvalRun) -> None:
 
 def test_an_answer_as_long_as_the_gold_one_is_not_cut(tmp_path: Path) -> None:
     """Of comparisons of the toy's archive many are longer than the 32 tokens that answers usually take."""
-    source = ToyCases("dev", {"comparison": 6})
+    cases = ToyCases("dev", {"comparison": 6}).cases
     with BlendEngine.from_pretrained(MODEL_PATH, dtype="float32", device="cpu") as engine:
         subject = Subject(engine)
-        lengths = {case.id: subject.answer_tokens(case) for case in source.cases(6)}
+        lengths = {case.id: subject.answer_tokens(case) for case in cases(6)}
         assert min(lengths.values()) == 32
-        assert {Subject(engine, 4).answer_tokens(case) for case in source.cases(6)} == {4}
+        assert {Subject(engine, 4).answer_tokens(case) for case in cases(6)} == {4}
         options = EvalOptions(methods=("full",), style="stuff", order="retrieved")
-        run = Evaluation(engine, source, options).run(tmp_path, progress=False)
+        run = Evaluation(engine, cases, options).run(tmp_path, progress=False)
     long = [line["results"][0] for line in run.lines if lengths[line["case"]] > 32]
     assert len(long) > 1
     assert any(result["forced_exact"] for result in long)
@@ -328,7 +327,7 @@ def test_prompts_that_do_not_fit_are_counted_not_cut(questions: Path, tmp_path: 
         longest = max(len(engine.tokenize(build_prompt(choose(case, 2))).input_ids) for case in cases)
     limit = longest + 150  # an answer fits as well, six more passages do not
     with engine_of(tiny.model(num_hidden_layers=2, max_position_embeddings=limit)) as engine:
-        run = Evaluation(engine, FileCases(load_cases(questions)), options).run(tmp_path / "out", progress=False)
+        run = Evaluation(engine, lambda chunks: cases, options).run(tmp_path / "out", progress=False)
         rows = write_summary(run, tmp_path)
     assert {row.chunks for row in rows} == {2}
     assert "8 prompts were left out" in (tmp_path / "table.md").read_text(encoding="utf-8")

@@ -2,8 +2,9 @@
 
 ::
 
+    cases = load_cases("questions.jsonl")
     options = EvalOptions(methods=("full", "reuse", "hkvd"), ratios=(0.05, 0.15), chunks=(6,))
-    run = Evaluation(engine, FileCases(load_cases("questions.jsonl")), options).run(Path("out"))
+    run = Evaluation(engine, lambda chunks: cases, options).run(Path("out"))
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cacheblend_rag.calibration.evaluation.cases import EvalCase, digest
+from cacheblend_rag.calibration.evaluation.cases import Cases, EvalCase, digest
 from cacheblend_rag.calibration.evaluation.choosing import ORDERS, Ranker, choose, repacked
 from cacheblend_rag.calibration.evaluation.journal import Journal
 from cacheblend_rag.calibration.evaluation.measures import rouge_scorer
 from cacheblend_rag.calibration.evaluation.methods import Variant, variants
 from cacheblend_rag.calibration.evaluation.prompts import STYLES, ChatFrame, build_prompt
-from cacheblend_rag.calibration.evaluation.sources import CaseSource
 from cacheblend_rag.calibration.evaluation.subject import Subject
 from cacheblend_rag.config import check_choice, check_share, check_whole
 from cacheblend_rag.engine.engine import BlendEngine
@@ -158,7 +158,7 @@ class Evaluation:
     ----------
     engine : BlendEngine
         Its store keeps the KV of chunks.
-    source : CaseSource
+    cases : Cases
     options : EvalOptions
     ranker : Ranker, optional
         How passages are retrieved; by default the order of the file is that of retrieval.
@@ -176,7 +176,7 @@ class Evaluation:
     def __init__(
         self,
         engine: BlendEngine,
-        source: CaseSource,
+        cases: Cases,
         options: EvalOptions,
         ranker: Ranker | None = None,
         calibrated: BlendSettings | None = None,
@@ -186,7 +186,7 @@ class Evaluation:
         self._variants = variants(options.methods, options.ratios, engine.adapter.num_layers, calibrated)
         self._engine = engine
         self._chat = ChatFrame(engine.tokenizer) if options.chat else None
-        self.pools = {count: source.cases(count) for count in options.chunks}
+        self.pools = {count: cases(count) for count in options.chunks}
         if any(case.task != "qa" for pool in self.pools.values() for case in pool):
             rouge_scorer()  # without it there is nothing to measure
         self.settings = self._settings(retrieval, calibrated)
