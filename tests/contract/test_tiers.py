@@ -20,7 +20,7 @@ from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, StoredKV, TieredStore, open_store
 from docs.benchmarks.scripts.faults import record_of
 from tests import tiny
-from tests.probes import Hooked, engine_of
+from tests.probes import Hooked, engine_of, key_of
 from tests.programs import start_program
 
 CHUNKS = [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)]
@@ -288,7 +288,7 @@ def test_a_process_that_dies_gives_up_its_claim(tmp_path: Path) -> None:
 def test_warming_waits_for_another_and_does_its_work_if_it_gives_up(tmp_path: Path) -> None:
     store = DiskStore(tmp_path)
     with engine_of(store=store) as engine:
-        (key,) = engine.records_of([CHUNKS[1]])
+        key = key_of(engine, CHUNKS[1])
         reports: list[Any] = []
         warming = threading.Thread(target=lambda: reports.append(engine.warm(CHUNKS)))
         with store.claim(key):
