@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.app.cli import main
+from cacheblend_rag.calibration.evaluation.cases import EvalCase
 from cacheblend_rag.calibration.evaluation.choosing import choose
 from cacheblend_rag.calibration.evaluation.datasets import load_cases
 from cacheblend_rag.calibration.evaluation.journal import Journal
@@ -29,11 +28,11 @@ from cacheblend_rag.fusor.selection import SelectGradual, SelectHKVD, SelectQuer
 from tests import tiny
 from tests.calibration.conftest import write_questions
 from tests.probes import engine_of
-from tests.programs import start_program
 from tests.toy import MODEL_PATH
 from tests.toy.cases import ToyCases
 
 ROOT = Path(__file__).parent.parent.parent
+QUESTIONS = 6
 METHODS_RUN = "full,prefix,reuse,hkvd,boundary,query,random,gradual"
 
 
@@ -56,21 +55,20 @@ def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def killed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which a run was killed when it had finished a question or more."""
+    """A folder in which a run was interrupted when it had finished two questions."""
     folder = tmp_path_factory.mktemp("killed")
-    questions = write_questions(folder / "questions.jsonl", 12)
-    out = folder / "out"
-    command = ["-m", "cacheblend_rag.app.cli", *arguments(model_folder, questions, out)]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
-    process = start_program(command, ROOT, Path(os.devnull), Path(os.devnull), environment)
-    results = out / "results.jsonl"
-    deadline = time.monotonic() + 120
-    while not results.exists() or results.read_bytes().count(b"\n") < 3:
-        assert process.is_alive(), "it ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.kill()
-    process.join()
+    questions = write_questions(folder / "questions.jsonl", QUESTIONS)
+    measure, measured = Subject.measure, list[str]()
+
+    def interrupted(self: Subject, case: EvalCase, *others: Any) -> list[dict[str, Any]]:
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(case.id)
+        return measure(self, case, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Subject, "measure", interrupted)
+        assert main(arguments(model_folder, questions, folder / "out")) == 130
     return folder
 
 
@@ -79,13 +77,13 @@ def test_a_killed_run_goes_on_where_it_was(
 ) -> None:
     out, questions = killed / "out", killed / "questions.jsonl"
     before = lines_of(out)
-    assert 3 <= len(before) < 13
+    assert len(before) == 1 + 2
     with (out / "results.jsonl").open("ab") as file:
         file.write(b'{"chunks": 3, "case": "q2')  # a line that was cut off
     assert main(arguments(model_folder, questions, out)) == 0
     after = lines_of(out)
     assert after[: len(before)] == before, "what was finished stays as it is"
-    assert [line["case"] for line in after[1:]] == [f"q{number}" for number in range(12)]
+    assert [line["case"] for line in after[1:]] == [f"q{number}" for number in range(QUESTIONS)]
     assert "| hkvd 0.3 " in capsys.readouterr().out
     # The same as a run that nobody killed, but for times.
     assert main(arguments(model_folder, questions, killed / "again")) == 0
@@ -107,13 +105,13 @@ def test_other_settings_are_refused_in_the_same_folder(
 
 def test_parts_sum_up_to_a_whole_run(killed: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     questions, out = killed / "questions.jsonl", killed / "parts"
-    few = ["--limit", "6"]
+    few = ["--limit", "4"]
     command = arguments(model_folder, questions, out, *few)
     for part in ("1/2", "2/2"):
         assert main([*command, "--part", part]) == 0
         assert not (out / "table.md").exists()
     seen = [[line["case"] for line in lines_of(out, f"results-{number}-of-2.jsonl")[1:]] for number in (1, 2)]
-    assert seen == [[f"q{number}" for number in range(first, 6, 2)] for first in (0, 1)]
+    assert seen == [[f"q{number}" for number in range(first, 4, 2)] for first in (0, 1)]
     assert main([*command, "--part", "1/3"]) == 0, "all of it is there, in parts of another size"
     assert main(command) == 0
     assert len(lines_of(out)) == 1, "nothing was left to measure"
