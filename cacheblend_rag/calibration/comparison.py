@@ -199,7 +199,7 @@ def time_rounds(methods: Mapping[str, Callable[[], Prefilled]], rounds: int) -> 
 
 
 def compare(
-    engine: BlendEngine, prompt: Prompt, max_new_tokens: int, rounds: int = ROUNDS, seconds: float = math.inf
+    engine: BlendEngine, prompt: Prompt, max_new_tokens: int, seconds: float = math.inf
 ) -> Iterator[list[MethodResult]]:
     """Answer a prompt by every method and time all of them, step by step.
 
@@ -214,7 +214,6 @@ def compare(
     prompt : Prompt
     max_new_tokens : int
         Most tokens of each answer.
-    rounds : int
     seconds : float
         After this time no further round is begun.
     """
@@ -238,7 +237,7 @@ def compare(
         del made  # others need the memory meanwhile
         yield [found[name]]
     times: dict[str, list[float]] = {name: [] for name in methods}
-    for number in range(1, rounds + 1):
+    for number in range(1, ROUNDS + 1):
         if time.monotonic() > ends:
             return
         for name, method in methods.items():

@@ -49,7 +49,7 @@ __all__ = [
 _CHUNKS = 4
 _RATIOS = (0.15, 0.5)
 _LEAST_CHUNK = 16
-_BLOCK = 2**20
+_BLOCK, _COPIED = 2**20, 64 * 10**6
 # Shape of the record by which a store on another machine is measured, in float32.
 _LAYERS, _HEADS, _DIM = 16, 8, 64
 
@@ -173,13 +173,13 @@ def _least_squares(columns: Mapping[int, torch.Tensor], times: torch.Tensor) -> 
         del kept[min(negative)]
 
 
-def measure_prefill(adapter: ModelAdapter, lengths: Sequence[int], repeats: int = 2) -> dict[int, float]:
-    """Seconds of a full prefill by number of tokens, the least of some repeats after one that warms up."""
+def measure_prefill(adapter: ModelAdapter, lengths: Sequence[int]) -> dict[int, float]:
+    """Seconds of a full prefill by number of tokens, the less of two after one that warms up."""
     limit = adapter.context_window or max(lengths)
     chooser, found = random.Random(0), {}
     for length in sorted({min(length, limit) for length in lengths}):
         ids = [chooser.randrange(3, adapter.config.vocab_size) for _ in range(length)]
-        times = [timed(lambda ids=ids: int(adapter.prefill(ids).logits.argmax())) for _ in range(repeats + 1)]  # type: ignore[misc]
+        times = [timed(lambda ids=ids: int(adapter.prefill(ids).logits.argmax())) for _ in range(3)]  # type: ignore[misc]
         found[length] = min(times[1:])
     return found
 
@@ -206,7 +206,7 @@ def fit_prefill(seconds: dict[int, float]) -> PrefillProfile:
     return PrefillProfile(found.get(0, 0.0), found[1], found.get(2, 0.0))
 
 
-def measure_folder(folder: Path, size: int = 256 * 10**6, name: str = "disk") -> Device:
+def measure_folder(folder: Path, size: int = 256 * 10**6) -> Device:
     """Throughput and latency of the device a folder lies on, with its page cache dropped.
 
     Each block is checked as a record's is, since that is part of loading.
@@ -216,8 +216,6 @@ def measure_folder(folder: Path, size: int = 256 * 10**6, name: str = "disk") ->
     folder : path
     size : int
         Bytes of the file that is written and read.
-    name : str
-        Of the device.
 
     Raises
     ------
@@ -232,7 +230,7 @@ def measure_folder(folder: Path, size: int = 256 * 10**6, name: str = "disk") ->
             for _ in range(max(1, size // _BLOCK)):
                 file.write(block)
             os.fsync(file.fileno())
-            return _read_through(file.fileno(), name)
+            return _read_through(file.fileno())
     except OSError as error:
         raise StoreError(f"cannot measure {str(folder)!r}: {error}") from error
     finally:
@@ -240,7 +238,7 @@ def measure_folder(folder: Path, size: int = 256 * 10**6, name: str = "disk") ->
             path.unlink()
 
 
-def _read_through(descriptor: int, name: str) -> Device:
+def _read_through(descriptor: int) -> Device:
     size, buffer = os.fstat(descriptor).st_size, bytearray(_BLOCK)
     small, chooser = bytearray(4096), random.Random(0)
     drop_cache(descriptor)
@@ -252,7 +250,7 @@ def _read_through(descriptor: int, name: str) -> Device:
         os.preadv(descriptor, [buffer], offset)
         xxhash.xxh3_64_intdigest(buffer)
     seconds = time.perf_counter() - started
-    return Device(name, throughput=size / seconds, latency=latency)
+    return Device("disk", throughput=size / seconds, latency=latency)
 
 
 def drop_cache(descriptor: int) -> None:
@@ -261,9 +259,9 @@ def drop_cache(descriptor: int) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measure_memory(size: int = 64 * 10**6, device: torch.device | None = None) -> Device:
+def measure_memory(device: torch.device | None = None) -> Device:
     """Throughput of copying within memory: the host's, or that of a GPU."""
-    source = torch.ones(size // 4, device=device)
+    source = torch.ones(_COPIED // 4, device=device)
     target = torch.empty_like(source)
 
     def copy() -> None:
@@ -271,18 +269,18 @@ def measure_memory(size: int = 64 * 10**6, device: torch.device | None = None) -
         if source.is_cuda:
             torch.cuda.synchronize(source.device)
 
-    return Device("memory", throughput=size / min(timed(copy) for _ in range(3)))
+    return Device("memory", throughput=_COPIED / min(timed(copy) for _ in range(3)))
 
 
-def measure_gpu_copy(device: torch.device, size: int = 64 * 10**6) -> Device:
+def measure_gpu_copy(device: torch.device) -> Device:
     """Throughput of copying from host memory to a GPU."""
-    source = torch.ones(size // 4).pin_memory()
+    source = torch.ones(_COPIED // 4).pin_memory()
 
     def copy() -> None:
         source.to(device)
         torch.cuda.synchronize(device)
 
-    return Device("gpu", throughput=size / min(timed(copy) for _ in range(4)))
+    return Device("gpu", throughput=_COPIED / min(timed(copy) for _ in range(4)))
 
 
 def measure_remote(store: KVStore, size: int = 64 * 10**6) -> Device:

@@ -24,6 +24,7 @@ _T = TypeVar("_T")
 # Skipped files that are named with the reason; and files of other kinds, whose suffixes say more than their names.
 _NAMED = 10
 _FEW = 3
+_LINE = 100  # characters of an answer in a table
 
 
 def add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -186,7 +187,7 @@ def _compare(screen: Screen, rag: FolderRAG, answer: Answer) -> None:
     )
 
 
-def _on_one_line(text: str, most: int = 100) -> str:
+def _on_one_line(text: str) -> str:
     """A text to stand in a table."""
     line = " ".join(text.split())
-    return line if len(line) <= most else line[: most - 1] + "…"
+    return line if len(line) <= _LINE else line[: _LINE - 1] + "…"

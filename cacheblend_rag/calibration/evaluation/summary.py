@@ -254,8 +254,8 @@ def _mean(values: Iterable[float]) -> float:
     return statistics.fmean(map(float, values))
 
 
-def least_work(rows: Sequence[MethodRow], measure: str, loss: float = LOSS) -> dict[tuple[int, int], MethodRow | None]:
-    """By number and length of chunks, the blended method of least work that loses no more than ``loss``.
+def least_work(rows: Sequence[MethodRow], measure: str) -> dict[tuple[int, int], MethodRow | None]:
+    """By number and length of chunks, the blended method of least work that loses no more than `LOSS`.
 
     None where none does. Where methods do the same work, the first one counts.
     """
@@ -263,21 +263,21 @@ def least_work(rows: Sequence[MethodRow], measure: str, loss: float = LOSS) -> d
     for row in rows:
         point = (row.chunks, row.chunk_tokens)
         best = found.setdefault(point, None)
-        good = row.blended and measure in row.differences and row.differences[measure].mean >= -loss
+        good = row.blended and measure in row.differences and row.differences[measure].mean >= -LOSS
         if good and (best is None or row.work < best.work):
             found[point] = row
     return found
 
 
-def no_worse(rows: Sequence[MethodRow], measure: str, margin: float = MARGIN) -> list[MethodRow]:
+def no_worse(rows: Sequence[MethodRow], measure: str) -> list[MethodRow]:
     """Methods whose loss is within the margin with all of its 95% interval; of few questions none is."""
     return [
         row
         for row in rows
         if row.method != "full"
         and measure in row.differences
-        and row.differences[measure].low >= -margin
-        and row.questions * margin >= _NONE_LOST
+        and row.differences[measure].low >= -MARGIN
+        and row.questions * MARGIN >= _NONE_LOST
     ]
 
 
