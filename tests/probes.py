@@ -37,6 +37,17 @@ def engine_of(model: Any = None, tokenizer: Any = None, store: Any = None, **opt
     return BlendEngine(model, tokenizer, config=BlendConfig(**options), store=store)
 
 
+def key_of(engine: BlendEngine, text: str) -> str:
+    """Key of a chunk's record."""
+    (key,) = engine.records_of([text], dependent=False)
+    return key
+
+
+def segments_of(engine: BlendEngine) -> PromptTokenizer:
+    """What cuts an engine's prompts."""
+    return PromptTokenizer(engine.tokenizer, engine.config.separator)
+
+
 def prepared_of(model: Any) -> PreparedPrompt:
     """The prompt, its chunks stored, to be fused by many rules."""
     return PreparedPrompt(ModelAdapter(model), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator), PROMPT)

@@ -40,7 +40,7 @@ HOMES = {
     "valkey": ("store.valkey",),
     "psycopg": ("app.server.database",),
     "qdrant_client": ("retrieval.qdrant",),
-    "faiss": ("retrieval", "llama_index.vector_store"),
+    "faiss": ("retrieval",),
     "sentence_transformers": ("retrieval", "llama_index.embedding"),
     "langchain": ("langchain",),
     "langchain_core": ("langchain", "retrieval", "calibration", "app"),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -13,29 +13,33 @@ import torch
 
 from cacheblend_rag.calibration.evaluation.answers import shared_cache
 from cacheblend_rag.calibration.nearness import FullAnswer, Nearness
-from cacheblend_rag.config import check_whole
 from cacheblend_rag.engine.decode import Decoded, DecodeOptions, decode
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor.work import RowsDone
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import BlendReport
 
 __all__ = [
     "METHODS",
-    "Comparison",
+    "ROUNDS",
     "MethodResult",
     "Prefilled",
     "Timed",
-    "answer_all",
     "blended",
+    "compare",
     "decode_from",
+    "full_recompute",
     "kept_ids",
     "prefill_methods",
+    "prefix_caching",
     "time_once",
     "time_rounds",
 ]
 
 METHODS = ("full recompute", "prefix caching", "full reuse", "blended")
+ROUNDS = 3
+"""Rounds in which methods are timed; the passes that answer have warmed up for them."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +54,15 @@ class Prefilled:
         Rows computed on each layer.
     report : BlendReport or None
         What the engine says of it, if that made it.
+    done : RowsDone or None
+        All rows that were worked on; None if these are the whole prompt's.
     """
 
     cache: Any
     logits: torch.Tensor
     computed: tuple[int, ...]
     report: BlendReport | None = None
+    done: RowsDone | None = None
 
 
 @dataclass(frozen=True)
@@ -69,11 +76,13 @@ class MethodResult:
     text : str
         The answer.
     ttft : float
-        Median time to first token, in seconds.
+        Time to first token, in seconds.
     computed : float
         Mean share of the prompt's rows computed a layer.
     nearness : Nearness
         How near it is to full recompute.
+    rounds : int
+        Rounds that the time is the median of; 0 if it is that of the pass that gave the answer.
     """
 
     name: str
@@ -81,6 +90,7 @@ class MethodResult:
     ttft: float
     computed: float
     nearness: Nearness
+    rounds: int = 0
 
 
 def prefill_methods(engine: BlendEngine, prompt: Prompt) -> dict[str, Callable[[], Prefilled]]:
@@ -90,23 +100,35 @@ def prefill_methods(engine: BlendEngine, prompt: Prompt) -> dict[str, Callable[[
     exact cache of prefix and first chunk that lies ready in memory: as in the paper, an idealised
     form that costs it no loading. "Full reuse" and "blended" read the engine's store.
     """
-    adapter, known = engine.adapter, kept_ids(engine, prompt)
-    ready = adapter.prefill(known).cache
-    rows, layers = len(engine.tokenize(prompt).input_ids), adapter.num_layers
-
-    def full() -> Prefilled:
-        result = adapter.prefill(engine.tokenize(prompt).input_ids)
-        return Prefilled(result.cache, result.logits, (rows,) * layers)
-
-    def prefix_caching() -> Prefilled:
-        ids = engine.tokenize(prompt).input_ids[len(known) :]
-        cache = copy.copy(ready)  # layers that share rows do not share what is added
-        cache.layers = [copy.copy(layer) for layer in ready.layers]
-        return Prefilled(cache, engine.adapter.extend(cache, ids, logits_to_keep=1)[-1], (rows - len(known),) * layers)
-
     reuse = engine.with_config(selection="none", min_tokens=0)
-    methods = (full, prefix_caching, blended(reuse, prompt), blended(engine, prompt))
-    return dict(zip(METHODS, methods, strict=True))
+    plain = full_recompute(engine, prompt), prefix_caching(engine, prompt)
+    return dict(zip(METHODS, (*plain, blended(reuse, prompt), blended(engine, prompt)), strict=True))
+
+
+def full_recompute(engine: BlendEngine, prompt: Prompt) -> Callable[[], Prefilled]:
+    """Transformers' own prefill."""
+
+    def run() -> Prefilled:
+        ids = engine.tokenize(prompt).input_ids
+        result = engine.adapter.prefill(ids)
+        return Prefilled(result.cache, result.logits, (len(ids),) * engine.adapter.num_layers)
+
+    return run
+
+
+def prefix_caching(engine: BlendEngine, prompt: Prompt) -> Callable[[], Prefilled]:
+    """The same behind prefix and first chunk, whose cache is made now."""
+    known = kept_ids(engine, prompt)
+    ready = engine.adapter.prefill(known).cache
+
+    def run() -> Prefilled:
+        ids, layers = engine.tokenize(prompt).input_ids, engine.adapter.num_layers
+        cache = shared_cache(ready)
+        logits = engine.adapter.extend(cache, ids[len(known) :], logits_to_keep=1)[-1]
+        done = RowsDone((torch.arange(len(known), len(ids)),) * layers)
+        return Prefilled(cache, logits, (len(ids) - len(known),) * layers, done=done)
+
+    return run
 
 
 def kept_ids(engine: BlendEngine, prompt: Prompt) -> Sequence[int]:
@@ -131,7 +153,7 @@ def blended(engine: BlendEngine, prompt: Prompt) -> Callable[[], Prefilled]:
 
     def run() -> Prefilled:
         fused = engine.fuse(prompt)
-        return Prefilled(fused.cache, fused.logits, fused.report.computed_tokens, fused.report)
+        return Prefilled(fused.cache, fused.logits, fused.report.computed_tokens, fused.report, fused.done)
 
     return run
 
@@ -160,52 +182,69 @@ def time_once(method: Callable[[], _Made]) -> tuple[float, _Made]:
     return time.perf_counter() - started, result
 
 
-def time_rounds(methods: Mapping[str, Callable[[], Prefilled]], rounds: int, *, keep_kv: bool = True) -> Timed:
+def time_rounds(methods: Mapping[str, Callable[[], Prefilled]], rounds: int) -> Timed:
     """Time methods in turn, round after round, to the first token; a first round warms up and does not count.
 
-    Parameters
-    ----------
-    methods : mapping of str to callable
-    rounds : int
-    keep_kv : bool
-        Whether what the last round gave comes with its cache. Caches of many methods take much memory.
+    What the last round gave comes without its cache: those of many methods take much memory.
     """
     timed = Timed({name: [] for name in methods}, {})
     for number in range(rounds + 1):
         for name, method in methods.items():
             took, result = time_once(method)
-            timed.last[name] = result if keep_kv else replace(result, cache=None)
+            timed.last[name] = replace(result, cache=None)
             del result  # what it holds is released before the next method's time begins
             if number:
                 timed.seconds[name].append(took)
     return timed
 
 
-def answer_all(
-    engine: BlendEngine, prompt: Prompt, *, rounds: int = 5, options: DecodeOptions | None = None
-) -> list[MethodResult]:
-    """Answer a prompt by every method; times are medians over interleaved rounds.
+def compare(
+    engine: BlendEngine, prompt: Prompt, max_new_tokens: int, seconds: float = math.inf
+) -> Iterator[list[MethodResult]]:
+    """Answer a prompt by every method and time all of them, step by step.
+
+    A step is one pass of one method, and its greedy answer the first time. Each method's result comes with its answer,
+    full recompute first, and all results come again after each round in which every method is timed in turn. Other
+    steps give nothing.
 
     Parameters
     ----------
     engine : BlendEngine
-        Its store should hold the chunks: the comparison is of warm requests.
+        Its store keeps the chunks: the comparison is of warm requests.
     prompt : Prompt
-    rounds : int
-        Timed rounds after one that warms up.
-    options : DecodeOptions, optional
-        How the answers are generated.
+    max_new_tokens : int
+        Most tokens of each answer.
+    seconds : float
+        After this time no further round is begun.
     """
-    check_whole("rounds", rounds, 1)
-    timed = time_rounds(prefill_methods(engine, prompt), rounds)
-    tokens = engine.tokenize(prompt).input_ids
-    comparison = Comparison(engine, tokens, options or DecodeOptions())
-    found: list[MethodResult] = []
-    for name, result in timed.last.items():
-        text, nearness = comparison.answer(result)
-        computed = sum(result.computed) / (len(result.computed) * len(tokens))
-        found.append(MethodResult(name, text, statistics.median(timed.seconds[name]), computed, nearness))
-    return found
+    ends = time.monotonic() + seconds
+    engine.warm(prompt.chunks, progress=False)
+    methods, ids = prefill_methods(engine, prompt), engine.tokenize(prompt).input_ids
+    yield []
+    found: dict[str, MethodResult] = {}
+    options, full = DecodeOptions(max_new_tokens=max_new_tokens, temperature=0.0), None
+    for name, method in methods.items():
+        engine.flush()  # storing must not run beside what is timed
+        took, made = time_once(method)
+        decoded = decode_from(engine, ids, replace(made, cache=shared_cache(made.cache)), options)
+        text = decoded.text.strip()
+        if full is None:
+            full = FullAnswer(engine.adapter, made.cache, made.logits, decoded.token_ids, text)
+            near = Nearness(0.0, same_answer=True)
+        else:
+            near = full.nearness(made.cache, made.logits, text)
+        found[name] = MethodResult(name, text, took, sum(made.computed) / (len(made.computed) * len(ids)), near)
+        del made  # others need the memory meanwhile
+        yield [found[name]]
+    times: dict[str, list[float]] = {name: [] for name in methods}
+    for number in range(1, ROUNDS + 1):
+        if time.monotonic() > ends:
+            return
+        for name, method in methods.items():
+            engine.flush()
+            times[name].append(time_once(method)[0])
+            yield []
+        yield [replace(one, ttft=statistics.median(times[name]), rounds=number) for name, one in found.items()]
 
 
 def decode_from(engine: BlendEngine, ids: Sequence[int], result: Prefilled, options: DecodeOptions) -> Decoded:
@@ -213,29 +252,3 @@ def decode_from(engine: BlendEngine, ids: Sequence[int], result: Prefilled, opti
     return decode(
         engine.model, engine.tokenizer, input_ids=ids, cache=result.cache, logits=result.logits, options=options
     )
-
-
-class Comparison:
-    """Answers of several methods to one prompt, the first of which is full recompute.
-
-    Parameters
-    ----------
-    engine : BlendEngine
-    ids : sequence of int
-        Ids of the prompt.
-    options : DecodeOptions
-    """
-
-    def __init__(self, engine: BlendEngine, ids: Sequence[int], options: DecodeOptions) -> None:
-        self._engine, self._ids, self._options = engine, ids, options
-        self._full: FullAnswer | None = None
-
-    def answer(self, result: Prefilled) -> tuple[str, Nearness]:
-        """The answer that a method's KV leads to, and how near it is to full recompute's."""
-        kept = replace(result, cache=shared_cache(result.cache))
-        decoded = decode_from(self._engine, self._ids, kept, self._options)
-        text = decoded.text.strip()
-        if self._full is None:
-            self._full = FullAnswer(self._engine.adapter, result.cache, result.logits, decoded.token_ids, text)
-            return text, Nearness(0.0, same_answer=True)
-        return text, self._full.nearness(result.cache, result.logits, text)

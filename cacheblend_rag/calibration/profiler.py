@@ -9,17 +9,15 @@ import random
 import secrets
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import xxhash
 
-from cacheblend_rag.calibration.bench.benching import bench_prompt, medians
-from cacheblend_rag.calibration.bench.shapes import BenchOptions
-from cacheblend_rag.calibration.bench.timing import least_squares, timed
 from cacheblend_rag.calibration.comparison import blended, time_rounds
+from cacheblend_rag.calibration.prompts import filler_prompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.ratio_policy import profile_path
@@ -44,15 +42,23 @@ __all__ = [
     "measure_prefill",
     "measure_remote",
     "profile_machine",
-    "read_files",
     "time_blends",
+    "timed",
 ]
 
 _CHUNKS = 4
 _RATIOS = (0.15, 0.5)
 _LEAST_CHUNK = 16
+_BLOCK, _COPIED = 2**20, 64 * 10**6
 # Shape of the record by which a store on another machine is measured, in float32.
 _LAYERS, _HEADS, _DIM = 16, 8, 64
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that some work takes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
 
 
 @dataclass(frozen=True)
@@ -95,8 +101,7 @@ def measure_blend(engine: BlendEngine, prefill: PrefillProfile, lengths: Sequenc
         engine.model, engine.tokenizer, config=config, store=MemoryStore(), fingerprint=engine.fingerprint
     ) as other:
         for length in sorted(set(lengths)):
-            options = BenchOptions(chunks=_CHUNKS, chunk_tokens=max(_LEAST_CHUNK, length // _CHUNKS))
-            prompt = bench_prompt(engine.tokenizer, options)
+            prompt = filler_prompt(engine.tokenizer, _CHUNKS, max(_LEAST_CHUNK, length // _CHUNKS))
             tokens = len(other.tokenize(prompt).input_ids)
             if tokens <= limit and other.adapter.reusable(tokens):
                 found += time_blends(other, prompt)
@@ -116,12 +121,12 @@ def time_blends(engine: BlendEngine, prompt: Prompt, repeats: int = 3) -> Iterat
     """
     engine.warm(prompt.chunks, progress=False)
     methods = {str(ratio): blended(engine.with_config(recompute_ratio=ratio), prompt) for ratio in _RATIOS}
-    timed = time_rounds(methods, repeats, keep_kv=False)
+    rounds = time_rounds(methods, repeats)
     tokens = len(engine.tokenize(prompt).input_ids)
-    for ratio, (name, seconds) in zip(_RATIOS, medians(timed.seconds).items(), strict=True):
-        share = statistics.mean(timed.last[name].computed) / tokens
+    for ratio, (name, seconds) in zip(_RATIOS, rounds.seconds.items(), strict=True):
+        share = statistics.mean(rounds.last[name].computed) / tokens
         fixed = max(0.0, (share - ratio) / (1 - ratio))
-        yield BlendTime(tokens, fixed, share - fixed, seconds)
+        yield BlendTime(tokens, fixed, share - fixed, statistics.median(seconds))
 
 
 def fit_blend(prefill: PrefillProfile, found: Sequence[BlendTime]) -> PrefillProfile:
@@ -139,7 +144,7 @@ def fit_blend(prefill: PrefillProfile, found: Sequence[BlendTime]) -> PrefillPro
     columns = {2: rows, 1: [float(one.tokens) for one in found], 0: [1.0] * len(found)}
     if len({one.tokens for one in found}) == 1:  # one length cannot tell what grows with it from what does not
         del columns[0]
-    parts = least_squares(
+    parts = _least_squares(
         {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()},
         torch.tensor(beyond, dtype=torch.float64),
     )
@@ -148,16 +153,33 @@ def fit_blend(prefill: PrefillProfile, found: Sequence[BlendTime]) -> PrefillPro
     )
 
 
-_BLOCK = 2**20
+def _least_squares(columns: Mapping[int, torch.Tensor], times: torch.Tensor) -> dict[int, float]:
+    """Parts of which columns make up times, none below 0; the first column is kept whatever comes out.
+
+    Parameters
+    ----------
+    columns : mapping of int to Tensor, each [times]
+    times : Tensor, [times]
+        Positive. Relative errors count, so that short times are not drowned by long ones.
+    """
+    kept = dict(columns)
+    first = next(iter(kept))
+    while True:
+        matrix = torch.stack([*kept.values()], dim=1) / times[:, None]
+        parts = dict(zip(kept, torch.linalg.lstsq(matrix, torch.ones_like(times)).solution.tolist(), strict=True))
+        negative = [name for name, part in parts.items() if part < 0 and name != first]
+        if not negative:
+            return {name: max(0.0, part) for name, part in parts.items()}
+        del kept[min(negative)]
 
 
-def measure_prefill(adapter: ModelAdapter, lengths: Sequence[int], repeats: int = 2) -> dict[int, float]:
-    """Seconds of a full prefill by number of tokens, the least of some repeats after one that warms up."""
+def measure_prefill(adapter: ModelAdapter, lengths: Sequence[int]) -> dict[int, float]:
+    """Seconds of a full prefill by number of tokens, the less of two after one that warms up."""
     limit = adapter.context_window or max(lengths)
     chooser, found = random.Random(0), {}
     for length in sorted({min(length, limit) for length in lengths}):
         ids = [chooser.randrange(3, adapter.config.vocab_size) for _ in range(length)]
-        times = [timed(lambda ids=ids: int(adapter.prefill(ids).logits.argmax())) for _ in range(repeats + 1)]  # type: ignore[misc]
+        times = [timed(lambda ids=ids: int(adapter.prefill(ids).logits.argmax())) for _ in range(3)]  # type: ignore[misc]
         found[length] = min(times[1:])
     return found
 
@@ -180,11 +202,11 @@ def fit_prefill(seconds: dict[int, float]) -> PrefillProfile:
     lengths = torch.tensor(sorted(seconds), dtype=torch.float64)
     times = torch.tensor([seconds[int(length)] for length in lengths], dtype=torch.float64)
     powers = (1,) if len(lengths) == 1 else (1, 0, 2) if len(lengths) > 2 else (1, 0)
-    found = least_squares({power: lengths**power for power in powers}, times)
+    found = _least_squares({power: lengths**power for power in powers}, times)
     return PrefillProfile(found.get(0, 0.0), found[1], found.get(2, 0.0))
 
 
-def measure_folder(folder: Path, size: int = 256 * 10**6, name: str = "disk") -> Device:
+def measure_folder(folder: Path, size: int = 256 * 10**6) -> Device:
     """Throughput and latency of the device a folder lies on, with its page cache dropped.
 
     Each block is checked as a record's is, since that is part of loading.
@@ -194,8 +216,6 @@ def measure_folder(folder: Path, size: int = 256 * 10**6, name: str = "disk") ->
     folder : path
     size : int
         Bytes of the file that is written and read.
-    name : str
-        Of the device.
 
     Raises
     ------
@@ -210,7 +230,7 @@ def measure_folder(folder: Path, size: int = 256 * 10**6, name: str = "disk") ->
             for _ in range(max(1, size // _BLOCK)):
                 file.write(block)
             os.fsync(file.fileno())
-            return _read_through(file.fileno(), name)
+            return _read_through(file.fileno())
     except OSError as error:
         raise StoreError(f"cannot measure {str(folder)!r}: {error}") from error
     finally:
@@ -218,7 +238,7 @@ def measure_folder(folder: Path, size: int = 256 * 10**6, name: str = "disk") ->
             path.unlink()
 
 
-def _read_through(descriptor: int, name: str) -> Device:
+def _read_through(descriptor: int) -> Device:
     size, buffer = os.fstat(descriptor).st_size, bytearray(_BLOCK)
     small, chooser = bytearray(4096), random.Random(0)
     drop_cache(descriptor)
@@ -230,7 +250,7 @@ def _read_through(descriptor: int, name: str) -> Device:
         os.preadv(descriptor, [buffer], offset)
         xxhash.xxh3_64_intdigest(buffer)
     seconds = time.perf_counter() - started
-    return Device(name, throughput=size / seconds, latency=latency)
+    return Device("disk", throughput=size / seconds, latency=latency)
 
 
 def drop_cache(descriptor: int) -> None:
@@ -239,32 +259,9 @@ def drop_cache(descriptor: int) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def read_files(paths: Iterable[Path], repeats: int = 3) -> float:
-    """Bytes a second at which files are read and nothing is done with them, the best of some repeats.
-
-    Raises
-    ------
-    ConfigError
-        If there is nothing in them.
-    """
-    found = list(paths)
-    size = sum(path.stat().st_size for path in found)
-    if not size:
-        raise ConfigError("paths", found, "use files with something in them")
-    buffer = bytearray(max(path.stat().st_size for path in found))
-
-    def read() -> None:
-        for path in found:
-            with open(path, "rb", buffering=0) as file:
-                while file.readinto(buffer):
-                    pass
-
-    return size / min(timed(read) for _ in range(repeats))
-
-
-def measure_memory(size: int = 64 * 10**6, device: torch.device | None = None) -> Device:
+def measure_memory(device: torch.device | None = None) -> Device:
     """Throughput of copying within memory: the host's, or that of a GPU."""
-    source = torch.ones(size // 4, device=device)
+    source = torch.ones(_COPIED // 4, device=device)
     target = torch.empty_like(source)
 
     def copy() -> None:
@@ -272,18 +269,18 @@ def measure_memory(size: int = 64 * 10**6, device: torch.device | None = None) -
         if source.is_cuda:
             torch.cuda.synchronize(source.device)
 
-    return Device("memory", throughput=size / min(timed(copy) for _ in range(3)))
+    return Device("memory", throughput=_COPIED / min(timed(copy) for _ in range(3)))
 
 
-def measure_gpu_copy(device: torch.device, size: int = 64 * 10**6) -> Device:
+def measure_gpu_copy(device: torch.device) -> Device:
     """Throughput of copying from host memory to a GPU."""
-    source = torch.ones(size // 4).pin_memory()
+    source = torch.ones(_COPIED // 4).pin_memory()
 
     def copy() -> None:
         source.to(device)
         torch.cuda.synchronize(device)
 
-    return Device("gpu", throughput=size / min(timed(copy) for _ in range(4)))
+    return Device("gpu", throughput=_COPIED / min(timed(copy) for _ in range(4)))
 
 
 def measure_remote(store: KVStore, size: int = 64 * 10**6) -> Device:

@@ -23,11 +23,11 @@ from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.write_back import tokens_to_store
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.base import AllFields, BlendFields, within_run
-from cacheblend_rag.langchain.messages import answer_texts, artifact_texts, places_of, render, turns_of
+from cacheblend_rag.langchain.messages import answer_texts, artifact_texts, places_of, turns_of
 from cacheblend_rag.langchain.tools import WholeJson, call_chunks, parse_answer, response_format
 from cacheblend_rag.langchain.tracking import documents_of_run, known_chunks, note_found
 from cacheblend_rag.prompt import ImagePrompt, Prompt
-from cacheblend_rag.prompt.chat import CALL_END, HeldBack, check_choice, offers_tools, opening
+from cacheblend_rag.prompt.chat import CALL_END, HeldBack, check_choice, offers_tools, opening, render_turns
 from cacheblend_rag.prompt.images import ImageLimits, holds_image
 from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved, match_chunks
 from cacheblend_rag.report import Generation
@@ -88,7 +88,8 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         offered = [convert_to_openai_tool(tool) for tool in tools] if tools else None
         if (seen := self._with_images(messages, offered, self.chat_template_kwargs)) is not None:
             return len(seen.input_ids)
-        return len(self.get_token_ids(render(self.engine.tokenizer, messages, offered, self.chat_template_kwargs)))
+        turns, options = turns_of(messages), self.chat_template_kwargs
+        return len(self.get_token_ids(render_turns(self.engine.tokenizer, turns, offered, options)))
 
     def bind_tools(
         self,
@@ -272,7 +273,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
     ) -> Prompt:
         """The prompt of a conversation of text, and the chunks that are found in it."""
         tokenizer = self.engine.tokenizer
-        text = render(tokenizer, messages, tools, options) + begun
+        text = render_turns(tokenizer, turns_of(messages), tools, options) + begun
         places = places_of(text, messages)
         prompt = match_chunks(
             text,

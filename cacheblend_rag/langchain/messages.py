@@ -1,8 +1,8 @@
-"""Turns messages into a prompt with the tokenizer's chat template."""
+"""LangChain's messages as turns of a chat template, and where they stand in the prompt made of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,39 +17,10 @@ from langchain_core.messages import (
 )
 
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.prompt.chat import not_text, render_turns
+from cacheblend_rag.prompt.chat import not_text
 from cacheblend_rag.prompt.images import IMAGE
 
-__all__ = ["Places", "answer_texts", "artifact_texts", "places_of", "render", "turns_of"]
-
-
-def render(
-    tokenizer: Any,
-    messages: Sequence[BaseMessage],
-    tools: Sequence[dict[str, Any]] | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> str:
-    """The prompt of a conversation, with the opening of the answer at its end.
-
-    Parameters
-    ----------
-    tokenizer : transformers tokenizer
-        Its chat template is used.
-    messages : sequence of BaseMessage
-        Text only.
-    tools : sequence of dict, optional
-        Tools in OpenAI's form, for templates that take them.
-    options : dict, optional
-        Anything else the template takes.
-
-    Raises
-    ------
-    ConfigError
-        If the tokenizer has no chat template, or ``tools`` are given and it has no place for them.
-    PromptError
-        If there is no message, or one holds more than text.
-    """
-    return render_turns(tokenizer, turns_of(messages), tools, options)
+__all__ = ["Places", "answer_texts", "artifact_texts", "places_of", "turns_of"]
 
 
 def turns_of(messages: Sequence[BaseMessage], images: bool = False) -> list[dict[str, Any]]:

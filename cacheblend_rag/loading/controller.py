@@ -261,17 +261,7 @@ class LoadingController:
 
 @dataclass(frozen=True)
 class _Split:
-    """Chunks that are computed because loading them takes longer, and what loading the others takes.
-
-    Parameters
-    ----------
-    computed : tuple of int
-        Numbers of these chunks.
-    computed_tokens : int
-        Tokens of them all.
-    load_seconds : float
-        Of the others.
-    """
+    """Which chunks are computed because loading them takes longer, their tokens, and what loading the others takes."""
 
     computed: tuple[int, ...]
     computed_tokens: int

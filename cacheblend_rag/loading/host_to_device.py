@@ -12,7 +12,7 @@ import torch
 
 from cacheblend_rag.store.base import StoredKV, copy_layer, reads_in_place
 
-__all__ = ["DirectLane", "Lane", "PinnedLane", "lane_to", "side_stream"]
+__all__ = ["DirectLane", "Lane", "PinnedLane", "side_stream"]
 
 
 class Lane(Protocol):
@@ -88,8 +88,3 @@ class PinnedLane:
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all passes on a device: memory that one stream gave back serves the next pass."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def lane_to(records: Sequence[StoredKV], dtype: torch.dtype, device: torch.device) -> Lane:
-    """The way into buffers on a device."""
-    return PinnedLane(records, dtype, device) if device.type == "cuda" else DirectLane()

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from cacheblend_rag.errors import RecordError, StoreError, StoreUnreachableError
-from cacheblend_rag.loading.host_to_device import Lane, lane_to
+from cacheblend_rag.loading.host_to_device import DirectLane, Lane, PinnedLane
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.store.base import StoredKV, reads_ahead
 
@@ -129,7 +129,9 @@ class LayerReader:
 
     @cached_property
     def _lane(self) -> Lane:
-        return lane_to([place.record for place in self.placements], self.dtype, self.device)
+        if self.device.type != "cuda":
+            return DirectLane()
+        return PinnedLane([place.record for place in self.placements], self.dtype, self.device)
 
 
 def _lost(place: Placement, error: Exception) -> RecordLost:

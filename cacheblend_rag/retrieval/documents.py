@@ -21,7 +21,6 @@ __all__ = [
     "FolderFiles",
     "SourceFile",
     "by_suffix",
-    "find_files",
     "list_files",
     "parse",
     "read_bytes",
@@ -121,17 +120,6 @@ def list_files(folder: str | os.PathLike[str]) -> FolderFiles:
     return found
 
 
-def find_files(folder: str | os.PathLike[str]) -> tuple[str, ...]:
-    """List the files of a folder, and of the folders in it, that can be read; see `list_files`.
-
-    Links that lead out of the folder are left out with a logged warning.
-    """
-    found = list_files(folder)
-    for path in found.outside:
-        _log.warning("%s is skipped: %s", path, LEADS_OUT)
-    return found.readable
-
-
 def by_suffix(paths: Iterable[str]) -> str:
     """How many files there are of each suffix, the most frequent first: "3 .png, 1 without suffix"."""
     counts = Counter(_suffix(path) or "without suffix" for path in paths)
@@ -158,7 +146,7 @@ def _walk(root: Path) -> FolderFiles:
 
 
 def read_bytes(folder: str | os.PathLike[str], path: str) -> FileBytes:
-    """Read the bytes of one file that `find_files` listed.
+    """Read the bytes of one file that `list_files` found.
 
     Raises
     ------
@@ -192,7 +180,9 @@ def parse(file: FileBytes) -> SourceFile:
 
 
 def read_folder(folder: str | os.PathLike[str], *, on_error: str = "raise") -> tuple[SourceFile, ...]:
-    """Read every document of a folder, in the order of their paths.
+    """Read every document of a folder, in the order of their paths; see `list_files`.
+
+    Links that lead out of the folder are left out with a logged warning.
 
     Parameters
     ----------
@@ -212,8 +202,11 @@ def read_folder(folder: str | os.PathLike[str], *, on_error: str = "raise") -> t
         If ``on_error`` is neither of the two.
     """
     check_on_error(on_error)
+    found = list_files(folder)
+    for path in found.outside:
+        _log.warning("%s is skipped: %s", path, LEADS_OUT)
     sources = []
-    for path in find_files(folder):
+    for path in found.readable:
         try:
             sources.append(parse(read_bytes(folder, path)))
         except DocumentError as error:

@@ -95,7 +95,7 @@ class FolderIndex:
     Parameters
     ----------
     folder : path
-        The documents; see `cacheblend_rag.retrieval.documents.find_files`.
+        The documents; see `cacheblend_rag.retrieval.documents.list_files`.
     embedder : Embeddings
         Embeds chunks and questions.
     index_dir : path

@@ -9,9 +9,10 @@ import numpy.typing as npt
 
 from cacheblend_rag.errors import ConfigError, EmbedderError
 
-__all__ = ["Vectors", "as_matrix", "check_count", "marginal_relevance"]
+__all__ = ["NONE", "Vectors", "as_matrix", "check_count", "marginal_relevance"]
 
 Vectors = npt.NDArray[np.float32]
+NONE: Vectors = np.empty((0, 0), dtype=np.float32)
 
 
 def check_count(name: str, value: object) -> None:

@@ -9,35 +9,24 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import faiss
 import numpy as np
-import numpy.typing as npt
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
 
-from cacheblend_rag.errors import ConfigError, EmbedderError
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt.matching import known_chunks
+from cacheblend_rag.retrieval.exact_index import ExactIndex, Hit
 from cacheblend_rag.retrieval.saved import IndexDamagedError, SavedIndex, read_index, write_index
-from cacheblend_rag.retrieval.vectors import Vectors, as_matrix, check_count, marginal_relevance
+from cacheblend_rag.retrieval.vectors import NONE, Vectors, as_matrix, check_count, marginal_relevance
 
 __all__ = ["FaissVectorStore", "Filter"]
 
 Filter = Mapping[str, Any] | Callable[[Document], bool]
 """Which documents may be found: metadata they must have, or a test of the document."""
-
-# faiss rounds distances differently by place in the index; what is this close may be a tie.
-_TIE = 1e-5
-
-
-@dataclass(frozen=True)
-class _Hit:
-    document: Document
-    distance: float
-    vector: Vectors  # [dimension]
 
 
 class FaissVectorStore(VectorStore):
@@ -57,14 +46,11 @@ class FaissVectorStore(VectorStore):
     def __init__(self, embedding: Embeddings) -> None:
         self._embedding = embedding
         self._lock = threading.RLock()
-        self._index: Any = None  # made with the first vector, which tells the dimension
-        self._documents: dict[int, Document] = {}
-        self._keys: dict[str, int] = {}
-        self._next_key = 0
+        self._index = ExactIndex[Document]()
 
     def __len__(self) -> int:
         """Number of documents."""
-        return len(self._documents)
+        return len(self._index.items)
 
     @property
     def embeddings(self) -> Embeddings:
@@ -75,7 +61,7 @@ class FaissVectorStore(VectorStore):
     def dimension(self) -> int | None:
         """Length of the vectors, or None while there are none."""
         with self._lock:
-            return None if self._index is None else int(self._index.d)
+            return None if self._index.faiss is None else int(self._index.faiss.d)
 
     # Adding, replacing and removing
 
@@ -132,7 +118,7 @@ class FaissVectorStore(VectorStore):
             True: when it returns, none of them is here. Unknown ids are not an error.
         """
         with self._lock:
-            self.replace(list(self._keys) if ids is None else ids)
+            self.replace(list(self._index.keys) if ids is None else ids)
         return True
 
     def embed(self, texts: Sequence[str]) -> Vectors:
@@ -149,7 +135,7 @@ class FaissVectorStore(VectorStore):
             If the embedding model did not give one finite vector for each text.
         """
         if not texts:
-            return np.empty((0, 0), dtype=np.float32)
+            return NONE
         return as_matrix(self._embedding.embed_documents(list(texts)), len(texts))
 
     def replace(self, remove: Iterable[str], add: Sequence[Document] = (), vectors: Vectors | None = None) -> None:
@@ -178,59 +164,27 @@ class FaissVectorStore(VectorStore):
         last = {document.id: row for row, document in enumerate(add)}
         if None in last:
             raise ConfigError("add", "a document without id", "give each document an id")
-        rows = list(last.values())
+        added = {str(one): add[row].model_copy(deep=True) for one, row in last.items()}
         with self._lock:
-            leaving = {*remove, *(one for one in last if one is not None)}
-            gone = [self._keys[one] for one in leaving if one in self._keys]
-            stays = len(self._keys) > len(gone)
-            if vectors is not None and rows and stays:
-                self._check_dimension(vectors.shape[1])
-            self._remove(gone)
-            if vectors is not None and rows:
-                self._add([add[row] for row in rows], vectors[rows])
-
-    def _remove(self, keys: list[int]) -> None:
-        for key in keys:
-            del self._keys[str(self._documents.pop(key).id)]
-        if not self._documents:
-            self._index = None  # the next vectors may have another dimension
-        elif keys:
-            self._index.remove_ids(np.array(keys, dtype=np.int64))
-
-    def _add(self, documents: list[Document], vectors: Vectors) -> None:
-        if self._index is None:
-            self._index = faiss.IndexIDMap2(faiss.IndexFlatL2(vectors.shape[1]))
-        keys = range(self._next_key, self._next_key + len(documents))
-        self._index.add_with_ids(np.ascontiguousarray(vectors), np.array(keys, dtype=np.int64))
-        for key, document in zip(keys, documents, strict=True):
-            self._documents[key] = document.model_copy(deep=True)
-            self._keys[str(document.id)] = key
-        self._next_key = keys.stop
-
-    def _check_dimension(self, dimension: int) -> None:
-        if self._index is not None and self._index.d != dimension:
-            raise EmbedderError(
-                f"the embedding model made a vector of {dimension} numbers, but those of the index have "
-                f"{self._index.d}; use the model the index was made with, or make the index anew"
-            )
+            self._index.replace(remove, added, NONE if vectors is None else vectors[list(last.values())])
 
     # Finding
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
         """Return the documents with these ids, in their order; unknown ids are left out."""
         with self._lock:
-            found = [self._documents[self._keys[one]] for one in ids if one in self._keys]
+            found = [self._index.items[self._index.keys[one]] for one in ids if one in self._index.keys]
             return [document.model_copy(deep=True) for document in found]
 
     def documents(self) -> list[Document]:
         """Return all documents, in the order they were added."""
         with self._lock:
-            return [document.model_copy(deep=True) for document in self._documents.values()]
+            return [document.model_copy(deep=True) for document in self._index.items.values()]
 
     def holding(self, texts: Collection[str]) -> set[str]:
         """Those of some texts that a document has."""
         with self._lock:
-            return {one.page_content for one in self._documents.values()}.intersection(texts)
+            return {one.page_content for one in self._index.items.values()}.intersection(texts)
 
     def similarity_search(self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any) -> list[Document]:
         """Return the documents nearest to a question.
@@ -270,9 +224,9 @@ class FaissVectorStore(VectorStore):
         self, embedding: list[float], k: int = 4, filter: Filter | None = None, **kwargs: Any
     ) -> list[tuple[Document, float]]:
         """Return the documents nearest to a vector with their L2 distances; see `similarity_search`."""
-        hits = self._search(embedding, k, filter)
-        known_chunks.add(hit.document.page_content for hit in hits)
-        return [(hit.document, hit.distance) for hit in hits]
+        hits = self._search("k", embedding, k, filter)
+        known_chunks.add(document.page_content for document, _ in hits)
+        return [(document, hit.distance) for document, hit in hits]
 
     def max_marginal_relevance_search(
         self,
@@ -326,58 +280,34 @@ class FaissVectorStore(VectorStore):
         check_count("k", k)
         if not 0 <= lambda_mult <= 1:
             raise ConfigError("lambda_mult", lambda_mult, "use a number from 0 to 1")
-        hits = self._search(embedding, fetch_k, filter, count_name="fetch_k")
+        hits = self._search("fetch_k", embedding, fetch_k, filter)
         if not hits:
             return []
-        query = as_matrix([embedding], 1)[0]
-        chosen = marginal_relevance(query, np.stack([hit.vector for hit in hits]), k, lambda_mult)
-        known_chunks.add(hits[row].document.page_content for row in chosen)
-        return [hits[row].document for row in chosen]
+        query, rows = as_matrix([embedding], 1)[0], np.stack([hit.vector for _, hit in hits])
+        found = [hits[row][0] for row in marginal_relevance(query, rows, k, lambda_mult)]
+        known_chunks.add(document.page_content for document in found)
+        return found
 
     def _search(
-        self, embedding: Sequence[float], k: int, filter: Filter | None, *, count_name: str = "k"
-    ) -> list[_Hit]:
-        check_count(count_name, k)
+        self, count: str, embedding: Sequence[float], k: int, filter: Filter | None
+    ) -> list[tuple[Document, Hit]]:
+        check_count(count, k)
         query = as_matrix([embedding], 1)  # [1, dimension]
         with self._lock:
-            self._check_dimension(query.shape[1])
-            allowed = list(self._documents) if filter is None else self._matching(filter)
-            if not allowed:
-                return []
-            keys = self._nearest(query, k, allowed if filter is not None else None, len(allowed))
-            vectors: Vectors = self._index.reconstruct_batch(keys)
-            documents = [self._documents[int(key)] for key in keys]
-        exact = np.linalg.norm(vectors.astype(np.float64) - query, axis=1)
-        order = sorted(
-            range(len(documents)),
-            key=lambda row: (exact[row], documents[row].page_content, str(documents[row].id)),
-        )
-        return [_Hit(documents[row].model_copy(deep=True), float(exact[row]), vectors[row]) for row in order[:k]]
-
-    def _nearest(self, query: Vectors, k: int, allowed: list[int] | None, total: int) -> npt.NDArray[np.int64]:
-        """Keys of the ``k`` nearest vectors and of all that may be as near as the last of them."""
-        parameters = None
-        if allowed is not None:
-            selector = faiss.IDSelectorBatch(np.array(allowed, dtype=np.int64))
-            parameters = faiss.SearchParameters()
-            parameters.sel = selector
-        count = int(min(k + 1, total))
-        while True:
-            squared, keys = self._index.search(query, count, params=parameters)  # [1, count] each
-            limit = squared[0, min(k, count) - 1] * (1 + _TIE)
-            if count == total or squared[0, -1] > limit:
-                near: npt.NDArray[np.int64] = keys[0][squared[0] <= limit]
-                return near
-            count = min(2 * count, total)
+            documents = self._index.items
+            self._index.check_dimension(query.shape[1])
+            allowed = None if filter is None else self._matching(filter)
+            hits = self._index.search(query, k, allowed, lambda key: (documents[key].page_content, documents[key].id))
+            return [(documents[hit.key].model_copy(deep=True), hit) for hit in hits]
 
     def _matching(self, filter: Filter) -> list[int]:
         if callable(filter):
             # It gets a copy: a test that changes its document must not change the store.
-            return [key for key, one in self._documents.items() if filter(one.model_copy(deep=True))]
+            return [key for key, one in self._index.items.items() if filter(one.model_copy(deep=True))]
         wanted = dict(filter)
         return [
             key
-            for key, one in self._documents.items()
+            for key, one in self._index.items.items()
             if all(name in one.metadata and one.metadata[name] == value for name, value in wanted.items())
         ]
 
@@ -422,9 +352,9 @@ class FaissVectorStore(VectorStore):
             If writing fails.
         """
         with self._lock:
-            index = faiss.IndexIDMap2(faiss.IndexFlatL2(0)) if self._index is None else self._index
+            index = self._index.faiss or faiss.IndexIDMap2(faiss.IndexFlatL2(0))
             vectors = faiss.serialize_index(index).tobytes()
-            saved = SavedIndex(vectors, dict(self._documents), dict(state or {}))
+            saved = SavedIndex(vectors, dict(self._index.items), dict(state or {}))
         write_index(folder, saved)
 
     @classmethod
@@ -465,7 +395,4 @@ class FaissVectorStore(VectorStore):
         if sorted(held) != sorted(saved.documents) or len(ids) != len(held):
             raise IndexDamagedError("the saved vectors and documents do not belong together")
         with self._lock:
-            self._index = index if held else None
-            self._documents = dict(saved.documents)
-            self._keys = ids
-            self._next_key = max(held, default=-1) + 1
+            self._index.restore(saved.documents, ids, index)

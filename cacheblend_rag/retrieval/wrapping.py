@@ -130,21 +130,6 @@ def _calling(
     """Call a method of a store, and forget the texts that have left it then.
 
     A call that fails may have done a part of its work: what has left by then is forgotten, no more.
-
-    Parameters
-    ----------
-    call : callable
-    before : callable
-        Reads what the call may take out of the store.
-    left : callable
-        Takes what was read and whether the call has succeeded, and looks which texts are no longer there.
-    forget : callable
-        Erases the KV of texts.
-
-    Raises
-    ------
-    ForgetError
-        If their KV could not be erased.
     """
     there, done = before(), False
     try:

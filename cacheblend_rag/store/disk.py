@@ -21,7 +21,7 @@ import filelock
 
 from cacheblend_rag.config import parse_bytes
 from cacheblend_rag.errors import RecordError, StoreError
-from cacheblend_rag.store.base import BaseStore, KVRecord, OnEvict, RecordInfo, StoredKV, StoreStats, discard
+from cacheblend_rag.store.base import BaseStore, KVRecord, RecordInfo, StoredKV, StoreStats, discard
 from cacheblend_rag.store.encryption import Seal
 from cacheblend_rag.store.readonly import DiskEntry, ReadOnlyCache
 from cacheblend_rag.store.record import FileRecord, RecordFormat, as_written, encode_pieces, record_bytes
@@ -126,8 +126,6 @@ class DiskStore(BaseStore):
     form : RecordFormat, optional
         How records are written, by default raw. If ``CACHEBLEND_RAG_ENCRYPTION_KEY`` is set they
         are always encrypted. Records of every codec can be read.
-    on_evict : callable, optional
-        See `KVStore.on_evict`.
 
     Raises
     ------
@@ -144,12 +142,10 @@ class DiskStore(BaseStore):
         size_limit: int | str = 10 * 10**9,
         *,
         form: RecordFormat | None = None,
-        on_evict: OnEvict | None = None,
     ) -> None:
         self.folder: Path = Path(folder).expanduser().absolute()  # a later change of folder moves nothing
         form = form or RecordFormat()
         self.form = form if form.seal else dataclasses.replace(form, seal=Seal.from_environment())
-        self.on_evict = on_evict
         self._size_limit = parse_bytes(size_limit)
         self._counts = dict.fromkeys(_COUNTED, 0)
         self._counting = threading.Lock()

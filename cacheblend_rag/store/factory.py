@@ -71,7 +71,7 @@ def are_places(store: object) -> TypeGuard[StorePlaces]:
 
 def absolute_places(store: StorePlaces) -> list[str]:
     """The same places, whatever folder a process happens to be in."""
-    return [place if "://" in place else os.path.abspath(place) for place in _texts(store)]
+    return [place if "://" in place else os.path.abspath(place) for place in [os.fspath(one) for one in _listed(store)]]
 
 
 def open_remote(address: str, form: RecordFormat | None = None) -> RemoteStore:
@@ -98,10 +98,6 @@ def check_remote(address: str, field: str = "store") -> None:
         Of the option named.
     """
     check_address(address, (*S3_SCHEMES, *VALKEY_SCHEMES), "the environment", field)
-
-
-def _texts(store: StorePlaces) -> list[str]:
-    return [os.fspath(place) for place in _listed(store)]
 
 
 def _listed(store: StorePlaces) -> Sequence[str | os.PathLike[str]]:

@@ -12,7 +12,7 @@ import torch
 from cacheblend_rag.config import parse_bytes
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.models.kv import JoinedKV, SegmentKV
-from cacheblend_rag.store.base import BaseStore, Claims, KVRecord, OnEvict, RecordInfo, StoredKV, StoreStats
+from cacheblend_rag.store.base import BaseStore, Claims, KVRecord, RecordInfo, StoredKV, StoreStats
 from cacheblend_rag.store.codecs import CODECS
 
 __all__ = ["MemoryRecord", "MemoryStore"]
@@ -59,8 +59,6 @@ class MemoryStore(Claims, BaseStore):
     pinned : bool
         Keep all records on a CPU in pinned memory, from which a GPU reads fast. Records that a GPU computed are always
         in pinned memory.
-    on_evict : callable, optional
-        See `KVStore.on_evict`.
     """
 
     persistent = False
@@ -72,12 +70,10 @@ class MemoryStore(Claims, BaseStore):
         *,
         device: str | torch.device = "cpu",
         pinned: bool = False,
-        on_evict: OnEvict | None = None,
     ) -> None:
         super().__init__()
         self._size_limit = parse_bytes(size_limit)
         self.device, self._pinned = torch.device(device), pinned
-        self.on_evict = on_evict
         self._records: OrderedDict[str, KVRecord] = OrderedDict()
         self._volume = 0
         self._lock = threading.Lock()

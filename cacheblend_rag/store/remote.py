@@ -40,12 +40,15 @@ class Circuit:
     ----------
     name : str
         Of the store, as messages call it.
+
+    Attributes
+    ----------
     pause : float
         Seconds until a store that did not answer is tried again.
     """
 
-    def __init__(self, name: str, pause: float = _PAUSE_SECONDS) -> None:
-        self._name, self.pause = name, pause
+    def __init__(self, name: str) -> None:
+        self._name, self.pause = name, _PAUSE_SECONDS
         self._lock = threading.Lock()
         self._failures, self._until = 0, 0.0
 

@@ -13,16 +13,10 @@ _WARN_SECONDS = 30.0
 
 
 class Warnings:
-    """Logs the first of many warnings alike, and later how many there were.
+    """Logs the first of many warnings alike, and half a minute later how many there were."""
 
-    Parameters
-    ----------
-    seconds : float
-        Time between two of them.
-    """
-
-    def __init__(self, seconds: float = _WARN_SECONDS) -> None:
-        self._seconds, self._lock = seconds, threading.Lock()
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._next, self._left_out = 0.0, 0
 
     def warn(self, text: str, *values: object) -> None:
@@ -32,5 +26,5 @@ class Warnings:
             if now < self._next:
                 self._left_out += 1
                 return
-            left_out, self._left_out, self._next = self._left_out, 0, now + self._seconds
+            left_out, self._left_out, self._next = self._left_out, 0, now + _WARN_SECONDS
         _log.warning(text + (f" ({left_out} more like this)" if left_out else ""), *values)

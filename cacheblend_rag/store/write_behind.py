@@ -13,6 +13,8 @@ from cacheblend_rag.store.warnings import Warnings
 __all__ = ["WriteBehind"]
 
 _CLOSE_SECONDS = 30.0
+# That waiting records may keep in memory; further ones are not written.
+_MOST_BYTES = 2**30
 
 
 @dataclass
@@ -32,12 +34,10 @@ class WriteBehind:
     ----------
     moving : callable
         Gives the context in which the record of a key may be written, and whether it may.
-    limit : int
-        Most bytes that waiting records may keep in memory. Further ones are not written.
     """
 
-    def __init__(self, moving: Callable[[str], AbstractContextManager[bool]], limit: int = 2**30) -> None:
-        self._moving, self._limit, self._held = moving, limit, 0
+    def __init__(self, moving: Callable[[str], AbstractContextManager[bool]]) -> None:
+        self._moving, self._held = moving, 0
         self._waiting: dict[str, _Waiting] = {}
         self._busy = self._closed = False
         self._changed = threading.Condition()
@@ -48,7 +48,7 @@ class WriteBehind:
         """Write a record to tiers as soon as possible; False if there is no room for it to wait."""
         size = sum(tensor.nbytes for tensor in record.kv.keys + record.kv.values)
         with self._changed:
-            if self._closed or (self._waiting and self._held + size > self._limit):
+            if self._closed or (self._waiting and self._held + size > _MOST_BYTES):
                 name = ", ".join(tier.tier for tier in tiers)
                 self._full.warn("KV record %s is not written to %s: too much waits to be written", key, name)
                 return False

@@ -239,11 +239,8 @@ def test_of_many_prompts_the_hard_ones_decide(models: dict[str, Any]) -> None:
     assert len(given_up.divergences) == 2
 
 
-def test_a_search_that_was_killed_goes_on_where_it_was(
-    models: dict[str, Any], found: dict[str, tuple[BlendSettings, Finding]], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    options = CalibrationOptions(tolerance=TOLERANCE, answer_tokens=8)
+def test_a_search_that_was_killed_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, asked = CalibrationOptions(tolerance=TOLERANCE / 20, answer_tokens=4), prompts(0, 6)
     tried, try_one = [], TrialSet._tried
 
     def counted(trials: TrialSet, rule: SelectionRule, tolerance: float) -> dict[str, Any]:
@@ -256,21 +253,22 @@ def test_a_search_that_was_killed_goes_on_where_it_was(
         lines = (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines[1:]]
 
-    with engine_of(models["middling"]) as engine:
+    with engine_of(tiny.model(**MODELS["middling"] | {"num_hidden_layers": 3})) as engine:
         with monkeypatch.context() as patch:
             patch.setattr(TrialSet, "_tried", counted)
             with pytest.raises(KeyboardInterrupt):
-                calibrate(engine, prompts(0, COUNT), options, folder=tmp_path, progress=False)
+                calibrate(engine, asked, options, folder=tmp_path, progress=False)
         before = kept()
         assert [line["rule"] for line in before] == tried
-        assert calibrate(engine, prompts(0, COUNT), options, folder=tmp_path, progress=False) == found["middling"]
+        found = calibrate(engine, asked, options, progress=False)
+        assert calibrate(engine, asked, options, folder=tmp_path, progress=False) == found
         after = kept()
         assert after[:6] == before
         whole = [(line["set"], line["rule"]) for line in after if line["whole"]]
-        assert len(whole) == len(set(whole)) > 6, "what was found is not tried again"
-        wider = replace(options, tolerance=2 * TOLERANCE)
-        settings, _ = calibrate(engine, prompts(0, COUNT), wider, folder=tmp_path, progress=False)
-        assert settings.work <= found["middling"][0].work
+        assert len(whole) == len(set(whole)) > 4, "what was found is not tried again"
+        wider = replace(options, tolerance=TOLERANCE / 10)
+        settings, _ = calibrate(engine, asked, wider, folder=tmp_path, progress=False)
+        assert settings.work <= found[0].work
         assert len(kept()) - len(after) < len(after) / 2, "another tolerance tries what is new"
         with pytest.raises(ConfigError, match="prompts was"):
             calibrate(engine, prompts(1, 12), options, folder=tmp_path, progress=False)

@@ -8,7 +8,7 @@ import pytest
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
 from cacheblend_rag.calibration.evaluation.cases import EvalCase, Passage
-from cacheblend_rag.calibration.evaluation.choosing import VectorRanker, WordRanker, choose, pooled, repacked
+from cacheblend_rag.calibration.evaluation.choosing import VectorRanker, WordRanker, choose, repacked
 from cacheblend_rag.calibration.evaluation.prompts import ChatFrame, build_prompt
 from cacheblend_rag.errors import ConfigError
 from tests import tiny
@@ -53,8 +53,6 @@ def test_bad_choices_are_refused() -> None:
         choose(CASE, 0)
     with pytest.raises(ConfigError, match="chunk_tokens"):
         repacked(CASE, tiny.tokenizer(), 3)
-    with pytest.raises(ConfigError, match="set_size"):
-        pooled([CASE], 0)
 
 
 @pytest.mark.parametrize("tokens", [12, 40, 1000])
@@ -69,22 +67,6 @@ def test_passages_are_cut_and_joined_to_a_length(tokens: int) -> None:
     assert any(passage.support for passage in packed.passages)
     if tokens == 1000:
         assert len(packed.passages) == 1
-
-
-def test_the_extended_workload_shares_documents() -> None:
-    cases = [
-        replace(CASE, id=str(n), passages=tuple(Passage(f"{n}.{m}", TEXTS[m], m == 0) for m in range(3)))
-        for n in range(6)
-    ]
-    found = pooled(cases, 3, seed=1)
-    assert sorted(case.id for case in found) == [str(n) for n in range(6)]
-    assert [case.id for case in found] != [str(n) for n in range(6)]
-    assert {case.group for case in found} == {"set 1", "set 2"}
-    for case in found:
-        assert len(case.passages) == 9
-        assert [passage.title for passage in case.passages if passage.support] == [f"{case.id}.0"]
-    grouped = pooled([replace(case, group="all") for case in cases], 3)
-    assert {len(case.passages) for case in grouped} == {18}
 
 
 def test_prompts_ask_for_what_the_measure_measures() -> None:

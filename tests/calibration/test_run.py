@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +11,14 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.app.cli import main
-from cacheblend_rag.calibration.bench.plotting import import_pyplot
+from cacheblend_rag.calibration.evaluation.cases import EvalCase
 from cacheblend_rag.calibration.evaluation.choosing import choose
 from cacheblend_rag.calibration.evaluation.datasets import load_cases
 from cacheblend_rag.calibration.evaluation.journal import Journal
 from cacheblend_rag.calibration.evaluation.methods import METHODS, rule_of, variants
-from cacheblend_rag.calibration.evaluation.plots import draw_run
+from cacheblend_rag.calibration.evaluation.plots import draw_run, import_pyplot
 from cacheblend_rag.calibration.evaluation.prompts import build_prompt
 from cacheblend_rag.calibration.evaluation.runner import EvalOptions, EvalRun, Evaluation
-from cacheblend_rag.calibration.evaluation.sources import FileCases
 from cacheblend_rag.calibration.evaluation.statistics import Interval
 from cacheblend_rag.calibration.evaluation.subject import Subject
 from cacheblend_rag.calibration.evaluation.summary import MethodRow, least_work, no_worse, summarise, write_summary
@@ -31,11 +28,11 @@ from cacheblend_rag.fusor.selection import SelectGradual, SelectHKVD, SelectQuer
 from tests import tiny
 from tests.calibration.conftest import write_questions
 from tests.probes import engine_of
-from tests.programs import start_program
 from tests.toy import MODEL_PATH
 from tests.toy.cases import ToyCases
 
 ROOT = Path(__file__).parent.parent.parent
+QUESTIONS = 6
 METHODS_RUN = "full,prefix,reuse,hkvd,boundary,query,random,gradual"
 
 
@@ -58,21 +55,20 @@ def without_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def killed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which a run was killed when it had finished a question or more."""
+    """A folder in which a run was interrupted when it had finished two questions."""
     folder = tmp_path_factory.mktemp("killed")
-    questions = write_questions(folder / "questions.jsonl", 12)
-    out = folder / "out"
-    command = ["-m", "cacheblend_rag.app.cli", *arguments(model_folder, questions, out)]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
-    process = start_program(command, ROOT, Path(os.devnull), Path(os.devnull), environment)
-    results = out / "results.jsonl"
-    deadline = time.monotonic() + 120
-    while not results.exists() or results.read_bytes().count(b"\n") < 3:
-        assert process.is_alive(), "it ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.kill()
-    process.join()
+    questions = write_questions(folder / "questions.jsonl", QUESTIONS)
+    measure, measured = Subject.measure, list[str]()
+
+    def interrupted(self: Subject, case: EvalCase, *others: Any) -> list[dict[str, Any]]:
+        if len(measured) == 2:
+            raise KeyboardInterrupt
+        measured.append(case.id)
+        return measure(self, case, *others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Subject, "measure", interrupted)
+        assert main(arguments(model_folder, questions, folder / "out")) == 130
     return folder
 
 
@@ -81,13 +77,13 @@ def test_a_killed_run_goes_on_where_it_was(
 ) -> None:
     out, questions = killed / "out", killed / "questions.jsonl"
     before = lines_of(out)
-    assert 3 <= len(before) < 13
+    assert len(before) == 1 + 2
     with (out / "results.jsonl").open("ab") as file:
         file.write(b'{"chunks": 3, "case": "q2')  # a line that was cut off
     assert main(arguments(model_folder, questions, out)) == 0
     after = lines_of(out)
     assert after[: len(before)] == before, "what was finished stays as it is"
-    assert [line["case"] for line in after[1:]] == [f"q{number}" for number in range(12)]
+    assert [line["case"] for line in after[1:]] == [f"q{number}" for number in range(QUESTIONS)]
     assert "| hkvd 0.3 " in capsys.readouterr().out
     # The same as a run that nobody killed, but for times.
     assert main(arguments(model_folder, questions, killed / "again")) == 0
@@ -109,13 +105,13 @@ def test_other_settings_are_refused_in_the_same_folder(
 
 def test_parts_sum_up_to_a_whole_run(killed: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     questions, out = killed / "questions.jsonl", killed / "parts"
-    few = ["--limit", "6"]
+    few = ["--limit", "4"]
     command = arguments(model_folder, questions, out, *few)
     for part in ("1/2", "2/2"):
         assert main([*command, "--part", part]) == 0
         assert not (out / "table.md").exists()
     seen = [[line["case"] for line in lines_of(out, f"results-{number}-of-2.jsonl")[1:]] for number in (1, 2)]
-    assert seen == [[f"q{number}" for number in range(first, 6, 2)] for first in (0, 1)]
+    assert seen == [[f"q{number}" for number in range(first, 4, 2)] for first in (0, 1)]
     assert main([*command, "--part", "1/3"]) == 0, "all of it is there, in parts of another size"
     assert main(command) == 0
     assert len(lines_of(out)) == 1, "nothing was left to measure"
@@ -202,7 +198,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> EvalRun:
     methods = ("prefix", "reuse", "hkvd", "hkvd:check_layers=2:metric=k", "query")
     options = EvalOptions(methods=methods, ratios=(0.2, 1.0), chunks=(2, 4), chunk_tokens=(0, 60), max_new_tokens=4)
     with engine_of(tiny.model(num_hidden_layers=3)) as engine:
-        return Evaluation(engine, FileCases(cases), options).run(folder / "out", progress=False)
+        return Evaluation(engine, lambda chunks: cases, options).run(folder / "out", progress=False)
 
 
 def test_what_a_run_measures(run: EvalRun) -> None:
@@ -227,14 +223,14 @@ def test_what_a_run_measures(run: EvalRun) -> None:
 
 def test_an_answer_as_long_as_the_gold_one_is_not_cut(tmp_path: Path) -> None:
     """Of comparisons of the toy's archive many are longer than the 32 tokens that answers usually take."""
-    source = ToyCases("dev", {"comparison": 6})
+    cases = ToyCases("dev", {"comparison": 6}).cases
     with BlendEngine.from_pretrained(MODEL_PATH, dtype="float32", device="cpu") as engine:
         subject = Subject(engine)
-        lengths = {case.id: subject.answer_tokens(case) for case in source.cases(6)}
+        lengths = {case.id: subject.answer_tokens(case) for case in cases(6)}
         assert min(lengths.values()) == 32
-        assert {Subject(engine, 4).answer_tokens(case) for case in source.cases(6)} == {4}
+        assert {Subject(engine, 4).answer_tokens(case) for case in cases(6)} == {4}
         options = EvalOptions(methods=("full",), style="stuff", order="retrieved")
-        run = Evaluation(engine, source, options).run(tmp_path, progress=False)
+        run = Evaluation(engine, cases, options).run(tmp_path, progress=False)
     long = [line["results"][0] for line in run.lines if lengths[line["case"]] > 32]
     assert len(long) > 1
     assert any(result["forced_exact"] for result in long)
@@ -322,21 +318,6 @@ def test_not_inferior_is_said_of_enough_questions_and_whole_intervals_alone() ->
     assert no_worse(rows, "f1") == []
 
 
-def test_an_extended_workload_leaves_cold_requests_out_of_times(questions: Path, tmp_path: Path) -> None:
-    options = EvalOptions(methods=("reuse",), workload="extended", chunks=(4,), answers=False)
-    with engine_of(tiny.model(num_hidden_layers=2)) as engine:
-        run = Evaluation(engine, FileCases(load_cases(questions)), options).run(tmp_path / "out", progress=False)
-    assert {line["group"] for line in run.lines} == {"set 1", "set 2"}
-    cold = [line["cold"] for line in run.lines]
-    assert any(cold)
-    for line in run.lines:  # make what was cold slow
-        line["cold"] = line["case"] in ("q0", "q1")
-        for result in line["results"]:
-            result["ttft"] = 100.0 if line["cold"] else 1.0
-    assert [row.ttft for row in summarise(run)] == [1.0, 1.0]
-    assert "f1" not in summarise(run)[0].measures
-
-
 def test_prompts_that_do_not_fit_are_counted_not_cut(questions: Path, tmp_path: Path) -> None:
     options = EvalOptions(methods=("reuse",), chunks=(2, 8), answers=False)
     cases = load_cases(questions)
@@ -344,7 +325,7 @@ def test_prompts_that_do_not_fit_are_counted_not_cut(questions: Path, tmp_path: 
         longest = max(len(engine.tokenize(build_prompt(choose(case, 2))).input_ids) for case in cases)
     limit = longest + 150  # an answer fits as well, six more passages do not
     with engine_of(tiny.model(num_hidden_layers=2, max_position_embeddings=limit)) as engine:
-        run = Evaluation(engine, FileCases(load_cases(questions)), options).run(tmp_path / "out", progress=False)
+        run = Evaluation(engine, lambda chunks: cases, options).run(tmp_path / "out", progress=False)
         rows = write_summary(run, tmp_path)
     assert {row.chunks for row in rows} == {2}
     assert "8 prompts were left out" in (tmp_path / "table.md").read_text(encoding="utf-8")
@@ -395,7 +376,6 @@ def test_methods_that_are_not_there(method: str) -> None:
         {"chunks": ()},
         {"chunks": (0,)},
         {"order": "best"},
-        {"workload": "x"},
         {"style": "x"},
     ],
 )

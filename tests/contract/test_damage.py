@@ -15,7 +15,7 @@ import pytest
 from cacheblend_rag.errors import RecordError
 from cacheblend_rag.report import FusedKV
 from cacheblend_rag.store import DiskStore
-from tests.probes import CHUNKS, PROMPT, Hooked, assert_same, engine_of, record_files
+from tests.probes import CHUNKS, PROMPT, Hooked, assert_same, engine_of, record_files, segments_of
 
 pytestmark = pytest.mark.usefixtures("even_small_records_are_prefetched")
 
@@ -92,7 +92,7 @@ def test_a_record_damaged_while_it_is_loaded_is_dropped(
     with engine_of(store=store, recompute_ratio=0.2, prefetch=prefetch, write_back="off") as engine:
         engine.warm(CHUNKS)
         path = file_of(tmp_path, CHUNKS[victim])
-        ids = engine._pipeline.tokenizer.chunk(CHUNKS[victim]).ids
+        ids = segments_of(engine).chunk(CHUNKS[victim]).ids
         (key,) = [key for key, record in store.kept.items() if record.info.token_ids == ids]
         if layer is None:
             store.opened = lambda opened: _cut(path, 4096 + 5) if opened == key and path.exists() else None

@@ -117,8 +117,6 @@ def test_reading_into_place_gives_what_reading_gives(stored: torch.dtype, wanted
             assert torch.equal(read[:, 1:-1], plain.to(wanted))
             assert (read[:, 0] == 7).all(), "what stands around it is left alone"
             assert (read[:, -1] == 7).all()
-    straight = stored == wanted and not swapped
-    assert len(file._buffer) == (0 if straight else 2 * HEADS * TOKENS * DIM * stored.itemsize)
     file.close()
 
 

@@ -27,7 +27,7 @@ from docs.benchmarks.scripts.remote_reliability import main
 from docs.benchmarks.scripts.servers import Proxy, free_port, make_bucket, s3_environment, s3_server, valkey_server
 from tests.contract.store_contract import make, same
 
-TIMEOUT = 2.0
+TIMEOUT = 1.0
 # What a request may take at most when its store is away: the calls under way run into their deadline once.
 LONGEST = 8.0
 _names = count()

@@ -21,7 +21,7 @@ from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, StoredKV, Tier
 from cacheblend_rag.store.codecs import CODECS
 from docs.benchmarks.scripts.faults import record_of
 from tests import tiny
-from tests.probes import Hooked, assert_same, engine_of
+from tests.probes import Hooked, assert_same, engine_of, key_of
 from tests.programs import start_program
 
 CHUNKS = [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)]
@@ -89,15 +89,16 @@ def test_layers_read_in_any_order_and_twice_rise_in_theirs(tiers: tuple[MemorySt
     read(memory.open("1"), 1)
 
 
-def test_a_record_larger_than_memory_goes_by_it(tiers: tuple[MemoryStore, DiskStore, TieredStore]) -> None:
-    memory, disk, store = tiers
-    memory._size_limit = 10
+def test_a_record_larger_than_memory_goes_by_it(tmp_path: Path) -> None:
+    memory, disk = MemoryStore(10), DiskStore(tmp_path)
+    store = TieredStore([memory, disk])
     store.put("1", record_of(1))
     assert memory.stats().records == 0
     read(store.open("1"), 1)
     assert memory.stats().records == 0
     assert store.prefetch("1")
     assert disk.contains("1")
+    store.close()
 
 
 def test_a_full_tier_lets_the_oldest_sink(tmp_path: Path) -> None:
@@ -231,9 +232,9 @@ def test_prefetching_never_fails_and_never_waits(caplog: pytest.LogCaptureFixtur
         prefetcher.submit(["a", "a", "b", "c", "d"])
         prefetcher.submit(["b", "e"])
         gate.set()
-        until(lambda: store.asked == ["a", "b", "c"] and not prefetcher._waiting)
+        until(lambda: store.asked == ["a", "b", "c"])
+        prefetcher.close()
     assert caplog.text.count("cannot be brought closer") == 3
-    prefetcher.close()
     prefetcher.submit(["f"])
     assert store.asked == ["a", "b", "c"]
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kv-prefetch")]
@@ -287,7 +288,7 @@ def test_a_process_that_dies_gives_up_its_claim(tmp_path: Path) -> None:
 def test_warming_waits_for_another_and_does_its_work_if_it_gives_up(tmp_path: Path) -> None:
     store = DiskStore(tmp_path)
     with engine_of(store=store) as engine:
-        key = engine._pipeline.chunk_segment(CHUNKS[1]).key
+        key = key_of(engine, CHUNKS[1])
         reports: list[Any] = []
         warming = threading.Thread(target=lambda: reports.append(engine.warm(CHUNKS)))
         with store.claim(key):

@@ -9,7 +9,7 @@ import torch
 from cacheblend_rag.engine.batch import ReadOnce, by_common_chunks
 from cacheblend_rag.store import MemoryStore
 from tests import tiny
-from tests.probes import engine_of
+from tests.probes import engine_of, key_of
 
 
 def test_prompts_with_chunks_in_common_are_neighbours() -> None:
@@ -59,7 +59,7 @@ def filled(texts: list[str]) -> tuple[Counting, list[str]]:
     store = MemoryStore(10**8)
     with engine_of(store=store) as engine:
         engine.warm(texts, progress=False)
-        keys = [engine._pipeline.chunk_segment(text).key for text in texts]
+        keys = [key_of(engine, text) for text in texts]
     return Counting(store), keys
 
 

@@ -19,7 +19,7 @@ from cacheblend_rag.errors import CacheBlendError, ConfigError, ModelLoadError, 
 from cacheblend_rag.models.modules import cache_argument
 from cacheblend_rag.store import DiskStore, MemoryStore
 from tests import tiny
-from tests.probes import Hooked, engine_of
+from tests.probes import Hooked, engine_of, key_of
 from tests.tolerance import assert_logits_close
 
 CHUNKS = [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)]
@@ -300,7 +300,7 @@ def test_warming_stops_before_it_would_evict_its_own_work(on_disk: bool, tmp_pat
         report = engine.warm(texts, progress=False)
         assert 3 <= report.computed <= 6
         assert report.skipped == 12 - report.computed
-        present = [engine.store.contains(engine._pipeline.chunk_segment(text).key) for text in texts]
+        present = [engine.store.contains(key_of(engine, text)) for text in texts]
         assert present == [True] * report.computed + [False] * report.skipped
         assert engine.store.volume() <= limit
         again = engine.warm(texts, progress=False)

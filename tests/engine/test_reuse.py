@@ -17,7 +17,7 @@ from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import Span
 from cacheblend_rag.store import DiskStore
 from tests import tiny
-from tests.probes import CHUNKS, PROMPT, Hooked, assert_same, engine_of, record_files
+from tests.probes import CHUNKS, PROMPT, Hooked, assert_same, engine_of, record_files, segments_of
 from tests.tolerance import assert_layers_close, assert_logits_close
 
 pytestmark = pytest.mark.usefixtures("even_small_records_are_prefetched")
@@ -135,7 +135,7 @@ def test_missing_chunks_and_the_suffix_are_always_computed() -> None:
     with engine_of(selection="none", write_back="off") as engine:
         engine.warm([CHUNKS[0], CHUNKS[2]])
         fused = engine.fuse(PROMPT)
-        split = engine._pipeline.tokenizer.tokenize(PROMPT)
+        split = engine.tokenize(PROMPT)
     assert (fused.report.hits, fused.report.misses) == (2, 1)
     computed = [at for at in range(len(split.input_ids)) if not _within(at, split.chunks[0], split.chunks[2])]
     assert [rows.tolist() for rows in fused.recomputed] == [computed] * 4
@@ -283,7 +283,7 @@ def test_a_record_put_under_a_foreign_key_is_refused(caplog: pytest.LogCaptureFi
         never = engine.fuse(PROMPT)
         engine.warm([CHUNKS[0], "something else"])
         keys = {record.info.token_ids: key for key, record in store.kept.items()}
-        tokenizer = engine._pipeline.tokenizer
+        tokenizer = segments_of(engine)
         foreign = store.kept[keys[tokenizer.chunk("something else").ids]]
         store.put(keys[tokenizer.chunk(CHUNKS[0]).ids], foreign)
         with caplog.at_level(logging.WARNING):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import pytest
 from cacheblend_rag import Prompt
 from cacheblend_rag.engine.session_cache import KEY_PREFIX
 from cacheblend_rag.errors import RecordError
-from cacheblend_rag.store import DiskStore, MemoryStore, TieredStore
+from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore, TieredStore
 from tests import tiny
-from tests.probes import CHUNKS, PROMPT, Hooked, assert_same, engine_of
+from tests.probes import CHUNKS, PROMPT, Hooked, assert_same, engine_of, segments_of
 from tests.tolerance import assert_layers_close, assert_logits_close
 
 
@@ -71,7 +72,7 @@ def test_other_chunks_behind_the_same_beginning_are_reused_as_ever() -> None:
         report = longer.report
         assert (report.hits, report.misses) == (3, 0)
         tokens = engine.tokenize(Prompt("Read this:", CHUNKS, "What fell?"))
-        separator = engine._pipeline.tokenizer.context_ids(CHUNKS[0])[1:]
+        separator = segments_of(engine).context_ids(CHUNKS[0])[1:]
         assert report.resumed_tokens == tokens.chunks[1].stop + len(separator), "up to where the prompts part"
         third = tokens.chunks[2]
         rows = set(longer.recomputed[-1].tolist())
@@ -128,13 +129,12 @@ def test_kept_prompts_are_no_chunks_and_no_prefixes() -> None:
         engine.generate(PROMPT, max_new_tokens=4)
         kinds = sorted(record.info.kind for record in store.kept.values())
         assert kinds == ["chunk", "chunk", "chunk", "prefix", "session"]
-        (final,) = [record for record in store.kept.values() if record.info.kind == "session"]
-        pipeline = engine._pipeline
-        as_prefix = pipeline.segment("prefix", (), final.info.token_ids)
-        store.put(as_prefix.key, final)
-        stored = store.open(as_prefix.key)
-        assert stored is not None
-        assert not pipeline._is_of(stored, as_prefix)
+        other = engine.with_config(session_cache=False)
+        assert other.fuse(PROMPT).report.prefix_hit
+        (key,) = [key for key, record in store.kept.items() if record.info.kind == "prefix"]
+        known = store.kept[key]
+        store.put(key, KVRecord(replace(known.info, kind="session"), known.kv))
+        assert not other.fuse(PROMPT).report.prefix_hit, "what is approximate is never taken for it"
 
 
 @pytest.mark.parametrize("write_back", ["background", "inline", "off"])

@@ -17,6 +17,7 @@ from opentelemetry.trace import StatusCode
 from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import BlendEngine, Prompt
+from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.engine.traces import CAPTURE
 from cacheblend_rag.errors import ContextLengthError, GenerationTimeoutError
 from tests import tiny
@@ -198,7 +199,7 @@ def test_what_a_store_does_stands_below_the_answer(told: Told) -> None:
 
 def test_waiting_for_the_model_is_told(told: Told) -> None:
     with engine_of() as engine:
-        with engine._scheduler:
+        with scheduler_of(engine.model):
             stream = engine.stream(PROMPT, max_new_tokens=2)
             stream.begin()
             time.sleep(0.05)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag import BlendEngine, Prompt
+from cacheblend_rag import Prompt
 from cacheblend_rag.engine import warm_up as warming
 from cacheblend_rag.engine.lookup import Segment
+from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.engine.warm_up import in_batches
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.models.adapter import ModelAdapter
@@ -21,7 +22,7 @@ from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore
 from tests import tiny
 from tests.parity.test_families import BY_LAYER_TYPE, WINDOWS, kernels
-from tests.probes import Hooked, engine_of
+from tests.probes import Hooked, engine_of, key_of, segments_of
 from tests.tolerance import assert_close, terms_of
 
 # Lengths that share batches, and some that do not.
@@ -143,10 +144,6 @@ def counted(monkeypatch: pytest.MonkeyPatch, before: Callable[[Any], None] = lam
     return sizes
 
 
-def key_of(engine: BlendEngine, text: str) -> str:
-    return engine._pipeline.chunk_segment(text).key
-
-
 @pytest.mark.parametrize("condition", ["sink", "prefix"])
 def test_warming_many_stores_what_warming_each_does(condition: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one, many = Hooked(), Hooked()
@@ -216,10 +213,10 @@ def test_warming_stops_when_another_fills_the_store(monkeypatch: pytest.MonkeyPa
 def test_a_chunk_that_cannot_be_computed_does_not_cost_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [tiny.text(40, seed) for seed in range(5)]
     with engine_of() as engine:
-        bad = engine._pipeline.chunk_segment(texts[2]).own_ids
+        bad = segments_of(engine).chunk(texts[2]).ids
 
         def fail(segments: Any) -> None:
-            if bad in map(tuple, segments):
+            if any(tuple(one)[-len(bad) :] == bad for one in segments):
                 raise ZeroDivisionError("this chunk cannot be computed")
 
         counted(monkeypatch, fail)
@@ -277,16 +274,18 @@ def test_a_chunk_that_another_computes_is_left_to_it(gives_up: bool, on_disk: bo
     store: Any = DiskStore(tmp_path) if on_disk else MemoryStore()
     texts = [tiny.text(40, seed) for seed in range(4)]
     with engine_of(store=store) as engine:
-        other = engine._pipeline.chunk_segment(texts[1])
+        key, made = key_of(engine, texts[1]), Hooked()
+        with engine_of(store=made) as twin:
+            twin.warm(texts[1:2])
         held, release = threading.Event(), threading.Event()
 
         def compute() -> None:
-            with store.claim(other.key) as mine:
+            with store.claim(key) as mine:
                 assert mine
                 held.set()
                 release.wait(20)
                 if not gives_up:
-                    store.put(other.key, engine._pipeline.compute([other])[0])
+                    store.put(key, made.kept[key])
 
         threads = [threading.Thread(target=compute)]
         threads[0].start()
@@ -318,11 +317,11 @@ def test_requests_get_through_between_batches(monkeypatch: pytest.MonkeyPatch) -
             if not threads:
                 threads.append(threading.Thread(target=ask))
                 threads[0].start()
-                while not engine._scheduler.awaited:
+                while not scheduler_of(engine.model).awaited:
                     time.sleep(0.001)
 
     def ask() -> None:
-        with engine._scheduler:  # held until the records are counted, or warming would go on meanwhile
+        with scheduler_of(engine.model):  # held until the records are counted, or warming would go on meanwhile
             engine.fuse(Prompt("", ["x"], "Why?"))
             answered.append(len(store.kept))
 

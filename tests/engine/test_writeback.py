@@ -15,10 +15,11 @@ import torch
 from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import Prompt
-from cacheblend_rag.engine.scheduler import Scheduler
+from cacheblend_rag.engine.scheduler import Scheduler, scheduler_of
 from cacheblend_rag.engine.session_cache import KEY_PREFIX
 from cacheblend_rag.engine.write_back import Job, WriteBack
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.store import MemoryStore
 from tests import tiny
 from tests.probes import Hooked, engine_of
@@ -132,14 +133,14 @@ def test_a_store_that_fails_unexpectedly_in_the_background_is_logged_and_does_no
 def test_a_miss_asked_twice_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of(write_back="background") as engine:
         computed: list[Any] = []
-        compute = engine._pipeline.compute
+        compute = ModelAdapter.segments_kv
 
-        def counted(segments: Any) -> Any:
+        def counted(self: ModelAdapter, context: Any, segments: Any, *others: Any) -> Any:
             computed.extend(segments)
-            return compute(segments)
+            return compute(self, context, segments, *others)
 
-        monkeypatch.setattr(engine._pipeline, "compute", counted)
-        with engine._scheduler:  # nothing is stored before both have been answered
+        monkeypatch.setattr(ModelAdapter, "segments_kv", counted)
+        with scheduler_of(engine.model):  # nothing is stored before both have been answered
             engine.fuse(PROMPT)
             engine.fuse(PROMPT)
         engine.flush()
@@ -151,7 +152,7 @@ def test_forgetting_waits_for_nothing_that_others_store(condition: str) -> None:
     store = Hooked()
     with engine_of(store=store, write_back="background", condition=condition, session_cache=True) as engine:
         other = engine.with_config(salt="another tenant")
-        with engine._scheduler, ThreadPoolExecutor(1) as pool:  # nothing can be stored
+        with scheduler_of(engine.model), ThreadPoolExecutor(1) as pool:  # nothing can be stored
             for one in (engine, other):
                 one.generate(PROMPT, max_new_tokens=2)
             assert pool.submit(engine.forget, CHUNKS[:1]).result(20) == 0

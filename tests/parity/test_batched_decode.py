@@ -13,6 +13,7 @@ import torch
 from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import BlendEngine, Prompt
+from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.errors import GenerationError
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
@@ -33,9 +34,9 @@ PROMPTS = [
 def all_at_once(engine: BlendEngine, prompts: list[Prompt], **options: Any) -> list[Generation]:
     """Their answers, all begun before the first of them is let in."""
     with ThreadPoolExecutor(len(prompts)) as pool:
-        with engine._scheduler:
+        with scheduler_of(engine.model):
             asked = [pool.submit(engine.generate, prompt, **options) for prompt in prompts]
-            until(lambda: len(engine._scheduler._line) == len(prompts))
+            until(lambda: len(scheduler_of(engine.model)._line) == len(prompts))
         return [one.result(20) for one in asked]
 
 
@@ -169,7 +170,7 @@ def test_with_frequencies_that_depend_on_length_answers_come_one_after_another(r
             first = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=3, logits_processor=[held])
             assert held.there.wait(20)
             second = pool.submit(engine.generate, PROMPTS[1], max_new_tokens=1)
-            until(lambda: engine._scheduler._line)
+            until(lambda: scheduler_of(engine.model)._line)
             held.go.set()
             assert (len(first.result(20).token_ids), len(second.result(20).token_ids)) == (3, 1)
         assert held.tokens == 3
@@ -193,9 +194,9 @@ def test_who_ends_leaves_the_others_to_go_on(engine: BlendEngine, passes: list[i
     alone = [engine.generate(p, max_new_tokens=n).token_ids for p, n in zip(PROMPTS, lengths, strict=True)]
     passes.clear()
     with ThreadPoolExecutor(4) as pool:
-        with engine._scheduler:
+        with scheduler_of(engine.model):
             asked = [pool.submit(engine.generate, p, max_new_tokens=n) for p, n in zip(PROMPTS, lengths, strict=True)]
-            until(lambda: len(engine._scheduler._line) == 4)
+            until(lambda: len(scheduler_of(engine.model)._line) == 4)
         assert [one.result(20).token_ids for one in asked] == alone
     assert passes == [4] * 2 + [3] * 3 + [2] * 3 + [1] * 3
 
@@ -206,7 +207,7 @@ def test_a_request_is_let_in_between_two_tokens_of_another(engine: BlendEngine) 
         long = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=16, logits_processor=[first])
         assert first.there.wait(20)
         short = pool.submit(engine.generate, PROMPTS[1], max_new_tokens=2, logits_processor=[second])
-        until(lambda: engine._scheduler._line)
+        until(lambda: scheduler_of(engine.model)._line)
         first.go.set()
         assert second.there.wait(20)
         assert first.tokens == 1  # it waits for the other's first token, and not the other for its last
@@ -262,7 +263,7 @@ def test_a_request_is_let_in_between_two_slices_of_a_prefill(
         first = pool.submit(engine.generate, long, max_new_tokens=2)
         assert begun.wait(20)
         second = pool.submit(engine.generate, short, max_new_tokens=2)
-        until(lambda: engine._scheduler.awaited)
+        until(lambda: scheduler_of(engine.model).awaited)
         waits.set()
         report = first.result(20).report
         second.result(20)
@@ -279,7 +280,7 @@ def test_one_at_a_time_is_what_it_was(engine: BlendEngine) -> None:
         long = pool.submit(one_by_one.generate, PROMPTS[0], max_new_tokens=5, logits_processor=[first])
         assert first.there.wait(20)
         short = pool.submit(one_by_one.generate, PROMPTS[1], max_new_tokens=2, logits_processor=[second])
-        until(lambda: engine._scheduler._line)
+        until(lambda: scheduler_of(engine.model)._line)
         first.go.set()
         assert len(long.result(20).token_ids) == 5
         assert len(short.result(20).token_ids) == 2
@@ -324,12 +325,12 @@ def test_a_model_in_training_is_evaluated_until_the_last_has_ended(engine: Blend
             return scores
 
     with ThreadPoolExecutor(2) as pool:
-        with engine._scheduler:
+        with scheduler_of(engine.model):
             asked = [
                 pool.submit(engine.generate, prompt, max_new_tokens=count, logits_processor=[Looking()])
                 for prompt, count in zip(PROMPTS, lengths, strict=False)
             ]
-            until(lambda: len(engine._scheduler._line) == 2)
+            until(lambda: len(scheduler_of(engine.model)._line) == 2)
         for one in asked:
             one.result(20)
     assert during == [False] * 11
@@ -348,7 +349,7 @@ def test_a_stream_given_up_leaves_the_others_alone(engine: BlendEngine) -> None:
         reading.start()
         assert held.there.wait(20)
         stays = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=24)
-        until(lambda: engine._scheduler._line)
+        until(lambda: scheduler_of(engine.model)._line)
         left.cancel()
         held.go.set()
         assert stays.result(20).token_ids == alone
@@ -399,7 +400,7 @@ def test_a_batch_that_fails_ends_what_was_begun_ahead(engine: BlendEngine) -> No
     shortest, failing = len(engine.tokenize(PROMPTS[0]).input_ids), Failing()
     with pytest.raises(ZeroDivisionError):
         engine.generate_batch(PROMPTS, max_new_tokens=1_500, logits_processor=[failing])
-    until(lambda: not engine._scheduler._begun)
+    until(lambda: not scheduler_of(engine.model)._begun)
     assert failing.tokens < 1_000
 
 
@@ -413,9 +414,9 @@ def test_a_step_that_fails_ends_those_it_was_of_and_no_others(
     with monkeypatch.context() as patch:
         patch.setattr(BatchedDecode, "_pass", lambda self, asked: torch.empty(2**62))
         with ThreadPoolExecutor(3) as pool:
-            with engine._scheduler:
+            with scheduler_of(engine.model):
                 asked = [pool.submit(engine.generate, prompt, max_new_tokens=6) for prompt in PROMPTS[:3]]
-                until(lambda: len(engine._scheduler._line) == 3)
+                until(lambda: len(scheduler_of(engine.model)._line) == 3)
             errors = [one.exception(20) for one in asked]
     assert sorted(type(error).__name__ for error in errors) == ["GenerationError", "GenerationError", "RuntimeError"]
     told = next(error for error in errors if isinstance(error, GenerationError))
@@ -431,10 +432,10 @@ def test_an_error_of_one_answer_is_its_own(engine: BlendEngine) -> None:
 
     alone = engine.generate(PROMPTS[0], max_new_tokens=12).token_ids
     with ThreadPoolExecutor(2) as pool:
-        with engine._scheduler:
+        with scheduler_of(engine.model):
             good = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=12)
             bad = pool.submit(engine.generate, PROMPTS[1], max_new_tokens=12, logits_processor=[Failing()])
-            until(lambda: len(engine._scheduler._line) == 2)
+            until(lambda: len(scheduler_of(engine.model)._line) == 2)
         assert good.result(20).token_ids == alone
         assert isinstance(bad.exception(20), ZeroDivisionError)
     assert engine.generate(PROMPTS[0], max_new_tokens=12).token_ids == alone
@@ -447,7 +448,7 @@ def test_closing_waits_for_all_who_are_under_way() -> None:
         asked = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=12, logits_processor=[held])
         assert held.there.wait(20)
         closing = pool.submit(engine.close)
-        until(lambda: engine._scheduler._line)
+        until(lambda: scheduler_of(engine.model)._line)
         held.go.set()
         assert len(asked.result(20).token_ids) == 12
         closing.result(20)
@@ -461,9 +462,9 @@ def test_warming_waits_for_answers_and_for_those_that_come_later(engine: BlendEn
         first = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=12, logits_processor=[held])
         assert held.there.wait(20)
         warming = pool.submit(engine.warm, [tiny.text(40, 77)], progress=False)
-        until(lambda: engine._scheduler._background)
+        until(lambda: scheduler_of(engine.model)._background)
         later = pool.submit(engine.generate, PROMPTS[1], max_new_tokens=2)
-        until(lambda: engine._scheduler.awaited)
+        until(lambda: scheduler_of(engine.model).awaited)
         held.go.set()
         assert len(later.result(20).token_ids) == 2
         assert len(first.result(20).token_ids) == 12

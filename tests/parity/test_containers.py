@@ -13,10 +13,11 @@ from langchain_core.messages import HumanMessage, SystemMessage
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.errors import PromptError, UnsupportedModelError
 from cacheblend_rag.langchain import ChatCacheBlend
-from cacheblend_rag.langchain.messages import render
+from cacheblend_rag.langchain.messages import turns_of
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.identity import fingerprint
 from cacheblend_rag.models.loading import KVGeometry, load_geometry, load_model
+from cacheblend_rag.prompt.chat import render_turns
 from tests import tiny
 from tests.parity.test_families import THREE_CHUNKS, assert_equals_plain, check_exact, engine_of, plain_tokens
 from tests.tolerance import assert_logits_close
@@ -139,7 +140,7 @@ def test_a_chat_with_a_container(where: str, tmp_path: Path) -> None:
         (tmp_path / "chat_template.jinja").write_text(OF_BLOCKS)
     chat = ChatCacheBlend.from_model_id(str(tmp_path), config=BlendConfig(min_tokens=0), device="cpu", max_new_tokens=3)
     said = [SystemMessage("Read this."), HumanMessage("What fell?")]
-    assert render(chat.engine.tokenizer, said) == "system: Read this.\nuser: What fell?\nassistant:"
+    assert render_turns(chat.engine.tokenizer, turns_of(said)) == "system: Read this.\nuser: What fell?\nassistant:"
     assert chat.invoke(said).usage_metadata["output_tokens"] >= 1
     sound = {"type": "audio", "url": "x"}
     with pytest.raises(PromptError, match=r"type 'audio', which is not read here: leave the block out"):

@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 
 from cacheblend_rag import BlendConfig, BlendEngine
+from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
 from cacheblend_rag.langchain import ChatCacheBlend
 from cacheblend_rag.models import identity
@@ -297,7 +298,7 @@ def test_an_adapter_is_read_once_and_a_name_says_nothing(monkeypatch: pytest.Mon
 def test_what_was_missing_is_not_stored_for_the_adapter_that_came_after() -> None:
     model = two_adapters()
     with engine_of(model, write_back="background") as engine:
-        with engine._scheduler:  # storing waits until nothing else runs
+        with scheduler_of(engine.model):  # storing waits until nothing else runs
             blend = engine._pipeline.blend(PROMPT)
             engine._keep(blend)
             model.set_adapter("two")

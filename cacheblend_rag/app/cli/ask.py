@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 __all__ = ["add_ask", "prepare"]
 
 _T = TypeVar("_T")
-_ROUNDS = 3
 # Skipped files that are named with the reason; and files of other kinds, whose suffixes say more than their names.
 _NAMED = 10
 _FEW = 3
+_LINE = 100  # characters of an answer in a table
 
 
 def add_ask(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -167,15 +167,12 @@ def _hints(rag: FolderRAG, answer: Answer) -> Iterator[str]:
 
 
 def _compare(screen: Screen, rag: FolderRAG, answer: Answer) -> None:
-    from cacheblend_rag.calibration.comparison import answer_all
-    from cacheblend_rag.engine.decode import DecodeOptions
+    from cacheblend_rag.calibration.comparison import ROUNDS, compare
 
-    options = DecodeOptions(max_new_tokens=rag.options.max_new_tokens)
-    with screen.step(f"Answering by every method, {_ROUNDS} rounds…"):
-        rag.engine.warm(answer.prompt.chunks, progress=False)
-        results = answer_all(rag.engine, answer.prompt, rounds=_ROUNDS, options=options)
+    with screen.step(f"Answering by every method, {ROUNDS} rounds…"):
+        *_, results = compare(rag.engine, answer.prompt, rag.options.max_new_tokens)
     full = results[0].ttft
-    screen.show(f"\nThe same prompt by every method (medians of {_ROUNDS} interleaved rounds):\n")
+    screen.show(f"\nThe same prompt by every method (medians of {ROUNDS} interleaved rounds):\n")
     heads = f"  {'method':<16}{'TTFT':>10}{'faster':>9}{'rows':>7}  {'against full recompute':<30}answer"
     screen.show((heads, "bold"))
     for result in results:
@@ -190,7 +187,7 @@ def _compare(screen: Screen, rag: FolderRAG, answer: Answer) -> None:
     )
 
 
-def _on_one_line(text: str, most: int = 100) -> str:
+def _on_one_line(text: str) -> str:
     """A text to stand in a table."""
     line = " ".join(text.split())
-    return line if len(line) <= most else line[: most - 1] + "…"
+    return line if len(line) <= _LINE else line[: _LINE - 1] + "…"

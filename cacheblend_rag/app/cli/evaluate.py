@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_rag.app.cli.arguments import add_arguments, data_folder
 
 if TYPE_CHECKING:
+    from cacheblend_rag.calibration.evaluation.cases import Cases
     from cacheblend_rag.calibration.evaluation.choosing import Ranker
     from cacheblend_rag.calibration.evaluation.runner import EvalOptions, Part
-    from cacheblend_rag.calibration.evaluation.sources import CaseSource
     from cacheblend_rag.engine.engine import BlendEngine
     from cacheblend_rag.loading import BlendSettings
 
@@ -66,8 +66,6 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, metavar="N", help="only so many questions")
     parser.add_argument("--retrieve", default="words", metavar="HOW", help='"words", "file", or an embedder')
     parser.add_argument("--support", choices=("always", "retrieved"), default="always", help="passages an answer needs")
-    parser.add_argument("--workload", choices=("plain", "extended"), default="plain")
-    parser.add_argument("--set-size", type=int, default=4, metavar="N", help="questions a set of documents")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -115,8 +113,7 @@ _names, numbers, _whole = _split(str), _split(float), _split(int)
 
 def run_eval(parsed: argparse.Namespace) -> int:
     """Measure what the arguments of `add_eval_arguments` and `add_run_arguments` say, sum it up and draw it."""
-    from cacheblend_rag.calibration.bench.plotting import import_pyplot
-    from cacheblend_rag.calibration.evaluation.plots import draw_run
+    from cacheblend_rag.calibration.evaluation.plots import draw_run, import_pyplot
     from cacheblend_rag.calibration.evaluation.runner import Evaluation
     from cacheblend_rag.calibration.evaluation.summary import write_summary
 
@@ -126,7 +123,7 @@ def run_eval(parsed: argparse.Namespace) -> int:
     out, measure = Path(parsed.out), parsed.measure
     with open_evaluation(parsed) as made:
         evaluation = Evaluation(
-            made.engine, made.source, made.options, made.ranker, made.calibrated, retrieval=parsed.retrieve
+            made.engine, made.cases, made.options, made.ranker, made.calibrated, retrieval=parsed.retrieve
         )
         if part:
             evaluation.run(out, part=part)
@@ -148,7 +145,7 @@ class Opened:
     Parameters
     ----------
     engine : BlendEngine
-    source : CaseSource
+    cases : Cases
     options : EvalOptions
     ranker : Ranker or None
     calibrated : BlendSettings or None
@@ -156,23 +153,23 @@ class Opened:
     """
 
     engine: BlendEngine
-    source: CaseSource
+    cases: Cases
     options: EvalOptions
     ranker: Ranker | None
     calibrated: BlendSettings | None
 
 
 @contextmanager
-def open_evaluation(parsed: argparse.Namespace, source: CaseSource | None = None) -> Iterator[Opened]:
+def open_evaluation(parsed: argparse.Namespace, cases: Cases | None = None) -> Iterator[Opened]:
     """Read the questions, unless they are given, and load the model."""
-    from cacheblend_rag.calibration.evaluation.sources import open_source
+    from cacheblend_rag.calibration.evaluation.datasets import load_cases
     from cacheblend_rag.config import DEFAULT_MODEL, BlendConfig, parse_bytes
     from cacheblend_rag.engine.engine import BlendEngine
     from cacheblend_rag.store.learned import kept_context
 
     options = _options(parsed)
-    if source is None:
-        source = open_source(parsed.data, form=parsed.format, limit=parsed.limit)
+    read = [] if cases else load_cases(parsed.data, parsed.format, parsed.limit)
+    cases = cases or (lambda chunks: read)
     size = parsed.size_limit or (_MEMORY if parsed.kv == "memory" else None)
     given: dict[str, Any] = {} if size is None else {"size_limit": parse_bytes(size)}
     fixed: dict[str, Any] = {"min_tokens": 0, "write_back": "inline", "guard_share": 0.0, "session_cache": False}
@@ -186,14 +183,14 @@ def open_evaluation(parsed: argparse.Namespace, source: CaseSource | None = None
         dtype=parsed.dtype,
     ) as engine:
         engine.use_learned(kept_context(kept, engine.fingerprint, engine.adapter))
-        ranker = _ranker(parsed.retrieve, source, max(options.chunks))
-        yield Opened(engine, source, options, ranker, _calibrated(kept, engine))
+        ranker = _ranker(parsed.retrieve, cases, max(options.chunks))
+        yield Opened(engine, cases, options, ranker, _calibrated(kept, engine))
 
 
 def _options(parsed: argparse.Namespace) -> EvalOptions:
     from cacheblend_rag.calibration.evaluation.runner import EvalOptions
 
-    same = ("methods", "chunks", "chunk_tokens", "order", "seed", "workload", "set_size", "chat")
+    same = ("methods", "chunks", "chunk_tokens", "order", "seed", "chat")
     return EvalOptions(
         **{name: getattr(parsed, name) for name in same},
         ratios=parsed.ratios or EvalOptions.ratios,
@@ -204,13 +201,13 @@ def _options(parsed: argparse.Namespace) -> EvalOptions:
     )
 
 
-def _ranker(how: str, source: CaseSource, chunks: int) -> Ranker | None:
+def _ranker(how: str, cases: Cases, chunks: int) -> Ranker | None:
     from cacheblend_rag.calibration.evaluation.choosing import VectorRanker, WordRanker
 
     if how == "file":
         return None
     if how == "words":
-        return WordRanker(passage.chunk for case in source.cases(chunks) for passage in case.passages)
+        return WordRanker(passage.chunk for case in cases(chunks) for passage in case.passages)
     from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 
     return VectorRanker(SentenceTransformerEmbeddings(how))

@@ -14,7 +14,7 @@ from typing import Any
 
 from cacheblend_rag.app.cli.configuration import Given, server_settings
 from cacheblend_rag.app.data_lock import FolderInUseError
-from cacheblend_rag.app.fleet.agreement import Terms, agree
+from cacheblend_rag.app.fleet.agreement import agree
 from cacheblend_rag.app.fleet.calls import Call, Head, call_app
 from cacheblend_rag.app.fleet.summaries import SummarizedStore
 from cacheblend_rag.app.server.app import create_app
@@ -22,11 +22,22 @@ from cacheblend_rag.app.server.logs import configure_logs
 from cacheblend_rag.app.server.running import SWITCH_INTERVAL
 from cacheblend_rag.app.server.service import Service
 from cacheblend_rag.app.server.settings import ServerSettings
-from cacheblend_rag.config import ENV_PREFIX
+from cacheblend_rag.config import ENV_PREFIX, RULE_OPTIONS
 from cacheblend_rag.store.base import KVStore
 
-__all__ = ["Replica"]
+__all__ = ["Replica", "terms_of"]
 
+# Options that decide what is stored and what is answered.
+_AGREED = (
+    "separator",
+    "split_at_separator",
+    "contexts",
+    "recompute_ratio",
+    *RULE_OPTIONS,
+    "min_tokens",
+    "codec",
+    "compress",
+)
 _PROBE = "The harbour was dredged in 1912; naïve 数据 🙂\n\tdef f(x): return x ** 2"
 
 
@@ -50,7 +61,7 @@ class Replica:
         sys.setswitchinterval(SWITCH_INTERVAL)
         settings = server_settings(given)
         self._place, self._service, self._store = _started(settings)
-        agree(version, _terms_of(self._service))
+        agree(version, terms_of(self._service))
         configure_logs(settings.access_log)
         self._app = create_app(settings, self._service)
         self._app.state.service = self._service
@@ -116,31 +127,20 @@ def _started(settings: ServerSettings) -> tuple[int, Service, SummarizedStore]:
             place += 1
 
 
-def _terms_of(service: Service) -> Terms:
-    """What a server works with, now that its model is loaded."""
+def terms_of(service: Service) -> dict[str, Any]:
+    """What a server works with, now that its model is loaded; secrets as digests."""
     engine, config = service.engine, service.engine.config
-    return Terms(
-        dtype=str(engine.adapter.dtype).removeprefix("torch."),
-        separator=config.separator,
-        split_at_separator=config.split_at_separator,
-        condition=engine.condition,
-        contexts=config.contexts,
-        learned="" if engine.learned is None else engine.learned.digest,
-        selection=str(config.selection),
-        check_layers=config.check_layers,
-        metric=config.metric,
-        recompute_ratio=config.recompute_ratio,
-        recompute_ratios=config.recompute_ratios,
-        selection_options=json.dumps(dict(config.selection_options), sort_keys=True, default=str),
-        min_tokens=config.min_tokens,
-        codec=config.codec,
-        compress=config.compress,
-        salt=_digest(config.salt),
-        encryption=_digest(os.environ.get(ENV_PREFIX + "ENCRYPTION_KEY", "")),
-        tokenizer=_digest(engine.tokenizer.encode(_PROBE)),
-        embedder=tuple(map(tuple, service.embeddings.probes.tolist())),
-        model=engine.fingerprint,
-    )
+    return {
+        "dtype": str(engine.adapter.dtype).removeprefix("torch."),
+        "condition": engine.condition,
+        "learned": "" if engine.learned is None else engine.learned.digest,
+        **{name: getattr(config, name) for name in _AGREED},
+        "salt": _digest(config.salt),
+        "encryption": _digest(os.environ.get(ENV_PREFIX + "ENCRYPTION_KEY", "")),
+        "tokenizer": _digest(engine.tokenizer.encode(_PROBE)),
+        "embedder": service.embeddings.probes.tolist(),
+        "model": engine.fingerprint,
+    }
 
 
 def _digest(value: Any) -> str:

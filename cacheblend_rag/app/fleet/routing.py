@@ -59,11 +59,11 @@ class HeldChunks:
     disk: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, memory: Iterable[int], disk: Iterable[int] = (), most: int = MOST_CHUNKS) -> HeldChunks:
-        """Of the digests held, the most recently used first. Those beyond ``most`` are left out, of the disk first."""
-        upper = frozenset(islice((digest >> 32 for digest in memory), most))
+    def of(cls, memory: Iterable[int], disk: Iterable[int] = ()) -> HeldChunks:
+        """Of the digests held, the most recently used first: at most `MOST_CHUNKS`, those in memory before others."""
+        upper = frozenset(islice((digest >> 32 for digest in memory), MOST_CHUNKS))
         lower = (key for key in (digest >> 32 for digest in disk) if key not in upper)
-        return cls(upper, frozenset(islice(lower, most - len(upper))))
+        return cls(upper, frozenset(islice(lower, MOST_CHUNKS - len(upper))))
 
     @classmethod
     def read(cls, summary: object) -> HeldChunks:

@@ -48,18 +48,17 @@ class _TextFormatter(logging.Formatter):
         return " ".join([self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"), *told, f"request={request_id.get()}"])
 
 
-def configure_logs(access: str = "json", level: int = logging.INFO) -> None:
+def configure_logs(access: str = "json") -> None:
     """Write the process's logs in this form.
 
     Parameters
     ----------
     access : str
         Form of the access log, one of `ACCESS_LOGS` of the settings.
-    level : int
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     requests = logging.getLogger(ACCESS_LOG)
     requests.disabled, requests.propagate = access == "off", access == "json"
     for one in list(requests.handlers):
@@ -69,4 +68,4 @@ def configure_logs(access: str = "json", level: int = logging.INFO) -> None:
         lines.setFormatter(_TextFormatter())
         requests.addHandler(lines)
     for name in ("uvicorn", "uvicorn.error", "httpx", "sentence_transformers"):
-        logging.getLogger(name).setLevel(max(level, logging.WARNING))
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-__all__ = ["EvalCase", "Passage", "digest"]
+__all__ = ["Cases", "EvalCase", "Passage", "digest"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,10 @@ class EvalCase:
     kind: str = ""
     task: str = "qa"
     group: str = ""
+
+
+Cases = Callable[[int], Sequence[EvalCase]]
+"""Gives questions for prompts of so many chunks, each with at least as many passages where there are so many."""
 
 
 def digest(cases: Iterable[EvalCase]) -> str:

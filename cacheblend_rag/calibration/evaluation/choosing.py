@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from cacheblend_rag.calibration.evaluation.cases import EvalCase, Passage
 from cacheblend_rag.config import check_choice, check_whole
 
-__all__ = ["ORDERS", "Ranker", "VectorRanker", "WordRanker", "choose", "pooled", "repacked"]
+__all__ = ["ORDERS", "Ranker", "VectorRanker", "WordRanker", "choose", "repacked"]
 
 ORDERS = ("retrieved", "random")
 _WORD = re.compile(r"\w+")
@@ -153,27 +153,3 @@ def _pieces(text: str, tokenizer: Any, tokens: int) -> list[tuple[str, int]]:
             piece, size = "", 0
         piece, size = piece + word, size + need
     return [*found, (piece.strip(), size + 2)] if piece.strip() else found
-
-
-def pooled(cases: Sequence[EvalCase], size: int, seed: int = 0) -> list[EvalCase]:
-    """The paper's extended workload: several questions about one set of documents, in random order.
-
-    Questions of the same ``group`` share the passages of all; those without one are taken together,
-    ``size`` at a time. A passage supports a question only if it did before.
-    """
-    check_whole("set_size", size, 1)
-    sets: dict[str, list[EvalCase]] = {}
-    alone = 0
-    for case in cases:
-        name = case.group or f"set {alone // size + 1}"
-        alone += not case.group
-        sets.setdefault(name, []).append(case)
-    found = []
-    for name, members in sets.items():
-        texts = {passage.chunk: replace(passage, support=False) for case in members for passage in case.passages}
-        for case in members:
-            own = {passage.chunk: passage for passage in case.passages}
-            passages = tuple(own.get(text, passage) for text, passage in texts.items())
-            found.append(replace(case, passages=passages, group=name))
-    random.Random(f"extended/{seed}").shuffle(found)
-    return found

@@ -21,6 +21,7 @@ from cacheblend_rag.calibration.evaluation.published import (
     text_of,
     with_examples,
 )
+from cacheblend_rag.config import check_whole
 from cacheblend_rag.errors import ConfigError, DatasetError
 
 __all__ = ["FORMATS", "load_cases"]
@@ -79,9 +80,11 @@ def load_cases(path: str | os.PathLike[str], form: str = "auto", limit: int | No
     DatasetError
         If the file cannot be read or has lines that cannot be used; the message has their numbers.
     ConfigError
-        If the format is not known.
+        If the format is not known, or the limit is below 1.
     """
     path = Path(path)
+    if limit is not None:
+        check_whole("limit", limit, 1)
     if form != "auto" and form not in FORMATS:
         raise ConfigError("format", form, "use 'auto' or one of " + ", ".join(map(repr, FORMATS)))
     if path.suffix == ".src" or ".src." in path.name:

@@ -2,8 +2,9 @@
 
 ::
 
+    cases = load_cases("questions.jsonl")
     options = EvalOptions(methods=("full", "reuse", "hkvd"), ratios=(0.05, 0.15), chunks=(6,))
-    run = Evaluation(engine, FileCases(load_cases("questions.jsonl")), options).run(Path("out"))
+    run = Evaluation(engine, lambda chunks: cases, options).run(Path("out"))
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cacheblend_rag.calibration.evaluation.cases import EvalCase, digest
-from cacheblend_rag.calibration.evaluation.choosing import ORDERS, Ranker, choose, pooled, repacked
+from cacheblend_rag.calibration.evaluation.cases import Cases, EvalCase, digest
+from cacheblend_rag.calibration.evaluation.choosing import ORDERS, Ranker, choose, repacked
 from cacheblend_rag.calibration.evaluation.journal import Journal
 from cacheblend_rag.calibration.evaluation.measures import rouge_scorer
 from cacheblend_rag.calibration.evaluation.methods import Variant, variants
 from cacheblend_rag.calibration.evaluation.prompts import STYLES, ChatFrame, build_prompt
-from cacheblend_rag.calibration.evaluation.sources import CaseSource
 from cacheblend_rag.calibration.evaluation.subject import Subject
 from cacheblend_rag.config import check_choice, check_share, check_whole
 from cacheblend_rag.engine.engine import BlendEngine
@@ -29,10 +29,9 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.loading import BlendSettings
 from cacheblend_rag.prompt import Prompt
 
-__all__ = ["WORKLOADS", "EvalOptions", "EvalRun", "Evaluation", "Part"]
+__all__ = ["EvalOptions", "EvalRun", "Evaluation", "Part"]
 
-WORKLOADS = ("plain", "extended")
-_VERSION = 4
+_VERSION = 5
 _Place = tuple[int, int, str]  # number of chunks, their tokens, question
 
 
@@ -54,11 +53,6 @@ class EvalOptions:
     seed : int
     keep_support : bool
         Put the passages an answer needs into the prompt whether they would be retrieved or not.
-    workload : {"plain", "extended"}
-        ``"extended"``: several questions about one set of documents, in random order; a request with
-        a chunk that is not stored yet is left out of times.
-    set_size : int
-        Questions that share a set of documents where the data set does not say.
     style : {"paper", "stuff"}
         See `build_prompt`.
     chat : bool
@@ -82,8 +76,6 @@ class EvalOptions:
     order: str = "retrieved"
     seed: int = 0
     keep_support: bool = True
-    workload: str = "plain"
-    set_size: int = 4
     style: str = "paper"
     chat: bool = False
     max_new_tokens: int = 0
@@ -101,9 +93,8 @@ class EvalOptions:
             for value in values:
                 check_whole(name, value, lowest)
         check_choice("order", self.order, ORDERS)
-        check_choice("workload", self.workload, WORKLOADS)
         check_choice("prompt", self.style, STYLES)
-        for name, lowest in (("set_size", 1), ("max_new_tokens", 0), ("seed", 0)):
+        for name, lowest in (("max_new_tokens", 0), ("seed", 0)):
             check_whole(name, getattr(self, name), lowest)
 
 
@@ -150,7 +141,7 @@ class EvalRun:
         What it depends on.
     lines : list of dict
         One for each question and each number and length of chunks: ``chunks``, ``chunk_tokens``,
-        ``case``, ``kind``, ``group``, ``task``, ``cold``, and ``results``, one for each method.
+        ``case``, ``kind``, ``group``, ``task`` and ``results``, one for each method.
     """
 
     settings: dict[str, Any]
@@ -167,7 +158,7 @@ class Evaluation:
     ----------
     engine : BlendEngine
         Its store keeps the KV of chunks.
-    source : CaseSource
+    cases : Cases
     options : EvalOptions
     ranker : Ranker, optional
         How passages are retrieved; by default the order of the file is that of retrieval.
@@ -185,28 +176,20 @@ class Evaluation:
     def __init__(
         self,
         engine: BlendEngine,
-        source: CaseSource,
+        cases: Cases,
         options: EvalOptions,
         ranker: Ranker | None = None,
         calibrated: BlendSettings | None = None,
         retrieval: str = "file",
     ) -> None:
-        self._source, self._options, self._ranker = source, options, ranker
+        self._options, self._ranker = options, ranker
         self._variants = variants(options.methods, options.ratios, engine.adapter.num_layers, calibrated)
         self._engine = engine
         self._chat = ChatFrame(engine.tokenizer) if options.chat else None
-        self.pools = {count: self._pool(count) for count in options.chunks}
+        self.pools = {count: cases(count) for count in options.chunks}
         if any(case.task != "qa" for pool in self.pools.values() for case in pool):
             rouge_scorer()  # without it there is nothing to measure
         self.settings = self._settings(retrieval, calibrated)
-
-    def _pool(self, count: int) -> list[EvalCase]:
-        cases = self._source.cases(count)
-        return pooled(cases, self._options.set_size, self._options.seed) if self._extended else cases
-
-    @property
-    def _extended(self) -> bool:
-        return self._options.workload == "extended"
 
     def _settings(self, retrieval: str, calibrated: BlendSettings | None) -> dict[str, Any]:
         """What the results depend on."""
@@ -281,7 +264,7 @@ class Evaluation:
         chosen = choose(
             case,
             count,
-            order="random" if self._extended else options.order,
+            order=options.order,
             ranker=self._ranker,
             keep_support=options.keep_support,
             seed=options.seed,
@@ -295,9 +278,9 @@ class Evaluation:
         tokens = len(self._engine.tokenize(prompt).input_ids)
         if limit and tokens + subject.room(case) > limit:
             return {**about, "skipped": f"{tokens} tokens and the answer do not fit {limit} positions", "results": []}
-        warmed = self._engine.warm(prompt.chunks, progress=False)
+        self._engine.warm(prompt.chunks, progress=False)
         measured = subject.measure(chosen, prompt, _turned(self._variants, number))
-        return {**about, "tokens": tokens, "cold": bool(warmed.computed and self._extended), "results": measured}
+        return {**about, "tokens": tokens, "results": measured}
 
 
 def _place(line: Mapping[str, Any]) -> _Place:

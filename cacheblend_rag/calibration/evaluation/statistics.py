@@ -68,13 +68,7 @@ def _drawn(count: int, rounds: int, seed: int) -> torch.Tensor:
     return torch.zeros(rounds, count, dtype=torch.float64).scatter_add_(1, picks, torch.ones(picks.shape).double())
 
 
-def paired(
-    values: Sequence[float],
-    baseline: Sequence[float],
-    rounds: int = 1000,
-    seed: int = 0,
-    groups: Sequence[Hashable] | None = None,
-) -> Interval:
+def paired(values: Sequence[float], baseline: Sequence[float], groups: Sequence[Hashable] | None = None) -> Interval:
     """Mean difference of two measurements of the same questions, and its 95% interval.
 
     Raises
@@ -84,4 +78,4 @@ def paired(
     """
     if len(values) != len(baseline):
         raise ConfigError("baseline", len(baseline), f"give one for each of the {len(values)} values")
-    return interval([a - b for a, b in zip(values, baseline, strict=True)], rounds, seed, groups)
+    return interval([a - b for a, b in zip(values, baseline, strict=True)], groups=groups)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.comparison import prefill_methods, time_once
+from cacheblend_rag.calibration.comparison import Prefilled, blended, full_recompute, prefix_caching, time_once
 from cacheblend_rag.calibration.evaluation.answers import GreedyAnswers, shared_cache
 from cacheblend_rag.calibration.evaluation.cases import EvalCase
 from cacheblend_rag.calibration.evaluation.measures import best_f1, best_rouge_l, exact_match, first_line
@@ -27,16 +26,6 @@ DEPTH = 24
 _NEW_TOKENS = {"qa": 32, "examples": 128, "summary": 512}
 # Gold tokens that are looked at: distributions over a large vocabulary take room.
 _GOLD = 128
-
-
-@dataclass(frozen=True)
-class _Prefilled:
-    cache: Any
-    logits: torch.Tensor
-    rows: float
-    done: RowsDone | None
-    hits: int = 0
-    misses: int = 0
 
 
 class Subject:
@@ -115,45 +104,26 @@ class _Asked:
             self._full = forced
         says = forced.argmax(dim=-1)
         return {
-            **_named(variant),
+            "label": variant.label,
+            "method": variant.method,
+            "ratio": variant.ratio,
             "ttft": seconds,
-            "rows": made.rows,
+            "rows": sum(made.computed) / (len(made.computed) * len(self._ids)),
             **self._work(made.done),
-            "hits": made.hits,
-            "misses": made.misses,
+            "hits": made.report.hits if made.report else 0,
+            "misses": made.report.misses if made.report else 0,
             "kl": float(kl_divergence(self._full, forced).mean()),
             "agreement": float((says == self._full.argmax(dim=-1)).float().mean()),
             "forced_exact": says.tolist() == self._gold,
             **self._answered(made, says),
         }
 
-    def _prefill(self, variant: Variant) -> Callable[[], _Prefilled]:
-        engine, adapter, layers = self._engine, self._engine.adapter, self._engine.adapter.num_layers
+    def _prefill(self, variant: Variant) -> Callable[[], Prefilled]:
         if variant.method == "full":
-
-            def full() -> _Prefilled:
-                found = adapter.prefill(engine.tokenize(self._prompt).input_ids)
-                return _Prefilled(found.cache, found.logits, 1.0, None)
-
-            return full
+            return full_recompute(self._engine, self._prompt)
         if variant.method == "prefix":
-            caching = prefill_methods(engine, self._prompt)["prefix caching"]
-
-            def prefix() -> _Prefilled:
-                found = caching()
-                rows = torch.arange(len(self._ids) - found.computed[0], len(self._ids))
-                return _Prefilled(found.cache, found.logits, len(rows) / len(self._ids), RowsDone((rows,) * layers))
-
-            return prefix
-        view = self._subject.view(variant)
-
-        def blended() -> _Prefilled:
-            fused = view.fuse(self._prompt)
-            report = fused.report
-            rows = sum(report.computed_tokens) / (layers * len(self._ids))
-            return _Prefilled(fused.cache, fused.logits, rows, fused.done, report.hits, report.misses)
-
-        return blended
+            return prefix_caching(self._engine, self._prompt)
+        return blended(self._subject.view(variant), self._prompt)
 
     def _work(self, done: RowsDone | None) -> dict[str, float]:
         if done is None:
@@ -162,7 +132,7 @@ class _Asked:
         deep = max(DEPTH, self._engine.adapter.num_layers)
         return {"work": work_share(shape, tokens, done), "work_24": work_share(shape, tokens, done, deep)}
 
-    def _answered(self, made: _Prefilled, says: torch.Tensor) -> dict[str, Any]:
+    def _answered(self, made: Prefilled, says: torch.Tensor) -> dict[str, Any]:
         if not self._subject.answers:
             return {}
         return scored(self._case, self._answers.text(made.cache, made.logits, self._gold, says.tolist()))
@@ -181,7 +151,3 @@ def scored(case: EvalCase, text: str) -> dict[str, Any]:
         "em": exact_match(answer, case.answers),
         "rouge_l": rouge,
     }
-
-
-def _named(variant: Variant) -> dict[str, Any]:
-    return {"label": variant.label, "method": variant.method, "ratio": variant.ratio}

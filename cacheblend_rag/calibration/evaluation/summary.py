@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.calibration.bench.benching import machine, table
 from cacheblend_rag.calibration.evaluation.runner import EvalRun
 from cacheblend_rag.calibration.evaluation.statistics import Interval, interval, paired
+from cacheblend_rag.calibration.evaluation.tables import machine, table
 from cacheblend_rag.config import check_choice
 from cacheblend_rag.errors import ConfigError
 
@@ -94,7 +94,7 @@ class MethodRow:
     kind_differences : dict of str to dict of str to Interval
         ``differences`` by question kind.
     ttft : float
-        Median seconds to the first token; requests with a cold chunk are left out where they count.
+        Median seconds to the first token.
     ttft_ratio : Interval
         Mean of full prefill's time over this method's, question by question.
     rows, work, work_24 : float
@@ -191,7 +191,6 @@ def _place(label: str) -> tuple[bool, str, float, str]:
 def _row(chunks: int, length: int, found: Sequence[_Measured]) -> MethodRow:
     first = found[0].result
     taken = [name for name in MEASURES if any(one.result.get(name) is not None for one in found)]
-    warm = [one for one in found if not one.line["cold"]] or found
     return MethodRow(
         label=first["label"],
         method=first["method"],
@@ -201,8 +200,8 @@ def _row(chunks: int, length: int, found: Sequence[_Measured]) -> MethodRow:
         questions=len(found),
         measures={name: _interval(name, found) for name in taken},
         differences=_differences(found, lambda one: one.full),
-        ttft=statistics.median(one.result["ttft"] for one in warm),
-        ttft_ratio=interval([one.full["ttft"] / one.result["ttft"] for one in warm]),
+        ttft=statistics.median(one.result["ttft"] for one in found),
+        ttft_ratio=interval([one.full["ttft"] / one.result["ttft"] for one in found]),
         rows=_mean(one.result["rows"] for one in found),
         work=_mean(one.result["work"] for one in found),
         work_24=_mean(one.result["work_24"] for one in found),
@@ -255,8 +254,8 @@ def _mean(values: Iterable[float]) -> float:
     return statistics.fmean(map(float, values))
 
 
-def least_work(rows: Sequence[MethodRow], measure: str, loss: float = LOSS) -> dict[tuple[int, int], MethodRow | None]:
-    """By number and length of chunks, the blended method of least work that loses no more than ``loss``.
+def least_work(rows: Sequence[MethodRow], measure: str) -> dict[tuple[int, int], MethodRow | None]:
+    """By number and length of chunks, the blended method of least work that loses no more than `LOSS`.
 
     None where none does. Where methods do the same work, the first one counts.
     """
@@ -264,21 +263,21 @@ def least_work(rows: Sequence[MethodRow], measure: str, loss: float = LOSS) -> d
     for row in rows:
         point = (row.chunks, row.chunk_tokens)
         best = found.setdefault(point, None)
-        good = row.blended and measure in row.differences and row.differences[measure].mean >= -loss
+        good = row.blended and measure in row.differences and row.differences[measure].mean >= -LOSS
         if good and (best is None or row.work < best.work):
             found[point] = row
     return found
 
 
-def no_worse(rows: Sequence[MethodRow], measure: str, margin: float = MARGIN) -> list[MethodRow]:
+def no_worse(rows: Sequence[MethodRow], measure: str) -> list[MethodRow]:
     """Methods whose loss is within the margin with all of its 95% interval; of few questions none is."""
     return [
         row
         for row in rows
         if row.method != "full"
         and measure in row.differences
-        and row.differences[measure].low >= -margin
-        and row.questions * margin >= _NONE_LOST
+        and row.differences[measure].low >= -MARGIN
+        and row.questions * MARGIN >= _NONE_LOST
     ]
 
 

@@ -21,8 +21,7 @@ import torch
 from tqdm import tqdm
 
 from cacheblend_rag.app.cli.evaluate import add_eval_arguments, open_evaluation
-from cacheblend_rag.calibration.bench.benching import machine
-from cacheblend_rag.calibration.bench.plotting import import_pyplot
+from cacheblend_rag.calibration.evaluation.cases import Cases
 from cacheblend_rag.calibration.evaluation.choosing import Ranker
 from cacheblend_rag.calibration.evaluation.methods import BLENDED, own_ratios, rule_of
 from cacheblend_rag.calibration.evaluation.plots import (
@@ -31,10 +30,11 @@ from cacheblend_rag.calibration.evaluation.plots import (
     draw_over_chunks,
     draw_over_ratio,
     drawn,
+    import_pyplot,
 )
 from cacheblend_rag.calibration.evaluation.runner import EvalOptions, Evaluation
-from cacheblend_rag.calibration.evaluation.sources import CaseSource
 from cacheblend_rag.calibration.evaluation.summary import MethodRow, main_measure, write_summary
+from cacheblend_rag.calibration.evaluation.tables import machine
 from cacheblend_rag.calibration.prepared import PreparedPrompt
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
@@ -68,7 +68,7 @@ class FigureMaker:
     Parameters
     ----------
     engine : BlendEngine
-    source : CaseSource
+    cases : Cases
     options : EvalOptions
         Its methods without those that a figure adds; its ratios; the first of its numbers of chunks
         where a figure has only one.
@@ -87,7 +87,7 @@ class FigureMaker:
     """
 
     engine: BlendEngine
-    source: CaseSource
+    cases: Cases
     options: EvalOptions
     folder: Path
     sweep_chunks: tuple[int, ...] = (3, 6, 9, 12)
@@ -158,7 +158,7 @@ class FigureMaker:
 
     def _evaluation(self, **changes: Any) -> Evaluation:
         options = replace(self.options, **changes)
-        return Evaluation(self.engine, self.source, options, self.ranker, self.calibrated, retrieval=self.retrieval)
+        return Evaluation(self.engine, self.cases, options, self.ranker, self.calibrated, retrieval=self.retrieval)
 
     @property
     def _one(self) -> tuple[int, ...]:
@@ -267,12 +267,12 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _toy_cases(parsed: argparse.Namespace) -> ToyCases | None:
-    """Questions of ``toy:SPLIT``; None for those of a file."""
+def _toy_cases(parsed: argparse.Namespace) -> Cases | None:
+    """Gives questions of ``toy:SPLIT``; None for those of a file."""
     kind, _, split = parsed.data.partition(":")
     if kind != "toy":
         return None
-    return ToyCases(split, parsed.per_kind, parsed.seed, parsed.order == "random", parsed.limit)
+    return ToyCases(split, parsed.per_kind, parsed.seed, parsed.order == "random", parsed.limit).cases
 
 
 def _whole(text: str) -> tuple[int, ...]:
@@ -294,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with open_evaluation(parsed, _toy_cases(parsed)) as made:
             maker = FigureMaker(
                 engine=made.engine,
-                source=made.source,
+                cases=made.cases,
                 options=made.options,
                 folder=Path(parsed.out),
                 sweep_chunks=parsed.sweep_chunks,

@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.bench.benching import bench_model, bench_prompt, machine, medians, show_result, table
-from cacheblend_rag.calibration.bench.plotting import save_figure
-from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.calibration.comparison import blended, time_rounds
+from cacheblend_rag.calibration.evaluation.plots import save_figure
+from cacheblend_rag.calibration.evaluation.tables import machine, table
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
@@ -32,8 +31,10 @@ from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
 from cacheblend_rag.store.base import reads_ahead
 from cacheblend_rag.store.s3 import S3Store
 from cacheblend_rag.store.valkey import ValkeyStore
+from docs.benchmarks.scripts.benching import bench_model, bench_prompt, medians, show_result
 from docs.benchmarks.scripts.common import prompt_parser, run_bench
 from docs.benchmarks.scripts.servers import link_process, make_bucket, s3_environment, s3_process, valkey_server
+from docs.benchmarks.scripts.shapes import BenchOptions
 from docs.benchmarks.scripts.throttled import ThrottledStore
 
 __all__ = ["SharedOptions", "draw", "main", "measure", "show"]
@@ -95,7 +96,7 @@ def measure(options: SharedOptions) -> dict[str, Any]:
         ways = {name: blended(one, prompt) for name, one in engines.items()}
         for name in list(stores)[1 + len(_PLACES) :]:  # those that are slow
             ways[f"{name}, read plainly"] = blended(engines[name].with_config(prefetch=False), prompt)
-        timed = time_rounds(ways, options.rounds, keep_kv=False)
+        timed = time_rounds(ways, options.rounds)
         reading = {name: median(_read(store, keys) for _ in range(options.rounds)) for name, store in stores.items()}
     load, middle = size / (options.link * 1e6), medians(timed.seconds)
     rows = []

@@ -83,7 +83,7 @@ async def test_a_place_given_to_someone_just_leaving_goes_on_to_the_next() -> No
     slot = await line.slot("a")
     gone, stays = asyncio.create_task(line.slot("a")), asyncio.create_task(line.slot("a"))
     await soon()
-    line.passed_on(slot._place, 0.1, 0.1)  # the place is gone's now; it has not run since
+    await slot.leave()  # the place is gone's now; it has not run since
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):
         await gone
@@ -277,5 +277,9 @@ async def test_who_must_be_alone_and_goes_away_lets_the_others_in() -> None:
         assert (line.served, back.done()) == (1, False)
         await other.leave()
         assert await back
-        assert (line.served, line._free) == (1, 0)  # alone again
+        assert line.served == 1
+        last = asyncio.create_task(line.slot("a"))
+        await soon()
+        assert line.waiting == 1, "alone again"
+    await (await last).leave()
     assert (line.waiting, line.served) == (0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 import time
@@ -73,7 +74,8 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def gone(server: Running) -> float:
-    return float(server.service.metrics.gone._value.get())
+    (told,) = re.findall(rb"^cacheblend_rag_clients_gone_total (\S+)$", server.service.metrics.text(), re.MULTILINE)
+    return float(told)
 
 
 def test_a_stream_nobody_reads_any_more_ends_and_frees_its_place(server: Running, slow: Slow) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from cacheblend_rag.app.server import comparing
-from cacheblend_rag.app.server.comparing import ROUNDS, compare_all
+from cacheblend_rag.app.server.comparing import compare_all
 from cacheblend_rag.app.server.library import BaseCollection
 from cacheblend_rag.app.server.streams import EventStream
-from cacheblend_rag.calibration.comparison import Prefilled, time_once
+from cacheblend_rag.calibration import comparison
+from cacheblend_rag.calibration.comparison import ROUNDS, Prefilled, time_once
 from cacheblend_rag.prompt import Prompt
 from tests.app.server.common import Running, client_of, new_collection, passage, read_events, upload
 
@@ -41,7 +41,7 @@ class Passes:
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> Passes:
     made = Passes()
-    monkeypatch.setattr(comparing, "time_once", made)
+    monkeypatch.setattr(comparison, "time_once", made)
     return made
 
 

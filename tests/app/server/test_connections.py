@@ -184,7 +184,7 @@ def never(*args, **more):
     while True:
         time.sleep(0.1)
 BlendEngine.stream = never
-running._GRACE, running._LAST = 1, 4
+running._GRACE, running._LAST = 1, 2
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -136,12 +136,12 @@ def test_a_save_that_fails_leaves_the_collection_as_it_was_and_is_tried_again(
         upload(client, id, {"old.txt": passage(300)})
         settle(client.app.state.service)  # type: ignore[attr-defined]
         before = whole_or_not_at_all(client, id)
-        library = client.app.state.service.sessions["local"].library  # type: ignore[attr-defined]
         add, failed = Catalogue.add, threading.Event()
+        (path,) = tmp_path.rglob("catalogue.db")
+        database = sqlite3.connect(path, timeout=10, isolation_level=None)
+        database.execute(f"CREATE TRIGGER full BEFORE INSERT ON {table} BEGIN SELECT RAISE(ABORT, 'full'); END")
 
         def full_disk(self: Catalogue, *given: Any, **more: Any) -> None:
-            refusal = "BEGIN SELECT RAISE(ABORT, 'full'); END"
-            self._db.execute(f"CREATE TEMP TRIGGER IF NOT EXISTS full BEFORE INSERT ON {table} {refusal}")
             try:
                 add(self, *given, **more)
             except sqlite3.IntegrityError as error:
@@ -157,8 +157,8 @@ def test_a_save_that_fails_leaves_the_collection_as_it_was_and_is_tried_again(
             assert states == {"old.txt": "ready", "new.txt": "indexing"}
             found = client.post(f"/api/collections/{id}/search", json={"query": "leaf", "k": 9}).json()
             assert {one["document"] for one in found} == set(before)
-        with library.catalogue._lock:
-            library.catalogue._db.execute("DROP TRIGGER full")
+            database.execute("DROP TRIGGER full")
+        database.close()
         events = read_events(client.get(f"/api/jobs/{sent.json()['job']}/events").text)
         assert events[-1][1]["stage"] == "done"
         assert whole_or_not_at_all(client, id) == {"old.txt": 1, "new.txt": 1}

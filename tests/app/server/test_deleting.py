@@ -26,6 +26,7 @@ from cacheblend_rag.store import DiskStore, MemoryStore
 from cacheblend_rag.store.tombstones import TombstonedStore
 from tests.app.server.common import BASE, new_collection, passage, settings_for, settle, upload
 from tests.contract.store_contract import make
+from tests.probes import segments_of
 
 MB = 10**6
 
@@ -250,8 +251,8 @@ def test_no_kv_stays_that_was_computed_behind_a_text_as_it_was_deleted(
         settle(service_of(client))
         assert not service_of(client).sessions["local"].library.unfinished
         engine, stored = service_of(client).engine, service_of(client).tombstones.inner
-        (begins,) = engine._pipeline.chunk_forms(passage(990).strip())
-        found = finder([begins.token_ids])
+        begins = segments_of(engine).chunk(passage(990))
+        found = finder([begins.ids])
         assert not [key for key, info in stored.infos("") if found((*info.token_ids, *info.behind))]
         assert sum(hits(client, seed) for seed in range(991, 994)) < 3, "they were computed behind it"
 

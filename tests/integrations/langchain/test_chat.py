@@ -15,10 +15,10 @@ from pydantic import BaseModel, Field
 
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.langchain import ChatCacheBlend, known_chunks
-from cacheblend_rag.langchain.messages import places_of, render
+from cacheblend_rag.langchain.messages import places_of, turns_of
 from cacheblend_rag.langchain.tools import parse_answer
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.chat import HeldBack, opening
+from cacheblend_rag.prompt.chat import HeldBack, opening, render_turns
 from tests.integrations.langchain.models import Script, passages, tiny_engine, tiny_parts
 
 DOCUMENTS = passages(3, seed=1)
@@ -325,9 +325,9 @@ def test_what_cannot_be_done_is_refused(chat: ChatCacheBlend) -> None:
         chat.invoke([HumanMessage([{"type": "image_url", "image_url": {"url": "x"}}])])
     tokenizer = tiny_parts()[1]
     with pytest.raises(PromptError, match="RemoveMessage"):
-        render(tokenizer, [RemoveMessage(id="1")])
+        turns_of([RemoveMessage(id="1")])
     with pytest.raises(PromptError, match="empty"):
-        render(tokenizer, [])
+        render_turns(tokenizer, turns_of([]))
 
 
 def test_a_template_must_be_there_and_take_tools(chat: ChatCacheBlend, monkeypatch: pytest.MonkeyPatch) -> None:

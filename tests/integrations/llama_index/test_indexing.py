@@ -26,6 +26,7 @@ from cacheblend_rag.llama_index.vector_store import FaissVectorStore
 from cacheblend_rag.prompt.matching import known_chunks
 from tests import tiny
 from tests.integrations.llama_index.common import QUESTION, embedding, listening, make_index, make_llm, make_nodes
+from tests.probes import key_of
 
 # No chunk is computed behind another, so what is erased is exactly what left.
 APART = {"condition": "sink"}
@@ -49,8 +50,7 @@ def index_of(made: list[Document], faiss: bool) -> VectorStoreIndex:
 
 def stored(llm: CacheBlendLLM, nodes: Any) -> list[bool]:
     """Of which nodes the KV is there."""
-    pipeline, store = llm.engine._pipeline, llm.engine.store
-    return [store.contains(pipeline.chunk_segment(node_texts(node)[0]).key) for node in nodes]
+    return [llm.engine.store.contains(key_of(llm.engine, node_texts(node)[0])) for node in nodes]
 
 
 @pytest.mark.parametrize("faiss", [False, True])

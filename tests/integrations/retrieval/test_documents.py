@@ -12,7 +12,6 @@ from cacheblend_rag.errors import ConfigError, DocumentError, MissingExtraError
 from cacheblend_rag.retrieval.documents import (
     FileBytes,
     by_suffix,
-    find_files,
     list_files,
     parse,
     read_bytes,
@@ -44,12 +43,12 @@ def test_reads_known_files_in_order_of_their_paths(tmp_path: Path) -> None:
 def test_hidden_files_and_folders_are_left_out(tmp_path: Path) -> None:
     for path in ("seen.txt", ".hidden.txt", ".git/config.txt", "sub/.cache/x.md"):
         write(tmp_path, path, "x")
-    assert find_files(tmp_path) == ("seen.txt",)
+    assert list_files(tmp_path).readable == ("seen.txt",)
 
 
 def test_a_hidden_folder_can_be_named_itself(tmp_path: Path) -> None:
     write(tmp_path, ".notes/a.txt", "x")
-    assert find_files(tmp_path / ".notes") == ("a.txt",)
+    assert list_files(tmp_path / ".notes").readable == ("a.txt",)
 
 
 def test_links_out_of_the_folder_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -61,14 +60,14 @@ def test_links_out_of_the_folder_are_left_out(tmp_path: Path, caplog: pytest.Log
     (docs / "loop").symlink_to(docs, target_is_directory=True)
     (docs / "broken.txt").symlink_to(docs / "nowhere.txt")
     (docs / "inside.txt").symlink_to(docs / "a.txt")
-    assert find_files(docs) == ("a.txt", "inside.txt")
+    assert [one.path for one in read_folder(docs)] == ["a.txt", "inside.txt"]
     assert "file-out.txt is skipped" in caplog.text
 
 
 def test_the_folder_may_be_a_link(tmp_path: Path) -> None:
     write(tmp_path, "docs/a.txt", "a")
     (tmp_path / "link").symlink_to(tmp_path / "docs", target_is_directory=True)
-    assert find_files(tmp_path / "link") == ("a.txt",)
+    assert list_files(tmp_path / "link").readable == ("a.txt",)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
@@ -76,18 +75,18 @@ def test_what_is_no_plain_file_is_left_out(tmp_path: Path) -> None:
     write(tmp_path, "a.txt", "a")
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "folder.txt").mkdir()
-    assert find_files(tmp_path) == ("a.txt",)
+    assert list_files(tmp_path).readable == ("a.txt",)
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(DocumentError, match=r"nowhere does not exist"):
-        find_files(tmp_path / "nowhere")
+        list_files(tmp_path / "nowhere")
     write(tmp_path, "a.txt", "a")
     with pytest.raises(DocumentError, match=r"a\.txt is a file; name the folder"):
-        find_files(tmp_path / "a.txt")
+        list_files(tmp_path / "a.txt")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DocumentError, match=r"holds no \.csv, \.docx, .*\.pdf, \.txt file; add"):
-        find_files(tmp_path / "empty")
+        list_files(tmp_path / "empty")
 
 
 def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +95,7 @@ def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(DocumentError, match="cannot be listed: Permission denied"):
-        find_files(tmp_path)
+        list_files(tmp_path)
 
 
 def test_a_file_that_went_away(tmp_path: Path) -> None:
