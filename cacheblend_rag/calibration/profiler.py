@@ -9,15 +9,17 @@ import random
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import xxhash
 
+from cacheblend_rag.calibration.bench.benching import bench_prompt, medians
+from cacheblend_rag.calibration.bench.shapes import BenchOptions
+from cacheblend_rag.calibration.bench.timing import least_squares, timed
 from cacheblend_rag.calibration.comparison import blended, time_rounds
-from cacheblend_rag.calibration.prompts import filler_prompt
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.ratio_policy import profile_path
@@ -42,23 +44,16 @@ __all__ = [
     "measure_prefill",
     "measure_remote",
     "profile_machine",
+    "read_files",
     "time_blends",
-    "timed",
 ]
 
 _CHUNKS = 4
 _RATIOS = (0.15, 0.5)
 _LEAST_CHUNK = 16
-_BLOCK, _COPIED = 2**20, 64 * 10**6
+_COPIED = 64 * 10**6
 # Shape of the record by which a store on another machine is measured, in float32.
 _LAYERS, _HEADS, _DIM = 16, 8, 64
-
-
-def timed(work: Callable[[], object]) -> float:
-    """Seconds that some work takes."""
-    started = time.perf_counter()
-    work()
-    return time.perf_counter() - started
 
 
 @dataclass(frozen=True)
@@ -101,7 +96,8 @@ def measure_blend(engine: BlendEngine, prefill: PrefillProfile, lengths: Sequenc
         engine.model, engine.tokenizer, config=config, store=MemoryStore(), fingerprint=engine.fingerprint
     ) as other:
         for length in sorted(set(lengths)):
-            prompt = filler_prompt(engine.tokenizer, _CHUNKS, max(_LEAST_CHUNK, length // _CHUNKS))
+            options = BenchOptions(chunks=_CHUNKS, chunk_tokens=max(_LEAST_CHUNK, length // _CHUNKS))
+            prompt = bench_prompt(engine.tokenizer, options)
             tokens = len(other.tokenize(prompt).input_ids)
             if tokens <= limit and other.adapter.reusable(tokens):
                 found += time_blends(other, prompt)
@@ -121,12 +117,12 @@ def time_blends(engine: BlendEngine, prompt: Prompt, repeats: int = 3) -> Iterat
     """
     engine.warm(prompt.chunks, progress=False)
     methods = {str(ratio): blended(engine.with_config(recompute_ratio=ratio), prompt) for ratio in _RATIOS}
-    rounds = time_rounds(methods, repeats)
+    timed = time_rounds(methods, repeats)
     tokens = len(engine.tokenize(prompt).input_ids)
-    for ratio, (name, seconds) in zip(_RATIOS, rounds.seconds.items(), strict=True):
-        share = statistics.mean(rounds.last[name].computed) / tokens
+    for ratio, (name, seconds) in zip(_RATIOS, medians(timed.seconds).items(), strict=True):
+        share = statistics.mean(timed.last[name].computed) / tokens
         fixed = max(0.0, (share - ratio) / (1 - ratio))
-        yield BlendTime(tokens, fixed, share - fixed, statistics.median(seconds))
+        yield BlendTime(tokens, fixed, share - fixed, seconds)
 
 
 def fit_blend(prefill: PrefillProfile, found: Sequence[BlendTime]) -> PrefillProfile:
@@ -144,7 +140,7 @@ def fit_blend(prefill: PrefillProfile, found: Sequence[BlendTime]) -> PrefillPro
     columns = {2: rows, 1: [float(one.tokens) for one in found], 0: [1.0] * len(found)}
     if len({one.tokens for one in found}) == 1:  # one length cannot tell what grows with it from what does not
         del columns[0]
-    parts = _least_squares(
+    parts = least_squares(
         {name: torch.tensor(column, dtype=torch.float64) for name, column in columns.items()},
         torch.tensor(beyond, dtype=torch.float64),
     )
@@ -153,24 +149,7 @@ def fit_blend(prefill: PrefillProfile, found: Sequence[BlendTime]) -> PrefillPro
     )
 
 
-def _least_squares(columns: Mapping[int, torch.Tensor], times: torch.Tensor) -> dict[int, float]:
-    """Parts of which columns make up times, none below 0; the first column is kept whatever comes out.
-
-    Parameters
-    ----------
-    columns : mapping of int to Tensor, each [times]
-    times : Tensor, [times]
-        Positive. Relative errors count, so that short times are not drowned by long ones.
-    """
-    kept = dict(columns)
-    first = next(iter(kept))
-    while True:
-        matrix = torch.stack([*kept.values()], dim=1) / times[:, None]
-        parts = dict(zip(kept, torch.linalg.lstsq(matrix, torch.ones_like(times)).solution.tolist(), strict=True))
-        negative = [name for name, part in parts.items() if part < 0 and name != first]
-        if not negative:
-            return {name: max(0.0, part) for name, part in parts.items()}
-        del kept[min(negative)]
+_BLOCK = 2**20
 
 
 def measure_prefill(adapter: ModelAdapter, lengths: Sequence[int]) -> dict[int, float]:
@@ -202,7 +181,7 @@ def fit_prefill(seconds: dict[int, float]) -> PrefillProfile:
     lengths = torch.tensor(sorted(seconds), dtype=torch.float64)
     times = torch.tensor([seconds[int(length)] for length in lengths], dtype=torch.float64)
     powers = (1,) if len(lengths) == 1 else (1, 0, 2) if len(lengths) > 2 else (1, 0)
-    found = _least_squares({power: lengths**power for power in powers}, times)
+    found = least_squares({power: lengths**power for power in powers}, times)
     return PrefillProfile(found.get(0, 0.0), found[1], found.get(2, 0.0))
 
 
@@ -257,6 +236,29 @@ def drop_cache(descriptor: int) -> None:
     """Let the system forget what it keeps in memory of a file that has been written out, where it can be asked to."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_files(paths: Iterable[Path], repeats: int = 3) -> float:
+    """Bytes a second at which files are read and nothing is done with them, the best of some repeats.
+
+    Raises
+    ------
+    ConfigError
+        If there is nothing in them.
+    """
+    found = list(paths)
+    size = sum(path.stat().st_size for path in found)
+    if not size:
+        raise ConfigError("paths", found, "use files with something in them")
+    buffer = bytearray(max(path.stat().st_size for path in found))
+
+    def read() -> None:
+        for path in found:
+            with open(path, "rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+    return size / min(timed(read) for _ in range(repeats))
 
 
 def measure_memory(device: torch.device | None = None) -> Device:

@@ -1,10 +1,9 @@
-"""Prompts made of a user's own chunks, without labels, and prompts of any length whose text does not matter."""
+"""Prompts made of a user's own chunks: no labels, only something to be asked."""
 
 from __future__ import annotations
 
 import random
 import re
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import STUFF
 
-__all__ = ["case_prompts", "chunk_prompts", "filler_prompt", "filler_texts", "framed", "question_prompts"]
+__all__ = ["case_prompts", "chunk_prompts", "framed", "question_prompts"]
 
 _NAME = re.compile(r"\b[A-Z][\w’'-]+(?: [A-Z][\w’'-]+)*")
 _QUESTIONS = (
@@ -28,8 +27,6 @@ _QUESTIONS = (
     "What do the passages say about {a} and about {b}?",
     "Summarise in one sentence what is known about {a}.",
 )
-FILLER_PREFIX = "Answer the question at the end from the passages below. Say so if they do not hold the answer."
-FILLER_QUESTION = "What does the second passage say about the mill, and who rebuilt it after the fire in the valley?"
 
 
 def chunk_prompts(chunks: Sequence[Document], count: int, per_prompt: int = 6, seed: int = 0) -> list[Prompt]:
@@ -116,26 +113,6 @@ def framed(prompts: Sequence[Prompt], tokenizer: Any) -> list[Prompt]:
     return [
         replace(prompt, prefix=chat.before + prompt.prefix, suffix=prompt.suffix + chat.after) for prompt in prompts
     ]
-
-
-def filler_prompt(tokenizer: Any, chunks: int, chunk_tokens: int) -> Prompt:
-    """A prompt whose time is measured: a short prefix, chunks of about so many tokens, a question of about 30."""
-    return Prompt(FILLER_PREFIX, filler_texts(tokenizer, chunks, chunk_tokens), FILLER_QUESTION)
-
-
-def filler_texts(tokenizer: Any, count: int, tokens: int) -> list[str]:
-    """So many chunks of about the wanted number of tokens."""
-    chooser = random.Random(0)
-    words = f"{FILLER_PREFIX} {FILLER_QUESTION}".lower().split()
-    texts = []
-    for _ in range(count):
-        text = [chooser.choice(words) for _ in range(tokens)]
-
-        def size(length: int, text: list[str] = text) -> int:
-            return len(tokenizer.encode(" ".join(text[:length]), add_special_tokens=False))
-
-        texts.append(" ".join(text[: max(1, bisect_right(range(tokens + 1), tokens, key=size) - 1)]))
-    return texts
 
 
 def _prompt(chunks: Sequence[str], question: str) -> Prompt:

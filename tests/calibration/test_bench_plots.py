@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from cacheblend_rag.app.cli import main
 from docs.benchmarks.scripts import redraw
 from docs.benchmarks.scripts.redraw import KINDS, draw_file
 
@@ -42,7 +43,7 @@ WAYS = {
 FLEET = dict.fromkeys(("hit", "remote", "p50", "p99", "imbalance", "megabytes", "possible"), 0.5)
 # A result of each kind, and what must be written in its plot.
 RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "ttft": (
+    "bench ttft": (
         {
             "prompt_tokens": 1200,
             "ttft_seconds": {"full recompute": 2.0, "gradual 30, 3%, disk": 0.5, "gradual 30, 3%, memory": 0.4},
@@ -230,7 +231,7 @@ def test_what_is_no_result_is_named_with_what_is_expected(
     assert redraw.main([str(source), "--plot", str(tmp_path / "plot.svg")]) == 2
     error = capsys.readouterr().err
     assert str(source) in error
-    assert "ttft, store" in error
+    assert "the JSON that one of these printed: bench ttft, store" in error
     assert not (tmp_path / "plot.svg").exists()
 
 
@@ -254,9 +255,11 @@ def test_what_cannot_be_drawn_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = importlib.import_module(f"docs.benchmarks.scripts.{module}")
+    home = "cacheblend_rag.calibration.bench" if module == "ttft" else "docs.benchmarks.scripts"
+    found = importlib.import_module(f"{home}.{module}")
     monkeypatch.setattr(found, "measure", lambda options: pytest.fail("it was measured"))
     if plot == "plot.svg":
         monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert found.main(["--plot", str(tmp_path / plot)]) == 2
+    arguments = ["--plot", str(tmp_path / plot)]
+    assert (main(["bench", "ttft", *arguments]) if module == "ttft" else found.main(arguments)) == 2
     assert re.search(hint, capsys.readouterr().err)

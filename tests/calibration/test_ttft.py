@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag import Prompt
+from cacheblend_rag.app.cli import main
+from cacheblend_rag.calibration.bench.benching import bench_model
+from cacheblend_rag.calibration.bench.bounds import Cost, cost_of, kv_rate
+from cacheblend_rag.calibration.bench.ttft import METHODS, TTFTOptions
 from cacheblend_rag.calibration.comparison import blended, prefill_methods
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.work import prefill_work
 from cacheblend_rag.store import DiskStore, MemoryStore
-from docs.benchmarks.scripts.benching import bench_model
-from docs.benchmarks.scripts.bounds import Cost, cost_of, kv_rate
-from docs.benchmarks.scripts.ttft import TTFTOptions, main
 from tests import tiny
 from tests.probes import engine_of
 
@@ -27,7 +28,7 @@ def test_every_method_is_measured_on_every_store_beside_its_bound(
     deep_shape: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     drawn = tmp_path / "ttft.svg"
-    assert main(["--shape", deep_shape, "--rounds", "2", "--plot", str(drawn), *SMALL]) == 0
+    assert main(["bench", "ttft", "--shape", deep_shape, "--rounds", "2", "--plot", str(drawn), *SMALL]) == 0
     assert drawn.read_text().lstrip().startswith("<?xml")
     *table, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
@@ -61,7 +62,7 @@ def test_methods_and_places_can_be_left_out(
 ) -> None:
     monkeypatch.setenv("MALLOC_ARENA_TEST", "8")  # what it would be anyway
     chosen = ["--methods", "hkvd-k", "--ratios", "0.2", "--kv", "gpu"]
-    assert main(["--shape", "tiny", "--rounds", "1", *SMALL, *chosen]) == 0
+    assert main(["bench", "ttft", "--shape", "tiny", "--rounds", "1", *SMALL, *chosen]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["machine"]["allocator"]["MALLOC_ARENA_TEST"] == "8"
     assert list(result["ttft_seconds"]) == ["full recompute", "hkvd K 20%, gpu"]
@@ -75,6 +76,13 @@ def test_methods_and_places_can_be_left_out(
 def test_what_cannot_be_measured_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
         bench_model(TTFTOptions(threads=1, **changes))  # type: ignore[arg-type]
+
+
+def test_the_names_in_the_help_are_the_methods(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "ttft", "--help"])
+    shown = " ".join(capsys.readouterr().out.split()).replace("- ", "-")
+    assert ", ".join(METHODS) in shown
 
 
 # Bounds -------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from cacheblend_rag import __version__
 from cacheblend_rag.app.cli.adapt import add_adapt
 from cacheblend_rag.app.cli.ask import add_ask
+from cacheblend_rag.app.cli.bench import add_bench
 from cacheblend_rag.app.cli.cache import add_cache
 from cacheblend_rag.app.cli.calibrate import add_calibrate
 from cacheblend_rag.app.cli.evaluate import add_eval
@@ -53,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         add_models,
         add_cache,
         add_profile,
+        add_bench,
         add_adapt,
         add_calibrate,
         add_eval,

@@ -113,7 +113,8 @@ _names, numbers, _whole = _split(str), _split(float), _split(int)
 
 def run_eval(parsed: argparse.Namespace) -> int:
     """Measure what the arguments of `add_eval_arguments` and `add_run_arguments` say, sum it up and draw it."""
-    from cacheblend_rag.calibration.evaluation.plots import draw_run, import_pyplot
+    from cacheblend_rag.calibration.bench.plotting import import_pyplot
+    from cacheblend_rag.calibration.evaluation.plots import draw_run
     from cacheblend_rag.calibration.evaluation.runner import Evaluation
     from cacheblend_rag.calibration.evaluation.summary import write_summary
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from cacheblend_rag.calibration.bench.plotting import import_pyplot, save_figure
 from cacheblend_rag.calibration.evaluation.runner import EvalRun
 from cacheblend_rag.calibration.evaluation.summary import LOSS, MethodRow, least_work, main_measure
-from cacheblend_rag.errors import MissingExtraError
 
 __all__ = [
     "draw_against",
@@ -18,37 +18,9 @@ __all__ = [
     "draw_over_ratio",
     "draw_run",
     "drawn",
-    "import_pyplot",
-    "save_figure",
 ]
 
 _NAMES = {"f1": "F1", "em": "exact match", "rouge_l": "Rouge-L", "forced_exact": "gold answer most likely"}
-
-
-def import_pyplot() -> Any:
-    """Pyplot of matplotlib, drawing into files.
-
-    Raises
-    ------
-    MissingExtraError
-        If matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise MissingExtraError("matplotlib", "plots") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def save_figure(pyplot: Any, figure: Any, path: str | Path) -> None:
-    """Write a figure into a file and let go of it; the same figure gives the same file."""
-    undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(Path(path).suffix.lower())
-    with pyplot.rc_context({"svg.hashsalt": "cacheblend-rag"}):  # ids that do not change
-        figure.savefig(path, dpi=150, metadata=undated)
-    pyplot.close(figure)
 
 
 def draw_run(run: EvalRun, rows: Sequence[MethodRow], folder: Path, measure: str | None = None) -> list[Path]:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
 from transformers import GenerationConfig
 from transformers.generation import LogitsProcessor
 
-from cacheblend_rag.app.cli.arguments import add_arguments
-from cacheblend_rag.calibration.evaluation.tables import table
+from cacheblend_rag.app.cli.bench import add_machine_arguments, add_prompt_arguments, options_from
+from cacheblend_rag.calibration.bench.bench_plots import EDGE, bar_rows
+from cacheblend_rag.calibration.bench.benching import shown_seconds, table
 from cacheblend_rag.errors import CacheBlendError
-from docs.benchmarks.scripts.bench_plots import EDGE, bar_rows
-from docs.benchmarks.scripts.benching import shown_seconds
 
 __all__ = [
     "TokenClock",
@@ -26,7 +23,6 @@ __all__ = [
     "greedy",
     "in_turn",
     "machine_parser",
-    "options_from",
     "prompt_parser",
     "reported",
     "run_bench",
@@ -42,40 +38,18 @@ def script_parser(name: str, about: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog=f"python -m docs.benchmarks.scripts.{name}", description=about)
 
 
-def machine_parser(name: str, about: str | None, *, shape: str, rounds: int) -> argparse.ArgumentParser:
-    """A parser with what a model is run and timed by, whatever the prompt; defaults are given."""
+def machine_parser(name: str, about: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser with `add_machine_arguments`, whose defaults are given."""
     parser = script_parser(name, about)
-    parser.add_argument("--shape", default=shape, help="model shape, random weights; or the path of a config.json")
-    parser.add_argument("--dtype", default="float32", help='"float32", "bfloat16" or "float16"')
-    parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--plot", metavar="FILE", help="draw the result into a file, such as result.svg")
-    add_arguments(parser, "device")
+    add_machine_arguments(parser, **defaults)
     return parser
 
 
-def prompt_parser(
-    name: str, about: str | None, *, shape: str, rounds: int, chunks: int = 4, chunk_tokens: int = 512
-) -> argparse.ArgumentParser:
-    """`machine_parser` for `BenchOptions`, which say what the prompt is."""
-    parser = machine_parser(name, about, shape=shape, rounds=rounds)
-    parser.add_argument("--chunks", type=int, default=chunks)
-    parser.add_argument("--chunk-tokens", type=int, default=chunk_tokens)
+def prompt_parser(name: str, about: str | None, **defaults: Any) -> argparse.ArgumentParser:
+    """A parser with `add_prompt_arguments`, whose defaults are given."""
+    parser = script_parser(name, about)
+    add_prompt_arguments(parser, **defaults)
     return parser
-
-
-def options_from(kind: type[_Options], parsed: argparse.Namespace) -> _Options:
-    """Options of a benchmark, from arguments of the same names.
-
-    Parameters
-    ----------
-    kind : type
-        A dataclass. What no argument gives keeps its default; lists become tuples.
-    parsed : Namespace
-    """
-    names = {option.name for option in fields(kind)}  # type: ignore[arg-type]
-    given: dict[str, Any] = {name: value for name, value in vars(parsed).items() if name in names and value is not None}
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
 
 
 def run_bench(

@@ -22,16 +22,15 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from cacheblend_rag.calibration.evaluation.plots import save_figure
-from cacheblend_rag.calibration.evaluation.tables import machine, table
+from cacheblend_rag.calibration.bench.bench_plots import titled
+from cacheblend_rag.calibration.bench.benching import bench_model, bench_prompt, machine, show_result, table, warmed
+from cacheblend_rag.calibration.bench.plotting import save_figure
+from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.config import check_whole
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
-from docs.benchmarks.scripts.bench_plots import titled
-from docs.benchmarks.scripts.benching import bench_model, bench_prompt, show_result, warmed
 from docs.benchmarks.scripts.common import TokenClock, greedy, prompt_parser, run_bench
-from docs.benchmarks.scripts.shapes import BenchOptions
 
 __all__ = ["ConcurrentOptions", "draw", "main", "measure", "show"]
 

@@ -21,12 +21,20 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.evaluation.plots import save_figure
+from cacheblend_rag.calibration.bench.bench_plots import titled
+from cacheblend_rag.calibration.bench.benching import (
+    bench_model,
+    bench_prompt,
+    medians,
+    show_result,
+    timed_result,
+    warmed,
+)
+from cacheblend_rag.calibration.bench.plotting import save_figure
+from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
-from docs.benchmarks.scripts.bench_plots import titled
-from docs.benchmarks.scripts.benching import bench_model, bench_prompt, medians, show_result, timed_result, warmed
 from docs.benchmarks.scripts.common import (
     TokenClock,
     draw_ways,
@@ -36,7 +44,6 @@ from docs.benchmarks.scripts.common import (
     run_bench,
     table_of_ways,
 )
-from docs.benchmarks.scripts.shapes import BenchOptions
 
 __all__ = ["PLAIN", "DecodingOptions", "draw", "main", "measure", "show"]
 

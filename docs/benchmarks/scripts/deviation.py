@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.evaluation.plots import save_figure
-from cacheblend_rag.calibration.evaluation.tables import table
+from cacheblend_rag.calibration.bench.benching import table
+from cacheblend_rag.calibration.bench.plotting import pyplot_for, save_figure
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.fusor.selection import SelectNone
 from cacheblend_rag.fusor.teacher_forcing import prefill_layerwise
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import Span
-from docs.benchmarks.scripts.bench_plots import pyplot_for
 from docs.benchmarks.scripts.common import reported, script_parser
 from docs.benchmarks.scripts.yardstick import Yardstick, in_prompt, of_half, open_cases
 

@@ -19,10 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.calibration.evaluation.plots import save_figure
+from cacheblend_rag.calibration.bench.plotting import pyplot_for, save_figure
 from cacheblend_rag.config import check_whole
 from cacheblend_rag.errors import ConfigError
-from docs.benchmarks.scripts.bench_plots import pyplot_for
 from docs.benchmarks.scripts.throughput import draw_prompt, zipf
 
 __all__ = ["HitRates", "TraceOptions", "draw", "main", "simulate"]

@@ -1,4 +1,4 @@
-"""llama.cpp in turn with the methods of ``ttft``, on the very same weights.
+"""llama.cpp in turn with the methods of ``cacheblend-rag bench ttft``, on the very same weights.
 
 ``python -m docs.benchmarks.scripts.llama_cpp --shape smollm2-135m --methods prefix default``
 
@@ -25,17 +25,18 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.app.cli.bench import add_ttft_arguments, options_from
+from cacheblend_rag.calibration.bench.bench_plots import draw_ttft
+from cacheblend_rag.calibration.bench.benching import show_result
+from cacheblend_rag.calibration.bench.shapes import bench_device
+from cacheblend_rag.calibration.bench.ttft import TTFTOptions, told
+from cacheblend_rag.calibration.bench.ttft import measure as measure_ttft
 from cacheblend_rag.calibration.comparison import Prefilled, kept_ids
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.prompt import Prompt
-from docs.benchmarks.scripts.bench_plots import draw_ttft
-from docs.benchmarks.scripts.benching import show_result
-from docs.benchmarks.scripts.common import run_bench
+from docs.benchmarks.scripts.common import reported, script_parser
 from docs.benchmarks.scripts.gguf_file import KINDS, write_gguf
-from docs.benchmarks.scripts.shapes import bench_device
-from docs.benchmarks.scripts.ttft import TTFTOptions, told, ttft_parser
-from docs.benchmarks.scripts.ttft import measure as measure_ttft
 
 __all__ = [
     "NAMES",
@@ -292,11 +293,15 @@ def _agreement(settings: LlamaSettings, full: torch.Tensor, others: Mapping[str,
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print a table and JSON."""
+    parser = script_parser("llama_cpp", __doc__)
+    add_ttft_arguments(parser)
+    parsed = parser.parse_args(arguments)
 
-    def show(options: TTFTOptions, plot: str | None) -> None:
-        show_result(plot, lambda: measure(options), told, draw_ttft)
+    def show() -> None:
+        options = options_from(TTFTOptions, parsed)
+        show_result(parsed.plot, lambda: measure(options), told, draw_ttft)
 
-    return run_bench(ttft_parser("llama_cpp", __doc__), arguments, TTFTOptions, show)
+    return reported(parser, show)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cacheblend_rag.calibration.bench.benching import bench_model, bench_prompt, machine, medians, show_result, table
+from cacheblend_rag.calibration.bench.plotting import save_figure
+from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.calibration.comparison import Prefilled, blended, time_rounds
-from cacheblend_rag.calibration.evaluation.plots import save_figure
-from cacheblend_rag.calibration.evaluation.tables import machine, table
 from cacheblend_rag.calibration.profiler import fit_blend, time_blends
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
@@ -26,9 +27,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.loading import Device, MachineProfile, PrefillProfile
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store import DiskStore, MemoryStore
-from docs.benchmarks.scripts.benching import bench_model, bench_prompt, medians, show_result
 from docs.benchmarks.scripts.common import prompt_parser, run_bench
-from docs.benchmarks.scripts.shapes import BenchOptions
 from docs.benchmarks.scripts.throttled import ThrottledStore
 
 __all__ = ["FACTORS", "OverlapOptions", "draw", "main", "measure", "show"]

@@ -27,13 +27,11 @@ from langchain_core.runnables import Runnable, RunnableLambda
 from transformers import pipeline
 from transformers.generation import LogitsProcessorList
 
-from cacheblend_rag.calibration.evaluation.tables import machine, table
-from cacheblend_rag.calibration.prompts import filler_texts
+from cacheblend_rag.calibration.bench.benching import bench_model, chunk_texts, machine, medians, table
+from cacheblend_rag.calibration.bench.shapes import SHAPES, BenchOptions
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.langchain import CacheBlendLLM
-from docs.benchmarks.scripts.benching import bench_model, medians
 from docs.benchmarks.scripts.common import TokenClock
-from docs.benchmarks.scripts.shapes import SHAPES, BenchOptions
 
 __all__ = ["MigrationOptions", "main", "measure"]
 
@@ -90,7 +88,7 @@ def measure(options: MigrationOptions) -> dict[str, Any]:
     }
     settings["logits_processor"] = LogitsProcessorList([clock])
     made = pipeline("text-generation", model, tokenizer=tokenizer, **settings)
-    documents = [Document(page_content=text) for text in filler_texts(tokenizer, options.chunks, options.chunk_tokens)]
+    documents = [Document(page_content=text) for text in chunk_texts(tokenizer, options.chunks, options.chunk_tokens)]
     with tempfile.TemporaryDirectory() as folder:
         config = BlendConfig(min_tokens=0, write_back="inline")
         ours = CacheBlendLLM.from_pipeline(made, config=config, store=folder, logits_processor=[clock])

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cacheblend_rag.calibration.bench.bench_plots import draw_ttft
+from cacheblend_rag.calibration.bench.plotting import pyplot_for
 from cacheblend_rag.errors import ConfigError
 from docs.benchmarks.scripts import (
     concurrent,
@@ -27,7 +29,6 @@ from docs.benchmarks.scripts import (
     warm,
     yardstick,
 )
-from docs.benchmarks.scripts.bench_plots import draw_ttft, pyplot_for
 from docs.benchmarks.scripts.common import reported, script_parser
 
 __all__ = ["KINDS", "Kind", "draw_file", "main"]
@@ -49,9 +50,9 @@ class Kind:
     draw: Callable[[Any, Mapping[str, Any], Path], None]
 
 
-# By the script that measured it.
+# By the command or script that measured it.
 KINDS = {
-    "ttft": Kind(("ttft_seconds", "bound_seconds", "times_faster", "prompt_tokens"), draw_ttft),
+    "bench ttft": Kind(("ttft_seconds", "bound_seconds", "times_faster", "prompt_tokens"), draw_ttft),
     "store": Kind(("bytes_a_second", "records"), store.draw),
     "warm": Kind(("seconds_a_token", "to_batch", "spread", "tokens"), warm.draw),
     "decode": Kind(("seconds_a_token", "to_transformers", "spread", "prompt_tokens"), decode.draw),

@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.profiler import timed
+from cacheblend_rag.calibration.bench.benching import bench_model, bench_prompt, warmed
+from cacheblend_rag.calibration.bench.shapes import BenchOptions
+from cacheblend_rag.calibration.bench.timing import timed
 from cacheblend_rag.config import BlendConfig, check_choice, check_share
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.fusor.work import RowsDone, prefill_work, work_share
@@ -29,8 +31,6 @@ from cacheblend_rag.models.memory import token_bytes
 from cacheblend_rag.models.shape import ModelShape
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import FusedKV
-from docs.benchmarks.scripts.benching import bench_model, bench_prompt, warmed
-from docs.benchmarks.scripts.shapes import BenchOptions
 
 __all__ = ["CHECK_LAYER", "POINT_METHODS", "PointOptions", "main", "measure", "work_from"]
 

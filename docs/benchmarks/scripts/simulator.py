@@ -40,10 +40,9 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.app.fleet.routing import RoutingRule, chunk_digest
-from cacheblend_rag.calibration.evaluation.plots import save_figure
-from cacheblend_rag.calibration.evaluation.tables import table
+from cacheblend_rag.calibration.bench.benching import table
+from cacheblend_rag.calibration.bench.plotting import pyplot_for, save_figure
 from cacheblend_rag.errors import ConfigError
-from docs.benchmarks.scripts.bench_plots import pyplot_for
 from docs.benchmarks.scripts.common import reported, script_parser
 from docs.benchmarks.scripts.fleet_model import (
     CHUNK_TOKENS,

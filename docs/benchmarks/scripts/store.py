@@ -21,9 +21,12 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.evaluation.plots import save_figure
-from cacheblend_rag.calibration.evaluation.tables import machine, table
-from cacheblend_rag.calibration.profiler import drop_cache, timed
+from cacheblend_rag.calibration.bench.bench_plots import EDGE, bar_rows, titled, unboxed
+from cacheblend_rag.calibration.bench.benching import machine, medians, show_result, shown_seconds, table
+from cacheblend_rag.calibration.bench.plotting import save_figure
+from cacheblend_rag.calibration.bench.shapes import BenchOptions, shape_config
+from cacheblend_rag.calibration.bench.timing import timed
+from cacheblend_rag.calibration.profiler import drop_cache
 from cacheblend_rag.config import CODEC_NAMES, check_choice
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.models.kv import SegmentKV
@@ -31,10 +34,7 @@ from cacheblend_rag.models.shape import head_width
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore
 from cacheblend_rag.store.base import KVRecord, StoredKV, copy_layer, record_key
 from cacheblend_rag.store.record import RecordFormat
-from docs.benchmarks.scripts.bench_plots import EDGE, bar_rows, titled, unboxed
-from docs.benchmarks.scripts.benching import medians, show_result, shown_seconds
 from docs.benchmarks.scripts.common import prompt_parser, run_bench
-from docs.benchmarks.scripts.shapes import BenchOptions, shape_config
 
 __all__ = ["StoreOptions", "draw", "main", "measure", "show"]
 

@@ -26,10 +26,18 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.calibration.bench.bench_plots import titled
+from cacheblend_rag.calibration.bench.benching import (
+    bench_model,
+    bench_prompt,
+    chunk_texts,
+    machine,
+    show_result,
+    table,
+)
+from cacheblend_rag.calibration.bench.plotting import save_figure
+from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.calibration.comparison import Prefilled, decode_from
-from cacheblend_rag.calibration.evaluation.plots import save_figure
-from cacheblend_rag.calibration.evaluation.tables import machine, table
-from cacheblend_rag.calibration.prompts import filler_texts
 from cacheblend_rag.config import BlendConfig, check_whole
 from cacheblend_rag.engine.decode import DecodeOptions
 from cacheblend_rag.engine.engine import BlendEngine
@@ -37,10 +45,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store import MemoryStore
-from docs.benchmarks.scripts.bench_plots import titled
-from docs.benchmarks.scripts.benching import bench_model, bench_prompt, show_result
 from docs.benchmarks.scripts.common import greedy, prompt_parser, run_bench
-from docs.benchmarks.scripts.shapes import BenchOptions
 
 __all__ = [
     "BATCHES",
@@ -147,7 +152,7 @@ def draw_prompt(
 def measure(options: ThroughputOptions) -> dict[str, Any]:
     """Measure every method over the rates; a dictionary fit for JSON."""
     model, tokenizer = bench_model(options)
-    texts = filler_texts(tokenizer, options.documents, options.chunk_tokens)
+    texts = chunk_texts(tokenizer, options.documents, options.chunk_tokens)
     with _engine(model, tokenizer, options, texts) as engine:
         methods = _methods(engine, options)
         prompts = list(_prompts(bench_prompt(tokenizer, options), texts, options))

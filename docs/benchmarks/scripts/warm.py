@@ -19,17 +19,16 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.evaluation.plots import save_figure
-from cacheblend_rag.calibration.evaluation.tables import machine
-from cacheblend_rag.calibration.profiler import timed
+from cacheblend_rag.calibration.bench.bench_plots import titled
+from cacheblend_rag.calibration.bench.benching import bench_model, bench_prompt, machine, medians, show_result
+from cacheblend_rag.calibration.bench.plotting import save_figure
+from cacheblend_rag.calibration.bench.shapes import BenchOptions
+from cacheblend_rag.calibration.bench.timing import timed
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store import MemoryStore
-from docs.benchmarks.scripts.bench_plots import titled
-from docs.benchmarks.scripts.benching import bench_model, bench_prompt, medians, show_result
 from docs.benchmarks.scripts.common import draw_ways, in_turn, prompt_parser, run_bench, table_of_ways
-from docs.benchmarks.scripts.shapes import BenchOptions
 
 __all__ = ["BATCH", "WarmOptions", "draw", "main", "measure", "prefill_batch", "show"]
 

@@ -38,13 +38,13 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.calibration.bench.plotting import pyplot_for, save_figure
 from cacheblend_rag.calibration.calibrate import end_ids_of
 from cacheblend_rag.calibration.corpus import Corpus
 from cacheblend_rag.calibration.evaluation.answers import GreedyAnswers, shared_cache
 from cacheblend_rag.calibration.evaluation.cases import EvalCase, Passage
 from cacheblend_rag.calibration.evaluation.datasets import load_cases
 from cacheblend_rag.calibration.evaluation.methods import rule_of
-from cacheblend_rag.calibration.evaluation.plots import save_figure
 from cacheblend_rag.calibration.evaluation.prompts import ChatFrame, build_prompt
 from cacheblend_rag.calibration.evaluation.statistics import interval
 from cacheblend_rag.calibration.prepared import ComputeKV, PreparedPrompt
@@ -62,7 +62,6 @@ from cacheblend_rag.prompt.contexts import Contexts
 from cacheblend_rag.store.base import KVRecord
 from cacheblend_rag.store.codecs import codec_named
 from cacheblend_rag.store.learned import kept_context
-from docs.benchmarks.scripts.bench_plots import pyplot_for
 from docs.benchmarks.scripts.common import script_parser
 
 __all__ = ["Conditions", "Yardstick", "main", "parse_method"]

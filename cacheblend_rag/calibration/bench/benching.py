@@ -1,9 +1,14 @@
-"""What benchmarks share: their model and prompt, a store that holds it, and how results are shown."""
+"""What benchmarks share: their model and prompt, a store that holds it, tables, and where they ran."""
 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import random
 import statistics
+import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -11,29 +16,35 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cacheblend_rag.calibration.evaluation.tables import machine
-from cacheblend_rag.calibration.prompts import FILLER_PREFIX, FILLER_QUESTION, filler_prompt
+from cacheblend_rag.calibration.bench.plotting import pyplot_for
+from cacheblend_rag.calibration.bench.shapes import BenchOptions, bench_device, random_model
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import BlendReport, WarmReport
 from cacheblend_rag.store import KVStore
-from docs.benchmarks.scripts.bench_plots import pyplot_for
-from docs.benchmarks.scripts.shapes import BenchOptions, random_model
 
 __all__ = [
     "bench_model",
     "bench_prompt",
     "bench_tokenizer",
+    "chunk_texts",
+    "machine",
     "medians",
     "show_result",
     "shown_seconds",
+    "table",
     "timed_result",
     "warmed",
 ]
+
+_ALLOCATOR = ("GLIBC_TUNABLES", "MALLOC_")
+_SYSTEM = "Answer the question at the end from the passages below. Say so if they do not hold the answer."
+_QUESTION = "What does the second passage say about the mill, and who rebuilt it after the fire in the valley?"
 
 
 def bench_model(options: BenchOptions) -> tuple[Any, Any]:
@@ -51,15 +62,29 @@ def bench_tokenizer() -> Any:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<s>", "</s>"]
     trainer = trainers.BpeTrainer(special_tokens=special, initial_alphabet=alphabet, show_progress=False)
-    said = [FILLER_PREFIX, FILLER_QUESTION, f" {FILLER_PREFIX} {FILLER_QUESTION}".lower()]
-    inner.train_from_iterator(said, trainer)
+    inner.train_from_iterator([_SYSTEM, _QUESTION, f" {_SYSTEM} {_QUESTION}".lower()], trainer)
     inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="</s>")
 
 
 def bench_prompt(tokenizer: Any, options: BenchOptions) -> Prompt:
     """The prompt of a benchmark: a short prefix, chunks, and a question of about 30 tokens."""
-    return filler_prompt(tokenizer, options.chunks, options.chunk_tokens)
+    return Prompt(_SYSTEM, chunk_texts(tokenizer, options.chunks, options.chunk_tokens), _QUESTION)
+
+
+def chunk_texts(tokenizer: Any, count: int, tokens: int) -> list[str]:
+    """So many chunks of about the wanted number of tokens."""
+    chooser = random.Random(0)
+    words = (_SYSTEM + " " + _QUESTION).lower().split()
+    texts = []
+    for _ in range(count):
+        text = [chooser.choice(words) for _ in range(tokens)]
+
+        def size(length: int, text: list[str] = text) -> int:
+            return len(tokenizer.encode(" ".join(text[:length]), add_special_tokens=False))
+
+        texts.append(" ".join(text[: max(1, bisect_right(range(tokens + 1), tokens, key=size) - 1)]))
+    return texts
 
 
 @contextmanager
@@ -146,3 +171,35 @@ def shown_seconds(seconds: float) -> str:
     if seconds < 1e-3:
         return f"{1e6 * seconds:.1f} µs"
     return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.2f} ms"
+
+
+def machine(device: str = "auto") -> dict[str, Any]:
+    """Where and with what something was measured; ``device`` as in `BenchOptions`."""
+    found = bench_device(device)
+    return {
+        "processor": _processor(),
+        "device": torch.cuda.get_device_name(found) if found.type == "cuda" else str(found),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        # Settings of the C library's allocator, on which times over many megabytes depend.
+        "allocator": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_ALLOCATOR)},
+    }
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns stand under one another."""
+    lines = [head, *rows]
+    widths = [max(3, *(len(line[column]) for line in lines)) for column in range(len(head))]
+    padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
+    padded.insert(1, ["-" * width for width in widths])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in padded)

@@ -1,6 +1,6 @@
 """Time to first token of every method on one prompt of a known model shape, beside the least it could be.
 
-``python -m docs.benchmarks.scripts.ttft --shape qwen2.5-0.5b --chunks 6 --chunk-tokens 512 --kv disk memory``
+``cacheblend-rag bench ttft --shape qwen2.5-0.5b --chunks 6 --chunk-tokens 512 --kv disk memory``
 
 All methods run in one process, in turn, round after round; ratios are of medians. Stores are warm;
 tokenising, looking up, loading, the layers before a check, the check and the question are all in the
@@ -9,39 +9,36 @@ time. Only "cold" finds nothing stored, the prefix included, and stores nothing.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cacheblend_rag.calibration.bench.bench_plots import draw_ttft
+from cacheblend_rag.calibration.bench.benching import (
+    bench_model,
+    bench_prompt,
+    medians,
+    show_result,
+    shown_seconds,
+    table,
+    timed_result,
+    warmed,
+)
+from cacheblend_rag.calibration.bench.bounds import cost_of, kv_rate
+from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.calibration.comparison import METHODS as WAYS
 from cacheblend_rag.calibration.comparison import Prefilled, blended, prefill_methods, time_rounds
-from cacheblend_rag.calibration.evaluation.tables import table
 from cacheblend_rag.config import BlendConfig, check_choice, check_share
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.store import KVStore, MemoryStore
-from docs.benchmarks.scripts.bench_plots import draw_ttft
-from docs.benchmarks.scripts.benching import (
-    bench_model,
-    bench_prompt,
-    medians,
-    show_result,
-    shown_seconds,
-    timed_result,
-    warmed,
-)
-from docs.benchmarks.scripts.bounds import cost_of, kv_rate
-from docs.benchmarks.scripts.common import prompt_parser, run_bench
-from docs.benchmarks.scripts.shapes import BenchOptions
 
-__all__ = ["KV_PLACES", "METHODS", "Others", "TTFTOptions", "main", "measure", "show", "told", "ttft_parser"]
+__all__ = ["KV_PLACES", "METHODS", "Others", "TTFTOptions", "measure", "show", "told"]
 
 FULL, PREFIX, REUSE, _ = WAYS
 METHODS = ("full", "prefix", "reuse", "hkvd-v", "hkvd-k", "gradual-30", "gradual-50", "starts", "default", "cold")
@@ -202,20 +199,6 @@ def _rules(options: TTFTOptions) -> dict[str, dict[str, Any]]:
     return dict(one for name in METHODS if name in options.methods for one in wanted.get(name, []))
 
 
-def ttft_parser(name: str, about: str | None) -> argparse.ArgumentParser:
-    """A parser of `TTFTOptions`."""
-    parser = prompt_parser(name, about, shape="qwen2.5-0.5b", rounds=5)
-    parser.add_argument("--ratios", type=float, nargs="+", metavar="R", help="of flat HKVD and chunk starts")
-    parser.add_argument("--methods", nargs="+", metavar="NAME", help=f"{', '.join(METHODS)} (default: all)")
-    parser.add_argument("--kv", nargs="+", metavar="PLACE", help=f"where stored KV lies: {', '.join(KV_PLACES)}")
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and print a table and JSON."""
-    return run_bench(ttft_parser("ttft", __doc__), arguments, TTFTOptions, show)
-
-
 def show(options: TTFTOptions, plot: str | None = None) -> None:
     """Measure and print a table, drawn into a file if one is named; the last line is JSON."""
     show_result(plot, lambda: measure(options), told, draw_ttft)
@@ -244,7 +227,3 @@ def _cells(name: str, result: Mapping[str, Any]) -> tuple[str, ...]:
         shown_seconds(result["bound_seconds"][name]),
         f"{result['share_of_bound'][name]:.0%}",
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

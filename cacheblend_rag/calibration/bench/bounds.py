@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from cacheblend_rag.calibration.comparison import Prefilled
-from cacheblend_rag.calibration.profiler import measure_gpu_copy, measure_memory, timed
+from cacheblend_rag.calibration.profiler import measure_gpu_copy, measure_memory, read_files
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.work import RowsDone, work_share
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.memory import token_bytes
 
-__all__ = ["Cost", "cost_of", "kv_rate", "read_files"]
+__all__ = ["Cost", "cost_of", "kv_rate"]
 
 
 @dataclass(frozen=True)
@@ -76,26 +73,3 @@ def kv_rate(engine: BlendEngine) -> float:
     if device.type == "cuda" and kept.type != "cuda":
         rate = min(rate, measure_gpu_copy(device).throughput)
     return rate
-
-
-def read_files(paths: Iterable[Path], repeats: int = 3) -> float:
-    """Bytes a second at which files are read and nothing is done with them, the best of some repeats.
-
-    Raises
-    ------
-    ConfigError
-        If there is nothing in them.
-    """
-    found = list(paths)
-    size = sum(path.stat().st_size for path in found)
-    if not size:
-        raise ConfigError("paths", found, "use files with something in them")
-    buffer = bytearray(max(path.stat().st_size for path in found))
-
-    def read() -> None:
-        for path in found:
-            with open(path, "rb", buffering=0) as file:
-                while file.readinto(buffer):
-                    pass
-
-    return size / min(timed(read) for _ in range(repeats))

@@ -1,6 +1,7 @@
-"""Times to first token drawn as bars that can be told apart without colour, and parts of such plots.
+"""What `cacheblend-rag bench ttft` found, drawn as bars that can be told apart without colour, and parts of such plots.
 
-Each takes pyplot (see `pyplot_for`), what the benchmark's last line says, and the file to write.
+Each takes pyplot (see `cacheblend_rag.calibration.bench.plotting.pyplot_for`), what the benchmark's last line says,
+and the file to write.
 """
 
 from __future__ import annotations
@@ -9,10 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.calibration.evaluation.plots import import_pyplot, save_figure
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.calibration.bench.plotting import save_figure
 
-__all__ = ["EDGE", "bar_rows", "draw_ttft", "pyplot_for", "titled", "unboxed"]
+__all__ = ["EDGE", "bar_rows", "draw_ttft", "titled", "unboxed"]
 
 # How bars look by where the KV they read lies; those of methods that read none come first.
 _PLACES: dict[str, dict[str, str]] = {
@@ -23,29 +23,6 @@ _PLACES: dict[str, dict[str, str]] = {
 }
 EDGE = {"edgecolor": "black", "linewidth": 0.6}
 """How bars are drawn round."""
-
-
-def pyplot_for(path: str | Path | None) -> Any:
-    """Pyplot for a file drawn after long work, which is checked now; None if none is named.
-
-    Raises
-    ------
-    ConfigError
-        If matplotlib draws no such kind of file, or its folder does not exist.
-    MissingExtraError
-        If matplotlib is not installed.
-    """
-    if not path:
-        return None
-    pyplot = import_pyplot()
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    wanted = Path(path)
-    if wanted.suffix.lower().removeprefix(".") not in FigureCanvasBase.get_supported_filetypes():
-        raise ConfigError("plot", str(path), "use a file name that ends in .svg, .png or .pdf")
-    if not wanted.parent.is_dir():
-        raise ConfigError("plot", str(path), "use a folder that exists")
-    return pyplot
 
 
 def draw_ttft(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:

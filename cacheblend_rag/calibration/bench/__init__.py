@@ -1,0 +1,1 @@
+"""Measuring: baselines, speed and quality."""
