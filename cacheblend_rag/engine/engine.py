@@ -24,7 +24,7 @@ from cacheblend_rag.engine.decode import DEFAULT_NEW_TOKENS, DecodeArguments, De
 from cacheblend_rag.engine.grammar import Form, Grammar
 from cacheblend_rag.engine.guard import QualityGuard
 from cacheblend_rag.engine.lookup import Segment
-from cacheblend_rag.engine.pipeline import OTHER_FORM, Blend, Pipeline
+from cacheblend_rag.engine.pipeline import OTHER_FORM, Blend, Pauses, Pipeline
 from cacheblend_rag.engine.scheduler import ModelTime, Scheduler, scheduler_of
 from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds, keys_begin
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead
@@ -458,7 +458,7 @@ class BlendEngine:
                 return answer
             with pipeline.look_up(fit) as lookup:
                 loading = pipeline.load(lookup, cancelled)
-                blend = pipeline.fuse(lookup, loading, partial(self._give_way, cancelled) if self._several else None)
+                blend = pipeline.fuse(lookup, loading, self._pauses(cancelled) if self._several else None)
             answer = self._decode(blend, options, sink)
             trace.answered(answer)
             self._keep(pipeline.keep_session(blend, answer.token_ids))
@@ -803,11 +803,24 @@ class BlendEngine:
             return self._batched_decode([inputs])[0]
         return self._scheduler.step(inputs, self._batched_decode)
 
-    def _give_way(self, cancelled: Callable[[], bool], seconds: float) -> None:
-        """Let others in, and those under way take steps, between two slices of a prefill; the last took so long."""
-        if cancelled():
-            raise GenerationError("the answer was given up while its prompt was prefilled")
-        self._scheduler.give_way(seconds)
+    def _pauses(self, cancelled: Callable[[], bool]) -> Pauses:
+        """What lets others use the model while a prompt is prefilled."""
+        on_cpu = self.adapter.device.type == "cpu"
+
+        def going_on() -> None:
+            if cancelled():
+                raise GenerationError("the answer was given up while its prompt was prefilled")
+
+        def between(seconds: float) -> None:
+            going_on()
+            self._scheduler.give_way(seconds)
+
+        def each_layer() -> None:
+            going_on()
+            if on_cpu:  # on a GPU a layer takes a millisecond
+                self._scheduler.let_step()
+
+        return Pauses(between, each_layer)
 
     def _check_open(self) -> None:
         if self._write_back.closed:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -44,7 +45,7 @@ from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, d
 from cacheblend_rag.store.learned import kept_context
 from cacheblend_rag.store.single_flight import compute_if_missing
 
-__all__ = ["OTHER_FORM", "Blend", "Pipeline"]
+__all__ = ["OTHER_FORM", "Blend", "Pauses", "Pipeline"]
 
 # Stands in the key of a chunk whose ids differ in one prompt, behind the key under which the chunk is usually stored.
 OTHER_FORM = "-as-"
@@ -54,6 +55,15 @@ _log = logging.getLogger(__name__)
 _WORTH_A_THREAD = 2**19
 # Characters by which a report names a document.
 _BEGINS = 80
+
+
+class Pauses(NamedTuple):
+    """Where others may use the model while a prompt is prefilled."""
+
+    between: Callable[[float], object]
+    """Called between two slices of a plain prefill, with the seconds that the last one took."""
+    each_layer: Callable[[], object]
+    """Called at each layer."""
 
 
 @dataclass(frozen=True)
@@ -361,9 +371,9 @@ class Pipeline:
         choice, found = self._choose(lookup.split, lookup.found)
         return Loading(found, choice, self._layers(lookup.split, found, clock, cancelled), clock, started)
 
-    def fuse(self, lookup: Lookup, loading: Loading | None, between: Callable[[float], object] | None = None) -> Blend:
-        """The KV of the whole prompt, and the logits of its last position; see `ModelAdapter.prefill`."""
-        blend = self._plain(lookup, between) if loading is None else self._blended(lookup, loading)
+    def fuse(self, lookup: Lookup, loading: Loading | None, pauses: Pauses | None = None) -> Blend:
+        """The KV of the whole prompt, and the logits of its last position."""
+        blend = self._plain(lookup, pauses) if loading is None else self._blended(lookup, loading, pauses)
         fit, report = lookup.fit, blend.fused.report
         seconds = dataclasses.replace(report.seconds, split=fit.seconds, look_up=lookup.seconds)
         documents = _uses(fit.prompt.documents, report.chunk_tiers)
@@ -375,11 +385,11 @@ class Pipeline:
         drops = self.config.overflow == "drop_chunks"
         check_all_fit(self.tokenizer, prompts, self.adapter.context_window, new_tokens, drops)
 
-    def _plain(self, lookup: Lookup, between: Callable[[float], object] | None) -> Blend:
+    def _plain(self, lookup: Lookup, pauses: Pauses | None) -> Blend:
         """Answer by the model's own prefill."""
         started, split = time.perf_counter(), lookup.split
         with self.packed():
-            result = self.adapter.prefill(split.input_ids, between)
+            result = self.adapter.prefill(split.input_ids, *(pauses or ()))
         rows = torch.arange(len(split.input_ids), device=self.adapter.device)
         report = dataclasses.replace(self.plain_report(split), seconds=Seconds(fuse=time.perf_counter() - started))
         layers = self.adapter.num_layers
@@ -399,14 +409,15 @@ class Pipeline:
             work=1.0,
         )
 
-    def _blended(self, lookup: Lookup, loading: Loading) -> Blend:
+    def _blended(self, lookup: Lookup, loading: Loading, pauses: Pauses | None) -> Blend:
         """Answer by the blended pass; a record that fails on the way counts as never stored."""
         lost = 0
         while True:
             try:
                 with contextlib.closing(loading.layers), self.packed():
                     plan = self._plan(lookup.split, loading.found)
-                    fusion = fuse(self.adapter, plan, loading.layers, loading.choice.rule)
+                    each_layer = pauses.each_layer if pauses else _nothing
+                    fusion = fuse(self.adapter, plan, loading.layers, loading.choice.rule, each_layer)
                 break
             except RecordLost as error:
                 _log.warning("%s; the prompt is blended again without it", error)
@@ -619,6 +630,10 @@ class Pipeline:
 
     def _record(self, segment: Segment, kv: SegmentKV) -> KVRecord:
         return KVRecord(self.record_info(segment), kv)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _uses(documents: Sequence[DocumentPlace], tiers: Sequence[str]) -> tuple[DocumentUse, ...]:

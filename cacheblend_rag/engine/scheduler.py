@@ -5,6 +5,8 @@ All who run a model through this package share its scheduler: see `scheduler_of`
 
 from __future__ import annotations
 
+import math
+import sys
 import threading
 import time
 import weakref
@@ -23,6 +25,8 @@ _Result = TypeVar("_Result")
 _REQUESTS_SHARE, _REQUESTS_FIRST = 4.0, 10.0
 # Of the time that a part of a long pass took: how long it waits for others who come back at once.
 _PAUSE = 0.5
+# Seconds for which a pass has the model before answers under way take a step between two of its layers.
+_PIECE = 0.1
 
 
 class ModelTime:
@@ -55,12 +59,16 @@ class _Step(Generic[_Given, _Result]):
 
 
 class _LongPass:
-    """A long pass that gives way between two of its parts."""
+    """A long pass that gives way between two of its parts, to all or to steps alone."""
 
-    def __init__(self, spent: ModelTime, due: float, pause: float) -> None:
+    def __init__(
+        self, spent: ModelTime, *, due: float = math.inf, pause: float = 0.0, steps: int = sys.maxsize
+    ) -> None:
         self.spent, self.pause = spent, pause
-        self.due = due
-        """It goes before all others once requests have had the model for so many seconds in all."""
+        self.due, self.steps = due, steps
+        """It goes before all others once requests have had the model for ``due`` seconds in all, or have taken more
+        than so many common steps."""
+        self.to_steps = steps < sys.maxsize
 
 
 class Scheduler:
@@ -74,7 +82,8 @@ class Scheduler:
     Who has not begun goes before those under way, as long as he agrees to their number: somebody waits for his
     first token. Those under way take their steps together, once none of them has anything else to do; those of one
     engine together, those of another over the same model in a pass of their own. A long pass goes on once each of the
-    others has had the model for as long as its last part took, or none of them wants it.
+    others has had the model for as long as its last part took, or none of them wants it. Between two layers of a pass
+    those under way may take a step.
 
     Background work has the model while no request wants it. Under load it gets a fifth of the time: it stores what
     requests miss, and without it a server that is never idle would compute the same chunks for ever.
@@ -93,6 +102,7 @@ class Scheduler:
         self._holder = ModelTime(lambda: 0)
         self._since = 0.0  # when the holder began to hold
         self._used, self._freed = 0.0, 0.0  # seconds for which requests had the model, and when it was left last
+        self._steps_taken = 0  # those taken together count once
         # Seconds that requests have the model while background work waits, before it goes first.
         self._owed = _REQUESTS_FIRST
 
@@ -171,15 +181,30 @@ class Scheduler:
         with self._condition:
             others = self._begun - 1 + (len(self._line) if self._first_may_come else 0)
             self._release()
-            mine = _LongPass(self._holder, self._used + seconds * others, seconds * _PAUSE if others else 0.0)
-            self._long.append(mine)
-            try:
-                while self._busy or self._next() is not mine:
-                    self._condition.wait(None if self._busy or self._somebody_wants else mine.pause)
-            finally:
-                self._long.remove(mine)
-                self._condition.notify_all()
-            self._hold(mine.spent)
+            due, pause = self._used + seconds * others, seconds * _PAUSE if others else 0.0
+            self._wait_out(_LongPass(self._holder, due=due, pause=pause))
+
+    def let_step(self) -> None:
+        """Let the answers under way take one step, if this pass has had the model for some time.
+
+        Called by the holder between two layers of a pass, so that tokens of others come evenly. Nobody begins
+        meanwhile: two passes that take turns would both end late.
+        """
+        if self._depth > 1 or not self._steps or time.monotonic() - self._since < _PIECE:
+            return
+        with self._condition:
+            self._release()
+            self._wait_out(_LongPass(self._holder, steps=self._steps_taken))
+
+    def _wait_out(self, mine: _LongPass) -> None:
+        self._long.append(mine)
+        try:
+            while self._busy or self._next() is not mine:
+                self._condition.wait(None if self._busy or self._somebody_wants else mine.pause)
+        finally:
+            self._long.remove(mine)
+            self._condition.notify_all()
+        self._hold(mine.spent)
 
     @property
     def _nobody_waits(self) -> bool:
@@ -251,6 +276,7 @@ class Scheduler:
             raise
         finally:
             took = time.monotonic() - began
+            self._steps_taken += 1
             self._holder.seconds -= took  # all of it is counted when it leaves
             for step in steps:
                 step.spent.seconds += took / len(steps)
@@ -264,7 +290,7 @@ class Scheduler:
         if self._background_is_due:
             return self._background[0]
         for one in self._long:
-            if one.due <= self._used:
+            if one.due <= self._used or one.steps < self._steps_taken:
                 return one
         if self._first_may_come:
             return self._line[0]
@@ -277,8 +303,10 @@ class Scheduler:
 
     @property
     def _first_may_come(self) -> bool:
-        """Whether somebody waits to begin who agrees to how many are under way."""
-        return bool(self._line) and (not self._begun or self._begun <= self._line[0].beside())
+        """Whether somebody waits to begin who agrees to how many are under way, and no pass lets steps alone in."""
+        if not self._line or any(one.to_steps for one in self._long):
+            return False
+        return not self._begun or self._begun <= self._line[0].beside()
 
     @property
     def _somebody_wants(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,6 +85,7 @@ def fuse(
     plan: FusionPlan,
     layers: Iterable[LayerKV],
     rule: SelectionRule,
+    each_layer: Callable[[], object] = lambda: None,
 ) -> Fusion:
     """Run the blended pass (Fig. 5 and 9 of the paper).
 
@@ -98,9 +99,11 @@ def fuse(
         Stored KV, layer by layer; its buffers are taken over and filled.
     rule : SelectionRule
         Which reused rows stay on which layer.
+    each_layer : callable, optional
+        Called before each layer, those of a scoring pass included; others may use the model then.
     """
     with adapter.blending():
-        state = _Pass(adapter, plan, rule.fit(adapter.num_layers), iter(layers))
+        state = _Pass(adapter, plan, rule.fit(adapter.num_layers), iter(layers), each_layer)
         fused = tuple(state.prefill_layers())
         logits = adapter.head(state.hidden[-1])
         done = state.done()
@@ -116,8 +119,9 @@ class _Pass:
         plan: FusionPlan,
         rule: SelectionRule,
         layers: Iterator[LayerKV],
+        each_layer: Callable[[], object],
     ) -> None:
-        self._adapter, self._plan, self._rule = adapter, plan, rule
+        self._adapter, self._plan, self._rule, self._each_layer = adapter, plan, rule, each_layer
         self._layers, self._turned = layers, list[LayerKV]()
         self._tokens = len(plan.input_ids)
         self._rotaries = adapter.rotary(self._tokens)  # of all positions, float32
@@ -187,6 +191,7 @@ class _Pass:
 
     def _kv(self, layer: int) -> LayerKV:
         """A layer's stored KV, keys rotated; each layer is taken from the loader once, in order."""
+        self._each_layer()
         while len(self._turned) <= layer:
             kv = next(self._layers)
             self._turn(len(self._turned), kv)

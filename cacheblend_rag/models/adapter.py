@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicLayer
 
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.models.attention.rows import RowMask, as_added, use_row_attention, with_mask
-from cacheblend_rag.models.cache import Enough, GrowingLayer, LastLayer, ScatterCache, let_grow
+from cacheblend_rag.models.cache import Enough, GrowingLayer, LastLayer, ScatterCache, called_at_each_layer, let_grow
 from cacheblend_rag.models.cpu.rowwise import computed_in_blocks, row_by_row
 from cacheblend_rag.models.families import family_of
 from cacheblend_rag.models.gpu import has_kernels
@@ -430,7 +430,12 @@ class ModelAdapter:
         """KV in layers of a transformers cache, keys rotated."""
         return [self.form.held(layer.keys, layer.values) for layer in layers]
 
-    def prefill(self, ids: Sequence[int], between: Callable[[float], object] | None = None) -> Prefill:
+    def prefill(
+        self,
+        ids: Sequence[int],
+        between: Callable[[float], object] | None = None,
+        each_layer: Callable[[], object] | None = None,
+    ) -> Prefill:
         """The model's own forward pass over all ids: plain prefill.
 
         Parameters
@@ -439,6 +444,8 @@ class ModelAdapter:
         between : callable, optional
             Ids are passed in slices. Between two of them this is called with the seconds that the last one took; others
             may use the model then.
+        each_layer : callable, optional
+            Called within each layer.
         """
         with self._plain():
             cache = let_grow(DynamicCache(config=self.config))
@@ -446,7 +453,7 @@ class ModelAdapter:
         slices = [range(len(ids))] if whole else self.shape.slices(len(ids), _SLICE)
         for rows in slices:
             began = time.perf_counter()
-            with self._plain():
+            with self._plain(), called_at_each_layer(cache, each_layer):
                 logits = self.extend(cache, ids[rows.start : rows.stop], logits_to_keep=1)[-1]
             if between is not None and rows.stop < len(ids):
                 between(time.perf_counter() - began)

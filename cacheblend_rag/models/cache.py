@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.projections import PlainKV
 
-__all__ = ["Enough", "GrowingLayer", "LastLayer", "ScatterCache", "let_grow"]
+__all__ = ["Enough", "GrowingLayer", "LastLayer", "ScatterCache", "called_at_each_layer", "let_grow"]
 
 
 class ScatterCache:
@@ -82,6 +84,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
     keys: torch.Tensor
     values: torch.Tensor
+    before_update: Callable[[], object] | None = None
+    """Called before rows are added: a place between two layers of a pass."""
     _room: _Room | None = None
 
     def hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -93,6 +97,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add rows; all keys and values, ``[batch, kv_heads, tokens, head_dim]``."""
+        if self.before_update is not None:
+            self.before_update()
         # Writing in place would disturb a graph. On a GPU a copy takes less time than the calls it saves.
         if self.get_seq_length() == 0 or torch.is_grad_enabled() or key_states.device.type != "cpu":
             self._room = None
@@ -114,6 +120,19 @@ def let_grow(cache: Cache) -> Cache:
     """The same cache; its layers that keep all positions grow in place from now on."""
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+@contextmanager
+def called_at_each_layer(cache: Cache, called: Callable[[], object] | None) -> Iterator[None]:
+    """Within this, something is called in each layer of a pass, where its cache is a `GrowingLayer`."""
+    layers = [layer for layer in cache.layers if isinstance(layer, GrowingLayer)]
+    for layer in layers:
+        layer.before_update = called
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.before_update = None
 
 
 def _enlarged(rows: torch.Tensor, wanted: int) -> torch.Tensor:

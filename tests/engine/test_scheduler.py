@@ -340,3 +340,58 @@ def test_who_is_interrupted_while_waiting_leaves_no_gap(when: str, monkeypatch: 
         staying.result(5)
     assert (scheduler._begun, list(scheduler._line), scheduler._steps, scheduler._busy) == (0, [], [], False)
     in_background(scheduler, lambda: None)
+
+
+def test_answers_under_way_take_a_step_between_two_layers_and_nobody_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_rag.engine.scheduler._PIECE", 0.02)
+    scheduler, events = Scheduler(), list[str]()
+
+    def run(given: Sequence[str]) -> list[str]:
+        time.sleep(0.005)
+        events.append("step " + "".join(sorted(given)))
+        return list(given)
+
+    def answer(name: str) -> None:
+        with scheduler.entered(lambda: 3):
+            for _ in range(8):
+                scheduler.step(name, run)
+
+    def blend() -> None:
+        with scheduler.entered(lambda: 3):
+            for _ in range(5):
+                time.sleep(0.03)
+                events.append("layer")
+                scheduler.let_step()
+                scheduler.let_step()  # it has just had the model anew: at once there is no second step
+            events.append("end")
+
+    def begin() -> None:
+        with scheduler.entered(lambda: 4):
+            events.append("later")
+
+    with ThreadPoolExecutor(4) as pool:
+        with scheduler:
+            asked = [pool.submit(answer, name) for name in "ab"]
+            until(lambda: len(scheduler._line) == 2)
+            asked.append(pool.submit(blend))
+            until(lambda: len(scheduler._line) == 3)
+            asked.append(pool.submit(begin))
+            until(lambda: len(scheduler._line) == 4)
+        for one in asked:
+            one.result(10)
+    during = events[events.index("layer") : events.index("end")]
+    assert during == ["layer", "step ab"] * 4 + ["layer", "step ab"]
+    assert events.index("later") > events.index("end")
+    scheduler.let_step()  # nobody waits
+
+
+def test_without_an_answer_under_way_a_pass_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cacheblend_rag.engine.scheduler._PIECE", 0.0)
+    scheduler = Scheduler()
+    with ThreadPoolExecutor(1) as pool, scheduler.entered(lambda: 3):
+        waits = pool.submit(lambda: scheduler.__enter__() or scheduler.__exit__())
+        until(lambda: scheduler.awaited)
+        began = time.monotonic()
+        scheduler.let_step()
+        assert time.monotonic() - began < 0.05
+        assert not waits.done()

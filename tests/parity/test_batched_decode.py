@@ -216,6 +216,46 @@ def test_a_request_is_let_in_between_two_tokens_of_another(engine: BlendEngine) 
         assert len(long.result(20).token_ids) == 16
 
 
+class Counted(LogitsProcessor):
+    """Counts the tokens of an answer, and calls something at the first of them."""
+
+    def __init__(self, at_first: Any = None) -> None:
+        self.tokens, self.at_first, self.begun = 0, at_first, threading.Event()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.tokens += 1
+        if self.tokens == 1:
+            self.begun.set()
+            if self.at_first is not None:
+                self.at_first()
+        return scores
+
+
+@pytest.mark.parametrize("later", [PROMPTS[1], Prompt(suffix="What fell? " * 20)])
+def test_an_answer_goes_on_between_two_layers_of_another_prompt(
+    engine: BlendEngine, later: Prompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = [engine.generate(prompt, max_new_tokens=n).token_ids for prompt, n in ((PROMPTS[0], 400), (later, 4))]
+    monkeypatch.setattr("cacheblend_rag.engine.scheduler._PIECE", 0.0)
+    passes, first = list[int](), Counted()
+    second = Counted(lambda: passes.append(first.tokens))
+    entered = BlendEngine._pauses
+
+    def begins(self: BlendEngine, cancelled: Any) -> Any:
+        passes.append(first.tokens)
+        return entered(self, cancelled)
+
+    with ThreadPoolExecutor(2) as pool:
+        long = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=400, logits_processor=[first])
+        assert first.begun.wait(20)
+        monkeypatch.setattr(BlendEngine, "_pauses", begins)
+        short = pool.submit(engine.generate, later, max_new_tokens=4, logits_processor=[second])
+        found = [long.result(60).token_ids, short.result(60).token_ids]
+    began, ended = passes
+    assert ended - began >= engine.adapter.num_layers - 1, "a step at each layer but the first"
+    assert found == alone
+
+
 @pytest.mark.parametrize(
     ("family", "changes"),
     [(family, {}) for family in tiny.ARCHITECTURES] + sorted(WINDOWS.items()),
