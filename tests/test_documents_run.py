@@ -30,7 +30,7 @@ SCRIPTS = {
     if path.name != "retrieval_qa.py"
 }
 # Arguments that make a long example short.
-SHORTENED = {"long_document.py": ["--characters", "4000", "--window", "4"]}
+SHORTENED = {"long_document.py": ["--characters", "2500", "--window", "2"]}
 # What makes the first command quick: fewer passages, a shorter answer, and the beginnings of three articles.
 QUICKLY = ["--top-k", "2", "--max-new-tokens", "16"]
 BRIEFLY = [*QUICKLY, "--docs", "articles"]
@@ -182,6 +182,7 @@ def test_example_scripts(toy_chat_model: Path, tmp_path: Path) -> None:
     codes = {
         name: on_the_toy((ROOT / "examples" / name).read_text(encoding="utf-8"), toy_chat_model) for name in SCRIPTS
     }
+    write_articles(tmp_path / "articles")
     check(codes, said("", "", "", again="[2-9]"), tmp_path)
 
 
@@ -192,9 +193,20 @@ def test_example_scripts_on_the_starter_models(tmp_path: Path) -> None:
     check(SCRIPTS, said("14 November 1963", "5 June 1967", "fish", again="[3-9]"), tmp_path)
 
 
+def test_the_tutorial_runs_from_top_to_bottom(toy_chat_model: Path, tmp_path: Path) -> None:
+    check_tutorial(tmp_path, toy_chat_model)
+
+
+@pytest.mark.slow
 @pytest.mark.pretrained
 @pytest.mark.usefixtures("smollm2_folder", "minilm_folder")
-def test_the_tutorial_runs_from_top_to_bottom(tmp_path: Path) -> None:
+def test_the_tutorial_runs_on_the_starter_models(tmp_path: Path) -> None:
+    check_tutorial(tmp_path)
+
+
+def check_tutorial(tmp_path: Path, toy: Path | None = None) -> None:
+    """What the tutorial shows gives what it says, on the starter models or on the toy in place of them."""
+    models = [] if toy is None else ["--model", str(toy), "--embedder", str(EMBEDDER_PATH)]
     page = (ROOT / "docs" / "tutorial" / "ten-minutes.md").read_text(encoding="utf-8")
     install, *commands = blocks(page, "bash")
     assert install.strip() == COMMANDS[0].split(" && ")[0]
@@ -202,10 +214,10 @@ def test_the_tutorial_runs_from_top_to_bottom(tmp_path: Path) -> None:
     output = ""
     for command in commands:
         if command.startswith("cacheblend-rag "):
-            output += run(["-m", "cacheblend_rag.app.cli", *shlex.split(command)[1:]], tmp_path)
+            output += run(["-m", "cacheblend_rag.app.cli", *shlex.split(command)[1:], *models], tmp_path)
         else:
             subprocess.run(["bash", "-euc", command], cwd=tmp_path, check=True)
-    output += run(["-c", code], tmp_path)
+    output += run(["-c", code if toy is None else on_the_toy(code, toy)], tmp_path)
     asked, asked_again, chain = re.split(r"^(?=Time to first token)", output, flags=re.MULTILINE)
     assert len(re.findall(r"^  \d\. \S+\.md: .*  \[new\]$", asked, re.MULTILINE)) == 3
     assert "(0 hits, 3 misses; " in asked_again
