@@ -9,6 +9,7 @@ import pytest
 
 from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import ConfigError
+from docs.benchmarks.scripts import gaps
 from docs.benchmarks.scripts.concurrent import ConcurrentOptions, main
 
 
@@ -45,3 +46,28 @@ def test_every_limit_meets_the_same_requests(
 def test_bad_options_are_named(changes: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
         ConcurrentOptions(**changes)  # type: ignore[arg-type]
+
+
+def test_gaps_are_measured_with_steps_between_layers_and_without(
+    tiny_shape: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cacheblend_rag.engine.scheduler._PIECE", 0.0)
+    taken: list[bool] = []
+    let_step = Scheduler.let_step
+
+    def noting(self: Scheduler) -> None:
+        taken.append(bool(self._steps))
+        let_step(self)
+
+    monkeypatch.setattr(Scheduler, "let_step", noting)
+    arguments = ["--shape", "tiny", "--chunks", "2", "--chunk-tokens", "30", "--rounds", "2", "--new-tokens", "40"]
+    assert gaps.main([*arguments, "--threads", "1"]) == 0
+    *table, last = capsys.readouterr().out.splitlines()
+    ways = json.loads(last)["ways"]
+    assert list(ways) == ["between layers", "after the pass"]
+    assert len([line for line in table if line.startswith("| ")]) == 2 + 2
+    assert any(taken)
+    for figures in ways.values():
+        assert 0 < figures["median_gap"] <= figures["p99_gap"] <= figures["longest_gap"]
+        assert figures["prompts"] >= 2
+        assert figures["first_token"] > 0

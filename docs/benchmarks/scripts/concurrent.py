@@ -32,7 +32,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
 from docs.benchmarks.scripts.common import TokenClock, greedy, prompt_parser, run_bench
 
-__all__ = ["ConcurrentOptions", "draw", "main", "measure", "show"]
+__all__ = ["ConcurrentOptions", "draw", "in_other_order", "main", "measure", "show"]
 
 LIMITS = (1, 4)
 AT_ONCE = (1, 2, 4, 8)
@@ -78,7 +78,7 @@ def measure(options: ConcurrentOptions) -> dict[str, Any]:
         engines = {limit: engine.with_config(max_concurrent=limit) for limit in options.limits}
         rows = []
         for number in options.at_once:
-            prompts = [_asked(prompt, one) for one in range(number)]
+            prompts = [in_other_order(prompt, one) for one in range(number)]
             rounds: dict[int, list[dict[str, float]]] = {limit: [] for limit in options.limits}
             for turn in range(options.rounds + 1):
                 for limit, own in engines.items():
@@ -95,7 +95,7 @@ def measure(options: ConcurrentOptions) -> dict[str, Any]:
     }
 
 
-def _asked(prompt: Prompt, number: int) -> Prompt:
+def in_other_order(prompt: Prompt, number: int) -> Prompt:
     """The chunks in another order, and another question."""
     turned = number % len(prompt.chunks)
     return Prompt(prompt.prefix, [*prompt.chunks[turned:], *prompt.chunks[:turned]], f"{number}. {prompt.suffix}")
