@@ -150,7 +150,7 @@ def test_an_engine_computes_chunks_behind_it(model: Any, adapted: Adapted, tmp_p
         assert (engine.condition, engine.learned) == ("context", None)
         keep_context(engine.store, engine.fingerprint, adapted.context)
         neighbours = engine.warm(prompt.chunks).computed
-    with engine_of(model, store=tmp_path, selection="none") as engine:
+    with engine_of(model, store=tmp_path, selection="none", codec="raw") as engine:
         assert engine.condition == "learned"
         assert engine.learned is not None
         assert engine.learned.digest == adapted.context.digest

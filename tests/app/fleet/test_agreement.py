@@ -74,7 +74,7 @@ def test_one_that_differs_is_refused_with_both_values(field: str, value: object)
         ("recompute_ratio", 0.3),
         ("recompute_ratios", (0.2,)),
         ("min_tokens", 7),
-        ("codec", "int8"),
+        ("codec", "raw"),
         ("compress", True),
         ("salt", "60"),
     ],

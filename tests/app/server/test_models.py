@@ -142,7 +142,7 @@ def test_the_rag_api_asks_the_first_model_unless_another_is_named(pages: httpx.C
         name: pages.get("/api/collections/archive/estimate", params={"model": name}).json()["kv_bytes"]
         for name in ("flat", "deep")
     }
-    assert size["deep"] == pytest.approx(1.5 * size["flat"], rel=0.1)
+    assert size["deep"] == pytest.approx(1.5 * size["flat"], rel=0.15)  # records have whole pages
     assert pages.get("/api/collections/archive/estimate").json()["kv_bytes"] == size["flat"]
     body = {"question": QUESTION, "k": 1, "max_tokens": 2, "model": "deep"}
     rows = read_events(pages.post("/api/collections/archive/compare", json=body).text)
