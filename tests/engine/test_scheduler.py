@@ -343,7 +343,7 @@ def test_who_is_interrupted_while_waiting_leaves_no_gap(when: str, monkeypatch: 
 
 
 def test_answers_under_way_take_a_step_between_two_layers_and_nobody_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_rag.engine.scheduler._PIECE", 0.02)
+    monkeypatch.setattr("cacheblend_rag.engine.scheduler._PIECE", 0.1)
     scheduler, events = Scheduler(), list[str]()
 
     def run(given: Sequence[str]) -> list[str]:
@@ -359,7 +359,7 @@ def test_answers_under_way_take_a_step_between_two_layers_and_nobody_begins(monk
     def blend() -> None:
         with scheduler.entered(lambda: 3):
             for _ in range(5):
-                time.sleep(0.03)
+                time.sleep(0.12)
                 events.append("layer")
                 scheduler.let_step()
                 scheduler.let_step()  # it has just had the model anew: at once there is no second step
@@ -380,7 +380,7 @@ def test_answers_under_way_take_a_step_between_two_layers_and_nobody_begins(monk
         for one in asked:
             one.result(10)
     during = events[events.index("layer") : events.index("end")]
-    assert during == ["layer", "step ab"] * 4 + ["layer", "step ab"]
+    assert during == ["layer", "step ab"] * 5
     assert events.index("later") > events.index("end")
     scheduler.let_step()  # nobody waits
 
@@ -393,5 +393,5 @@ def test_without_an_answer_under_way_a_pass_goes_on_at_once(monkeypatch: pytest.
         until(lambda: scheduler.awaited)
         began = time.monotonic()
         scheduler.let_step()
-        assert time.monotonic() - began < 0.05
+        assert time.monotonic() - began < 1
         assert not waits.done()
