@@ -416,7 +416,7 @@ class Pipeline:
             try:
                 with contextlib.closing(loading.layers), self.packed():
                     plan = self._plan(lookup.split, loading.found)
-                    each_layer = pauses.each_layer if pauses else _nothing
+                    each_layer = pauses.each_layer if pauses else None
                     fusion = fuse(self.adapter, plan, loading.layers, loading.choice.rule, each_layer)
                 break
             except RecordLost as error:
@@ -630,10 +630,6 @@ class Pipeline:
 
     def _record(self, segment: Segment, kv: SegmentKV) -> KVRecord:
         return KVRecord(self.record_info(segment), kv)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _uses(documents: Sequence[DocumentPlace], tiers: Sequence[str]) -> tuple[DocumentUse, ...]:

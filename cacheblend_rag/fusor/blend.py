@@ -85,7 +85,7 @@ def fuse(
     plan: FusionPlan,
     layers: Iterable[LayerKV],
     rule: SelectionRule,
-    each_layer: Callable[[], object] = lambda: None,
+    each_layer: Callable[[], object] | None = None,
 ) -> Fusion:
     """Run the blended pass (Fig. 5 and 9 of the paper).
 
@@ -119,7 +119,7 @@ class _Pass:
         plan: FusionPlan,
         rule: SelectionRule,
         layers: Iterator[LayerKV],
-        each_layer: Callable[[], object],
+        each_layer: Callable[[], object] | None,
     ) -> None:
         self._adapter, self._plan, self._rule, self._each_layer = adapter, plan, rule, each_layer
         self._layers, self._turned = layers, list[LayerKV]()
@@ -191,7 +191,8 @@ class _Pass:
 
     def _kv(self, layer: int) -> LayerKV:
         """A layer's stored KV, keys rotated; each layer is taken from the loader once, in order."""
-        self._each_layer()
+        if self._each_layer is not None:
+            self._each_layer()
         while len(self._turned) <= layer:
             kv = next(self._layers)
             self._turn(len(self._turned), kv)

@@ -152,10 +152,12 @@ class TieredStore(BaseStore):
         """See `KVStore.put`; raises only if no tier takes it."""
         stored, failed = False, StoreError("no tier takes the record")
         keeps = any(tier.persistent for tier in self._own)
-        for tier in self._own or self.tiers:
+        tiers = self._own or self.tiers
+        # What lies above is what will be read from below, when it is no longer above.
+        above = record if tiers[0].persistent else self.as_kept(record)
+        for tier in tiers:
             try:
-                # What lies above is what will be read from below, when it is no longer above.
-                tier.put(key, record if tier.persistent else self.as_kept(record))
+                tier.put(key, record if tier.persistent else above)
                 stored = True
             except StoreError as error:
                 failed = error

@@ -60,8 +60,8 @@ from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
 from cacheblend_rag.prompt.contexts import Contexts
 from cacheblend_rag.store.base import KVRecord
-from cacheblend_rag.store.codecs import codec_named
 from cacheblend_rag.store.learned import kept_context
+from cacheblend_rag.store.record import RecordFormat, as_written
 from docs.benchmarks.scripts.common import script_parser
 
 __all__ = ["Conditions", "Yardstick", "main", "parse_method"]
@@ -210,12 +210,8 @@ def _behind(contexts: ContextKV) -> ComputeKV:
 
 def _coded(kv: SegmentKV, name: str) -> SegmentKV:
     """KV as it is read from a record that a codec wrote."""
-    tokens = range(kv.keys[0].shape[1])
-    codec, info = codec_named(name), KVRecord.of(kv, fingerprint="", context_ids=(), token_ids=tokens).info
-    pairs = zip(kv.keys, kv.values, strict=True)
-    layers = [codec.decode(bytearray().join(codec.encode(*pair)), info) for pair in pairs]
-    keys, values = zip(*layers, strict=True)
-    return SegmentKV(keys, values, kv.rotated)
+    record = KVRecord.of(kv, fingerprint="", context_ids=(), token_ids=range(kv.keys[0].shape[1]))
+    return as_written(record, RecordFormat(name)).kv
 
 
 # Methods ---------------------------------------------------------------------------------------

@@ -27,19 +27,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny model whose chat template takes tools."""
-    folder = tmp_path_factory.mktemp("chat")
-    tiny.model(num_hidden_layers=2, max_position_embeddings=2048).save_pretrained(folder)
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    return folder
+    return _with_template(tmp_path_factory.mktemp("chat"), num_hidden_layers=2, max_position_embeddings=2048)
 
 
 @pytest.fixture(scope="session")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with another tiny model, which has a chat template."""
-    folder = tmp_path_factory.mktemp("deep")
-    tiny.model(num_hidden_layers=3, max_position_embeddings=4096).save_pretrained(folder)
+    return _with_template(tmp_path_factory.mktemp("deep"), num_hidden_layers=3, max_position_embeddings=4096)
+
+
+def _with_template(folder: Path, **shape: int) -> Path:
+    """A tiny model with a chat template, saved."""
+    tiny.model(**shape).save_pretrained(folder)
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)

@@ -24,7 +24,7 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.prompt.contexts import finder
 from cacheblend_rag.store import DiskStore, MemoryStore
 from cacheblend_rag.store.tombstones import TombstonedStore
-from tests.app.server.common import BASE, new_collection, passage, settings_for, settle, upload
+from tests.app.server.common import BASE, new_collection, passage, records_on_disk, settings_for, settle, upload
 from tests.contract.store_contract import make
 from tests.probes import segments_of
 
@@ -65,14 +65,6 @@ def service_of(client: Any) -> Service:
 
 def ids_of(client: Any, collection: str) -> dict[str, str]:
     return {one["name"]: one["id"] for one in client.get(f"/api/collections/{collection}/documents").json()}
-
-
-def records_on_disk(data: Path) -> int:
-    store = DiskStore(data / "kv")
-    try:
-        return store.stats().records
-    finally:
-        store.close()
 
 
 def test_on_a_full_disk_deleting_is_written_down_and_becomes_true(

@@ -16,13 +16,13 @@ from cacheblend_rag import BlendEngine
 from cacheblend_rag.app.server.service import Service
 from cacheblend_rag.app.server.settings import Limits, ServerSettings
 from cacheblend_rag.errors import ConfigError, ModelLoadError
-from cacheblend_rag.store import DiskStore
 from tests.app.server.common import (
     Running,
     client_of,
     new_collection,
     passage,
     read_events,
+    records_on_disk,
     running,
     settings_for,
     upload,
@@ -77,14 +77,6 @@ def ask(client: httpx.Client, collection: str, **more: Any) -> dict[str, Any]:
     assert asked.status_code == 200, asked.text
     report: dict[str, Any] = dict(read_events(asked.text))["report"]
     return report
-
-
-def records_on_disk(data: Path) -> int:
-    store = DiskStore(data / "kv")
-    try:
-        return store.stats().records
-    finally:
-        store.close()
 
 
 def test_the_name_in_a_request_picks_the_model(client: openai.OpenAI, both: Running, model: Path, deep: Path) -> None:
