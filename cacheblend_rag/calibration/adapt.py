@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from cacheblend_rag.calibration.calibrate import end_ids_of
 from cacheblend_rag.calibration.corpus import Corpus
-from cacheblend_rag.calibration.trials import TrialSet, Tried, greedy_answer
+from cacheblend_rag.calibration.trials import FullAnswers, TrialSet, Tried, greedy_answer
 from cacheblend_rag.config import BlendConfig, check_above_zero, check_whole
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
@@ -160,19 +160,16 @@ def adapt(
                 losses.append(training.step(taught[step % len(taught)]))
                 bar.update()
         context = training.context()
-        told: dict[str, Any] = {
-            "answer_tokens": options.answer_tokens,
-            "end_ids": end_ids,
-            "on_prompt": bar.update,
-        }
+        full = FullAnswers(adapter, options.answer_tokens, end_ids)
         neighbours = Corpus(adapter, tokenizer, chunks, count or BlendConfig.default("contexts"))
         behind = Corpus(adapter, tokenizer, chunks, count, context)
         rule = make_rule(engine.config).fit(adapter.num_layers)
         with engine.products():
-            before, after = (
-                _nearness(TrialSet(adapter, tokenizer, held_back, compute=one.compute, **told), rule)
+            sets = [
+                TrialSet(adapter, tokenizer, held_back, full=full, compute=one.compute, on_prompt=bar.update)
                 for one in (neighbours, behind)
-            )
+            ]
+            before, after = (_nearness(one, rule) for one in sets)
         return Adapted(context, losses, before, after, engine.config.ratio)
 
 

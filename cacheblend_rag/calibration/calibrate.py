@@ -17,7 +17,7 @@ from cacheblend_rag.calibration.evaluation.journal import Journal
 from cacheblend_rag.calibration.prepared import ComputeKV
 from cacheblend_rag.calibration.profiler import keep_profile
 from cacheblend_rag.calibration.search import Finding, Search, TrialSets
-from cacheblend_rag.calibration.trials import TrialSet
+from cacheblend_rag.calibration.trials import FullAnswers, TrialSet
 from cacheblend_rag.config import check_above_zero, check_whole
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
@@ -27,7 +27,7 @@ from cacheblend_rag.prompt import Prompt, PromptTokenizer
 
 __all__ = ["CalibrationOptions", "calibrate", "end_ids_of", "keep_settings", "report", "settings_of"]
 
-_VERSION = 5
+_VERSION = 6
 _BEHIND = {"context": "contexts", "learned": "contexts and the learned one", "sink": "the start of a text alone"}
 
 
@@ -108,6 +108,7 @@ def calibrate(
         bar = stack.enter_context(tqdm(desc="calibrating", unit=" passes", disable=hidden))
         journal = stack.enter_context(Journal(folder, _search_settings(engine, prompts, options))) if folder else None
 
+        full = FullAnswers(engine.adapter, options.answer_tokens, end_ids_of(engine))
         computes = _computes(engine, segments, [*corpus, *(chunk for prompt in prompts for chunk in prompt.chunks)])
 
         def trials(condition: str, part: str, of: Sequence[Prompt], most: int) -> TrialSet:
@@ -116,9 +117,8 @@ def calibrate(
                 engine.adapter,
                 segments,
                 of,
+                full=full,
                 most=most,
-                answer_tokens=options.answer_tokens,
-                end_ids=end_ids_of(engine),
                 compute=computes[condition],
                 on_prompt=bar.update,
                 known=[line for line in journal.lines if line["set"] == name] if journal else (),
@@ -235,17 +235,18 @@ def report(settings: BlendSettings, found: Finding) -> str:
     for condition, tried in found.reuse.items():
         lost = tried.divergence.mean
         lines.append(f"full KV reuse, chunks computed behind {_BEHIND[condition]}: {lost:.4f} nats a token")
-    if found.checked is None:
-        lines.append(
-            "this model does not tolerate blending: nothing that saves work stays within "
-            f"{settings.tolerance:g} nats a token of full prefill; auto will prefill every prompt in full"
-        )
-        return "\n".join(lines)
-    if found.least:
-        lines += ["", f"{'least share within the tolerance':<34}share   work  divergence"]
-    for kind, tried in found.least.items():
+    if found.candidates:
+        lines += ["", f"{'checked on prompts held back':<34}share   work  divergence, of those searched on"]
+    for kind, tried in found.candidates:
         share = getattr(tried.rule, "recompute_ratio", 0.0)
         lines.append(f"  {kind:<32}{share:>5.1%}  {tried.work:>5.1%}  {tried.divergence.mean:>10.4f}")
+    if found.checked is None:
+        lines += [
+            "",
+            "this model does not tolerate blending: nothing that saves work stays within "
+            f"{settings.tolerance:g} nats a token of full prefill; auto will prefill every prompt in full",
+        ]
+        return "\n".join(lines)
     lines += [
         "",
         f"chosen: chunks behind {_BEHIND[settings.condition]}, {_described(settings)}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import ContextKV, LearnedContext
@@ -45,10 +46,18 @@ class Corpus:
         beside = contexts_beside(tokenizer, texts, sizes, count, adapter.context_window)
         self._contexts = dict(zip(texts, beside, strict=True))
         self._known: OrderedDict[str, ContextKV] = OrderedDict()
+        # What a prompt still holds, for other prompts with the same chunk.
+        self._held: WeakValueDictionary[tuple[object, ...], SegmentKV] = WeakValueDictionary()
 
     def compute(self, text: str, before: tuple[int, ...], ids: tuple[int, ...], regime: int = 0) -> SegmentKV:
         """KV of a chunk of the corpus; see `ComputeKV`."""
-        contexts = self._contexts[text.strip()]
+        key = (text.strip(), before, ids, regime)
+        if (held := self._held.get(key)) is None:
+            held = self._held[key] = self._computed(*key)
+        return held
+
+    def _computed(self, text: str, before: tuple[int, ...], ids: tuple[int, ...], regime: int) -> SegmentKV:
+        contexts = self._contexts[text]
         if contexts.digest not in self._known:
             self._known[contexts.digest] = ContextKV(self._adapter, (*contexts.ids, *self._learned))
             if len(self._known) > _KEPT:

@@ -118,10 +118,6 @@ class PreparedPrompt:
         """Full prefill: every row is computed."""
         return prefill_layerwise(self.adapter, self.tokens.input_ids)
 
-    def forget_full(self) -> None:
-        """Let go of the full prefill; it is made again when it is wanted."""
-        self.__dict__.pop("full", None)
-
     def _buffers(self, known: Mapping[range, SegmentKV]) -> list[LayerKV]:
         """Fresh buffers of every layer, with what is stored in place."""
         adapter = self.adapter

@@ -2,9 +2,10 @@
 
 1. Chunks are computed behind contexts and behind the start of a text alone; where full KV reuse is nearer to full
    prefill is where rules are tried.
-2. For each kind of rule, the least share that keeps the tolerance on the prompts of the search.
-3. From the least work upward, whatever keeps it also on prompts that were held back until then. Of a rule that does
-   not, the next share is tried.
+2. Kind by kind, the least share that keeps the tolerance on the prompts of the search. What does more work than the
+   best kind so far is left after a prompt.
+3. The cheapest is checked on prompts that were held back until then. If it fails there, its share is too small, and
+   the search goes on.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 from cacheblend_rag.calibration.trials import TrialSet, Tried
 from cacheblend_rag.fusor.selection import SelectBoundary, SelectHKVD, SelectionRule, SelectNone, SelectQuery
@@ -24,13 +24,15 @@ _log = logging.getLogger(__name__)
 RATIOS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7)
 """Shares that are tried."""
 _Make = Callable[[float], SelectionRule]
-KINDS: Mapping[str, _Make] = {
-    "chunk starts": SelectBoundary,
-    "KV deviation, by values": partial(SelectHKVD, (1,), metric="v"),
-    "KV deviation, by keys": partial(SelectHKVD, (1,), metric="k"),
-    "the question's attention": SelectQuery,
+KINDS: Mapping[str, tuple[_Make, Sequence[float]]] = {
+    # As a rule whose share can be raised later, and that recomputes nothing now.
+    "nothing recomputed": (SelectBoundary, (0.0,)),
+    "chunk starts": (SelectBoundary, RATIOS),
+    "the question's attention": (SelectQuery, RATIOS),
+    "KV deviation, by values": (partial(SelectHKVD, (1,), metric="v"), RATIOS),
+    "KV deviation, by keys": (partial(SelectHKVD, (1,), metric="k"), RATIOS),
 }
-"""Kinds of rules that are tried, by name."""
+"""Kinds of rules that are tried, by name, each with its shares from the least upward."""
 _SLACK = 1.5  # of the tolerance: the prompts of the search are too few to drop what is a little beyond it
 # A rule that does more work than this is not worth its trouble.
 _MOST_WORK = 0.9
@@ -66,15 +68,15 @@ class Finding:
         The cheapest rule within the tolerance, on the prompts of the search; None if none is.
     checked : Tried or None
         The same on prompts that had no part in the search.
-    least : mapping of str to Tried
-        By kind, the least share that keeps the tolerance by the prompts of the search, where there is one.
+    candidates : sequence of (str, Tried)
+        What was checked, the chosen one last: the name of its kind, and what the prompts of the search said of it.
     """
 
     condition: str
     reuse: Mapping[str, Tried]
     chosen: Tried | None
     checked: Tried | None
-    least: Mapping[str, Tried]
+    candidates: Sequence[tuple[str, Tried]]
 
 
 class Search:
@@ -91,67 +93,52 @@ class Search:
     """
 
     def __init__(self, conditions: Mapping[str, TrialSets], layers: int, tolerance: float) -> None:
-        self._conditions, self._layers, self._tolerance = conditions, layers, tolerance
-        self._checks: TrialSet | None = None
-        self._good: dict[str, Tried] = {}
-        self._failed: set[str] = set()  # of these, with the prompts held back
-        self._dearer: dict[str, SelectionRule] = {}  # what comes next where a rule fails
+        self._conditions, self._tolerance = conditions, tolerance
+        self._rules = {kind: [make(ratio).fit(layers) for ratio in ratios] for kind, (make, ratios) in KINDS.items()}
+        self._too_small = dict.fromkeys(KINDS, 0)  # how many shares of a kind are, by the prompts held back
 
     def run(self) -> Finding:
-        """Search, choose and check."""
-        reuse = {name: sets.searched.try_rule(SelectNone()) for name, sets in self._conditions.items()}
-        condition = min(reuse, key=lambda name: reuse[name].divergence.mean)
-        sets = self._conditions[condition]
-        # As a rule whose share can be raised later, and that recomputes nothing now.
-        if self._passes(SelectBoundary(0.0), sets.searched):
-            chosen, checked = self._checked(sets)
-            if chosen is not None:  # nothing is cheaper
-                return Finding(condition, reuse, chosen, checked, {})
-        found = {kind: self._least(make, sets.searched) for kind, make in KINDS.items()}
-        least = {kind: tried for kind, tried in found.items() if tried is not None}
-        return Finding(condition, reuse, *self._checked(sets), least)
-
-    def _passes(self, rule: SelectionRule, trials: TrialSet) -> bool:
-        """Whether a rule may keep the tolerance, by the prompts of the search."""
-        allowed = _SLACK * self._tolerance
-        tried = trials.try_rule(rule.fit(self._layers), allowed)
-        good = tried.whole and tried.divergence.mean <= allowed and tried.work <= _MOST_WORK
-        if good:
-            self._good[repr(tried.rule)] = tried
-        return good
-
-    def _least(self, make: _Make, trials: TrialSet) -> Tried | None:
-        """The least share that keeps the tolerance, by halving; None if no share does."""
-        rules = [make(ratio).fit(self._layers) for ratio in RATIOS]
-        self._dearer |= {repr(cheap): dear for cheap, dear in pairwise(rules)}
-        low, high = -1, len(rules)  # the first fails or is not there, the second passes or is not there
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._passes(rules[middle], trials):
-                high = middle
-            else:
-                low = middle
-        return self._good[repr(rules[high])] if high < len(rules) else None
-
-    def _checked(self, sets: TrialSets) -> tuple[Tried | None, Tried | None]:
-        """The cheapest that keeps the tolerance, and what it did on prompts it was not searched on.
+        """Search, choose and check.
 
         Divergence sits in a few prompts of many, so neither a mean nor a few prompts are enough: the interval over
         all of them decides.
         """
-        while waiting := [one for one in self._by_work() if repr(one.rule) not in self._failed]:
-            one = waiting[0]
-            self._checks = self._checks or sets.checks()
-            checked = self._checks.try_rule(one.rule, self._tolerance)
+        reuse = {name: sets.searched.try_rule(SelectNone()) for name, sets in self._conditions.items()}
+        condition = min(reuse, key=lambda name: reuse[name].divergence.mean)
+        sets = self._conditions[condition]
+        checks: TrialSet | None = None
+        candidates: list[tuple[str, Tried]] = []
+        while (found := self._cheapest(sets.searched)) is not None:
+            kind, one = found
+            candidates.append(found)
+            checks = checks or sets.checks()
+            checked = checks.try_rule(one.rule, self._tolerance)
             _log.info("%s: work %.1f%%, divergence %.4g", one.rule, 100 * one.work, checked.divergence.mean)
             together = one.joined(checked)
             if together.whole and max(checked.divergence.mean, together.divergence.high) <= self._tolerance:
-                return one, checked
-            self._failed.add(repr(one.rule))
-            dearer = self._dearer.get(repr(one.rule))
-            if dearer is not None:
-                self._passes(dearer, sets.searched)
-        return None, None
+                return Finding(condition, reuse, one, checked, candidates)
+            self._too_small[kind] = self._rules[kind].index(one.rule) + 1
+        return Finding(condition, reuse, None, None, candidates)
 
-    def _by_work(self) -> Sequence[Tried]:
-        return sorted(self._good.values(), key=lambda one: one.work)
+    def _cheapest(self, trials: TrialSet) -> tuple[str, Tried] | None:
+        """The least work that may keep the tolerance, by the prompts of the search, and the kind of its rule."""
+        best: tuple[str, Tried] | None = None
+        for kind in KINDS:
+            found = self._least(kind, trials, best[1].work if best else _MOST_WORK)
+            best = best if found is None else (kind, found)
+        return best
+
+    def _least(self, kind: str, trials: TrialSet, below: float) -> Tried | None:
+        """The least share of a kind that keeps the tolerance with less work than ``below``, by halving, if any does."""
+        rules, allowed, found = self._rules[kind], _SLACK * self._tolerance, None
+        low, high = self._too_small[kind], len(rules)
+        while low < high:
+            middle = (low + high) // 2
+            tried = trials.try_rule(rules[middle], allowed, below)
+            if tried.whole and tried.divergence.mean <= allowed:
+                high, found = middle, tried if tried.work < below else found
+            elif tried.work > below:
+                high = middle
+            else:
+                low = middle + 1
+        return found

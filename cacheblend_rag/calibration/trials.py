@@ -11,17 +11,20 @@ import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from cacheblend_rag.calibration.evaluation.statistics import Interval, interval
 from cacheblend_rag.calibration.prepared import ComputeKV, Fused, PreparedPrompt
 from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
-from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
+from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence, prefill_layerwise
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
 
-__all__ = ["TrialSet", "Tried", "greedy_answer"]
+__all__ = ["FullAnswers", "TrialSet", "Tried", "greedy_answer"]
+
+_CLEARLY = 1.1  # times the work that is allowed: a rule's work differs from prompt to prompt
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,54 @@ class Tried:
         return Tried(self.rule, (*self.divergences, *other.divergences), work, self.whole and other.whole)
 
 
+@dataclass(frozen=True, eq=False)
+class FullAnswer:
+    """What full prefill answers to a prompt.
+
+    Parameters
+    ----------
+    ids : sequence of int
+        The greedy answer.
+    log_probs : Tensor, [ids, vocab]
+        What its tokens were taken from.
+    """
+
+    ids: Sequence[int]
+    log_probs: torch.Tensor
+
+
+class FullAnswers:
+    """What full prefill answers to prompts, shared by sets of the same prompts for as long as one of them holds it.
+
+    Parameters
+    ----------
+    adapter : ModelAdapter
+    answer_tokens : int
+        Most tokens generated.
+    end_ids : sequence of int
+        Tokens that end an answer.
+    """
+
+    def __init__(self, adapter: ModelAdapter, answer_tokens: int = 32, end_ids: Sequence[int] = ()) -> None:
+        self._adapter, self._most, self._end_ids = adapter, answer_tokens, frozenset(end_ids)
+        self._held: WeakValueDictionary[tuple[int, ...], FullAnswer] = WeakValueDictionary()
+
+    def of(self, ids: tuple[int, ...]) -> FullAnswer:
+        """The answer to a prompt of these ids."""
+        if (held := self._held.get(ids)) is None:
+            full = prefill_layerwise(self._adapter, ids)
+            cache = self._adapter.new_cache(full.layers)
+            answer = greedy_answer(self._adapter, cache, full.logits, self._most, self._end_ids)
+            held = self._held[ids] = FullAnswer(*answer)
+        return held
+
+
 @dataclass(frozen=True)
 class _Trial:
-    """A prompt, the tokens that full prefill generates for it, and how many prompts it stands for."""
+    """A prompt, its answer, and how many prompts it stands for."""
 
     prepared: PreparedPrompt
-    ids: list[int]
-    log_probs: torch.Tensor  # [ids, vocab], full prefill's
+    full: FullAnswer
     count: int = 1
 
 
@@ -78,10 +122,8 @@ class TrialSet:
     most : int, optional
         Prompts on which rules are tried, if there are more: half of them those on which full KV reuse is farthest from
         full prefill, the others drawn from the rest, which they stand for.
-    answer_tokens : int
-        Most tokens generated.
-    end_ids : sequence of int
-        Tokens that end an answer.
+    full : FullAnswers
+        Answers of the same model.
     compute : callable, optional
         Computes chunks behind contexts; see `PreparedPrompt`.
     on_prompt : callable
@@ -98,9 +140,8 @@ class TrialSet:
         tokenizer: PromptTokenizer,
         prompts: Sequence[Prompt],
         *,
+        full: FullAnswers,
         most: int | None = None,
-        answer_tokens: int = 32,
-        end_ids: Sequence[int] = (),
         compute: ComputeKV | None = None,
         on_prompt: Callable[[], object] = lambda: None,
         known: Iterable[Mapping[str, Any]] = (),
@@ -108,21 +149,18 @@ class TrialSet:
     ) -> None:
         self._adapter, self._compute, self._on_prompt, self._on_tried = adapter, compute, on_prompt, on_tried
         self._known = {str(found["rule"]): found for found in known}
-        self._answer_tokens, self._end_ids = answer_tokens, frozenset(end_ids)
         self._prompts = len(prompts)
-        made = (self._prepared(tokenizer, prompt) for prompt in prompts)
+        made = (self._prepared(full, tokenizer, prompt) for prompt in prompts)
         self._trials = [*made] if most is None or most >= len(prompts) else self._chosen(made, most)
 
     def __len__(self) -> int:
         return self._prompts
 
-    def _prepared(self, tokenizer: PromptTokenizer, prompt: Prompt) -> _Trial:
+    def _prepared(self, full: FullAnswers, tokenizer: PromptTokenizer, prompt: Prompt) -> _Trial:
         prepared = PreparedPrompt(self._adapter, tokenizer, prompt, self._compute)
-        cache = self._adapter.new_cache(prepared.full.layers)
-        ids, log_probs = greedy_answer(self._adapter, cache, prepared.full.logits, self._answer_tokens, self._end_ids)
-        prepared.forget_full()
+        trial = _Trial(prepared, full.of(prepared.tokens.input_ids))
         self._on_prompt()
-        return _Trial(prepared, ids, log_probs)
+        return trial
 
     def _chosen(self, trials: Iterable[_Trial], most: int) -> list[_Trial]:
         """Those that reuse gets most wrong, the worst first, and some of the rest; no others are held in memory."""
@@ -145,37 +183,52 @@ class TrialSet:
         others = [replace(trial, count=each + (place < over)) for place, trial in enumerate(drawn)]
         return [trial for _, _, trial in sorted(worst, key=lambda one: -one[0])] + others
 
-    def try_rule(self, rule: SelectionRule, tolerance: float = float("inf")) -> Tried:
-        """Fuse every prompt by a rule; one whose mean is sure to pass a tolerance is given up early."""
+    def try_rule(self, rule: SelectionRule, tolerance: float = float("inf"), below: float = float("inf")) -> Tried:
+        """Fuse every prompt by a rule.
+
+        It is given up early if its mean divergence is sure to pass a tolerance, or if it does clearly more work than it
+        should stay below.
+        """
         key = repr(rule)
         known = self._known.get(key)
-        if known is None or not (known["whole"] or self._hopeless(known["divergences"], tolerance)):
-            known = self._known[key] = {"rule": key, **self._tried(rule, tolerance)}
+        if known is None or not (
+            known["whole"] or self._given_up(known["divergences"], known["work"], tolerance, below)
+        ):
+            known = self._known[key] = {"rule": key, **self._tried(rule, tolerance, below)}
             self._on_tried(known)
         return Tried(rule, tuple(known["divergences"]), known["work"], known["whole"])
 
-    def _tried(self, rule: SelectionRule, tolerance: float) -> dict[str, Any]:
+    def _tried(self, rule: SelectionRule, tolerance: float, below: float) -> dict[str, Any]:
+        found: list[tuple[float, _Trial]] = []
         divergences: list[float] = []
         works: list[float] = []
         for trial in self._trials:
-            if self._hopeless(divergences, tolerance):
+            if works and self._given_up(divergences, _mean(works), tolerance, below):
                 break
             divergence, fused = self._divergence(trial, rule)
+            found.append((divergence, trial))
             divergences += [divergence] * trial.count
             works += [fused.work] * trial.count
             self._on_prompt()
         whole = len(divergences) == self._prompts
-        return {"divergences": divergences, "work": sum(works) / len(works), "whole": whole}
+        if whole:  # from now on the hard ones first, so that what fails is soon seen
+            self._trials = [trial for _, trial in sorted(found, key=lambda one: -one[0])]
+            divergences.sort(reverse=True)
+        return {"divergences": divergences, "work": _mean(works), "whole": whole}
+
+    def _given_up(self, divergences: Sequence[float], work: float, tolerance: float, below: float) -> bool:
+        """Whether the mean passes the tolerance even if nothing is lost on other prompts, or the work is too much."""
+        return sum(divergences) > tolerance * self._prompts or work > _CLEARLY * below
 
     def _divergence(self, trial: _Trial, rule: SelectionRule) -> tuple[float, Fused]:
         fused = trial.prepared.fuse(rule)
         cache = self._adapter.new_cache(fused.fusion.layers)
-        found = answer_log_probs(self._adapter, cache, fused.fusion.logits, trial.ids)
-        return float(kl_divergence(trial.log_probs, found).mean()), fused
+        found = answer_log_probs(self._adapter, cache, fused.fusion.logits, trial.full.ids)
+        return float(kl_divergence(trial.full.log_probs, found).mean()), fused
 
-    def _hopeless(self, divergences: Sequence[float], tolerance: float) -> bool:
-        """Whether the mean passes the tolerance even if nothing is lost on any other prompt."""
-        return sum(divergences) > tolerance * self._prompts
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
 
 
 def greedy_answer(

@@ -16,7 +16,7 @@ from cacheblend_rag.calibration.adapt import Adapted, AdaptOptions, ContextTrain
 from cacheblend_rag.calibration.calibrate import CalibrationOptions, calibrate, keep_settings
 from cacheblend_rag.calibration.corpus import Corpus
 from cacheblend_rag.calibration.prepared import PreparedPrompt
-from cacheblend_rag.calibration.trials import TrialSet
+from cacheblend_rag.calibration.trials import FullAnswers, TrialSet
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.fusor.selection import SelectNone
 from cacheblend_rag.fusor.teacher_forcing import prefill_layerwise
@@ -93,7 +93,9 @@ def test_the_divergence_that_is_learned_from_is_that_of_full_reuse(family: str) 
     adapter = ModelAdapter(tiny.model(family))
     training = ContextTraining(adapter, SEGMENTS, OPTIONS, [2])
     compute = Corpus(adapter, SEGMENTS, prompt.chunks, 0, training.context()).compute
-    trials = TrialSet(adapter, SEGMENTS, [prompt], answer_tokens=OPTIONS.answer_tokens, end_ids=[2], compute=compute)
+    trials = TrialSet(
+        adapter, SEGMENTS, [prompt], full=FullAnswers(adapter, OPTIONS.answer_tokens, [2]), compute=compute
+    )
     divergence, question = training.divergence(prompt)
     expected = trials.try_rule(SelectNone()).divergence.mean
     assert expected > 1e-5

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from langchain_core.documents import Document
 
 from cacheblend_rag import BlendConfig, Prompt
@@ -24,9 +25,10 @@ from cacheblend_rag.calibration.calibrate import (
 from cacheblend_rag.calibration.corpus import Corpus
 from cacheblend_rag.calibration.evaluation.methods import settings_rule, variants
 from cacheblend_rag.calibration.evaluation.statistics import interval
+from cacheblend_rag.calibration.prepared import PreparedPrompt
 from cacheblend_rag.calibration.prompts import case_prompts, chunk_prompts, question_prompts
 from cacheblend_rag.calibration.search import Finding, Search, TrialSets
-from cacheblend_rag.calibration.trials import TrialSet, Tried
+from cacheblend_rag.calibration.trials import FullAnswers, TrialSet, Tried
 from cacheblend_rag.engine.ratio_policy import RatioPolicy
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import SelectBoundary, SelectHKVD, SelectionRule, SelectNone
@@ -71,11 +73,16 @@ def found(models: dict[str, Any]) -> dict[str, tuple[BlendSettings, Finding]]:
     return results
 
 
+def full_of(adapter: ModelAdapter, answer_tokens: int = 8) -> FullAnswers:
+    """What full prefill answers, in so many tokens."""
+    return FullAnswers(adapter, answer_tokens, [2])
+
+
 def trials_of(adapter: ModelAdapter, segments: PromptTokenizer, of: list[Prompt], condition: str) -> TrialSet:
     """Prompts whose chunks are computed under a condition."""
     beside = Corpus(adapter, segments, [chunk for prompt in of for chunk in prompt.chunks], BlendConfig().contexts)
     compute = beside.compute if condition == "context" else None
-    return TrialSet(adapter, segments, of, answer_tokens=8, end_ids=[2], compute=compute)
+    return TrialSet(adapter, segments, of, full=full_of(adapter), compute=compute)
 
 
 def test_different_models_get_different_settings(found: dict[str, tuple[BlendSettings, Finding]]) -> None:
@@ -103,25 +110,22 @@ def test_the_tolerance_holds_on_prompts_nobody_has_seen(
 
 
 def test_a_mean_within_the_tolerance_is_not_enough(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    segments = PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
-    searched, checks = (
-        TrialSet(ModelAdapter(models["calm"]), segments, prompts(first, 6), answer_tokens=2) for first in (0, 6)
-    )
-    cheap, dear = (Tried(SelectHKVD((1,), ratio), (0.02,) * 6, ratio, True) for ratio in (0.05, 0.2))
+    searched, checks = stubbed(models)
     few_bad, even = (0.01, 0.01, 0.01, 0.01, 0.01, 0.2), (0.03,) * 6
-    on_checks = {0.05: few_bad, 0.2: even}
 
-    def looked_up(trials: TrialSet, rule: SelectHKVD, tolerance: float) -> Tried:
-        return Tried(rule, on_checks[rule.recompute_ratio], 0.0, True)
+    def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0, below: float = 1.0) -> Tried:
+        share = rule.recompute_ratio if isinstance(rule, SelectBoundary) else 0.0
+        if trials is searched:
+            return Tried(rule, (0.02 if share >= 0.05 else 1.0,) * 6, 0.1 + share, True)
+        return Tried(rule, even if share >= 0.15 else few_bad, 0.1 + share, True)
 
     monkeypatch.setattr(TrialSet, "try_rule", looked_up)
     assert sum(few_bad) / 6 < TOLERANCE < interval(few_bad).high
-    search = Search({"sink": TrialSets(searched, lambda: checks)}, 6, TOLERANCE)
-    search._good = {repr(tried.rule): tried for tried in (dear, cheap)}
-    chosen, checked = search._checked(TrialSets(searched, lambda: checks))
-    assert chosen is dear, "one prompt of the six held back is far beyond"
-    assert checked is not None
-    assert checked.divergences == even
+    found = Search({"sink": TrialSets(searched, lambda: checks)}, 6, TOLERANCE).run()
+    assert found.chosen is not None
+    assert found.chosen.rule == SelectBoundary(0.15), "with less, one prompt of the six held back is far beyond"
+    assert found.checked is not None
+    assert found.checked.divergences == even
 
 
 def test_no_cheaper_rule_was_passed_over(
@@ -133,19 +137,19 @@ def test_no_cheaper_rule_was_passed_over(
     _, checks = _divided(prompts(0, COUNT), 0.67)
     assert len(checks) == COUNT * 2 // 3
     assert finding.reuse[finding.condition].divergence.mean > TOLERANCE
-    assert finding.least
+    assert finding.candidates[-1][1] is finding.chosen
     held_back = trials_of(adapter, segments, checks, finding.condition)
-    for tried in finding.least.values():
-        if tried.work < finding.chosen.work:
-            unseen = held_back.try_rule(tried.rule)
-            over_all = interval((*tried.divergences, *unseen.divergences))
-            assert max(unseen.divergence.mean, over_all.high) > 0.9 * TOLERANCE
+    for _, tried in finding.candidates[:-1]:
+        unseen = held_back.try_rule(tried.rule)
+        over_all = interval((*tried.divergences, *unseen.divergences))
+        assert max(unseen.divergence.mean, over_all.high) > 0.9 * TOLERANCE
 
 
 def stubbed(models: dict[str, Any]) -> tuple[TrialSet, TrialSet]:
     """Prompts to search on and to check on, for searches that look rules up."""
     segments = PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
-    first, second = (TrialSet(ModelAdapter(models["calm"]), segments, prompts(at, 6), answer_tokens=2) for at in (0, 6))
+    adapter = ModelAdapter(models["calm"])
+    first, second = (TrialSet(adapter, segments, prompts(at, 6), full=full_of(adapter, 2)) for at in (0, 6))
     return first, second
 
 
@@ -153,7 +157,7 @@ def test_where_a_rule_fails_the_next_share_is_tried(models: dict[str, Any], monk
     """The search halves, and so passes over most shares; those that only other prompts tell apart must not be lost."""
     searched, checks = stubbed(models)
 
-    def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0) -> Tried:
+    def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0, below: float = 1.0) -> Tried:
         share = rule.recompute_ratio if isinstance(rule, SelectBoundary) else 0.0
         good = share >= (0.05 if trials is searched else 0.2)
         return Tried(rule, (0.0 if good else 1.0,) * 6, 0.1 + share, True)
@@ -162,7 +166,8 @@ def test_where_a_rule_fails_the_next_share_is_tried(models: dict[str, Any], monk
     finding = Search({"sink": TrialSets(searched, lambda: checks)}, 6, TOLERANCE).run()
     assert finding.chosen is not None
     assert finding.chosen.rule == SelectBoundary(0.2)
-    assert finding.least["chunk starts"].rule == SelectBoundary(0.05)
+    tried = [(kind, one.rule) for kind, one in finding.candidates]
+    assert tried == [("chunk starts", SelectBoundary(share)) for share in (0.05, 0.075, 0.1, 0.15, 0.2)]
 
 
 @pytest.mark.parametrize("nearer", ["context", "sink"])
@@ -172,7 +177,7 @@ def test_rules_are_tried_where_reuse_is_nearer(
     sets = {"context": stubbed(models), "sink": stubbed(models)}
     ruled: list[TrialSet] = []
 
-    def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0) -> Tried:
+    def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0, below: float = 1.0) -> Tried:
         if isinstance(rule, SelectNone):
             return Tried(rule, (0.1 if trials is sets[nearer][0] else 0.3,) * 6, 0.05, True)
         ruled.append(trials)
@@ -192,9 +197,9 @@ def test_rules_are_tried_where_reuse_is_nearer(
 
 def test_nothing_that_saves_work_is_no_blending(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     searched, checks = stubbed(models)
-    monkeypatch.setattr(TrialSet, "try_rule", lambda trials, rule, tolerance=1.0: Tried(rule, (1.0,) * 6, 0.1, True))
+    monkeypatch.setattr(TrialSet, "try_rule", lambda trials, rule, *bounds: Tried(rule, (1.0,) * 6, 0.1, True))
     finding = Search({"sink": TrialSets(searched, lambda: checks)}, 6, TOLERANCE).run()
-    assert (finding.chosen, finding.checked, finding.least) == (None, None, {})
+    assert (finding.chosen, finding.checked, finding.candidates) == (None, None, [])
     assert settings_of(finding, TOLERANCE).selection == "all"
 
 
@@ -208,12 +213,13 @@ def test_what_is_said(found: dict[str, tuple[BlendSettings, Finding]]) -> None:
 
 def test_answers_are_those_of_full_prefill(models: dict[str, Any]) -> None:
     model, (prompt,) = models["middling"], prompts(5, 1)
-    trials = TrialSet(
-        ModelAdapter(model), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator), [prompt], answer_tokens=5
-    )
+    adapter = ModelAdapter(model)
+    segments = PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
+    trials = TrialSet(adapter, segments, [prompt], full=full_of(adapter, 5))
     with engine_of(model, selection="all") as engine:
         answer = engine.generate(prompt, max_new_tokens=5)
-    ids, log_probs = trials._trials[0].ids, trials._trials[0].log_probs
+    full = full_of(adapter, 5).of(segments.tokenize(prompt).input_ids)
+    ids, log_probs = full.ids, full.log_probs
     assert ids == answer.token_ids
     assert log_probs.argmax(dim=-1).tolist() == ids
     assert trials.try_rule(SelectHKVD((1,), 1.0)).divergence.mean == pytest.approx(0, abs=1e-4)
@@ -223,7 +229,9 @@ def test_answers_are_those_of_full_prefill(models: dict[str, Any]) -> None:
 def test_of_many_prompts_the_hard_ones_decide(models: dict[str, Any]) -> None:
     """Half of those tried are the ones reuse gets most wrong; each of the others stands for several."""
     adapter, segments = ModelAdapter(models["middling"]), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
-    every, few = (TrialSet(adapter, segments, prompts(0, 20), answer_tokens=4, most=most) for most in (None, 6))
+    every, few = (
+        TrialSet(adapter, segments, prompts(0, 20), full=full_of(adapter, 4), most=most) for most in (None, 6)
+    )
     assert len(every) == len(few) == 20
     reuse, seen = every.try_rule(SelectNone()), few.try_rule(SelectNone())
     assert seen.whole
@@ -239,15 +247,44 @@ def test_of_many_prompts_the_hard_ones_decide(models: dict[str, Any]) -> None:
     assert len(given_up.divergences) == 2
 
 
+def test_what_does_too_much_work_is_left_after_a_prompt(models: dict[str, Any]) -> None:
+    adapter, segments = ModelAdapter(models["middling"]), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
+    trials = TrialSet(adapter, segments, prompts(0, 4), full=full_of(adapter, 4))
+    dear = SelectBoundary(0.5)
+    left = trials.try_rule(dear, below=0.2)
+    assert (left.whole, len(left.divergences)) == (False, 1)
+    assert left.work > 0.2
+    assert trials.try_rule(dear, below=0.9).whole, "with more allowed it is tried to the end"
+    assert trials.try_rule(dear, below=0.2).whole, "what is known is not tried again"
+
+
+def test_what_prompts_share_is_computed_once(models: dict[str, Any]) -> None:
+    """The KV of a chunk, and full prefill's answer, for as long as a prompt holds them."""
+    adapter, segments = ModelAdapter(models["middling"]), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)
+    (prompt,) = prompts(0, 1)
+    other = Prompt(prompt.prefix, prompt.chunks[::-1], prompt.suffix)
+    beside, full = Corpus(adapter, segments, prompt.chunks, 2), full_of(adapter, 4)
+    one, two = (PreparedPrompt(adapter, segments, of, beside.compute) for of in (prompt, other))
+    chunk = (prompt.chunks[0], (), segments.chunk(prompt.chunks[0]).ids)
+    kv = beside.compute(*chunk)
+    assert beside.compute(*chunk) is kv
+    answer = full.of(one.tokens.input_ids)
+    assert full.of(one.tokens.input_ids) is answer
+    assert full.of(two.tokens.input_ids) is not answer
+    expected = PreparedPrompt(adapter, segments, other, Corpus(adapter, segments, prompt.chunks, 2).compute)
+    rule = SelectBoundary(0.2).fit(6)
+    assert torch.equal(two.fuse(rule).fusion.logits, expected.fuse(rule).fusion.logits)
+
+
 def test_a_search_that_was_killed_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options, asked = CalibrationOptions(tolerance=TOLERANCE / 20, answer_tokens=4), prompts(0, 6)
     tried, try_one = [], TrialSet._tried
 
-    def counted(trials: TrialSet, rule: SelectionRule, tolerance: float) -> dict[str, Any]:
+    def counted(trials: TrialSet, rule: SelectionRule, tolerance: float, below: float) -> dict[str, Any]:
         if len(tried) == 6:
             raise KeyboardInterrupt
         tried.append(repr(rule))
-        return try_one(trials, rule, tolerance)
+        return try_one(trials, rule, tolerance, below)
 
     def kept() -> list[dict[str, Any]]:
         lines = (tmp_path / "results.jsonl").read_text(encoding="utf-8").splitlines()
@@ -269,7 +306,8 @@ def test_a_search_that_was_killed_goes_on_where_it_was(tmp_path: Path, monkeypat
         wider = replace(options, tolerance=TOLERANCE / 10)
         settings, _ = calibrate(engine, asked, wider, folder=tmp_path, progress=False)
         assert settings.work <= found[0].work
-        assert len(kept()) - len(after) < len(after) / 2, "another tolerance tries what is new"
+        whole = [(line["set"], line["rule"]) for line in kept() if line["whole"]]
+        assert len(whole) == len(set(whole)), "another tolerance tries what is new"
         with pytest.raises(ConfigError, match="prompts was"):
             calibrate(engine, prompts(1, 12), options, folder=tmp_path, progress=False)
 
