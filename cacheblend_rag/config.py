@@ -304,6 +304,7 @@ class BlendOptions(TypedDict, total=False):
     salt: str
     like: str
     max_concurrent: int
+    prompt_lookup: int
     guard_share: float
     guard_bound: float
     pack_weights: bool | str
@@ -393,6 +394,10 @@ class BlendConfig:
         Most answers that are under way at once. A request that comes is then let in between two tokens of the others,
         as long as memory has room for its KV, and they take their steps together: each weight is read once for all.
         What is rounded differs then with what else runs. With 1, requests are answered one after another.
+    prompt_lookup : int
+        Most tokens of an answer that are tried at once where the prompt, or the answer so far, seems to have them
+        already; 0 for none. What is tried and not chosen changes nothing but the time, so answers stay the same up to
+        rounding. On a CPU, while one answer alone is under way.
     guard_share : float
         Share of requests that a quality guard checks: a full prefill in the background, when nothing
         else waits, and how far the blended answer was from it. 0 checks none.
@@ -454,6 +459,7 @@ class BlendConfig:
     salt: str = _option("salt", "", str)
     like: str = _option("like", "", str)
     max_concurrent: int = _option("max_concurrent", 1, int)
+    prompt_lookup: int = _option("prompt_lookup", 6, int)
     guard_share: float = _option("guard_share", 0.0, float)
     guard_bound: float = _option("guard_bound", 0.1, float)
     pack_weights: bool | str = _option("pack_weights", "auto", lambda text: _flag_or_auto(text), like="auto, on or off")
@@ -475,6 +481,7 @@ class BlendConfig:
         check_choice("codec", self.codec, CODEC_NAMES)
         check_whole("min_tokens", self.min_tokens)
         check_whole("max_concurrent", self.max_concurrent, 1)
+        check_whole("prompt_lookup", self.prompt_lookup)
         if not is_whole(self.contexts) or not 0 <= self.contexts <= MOST_CONTEXTS:
             raise ConfigError("contexts", self.contexts, f"use a whole number from 0 to {MOST_CONTEXTS}")
         check_share("guard_share", self.guard_share)

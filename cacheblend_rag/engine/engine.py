@@ -20,11 +20,20 @@ import torch
 
 from cacheblend_rag.config import BlendConfig, check_model_and_tokenizer
 from cacheblend_rag.engine.batch import ReadOnce, by_common_chunks
-from cacheblend_rag.engine.decode import DEFAULT_NEW_TOKENS, DecodeArguments, Decoded, DecodeOptions, decode, generate
+from cacheblend_rag.engine.decode import (
+    DEFAULT_NEW_TOKENS,
+    DecodeArguments,
+    Decoded,
+    DecodeOptions,
+    Step,
+    decode,
+    generate,
+)
 from cacheblend_rag.engine.grammar import Form, Grammar
 from cacheblend_rag.engine.guard import QualityGuard
 from cacheblend_rag.engine.lookup import Segment
 from cacheblend_rag.engine.pipeline import OTHER_FORM, Blend, Pauses, Pipeline
+from cacheblend_rag.engine.prompt_lookup import PromptLookup
 from cacheblend_rag.engine.scheduler import ModelTime, Scheduler, scheduler_of
 from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds, keys_begin
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead
@@ -43,6 +52,7 @@ from cacheblend_rag.fusor.self_check import check_adapter
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
+from cacheblend_rag.models.cache import all_grow
 from cacheblend_rag.models.contexts import LearnedContext
 from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.models.lora import unwrapped
@@ -489,7 +499,7 @@ class BlendEngine:
     def _decode(self, blend: Blend, options: DecodeOptions, sink: Cancelled | None) -> Generation:
         """The answer to a fused prompt, token by token."""
         fused, fused_at = blend.fused, time.perf_counter()
-        with self.products():
+        with self.products(), self._steps(fused) as step:
             decoded = decode(
                 self.model,
                 self.tokenizer,
@@ -499,7 +509,7 @@ class BlendEngine:
                 options=options,
                 on_text=sink.put if sink else None,
                 cancelled=sink.cancelled if sink else _never,
-                step=self._step,
+                step=step,
                 window=self.context_window,
             )
         return _generation(fused, decoded, fused_at)
@@ -797,8 +807,25 @@ class BlendEngine:
         """How many others may be under way when a prompt of so many tokens at most is begun."""
         return self.config.max_concurrent - 1 if self._batched_decode.fit(tokens) else 0
 
+    @contextlib.contextmanager
+    def _steps(self, fused: FusedKV) -> Iterator[Step]:
+        """What takes the steps of an answer."""
+        if not (self.config.prompt_lookup and self._batched_decode.takes_several and all_grow(fused.cache)):
+            yield self._step
+            return
+        lookup = PromptLookup(
+            fused.input_ids,
+            fused.cache,
+            most=self.config.prompt_lookup,
+            window=self.context_window or sys.maxsize,
+            take=self._step,
+            wanted=lambda: self._scheduler.alone,
+        )
+        with contextlib.closing(lookup):
+            yield lookup
+
     def _step(self, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """One token's pass, together with those of others under way."""
+        """A step's pass, together with those of others under way; logits ``[1, tokens, vocab]``."""
         if not self._several:
             return self._batched_decode([inputs])[0]
         return self._scheduler.step(inputs, self._batched_decode)

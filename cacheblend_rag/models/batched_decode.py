@@ -1,4 +1,4 @@
-"""One token each of several answers in one pass: every weight is read once for all of them."""
+"""A step of several answers in one pass: every weight is read once for all of them."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ class BatchedDecode:
     ----------
     possible : bool
         Whether several answers of the model can be under way at once.
+    takes_several : bool
+        Whether a step can have more than one token. On a GPU it was not measured.
     """
 
     def __init__(self, adapter: ModelAdapter) -> None:
@@ -37,6 +39,9 @@ class BatchedDecode:
         # depend on each other an answer would depend on who else is answered.
         fixed = is_compiled(adapter.model) or not adapter.form.as_attended or adapter.mixes_rows
         self._one_by_one = fixed or not self.possible
+        # Families without SDPA attend by what fused kernels lack.
+        self._plainly = self._one_by_one or not adapter.attends_by_kernel
+        self.takes_several = not self._plainly and adapter.device.type == "cpu"
         self._token_bytes = token_bytes(adapter)
 
     def fit(self, tokens: int) -> bool:
@@ -45,41 +50,50 @@ class BatchedDecode:
         return free is None or 2 * tokens * self._token_bytes <= free
 
     def __call__(self, asked: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
-        """Logits of each step, ``[1, 1, vocab]``; on a GPU one alone is the model's own pass.
+        """Logits of each step, ``[1, tokens, vocab]``; on a GPU one alone is the model's own pass.
 
         Parameters
         ----------
         asked : sequence of mapping
-            What transformers' generation hands to the model for each: ``input_ids`` ``[1, 1]``,
-            the cache and more. The caches grow.
+            What transformers' generation hands to the model for each: ``input_ids`` ``[1, tokens]``, one token unless
+            `takes_several`, the cache and more. The caches grow.
         """
         # On a CPU heads that share a key are faster as rows of one head. On a GPU it was not measured.
         alone = len(asked) == 1 and self._adapter.device.type != "cpu"
-        # Families without SDPA attend by what fused kernels lack.
-        plainly = alone or self._one_by_one or not self._adapter.attends_by_kernel
-        if plainly or any(one["input_ids"].shape != (1, 1) for one in asked):
+        if alone or self._plainly:
             model = keeping_nothing(self._adapter.model)
             return [model(**one, return_dict=True).logits for one in asked]
         with self._adapter.blending():
-            return list(self._pass(asked)[:, None, None])
+            return [rows[None] for rows in self._pass(asked)]
 
-    def _pass(self, asked: Sequence[Mapping[str, Any]]) -> torch.Tensor:
-        """Logits, ``[answers, vocab]``."""
+    def _pass(self, asked: Sequence[Mapping[str, Any]]) -> Sequence[torch.Tensor]:
+        """Logits of each, ``[tokens, vocab]``; every token is a row of its own."""
         adapter, name = self._adapter, cache_argument(self._adapter.model)
-        caches = [one[name] for one in asked]
-        lengths = torch.tensor([cache.get_seq_length() for cache in caches], device=adapter.device)
-        rotaries = adapter.rotary(int(lengths.max()) + 1).at(lengths).to(adapter.dtype)
-        hidden = adapter.embed(torch.cat([one["input_ids"] for one in asked]))  # [answers, 1, hidden]
+        caches, counts = [one[name] for one in asked], [one["input_ids"].shape[1] for one in asked]
+        before = [cache.get_seq_length() for cache in caches]
+        spans = [range(length, length + count) for length, count in zip(before, counts, strict=True)]
+        places = torch.tensor([place for span in spans for place in span], device=adapter.device)
+        rotaries = adapter.rotary(int(places.max()) + 1).at(places).to(adapter.dtype)
+        hidden = adapter.embed(torch.cat([one["input_ids"][0] for one in asked])[:, None])  # [tokens of all, 1, hidden]
+        masks = [_causal(span, hidden) for span in spans]
         for number, layer in enumerate(adapter.running):
-            rotary, apart = rotaries.layer(number), Apart([cache.layers[number] for cache in caches])
+            rotary, apart = rotaries.layer(number), Apart([cache.layers[number] for cache in caches], masks)
             with with_mask(apart):
                 out = layer(
                     hidden,
                     attention_mask=None,
-                    position_ids=lengths[:, None],
+                    position_ids=places[:, None],
                     use_cache=True,
                     position_embeddings=(rotary.cos[:, None], rotary.sin[:, None]),
                     **{adapter.layer_cache_argument: apart},
                 )
             hidden = out[0] if isinstance(out, tuple) else out
-        return adapter.head(hidden[:, 0])
+        return torch.split(adapter.head(hidden[:, 0]), counts)
+
+
+def _causal(span: range, like: torch.Tensor) -> torch.Tensor:
+    """What the newest tokens of an answer see, added to scores: ``[tokens, positions]``, or ``[1, 0]`` for all."""
+    if len(span) == 1:
+        return like.new_zeros(1, 0)
+    hidden = torch.full((len(span), span.stop), float("-inf"), dtype=like.dtype, device=like.device)
+    return hidden.triu_(span.start + 1)

@@ -14,7 +14,16 @@ from transformers.cache_utils import DynamicLayer
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.projections import PlainKV
 
-__all__ = ["Enough", "GrowingLayer", "LastLayer", "ScatterCache", "called_at_each_layer", "let_grow"]
+__all__ = [
+    "Enough",
+    "GrowingLayer",
+    "LastLayer",
+    "ScatterCache",
+    "all_grow",
+    "called_at_each_layer",
+    "let_grow",
+    "take_back",
+]
 
 
 class ScatterCache:
@@ -110,6 +119,13 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         self.keys, self.values = self._room.add(key_states, value_states)
         return self.keys, self.values
 
+    def take_back(self, rows: int) -> None:
+        """Forget the newest rows. The next ones are written in their place, so nobody else may look at these."""
+        kept = self.get_seq_length() - rows
+        if self._room is not None and self._room.follows(self.keys, kept):
+            self._room.used = kept
+        self.keys, self.values = self.keys[:, :, :kept], self.values[:, :, :kept]
+
     def reset(self) -> None:
         """Forget everything, room included."""
         self._room = None
@@ -120,6 +136,17 @@ def let_grow(cache: Cache) -> Cache:
     """The same cache; its layers that keep all positions grow in place from now on."""
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def all_grow(cache: Cache) -> bool:
+    """Whether every layer keeps all positions and grows in place, so that `take_back` can be used."""
+    return all(isinstance(layer, GrowingLayer) for layer in cache.layers)
+
+
+def take_back(cache: Cache, rows: int) -> None:
+    """Forget the newest rows of a cache whose layers all grow in place."""
+    for layer in cache.layers:
+        layer.take_back(rows)
 
 
 @contextmanager

@@ -145,7 +145,7 @@ def test_who_runs_the_model_meanwhile_gets_what_it_computes(monkeypatch: pytest.
     expected = tiny.full_prefill(model, list(range(3, 40))).logits
     taken = BatchedDecode._pass
 
-    def beside_another(self: BatchedDecode, asked: Any) -> torch.Tensor:
+    def beside_another(self: BatchedDecode, asked: Any) -> Any:
         assert model.config._attn_implementation == "sdpa"
         found.append(tiny.full_prefill(model, list(range(3, 40))).logits)
         return taken(self, asked)

@@ -112,26 +112,47 @@ class RowMask:
 
 
 class Apart:
-    """Hands each answer's new row to the layer of its own cache, and keeps what each then sees.
+    """Hands each answer's new rows to the layer of its own cache, and keeps what they then see.
 
     Parameters
     ----------
     layers : sequence of cache layers
         One for each answer.
+    masks : sequence of Tensor
+        For each answer what is added to the scores of its rows, ``[rows, tokens]``; without tokens where its only row
+        sees all.
     """
 
-    def __init__(self, layers: Sequence[Any]) -> None:
-        self._layers = layers
-        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Keys and values of each, each ``[1, kv_heads, tokens, head_dim]``."""
+    def __init__(self, layers: Sequence[Any], masks: Sequence[torch.Tensor]) -> None:
+        self._layers, self._masks = layers, masks
+        self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []  # keys and values of each
 
     def update(
         self, keys: torch.Tensor, values: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The new rows as they came."""
-        pairs = zip(self._layers, keys[:, None], values[:, None], strict=True)
-        self.seen = [layer.update(key, value) for layer, key, value in pairs]
+        """The new rows ``[rows of all, kv_heads, 1, head_dim]`` as they came."""
+        pairs = zip(self._layers, self._split(keys), self._split(values), strict=True)
+        self._seen = [layer.update(key.transpose(0, 2), value.transpose(0, 2)) for layer, key, value in pairs]
         return keys, values
+
+    def attend(self, query: torch.Tensor, scaling: float | None) -> torch.Tensor:
+        """Attention of each row over the keys and values of its own answer, ``[rows of all, 1, heads, head_dim]``.
+
+        A newest row sees all that its cache gives it, be it behind a window or not. Heads that share a key attend as
+        rows of one head.
+        """
+        found = []
+        for own, (keys, values), mask in zip(self._split(query), self._seen, self._masks, strict=True):
+            rows, heads, _, width = own.shape
+            group = heads // keys.shape[1]
+            folded = own.reshape(rows, keys.shape[1], group, width).transpose(0, 1).flatten(1, 2)[None]
+            added = mask.repeat_interleave(group, dim=0) if mask.shape[1] else None
+            out = scaled_dot_product_attention(folded, keys, values, added, scale=scaling)[0]
+            found.append(out.reshape(-1, rows, group, out.shape[-1]).transpose(0, 1).reshape(rows, 1, heads, -1))
+        return torch.cat(found)
+
+    def _split(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        return torch.split(rows, [len(mask) for mask in self._masks])
 
 
 # A decoder layer hands one tensor on as its mask; what else attention should know goes beside it.
@@ -193,7 +214,7 @@ def row_attention(
         raise ValueError(f"fused attention lacks {lacking[0]!r}; load the model with attn_implementation='eager'")
     told = _mask_here.get()
     if isinstance(told, Apart):
-        return _attend_apart(query, told.seen, scaling), None
+        return told.attend(query, scaling), None
     if attention_mask is None:
         told = None
     elif told is None or told.added is not attention_mask:  # some families make another of it
@@ -232,21 +253,6 @@ def attend_rows(
         parts = [_attend(query, key, value, block, scaling, grouped) for block in blocks]
         out = torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
     return out.transpose(1, 2).contiguous().to(dtype)
-
-
-def _attend_apart(
-    query: torch.Tensor, seen: Sequence[tuple[torch.Tensor, torch.Tensor]], scaling: float | None
-) -> torch.Tensor:
-    """Attention of one row each of several answers over its own keys and values, ``[answers, 1, heads, head_dim]``.
-
-    A newest row sees all that its cache gives it, be it behind a window or not, so there is no mask, and heads that
-    share a key attend as rows of one head.
-    """
-    rows = [
-        scaled_dot_product_attention(own.reshape(1, keys.shape[1], -1, own.shape[-1]), keys, values, scale=scaling)
-        for own, (keys, values) in zip(query, seen, strict=True)
-    ]
-    return torch.cat([one.reshape(1, 1, query.shape[1], -1) for one in rows])
 
 
 def _attend(
