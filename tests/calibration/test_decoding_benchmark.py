@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.errors import ConfigError
+from docs.benchmarks.scripts import prompt_lookup
 from docs.benchmarks.scripts.decode import PLAIN, DecodingOptions, main
 
 
@@ -35,3 +36,17 @@ def test_every_way_is_timed_for_as_many_tokens(
 def test_options_that_time_nothing_are_refused(changes: dict[str, int]) -> None:
     with pytest.raises(ConfigError):
         DecodingOptions(**changes)  # type: ignore[arg-type]
+
+
+def test_answers_are_timed_with_and_without_tried_tokens(
+    model_folder: Path, questions: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--model", str(model_folder), "--data", str(questions), "--dtype", "float32"]
+    assert prompt_lookup.main([*arguments, "--count", "3", "--new-tokens", "12", "--threads", "1"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["answers"], result["same_answers"]) == (3, 3)
+    assert result["options"]["data"] == questions.name
+    assert all(seconds > 0 for seconds in result["seconds_a_token"].values())
+    assert 0 < result["times_faster"]["low"] <= result["times_faster"]["high"]
+    assert prompt_lookup.main(["--data", str(questions), "--most", "0"]) == 2
+    assert "most" in capsys.readouterr().err
