@@ -5,12 +5,15 @@ From the repository's root, with llama-cpp-python in an environment of its own::
     python -m docs.benchmarks.scripts.starter --llama-python ../llama/bin/python --out docs/benchmarks/starter.json
 
 Each way of answering is a process of its own that holds its model. All answer in turn, round after round. The prompt
-is a chat about six chunks of 512 tokens of the bundled articles, their KV stored on disk. Each answer has 64 tokens.
+is a chat about chunks of 512 tokens of the bundled articles, their KV stored on disk. Each answer has 256 tokens. It is
+noted when the first, the 16th and the 64th were there. An answer that may not end repeats itself, so no tokens are
+tried from what was written before (``prompt_lookup``): there would be more of them than in real answers.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -26,31 +29,36 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-CHUNKS, CHUNK_TOKENS, NEW_TOKENS, THREADS = 6, 512, 64, 2
+CHUNK_TOKENS, NEW_TOKENS, THREADS = 512, 256, 2
+NOTED = (1, 16, 64, 256)  # tokens of an answer
 QUESTION = "When was Surtsey first seen?"
-WAYS = ("transformers", "engine, full recompute", "engine, full reuse", "engine, default", "llama.cpp, 4 bits")
-_TITLES = {
+WAYS = {
     "transformers": "plain transformers",
     "engine, full recompute": "this package, full recompute",
     "engine, full reuse": "this package, full KV reuse",
     "engine, default": "this package, blended (default)",
     "llama.cpp, 4 bits": "llama.cpp, Q4_1, full prefill",
+    "llama.cpp, 8 bits": "llama.cpp, Q8_0, full prefill",
 }
+"""Ways of answering, and how tables call them."""
+_Answer = Callable[[], list[float]]
+"""Answers, and says after how many seconds each token of `NOTED` was there."""
 
 
 @dataclass(frozen=True)
-class Timed:
-    """Seconds of one answer."""
+class _Given:
+    """What a process that answers is told: the element type, how many chunks, and the folder of what is stored."""
 
-    first: float
-    whole: float
+    dtype: str
+    chunks: int
+    store: str
 
 
 # In a process of its own ----------------------------------------------------------------------
 
 
-def _prompt(tokenizer: Any) -> Any:
-    """The prompt: articles cut into chunks of so many tokens, the one with the answer in the middle."""
+def _prompt(tokenizer: Any, count: int) -> Any:
+    """The prompt: articles cut into so many chunks of so many tokens, the one with the answer in the middle."""
     from cacheblend_rag import Prompt
     from cacheblend_rag.app.collection import ARTICLES_PATH
     from cacheblend_rag.prompt.chat import question_turns, render_turns
@@ -58,13 +66,17 @@ def _prompt(tokenizer: Any) -> Any:
     files = sorted(ARTICLES_PATH.glob("*.md"), key=lambda file: (file.stem != "surtsey", file.stem))
     texts = [file.read_text(encoding="utf-8") for file in files]
     ids = tokenizer.encode("\n\n".join(texts), add_special_tokens=False)
-    chunks = [tokenizer.decode(ids[n * CHUNK_TOKENS : (n + 1) * CHUNK_TOKENS]).strip() for n in range(CHUNKS)]
-    chunks.insert(CHUNKS // 2, chunks.pop(0))
+    chunks = [tokenizer.decode(ids[n * CHUNK_TOKENS : (n + 1) * CHUNK_TOKENS]).strip() for n in range(count)]
+    chunks.insert(count // 2, chunks.pop(0))
     before, after = render_turns(tokenizer, question_turns(tokenizer, "<chunks>", QUESTION)).split("<chunks>")
-    return Prompt(before, chunks, after, ["\n\n"] * (CHUNKS - 1))
+    return Prompt(before, chunks, after, ["\n\n"] * (count - 1))
 
 
-def _transformers(dtype: str, store: str) -> Callable[[], Timed]:
+def _noted(began: float, times: Sequence[float]) -> list[float]:
+    return [times[count - 1] - began for count in NOTED]
+
+
+def _transformers(given: _Given) -> _Answer:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -73,8 +85,9 @@ def _transformers(dtype: str, store: str) -> Callable[[], Timed]:
     torch.set_num_threads(THREADS)
     folder = starter_folder("smollm2")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    ids = torch.tensor([tokenizer.encode(_prompt(tokenizer).written("").text, add_special_tokens=False)])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=given.dtype).eval()
+    text = _prompt(tokenizer, given.chunks).written("").text
+    ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
     times: list[float] = []
 
     class Clock:
@@ -84,7 +97,7 @@ def _transformers(dtype: str, store: str) -> Callable[[], Timed]:
         def end(self) -> None:
             pass
 
-    def answer() -> Timed:
+    def answer() -> list[float]:
         times.clear()
         began = time.perf_counter()
         model.generate(
@@ -95,76 +108,84 @@ def _transformers(dtype: str, store: str) -> Callable[[], Timed]:
             min_new_tokens=NEW_TOKENS,
             streamer=Clock(),
         )
-        return Timed(times[1] - began, times[-1] - began)  # the first time is that of the prompt
+        return _noted(began, times[1:])  # the first time is that of the prompt
 
     return answer
 
 
-def _engine(dtype: str, store: str, **options: Any) -> Callable[[], Timed]:
+def _engine(given: _Given, **options: Any) -> _Answer:
     import torch
-    from transformers import GenerationConfig
 
     from cacheblend_rag import BlendConfig, BlendEngine
+    from docs.benchmarks.scripts.common import TokenClock, greedy
 
     torch.set_num_threads(THREADS)
-    engine = BlendEngine.from_pretrained("smollm2", dtype=dtype, config=BlendConfig(**options), store=store)
-    prompt = _prompt(engine.tokenizer)
+    config = BlendConfig(prompt_lookup=0, **options)
+    engine = BlendEngine.from_pretrained("smollm2", dtype=given.dtype, config=config, store=given.store)
+    prompt = _prompt(engine.tokenizer, given.chunks)
     engine.warm(prompt.chunks, progress=False)
-    exact = GenerationConfig(do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
 
-    def answer() -> Timed:
-        began = time.perf_counter()
-        made = engine.generate(prompt, generation_config=exact)
-        whole = time.perf_counter() - began
-        assert made.report.generated_tokens == NEW_TOKENS
+    def answer() -> list[float]:
+        clock, began = TokenClock(), time.perf_counter()
+        engine.generate(prompt, generation_config=greedy(engine.tokenizer, NEW_TOKENS), logits_processor=[clock])
         engine.flush()
-        return Timed(made.report.ttft, whole)
+        return _noted(began, clock.times)
 
     return answer
 
 
-def _llama(dtype: str, store: str) -> Callable[[], Timed]:
-    from llama_cpp import Llama
+def _llama(given: _Given, bits: int) -> _Answer:
+    import llama_cpp
 
-    given = json.loads(Path(store, "llama.json").read_text(encoding="utf-8"))
-    model = Llama(given["gguf"], n_ctx=8192, n_threads=THREADS, n_threads_batch=THREADS, flash_attn=True, verbose=False)
+    told = json.loads(Path(given.store, "llama.json").read_text(encoding="utf-8"))
+    file = Path(told["gguf"])
+    if bits == 8:
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype, params.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, True
+        source, file = file, Path(given.store, "q8_0.gguf")
+        llama_cpp.llama_model_quantize(str(source).encode(), str(file).encode(), params)
+    model = llama_cpp.Llama(
+        str(file), n_ctx=8192, n_threads=THREADS, n_threads_batch=THREADS, flash_attn=True, verbose=False
+    )
 
-    def answer() -> Timed:
+    def answer() -> list[float]:
         model.reset()  # else it would go on from the same prompt's KV
         began, times = time.perf_counter(), []
-        for _ in model.generate(given["ids"], temp=0.0, reset=True):
+        for _ in model.generate(told["ids"], temp=0.0, reset=True):
             times.append(time.perf_counter())
             if len(times) == NEW_TOKENS:
                 break
-        return Timed(times[0] - began, times[-1] - began)
+        return _noted(began, times)
 
     return answer
 
 
-def _work(way: str, dtype: str, store: str) -> None:
+def _work(way: str, given: _Given) -> None:
     """Answer whenever a line comes in, and say how long it took."""
-    makers: dict[str, Callable[[], Callable[[], Timed]]] = {
-        "transformers": lambda: _transformers(dtype, store),
-        "engine, full recompute": lambda: _engine(dtype, store, selection="all"),
-        "engine, full reuse": lambda: _engine(dtype, store, selection="none"),
-        "engine, default": lambda: _engine(dtype, store),
-        "llama.cpp, 4 bits": lambda: _llama(dtype, store),
+    makers: dict[str, Callable[[], _Answer]] = {
+        "transformers": lambda: _transformers(given),
+        "engine, full recompute": lambda: _engine(given, selection="all"),
+        "engine, full reuse": lambda: _engine(given, selection="none"),
+        "engine, default": lambda: _engine(given),
+        "llama.cpp, 4 bits": lambda: _llama(given, 4),
+        "llama.cpp, 8 bits": lambda: _llama(given, 8),
     }
     answer = makers[way]()
     answer()  # warms up
     print("ready", flush=True)
     for _ in sys.stdin:
-        took = answer()
+        seconds = answer()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        print(json.dumps({"first": took.first, "whole": took.whole, "peak": peak}), flush=True)
+        print(json.dumps({"seconds": seconds, "peak": peak}), flush=True)
 
 
 # The whole ------------------------------------------------------------------------------------
 
 
 class _Worker:
-    def __init__(self, python: str, way: str, dtype: str, store: str) -> None:
-        command = [python, "-m", "docs.benchmarks.scripts.starter", "--way", way, "--dtype", dtype, "--store", store]
+    def __init__(self, python: str, way: str, given: _Given) -> None:
+        command = [python, "-m", "docs.benchmarks.scripts.starter", "--way", way]
+        command += ["--dtype", given.dtype, "--chunks", str(given.chunks), "--store", given.store]
         here = os.environ | {"PYTHONPATH": os.getcwd()}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=here)
         if self._read() != "ready":
@@ -174,7 +195,7 @@ class _Worker:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
-    def answer(self) -> dict[str, float]:
+    def answer(self) -> dict[str, Any]:
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -184,49 +205,47 @@ class _Worker:
         self._process.communicate()
 
 
-def _prepare(store: str, gguf: str) -> int:
+def _prepare(store: str, gguf: str, chunks: int) -> int:
     """Write what llama.cpp needs: the prompt's ids and the file."""
     from transformers import AutoTokenizer
 
     from cacheblend_rag.models.starters import starter_folder
 
     tokenizer = AutoTokenizer.from_pretrained(starter_folder("smollm2"))
-    ids = tokenizer.encode(_prompt(tokenizer).written("").text, add_special_tokens=False)
+    ids = tokenizer.encode(_prompt(tokenizer, chunks).written("").text, add_special_tokens=False)
     Path(store, "llama.json").write_text(json.dumps({"ids": ids, "gguf": gguf}), encoding="utf-8")
     return len(ids)
 
 
-def measure(llama_python: str | None, gguf: str, dtypes: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
-    """Time all ways in turn; the result so far after each element type."""
+def measure(
+    llama_python: str | None, gguf: str, dtypes: Sequence[str], counts: Sequence[int], rounds: int, ways: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Time ways in turn; the result so far after each element type and number of chunks."""
+    rows: list[dict[str, Any]] = []
     machine = {"processor": _processor(), "threads": THREADS, "python": platform.python_version()}
-    rows = []
-    with tempfile.TemporaryDirectory() as store:
-        tokens = _prepare(store, gguf)
-        for dtype in dtypes:
-            ways = [way for way in WAYS if llama_python or not way.startswith("llama")]
-            pythons = {way: llama_python if way.startswith("llama") else sys.executable for way in ways}
-            workers = {way: _Worker(str(pythons[way]), way, dtype, store) for way in ways}
-            found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    for dtype, count in itertools.product(dtypes, counts):
+        with tempfile.TemporaryDirectory() as store:
+            tokens = _prepare(store, gguf, count)
+            pythons = {way: str(llama_python if way.startswith("llama") else sys.executable) for way in ways}
+            workers = {way: _Worker(python, way, _Given(dtype, count, store)) for way, python in pythons.items()}
+            found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
             for _ in range(rounds):
                 for way, worker in workers.items():
                     found[way].append(worker.answer())
             for worker in workers.values():
                 worker.end()
-            for way, times in found.items():
-                first, whole = (statistics.median(one[name] for one in times) for name in ("first", "whole"))
-                rows.append(
-                    {
-                        "way": way,
-                        "dtype": "Q4_1" if way.startswith("llama") else dtype,
-                        "beside": dtype,
-                        "first_token_s": first,
-                        "whole_answer_s": whole,
-                        "tokens_a_second": (NEW_TOKENS - 1) / (whole - first),
-                        "peak_bytes": max(one["peak"] for one in times),
-                        "rounds": [[one["first"], one["whole"]] for one in times],
-                    }
-                )
-            yield {"date": date.today().isoformat(), "prompt_tokens": tokens, "machine": machine, "rows": rows}
+        rows += [
+            {
+                "way": way,
+                "beside": dtype,
+                "prompt_tokens": tokens,
+                "seconds": [statistics.median(at) for at in zip(*(one["seconds"] for one in times), strict=True)],
+                "peak_bytes": max(one["peak"] for one in times),
+                "rounds": [one["seconds"] for one in times],
+            }
+            for way, times in found.items()
+        ]
+        yield {"date": date.today().isoformat(), "noted": NOTED, "machine": machine, "rows": rows}
 
 
 def _processor() -> str:
@@ -235,20 +254,24 @@ def _processor() -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """The result as a table, one for each element type."""
+    """The result as tables, one for each element type and prompt."""
     parts = []
-    for dtype in dict.fromkeys(row["beside"] for row in result["rows"]):
-        rows = [row for row in result["rows"] if row["beside"] == dtype]
-        base = rows[0]["first_token_s"]
-        parts.append(f"{dtype}, {result['prompt_tokens']} prompt tokens, {NEW_TOKENS} new tokens\n")
-        parts.append(
-            "| | first token | sooner | whole answer | tokens a second | peak memory |\n|---|---|---|---|---|---|"
-        )
+    for dtype, tokens in dict.fromkeys((row["beside"], row["prompt_tokens"]) for row in result["rows"]):
+        rows = [row for row in result["rows"] if (row["beside"], row["prompt_tokens"]) == (dtype, tokens)]
+        head = " | ".join(f"{count} tokens" for count in NOTED[1:])
         parts += [
-            f"| {_TITLES[row['way']]} | {row['first_token_s']:.2f} s | {base / row['first_token_s']:.1f}× "
-            f"| {row['whole_answer_s']:.2f} s | {row['tokens_a_second']:.0f} | {row['peak_bytes'] / 1e9:.2f} GB |"
-            for row in rows
+            f"{dtype}, {tokens:,} prompt tokens\n",
+            f"| | first token | sooner | {head} | a token | peak memory |",
         ]
+        parts.append("|---" * (5 + len(NOTED[1:])) + "|")
+        for row in rows:
+            seconds = row["seconds"]
+            later = " | ".join(f"{at:.2f} s" for at in seconds[1:])
+            a_token = 1e3 * (seconds[-1] - seconds[0]) / (NOTED[-1] - 1)
+            parts.append(
+                f"| {WAYS[row['way']]} | {seconds[0]:.2f} s | {rows[0]['seconds'][0] / seconds[0]:.1f}× | {later} "
+                f"| {a_token:.0f} ms | {row['peak_bytes'] / 1e9:.2f} GB |"
+            )
         parts.append("")
     return "\n".join(parts)
 
@@ -261,14 +284,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--counts", nargs="+", type=int, default=[6, 12], help="chunks of the prompts")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help="by default all that can be")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="float32", help=argparse.SUPPRESS)
+    parser.add_argument("--chunks", type=int, default=6, help=argparse.SUPPRESS)
     parser.add_argument("--store", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.way:
-        _work(given.way, given.dtype, given.store)
+        _work(given.way, _Given(given.dtype, given.chunks, given.store))
         return
-    for result in measure(given.llama_python, given.gguf, given.dtypes, given.rounds):
+    ways = given.ways or [way for way in WAYS if given.llama_python or not way.startswith("llama")]
+    for result in measure(given.llama_python, given.gguf, given.dtypes, given.counts, given.rounds, ways):
         print(markdown(result), flush=True)
         if given.out:
             given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
