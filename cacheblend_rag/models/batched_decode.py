@@ -27,8 +27,6 @@ class BatchedDecode:
     ----------
     possible : bool
         Whether several answers of the model can be under way at once.
-    takes_several : bool
-        Whether a step can have more than one token. On a GPU it was not measured.
     """
 
     def __init__(self, adapter: ModelAdapter) -> None:
@@ -39,10 +37,18 @@ class BatchedDecode:
         # depend on each other an answer would depend on who else is answered.
         fixed = is_compiled(adapter.model) or not adapter.form.as_attended or adapter.mixes_rows
         self._one_by_one = fixed or not self.possible
-        # Families without SDPA attend by what fused kernels lack.
-        self._plainly = self._one_by_one or not adapter.attends_by_kernel
-        self.takes_several = not self._plainly and adapter.device.type == "cpu"
+        self._on_cpu = adapter.device.type == "cpu"
         self._token_bytes = token_bytes(adapter)
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether a step can have more than one token. On a GPU it was not measured."""
+        return self._on_cpu and self._in_one_pass
+
+    @property
+    def _in_one_pass(self) -> bool:
+        # Families without SDPA attend by what fused kernels lack.
+        return not self._one_by_one and self._adapter.attends_by_kernel
 
     def fit(self, tokens: int) -> bool:
         """Whether memory has room for the KV of so many tokens, and as much again for the pass that makes it."""
@@ -59,8 +65,8 @@ class BatchedDecode:
             `takes_several`, the cache and more. The caches grow.
         """
         # On a CPU heads that share a key are faster as rows of one head. On a GPU it was not measured.
-        alone = len(asked) == 1 and self._adapter.device.type != "cpu"
-        if alone or self._plainly:
+        alone = len(asked) == 1 and not self._on_cpu
+        if alone or not self._in_one_pass:
             model = keeping_nothing(self._adapter.model)
             return [model(**one, return_dict=True).logits for one in asked]
         with self._adapter.blending():
