@@ -165,7 +165,7 @@ def adapt(
         behind = Corpus(adapter, tokenizer, chunks, count, context)
         rule = make_rule(engine.config).fit(adapter.num_layers)
         with engine.products():
-            sets = [
+            sets = [  # both at once: they share what full prefill answers
                 TrialSet(adapter, tokenizer, held_back, full=full, compute=one.compute, on_prompt=bar.update)
                 for one in (neighbours, behind)
             ]

@@ -10,6 +10,7 @@ import heapq
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -203,7 +204,7 @@ class TrialSet:
         divergences: list[float] = []
         works: list[float] = []
         for trial in self._trials:
-            if works and self._given_up(divergences, _mean(works), tolerance, below):
+            if works and self._given_up(divergences, fmean(works), tolerance, below):
                 break
             divergence, fused = self._divergence(trial, rule)
             found.append((divergence, trial))
@@ -214,7 +215,7 @@ class TrialSet:
         if whole:  # from now on the hard ones first, so that what fails is soon seen
             self._trials = [trial for _, trial in sorted(found, key=lambda one: -one[0])]
             divergences.sort(reverse=True)
-        return {"divergences": divergences, "work": _mean(works), "whole": whole}
+        return {"divergences": divergences, "work": fmean(works), "whole": whole}
 
     def _given_up(self, divergences: Sequence[float], work: float, tolerance: float, below: float) -> bool:
         """Whether the mean passes the tolerance even if nothing is lost on other prompts, or the work is too much."""
@@ -225,10 +226,6 @@ class TrialSet:
         cache = self._adapter.new_cache(fused.fusion.layers)
         found = answer_log_probs(self._adapter, cache, fused.fusion.logits, trial.full.ids)
         return float(kl_divergence(trial.full.log_probs, found).mean()), fused
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def greedy_answer(

@@ -27,7 +27,7 @@ from cacheblend_rag.calibration.evaluation.methods import settings_rule, variant
 from cacheblend_rag.calibration.evaluation.statistics import interval
 from cacheblend_rag.calibration.prepared import PreparedPrompt
 from cacheblend_rag.calibration.prompts import case_prompts, chunk_prompts, question_prompts
-from cacheblend_rag.calibration.search import Finding, Search, TrialSets
+from cacheblend_rag.calibration.search import KINDS, Finding, Search, TrialSets
 from cacheblend_rag.calibration.trials import FullAnswers, TrialSet, Tried
 from cacheblend_rag.engine.ratio_policy import RatioPolicy
 from cacheblend_rag.errors import ConfigError
@@ -139,10 +139,16 @@ def test_no_cheaper_rule_was_passed_over(
     assert finding.reuse[finding.condition].divergence.mean > TOLERANCE
     assert finding.candidates[-1][1] is finding.chosen
     held_back = trials_of(adapter, segments, checks, finding.condition)
-    for _, tried in finding.candidates[:-1]:
-        unseen = held_back.try_rule(tried.rule)
-        over_all = interval((*tried.divergences, *unseen.divergences))
-        assert max(unseen.divergence.mean, over_all.high) > 0.9 * TOLERANCE
+    searched, cheaper = trials_of(adapter, segments, _divided(prompts(0, COUNT), 0.67)[0], finding.condition), 0
+    for make, ratios in KINDS.values():
+        for ratio in ratios:
+            tried = searched.try_rule(make(ratio).fit(6), below=finding.chosen.work)
+            if tried.whole and tried.work < finding.chosen.work:
+                cheaper += 1
+                unseen = held_back.try_rule(tried.rule)
+                over_all = interval((*tried.divergences, *unseen.divergences))
+                assert max(unseen.divergence.mean, over_all.high) > 0.9 * TOLERANCE
+    assert cheaper
 
 
 def stubbed(models: dict[str, Any]) -> tuple[TrialSet, TrialSet]:
