@@ -28,10 +28,10 @@ _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
 # Bytes of the first request, which has the header of most records in it and is often made in vain.
 _HEAD_BYTES = 2**16
-# Bytes of the first request of layers, for which a pass waits, and the most of those that follow. Each has twice as
-# many as the one before: a slow link carries all of them together, and the first layers are needed first.
+# A slow link carries all requests together, and a pass waits for the first layers. So a record begins with one small
+# request. Each has twice as many bytes as the one before, up to this many, and each that has come lets one more be
+# under way, up to so many at once.
 _FIRST_BYTES, _REQUEST_BYTES = 2**20, 2**23
-# Requests of one record that are under way at once.
 _UNDER_WAY = 3
 # Seconds that one upload may take; nobody waits for it.
 _UPLOAD_SECONDS = 60.0
@@ -215,8 +215,11 @@ class S3Record(EncodedRecord):
 
     def read_ahead(self, layer: int) -> None:
         """See `ReadsAhead`."""
-        first = self._request_of[layer]
-        for number in range(first, min(first + _UNDER_WAY, len(self._requests))):
+        self._ask(self._request_of[layer])
+
+    def _ask(self, first: int) -> None:
+        """Make a request and some of those that follow, unless that was done."""
+        for number in range(first, min(first + min(first + 1, _UNDER_WAY), len(self._requests))):
             places = self._requests[number]
             if number not in self._coming and places[-1].offset + places[-1].size > len(self._head):
                 self._coming[number] = self._store.pool.submit(self._read, places)
@@ -228,9 +231,10 @@ class S3Record(EncodedRecord):
     def _fetch(self, place: LayerPlace, *buffers: Any) -> None:
         number = self._request_of[place.number]
         places = self._requests[number]
-        self.read_ahead(place.number)
+        self._ask(number)
         if number in self._coming:
             data, begins = self._result(self._coming[number]), places[0].offset
+            self._ask(number + 1)
             if place is places[-1]:
                 del self._coming[number]
         else:  # it came with the header

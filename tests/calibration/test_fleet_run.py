@@ -54,8 +54,8 @@ def test_the_simulator_gets_what_was_measured(tmp_path: Path) -> None:
     path.write_text("\n".join([*trace("ours", OPTIONS, seen, TOKENS, TIMES), ""]))
     found = read_trace(path)
     assert found.options.cores == 1.5
-    assert found.options.overhead == pytest.approx(0.03)
-    assert vars(found.times) == TIMES["seconds"]
+    assert found.options.overhead == pytest.approx((0.01, 0.05, 0.03))
+    assert vars(found.times) == TIMES["seconds"] | {"spread": list(TIMES["seconds"]["spread"])}
     assert [request.other for request in found.requests] == [20, 22], "what is in the prompt beside its chunks"
     figures = replay([found], ServiceTimes(**TIMES["seconds"]))
     assert figures["hit"][0] == 30 / 80

@@ -55,7 +55,7 @@ _FIRST = ("alder", "copper", "falcon", "harbour", "island", "larch", "meadow", "
 _LAST = ("bank", "bridge", "field", "gate", "hill", "lane", "mill", "row", "side", "stone", "wood", "yard")
 _WORDS = [first + last for first in _FIRST for last in _LAST]
 _MODEL = "measured"
-_PROBES = 5
+_PROBES = 15
 _SLOTS = 4
 
 
@@ -133,9 +133,9 @@ class Run:
     probes: tuple[Answered, ...]
 
     @property
-    def overhead(self) -> float:
-        """Seconds of a request beside the engine's, while nothing else is asked."""
-        return statistics.median([one.ttft - one.engine for one in self.probes if one.replica] or [0.0])
+    def overhead(self) -> list[float]:
+        """Seconds of each probe beside the engine's, while nothing else is asked."""
+        return [one.ttft - one.engine for one in self.probes if one.replica] or [0.0]
 
 
 def traffic(options: argparse.Namespace, number: int = 0) -> list[Asked]:
@@ -255,7 +255,7 @@ def summarized(runs: Sequence[Run], tokens: dict[str, int]) -> dict[str, Any]:
         "ttft_p50": cuts[49],
         "ttft_p90": cuts[89],
         "ttft_p99": cuts[98],
-        "overhead": [run.overhead for run in runs],
+        "overhead": [statistics.median(run.overhead) for run in runs],
         "failed": sum(not one.replica for one in answers),
         "requests_by_replica": {
             name: [one.replica for one in answers].count(name) for name in sorted({one.replica for one in answers})

@@ -1,9 +1,10 @@
 """A simulated fleet: replicas of the engine, and four routers before them.
 
 It is a simulation of discrete events. A replica works as the engine's scheduler does: it prefills one prompt after
-another, takes the decoding steps of all answers under way together in between, and stores what was missing when nothing
-else waits, or for a fifth of its time. How long each part takes was measured by `service_times`. A replica has memory
-over disk, and beneath them lies one remote store that all share over one link.
+another, takes the decoding steps of all answers under way together in between and between the layers of a long prefill,
+and stores what was missing when nothing else waits, or for a fifth of its time. How long each part takes was measured
+by `service_times`, and how far single prompts are off. A replica has memory over disk, and beneath them lies one remote
+store that all share over one link.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ _RULE = RoutingRule()
 _REMEMBERED = 10.0  # seconds
 # As in the engine's scheduler.
 _REQUESTS_SHARE, _REQUESTS_FIRST = 4.0, 10.0
+_PIECE = 0.1
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ class FleetOptions:
         Of the link to the remote store, in bytes a second and in seconds.
     cores : float
         Cores on which all replicas run together, with a thread each.
-    overhead : float
-        Seconds that a request is on its way.
+    overhead : tuple of float
+        Seconds that a request is on its way, one of which is drawn.
     period : float
         Seconds between two summaries of a replica.
     """
@@ -70,7 +72,7 @@ class FleetOptions:
     bandwidth: float = 1.25e9
     latency: float = 0.001
     cores: float = _ENDLESS
-    overhead: float = 0.02
+    overhead: tuple[float, ...] = (0.02,)
     period: float = 1.0
 
 
@@ -322,6 +324,7 @@ class Simulation:
     ) -> None:
         self.options, self._times = options, times
         self._router = ROUTERS[router](random.Random(f"{router} {seed}"), rule)
+        self._chance = random.Random(seed)
         names = names or [f"r{number}" for number in range(options.replicas)]
         self.replicas = {name: Replica(name, options) for name in names}
         self.first = frozenset(names)  # of those that are not added later
@@ -347,12 +350,15 @@ class Simulation:
         self._until(_ENDLESS)
         return jobs
 
+    @property
+    def _speed(self) -> float:
+        return min(1.0, self.options.cores / self._working) if self._working else 1.0
+
     def _until(self, at: float) -> None:
         """Let all work end that ends before a moment."""
         while self._ends:
-            speed = min(1.0, self.options.cores / self._working) if self._working else 1.0
             work, _, replica, end = self._ends[0]
-            ends = self._now + max(0.0, work - self._work) / speed
+            ends = self._now + max(0.0, work - self._work) / self._speed
             if ends > at:
                 break
             self._now, self._work = ends, max(work, self._work)
@@ -363,8 +369,7 @@ class Simulation:
                 end()
                 self._go_on(replica)
         if at < _ENDLESS:
-            speed = min(1.0, self.options.cores / self._working) if self._working else 1.0
-            self._work += (at - self._now) * speed
+            self._work += (at - self._now) * self._speed
             self._now = at
 
     def _count_anew(self) -> None:
@@ -409,7 +414,7 @@ class Simulation:
         elif replica.queue and len(replica.under) < self.options.slots:
             self._prefill(replica)
         elif replica.under:
-            self._begin(replica, self._times.step + self._times.beside * len(replica.under), self._stepped)
+            self._begin(replica, self._step(len(replica.under)), self._stepped)
         elif replica.missing:
             self._store(replica)
 
@@ -422,7 +427,7 @@ class Simulation:
         heapq.heappush(self._ends, (self._work + seconds, self._number, replica, lambda: end(replica)))
 
     def _prefill(self, replica: Replica) -> None:
-        job = replica.queue.popleft()
+        job, under = replica.queue.popleft(), list(replica.under)
         replica.under.append(job)
         found = {"memory": 0, "disk": 0, "remote": 0, "": 0}
         for digest, tokens in job.request.chunks.items():
@@ -440,19 +445,29 @@ class Simulation:
             self._link_free = max(self._link_free, self._work) + size / self.options.bandwidth
             seconds += self._link_free - self._work + self.options.latency
             self.network += size
-        self._begin(replica, seconds, partial(self._prefilled, job))
+        seconds *= self._chance.choice(self._times.spread)
+        left = [other.left for other in under]
+        steps = min(int(seconds / (_PIECE * self._speed)), max(left, default=0))
+        for number in range(steps):  # between layers; tokens count when the prefill ends
+            seconds += self._step(sum(other > number for other in left))
+        self._begin(replica, seconds, partial(self._prefilled, job, under, steps))
 
-    def _prefilled(self, job: Job, replica: Replica) -> None:
+    def _step(self, answers: int) -> float:
+        return self._times.step + self._times.beside * answers
+
+    def _prefilled(self, job: Job, others: Sequence[Job], steps: int, replica: Replica) -> None:
         if job.ttft < 0:
-            job.ttft = self._now - job.request.arrival + self.options.overhead
+            job.ttft = self._now - job.request.arrival + self._chance.choice(self.options.overhead)
+        for other in others if steps else ():
+            self._decoded(other, replica, steps)
         self._decoded(job, replica)
 
     def _stepped(self, replica: Replica) -> None:
         for job in list(replica.under):
             self._decoded(job, replica)
 
-    def _decoded(self, job: Job, replica: Replica) -> None:
-        job.left -= 1
+    def _decoded(self, job: Job, replica: Replica, steps: int = 1) -> None:
+        job.left = max(0, job.left - steps)
         if job.left <= 0:
             replica.under.remove(job)
             replica.ongoing -= 1

@@ -71,6 +71,8 @@ class ServiceTimes:
         Of each token that is stored after it was missing.
     bytes : float
         Bytes of KV of a token.
+    spread : tuple of float
+        How many times as long as its line says each measured prompt took.
     """
 
     fixed: float
@@ -83,6 +85,7 @@ class ServiceTimes:
     beside: float
     stored: float
     bytes: float
+    spread: tuple[float, ...] = (1.0,)
 
     @classmethod
     def read(cls, path: Path = DEFAULTS_PATH) -> ServiceTimes:
@@ -175,13 +178,13 @@ def _prefills(
                 if tier != "memory" and (hits == 0 or hits % 2):
                     continue
                 reports = [engine.fuse(prompt).report for _ in range(rounds)]
-                reused = reports[0].reused_tokens
-                seconds = statistics.median(report.ttft for report in reports)
+                reused, seconds = reports[0].reused_tokens, [report.ttft for report in reports]
                 yield {
                     "tier": tier,
                     "computed": reports[0].prompt_tokens - reused,
                     "reused": reused,
-                    "seconds": seconds,
+                    "seconds": statistics.median(seconds),
+                    "each": seconds,
                 }
 
 
@@ -250,8 +253,10 @@ def fitted(found: dict[str, Any]) -> ServiceTimes:
         for row in rows
     ]
     prefill = _least_squares(columns, [row["seconds"] for row in rows])
+    lines = (sum(a * b for a, b in zip(prefill, row, strict=True)) for row in columns)
+    spread = tuple(one / line for row, line in zip(rows, lines, strict=True) for one in row["each"])
     step = _least_squares([[1.0, row["at_once"]] for row in found["steps"]], [row["seconds"] for row in found["steps"]])
-    return ServiceTimes(*[*prefill, *step, found["stored"], found["bytes"]])
+    return ServiceTimes(*prefill, *step, found["stored"], found["bytes"], spread)
 
 
 def _least_squares(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:

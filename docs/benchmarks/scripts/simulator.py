@@ -10,7 +10,7 @@ A trace that ``--replay`` reads has JSON lines. It holds one run of one router. 
 ``null`` means without limit. Further keys may be left out:
 
 - ``shared`` says whether there is a remote store, ``cores`` on how many cores all replicas run with a thread each.
-- ``overhead`` has the seconds of the way there and back.
+- ``overhead`` has the seconds of the way there and back, of each of some requests.
 - ``seconds`` are those of `service_times` on that machine.
 - ``stored`` has by replica the chunks that it held, the oldest use first, as ``[["9f0c6b1d2e3f4a5b", 256]]``.
 
@@ -344,7 +344,7 @@ def read_trace(path: Path) -> Trace:
             slots=run["slots"],
             shared=run.get("shared", False),
             cores=_limit(run.get("cores")),
-            overhead=run.get("overhead", 0.0),
+            overhead=tuple(run.get("overhead", (0.0,))),
         )
         return Trace(
             router=run["router"],
