@@ -109,7 +109,7 @@ class QualityGuard:
                 self._add(dropped=1)
                 return
             self._waiting += 1
-        check = _Check(prompt, tuple(answer.token_ids[:_TOKENS]), report.hits, pipeline, lambda: scheduler.awaited)
+        check = _Check(prompt, tuple(answer.token_ids[:_TOKENS]), report.hits, pipeline, lambda: scheduler.waiting > 0)
         if not self._queue(check, background, tries=_TRIES):
             self._finish(check, None)
 

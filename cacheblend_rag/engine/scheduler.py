@@ -128,14 +128,24 @@ class Scheduler:
             self._leave()
 
     @property
-    def awaited(self) -> bool:
-        """Whether a request waits for the scheduler."""
-        return bool(self._line)
+    def waiting(self) -> int:
+        """How many requests wait to begin."""
+        return len(self._line)
+
+    @property
+    def under_way(self) -> int:
+        """How many requests have begun, with the holder's own."""
+        return self._begun
+
+    @property
+    def background_waits(self) -> bool:
+        """Whether background work waits."""
+        return bool(self._background)
 
     @property
     def alone(self) -> bool:
         """Whether no other request is under way or waits, besides the holder's own."""
-        return self._begun <= 1 and not self._line
+        return self.under_way <= 1 and not self.waiting
 
     def step(self, given: _Given, run: Callable[[Sequence[_Given]], Sequence[_Result]]) -> _Result:
         """Let others in, then take a step together with all who wait for theirs.

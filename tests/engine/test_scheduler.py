@@ -71,7 +71,7 @@ def test_a_step_of_one_alone_is_taken_at_once_and_one_within_another_too() -> No
     with ThreadPoolExecutor(1) as pool, scheduler:
         assert scheduler.step(4, doubled) == 8
         other = pool.submit(scheduler.__enter__)
-        until(lambda: scheduler.awaited)
+        until(lambda: scheduler.waiting)
         with scheduler:
             assert scheduler.step(5, doubled) == 10  # it holds the scheduler twice and gives it to nobody
             assert not other.done()
@@ -97,7 +97,7 @@ def test_who_has_not_begun_goes_first_and_steps_are_taken_together() -> None:
             asked = []
             for number, (name, steps) in enumerate((("a", 3), ("b", 2), ("c", 1), ("d", 1)), 1):
                 asked.append(pool.submit(answer, name, steps))
-                until(lambda number=number: len(scheduler._line) == number)
+                until(lambda number=number: scheduler.waiting == number)
         for one in asked:
             one.result(5)
     assert events == [
@@ -123,7 +123,7 @@ def test_background_work_waits_for_all_who_are_under_way() -> None:
         assert begun.wait(5)
         asked.append(pool.submit(in_background, scheduler, lambda: events.append("background")))
         asked.append(pool.submit(answer))
-        until(lambda: scheduler.awaited)
+        until(lambda: scheduler.waiting)
         go.set()
         for one in asked:
             one.result(5)
@@ -194,7 +194,7 @@ def test_who_gives_way_in_a_long_pass_lets_others_take_steps_for_as_long() -> No
             asked = []
             for number, work in enumerate((answer, lambda: prefill("a"), lambda: prefill("b")), 1):
                 asked.append(pool.submit(work))
-                until(lambda number=number: len(scheduler._line) == number)
+                until(lambda number=number: scheduler.waiting == number)
         for one in asked:
             one.result(10)
     assert events.count("token") == 12
@@ -218,7 +218,7 @@ def test_a_long_pass_takes_no_more_than_its_part_from_those_who_come_back_at_onc
     with ThreadPoolExecutor(2) as pool:
         with scheduler.entered(lambda: 3):
             asked = [pool.submit(ask_again) for _ in range(2)]
-            until(lambda: len(scheduler._line) == 2)
+            until(lambda: scheduler.waiting == 2)
             for _ in range(5):
                 time.sleep(0.1)
                 scheduler.give_way(0.1)
@@ -243,7 +243,7 @@ def test_who_waits_to_be_alone_does_not_keep_a_long_pass_from_ending() -> None:
     with ThreadPoolExecutor(1) as pool:
         with scheduler.entered(lambda: 3):
             asked = pool.submit(alone)
-            until(lambda: len(scheduler._line) == 1)
+            until(lambda: scheduler.waiting == 1)
             scheduler.give_way(0.01)
             events.append("long pass")
         asked.result(5)
@@ -268,7 +268,7 @@ def test_the_time_of_a_request_is_that_of_its_own_work_and_its_part_of_common_st
     with ThreadPoolExecutor(2) as pool:
         with scheduler:
             asked = [pool.submit(answer, *one) for one in (("short", 0.0), ("long", 0.4))]
-            until(lambda: len(scheduler._line) == 2)
+            until(lambda: scheduler.waiting == 2)
         for one in asked:
             one.result(5)
     took = time.monotonic() - began
@@ -296,7 +296,7 @@ def test_who_wants_to_be_alone_is_let_in_before_later_ones() -> None:
         assert begun.wait(5)
         for number, work in enumerate((alone, lambda: answer("later")), 1):
             asked.append(pool.submit(work))
-            until(lambda number=number: len(scheduler._line) == number)
+            until(lambda number=number: scheduler.waiting == number)
         go.set()
         for one in asked:
             one.result(5)
@@ -333,12 +333,12 @@ def test_who_is_interrupted_while_waiting_leaves_no_gap(when: str, monkeypatch: 
         assert taken.wait(5)
         leaving = pool.submit(leaver)
         if when == "waiting for a step":
-            until(lambda: scheduler.awaited)
+            until(lambda: scheduler.waiting)
             go.set()
         assert isinstance(leaving.exception(5), KeyboardInterrupt)
         go.set()
         staying.result(5)
-    assert (scheduler._begun, list(scheduler._line), scheduler._steps, scheduler._busy) == (0, [], [], False)
+    assert (scheduler.under_way, scheduler.waiting) == (0, 0)
     in_background(scheduler, lambda: None)
 
 
@@ -372,11 +372,11 @@ def test_answers_under_way_take_a_step_between_two_layers_and_nobody_begins(monk
     with ThreadPoolExecutor(4) as pool:
         with scheduler:
             asked = [pool.submit(answer, name) for name in "ab"]
-            until(lambda: len(scheduler._line) == 2)
+            until(lambda: scheduler.waiting == 2)
             asked.append(pool.submit(blend))
-            until(lambda: len(scheduler._line) == 3)
+            until(lambda: scheduler.waiting == 3)
             asked.append(pool.submit(begin))
-            until(lambda: len(scheduler._line) == 4)
+            until(lambda: scheduler.waiting == 4)
         for one in asked:
             one.result(10)
     during = events[events.index("layer") : events.index("end")]
@@ -390,7 +390,7 @@ def test_without_an_answer_under_way_a_pass_goes_on_at_once(monkeypatch: pytest.
     scheduler = Scheduler()
     with ThreadPoolExecutor(1) as pool, scheduler.entered(lambda: 3):
         waits = pool.submit(lambda: scheduler.__enter__() or scheduler.__exit__())
-        until(lambda: scheduler.awaited)
+        until(lambda: scheduler.waiting)
         began = time.monotonic()
         scheduler.let_step()
         assert time.monotonic() - began < 1

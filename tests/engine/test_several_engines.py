@@ -148,7 +148,7 @@ def test_engines_over_one_model_take_turns() -> None:
             with scheduler_of(model):
                 assert apart.generate(PROMPT, max_new_tokens=1).token_ids  # another model waits for nobody
                 asked = pool.submit(other.generate, PROMPT, max_new_tokens=3)
-                until(lambda: scheduler_of(one.model).awaited)
+                until(lambda: scheduler_of(one.model).waiting)
                 assert not asked.done()
             assert asked.result(20).token_ids == alone
 

@@ -317,7 +317,7 @@ def test_requests_get_through_between_batches(monkeypatch: pytest.MonkeyPatch) -
             if not threads:
                 threads.append(threading.Thread(target=ask))
                 threads[0].start()
-                while not scheduler_of(engine.model).awaited:
+                while not scheduler_of(engine.model).waiting:
                     time.sleep(0.001)
 
     def ask() -> None:

@@ -36,7 +36,7 @@ def all_at_once(engine: BlendEngine, prompts: list[Prompt], **options: Any) -> l
     with ThreadPoolExecutor(len(prompts)) as pool:
         with scheduler_of(engine.model):
             asked = [pool.submit(engine.generate, prompt, **options) for prompt in prompts]
-            until(lambda: len(scheduler_of(engine.model)._line) == len(prompts))
+            until(lambda: scheduler_of(engine.model).waiting == len(prompts))
         return [one.result(20) for one in asked]
 
 
@@ -170,7 +170,7 @@ def test_with_frequencies_that_depend_on_length_answers_come_one_after_another(r
             first = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=3, logits_processor=[held])
             assert held.there.wait(20)
             second = pool.submit(engine.generate, PROMPTS[1], max_new_tokens=1)
-            until(lambda: scheduler_of(engine.model)._line)
+            until(lambda: scheduler_of(engine.model).waiting)
             held.go.set()
             assert (len(first.result(20).token_ids), len(second.result(20).token_ids)) == (3, 1)
         assert held.tokens == 3
@@ -196,7 +196,7 @@ def test_who_ends_leaves_the_others_to_go_on(engine: BlendEngine, passes: list[i
     with ThreadPoolExecutor(4) as pool:
         with scheduler_of(engine.model):
             asked = [pool.submit(engine.generate, p, max_new_tokens=n) for p, n in zip(PROMPTS, lengths, strict=True)]
-            until(lambda: len(scheduler_of(engine.model)._line) == 4)
+            until(lambda: scheduler_of(engine.model).waiting == 4)
         assert [one.result(20).token_ids for one in asked] == alone
     assert passes == [4] * 2 + [3] * 3 + [2] * 3 + [1] * 3
 
@@ -207,7 +207,7 @@ def test_a_request_is_let_in_between_two_tokens_of_another(engine: BlendEngine) 
         long = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=16, logits_processor=[first])
         assert first.there.wait(20)
         short = pool.submit(engine.generate, PROMPTS[1], max_new_tokens=2, logits_processor=[second])
-        until(lambda: scheduler_of(engine.model)._line)
+        until(lambda: scheduler_of(engine.model).waiting)
         first.go.set()
         assert second.there.wait(20)
         assert first.tokens == 1  # it waits for the other's first token, and not the other for its last
@@ -303,7 +303,7 @@ def test_a_request_is_let_in_between_two_slices_of_a_prefill(
         first = pool.submit(engine.generate, long, max_new_tokens=2)
         assert begun.wait(20)
         second = pool.submit(engine.generate, short, max_new_tokens=2)
-        until(lambda: scheduler_of(engine.model).awaited)
+        until(lambda: scheduler_of(engine.model).waiting)
         waits.set()
         report = first.result(20).report
         second.result(20)
@@ -320,7 +320,7 @@ def test_one_at_a_time_is_what_it_was(engine: BlendEngine) -> None:
         long = pool.submit(one_by_one.generate, PROMPTS[0], max_new_tokens=5, logits_processor=[first])
         assert first.there.wait(20)
         short = pool.submit(one_by_one.generate, PROMPTS[1], max_new_tokens=2, logits_processor=[second])
-        until(lambda: scheduler_of(engine.model)._line)
+        until(lambda: scheduler_of(engine.model).waiting)
         first.go.set()
         assert len(long.result(20).token_ids) == 5
         assert len(short.result(20).token_ids) == 2
@@ -370,7 +370,7 @@ def test_a_model_in_training_is_evaluated_until_the_last_has_ended(engine: Blend
                 pool.submit(engine.generate, prompt, max_new_tokens=count, logits_processor=[Looking()])
                 for prompt, count in zip(PROMPTS, lengths, strict=False)
             ]
-            until(lambda: len(scheduler_of(engine.model)._line) == 2)
+            until(lambda: scheduler_of(engine.model).waiting == 2)
         for one in asked:
             one.result(20)
     assert during == [False] * 11
@@ -389,7 +389,7 @@ def test_a_stream_given_up_leaves_the_others_alone(engine: BlendEngine) -> None:
         reading.start()
         assert held.there.wait(20)
         stays = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=24)
-        until(lambda: scheduler_of(engine.model)._line)
+        until(lambda: scheduler_of(engine.model).waiting)
         left.cancel()
         held.go.set()
         assert stays.result(20).token_ids == alone
@@ -440,7 +440,7 @@ def test_a_batch_that_fails_ends_what_was_begun_ahead(engine: BlendEngine) -> No
     shortest, failing = len(engine.tokenize(PROMPTS[0]).input_ids), Failing()
     with pytest.raises(ZeroDivisionError):
         engine.generate_batch(PROMPTS, max_new_tokens=1_500, logits_processor=[failing])
-    until(lambda: not scheduler_of(engine.model)._begun)
+    until(lambda: not scheduler_of(engine.model).under_way)
     assert failing.tokens < 1_000
 
 
@@ -456,7 +456,7 @@ def test_a_step_that_fails_ends_those_it_was_of_and_no_others(
         with ThreadPoolExecutor(3) as pool:
             with scheduler_of(engine.model):
                 asked = [pool.submit(engine.generate, prompt, max_new_tokens=6) for prompt in PROMPTS[:3]]
-                until(lambda: len(scheduler_of(engine.model)._line) == 3)
+                until(lambda: scheduler_of(engine.model).waiting == 3)
             errors = [one.exception(20) for one in asked]
     assert sorted(type(error).__name__ for error in errors) == ["GenerationError", "GenerationError", "RuntimeError"]
     told = next(error for error in errors if isinstance(error, GenerationError))
@@ -475,7 +475,7 @@ def test_an_error_of_one_answer_is_its_own(engine: BlendEngine) -> None:
         with scheduler_of(engine.model):
             good = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=12)
             bad = pool.submit(engine.generate, PROMPTS[1], max_new_tokens=12, logits_processor=[Failing()])
-            until(lambda: len(scheduler_of(engine.model)._line) == 2)
+            until(lambda: scheduler_of(engine.model).waiting == 2)
         assert good.result(20).token_ids == alone
         assert isinstance(bad.exception(20), ZeroDivisionError)
     assert engine.generate(PROMPTS[0], max_new_tokens=12).token_ids == alone
@@ -488,7 +488,7 @@ def test_closing_waits_for_all_who_are_under_way() -> None:
         asked = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=12, logits_processor=[held])
         assert held.there.wait(20)
         closing = pool.submit(engine.close)
-        until(lambda: scheduler_of(engine.model)._line)
+        until(lambda: scheduler_of(engine.model).waiting)
         held.go.set()
         assert len(asked.result(20).token_ids) == 12
         closing.result(20)
@@ -502,9 +502,9 @@ def test_warming_waits_for_answers_and_for_those_that_come_later(engine: BlendEn
         first = pool.submit(engine.generate, PROMPTS[0], max_new_tokens=12, logits_processor=[held])
         assert held.there.wait(20)
         warming = pool.submit(engine.warm, [tiny.text(40, 77)], progress=False)
-        until(lambda: scheduler_of(engine.model)._background)
+        until(lambda: scheduler_of(engine.model).background_waits)
         later = pool.submit(engine.generate, PROMPTS[1], max_new_tokens=2)
-        until(lambda: scheduler_of(engine.model).awaited)
+        until(lambda: scheduler_of(engine.model).waiting)
         held.go.set()
         assert len(later.result(20).token_ids) == 2
         assert len(first.result(20).token_ids) == 12

@@ -3,8 +3,9 @@
 ``python -m docs.benchmarks.scripts.shared --plot shared.svg``
 
 The servers run on this machine, in processes of their own, and take its cores while they send. The server of the bucket
-is moto, which is made for tests. A link is a proxy before a server, in a process of its own: what all connections carry
-together comes at the rate of ``--link``. The disk of that rate is a folder whose reads are delayed.
+is moto, which is made for tests. Before each server stands a proxy, in a process of its own. It passes everything on at
+once, or as a slow link: then what all connections carry together comes at the rate of ``--link``. The proxy takes the
+same from the cores both times. The disk of that rate is a folder whose reads are delayed.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from docs.benchmarks.scripts.throttled import ThrottledStore
 __all__ = ["SharedOptions", "draw", "main", "measure", "show"]
 
 _RATIO = 0.15
+_AT_ONCE = 1e12  # bytes a second
 _TIMEOUT = 60.0  # of stores; nothing here is to be a miss
 _PLACES = ("disk", "valkey", "s3")
 _HEAD = ("KV in", "hits", "reading alone", "TTFT", "to memory", "to disk", "of the link's time hidden")
@@ -130,10 +132,12 @@ def _stores(rate: float) -> Iterator[dict[str, KVStore]]:
     with ExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
         valkey, s3 = held.enter_context(valkey_server()).port, held.enter_context(s3_process())
-        links = {near: held.enter_context(link_process(near, rate)) for near in (valkey, s3)}
+        quick, slow_links = (
+            [held.enter_context(link_process(server, speed)) for server in (valkey, s3)] for speed in (_AT_ONCE, rate)
+        )
         stores: dict[str, KVStore] = {"memory": MemoryStore(), "disk": DiskStore(folder)}
         slow: dict[str, KVStore] = {"disk": ThrottledStore(stores["disk"], rate)}
-        for into, ports in ((stores, (valkey, s3)), (slow, (links[valkey], links[s3]))):
+        for into, ports in ((stores, quick), (slow, slow_links)):
             into["valkey"] = ValkeyStore(f"valkey://127.0.0.1:{ports[0]}/0", timeout=_TIMEOUT)
             with s3_environment(ports[1]):
                 if into is stores:

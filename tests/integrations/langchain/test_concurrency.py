@@ -75,7 +75,7 @@ def test_requests_are_served_in_the_order_of_asking() -> None:
         for number in range(8):
             threads.append(threading.Thread(target=ask, args=(number,)))
             threads[-1].start()
-            while len(scheduler._line) <= number:
+            while scheduler.waiting <= number:
                 pass
     for thread in threads:
         thread.join(10)
