@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.models.cpu.int8_linear import coded_layers, int8_products
 from cacheblend_rag.models.cpu.onednn_linear import direct_products, multiplies_directly, onednn_product
 from cacheblend_rag.models.loading import in_hardware
 from cacheblend_rag.models.memory import total_memory
@@ -29,7 +30,7 @@ __all__ = ["Packing", "packed_products"]
 _log = logging.getLogger(__name__)
 
 Packing = Callable[[], AbstractContextManager[None]]
-"""Gives a context within which a model multiplies by packed weights, or by oneDNN."""
+"""Gives a context within which a model multiplies by packed weights, by codes of 8 bits, or by oneDNN."""
 
 # Float16 gains nothing on processors without arithmetic for it; float32 too little (docs/explanation/performance.md).
 _DTYPE = torch.bfloat16
@@ -46,7 +47,7 @@ _TOLERANCE = 0.02
 
 
 def packed_products(model: nn.Module, parts: Iterable[nn.Module], option: bool | str, *, anew: bool) -> Packing:
-    """Let the linear layers of a model multiply by packed weights, or in float32 by oneDNN, where that helps.
+    """Let the linear layers of a model multiply by packed weights, by codes of 8 bits or by oneDNN, where that helps.
 
     Parameters
     ----------
@@ -68,6 +69,21 @@ def packed_products(model: nn.Module, parts: Iterable[nn.Module], option: bool |
     if option is False:
         return nullcontext
     layers = list(dict.fromkeys(layer for part in parts for layer in part.modules() if type(layer) is nn.Linear))
+    ordinary, coded = _ordinary_products(model, layers, option, anew), coded_layers(model, layers)
+    if not coded:
+        return ordinary
+    by_codes = int8_products.of(model, coded)
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with by_codes.in_use(), ordinary():
+            yield
+
+    return both
+
+
+def _ordinary_products(model: nn.Module, layers: Sequence[nn.Linear], option: bool | str, anew: bool) -> Packing:
+    """What is gained with weights that are not quantised."""
     if option == "auto" and multiplies_directly(model, layers):
         return direct_products.of(model, layers).in_use
     with _table_lock:

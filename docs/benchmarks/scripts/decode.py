@@ -3,16 +3,19 @@
 ``python -m docs.benchmarks.scripts.decode --shape qwen2.5-0.5b --chunks 4 --chunk-tokens 512``
 
 All ways run in one process, in turn, round after round; ratios are of medians. Timed is from the
-first token's logits to the last one's, so no prefill is in it. A stream generates on a thread of its
+first token's logits to the last one's, so no prefill is in it. No token can come sooner than all weights are read once,
+which is reckoned from how fast memory is read here. A stream generates on a thread of its
 own, so transformers is also timed on one. Cold requests find none of the chunks stored; one keeps what
 it computed in the background, which should cost its tokens nothing, and one keeps nothing.
 """
 
 from __future__ import annotations
 
+import statistics
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from cacheblend_rag.calibration.bench.bench_plots import titled
 from cacheblend_rag.calibration.bench.benching import (
@@ -32,6 +36,7 @@ from cacheblend_rag.calibration.bench.benching import (
 )
 from cacheblend_rag.calibration.bench.plotting import save_figure
 from cacheblend_rag.calibration.bench.shapes import BenchOptions
+from cacheblend_rag.config import check_choice
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
@@ -48,6 +53,7 @@ from docs.benchmarks.scripts.common import (
 __all__ = ["PLAIN", "DecodingOptions", "draw", "main", "measure", "show"]
 
 PLAIN = "transformers"
+_WEIGHTS = ("plain", "int8")
 _NOT_KEPT, _KEPT = "cold, nothing kept", "cold, kept"
 
 
@@ -59,19 +65,25 @@ class DecodingOptions(BenchOptions):
     ----------
     new_tokens : int
         Tokens of an answer, the first one included.
+    weights : str
+        ``"plain"``, or ``"int8"``: linear layers have torchao's weights in 8 bits, all ways alike.
     """
 
     new_tokens: int = 32
+    weights: str = "plain"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.new_tokens < 2:
             raise ConfigError("new_tokens", self.new_tokens, "use 2 or more; the first one is not timed")
+        check_choice("weights", self.weights, _WEIGHTS)
 
 
 def measure(options: DecodingOptions) -> dict[str, Any]:
     """Measure every way; a dictionary fit for JSON."""
     model, tokenizer = bench_model(options)
+    if options.weights == "int8":
+        _in_eight_bits(model)
     prompt = bench_prompt(tokenizer, options)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -82,13 +94,42 @@ def measure(options: DecodingOptions) -> dict[str, Any]:
         seconds = in_turn({name: partial(_a_token, way) for name, way in ways.items()}, options.rounds)
         storing = engine.storing_seconds
     a_token = medians(seconds)
+    reading = _weight_bytes(model) / _bandwidth(options.device)
     return {
         **timed_result(options, report, seconds),
+        "reading_weights": reading,
+        "of_bound": {name: reading / median for name, median in a_token.items()},
         "seconds_a_token": a_token,
         "to_transformers": {name: median / a_token[PLAIN] for name, median in a_token.items()},
         "kept_to_not_kept": a_token[_KEPT] / a_token[_NOT_KEPT],
         "storing_seconds": storing / (options.rounds + 1),
     }
+
+
+def _in_eight_bits(model: Any) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    def meant(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) and name != "lm_head"
+
+    quantize_(model, Int8WeightOnlyConfig(set_inductor_config=False), filter_fn=meant)
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    """Bytes of weights that a token reads: of all linear layers, the output head too."""
+    weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+    return sum(int(getattr(weight, "qdata", weight).nbytes) for weight in weights)
+
+
+def _bandwidth(device: str) -> float:
+    """Bytes a second at which memory is read."""
+    much = torch.ones(2**26, device=device)
+    seconds = []
+    for _ in range(10):
+        began = time.perf_counter()
+        float(much.sum())
+        seconds.append(time.perf_counter() - began)
+    return much.nbytes / statistics.median(seconds)
 
 
 def _ways(engine: BlendEngine, prompt: Prompt, new_tokens: int) -> Mapping[str, Callable[[TokenClock], object]]:
@@ -142,8 +183,11 @@ def show(options: DecodingOptions, plot: str | None = None) -> None:
     def tell(result: Mapping[str, Any]) -> str:
         return (
             f"storing what a cold request computed takes {result['storing_seconds']:.3f} s afterwards; "
-            f"its tokens take {result['kept_to_not_kept']:.3f} of the time they take if nothing is kept\n\n"
-            f"{options.shape}, {options.dtype}, {result['prompt_tokens']} tokens, then {options.new_tokens} new ones\n"
+            f"its tokens take {result['kept_to_not_kept']:.3f} of the time they take if nothing is kept\n"
+            f"reading all weights once takes {1e3 * result['reading_weights']:.1f} ms, "
+            f"{result['of_bound']['blended']:.0%} of a token after a blend\n\n"
+            f"{options.shape}, {options.dtype}, {options.weights} weights, {result['prompt_tokens']} tokens, "
+            f"then {options.new_tokens} new ones\n"
         ) + table_of_ways(("way", "a token", "to transformers"), result, "seconds_a_token", "to_transformers")
 
     show_result(plot, lambda: measure(options), tell, draw)
@@ -161,6 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print a table and JSON."""
     parser = prompt_parser("decode", __doc__, shape="qwen2.5-0.5b", rounds=5)
     parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--weights", choices=_WEIGHTS, default="plain", help="those of linear layers")
     return run_bench(parser, arguments, DecodingOptions, show)
 
 
