@@ -65,6 +65,8 @@ def test_every_store_is_measured_and_gives_the_same(
         assert row["range"][0] <= row["ttft"] <= row["range"][1]
         assert (row["hidden"] is None) == (name not in slow and not name.endswith("plainly"))
         if row["hidden"] is not None:
+            low, high = row["hidden_interval"]
+            assert low <= row["hidden"] <= high
             assert row["reading"] >= 0.9 * load, "all of it came over the link"
             assert row["ttft"] >= 0.9 * load
     assert rows["disk"]["to_disk"] == rows["memory"]["to_memory"] == 1

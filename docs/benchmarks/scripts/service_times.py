@@ -287,7 +287,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parsed.model, parsed.dtype, parsed.condition, parsed.chunk_tokens, parsed.rounds, parsed.threads
         )
         print(f"measured in {time.perf_counter() - began:.0f} s")
-        for name, value in result["seconds"].items():
+        spread = result["seconds"]["spread"]
+        for name, value in (result["seconds"] | {"spread": statistics.stdev(spread)}).items():
             print(f"{name:<9} {value:.3g}")
         print(f"cores     {result['cores']:.2f}")
         if parsed.out:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from math import comb
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -117,9 +118,7 @@ def measure(options: SharedOptions) -> dict[str, Any]:
                 "range": [min(seconds), max(seconds)],
                 "to_memory": _paired(seconds, timed.seconds["memory"]),
                 "to_disk": _paired(seconds, timed.seconds["disk"]),
-                "hidden": None
-                if near == store_name
-                else median(1 - (a - b) / load for a, b in zip(seconds, timed.seconds[near], strict=True)),
+                **(_hidden(seconds, timed.seconds[near], load) if near != store_name else {"hidden": None}),
             }
         )
     found = {"options": asdict(options), "machine": machine(options.device), "bytes": size, "link_load": load}
@@ -171,6 +170,17 @@ def _paired(these: Sequence[float], those: Sequence[float]) -> float:
     return median(a / b for a, b in zip(these, those, strict=True))
 
 
+def _hidden(seconds: Sequence[float], near: Sequence[float], load: float) -> dict[str, Any]:
+    """Share of the link's time that is hidden: the median over rounds, and its 95% interval."""
+    shares = sorted(1 - (a - b) / load for a, b in zip(seconds, near, strict=True))
+    # As many of the lowest and of the highest are left out as a median lies beyond in 5% of samples at most.
+    count, tail, out = len(shares), 1.0, 0
+    while 2 * tail <= 0.05 * 2**count:
+        tail, out = tail + comb(count, out + 1), out + 1
+    left_out = max(0, out - 1)
+    return {"hidden": median(shares), "hidden_interval": [shares[left_out], shares[count - 1 - left_out]]}
+
+
 def show(options: SharedOptions, plot: str | None = None) -> None:
     """Measure and print a table, drawn into a file if one is named; the last line is JSON."""
 
@@ -183,7 +193,7 @@ def show(options: SharedOptions, plot: str | None = None) -> None:
                 f"{one['ttft']:.3f} s",
                 f"{one['to_memory']:.2f}",
                 f"{one['to_disk']:.2f}",
-                "–" if one["hidden"] is None else f"{one['hidden']:.0%}",
+                "–" if one["hidden"] is None else _share(one["hidden"], *one["hidden_interval"]),
             )
             for one in result["rows"]
         ]
@@ -193,6 +203,10 @@ def show(options: SharedOptions, plot: str | None = None) -> None:
         )
 
     show_result(plot, lambda: measure(options), tell, draw)
+
+
+def _share(middle: float, low: float, high: float) -> str:
+    return f"{middle:.0%} [{100 * low:.0f}, {100 * high:.0f}]"
 
 
 def draw(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:
