@@ -75,11 +75,11 @@ RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "warm": (
         {
             "tokens": 80,
-            "seconds_a_token": {"plain prefill, one batch": 0.002, "warm, disk": 0.001},
-            "to_batch": {"plain prefill, one batch": 1.0, "warm, disk": 0.5},
-            "spread": {"plain prefill, one batch": [0.15, 0.17], "warm, disk": [0.07, 0.1]},
+            "seconds_a_token": {"plain prefill, one batch": 0.002, "warm behind a start, disk": 0.001},
+            "to_batch": {"plain prefill, one batch": 1.0, "warm behind a start, disk": 0.5},
+            "spread": {"plain prefill, one batch": [0.15, 0.17], "warm behind a start, disk": [0.07, 0.1]},
         },
-        {"plain prefill, one batch", "warm, disk", "2.00 ms, 1.00×", "1.00 ms, 0.50×"},
+        {"plain prefill, one batch", "warm behind a start, disk", "2.00 ms, 1.00×", "1.00 ms, 0.50×"},
     ),
     "decode": (
         {**WAYS, "prompt_tokens": 90, "spread": {"transformers": [0.0015, 0.0025], "blended": [0.001, 0.001]}},

@@ -106,7 +106,12 @@ def test_warming_is_timed_beside_one_batch_of_the_same_chunks(
     arguments = ["--shape", "tiny", "--chunks", "3", "--chunk-tokens", "30", "--rounds", "2"]
     table, result = run(capsys, warm, *arguments, "--plot", str(tmp_path / "warm.svg"))
     assert (tmp_path / "warm.svg").read_text().lstrip().startswith("<?xml")
-    ways = ["plain prefill, one batch", "plain prefill, one by one", "warm, memory", "warm, disk"]
+    behind = [
+        f"warm behind {what}, {place}"
+        for what in ("two contexts", "one context", "a start")
+        for place in ("memory", "disk")
+    ]
+    ways = ["plain prefill, one batch", "plain prefill, one by one", *behind]
     assert list(result["seconds_a_token"]) == ways
     assert len(table) == 1 + 2 + len(ways)
     assert result["to_batch"][ways[0]] == 1.0

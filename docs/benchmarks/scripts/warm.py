@@ -2,9 +2,10 @@
 
 ``python -m docs.benchmarks.scripts.warm --shape qwen2.5-0.5b --chunks 8 --chunk-tokens 512``
 
-All ways run in one process, in turn, round after round; ratios are of medians. Warming computes KV, undoes
-the rotation of keys and stores both; its store holds none of the chunks before. Plain prefill is transformers'
-own forward pass over all chunks in one padded batch, and over one after another; it stores nothing.
+All ways run in one process, in turn, round after round; ratios are of medians. Warming computes KV, undoes the rotation
+of keys and stores both; its store holds none of the chunks before. Chunks are computed behind two contexts, as by
+default, behind one, and behind the start of a text alone. Plain prefill is transformers' own forward pass over all
+chunks in one padded batch, and over one after another; it stores nothing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,11 @@ from docs.benchmarks.scripts.common import draw_ways, in_turn, prompt_parser, ru
 __all__ = ["BATCH", "WarmOptions", "draw", "main", "measure", "prefill_batch", "show"]
 
 BATCH = "plain prefill, one batch"
+_BEHIND: dict[str, dict[str, Any]] = {
+    "two contexts": {"condition": "context"},
+    "one context": {"condition": "context", "contexts": 1},
+    "a start": {"condition": "sink"},
+}
 
 
 @dataclass(frozen=True)
@@ -46,15 +53,19 @@ def measure(options: WarmOptions) -> dict[str, Any]:
     """Measure every way; a dictionary fit for JSON."""
     model, tokenizer = bench_model(options)
     prompt = bench_prompt(tokenizer, options)
-    config = BlendConfig(write_back="off")
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        memory = stack.enter_context(BlendEngine(model, tokenizer, config=config, store=MemoryStore()))
-        known = memory.fingerprint
-        disk = stack.enter_context(BlendEngine(model, tokenizer, config=config, store=folder, fingerprint=known))
-        split = memory.tokenize(prompt)
+        known: str | None = None
+        engines: dict[str, BlendEngine] = {}
+        for name, behind in _BEHIND.items():
+            config = BlendConfig(write_back="off", **behind)
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            for place, store in (("memory", MemoryStore()), ("disk", folder)):
+                engine = BlendEngine(model, tokenizer, config=config, store=store, fingerprint=known)
+                engines[f"warm behind {name}, {place}"] = stack.enter_context(engine)
+                known = engine.fingerprint
+        split = engine.tokenize(prompt)
         ids = [split.ids(span) for span in split.chunks]
-        seconds = in_turn(_ways({"memory": memory, "disk": disk}, prompt, ids), options.rounds)
+        seconds = in_turn(_ways(engines, prompt, ids), options.rounds)
     tokens = sum(map(len, ids))
     a_token = {name: median / tokens for name, median in medians(seconds).items()}
     return {
@@ -85,9 +96,7 @@ def _ways(
         BATCH: lambda: timed(lambda: prefill_batch(engine, ids)),
         "plain prefill, one by one": lambda: timed(single),
     }
-    for place, one in engines.items():
-        ways[f"warm, {place}"] = lambda one=one: warm(one)  # type: ignore[misc]
-    return ways
+    return ways | {name: partial(warm, one) for name, one in engines.items()}
 
 
 def prefill_batch(engine: BlendEngine, ids: Sequence[Sequence[int]]) -> torch.Tensor:
