@@ -25,8 +25,8 @@ _Result = TypeVar("_Result")
 _REQUESTS_SHARE, _REQUESTS_FIRST = 4.0, 10.0
 # Of the time that a part of a long pass took: how long it waits for others who come back at once.
 _PAUSE = 0.5
-# Seconds for which a pass has the model before answers under way take a step between two of its layers.
-_PIECE = 0.1
+# Seconds within which answers under way should have their next token while the prompt of another is computed.
+_GAP = 0.2
 
 
 class ModelTime:
@@ -103,6 +103,7 @@ class Scheduler:
         self._since = 0.0  # when the holder began to hold
         self._used, self._freed = 0.0, 0.0  # seconds for which requests had the model, and when it was left last
         self._steps_taken = 0  # those taken together count once
+        self._step_seconds, self._layer_since = 0.0, 0.0  # what the last step took; when the holder's last layer began
         # Seconds that requests have the model while background work waits, before it goes first.
         self._owed = _REQUESTS_FIRST
 
@@ -200,12 +201,15 @@ class Scheduler:
             self._wait_out(_LongPass(self._holder, due=due, pause=pause))
 
     def let_step(self) -> None:
-        """Let the answers under way take one step, if this pass has had the model for some time.
+        """Let the answers under way take one step, if their tokens would come late behind another layer.
 
         Called by the holder between two layers of a pass, so that tokens of others come evenly. Nobody begins
         meanwhile: two passes that take turns would both end late.
         """
-        if self._depth > 1 or not self._steps or time.monotonic() - self._since < _PIECE:
+        now = time.monotonic()
+        layer, self._layer_since = now - self._layer_since, now
+        late = now - self._since + layer + self._step_seconds > _GAP
+        if self._depth > 1 or not self._steps or not late:
             return
         with self._condition:
             self._release()
@@ -292,6 +296,7 @@ class Scheduler:
         finally:
             took = time.monotonic() - began
             self._steps_taken += 1
+            self._step_seconds = took
             self._holder.seconds -= took  # all of it is counted when it leaves
             for step in steps:
                 step.spent.seconds += took / len(steps)
@@ -342,6 +347,7 @@ class Scheduler:
     def _hold(self, spent: ModelTime) -> None:
         self._busy, self._owner, self._depth = True, threading.get_ident(), 1
         self._holder, self._since = spent, time.monotonic()
+        self._layer_since = self._since
 
     def _release(self) -> None:
         self._freed = time.monotonic()

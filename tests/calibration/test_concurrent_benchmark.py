@@ -51,7 +51,7 @@ def test_bad_options_are_named(changes: dict[str, object]) -> None:
 def test_gaps_are_measured_with_steps_between_layers_and_without(
     tiny_shape: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cacheblend_rag.engine.scheduler._PIECE", 0.0)
+    monkeypatch.setattr("cacheblend_rag.engine.scheduler._GAP", 0.0)
     taken: list[bool] = []
     let_step = Scheduler.let_step
 

@@ -343,7 +343,7 @@ def test_who_is_interrupted_while_waiting_leaves_no_gap(when: str, monkeypatch: 
 
 
 def test_answers_under_way_take_a_step_between_two_layers_and_nobody_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_rag.engine.scheduler._PIECE", 0.1)
+    monkeypatch.setattr("cacheblend_rag.engine.scheduler._GAP", 0.2)
     scheduler, events = Scheduler(), list[str]()
 
     def run(given: Sequence[str]) -> list[str]:
@@ -386,7 +386,7 @@ def test_answers_under_way_take_a_step_between_two_layers_and_nobody_begins(monk
 
 
 def test_without_an_answer_under_way_a_pass_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_rag.engine.scheduler._PIECE", 0.0)
+    monkeypatch.setattr("cacheblend_rag.engine.scheduler._GAP", 0.0)
     scheduler = Scheduler()
     with ThreadPoolExecutor(1) as pool, scheduler.entered(lambda: 3):
         waits = pool.submit(lambda: scheduler.__enter__() or scheduler.__exit__())

@@ -236,7 +236,7 @@ def test_an_answer_goes_on_between_two_layers_of_another_prompt(
     engine: BlendEngine, later: Prompt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = [engine.generate(prompt, max_new_tokens=n).token_ids for prompt, n in ((PROMPTS[0], 400), (later, 4))]
-    monkeypatch.setattr("cacheblend_rag.engine.scheduler._PIECE", 0.0)
+    monkeypatch.setattr("cacheblend_rag.engine.scheduler._GAP", 0.0)
     passes, first = list[int](), Counted()
     second = Counted(lambda: passes.append(first.tokens))
     entered = BlendEngine._pauses
