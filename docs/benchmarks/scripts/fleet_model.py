@@ -38,7 +38,7 @@ _RULE = RoutingRule()
 _REMEMBERED = 10.0  # seconds
 # As in the engine's scheduler.
 _REQUESTS_SHARE, _REQUESTS_FIRST = 4.0, 10.0
-_PIECE = 0.1
+_GAP, _LAYERS, _LEAST = 0.2, 30, 1e-9
 
 
 @dataclass(frozen=True)
@@ -447,8 +447,9 @@ class Simulation:
             self.network += size
         seconds *= self._chance.choice(self._times.spread)
         left = [other.left for other in under]
-        steps = min(int(seconds / (_PIECE * self._speed)), max(left, default=0))
-        for number in range(steps):  # between layers; tokens count when the prefill ends
+        # Between layers, so that tokens come in time; they count when the prefill ends.
+        piece = max(_GAP * self._speed - self._step(len(under)), seconds / _LAYERS, _LEAST)
+        for number in range(steps := min(int(seconds / piece), max(left, default=0))):
             seconds += self._step(sum(other > number for other in left))
         self._begin(replica, seconds, partial(self._prefilled, job, under, steps))
 
