@@ -12,19 +12,23 @@ from docs.benchmarks.scripts import prompt_lookup
 from docs.benchmarks.scripts.decode import PLAIN, DecodingOptions, main
 
 
+@pytest.mark.filterwarnings("ignore")  # libraries of quantisation warn when they are imported
+@pytest.mark.parametrize("weights", ["plain", "int8"])
 def test_every_way_is_timed_for_as_many_tokens(
-    tiny_shape: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    weights: str, tiny_shape: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     drawn = tmp_path / "decode.svg"
     arguments = ["--shape", "tiny", "--chunks", "2", "--chunk-tokens", "40", "--rounds", "2"]
+    arguments += ["--weights", weights, "--dtype", "bfloat16" if weights == "int8" else "float32"]
     assert main([*arguments, "--new-tokens", "4", "--threads", "1", "--plot", str(drawn)]) == 0
     assert drawn.read_text().lstrip().startswith("<?xml")
     *table, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
     ways = [PLAIN, "blended", "transformers on a thread", "blended, streamed", "cold, nothing kept", "cold, kept"]
     assert list(result["seconds_a_token"]) == ways
-    assert len(table) == 2 + 1 + 2 + len(ways)
+    assert len(table) == 3 + 1 + 2 + len(ways)
     assert result["kept_to_not_kept"] > 0
+    assert 0 < result["reading_weights"] == pytest.approx(result["of_bound"][PLAIN] * result["seconds_a_token"][PLAIN])
     assert result["storing_seconds"] > 0, "chunks were forgotten before each cold request, and stored after one of them"
     assert result["hits"] == 2
     assert result["to_transformers"][PLAIN] == 1.0

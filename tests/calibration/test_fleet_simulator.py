@@ -86,9 +86,10 @@ def test_steps_are_taken_together_and_slots_are_kept() -> None:
     jobs = Simulation(replace(ALONE, slots=2), "ours", times).run(requests)
     # A prefill; another, with two steps of the first answer between its layers; a third, with two of the second.
     assert [job.ttft for job in jobs] == pytest.approx([1.0, 2.0 + 2 * 1.1, 3.0 + 4 * 1.1])
-    jobs = Simulation(replace(ALONE, slots=2), "ours", replace(times, computed=1e-6)).run(requests)
+    short = replace(PLAIN, computed=1e-6, step=0.01, beside=0.001)
+    jobs = Simulation(replace(ALONE, slots=2), "ours", short).run(requests)
     # Prefills without a pause, two steps of two answers, then the third may begin.
-    assert [job.ttft for job in jobs] == pytest.approx([0.01, 0.02, 0.02 + 2 * 1.2 + 0.01])
+    assert [job.ttft for job in jobs] == pytest.approx([0.01, 0.02, 0.02 + 2 * 0.012 + 0.01])
 
 
 def test_single_prompts_are_off_as_those_that_were_measured() -> None:
@@ -141,7 +142,9 @@ def recorded(path: Path, router: str) -> None:
         chunks = [[f"{digest:016x}", tokens] for digest, tokens in job.request.chunks.items()]
         asked = {"arrival": job.request.arrival, "chunks": chunks, "new_tokens": job.request.new}
         observed = {"replica": job.replica, "hit_tokens": job.hit, "ttft": job.ttft}
-        lines.append({**asked, "question_tokens": job.request.other, "observed": observed})
+        lines.append(
+            {**asked, "question_tokens": job.request.other, "observed": observed, "prefix_tokens": job.request.prefix}
+        )
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 

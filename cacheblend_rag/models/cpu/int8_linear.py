@@ -19,7 +19,7 @@ from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides, One
 __all__ = ["Int8Products", "coded_layers", "int8_product", "int8_products"]
 
 # Rows up to which the kernel is the faster one (docs/explanation/performance.md).
-_ROWS = 16
+_ROWS = 8
 
 
 def coded_layers(model: nn.Module, layers: Iterable[nn.Linear]) -> list[nn.Linear]:

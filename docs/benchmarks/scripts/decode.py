@@ -94,7 +94,7 @@ def measure(options: DecodingOptions) -> dict[str, Any]:
         seconds = in_turn({name: partial(_a_token, way) for name, way in ways.items()}, options.rounds)
         storing = engine.storing_seconds
     a_token = medians(seconds)
-    reading = _weight_bytes(model) / _bandwidth(options.device)
+    reading = _weight_bytes(model) / _bandwidth(model.device)
     return {
         **timed_result(options, report, seconds),
         "reading_weights": reading,
@@ -107,7 +107,7 @@ def measure(options: DecodingOptions) -> dict[str, Any]:
 
 
 def _in_eight_bits(model: Any) -> None:
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_  # type: ignore[import-untyped]
 
     def meant(module: nn.Module, name: str) -> bool:
         return isinstance(module, nn.Linear) and name != "lm_head"
@@ -121,7 +121,7 @@ def _weight_bytes(model: nn.Module) -> int:
     return sum(int(getattr(weight, "qdata", weight).nbytes) for weight in weights)
 
 
-def _bandwidth(device: str) -> float:
+def _bandwidth(device: torch.device) -> float:
     """Bytes a second at which memory is read."""
     much = torch.ones(2**26, device=device)
     seconds = []

@@ -8,8 +8,9 @@ of the replica that answers it. Routers take turns, round after round, each time
 round get the same requests at the same moments.
 
 First `service_times` measures the engine with a replica's threads and the traffic's chunks, in a process of its own.
-Before each run a few requests of their own come one by one: they say what a request takes beside the engine's time.
-From both the simulator computes hit shares and TTFT of the same requests. Nothing is fitted to what is compared.
+Before each run it is noted what all processes together take while nothing is asked. Then a few requests come one by
+one: they say what a request takes beside the engine's time. From all this the simulator computes hit shares and TTFT of
+the same requests. Nothing is fitted to what is compared.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import PrefixCacheAffinityRouter
 from ray.serve.request_router import PendingRequest
 
@@ -55,7 +57,7 @@ _FIRST = ("alder", "copper", "falcon", "harbour", "island", "larch", "meadow", "
 _LAST = ("bank", "bridge", "field", "gate", "hill", "lane", "mill", "row", "side", "stone", "wood", "yard")
 _WORDS = [first + last for first in _FIRST for last in _LAST]
 _MODEL = "measured"
-_PROBES = 15
+_PROBES, _IDLE_SECONDS = 15, 10.0
 _SLOTS = 4
 
 
@@ -126,11 +128,14 @@ class Run:
     answers : tuple of Answered
     probes : tuple of Answered
         Of requests that came one by one before.
+    idle : float
+        How many processors all processes together took while nothing was asked.
     """
 
     requests: tuple[Asked, ...]
     answers: tuple[Answered, ...]
     probes: tuple[Answered, ...]
+    idle: float = 0.0
 
     @property
     def overhead(self) -> list[float]:
@@ -256,6 +261,7 @@ def summarized(runs: Sequence[Run], tokens: dict[str, int]) -> dict[str, Any]:
         "ttft_p90": cuts[89],
         "ttft_p99": cuts[98],
         "overhead": [statistics.median(run.overhead) for run in runs],
+        "idle": [run.idle for run in runs],
         "failed": sum(not one.replica for one in answers),
         "requests_by_replica": {
             name: [one.replica for one in answers].count(name) for name in sorted({one.replica for one in answers})
@@ -277,7 +283,7 @@ def trace(
     """Lines for the simulator."""
     names = [str(number) for number in range(options.replicas)]
     about = {"router": router, "replicas": names, "memory_tokens": None, "disk_tokens": None, "slots": _SLOTS}
-    about |= {"shared": True, "cores": times["cores"], "overhead": run.overhead, "seconds": times["seconds"]}
+    about |= {"shared": True, "cores": times["cores"] - run.idle, "overhead": run.overhead, "seconds": times["seconds"]}
     yield json.dumps({"run": about})
     for asked, answered in zip(run.requests, run.answers, strict=True):
         read = list(zip(asked.chunks, answered.tiers, strict=False))
@@ -384,9 +390,10 @@ def run_all(options: argparse.Namespace) -> dict[str, Any]:
             turn = number % len(options.routers)
             for name in [*options.routers[turn:], *options.routers[:turn]]:
                 with started(options, ROUTERS[name]) as (url, data):
+                    idle = psutil.cpu_percent(_IDLE_SECONDS) / 100 * (psutil.cpu_count() or 1)
                     probes = tuple(probed(url, options))
                     answers = tuple(play(url, requests, options.new_tokens))
-                    run = Run(tuple(requests), answers, probes)
+                    run = Run(tuple(requests), answers, probes, idle)
                     print(json.dumps({name: summarized([run], tokens)}), flush=True)
                     if options.kill and number == 0 and name == options.routers[0]:
                         results["kill"] = kill(url, data, traffic(options, 99))

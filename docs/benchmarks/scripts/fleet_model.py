@@ -78,12 +78,16 @@ class FleetOptions:
 
 @dataclass(frozen=True)
 class Request:
-    """What arrives: chunks with their tokens by digest, and tokens in no chunk and of the answer."""
+    """What arrives: chunks with their tokens by digest, and tokens in no chunk and of the answer.
+
+    ``prefix`` of those in no chunk are the same in all requests, as routers see them.
+    """
 
     arrival: float
     chunks: Mapping[int, int]
     other: int = OTHER_TOKENS
     new: int = 32
+    prefix: int = PREFIX_TOKENS
 
     @property
     def tokens(self) -> int:
@@ -216,7 +220,7 @@ class PrefixAffinity(PowerOfTwo):
 
     def choose(self, request: Request, replicas: Mapping[str, Replica], held: Mapping[str, HeldChunks]) -> str:
         """See `Router.choose`."""
-        parts = [(-1, PREFIX_TOKENS), *request.chunks.items()]
+        parts = [(-1, request.prefix), *request.chunks.items()] if request.prefix else [*request.chunks.items()]
         loads = [replica.ongoing for replica in replicas.values()]
         if max(loads) - min(loads) > self.rule.imbalance_limit:
             chosen = super().choose(request, replicas, held)
@@ -227,7 +231,7 @@ class PrefixAffinity(PowerOfTwo):
                 those = [name for name in replicas if self._sent.get(name, 0) == least]
             chosen = min(those, key=lambda name: replicas[name].ongoing)
         self._insert(parts, chosen)
-        self._sent[chosen] = self._sent.get(chosen, 0) + request.other - PREFIX_TOKENS
+        self._sent[chosen] = self._sent.get(chosen, 0) + request.other - request.prefix
         return chosen
 
     def _longest(self, parts: Sequence[tuple[int, int]], replicas: Mapping[str, Replica]) -> tuple[int, list[str]]:

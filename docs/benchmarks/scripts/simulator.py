@@ -19,8 +19,9 @@ Then comes a line a request, in the order of arrival, in seconds. A chunk is giv
     {"arrival": 12.3, "chunks": [["9f0c6b1d2e3f4a5b", 256]], "question_tokens": 40, "new_tokens": 32,
      "observed": {"replica": "r2", "hit_tokens": 256, "ttft": 0.41}}
 
-``question_tokens`` are those of the prompt in no chunk. ``hit_tokens`` were read from the replica's own memory or disk,
-``remote_tokens`` from the remote store; these may be left out. ``ttft`` is null if the request failed. Between the
+``question_tokens`` are those of the prompt in no chunk. The first ``prefix_tokens`` of them stand in all requests, as
+routers see them. ``hit_tokens`` were read from the replica's own memory or disk, ``remote_tokens`` from the remote
+store; these three may be left out. ``ttft`` is null if the request failed. Between the
 lines, ``{"at": 30.0, "lost": "r2"}`` and ``{"at": 60.0, "added": "r3"}`` change the fleet.
 """
 
@@ -353,7 +354,13 @@ def read_trace(path: Path) -> Trace:
             stored={name: list(_chunks(of).items()) for name, of in run.get("stored", {}).items()},
             times=ServiceTimes(**run["seconds"]) if "seconds" in run else None,
             requests=tuple(
-                Request(one["arrival"], _chunks(one["chunks"]), one["question_tokens"], one["new_tokens"])
+                Request(
+                    one["arrival"],
+                    _chunks(one["chunks"]),
+                    one["question_tokens"],
+                    one["new_tokens"],
+                    one.get("prefix_tokens", 0),
+                )
                 for one in asked
             ),
             observed=tuple(one["observed"] for one in asked),
