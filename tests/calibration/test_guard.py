@@ -129,13 +129,13 @@ def test_within_the_bound_nothing_changes(model: Any) -> None:
 def test_a_check_gives_way_to_requests_and_is_dropped_in_the_end(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tries = 0
 
-    def awaited(scheduler: Scheduler) -> bool:
+    def waiting(scheduler: Scheduler) -> int:
         nonlocal tries
         tries += 1
-        return True
+        return 1
 
     with warmed(model, guard_share=1.0, guard_bound=0.01) as engine:
-        monkeypatch.setattr(Scheduler, "awaited", property(awaited))
+        monkeypatch.setattr(Scheduler, "waiting", property(waiting))
         status = asked(engine)
     assert tries == 5
     assert (status.sampled, status.measured, status.dropped) == (1, 0, 1)
