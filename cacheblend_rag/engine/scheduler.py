@@ -146,7 +146,7 @@ class Scheduler:
     @property
     def alone(self) -> bool:
         """Whether no other request is under way or waits, besides the holder's own."""
-        return self.under_way <= 1 and not self.waiting
+        return self._begun <= 1 and not self._line
 
     def step(self, given: _Given, run: Callable[[Sequence[_Given]], Sequence[_Result]]) -> _Result:
         """Let others in, then take a step together with all who wait for theirs.
