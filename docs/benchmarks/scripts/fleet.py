@@ -283,7 +283,7 @@ def trace(
     """Lines for the simulator."""
     names = [str(number) for number in range(options.replicas)]
     about = {"router": router, "replicas": names, "memory_tokens": None, "disk_tokens": None, "slots": _SLOTS}
-    about |= {"shared": True, "cores": times["cores"] - run.idle, "overhead": run.overhead, "seconds": times["seconds"]}
+    about |= {"shared": True, "cores": times["cores"], "overhead": run.overhead, "seconds": times["seconds"]}
     yield json.dumps({"run": about})
     for asked, answered in zip(run.requests, run.answers, strict=True):
         read = list(zip(asked.chunks, answered.tiers, strict=False))
@@ -399,9 +399,13 @@ def run_all(options: argparse.Namespace) -> dict[str, Any]:
                         results["kill"] = kill(url, data, traffic(options, 99))
                         print(json.dumps({"kill": results["kill"]}), flush=True)
                 runs[name].append(run)
-                at = Path(options.out) if options.out else Path(folder, "run")
+        # What ends late of a start is no part of what is always taken.
+        idle = statistics.median(run.idle for found in runs.values() for run in found)
+        at = Path(options.out) if options.out else Path(folder, "run")
+        for name, found in runs.items():
+            for number, run in enumerate(found):
                 traces[name].append(at.with_suffix(f".{name.replace(' ', '-')}.{number}.jsonl"))
-                lines = [*trace(name, options, run, tokens, times), ""]
+                lines = [*trace(name, options, run, tokens, times | {"cores": times["cores"] - idle}), ""]
                 traces[name][-1].write_text("\n".join(lines), encoding="utf-8")
         results["routers"] = {name: summarized(found, tokens) for name, found in runs.items()}
         for name, found in runs.items():
