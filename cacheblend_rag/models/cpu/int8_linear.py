@@ -1,8 +1,8 @@
 """Products of few rows by weights in 8 bits, by PyTorch's kernel for them.
 
 torchao keeps a weight as codes of 8 bits with a scale a row (``Int8WeightOnlyConfig``). On a CPU its own product makes
-bfloat16 of all codes every time. For the few rows of decoding that takes several times as long as the product. Nothing
-is copied, and nothing is left behind: the layers multiply so only while an engine runs the model.
+bfloat16 of all codes every time, which takes as long again as the product of a few rows. Nothing is copied, and nothing
+is left behind: the layers multiply so only while an engine runs the model.
 """
 
 from __future__ import annotations
