@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from cacheblend_rag.models.cpu.onednn_linear import are_ordinary
 from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides, OneForEach, is_compiled
 
-__all__ = ["Int8Products", "coded_layers", "int8_product", "int8_products"]
+__all__ = ["coded_layers", "int8_product", "int8_products"]
 
 # Rows up to which the kernel is the faster one (docs/explanation/performance.md).
 _ROWS = 8
@@ -26,18 +27,6 @@ def coded_layers(model: nn.Module, layers: Iterable[nn.Linear]) -> list[nn.Linea
     """Those of a model's linear layers that should multiply few rows by their codes."""
     coded = [layer for layer in layers if _has_codes(layer.weight)]
     return coded if coded and not is_compiled(model) and _agrees() else []
-
-
-class Int8Products(ForwardOverrides["_Forward"]):
-    """The linear layers of a model, to multiply few rows by their codes for a while.
-
-    Parameters
-    ----------
-    layers : iterable of Linear
-    """
-
-    def __init__(self, layers: Iterable[nn.Module]) -> None:
-        super().__init__(map(_Forward, layers))
 
 
 class _Forward(ForwardOverride):
@@ -56,14 +45,14 @@ class _Forward(ForwardOverride):
         weight: Any = self.module.weight
         if weight is not self._weight:
             self._weight, self._coded = weight, _has_codes(weight)
-        if self._coded and type(self.module) is nn.Linear and _fits(input, weight.qdata):
+        if self._coded and type(self.module) is nn.Linear and _are_few(input, weight.qdata.shape[1]):
             return int8_product(input, weight.qdata, weight.scale, self.module.bias)
         output: torch.Tensor = self.plainly(input)
         return output
 
 
-int8_products = OneForEach(Int8Products)
-"""The `Int8Products` of a model, for all who run it."""
+int8_products = OneForEach[ForwardOverrides[_Forward]](lambda layers: ForwardOverrides(map(_Forward, layers)))
+"""Lets linear layers of a model multiply few rows by their codes while `ForwardOverrides.in_use`."""
 
 
 def int8_product(
@@ -88,10 +77,8 @@ def _has_codes(weight: Any) -> bool:
     return by_row and usual and centred and all(one is None for one in rows_too)
 
 
-def _fits(rows: torch.Tensor, codes: torch.Tensor) -> bool:
-    ordinary = type(rows) is torch.Tensor and rows.dtype is torch.bfloat16 and rows.is_cpu and rows.dim() > 1
-    traced = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-    return ordinary and not traced and rows.shape[-1] == codes.shape[1] and 0 < rows.shape[:-1].numel() <= _ROWS
+def _are_few(rows: torch.Tensor, width: int) -> bool:
+    return are_ordinary(rows, torch.bfloat16, width) and 0 < rows.shape[:-1].numel() <= _ROWS
 
 
 @cache

@@ -21,7 +21,15 @@ from cacheblend_rag.config import ENV_PREFIX
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides, OneForEach, is_compiled
 
-__all__ = ["ANY_ROWS", "DirectProducts", "direct_products", "most_rows", "multiplies_directly", "onednn_product"]
+__all__ = [
+    "ANY_ROWS",
+    "DirectProducts",
+    "are_ordinary",
+    "direct_products",
+    "most_rows",
+    "multiplies_directly",
+    "onednn_product",
+]
 
 ANY_ROWS = sys.maxsize
 """What `most_rows` gives where oneDNN multiplies any number of rows."""
@@ -78,13 +86,18 @@ direct_products = OneForEach(DirectProducts)
 
 def _fits(rows: torch.Tensor, module: nn.Linear) -> bool:
     weight = module.weight
-    plain = type(module) is nn.Linear and type(weight) is nn.Parameter and type(rows) is torch.Tensor
-    if not plain or not rows.dtype is weight.dtype is torch.float32 or not (rows.is_cpu and weight.is_cpu):
+    plain = type(module) is nn.Linear and type(weight) is nn.Parameter
+    if not plain or weight.dtype is not torch.float32 or not (weight.is_cpu and weight.is_contiguous()):
         return False
-    alike = rows.dim() > 1 and rows.shape[-1] == weight.shape[1] and weight.is_contiguous()
+    few = are_ordinary(rows, torch.float32, weight.shape[1]) and rows.shape[:-1].numel() <= most_rows()
+    return few and rows.numel() * weight.shape[0] >= _LEAST
+
+
+def are_ordinary(rows: torch.Tensor, dtype: torch.dtype, width: int) -> bool:
+    """Whether rows are of a type and a width on a CPU, and nothing looks at how they are multiplied."""
+    ordinary = type(rows) is torch.Tensor and rows.dtype is dtype and rows.is_cpu and rows.dim() > 1
     traced = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-    few = rows.shape[:-1].numel() <= most_rows()
-    return alike and few and not traced and rows.numel() * weight.shape[0] >= _LEAST
+    return ordinary and not traced and rows.shape[-1] == width
 
 
 def onednn_product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

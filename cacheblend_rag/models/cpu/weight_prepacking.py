@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.cpu.int8_linear import coded_layers, int8_products
-from cacheblend_rag.models.cpu.onednn_linear import direct_products, multiplies_directly, onednn_product
+from cacheblend_rag.models.cpu.onednn_linear import are_ordinary, direct_products, multiplies_directly, onednn_product
 from cacheblend_rag.models.loading import in_hardware
 from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides, is_compiled
@@ -189,7 +189,7 @@ class _Forward(ForwardOverride):
         module, copy = self.module, self.copy
         if copy is not None and type(module) is nn.Linear and copy.seen.still(module.weight):
             bias = module.bias
-            if _fits(input, copy.width) and (bias is None or bias.dtype is _DTYPE):
+            if are_ordinary(input, _DTYPE, copy.width) and input.numel() > 0 and (bias is None or bias.dtype is _DTYPE):
                 try:
                     return onednn_product(input, copy.packed, bias)
                 except (RuntimeError, AttributeError, TypeError) as error:
@@ -299,13 +299,6 @@ class _PackedWeights(ForwardOverrides[_Forward]):
 
 _by_model: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_PackedWeights]] = weakref.WeakKeyDictionary()
 _table_lock = threading.Lock()
-
-
-def _fits(rows: torch.Tensor, width: int) -> bool:
-    """Whether rows are of the ordinary kind that packed weights are multiplied by."""
-    ordinary = type(rows) is torch.Tensor and rows.dtype is _DTYPE and rows.is_cpu and rows.dim() > 1
-    plain = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-    return ordinary and not plain and rows.shape[-1] == width and rows.numel() > 0
 
 
 def _agrees(weight: torch.Tensor, packed: torch.Tensor) -> bool:

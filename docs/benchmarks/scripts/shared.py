@@ -173,11 +173,10 @@ def _paired(these: Sequence[float], those: Sequence[float]) -> float:
 def _hidden(seconds: Sequence[float], near: Sequence[float], load: float) -> dict[str, Any]:
     """Share of the link's time that is hidden: the median over rounds, and its 95% interval."""
     shares = sorted(1 - (a - b) / load for a, b in zip(seconds, near, strict=True))
-    # As many of the lowest and of the highest are left out as a median lies beyond in 5% of samples at most.
-    count, tail, out = len(shares), 1.0, 0
-    while 2 * tail <= 0.05 * 2**count:
-        tail, out = tail + comb(count, out + 1), out + 1
-    left_out = max(0, out - 1)
+    count = len(shares)
+    # So many of the lowest and of the highest are left out: the median lies beyond in 5% of samples at most.
+    beyond = {out: 2 * sum(comb(count, below) for below in range(out + 1)) / 2**count for out in range(count // 2)}
+    left_out = max((out for out, share in beyond.items() if share <= 0.05), default=0)
     return {"hidden": median(shares), "hidden_interval": [shares[left_out], shares[count - 1 - left_out]]}
 
 
