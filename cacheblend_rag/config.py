@@ -300,7 +300,6 @@ class BlendOptions(TypedDict, total=False):
     size_limit: int | str
     memory_limit: int | str
     codec: str
-    compress: bool
     salt: str
     like: str
     max_concurrent: int
@@ -384,8 +383,6 @@ class BlendConfig:
     codec : {"raw", "int8", "int4"}
         How the KV of chunks is written to a folder or a shared store: as it is, or in fewer bits
         (docs/reference/kv-record.md). Choose ``"raw"`` where a chunk that stands where it was computed must be exact.
-    compress : bool
-        Compress records with zstd; needs the extra ``zstd``.
     salt : str
         Tenants with different salts never share a record.
     like : str
@@ -455,7 +452,6 @@ class BlendConfig:
     )
     memory_limit: int | str = _option("memory_limit", "auto", lambda text: _memory_limit(text))
     codec: str = _option("codec", "int8", str)
-    compress: bool = _option("compress", False, lambda text: _flag(text))
     salt: str = _option("salt", "", str)
     like: str = _option("like", "", str)
     max_concurrent: int = _option("max_concurrent", 1, int)
@@ -486,7 +482,7 @@ class BlendConfig:
             raise ConfigError("contexts", self.contexts, f"use a whole number from 0 to {MOST_CONTEXTS}")
         check_share("guard_share", self.guard_share)
         check_above_zero("guard_bound", self.guard_bound)
-        for name in ("split_at_separator", "session_cache", "prefetch", "compress", "check_model"):
+        for name in ("split_at_separator", "session_cache", "prefetch", "check_model"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "use True or False")
         if self.pack_weights != "auto" and not isinstance(self.pack_weights, bool):

@@ -190,7 +190,7 @@ class ModelAdapter:
         fused = self.attends_by_kernel and (self.form.as_attended or not has_kernels(self.device))
         plain = self._plain_layers if fused else None
         kernels = plain if plain is not None and plain.as_they_were() else None
-        with evaluating(self.model), torch.no_grad(), self._row_by_row.in_use():
+        with evaluating(self.model), torch.no_grad(), self.row_by_row.in_use():
             layers = self._twins(use_row_attention() if fused else "eager")
             with self._as(_Blending(layers, fused, kernels)):
                 yield
@@ -231,7 +231,7 @@ class ModelAdapter:
         return None if self._here.blending is None else self._here.blending.kernels
 
     @cached_property
-    def _row_by_row(self) -> ForwardOverrides[Any]:
+    def row_by_row(self) -> ForwardOverrides[Any]:
         """What is computed block by block: on other devices a call costs more than it saves."""
         attention = {self._attention(layer) for layer in range(self.num_layers)}
         parts = row_by_row(part for layer in self.layers for part in layer.children() if part not in attention)
@@ -555,7 +555,7 @@ class ModelAdapter:
         layers = [*(DynamicLayer() for _ in self.layers[1:]), LastLayer()]
         for layer, kv in zip(layers, behind, strict=False):
             DynamicLayer.update(layer, *(part.expand(len(inputs), -1, -1, -1) for part in self.form.cached(kv)))
-        with self._plain(gradients), self._row_by_row.in_use(), self._positions.within(regime), suppress(Enough):
+        with self._plain(gradients), self.row_by_row.in_use(), self._positions.within(regime), suppress(Enough):
             self._decoder(inputs, use_cache=True, **{cache_argument(self._decoder): Cache(layers=layers)})
         return layers
 

@@ -108,7 +108,7 @@ def _listed(store: StorePlaces) -> Sequence[str | os.PathLike[str]]:
 
 
 def _opened(place: str | os.PathLike[str], config: BlendConfig) -> KVStore:
-    form = RecordFormat(config.codec, config.compress)
+    form = RecordFormat(config.codec)
     if "://" in os.fspath(place):
         return open_remote(os.fspath(place), form)
     return DiskStore(place, config.store_bytes, form=form)

@@ -29,7 +29,7 @@ from typing import IO, Any, TypeAlias
 import torch
 import xxhash
 
-from cacheblend_rag.errors import MissingExtraError, RecordError, StoreError
+from cacheblend_rag.errors import RecordError, StoreError
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store.base import KVRecord, RecordInfo
 from cacheblend_rag.store.codecs import CODECS, DTYPES, Codec, codec_named
@@ -53,8 +53,6 @@ _SEALED_MAGIC = b"CBRAGKS\x02"
 _PAGE = 4096
 START_BYTES = 16
 """Bytes of a record before its header."""
-# Compressed layers that claim to be larger than this many times their bytes are refused.
-_MOST_SHRUNK = 64
 # What entries of the layer table are counted as, so that a header's size does not depend on them.
 _WIDEST = [2**48, 2**48, 2**64 - 1]
 _Piece: TypeAlias = bytes | memoryview
@@ -71,8 +69,6 @@ class RecordFormat:
     codec : str
         ``"raw"``, ``"int8"`` or ``"int4"``. Records whose keys are rotated (a prefix)
         are reused exactly and always written raw.
-    compress : bool
-        Whether layers are compressed with zstd where that makes them smaller.
     seal : Seal, optional
         Encrypts header and layers.
 
@@ -80,18 +76,13 @@ class RecordFormat:
     ------
     ConfigError
         If there is no such codec.
-    MissingExtraError
-        If ``compress`` is set and the package ``zstandard`` is not installed.
     """
 
     codec: str = "raw"
-    compress: bool = False
     seal: Seal | None = None
 
     def __post_init__(self) -> None:
         codec_named(self.codec)
-        if self.compress:
-            _zstandard()
 
     def codec_of(self, info: RecordInfo) -> Codec:
         """The codec for a record."""
@@ -109,7 +100,7 @@ class LayerPlace:
 
 
 def record_bytes(info: RecordInfo, form: RecordFormat | None = None) -> int:
-    """Bytes the file of a record takes; with compression, the most it takes."""
+    """Bytes the file of a record takes."""
     form = form or RecordFormat()
     extra = SEAL_BYTES if form.seal else 0
     layer = form.codec_of(info).layer_bytes(info) + extra
@@ -152,8 +143,6 @@ def _encoded(
 ) -> tuple[bytes, list[LayerPlace], Sequence[Sequence[_Piece]]]:
     """Magic and header, where each layer lies behind them, and each layer in pieces."""
     codec, layers = _encoded_layers(record, form.codec_of(record.info))
-    shrunk = _compressed(layers) if form.compress else None
-    layers = shrunk or layers
     room = _header_bytes(record.info)
     size = room + (SEAL_BYTES if form.seal else 0)
     if form.seal:
@@ -162,7 +151,7 @@ def _encoded(
     for layer in layers:
         table.append(LayerPlace(len(table), offset, sum(map(len, layer)), _checksum(layer)))
         offset = _padded(offset + table[-1].size)
-    header = _header(record.info, codec.name, "zstd" if shrunk else "", table).ljust(room)
+    header = _header(record.info, codec.name, table).ljust(room)
     if form.seal:
         header = form.seal.close(header, _place(key, "header"))
     magic, checksum = _SEALED_MAGIC if form.seal else MAGIC, zlib.crc32(header)
@@ -236,8 +225,7 @@ class EncodedRecord:
             header = self._seal.open(header, _place(self._key, "header"))
         parsed = _parse_header(header)
         _check_layout(parsed, first, size, SEAL_BYTES if self._seal else 0)
-        self.info, self._codec, self._compressed = parsed.info, parsed.codec, parsed.compressed
-        self._layers = parsed.layers
+        self.info, self._codec, self._layers = parsed.info, parsed.codec, parsed.layers
 
     def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, each ``[kv_heads, tokens, head_dim]``; see `StoredKV`."""
@@ -262,7 +250,7 @@ class EncodedRecord:
 
     def _parts(self, *targets: torch.Tensor) -> list[memoryview]:
         """Memory of each head, if a layer can be read into it as it is."""
-        as_it_is = self._codec is CODECS["raw"] and not self._compressed and self._seal is None
+        as_it_is = self._codec is CODECS["raw"] and self._seal is None
         dtype = DTYPES[self.info.dtype]
         if not as_it_is or len(targets) * self.info.kv_heads > _MOST_PARTS:
             return []
@@ -289,8 +277,6 @@ class EncodedRecord:
         _check_sum(place, data)
         if self._seal:
             data = self._seal.open(data, _place(self._key, layer))
-        if self._compressed:
-            data = _expanded(data, self._codec.layer_bytes(self.info))
         return data
 
 
@@ -368,20 +354,19 @@ def _checksum(parts: Iterable[_Piece]) -> int:
 class _Header:
     info: RecordInfo
     codec: Codec
-    compressed: bool
     layers: tuple[LayerPlace, ...]
 
 
-def _header(info: RecordInfo, codec: str, compression: str, layers: list[LayerPlace]) -> bytes:
+def _header(info: RecordInfo, codec: str, layers: list[LayerPlace]) -> bytes:
     table = [(layer.offset, layer.size, layer.checksum) for layer in layers]
-    fields = vars(info) | {"codec": codec, "compression": compression, "table": table}
+    fields = vars(info) | {"codec": codec, "table": table}
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
 def _header_bytes(info: RecordInfo) -> int:
     """Size of a header, whatever its codec and layer table: a shorter one is filled up with spaces."""
     longest = max(CODECS, key=len)
-    return len(_header(info, longest, "zstd", [LayerPlace(0, *_WIDEST)] * info.layers))
+    return len(_header(info, longest, [LayerPlace(0, *_WIDEST)] * info.layers))
 
 
 def _parse_header(header: bytes | bytearray) -> _Header:
@@ -401,17 +386,17 @@ def _parse_header(header: bytes | bytearray) -> _Header:
             behind=tuple(map(int, fields.get("behind", ()))),
             learned=str(fields.get("learned", "")),
         )
-        codec, compression = str(fields["codec"]), str(fields["compression"])
+        codec = str(fields["codec"])
         layers = tuple(LayerPlace(at, *map(int, entry)) for at, entry in enumerate(fields["table"]))
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RecordError(f"the header cannot be understood: {error!r}") from error
     if info.dtype not in DTYPES or min(info.layers, info.kv_heads, info.head_dim, info.tokens) < 1:
         raise RecordError("the header describes an impossible shape or element type")
-    if codec not in CODECS or compression not in ("", "zstd"):
-        raise RecordError(f"the header names an unknown codec {codec!r} or compression {compression!r}")
+    if codec not in CODECS:
+        raise RecordError(f"the header names an unknown codec {codec!r}")
     if len(layers) != info.layers:
         raise RecordError(f"the header has {len(layers)} layers in its table for {info.layers} layers")
-    return _Header(info, CODECS[codec], bool(compression), layers)
+    return _Header(info, CODECS[codec], layers)
 
 
 def _check_layout(header: _Header, first: int, size: int | None, extra: int) -> None:
@@ -419,9 +404,7 @@ def _check_layout(header: _Header, first: int, size: int | None, extra: int) -> 
     whole = header.codec.layer_bytes(header.info)
     offset = first
     for number, layer in enumerate(header.layers):
-        content = layer.size - extra
-        fits = 0 < content <= whole <= content * _MOST_SHRUNK if header.compressed else content == whole
-        if layer.offset != offset or not fits:
+        if layer.offset != offset or layer.size != whole + extra:
             raise RecordError(f"the header describes an impossible place or size of layer {number}")
         offset = _padded(offset + layer.size)
     if size not in (None, offset):
@@ -435,32 +418,3 @@ def _place(key: str, part: int | str) -> str:
 
 def _padded(size: int) -> int:
     return -(-size // _PAGE) * _PAGE
-
-
-def _zstandard() -> Any:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise MissingExtraError("zstandard", "zstd") from error
-    return zstandard
-
-
-def _compressed(layers: Sequence[Sequence[_Piece]]) -> list[list[bytes]] | None:
-    """Layers compressed, or None where that gains nothing or shrinks one beyond what is read back."""
-    compressor = _zstandard().ZstdCompressor(level=1)
-    whole = [b"".join(layer) for layer in layers]
-    small = [compressor.compress(layer) for layer in whole]
-    fits = all(len(new) < len(old) <= len(new) * _MOST_SHRUNK for new, old in zip(small, whole, strict=True))
-    return [[layer] for layer in small] if fits else None
-
-
-def _expanded(data: Any, size: int) -> bytearray:
-    """A compressed layer, if it is as large as it must be."""
-    zstandard = _zstandard()
-    try:
-        # Asked first: the size a frame claims for itself is what would be allocated.
-        if zstandard.frame_content_size(data) != size:
-            raise RecordError("a compressed layer is not of the size its record says")
-        return bytearray(zstandard.ZstdDecompressor().decompress(data, max_output_size=size))
-    except zstandard.ZstdError as error:
-        raise RecordError(f"a compressed layer cannot be expanded: {error}") from error

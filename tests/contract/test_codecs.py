@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import tempfile
-import zlib
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.errors import ConfigError, MissingExtraError, RecordError
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store import DiskStore, KVRecord, RecordFormat
-from cacheblend_rag.store import record as record_module
 from cacheblend_rag.store.base import copy_layer
 from cacheblend_rag.store.codecs import CODECS, codec_named
 from cacheblend_rag.store.record import FileRecord, as_written, record_bytes
@@ -117,14 +112,12 @@ def test_each_codec_is_more_exact_than_the_smaller_one() -> None:
     assert sizes["int8"] < 0.58 * sizes["raw"]
 
 
-@pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("name", CODECS)
-def test_the_size_is_known_before_a_record_is_made(name: str, compress: bool) -> None:
-    form = RecordFormat(name, compress)
+def test_the_size_is_known_before_a_record_is_made(name: str) -> None:
+    form = RecordFormat(name)
     for tokens in (1, 70, 300):
         record = make(tokens=tokens)
-        written = len(encoded(record, form))
-        assert written == record_bytes(record.info, form) or (compress and written < record_bytes(record.info, form))
+        assert len(encoded(record, form)) == record_bytes(record.info, form)
 
 
 @pytest.mark.parametrize("name", LOSSY)
@@ -195,85 +188,6 @@ def test_unknown_codecs_are_refused_by_name() -> None:
     for make_it in (codec_named, RecordFormat):
         with pytest.raises(ConfigError, match=r"codec='int5' is not usable: use one of 'raw', 'int8', 'int4'"):
             make_it("int5")
-
-
-# Compression --------------------------------------------------------------------------------
-
-
-def test_compression_is_exact_and_smaller_where_it_can_be() -> None:
-    record = make(torch.bfloat16)
-    for tensors in (record.kv.keys, record.kv.values):
-        for tensor in tensors:
-            tensor[:, ::2] = 1.0
-    for layer, (keys, values) in enumerate(read_back(record, RecordFormat(compress=True))):
-        assert torch.equal(keys, record.kv.keys[layer])
-        assert torch.equal(values, record.kv.values[layer])
-    assert len(encoded(record, RecordFormat(compress=True))) < len(encoded(record))
-
-
-def test_what_compresses_beyond_all_measure_is_written_as_it_is() -> None:
-    record = make(tokens=2000)
-    for tensors in (record.kv.keys, record.kv.values):
-        for tensor in tensors:
-            tensor.zero_()
-    assert encoded(record, RecordFormat(compress=True)) == encoded(record)
-
-
-def test_compression_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
-    with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[zstd\]"):
-        RecordFormat(compress=True)
-
-
-def altered(layer: bytes, record: KVRecord) -> bytes:
-    """A compressed record whose first layer is something else, its checksum right."""
-    data = encoded(record, RecordFormat(compress=True))
-    length = int.from_bytes(data[8:12], "little")
-    header = json.loads(data[16 : 16 + length])
-    layers = [data[offset : offset + size] for offset, size, _ in header["table"]]
-    layers[0] = layer
-    table, offset, body = [], header["table"][0][0], b""
-    for piece in layers:
-        table.append([offset, len(piece), xxhash.xxh3_64_intdigest(piece)])
-        body += piece + b"\0" * (-len(piece) % 4096)
-        offset += len(piece) + -len(piece) % 4096
-    raw = json.dumps(header | {"table": table}).encode()
-    head = record_module.MAGIC + len(raw).to_bytes(4, "little") + zlib.crc32(raw).to_bytes(4, "little") + raw
-    return head + b"\0" * (-len(head) % 4096) + body
-
-
-def compressible() -> KVRecord:
-    record = make(torch.bfloat16)
-    for tensors in (record.kv.keys, record.kv.values):
-        for tensor in tensors:
-            tensor[:, ::2] = 1.0
-    return record
-
-
-@pytest.mark.parametrize("kind", ["noise", "bomb", "short", "unsized"])
-def test_a_crafted_compressed_layer_is_refused_before_it_is_expanded(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import zstandard
-
-    record = compressible()
-    size = CODECS["raw"].layer_bytes(record.info)
-    short, unsized = torch.randn(size // 8).numpy().tobytes(), zstandard.ZstdCompressor(write_content_size=False)
-    layers: dict[str, bytes] = {
-        "noise": b"nothing of use " * 100,
-        "bomb": zstandard.ZstdCompressor().compress(b"\0" * 50_000_000) + b"\0" * 2000,
-        "short": zstandard.ZstdCompressor().compress(short),
-        "unsized": unsized.compress(short),
-    }
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("it was expanded")
-
-    file = opened(altered(layers[kind], record))
-    monkeypatch.setattr(zstandard, "ZstdDecompressor", refuse)
-    with pytest.raises(RecordError, match="compressed layer"):
-        file.read_layer(0)
-    file.close()
 
 
 # In a store ---------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def never_stored(missing: int, **options: Any) -> FusedKV:
 
 
 def file_of(folder: Path, chunk: str) -> Path:
-    ids = json.dumps(list(engine_of()._pipeline.tokenizer.chunk(chunk).ids), separators=(",", ":")).encode()
+    ids = json.dumps(list(segments_of(engine_of()).chunk(chunk).ids), separators=(",", ":")).encode()
     (found,) = [path for path in record_files(folder) if b'"token_ids":' + ids in path.read_bytes()]
     return found
 

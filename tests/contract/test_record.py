@@ -244,7 +244,6 @@ HUGE = [
     {"codec": "int4"},
     {"codec": "../raw"},
     {"codec": None},
-    {"compression": "zip"},
     {"dtype": "float64"},
     {"dtype": "object"},
     {"dtype": None},
@@ -258,7 +257,7 @@ HUGE = [
     {"table": 5},
     {"table": [5] * LAYERS},
     {"table": None},
-    {"compression": "zstd", "kv_heads": 10**9},
+    {"kv_heads": 10**9},
 ]
 
 

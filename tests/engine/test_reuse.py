@@ -208,7 +208,7 @@ def test_a_text_without_chunks_is_plain_and_leaves_no_trace(prompt: Any) -> None
 
 def test_few_chunk_tokens_are_answered_plainly_and_stored_nowhere() -> None:
     store = Hooked()
-    tokens = sum(len(engine_of()._pipeline.tokenizer.chunk(chunk).ids) for chunk in CHUNKS)
+    tokens = sum(len(segments_of(engine_of()).chunk(chunk).ids) for chunk in CHUNKS)
     with engine_of(store=store, min_tokens=tokens + 1) as engine:
         fused = engine.fuse(PROMPT)
         assert fused.report.plain

@@ -222,18 +222,18 @@ def test_frequencies_of_a_regime_are_those_of_one_thread_alone() -> None:
 def test_all_who_run_a_model_share_what_stands_for_its_modules() -> None:
     model = tiny.model()
     first, second = ModelAdapter(model), ModelAdapter(model)
-    assert first._row_by_row is second._row_by_row
-    assert first._row_by_row is not ModelAdapter(tiny.model())._row_by_row
+    assert first.row_by_row is second.row_by_row
+    assert first.row_by_row is not ModelAdapter(tiny.model()).row_by_row
     layers = [model.lm_head]
     kept = direct_products.of(model, layers)
     assert isinstance(kept, DirectProducts)
     assert direct_products.of(model, layers) is kept
-    with first._row_by_row.in_use():
-        with second._row_by_row.in_use():
+    with first.row_by_row.in_use():
+        with second.row_by_row.in_use():
             pass
         assert "forward" in vars(model.model.layers[0].mlp)  # the first to end takes nothing from the other
     assert "forward" not in vars(model.model.layers[0].mlp)
-    assert computed_in_blocks.of(model, layers) is not first._row_by_row
+    assert computed_in_blocks.of(model, layers) is not first.row_by_row
 
 
 def test_requests_of_models_that_stand_beside_each_other_take_turns() -> None:

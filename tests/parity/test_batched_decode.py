@@ -96,9 +96,10 @@ def steps_of(model: Any, texts: list[list[int]], count: int) -> tuple[list[torch
 def check_together(model: Any, together: bool) -> None:
     texts = [list(range(3, 3 + length)) for length in (5, 90, 12)]
     expected, caches = steps_of(model, texts, 4)
-    steps = BatchedDecode(ModelAdapter(model))
+    adapter = ModelAdapter(model)
+    steps = BatchedDecode(adapter)
     assert steps.possible
-    own = [steps._adapter.prefill(ids).cache for ids in texts]
+    own = [adapter.prefill(ids).cache for ids in texts]
     rows: list[int] = []
     hook = model.get_decoder().layers[0].register_forward_hook(lambda module, args, output: rows.append(len(args[0])))
     found = [[] for _ in texts]
@@ -151,7 +152,7 @@ def test_who_runs_the_model_meanwhile_gets_what_it_computes(monkeypatch: pytest.
         return taken(self, asked)
 
     monkeypatch.setattr(BatchedDecode, "_pass", beside_another)
-    caches = [steps._adapter.prefill([3, 4, 5]).cache for _ in range(2)]
+    caches = [ModelAdapter(model).prefill([3, 4, 5]).cache for _ in range(2)]
     steps([{"input_ids": torch.tensor([[5]]), cache_argument(model): cache} for cache in caches])
     assert_logits_close(found[0], expected, model, 37)
 

@@ -153,7 +153,7 @@ def test_eight_bits_with_outliers_keep_rows_together(saved: Path) -> None:
     model = load_model(saved, device="cpu", quantization_config=bits_and_bytes(load_in_8bit=True)).model
     adapter = ModelAdapter(model)
     assert adapter.mixes_rows
-    assert BatchedDecode(adapter)._one_by_one
+    assert not BatchedDecode(adapter).takes_several
     ids = [list(range(5, 45)), list(range(50, 80))]
     for both, alone in zip(adapter.segments_kv((), ids), (adapter.segment_kv((), one) for one in ids), strict=True):
         assert all(map(torch.equal, both.keys, alone.keys))

@@ -97,7 +97,7 @@ def test_every_family_gives_the_same_in_blocks(family: str, monkeypatch: pytest.
         whole = engine.fuse(prompt)
         monkeypatch.setattr("cacheblend_rag.models.cpu.rowwise._ROWS", 7)
         parted = engine.fuse(prompt)
-        parts = engine.adapter._row_by_row.modules
+        parts = engine.adapter.row_by_row.modules
     assert parts, "each has norms at least"
     assert_logits_close(parted.logits, whole.logits, model, len(parted.input_ids))
 
@@ -114,6 +114,6 @@ def test_stored_kv_is_the_same_in_blocks(small_blocks: None, monkeypatch: pytest
 
 def test_a_compiled_model_is_left_alone() -> None:
     model = tiny.model("llama")
-    assert ModelAdapter(model)._row_by_row.modules
+    assert ModelAdapter(model).row_by_row.modules
     model.model.layers[0].compile(backend="eager")
-    assert not ModelAdapter(model)._row_by_row.modules
+    assert not ModelAdapter(model).row_by_row.modules

@@ -9,7 +9,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,26 +45,34 @@ def even_small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of each product by a packed weight."""
     rows: list[int] = []
+    _at_each_product(monkeypatch, lambda given, packed: rows.append(given.shape[-2]))
+    return rows
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[torch.Tensor]:
+    """Packed weights that products were computed by, as long as they live."""
+    found: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    _at_each_product(monkeypatch, lambda given, packed: found.add(packed))
+    return found
+
+
+def _at_each_product(monkeypatch: pytest.MonkeyPatch, called: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
     inner = packing.onednn_product
 
-    def counted(given: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        rows.append(given.shape[-2])
+    def product(given: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        called(given, packed)
         return inner(given, packed, bias)
 
-    monkeypatch.setattr(packing, "onednn_product", counted)
-    return rows
+    monkeypatch.setattr(packing, "onednn_product", product)
 
 
 def model_of(family: str = "llama", **changes: Any) -> Any:
     return tiny.model(family, initializer_range=0.1, **changes).to(torch.bfloat16)
 
 
-def packed_of(engine: BlendEngine) -> Any:
-    return engine._pipeline.packed.__self__  # type: ignore[attr-defined]
-
-
-def copies(engine: BlendEngine) -> list[Any]:
-    return [forward.copy for forward in packed_of(engine)._forwards]
+def packs(engine: BlendEngine) -> bool:
+    return not isinstance(engine.products(), contextlib.nullcontext)
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -144,8 +151,8 @@ def test_a_tied_output_head_is_packed_and_the_embedding_is_not_disturbed(product
     model = model_of(tie_word_embeddings=True)
     with engine_of(model, pack_weights=True) as engine:
         fused = engine.fuse(PROMPT)
-        heads = [forward for forward in packed_of(engine)._forwards if forward.module is model.lm_head]
-        assert heads[0].copy is not None
+        with engine.products():
+            assert "forward" in vars(model.lm_head)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert error(fused.logits, tiny.full_prefill(model, fused.input_ids).logits[0, -1]) < narrow_error(model)
 
@@ -236,7 +243,7 @@ def test_a_weight_that_has_changed_is_never_computed_with_as_it_was(
 def test_a_weight_that_changes_during_a_pass_is_computed_with_as_it_is() -> None:
     model = model_of()
     layer, rows = model.lm_head, torch.randn(2, 32).bfloat16()
-    with engine_of(model, pack_weights=True) as engine, engine._pipeline.packed(), torch.no_grad():
+    with engine_of(model, pack_weights=True) as engine, engine.products(), torch.no_grad():
         assert "forward" in vars(layer)
         layer.weight.mul_(-3)
         assert torch.equal(layer(rows), nn.functional.linear(rows, layer.weight))
@@ -274,7 +281,7 @@ def test_weights_that_change_before_every_pass_are_not_packed(products: list[int
 def test_contexts_nest_and_leave_nothing_even_when_one_fails() -> None:
     model = model_of()
     with engine_of(model, pack_weights=True) as engine:
-        packed = engine._pipeline.packed
+        packed = engine.products
 
         def fail() -> None:
             with packed():
@@ -311,7 +318,7 @@ def test_who_else_uses_the_model_meanwhile_gets_what_it_would_get(products: list
     expected.loss.backward()
     gradient = model.lm_head.weight.grad.clone()
     model.zero_grad()
-    with engine_of(model, pack_weights=True) as engine, engine._pipeline.packed():
+    with engine_of(model, pack_weights=True) as engine, engine.products():
         products.clear()  # one for each shape of weight, to see that products are right
         found = model(ids, labels=ids)
         found.loss.backward()
@@ -337,7 +344,8 @@ def test_layers_that_others_have_changed_are_left_alone() -> None:
     engine = engine_of(model, pack_weights=True)
     with engine:
         engine.fuse(PROMPT)
-        assert all(forward.module is not model.lm_head for forward in packed_of(engine)._forwards)
+        with engine.products():
+            assert "forward" not in vars(model.lm_head)
         pruned = model.model.layers[0].mlp.up_proj  # its weight is no parameter any more
         prune.random_unstructured(pruned, "weight", 0.5)
         plain = tiny.full_prefill(model, engine.tokenize(PROMPT).input_ids)
@@ -348,21 +356,19 @@ def test_layers_that_others_have_changed_are_left_alone() -> None:
 
 
 @needs_bfloat16
-def test_engines_over_a_model_share_copies_which_go_with_the_last() -> None:
+def test_engines_over_a_model_share_copies_which_go_with_the_last(copies: weakref.WeakSet[torch.Tensor]) -> None:
     model = model_of()
     first, second = engine_of(model, pack_weights=True), engine_of(model, pack_weights=True)
     first.fuse(PROMPT)
-    made = copies(first)
+    made = set(map(id, copies))
     second.fuse(PROMPT)
-    assert all(one is other for one, other in zip(made, copies(second), strict=True))
-    held = weakref.ref(packed_of(first))
-    del made
+    assert set(map(id, copies)) == made != set()
     first.close()
     gc.collect()
-    assert held() is not None
+    assert set(map(id, copies)) == made
     second.close()
     gc.collect()
-    assert held() is None
+    assert not copies
 
 
 # Where it is of no use ----------------------------------------------------------------------
@@ -372,7 +378,7 @@ def test_a_model_that_gains_nothing_is_refused_only_if_packing_was_asked_for() -
     with pytest.raises(ConfigError, match=r"pack_weights=True is not usable: use 'auto' or False here: .* bfloat16"):
         engine_of(tiny.model(), pack_weights=True)
     with engine_of(tiny.model()) as engine:
-        assert engine._pipeline.packed is nullcontext
+        assert not packs(engine)
         with pytest.raises(ConfigError, match="pack_weights"):
             engine.with_config(pack_weights=True)
 
@@ -380,13 +386,13 @@ def test_a_model_that_gains_nothing_is_refused_only_if_packing_was_asked_for() -
 def test_small_layers_are_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_LEAST", 2**15)
     with engine_of(model_of()) as engine:
-        assert engine._pipeline.packed is nullcontext
+        assert not packs(engine)
 
 
 def test_a_processor_without_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     with engine_of(model_of()) as engine:
-        assert engine._pipeline.packed is nullcontext
+        assert not packs(engine)
     with pytest.raises(ConfigError, match="processor"):
         engine_of(model_of(), pack_weights=True)
 
@@ -399,22 +405,22 @@ def test_copies_must_fit_into_memory_unless_they_were_asked_for(
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(packing, "total_memory", lambda: total)
     with engine_of(model_of()) as engine:
-        assert engine._pipeline.packed is nullcontext
+        assert not packs(engine)
     monkeypatch.setattr(packing, "total_memory", lambda: 10**9)
     with engine_of(model_of()) as engine:
-        assert engine._pipeline.packed is not nullcontext
+        assert packs(engine)
     monkeypatch.setattr(packing, "total_memory", lambda: total)
     with engine_of(model_of(), pack_weights=True) as engine:
-        assert engine._pipeline.packed is not nullcontext
+        assert packs(engine)
 
 
 @needs_bfloat16
 def test_a_processor_that_imitates_bfloat16_is_packed_for_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     with engine_of(model_of()) as engine:
-        assert engine._pipeline.packed is nullcontext
+        assert not packs(engine)
         with engine.with_config(pack_weights=True) as other:
-            assert copies(other)
+            assert packs(other)
 
 
 def _raise(*arguments: object) -> torch.Tensor:

@@ -36,7 +36,6 @@ _AGREED = (
     *RULE_OPTIONS,
     "min_tokens",
     "codec",
-    "compress",
 )
 _PROBE = "The harbour was dredged in 1912; naïve 数据 🙂\n\tdef f(x): return x ** 2"
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from transformers import GenerationConfig
 from transformers.generation import LogitsProcessor
 
@@ -21,6 +22,7 @@ __all__ = [
     "TokenClock",
     "draw_ways",
     "greedy",
+    "in_eight_bits",
     "in_turn",
     "machine_parser",
     "prompt_parser",
@@ -112,6 +114,16 @@ def greedy(tokenizer: Any, new_tokens: int) -> GenerationConfig:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=0,
     )
+
+
+def in_eight_bits(model: nn.Module) -> None:
+    """Give linear layers but the output head torchao's weights of 8 bits, in place."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_  # type: ignore[import-untyped]
+
+    def meant(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) and name != "lm_head"
+
+    quantize_(model, Int8WeightOnlyConfig(set_inductor_config=False), filter_fn=meant)
 
 
 def in_turn(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:

@@ -44,6 +44,7 @@ from docs.benchmarks.scripts.common import (
     TokenClock,
     draw_ways,
     greedy,
+    in_eight_bits,
     in_turn,
     prompt_parser,
     run_bench,
@@ -83,7 +84,7 @@ def measure(options: DecodingOptions) -> dict[str, Any]:
     """Measure every way; a dictionary fit for JSON."""
     model, tokenizer = bench_model(options)
     if options.weights == "int8":
-        _in_eight_bits(model)
+        in_eight_bits(model)
     prompt = bench_prompt(tokenizer, options)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -104,15 +105,6 @@ def measure(options: DecodingOptions) -> dict[str, Any]:
         "kept_to_not_kept": a_token[_KEPT] / a_token[_NOT_KEPT],
         "storing_seconds": storing / (options.rounds + 1),
     }
-
-
-def _in_eight_bits(model: Any) -> None:
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_  # type: ignore[import-untyped]
-
-    def meant(module: nn.Module, name: str) -> bool:
-        return isinstance(module, nn.Linear) and name != "lm_head"
-
-    quantize_(model, Int8WeightOnlyConfig(set_inductor_config=False), filter_fn=meant)
 
 
 def _weight_bytes(model: nn.Module) -> int:

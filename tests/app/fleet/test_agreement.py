@@ -25,7 +25,6 @@ TERMS: dict[str, object] = {
     "dtype": "float32",
     "contexts": 2,
     "recompute_ratio": "auto",
-    "compress": False,
     "embedder": [[0.25, 0.5], [1.0, 0.0]],
 }
 
@@ -48,7 +47,6 @@ def test_equal_replicas_agree() -> None:
         ("dtype", "bfloat16"),
         ("contexts", 1),
         ("recompute_ratio", 0.3),
-        ("compress", True),
         ("embedder", [[0.5, 0.25], [1.0, 0.0]]),
     ],
 )
@@ -75,7 +73,6 @@ def test_one_that_differs_is_refused_with_both_values(field: str, value: object)
         ("recompute_ratios", (0.2,)),
         ("min_tokens", 7),
         ("codec", "raw"),
-        ("compress", True),
         ("salt", "60"),
     ],
 )

@@ -1,0 +1,338 @@
+"""First token, whole answer and memory, beside plain transformers and llama.cpp.
+
+``python -m docs.benchmarks.scripts.whole_answer --model smollm2 --out docs/benchmarks/whole-answer.json``
+
+Each way of answering is a process of its own that holds its model. All answer in turn, round after round. The prompt
+has chunks of 512 tokens, whose KV is stored on disk. A starter model reads a chat about the bundled articles, a known
+shape has random weights and reads made-up text. Each answer has 256 tokens. It is noted when the first, the 16th and
+the 64th were there. An answer that may not end repeats itself, so no tokens are tried from what was written before
+(``prompt_lookup``): there would be more of them than in real answers.
+
+llama.cpp needs the package llama-cpp-python. Its 4 bits are the starter's own GGUF file, or what its own quantiser
+makes of a shape; its 8 bits are made by its quantiser.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag.app.collection import ARTICLES_PATH
+from cacheblend_rag.calibration.bench.benching import bench_prompt, bench_tokenizer, machine
+from cacheblend_rag.calibration.bench.shapes import SHAPES, BenchOptions, random_model
+from cacheblend_rag.models.starters import starter_folder
+from cacheblend_rag.prompt.chat import question_turns, render_turns
+from docs.benchmarks.scripts.common import TokenClock, greedy, in_eight_bits
+from docs.benchmarks.scripts.gguf_file import write_gguf
+from docs.benchmarks.scripts.llama_cpp import LlamaCpp, LlamaSettings
+
+CHUNK_TOKENS, THREADS = 512, 2
+NOTED = (1, 16, 64, 256)  # tokens of an answer
+QUESTION = "When was Surtsey first seen?"
+_Answer = Callable[[int], list[float]]
+"""Answers by so many tokens, and says when each was there, in seconds."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is answered.
+
+    Parameters
+    ----------
+    model : str
+        A starter's name, or a key of `SHAPES`.
+    dtype : str
+        Element type of plain transformers and of this package.
+    chunks : int
+        How many the prompt has.
+    folder : str
+        Where the store and llama.cpp's files are.
+    """
+
+    model: str
+    dtype: str
+    chunks: int
+    folder: str
+
+    @property
+    def options(self) -> BenchOptions:
+        """The same, for a shape."""
+        return BenchOptions(self.model, self.dtype, self.chunks, CHUNK_TOKENS, threads=THREADS)
+
+    def tokenizer(self) -> Any:
+        """Its tokenizer."""
+        from transformers import AutoTokenizer
+
+        shape = self.model in SHAPES
+        return bench_tokenizer() if shape else AutoTokenizer.from_pretrained(starter_folder(self.model))
+
+    def plain_model(self) -> Any:
+        """Its transformers model."""
+        from transformers import AutoModelForCausalLM
+
+        if self.model in SHAPES:
+            return random_model(self.model, dtype=self.dtype)
+        return AutoModelForCausalLM.from_pretrained(starter_folder(self.model), dtype=self.dtype).eval()
+
+    def prompt(self, tokenizer: Any) -> Prompt:
+        """Its prompt."""
+        return (
+            bench_prompt(tokenizer, self.options) if self.model in SHAPES else _about_articles(tokenizer, self.chunks)
+        )
+
+    def ids(self) -> list[int]:
+        """The prompt's token ids."""
+        tokenizer = self.tokenizer()
+        text = self.prompt(tokenizer).written("").text
+        return [int(token) for token in tokenizer.encode(text, add_special_tokens=self.model in SHAPES)]
+
+
+def _about_articles(tokenizer: Any, count: int) -> Prompt:
+    """A chat about articles cut into so many chunks, the one with the answer in the middle."""
+    files = sorted(ARTICLES_PATH.glob("*.md"), key=lambda file: (file.stem != "surtsey", file.stem))
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    ids = tokenizer.encode("\n\n".join(texts), add_special_tokens=False)
+    chunks = [tokenizer.decode(ids[n * CHUNK_TOKENS : (n + 1) * CHUNK_TOKENS]).strip() for n in range(count)]
+    chunks.insert(count // 2, chunks.pop(0))
+    before, after = render_turns(tokenizer, question_turns(tokenizer, "<chunks>", QUESTION)).split("<chunks>")
+    return Prompt(before, chunks, after, ["\n\n"] * (count - 1))
+
+
+# Ways of answering, each in a process of its own -----------------------------------------------
+
+
+def _transformers(case: Case) -> _Answer:
+    model, tokenizer, ids = case.plain_model(), case.tokenizer(), torch.tensor([case.ids()])
+
+    def answer(tokens: int) -> list[float]:
+        clock, config = TokenClock(), greedy(tokenizer, tokens)
+        mask = torch.ones_like(ids)
+        model.generate(ids, attention_mask=mask, generation_config=config, logits_processor=[clock])
+        return clock.times
+
+    return answer
+
+
+def _engine(case: Case, *, eight_bits: bool = False, **options: Any) -> _Answer:
+    model, tokenizer = case.plain_model(), case.tokenizer()
+    if eight_bits:
+        in_eight_bits(model)
+    store = Path(case.folder, "eight" if eight_bits else "plain")
+    engine = BlendEngine(model, tokenizer, config=BlendConfig(prompt_lookup=0, **options), store=store)
+    prompt = case.prompt(tokenizer)
+    engine.warm(prompt.chunks, progress=False)
+
+    def answer(tokens: int) -> list[float]:
+        clock = TokenClock()
+        engine.generate(prompt, generation_config=greedy(tokenizer, tokens), logits_processor=[clock])
+        engine.flush()
+        return clock.times
+
+    return answer
+
+
+def _llama(case: Case, bits: int) -> _Answer:
+    ids = case.ids()
+    llama = LlamaCpp(Path(case.folder, f"{bits}.gguf"), threads=THREADS)
+    context = llama.context(len(ids) + NOTED[-1], LlamaSettings())
+
+    def answer(tokens: int) -> list[float]:
+        given, times = list(ids), []
+        for count in range(tokens):  # the KV of all but the newest token is there, and of none at first
+            given.append(int(context.prefill(given, kept=len(given) - 1 if count else 0).argmax()))
+            times.append(time.perf_counter())
+        return times
+
+    return answer
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of answering: how tables call it, what answers, and llama.cpp's bits if it is llama.cpp."""
+
+    title: str
+    answer: Callable[[Case], _Answer]
+    bits: int | None = None
+
+
+WAYS = {
+    "transformers": Way("plain transformers", _transformers),
+    "full": Way("this package, full recompute", lambda case: _engine(case, selection="all")),
+    "reuse": Way("this package, full KV reuse", lambda case: _engine(case, selection="none")),
+    "default": Way("this package, blended (default)", _engine),
+    "int8": Way("the same, weights in 8 bits", lambda case: _engine(case, eight_bits=True)),
+    "llama-4": Way("llama.cpp, 4 bits, full prefill", lambda case: _llama(case, 4), bits=4),
+    "llama-8": Way("llama.cpp, 8 bits, full prefill", lambda case: _llama(case, 8), bits=8),
+}
+
+
+def _work(way: str, case: Case) -> None:
+    """Answer whenever a line comes in, and say how long it took."""
+    torch.set_num_threads(THREADS)
+    answer = WAYS[way].answer(case)
+    answer(2)  # warms up
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        began = time.perf_counter()
+        times = answer(NOTED[-1])
+        seconds = [times[count - 1] - began for count in NOTED]
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps({"seconds": seconds, "peak": peak}), flush=True)
+
+
+# The whole -------------------------------------------------------------------------------------
+
+
+class _Worker:
+    """A process that answers in one way."""
+
+    def __init__(self, way: str, case: Case) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "docs.benchmarks.scripts.whole_answer",
+            "--work",
+            way,
+            json.dumps(asdict(case)),
+        ]
+        here = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=here)
+        if self._read() != "ready":
+            raise SystemExit(f"{way} did not start")
+
+    def _read(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def answer(self) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return dict(json.loads(self._read()))
+
+    def end(self) -> None:
+        self._process.communicate()
+
+
+def _write_for_llama(case: Case, ways: Sequence[str]) -> dict[str, str]:
+    """Write the files that llama.cpp reads; by its way, the kind of weights in it."""
+    import llama_cpp
+
+    kinds = {4: ("Q4_0", llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0), 8: ("Q8_0", llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0)}
+    if case.model in SHAPES:
+        source = Path(case.folder, "16.gguf")
+        write_gguf(random_model(case.model, dtype=case.dtype), source, torch.float16)
+    else:
+        source = next(starter_folder(case.model).glob("*.gguf"))
+    written = {}
+    for way in ways:
+        bits = WAYS[way].bits
+        if bits is None:
+            continue
+        file = Path(case.folder, f"{bits}.gguf")
+        if bits == 4 and case.model not in SHAPES:
+            file.symlink_to(source)
+            written[way] = source.name.split(".")[-2]
+            continue
+        params = llama_cpp.llama_model_quantize_default_params()
+        written[way], params.ftype = kinds[bits]
+        params.allow_requantize = True
+        if llama_cpp.llama_model_quantize(str(source).encode(), str(file).encode(), params):
+            raise SystemExit(f"llama.cpp could not write {file}")
+    return written
+
+
+def measure(
+    model: str, dtype: str, counts: Sequence[int], rounds: int, ways: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Time ways in turn; the result so far after each number of chunks, fit for JSON."""
+    rows: list[dict[str, Any]] = []
+    for count in counts:
+        with tempfile.TemporaryDirectory() as folder:
+            case = Case(model, dtype, count, folder)
+            weights = _write_for_llama(case, ways) if any(WAYS[way].bits for way in ways) else {}
+            workers = {way: _Worker(way, case) for way in ways}
+            found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+            for _ in range(rounds):
+                for way, worker in workers.items():
+                    found[way].append(worker.answer())
+            for worker in workers.values():
+                worker.end()
+        rows += [
+            {
+                "way": way,
+                "weights": weights.get(way, "int8" if way == "int8" else dtype),
+                "prompt_tokens": len(case.ids()),
+                "seconds": [statistics.median(at) for at in zip(*(one["seconds"] for one in times), strict=True)],
+                "peak_bytes": max(one["peak"] for one in times),
+                "rounds": [one["seconds"] for one in times],
+            }
+            for way, times in found.items()
+        ]
+        yield {"model": model, "noted": NOTED, "machine": machine("cpu") | {"threads": THREADS}, "rows": rows}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The result as tables, one for each prompt."""
+    parts = []
+    for tokens in dict.fromkeys(row["prompt_tokens"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["prompt_tokens"] == tokens]
+        head = " | ".join(f"{count} tokens" for count in NOTED[1:])
+        parts += [
+            f"{result['model']}, {tokens:,} prompt tokens\n",
+            f"| | weights | first token | sooner | {head} | a token | peak memory |",
+            "|---" * (6 + len(NOTED[1:])) + "|",
+        ]
+        for row in rows:
+            seconds = row["seconds"]
+            later = " | ".join(f"{at:.2f} s" for at in seconds[1:])
+            a_token = 1e3 * (seconds[-1] - seconds[0]) / (NOTED[-1] - 1)
+            parts.append(
+                f"| {WAYS[row['way']].title} | {row['weights']} | {seconds[0]:.2f} s "
+                f"| {rows[0]['seconds'][0] / seconds[0]:.1f}× | {later} "
+                f"| {a_token:.0f} ms | {row['peak_bytes'] / 1e9:.2f} GB |"
+            )
+        parts.append("")
+    return "\n".join(parts)
+
+
+def main() -> None:
+    """Read the arguments and measure, or be one of the processes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2", help="a starter model, or one of " + ", ".join(SHAPES))
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--counts", nargs="+", type=int, default=[6, 12], help="chunks of the prompts")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help="by default all that can be")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.work:
+        way, case = given.work
+        _work(way, Case(**json.loads(case)))
+        return
+    can_llama = importlib.util.find_spec("llama_cpp") is not None
+    ways = given.ways or [name for name, way in WAYS.items() if can_llama or way.bits is None]
+    for result in measure(given.model, given.dtype, given.counts, given.rounds, ways):
+        print(markdown(result), flush=True)
+        if given.out:
+            given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
