@@ -30,12 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.app.collection import ARTICLES_PATH
 from cacheblend_rag.calibration.bench.benching import bench_prompt, bench_tokenizer, machine
 from cacheblend_rag.calibration.bench.shapes import SHAPES, BenchOptions, random_model
-from cacheblend_rag.models.starters import starter_folder
+from cacheblend_rag.models.starters import STARTERS, starter_folder
 from cacheblend_rag.prompt.chat import question_turns, render_turns
 from docs.benchmarks.scripts.common import TokenClock, greedy, in_eight_bits
 from docs.benchmarks.scripts.gguf_file import write_gguf
@@ -55,7 +56,7 @@ class Case:
     Parameters
     ----------
     model : str
-        A starter's name, or a key of `SHAPES`.
+        A starter's name; or a shape, as `BenchOptions` takes it.
     dtype : str
         Element type of plain transformers and of this package.
     chunks : int
@@ -70,36 +71,31 @@ class Case:
     folder: str
 
     @property
-    def options(self) -> BenchOptions:
-        """The same, for a shape."""
-        return BenchOptions(self.model, self.dtype, self.chunks, CHUNK_TOKENS, threads=THREADS)
+    def starter(self) -> bool:
+        """Whether the model is a starter, and no shape with random weights."""
+        return self.model in STARTERS
 
     def tokenizer(self) -> Any:
         """Its tokenizer."""
-        from transformers import AutoTokenizer
-
-        shape = self.model in SHAPES
-        return bench_tokenizer() if shape else AutoTokenizer.from_pretrained(starter_folder(self.model))
+        return AutoTokenizer.from_pretrained(starter_folder(self.model)) if self.starter else bench_tokenizer()
 
     def plain_model(self) -> Any:
         """Its transformers model."""
-        from transformers import AutoModelForCausalLM
-
-        if self.model in SHAPES:
-            return random_model(self.model, dtype=self.dtype)
-        return AutoModelForCausalLM.from_pretrained(starter_folder(self.model), dtype=self.dtype).eval()
+        if self.starter:
+            return AutoModelForCausalLM.from_pretrained(starter_folder(self.model), dtype=self.dtype).eval()
+        return random_model(self.model, dtype=self.dtype)
 
     def prompt(self, tokenizer: Any) -> Prompt:
         """Its prompt."""
-        return (
-            bench_prompt(tokenizer, self.options) if self.model in SHAPES else _about_articles(tokenizer, self.chunks)
-        )
+        if self.starter:
+            return _about_articles(tokenizer, self.chunks)
+        return bench_prompt(tokenizer, BenchOptions(self.model, self.dtype, self.chunks, CHUNK_TOKENS, threads=THREADS))
 
     def ids(self) -> list[int]:
         """The prompt's token ids."""
         tokenizer = self.tokenizer()
         text = self.prompt(tokenizer).written("").text
-        return [int(token) for token in tokenizer.encode(text, add_special_tokens=self.model in SHAPES)]
+        return [int(token) for token in tokenizer.encode(text, add_special_tokens=not self.starter)]
 
 
 def _about_articles(tokenizer: Any, count: int) -> Prompt:
@@ -234,23 +230,23 @@ class _Worker:
         self._process.communicate()
 
 
-def _write_for_llama(case: Case, ways: Sequence[str]) -> dict[str, str]:
+def write_for_llama(case: Case, ways: Sequence[str]) -> dict[str, str]:
     """Write the files that llama.cpp reads; by its way, the kind of weights in it."""
     import llama_cpp
 
     kinds = {4: ("Q4_0", llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0), 8: ("Q8_0", llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0)}
-    if case.model in SHAPES:
+    if case.starter:
+        source = starter_folder(case.model) / STARTERS[case.model].weights
+    else:
         source = Path(case.folder, "16.gguf")
         write_gguf(random_model(case.model, dtype=case.dtype), source, torch.float16)
-    else:
-        source = next(starter_folder(case.model).glob("*.gguf"))
     written = {}
     for way in ways:
         bits = WAYS[way].bits
         if bits is None:
             continue
         file = Path(case.folder, f"{bits}.gguf")
-        if bits == 4 and case.model not in SHAPES:
+        if bits == 4 and case.starter:
             file.symlink_to(source)
             written[way] = source.name.split(".")[-2]
             continue
@@ -270,7 +266,7 @@ def measure(
     for count in counts:
         with tempfile.TemporaryDirectory() as folder:
             case = Case(model, dtype, count, folder)
-            weights = _write_for_llama(case, ways) if any(WAYS[way].bits for way in ways) else {}
+            weights = write_for_llama(case, ways) if any(WAYS[way].bits for way in ways) else {}
             workers = {way: _Worker(way, case) for way in ways}
             found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
             for _ in range(rounds):
