@@ -9,7 +9,8 @@ the 64th were there. An answer that may not end repeats itself, so no tokens are
 (``prompt_lookup``): there would be more of them than in real answers.
 
 llama.cpp needs the package llama-cpp-python. Its 4 bits are the starter's own GGUF file, or what its own quantiser
-makes of a shape; its 8 bits are made by its quantiser.
+makes of a shape; its 8 bits are made by its quantiser. Memory is that of the whole process: each has torch in it, some
+0.4 GB that llama.cpp by itself would not take.
 """
 
 from __future__ import annotations
