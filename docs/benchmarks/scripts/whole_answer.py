@@ -129,7 +129,7 @@ def _engine(case: Case, *, eight_bits: bool = False, **options: Any) -> _Answer:
     model, tokenizer = case.plain_model(), case.tokenizer()
     if eight_bits:
         in_eight_bits(model)
-    store = Path(case.folder, "eight" if eight_bits else "plain")
+    store = Path(case.folder, f"{case.chunks} chunks, {'eight bits' if eight_bits else 'plain'}")
     engine = BlendEngine(model, tokenizer, config=BlendConfig(prompt_lookup=0, **options), store=store)
     prompt = case.prompt(tokenizer)
     engine.warm(prompt.chunks, progress=False)
@@ -233,30 +233,31 @@ class _Worker:
 
 def write_for_llama(case: Case, ways: Sequence[str]) -> dict[str, str]:
     """Write the files that llama.cpp reads; by its way, the kind of weights in it."""
-    import llama_cpp
-
-    kinds = {4: ("Q4_0", llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0), 8: ("Q8_0", llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0)}
+    wanted = {way: bits for way in ways if (bits := WAYS[way].bits) is not None}
+    if not wanted:
+        return {}
     if case.starter:
         source = starter_folder(case.model) / STARTERS[case.model].weights
     else:
         source = Path(case.folder, "16.gguf")
         write_gguf(random_model(case.model, dtype=case.dtype), source, torch.float16)
-    written = {}
-    for way in ways:
-        bits = WAYS[way].bits
-        if bits is None:
-            continue
-        file = Path(case.folder, f"{bits}.gguf")
-        if bits == 4 and case.starter:
-            file.symlink_to(source)
-            written[way] = source.name.split(".")[-2]
-            continue
-        params = llama_cpp.llama_model_quantize_default_params()
-        written[way], params.ftype = kinds[bits]
-        params.allow_requantize = True
-        if llama_cpp.llama_model_quantize(str(source).encode(), str(file).encode(), params):
-            raise SystemExit(f"llama.cpp could not write {file}")
-    return written
+    return {way: _write_quantised(case, source, bits) for way, bits in wanted.items()}
+
+
+def _write_quantised(case: Case, source: Path, bits: int) -> str:
+    """Write a file of so many bits; the kind of weights in it. A starter has 4 bits already."""
+    import llama_cpp
+
+    file = Path(case.folder, f"{bits}.gguf")
+    if bits == 4 and case.starter:
+        file.symlink_to(source)
+        return source.name.split(".")[-2]
+    kind = {4: "Q4_0", 8: "Q8_0"}[bits]
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}"), True
+    if llama_cpp.llama_model_quantize(str(source).encode(), str(file).encode(), params):
+        raise SystemExit(f"llama.cpp could not write {file}")
+    return kind
 
 
 def measure(
@@ -264,29 +265,35 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Time ways in turn; the result so far after each number of chunks, fit for JSON."""
     rows: list[dict[str, Any]] = []
-    for count in counts:
-        with tempfile.TemporaryDirectory() as folder:
-            case = Case(model, dtype, count, folder)
-            weights = write_for_llama(case, ways) if any(WAYS[way].bits for way in ways) else {}
-            workers = {way: _Worker(way, case) for way in ways}
-            found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
-            for _ in range(rounds):
-                for way, worker in workers.items():
-                    found[way].append(worker.answer())
-            for worker in workers.values():
-                worker.end()
-        rows += [
-            {
-                "way": way,
-                "weights": weights.get(way, "int8" if way == "int8" else dtype),
-                "prompt_tokens": len(case.ids()),
-                "seconds": [statistics.median(at) for at in zip(*(one["seconds"] for one in times), strict=True)],
-                "peak_bytes": max(one["peak"] for one in times),
-                "rounds": [one["seconds"] for one in times],
-            }
-            for way, times in found.items()
-        ]
-        yield {"model": model, "noted": NOTED, "machine": machine("cpu") | {"threads": THREADS}, "rows": rows}
+    with tempfile.TemporaryDirectory() as folder:
+        cases = [Case(model, dtype, count, folder) for count in counts]
+        weights = write_for_llama(cases[0], ways)
+        for case in cases:
+            tokens = len(case.ids())
+            rows += [
+                {
+                    "way": way,
+                    "weights": weights.get(way, "int8" if way == "int8" else dtype),
+                    "prompt_tokens": tokens,
+                    "seconds": [statistics.median(at) for at in zip(*(one["seconds"] for one in times), strict=True)],
+                    "peak_bytes": max(one["peak"] for one in times),
+                    "rounds": [one["seconds"] for one in times],
+                }
+                for way, times in _in_turn(case, rounds, ways).items()
+            ]
+            yield {"model": model, "noted": NOTED, "machine": machine("cpu") | {"threads": THREADS}, "rows": rows}
+
+
+def _in_turn(case: Case, rounds: int, ways: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """What each way says of its answers, a round each."""
+    workers = {way: _Worker(way, case) for way in ways}
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, worker in workers.items():
+            found[way].append(worker.answer())
+    for worker in workers.values():
+        worker.end()
+    return found
 
 
 def markdown(result: dict[str, Any]) -> str:
