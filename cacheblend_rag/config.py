@@ -14,38 +14,6 @@ from typing import Any, TypedDict, TypeVar
 
 from cacheblend_rag.errors import ConfigError
 
-__all__ = [
-    "CODEC_NAMES",
-    "CONDITIONS",
-    "DEFAULT_EMBEDDER",
-    "DEFAULT_MODEL",
-    "DTYPES",
-    "ENV_PREFIX",
-    "LEAST_RATIO",
-    "METRICS",
-    "MOST_CONTEXTS",
-    "OVERFLOWS",
-    "RULE_OPTIONS",
-    "WRITE_BACKS",
-    "BlendConfig",
-    "BlendOptions",
-    "Option",
-    "check_above_zero",
-    "check_choice",
-    "check_fit",
-    "check_layer_list",
-    "check_model_and_tokenizer",
-    "check_names",
-    "check_share",
-    "check_shares",
-    "check_whole",
-    "default_data_path",
-    "flag_from_environment",
-    "flat_or_falling",
-    "is_whole",
-    "parse_bytes",
-]
-
 
 def is_whole(value: object) -> bool:
     """Whether a value is an int, which a bool is not here."""

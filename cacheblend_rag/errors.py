@@ -23,26 +23,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "CacheBlendError",
-    "ConfigError",
-    "ContextLengthError",
-    "DatasetError",
-    "DocumentError",
-    "EmbedderError",
-    "ForgetError",
-    "GenerationError",
-    "GenerationTimeoutError",
-    "ImageError",
-    "MissingExtraError",
-    "ModelLoadError",
-    "PromptError",
-    "RecordError",
-    "StoreError",
-    "StoreUnreachableError",
-    "UnsupportedModelError",
-]
-
 
 class CacheBlendError(Exception):
     """Base class of all errors of this package."""

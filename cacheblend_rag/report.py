@@ -10,18 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "AnswerStats",
-    "BlendReport",
-    "DocumentUse",
-    "Expected",
-    "FusedKV",
-    "Generation",
-    "Seconds",
-    "Tally",
-    "WarmReport",
-]
-
 
 @dataclass(frozen=True)
 class Seconds:

@@ -13,8 +13,6 @@ import filelock
 
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["DataLock", "FolderInUseError"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -32,8 +32,6 @@ from cacheblend_rag.retrieval.index import FolderIndex, IndexReport
 from cacheblend_rag.store.base import KVStore
 from cacheblend_rag.store.factory import open_store
 
-__all__ = ["Answer", "FolderRAG", "FolderRAGOptions"]
-
 
 @dataclass(frozen=True)
 class Answer:

@@ -21,8 +21,6 @@ from cacheblend_rag.config import (
 )
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["FolderRAGOptions", "check_model"]
-
 # Bytes for chunks that come back: those of one prompt and more in most models, little beside the model.
 _MEMORY_LIMIT = 256 * 2**20
 _DEVICE = re.compile(r"(auto|cpu|cuda|mps|xpu|hpu|xla)(:\d+)?")

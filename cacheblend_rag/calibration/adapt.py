@@ -32,8 +32,6 @@ from cacheblend_rag.models.rope import Rotaries, rotate, unrotate
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
 from cacheblend_rag.prompt.contexts import Contexts
 
-__all__ = ["AdaptOptions", "Adapted", "ContextTraining", "Nearness", "adapt", "adapt_report"]
-
 _OF_QUESTION = 0.3  # weight of the question's tokens beside the answer's
 _WARM_UP = 10  # steps
 # In most steps the first tokens of each chunk are right already, as if they had been recomputed: such shares.

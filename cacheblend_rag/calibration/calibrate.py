@@ -25,8 +25,6 @@ from cacheblend_rag.fusor.selection import RULES, SHARED_OPTIONS, SelectionRule
 from cacheblend_rag.loading import BlendSettings, MachineProfile
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
 
-__all__ = ["CalibrationOptions", "calibrate", "end_ids_of", "keep_settings", "report", "settings_of"]
-
 _VERSION = 6
 _BEHIND = {"context": "contexts", "learned": "contexts and the learned one", "sink": "the start of a text alone"}
 

@@ -20,23 +20,6 @@ from cacheblend_rag.fusor.work import RowsDone
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import BlendReport
 
-__all__ = [
-    "METHODS",
-    "ROUNDS",
-    "MethodResult",
-    "Prefilled",
-    "Timed",
-    "blended",
-    "compare",
-    "decode_from",
-    "full_recompute",
-    "kept_ids",
-    "prefill_methods",
-    "prefix_caching",
-    "time_once",
-    "time_rounds",
-]
-
 METHODS = ("full recompute", "prefix caching", "full reuse", "blended")
 ROUNDS = 3
 """Rounds in which methods are timed; the passes that answer have warmed up for them."""

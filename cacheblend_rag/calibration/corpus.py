@@ -12,8 +12,6 @@ from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import PromptTokenizer
 from cacheblend_rag.prompt.contexts import contexts_beside
 
-__all__ = ["Corpus"]
-
 _KEPT = 8  # groups whose contexts' KV stays in memory
 
 

@@ -12,8 +12,6 @@ from cacheblend_rag.calibration.evaluation.answers import shared_cache
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.models.adapter import ModelAdapter
 
-__all__ = ["FullAnswer", "Nearness"]
-
 # Mean KL divergence in nats a token. Putting the passages in another order moved a pretrained model's answers by 0.056.
 _AS_FULL, _CLOSE = 0.01, 0.06
 

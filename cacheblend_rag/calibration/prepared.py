@@ -17,8 +17,6 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import Prompt, PromptTokenizer, TokenizedPrompt
 
-__all__ = ["ComputeKV", "Fused", "PreparedPrompt"]
-
 ComputeKV = Callable[[str, tuple[int, ...], tuple[int, ...], int], SegmentKV]
 """The KV of a chunk, of its text, the ids that stand directly before it, its own ids, and the frequency regime."""
 

@@ -31,23 +31,6 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.store import KVRecord, KVStore, MemoryStore, StoredKV
 from cacheblend_rag.store.base import copy_layer
 
-__all__ = [
-    "BlendTime",
-    "drop_cache",
-    "fit_blend",
-    "fit_prefill",
-    "keep_profile",
-    "measure_blend",
-    "measure_folder",
-    "measure_gpu_copy",
-    "measure_memory",
-    "measure_prefill",
-    "measure_remote",
-    "profile_machine",
-    "read_files",
-    "time_blends",
-]
-
 _CHUNKS = 4
 _RATIOS = (0.15, 0.5)
 _LEAST_CHUNK = 16

@@ -17,8 +17,6 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import STUFF
 
-__all__ = ["case_prompts", "chunk_prompts", "framed", "question_prompts"]
-
 _NAME = re.compile(r"\b[A-Z][\w’'-]+(?: [A-Z][\w’'-]+)*")
 _QUESTIONS = (
     "What is said about {a}?",

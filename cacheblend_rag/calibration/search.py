@@ -18,8 +18,6 @@ from functools import partial
 from cacheblend_rag.calibration.trials import TrialSet, Tried
 from cacheblend_rag.fusor.selection import SelectBoundary, SelectHKVD, SelectionRule, SelectNone, SelectQuery
 
-__all__ = ["KINDS", "RATIOS", "Finding", "Search", "TrialSets"]
-
 _log = logging.getLogger(__name__)
 RATIOS = (0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7)
 """Shares that are tried."""

@@ -23,8 +23,6 @@ from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
 
-__all__ = ["FullAnswers", "TrialSet", "Tried", "greedy_answer"]
-
 _CLEARLY = 1.1  # times the work that is allowed: a rule's work differs from prompt to prompt
 
 

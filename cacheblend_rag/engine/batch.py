@@ -12,8 +12,6 @@ import torch
 from cacheblend_rag.store.base import KVStore, RecordInfo, StoredKV
 from cacheblend_rag.store.wrapped import WrappedStore
 
-__all__ = ["ReadOnce", "by_common_chunks"]
-
 
 def by_common_chunks(prompts: Sequence[Sequence[str]]) -> list[int]:
     """An order of prompts in which those with chunks in common are neighbours.

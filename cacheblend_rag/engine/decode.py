@@ -22,8 +22,6 @@ from cacheblend_rag.models.modules import CACHE_FIELD, cache_argument, evaluatin
 
 DEFAULT_NEW_TOKENS = 256
 
-__all__ = ["DEFAULT_NEW_TOKENS", "DecodeArguments", "DecodeOptions", "Decoded", "Step", "decode", "generate"]
-
 
 Step = Callable[[Mapping[str, Any]], torch.Tensor]
 """Takes what transformers hands to the model for one token, and gives its logits ``[1, 1, vocab]``."""

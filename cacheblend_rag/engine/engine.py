@@ -63,8 +63,6 @@ from cacheblend_rag.report import BlendReport, FusedKV, Generation, Seconds, War
 from cacheblend_rag.store import KVStore, StorePlaces, open_store
 from cacheblend_rag.store.factory import absolute_places, are_places
 
-__all__ = ["BlendEngine", "DecodeArguments"]
-
 _log = logging.getLogger(__name__)
 
 

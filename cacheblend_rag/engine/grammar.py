@@ -18,8 +18,6 @@ from cacheblend_rag.errors import ConfigError, MissingExtraError
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["Form", "Grammar", "InText", "closed", "fault_of", "form_of", "refused", "written"]
-
 # As `json.dumps` writes it. Free white space would let a small model write nothing else.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": False}
 # States of the lexer take memory; a schema that needs more of them ends its answer.

@@ -26,8 +26,6 @@ from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import Generation
 
-__all__ = ["GuardStatus", "QualityGuard"]
-
 _log = logging.getLogger(__name__)
 # Checks that may wait, how often one gives way to requests before it is dropped, answer tokens looked at.
 _WAITING, _TRIES, _TOKENS = 8, 5, 64

@@ -29,8 +29,6 @@ from cacheblend_rag.store import StorePlaces
 from cacheblend_rag.store.base import UNLIMITED
 from cacheblend_rag.store.factory import are_places
 
-__all__ = ["AnswerFields", "EngineFields", "LoadFields", "MadeFields", "ModelFields"]
-
 # What users of other packages write, where it says what holds here anyway; anything else is refused with the remedy.
 _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
     "n": ((1,), "a prompt has one answer here; ask for more by a batch with other seeds"),

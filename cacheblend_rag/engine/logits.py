@@ -13,8 +13,6 @@ from transformers.generation import SequenceBiasLogitsProcessor
 from cacheblend_rag.engine.grammar import Grammar
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["LogProbs", "Penalties", "TokenLogProb", "TokenMask", "logit_bias"]
-
 
 def logit_bias(bias: Mapping[int, float]) -> SequenceBiasLogitsProcessor:
     """The logits processor that adds a number to the logit of each token named.

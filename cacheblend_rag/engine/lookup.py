@@ -18,8 +18,6 @@ from cacheblend_rag.prompt import Fitted, TokenizedPrompt
 from cacheblend_rag.prompt.contexts import Contexts
 from cacheblend_rag.store.base import StoredKV
 
-__all__ = ["Found", "Loading", "Lookup", "Segment", "Waited", "reader_of"]
-
 
 @dataclass(frozen=True)
 class Segment:

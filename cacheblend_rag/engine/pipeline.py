@@ -45,8 +45,6 @@ from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, d
 from cacheblend_rag.store.learned import kept_context
 from cacheblend_rag.store.single_flight import compute_if_missing
 
-__all__ = ["OTHER_FORM", "Blend", "Pauses", "Pipeline"]
-
 # Stands in the key of a chunk whose ids differ in one prompt, behind the key under which the chunk is usually stored.
 OTHER_FORM = "-as-"
 

@@ -16,8 +16,6 @@ import torch
 
 from cacheblend_rag.models.cache import take_back
 
-__all__ = ["PromptLookup"]
-
 _LENGTHS = (3, 2)  # newest tokens that are looked for, the longest first
 
 

@@ -25,8 +25,6 @@ from cacheblend_rag.loading import (
 from cacheblend_rag.report import Expected
 from cacheblend_rag.store.base import KVStore
 
-__all__ = ["MinimumRatio", "RatioChoice", "RatioPolicy", "controller_beside", "profile_path"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -17,8 +17,6 @@ from typing import Any, Generic, TypeVar
 
 from cacheblend_rag.errors import ConfigError, GenerationError
 
-__all__ = ["ModelTime", "Scheduler", "scheduler_of"]
-
 _Given = TypeVar("_Given")
 _Result = TypeVar("_Result")
 # Seconds that requests have the model for each second of background work while both want it, and before the first.

@@ -20,8 +20,6 @@ from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import Span, TokenizedPrompt
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, record_key
 
-__all__ = ["KEY_PREFIX", "Resumed", "SessionCache", "holds", "keys_begin"]
-
 _log = logging.getLogger(__name__)
 KEY_PREFIX = "session-"
 # What the KV of a blended prompt depends on, apart from its ids and the model.

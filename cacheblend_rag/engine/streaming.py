@@ -15,8 +15,6 @@ from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.errors import GenerationError, GenerationTimeoutError
 from cacheblend_rag.report import Generation
 
-__all__ = ["Cancelled", "NumberedStreams", "TextStream", "begun_ahead"]
-
 
 class Cancelled:
     """Where the generating thread puts text, and learns that nobody reads it any more."""

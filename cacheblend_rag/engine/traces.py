@@ -28,8 +28,6 @@ try:
 except ModuleNotFoundError:
     context = metrics = trace = None  # type: ignore[assignment]
 
-__all__ = ["CAPTURE", "Named", "Operation", "Untraced", "below", "below_this", "traced"]
-
 CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 """Environment variable that lets spans hold the text of prompts and answers."""
 

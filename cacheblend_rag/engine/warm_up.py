@@ -15,8 +15,6 @@ from cacheblend_rag.engine.pipeline import Pipeline
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.store.base import UNLIMITED
 
-__all__ = ["Warming", "behind_each_other", "in_batches"]
-
 # Tokens of one pass, which a request may have to wait for. A CPU is fastest with about a thousand: with fewer the
 # cost of every single operation shows, with more what passes between them no longer stays in its cache. The rest
 # is room for what stands before each chunk, so that two of 512 tokens go together.

@@ -17,8 +17,6 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store.base import RecordInfo
 
-__all__ = ["Job", "WriteBack", "tokens_to_store"]
-
 _log = logging.getLogger(__name__)
 
 

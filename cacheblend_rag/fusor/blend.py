@@ -16,8 +16,6 @@ from cacheblend_rag.models.attention.rows import RowMask
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Rotaries, rotate_in_place
 
-__all__ = ["Fusion", "FusionPlan", "fuse"]
-
 _TOGETHER = 4  # layers in a call, where that is possible
 
 

@@ -7,8 +7,6 @@ import torch
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.attention.rows import RowMask, as_places
 
-__all__ = ["kept_mask", "row_mask"]
-
 
 def kept_mask(
     adapter: ModelAdapter, rows: torch.Tensor, tokens: int, window: int | None, trailing: bool = False

@@ -13,8 +13,6 @@ from cacheblend_rag.models.attention.rows import RowMask
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Rotaries
 
-__all__ = ["Scores", "attention_rows", "question_attention"]
-
 
 @dataclass(frozen=True)
 class Scores:

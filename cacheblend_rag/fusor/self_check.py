@@ -14,8 +14,6 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.quantised import is_quantised
 
-__all__ = ["check_adapter"]
-
 _TOKENS = 12
 _STORED = 6
 # Largest relative error by element type. A misread layer gives about 1; the order of additions alone

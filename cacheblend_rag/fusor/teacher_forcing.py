@@ -13,8 +13,6 @@ from cacheblend_rag.fusor.selection.none import SelectNone
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
 
-__all__ = ["answer_log_probs", "kl_divergence", "prefill_layerwise"]
-
 
 def prefill_layerwise(
     adapter: ModelAdapter, ids: Sequence[int], cancelled: Callable[[], bool] = lambda: False

@@ -10,8 +10,6 @@ import torch
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.shape import LayerShape, ModelShape
 
-__all__ = ["Projected", "RowsDone", "prefill_work", "work_share"]
-
 
 @dataclass(frozen=True)
 class Projected:

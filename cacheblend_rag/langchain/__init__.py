@@ -9,11 +9,12 @@ from cacheblend_rag.langchain.forgetting import forgetting
 from cacheblend_rag.langchain.llm import CacheBlendLLM
 from cacheblend_rag.langchain.retriever import CacheBlendRetriever
 from cacheblend_rag.langchain.searches import track
-from cacheblend_rag.langchain.tracking import known_chunks, switch_off, switch_on, tracking, tracking_off
+from cacheblend_rag.langchain.tracking import switch_off, switch_on, tracking, tracking_off
 from cacheblend_rag.langchain.warming import warm_vectorstore
 
 if TYPE_CHECKING:
     from cacheblend_rag.langchain.middleware import CacheBlendMiddleware
+from cacheblend_rag.prompt.matching import known_chunks
 
 __all__ = [
     "CacheBlendLLM",

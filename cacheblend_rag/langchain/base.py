@@ -21,11 +21,9 @@ from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, LoadFields, MadeFields, ModelFields
 from cacheblend_rag.engine.traces import below
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.langchain.tracking import begin_tracking, documents_of_run, known_chunks, note_found
+from cacheblend_rag.langchain.tracking import begin_tracking, documents_of_run, note_found
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.matching import chunk_text, match_chunks
-
-__all__ = ["AllFields", "BlendFields", "LangChainFields", "within_run"]
+from cacheblend_rag.prompt.matching import chunk_text, known_chunks, match_chunks
 
 
 class LangChainFields(AnswerFields, total=False):

@@ -18,21 +18,19 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import BaseModel, Field
 
-from cacheblend_rag.engine.engine import DecodeArguments
+from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.write_back import tokens_to_store
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.base import AllFields, BlendFields, within_run
 from cacheblend_rag.langchain.messages import answer_texts, artifact_texts, places_of, turns_of
 from cacheblend_rag.langchain.tools import WholeJson, call_chunks, parse_answer, response_format
-from cacheblend_rag.langchain.tracking import documents_of_run, known_chunks, note_found
+from cacheblend_rag.langchain.tracking import documents_of_run, note_found
 from cacheblend_rag.prompt import ImagePrompt, Prompt
 from cacheblend_rag.prompt.chat import CALL_END, HeldBack, check_choice, offers_tools, opening, render_turns
 from cacheblend_rag.prompt.images import ImageLimits, holds_image
-from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved, match_chunks
+from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved, known_chunks, match_chunks
 from cacheblend_rag.report import Generation
-
-__all__ = ["ChatCacheBlend"]
 
 # What a call may be given beside options of decoding.
 _CALL = ("tools", "tool_choice", "chat_template_kwargs")

@@ -20,8 +20,6 @@ from langchain_core.vectorstores import InMemoryVectorStore
 
 from cacheblend_rag.retrieval.qdrant import having, scroll
 
-__all__ = ["Contents", "contents_of"]
-
 _PAGE = 1000
 # Texts of one question to Qdrant.
 _TEXTS = 1000

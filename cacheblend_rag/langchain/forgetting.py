@@ -15,8 +15,6 @@ from cacheblend_rag.langchain.base import BlendFields
 from cacheblend_rag.langchain.contents import Contents, contents_of
 from cacheblend_rag.retrieval.wrapping import Wrapper, forgetting_call, wrapped
 
-__all__ = ["forgetting"]
-
 S = TypeVar("S", bound=VectorStore)
 _log = logging.getLogger(__name__)
 

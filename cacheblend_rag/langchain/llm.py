@@ -19,8 +19,6 @@ from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.langchain.base import AllFields, BlendFields, within_run
 from cacheblend_rag.prompt import Prompt
 
-__all__ = ["CacheBlendLLM"]
-
 
 class CacheBlendLLM(BlendFields, BaseLLM):
     """A local model that reuses the KV cache of retrieved chunks.

@@ -20,8 +20,6 @@ from cacheblend_rag.errors import PromptError
 from cacheblend_rag.prompt.chat import not_text
 from cacheblend_rag.prompt.images import IMAGE
 
-__all__ = ["Places", "answer_texts", "artifact_texts", "places_of", "turns_of"]
-
 
 def turns_of(messages: Sequence[BaseMessage], images: bool = False) -> list[dict[str, Any]]:
     """Messages as chat templates take them.

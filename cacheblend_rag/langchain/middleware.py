@@ -17,8 +17,6 @@ try:
 except ImportError as error:
     raise MissingExtraError("langchain", "agents") from error
 
-__all__ = ["CacheBlendMiddleware"]
-
 _INSTRUCTIONS = "Use the following passages to answer. If they do not hold the answer, say so."
 
 

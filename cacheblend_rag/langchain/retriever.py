@@ -11,8 +11,6 @@ from langchain_core.retrievers import BaseRetriever
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt.matching import known_chunks
 
-__all__ = ["CacheBlendRetriever"]
-
 
 class CacheBlendRetriever(BaseRetriever):
     """Asks another retriever and makes its documents known to our models.

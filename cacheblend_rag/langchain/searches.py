@@ -17,8 +17,6 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.tracking import documents_in, note_search
 from cacheblend_rag.retrieval.wrapping import Wrapper, wrapped
 
-__all__ = ["track"]
-
 S = TypeVar("S", bound=VectorStore)
 
 

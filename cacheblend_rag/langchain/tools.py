@@ -18,8 +18,6 @@ from pydantic import BaseModel
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt.chat import Call, parse_calls
 
-__all__ = ["WholeJson", "call_chunks", "parse_answer", "response_format"]
-
 
 class WholeJson(JsonOutputParser):
     """Reads answers that are JSON, as objects of a pydantic class if there is one.

@@ -30,21 +30,6 @@ from langchain_core.tracers.context import register_configure_hook
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved, known_chunks, note_rewritten, warn_of_missing
 
-__all__ = [
-    "RunDocuments",
-    "begin_tracking",
-    "documents_in",
-    "documents_of_run",
-    "known_chunks",
-    "note_found",
-    "note_search",
-    "prompt_key",
-    "switch_off",
-    "switch_on",
-    "tracking",
-    "tracking_off",
-]
-
 # Runs that never end (streams left early) are forgotten after so many others.
 _RUNS, _PROMPTS = 16_384, 256
 _CHARACTERS = 16_000_000

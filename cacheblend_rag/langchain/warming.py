@@ -12,8 +12,6 @@ from cacheblend_rag.langchain.base import BlendFields
 from cacheblend_rag.langchain.contents import contents_of
 from cacheblend_rag.report import WarmReport
 
-__all__ = ["warm_vectorstore"]
-
 
 def warm_vectorstore(
     store: VectorStore,

@@ -6,15 +6,13 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from cacheblend_rag.engine.engine import DecodeArguments
+from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.llm_base import ModelFields
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import HeldBack
 from cacheblend_rag.report import Generation
-
-__all__ = ["ModelCall", "Said"]
 
 R = TypeVar("R")
 

@@ -31,8 +31,6 @@ from cacheblend_rag.prompt.matching import (
     rebuild,
 )
 
-__all__ = ["CONTEXT_NAMES", "Hint", "MarkedMessages", "MarkedText", "see"]
-
 CONTEXT_NAMES = ("context_str", "context_msg")
 """Variables of LlamaIndex's templates that hold retrieved text."""
 

@@ -14,8 +14,6 @@ from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
-__all__ = ["SentenceTransformerEmbedding"]
-
 
 class SentenceTransformerEmbedding(BaseEmbedding):
     """Embed nodes and questions with a sentence-transformers model.

@@ -6,8 +6,6 @@ from typing import Any
 
 from llama_index.core.instrumentation.events import BaseEvent
 
-__all__ = ["CacheBlendEvent"]
-
 
 class CacheBlendEvent(BaseEvent):
     """An answer is complete.

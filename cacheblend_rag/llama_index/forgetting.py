@@ -22,8 +22,6 @@ from cacheblend_rag.llama_index.llm import CacheBlendLLM
 from cacheblend_rag.llama_index.tracking import node_texts
 from cacheblend_rag.retrieval.wrapping import Wrapper, forgetting_call, wrapped
 
-__all__ = ["forgetting"]
-
 S = TypeVar("S", bound=BasePydanticVectorStore)
 _log = logging.getLogger(__name__)
 _MANY = 2**31 - 1

@@ -21,16 +21,6 @@ from cacheblend_rag.prompt.matching import chunk_text, written_forms
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.retrieval.qdrant import scroll
 
-__all__ = [
-    "CacheBlendPrecompute",
-    "erasing",
-    "forget_nodes",
-    "forget_texts",
-    "index_nodes",
-    "store_nodes",
-    "warm_index",
-]
-
 _MODES = (MetadataMode.LLM,)
 
 

@@ -46,8 +46,6 @@ from cacheblend_rag.prompt.chat import CALL_END, check_choice, offers_tools, ope
 from cacheblend_rag.prompt.images import holds_image
 from cacheblend_rag.prompt.matching import chunk_text
 
-__all__ = ["CacheBlendLLM"]
-
 _dispatcher = get_dispatcher(__name__)
 # Where LlamaIndex asks for an object by a tool call.
 _CALLING = (PydanticProgramMode.DEFAULT, PydanticProgramMode.FUNCTION)

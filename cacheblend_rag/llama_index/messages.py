@@ -20,8 +20,6 @@ from llama_index.core.base.llms.types import (
 from cacheblend_rag.prompt.chat import Call, not_text, parse_calls, render_turns
 from cacheblend_rag.prompt.images import IMAGE
 
-__all__ = ["ByTemplate", "answer_message", "turns_of"]
-
 _ROLES = {
     MessageRole.DEVELOPER: "system",
     MessageRole.CHATBOT: "assistant",

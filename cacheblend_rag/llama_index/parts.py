@@ -6,8 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from cacheblend_rag.prompt.matching import Match
 
-__all__ = ["find_parts"]
-
 # Known texts are indexed every few characters by so many; a part of both together is always seen.
 _STEP, _SEED = 16, 32
 # Shorter parts are not worth a chunk of their own.

@@ -35,17 +35,6 @@ from cacheblend_rag.prompt.matching import (
 )
 from cacheblend_rag.report import BlendReport, DocumentUse
 
-__all__ = [
-    "RecentNodes",
-    "answers_noted",
-    "documents_retrieved",
-    "node_texts",
-    "recent_nodes",
-    "switch_on",
-    "tracking",
-    "tracking_off",
-]
-
 # A rewritten node whose text is one part of the original for this share is found as that part.
 _MOSTLY = 0.8
 

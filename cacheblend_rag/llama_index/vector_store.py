@@ -26,8 +26,6 @@ from cacheblend_rag.errors import ConfigError, DocumentError
 from cacheblend_rag.retrieval.exact_index import ExactIndex
 from cacheblend_rag.retrieval.vectors import NONE, Vectors, as_matrix, check_count, marginal_relevance
 
-__all__ = ["FaissVectorStore"]
-
 _VERSION = 1
 # How many of the nearest the diverse ones are chosen from.
 _MMR_PREFETCH = 4

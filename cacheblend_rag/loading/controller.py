@@ -16,8 +16,6 @@ from cacheblend_rag.config import LEAST_RATIO
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.loading.profile import BlendSettings, Device, MachineProfile, PrefillProfile
 
-__all__ = ["ChunkKV", "LoadingController", "LoadingPlan", "RatioBounds"]
-
 _log = logging.getLogger(__name__)
 # Answers of another machine that a chunk waits for: its header, and its first layers. The others come meanwhile.
 _REMOTE_READS = 2

@@ -14,8 +14,6 @@ from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.store.base import HasBlock
 
-__all__ = ["blocks_of", "load_streamed"]
-
 # Layers that are copied together: the pass should not wait long for the first ones, and each call takes the host time.
 _GROUPS = (1, 1, 2, 4, 8)
 # Groups that are under way before their layers are asked for.

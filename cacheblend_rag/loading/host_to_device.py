@@ -12,8 +12,6 @@ import torch
 
 from cacheblend_rag.store.base import StoredKV, copy_layer, reads_in_place
 
-__all__ = ["DirectLane", "Lane", "PinnedLane", "side_stream"]
-
 
 class Lane(Protocol):
     """A way into buffers; one thread at a time uses it."""

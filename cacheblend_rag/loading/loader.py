@@ -13,13 +13,6 @@ from cacheblend_rag.loading.gpu_loader import blocks_of, load_streamed
 from cacheblend_rag.loading.reader import LayerReader
 from cacheblend_rag.models.kv import LayerKV
 
-__all__ = [
-    "load_ahead",
-    "load_as_it_pays",
-    "load_plainly",
-    "synchronize",
-]
-
 # Bytes a second from which reading is a CPU's own work, with hardly a wait in it to be hidden. On two cores, KV in the
 # page cache read on a thread beside the pass made it slower than KV read between its layers
 # (docs/explanation/performance.md).

@@ -9,8 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 from cacheblend_rag.store.base import KVStore
 
-__all__ = ["Prefetcher"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ from typing import Any
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError, StoreError
 
-__all__ = ["BlendSettings", "Device", "MachineProfile", "PrefillProfile", "load_devices"]
-
 
 @dataclass(frozen=True)
 class PrefillProfile:

@@ -14,8 +14,6 @@ from cacheblend_rag.loading.host_to_device import DirectLane, Lane, PinnedLane
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.store.base import StoredKV, reads_ahead
 
-__all__ = ["LayerReader", "Placement", "ReadClock", "RecordLost"]
-
 
 class RecordLost(RecordError):  # noqa: N818 - an event the engine recovers from, not a fault of the caller
     """A record failed while its layers were read.

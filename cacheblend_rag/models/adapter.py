@@ -42,8 +42,6 @@ from cacheblend_rag.models.shape import ModelShape, context_window, layer_shape
 if TYPE_CHECKING:
     from cacheblend_rag.models.gpu.plain import PlainLayers
 
-__all__ = ["ModelAdapter", "Prefill"]
-
 # Tokens of one slice of a prefill that others may interrupt.
 _SLICE = 1024
 

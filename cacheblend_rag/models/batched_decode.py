@@ -13,8 +13,6 @@ from cacheblend_rag.models.attention.rows import Apart, with_mask
 from cacheblend_rag.models.memory import free_memory_on, token_bytes
 from cacheblend_rag.models.modules import cache_argument, is_compiled, keeping_nothing
 
-__all__ = ["BatchedDecode"]
-
 
 class BatchedDecode:
     """Takes the next step of answers, each with a cache of its own length.

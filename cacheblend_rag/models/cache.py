@@ -14,17 +14,6 @@ from transformers.cache_utils import DynamicLayer
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.projections import PlainKV
 
-__all__ = [
-    "Enough",
-    "GrowingLayer",
-    "LastLayer",
-    "ScatterCache",
-    "all_grow",
-    "called_at_each_layer",
-    "let_grow",
-    "take_back",
-]
-
 
 class ScatterCache:
     """Takes the new rows of one layer, and shows the layer all positions."""

@@ -13,8 +13,6 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.models.rope import rotate
 
-__all__ = ["ContextKV", "LearnedContext"]
-
 _NOTHING = -1  # in place of a context's number
 
 

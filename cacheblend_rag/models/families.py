@@ -9,8 +9,6 @@ from typing import Any
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.models.rope import Layout
 
-__all__ = ["CONTAINERS", "FAMILIES", "Family", "check_supported", "family_of", "why_unsupported"]
-
 _HALVES = Layout()
 _INTERLEAVED = Layout(interleaved=True)
 _INTERLEAVED_PAIRS = Layout(interleaved=True, cosines="pairs")

@@ -28,8 +28,6 @@ from cacheblend_rag.models.identity import known_fingerprint, remember_fingerpri
 from cacheblend_rag.models.model_folders import made_once, models_path, part_folder, sha256_of
 from cacheblend_rag.models.shape import head_width
 
-__all__ = ["ARCHITECTURES", "CONVERTER", "convert", "gguf_path", "is_gguf", "opened_gguf"]
-
 CONVERTER = 1
 """Raise when the same file would be converted into something else."""
 ARCHITECTURES = {

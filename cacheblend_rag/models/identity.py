@@ -20,17 +20,6 @@ from transformers.utils import cached_file
 from cacheblend_rag.config import default_data_path
 from cacheblend_rag.models.lora import AdaptedLayer, adapted_layers, own_weights
 
-__all__ = [
-    "ADAPTER_VERSION",
-    "ModelIdentity",
-    "files_identity",
-    "fingerprint",
-    "fingerprint_in",
-    "known_fingerprint",
-    "known_names",
-    "remember_fingerprint",
-]
-
 # Raise when the same weights would no longer give the same stored KV.
 ADAPTER_VERSION = 1
 _SAMPLE_BYTES = 16_384

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["JoinedKV", "LayerKV", "Prefill", "SegmentKV"]
-
 
 @dataclass(frozen=True)
 class LayerKV:

@@ -28,8 +28,6 @@ from cacheblend_rag.models.projections import latent_width
 from cacheblend_rag.models.shape import head_width
 from cacheblend_rag.models.starters import starter_folder, starter_named
 
-__all__ = ["KVGeometry", "LoadedModel", "auto_class", "in_hardware", "load_geometry", "load_model", "type_to_load"]
-
 _IN_HARDWARE = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 # Largest share of the machine's memory that float32 weights take without being asked for; KV and passes need the rest.
 _SHARE = 0.75

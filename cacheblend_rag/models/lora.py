@@ -16,8 +16,6 @@ import torch
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.models.quantised import weights_of
 
-__all__ = ["AdaptedLayer", "adapted_layers", "own_weights", "unwrapped"]
-
 _OWN = ("base_layer.", "original_module.")  # where peft keeps what it put its layer in place of
 
 

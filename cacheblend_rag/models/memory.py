@@ -10,8 +10,6 @@ import torch
 if TYPE_CHECKING:
     from cacheblend_rag.models.adapter import ModelAdapter
 
-__all__ = ["free_memory", "free_memory_on", "token_bytes", "total_memory"]
-
 # Of a control group of either version: its folder, limit, use, and files kept in memory that give way.
 _V2 = ("", "memory.max", "memory.current", "inactive_file")
 _V1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

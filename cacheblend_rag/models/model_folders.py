@@ -21,8 +21,6 @@ from filelock import FileLock, Timeout
 from cacheblend_rag.config import default_data_path
 from cacheblend_rag.errors import ModelLoadError
 
-__all__ = ["delete_folder", "folder_bytes", "is_whole", "made_once", "models_path", "part_folder", "sha256_of"]
-
 _MANIFEST = "manifest.json"
 _OTHERWISE = "or name the folder or hub id of another model (--model, --embedder)"
 

@@ -17,20 +17,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from cacheblend_rag.errors import UnsupportedModelError
 
-__all__ = [
-    "CACHE_FIELD",
-    "ForwardOverride",
-    "ForwardOverrides",
-    "OneForEach",
-    "cache_argument",
-    "evaluating",
-    "is_compiled",
-    "keeping_nothing",
-    "misshapen",
-    "part_of",
-    "twins_of",
-]
-
 CACHE_FIELD = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
 """Name of the KV cache in a model's output. transformers 5.24 renamed it, and the argument of its models' forward."""
 

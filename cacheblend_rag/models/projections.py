@@ -17,8 +17,6 @@ from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.modules import part_of
 from cacheblend_rag.models.rope import Rotary, rotate
 
-__all__ = ["LatentKV", "PlainKV", "latent_width"]
-
 
 class PlainKV:
     """Keys and values by projections of their own or a fused one, cached as the heads attend to them.

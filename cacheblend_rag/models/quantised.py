@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["is_quantised", "mixes_rows", "weights_of"]
-
 
 def is_quantised(model: Any) -> bool:
     """Whether a model's weights are quantised; some methods also round what the layers read."""

@@ -16,8 +16,6 @@ import torch
 
 from cacheblend_rag.models.gpu import has_kernels
 
-__all__ = ["Layout", "Positions", "Rotaries", "Rotary", "rotate", "rotate_in_place", "unrotate"]
-
 # Pairs of dimensions that are turned at a time on a CPU.
 _BLOCK = 2**18
 

@@ -10,8 +10,6 @@ import torch
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.models.rope import Rotaries, unrotate
 
-__all__ = ["cut_out"]
-
 
 def cut_out(
     layers: list[Any],

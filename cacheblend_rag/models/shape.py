@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["LayerShape", "ModelShape", "context_window", "head_width", "layer_shape"]
-
 
 @dataclass(frozen=True)
 class LayerShape:

@@ -22,8 +22,6 @@ from pathlib import Path, PurePosixPath
 from cacheblend_rag.errors import ModelLoadError
 from cacheblend_rag.models.model_folders import is_whole, made_once, models_path, sha256_of
 
-__all__ = ["STARTERS", "Starter", "is_fetched", "starter_folder", "starter_named", "starter_path"]
-
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
 

@@ -12,29 +12,6 @@ from jinja2 import TemplateError
 
 from cacheblend_rag.errors import ConfigError, PromptError
 
-__all__ = [
-    "CALL_END",
-    "CALL_START",
-    "CHAT",
-    "STUFF",
-    "BrokenCall",
-    "Call",
-    "CallText",
-    "HeldBack",
-    "ParsedAnswer",
-    "PromptFormat",
-    "call_rests",
-    "calls_in_text",
-    "check_choice",
-    "not_text",
-    "offers_tools",
-    "opening",
-    "parse_calls",
-    "question_turns",
-    "render_turns",
-    "written_by_template",
-]
-
 # The form that Hermes, Qwen and many other templates teach.
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 _CALL = re.compile(rf"{CALL_START}\s*(.*?)\s*(?:{CALL_END}|\Z)", re.DOTALL)

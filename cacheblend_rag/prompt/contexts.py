@@ -11,8 +11,6 @@ from itertools import accumulate
 
 from cacheblend_rag.prompt.tokenizer import PromptTokenizer
 
-__all__ = ["Contexts", "context_tokens", "contexts_beside", "finder", "side_by_side"]
-
 # Tokens of a context. A much shorter one leaves much of what a beginning is; a longer one gains little.
 _LEAST_TOKENS, _MOST_TOKENS = 350, 700
 _BEFORE = 3  # chunks that stand before one of six, on average and rounded up

@@ -11,8 +11,6 @@ from cacheblend_rag.errors import ContextLengthError, PromptError
 from cacheblend_rag.prompt.prompt import ImagePrompt, Prompt
 from cacheblend_rag.prompt.tokenizer import PromptTokenizer, TokenizedPrompt
 
-__all__ = ["Fitted", "check_all_fit", "fitted"]
-
 
 @dataclass(frozen=True)
 class Fitted:

@@ -14,18 +14,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-__all__ = [
-    "CUT_LEAST",
-    "Squeezed",
-    "change_of",
-    "find_cut",
-    "find_whole",
-    "may_hold",
-    "solid",
-    "solid_forms",
-    "squeeze",
-]
-
 CUT_LEAST = 64
 """Characters besides white space that must be left of a document that was cut off; fewer could be a quotation."""
 

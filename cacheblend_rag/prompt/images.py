@@ -14,8 +14,6 @@ from cacheblend_rag.errors import ImageError, MissingExtraError, PromptError
 from cacheblend_rag.prompt.chat import render_turns
 from cacheblend_rag.prompt.prompt import ImagePrompt
 
-__all__ = ["IMAGE", "ImageLimits", "holds_image", "image_prompt"]
-
 IMAGE = "image"
 """The type of a block with an image. Beside it stands ``bytes``, ``base64`` or ``url``."""
 

@@ -29,23 +29,6 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import DocumentPlace, Prompt
 from cacheblend_rag.prompt.forms import Squeezed, change_of, find_cut, find_whole, may_hold, solid, solid_forms, squeeze
 
-__all__ = [
-    "ChunkRegistry",
-    "Match",
-    "Retrieved",
-    "WrittenForm",
-    "chunk_text",
-    "find_changed",
-    "known_chunks",
-    "match_chunks",
-    "note_form",
-    "note_rewritten",
-    "places_of_documents",
-    "rebuild",
-    "warn_of_missing",
-    "written_forms",
-]
-
 _log = logging.getLogger(__name__)
 
 # Texts are indexed by their first characters; shorter texts are too common to be taken for chunks.

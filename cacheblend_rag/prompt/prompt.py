@@ -8,8 +8,6 @@ from typing import Any
 
 from cacheblend_rag.errors import PromptError
 
-__all__ = ["DocumentPlace", "ImagePrompt", "Prompt", "WrittenPrompt"]
-
 
 @dataclass(frozen=True)
 class DocumentPlace:

@@ -17,8 +17,6 @@ from typing import Any
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.prompt.prompt import ImagePrompt, Prompt
 
-__all__ = ["ChunkTokens", "PromptTokenizer", "Span", "TokenizedChunk", "TokenizedPrompt"]
-
 # What stands around a chunk in usual prompts. Tokens that are the same within all of them are its own.
 _SURROUNDINGS = (" ", '"')
 # What the beginning of a text does not merge with.

@@ -13,20 +13,6 @@ from pathlib import Path
 from cacheblend_rag.errors import ConfigError, DocumentError
 from cacheblend_rag.retrieval.formats import READERS
 
-__all__ = [
-    "LEADS_OUT",
-    "ON_ERROR",
-    "SUFFIXES",
-    "FileBytes",
-    "FolderFiles",
-    "SourceFile",
-    "by_suffix",
-    "list_files",
-    "parse",
-    "read_bytes",
-    "read_folder",
-]
-
 SUFFIXES = tuple(sorted(READERS))
 ON_ERROR = ("raise", "skip")
 LEADS_OUT = "it is a link that leads out of the folder"

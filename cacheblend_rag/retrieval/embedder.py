@@ -21,8 +21,6 @@ from cacheblend_rag.retrieval.vectors import Vectors, as_matrix
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
-__all__ = ["SentenceTransformerEmbeddings", "SharedEmbeddings"]
-
 # Most texts of one call of shared embeddings, and characters of several; others may have to wait for it.
 _BATCH, _BATCH_CHARS = 32, 8_000
 

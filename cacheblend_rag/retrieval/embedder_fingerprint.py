@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Probes", "probe", "same_model"]
-
 Probes = npt.NDArray[np.float64]
 """Vectors of a few fixed texts, [texts, dimension]."""
 

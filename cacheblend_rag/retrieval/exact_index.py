@@ -12,8 +12,6 @@ import numpy.typing as npt
 from cacheblend_rag.errors import EmbedderError
 from cacheblend_rag.retrieval.vectors import Vectors
 
-__all__ = ["ExactIndex", "Hit"]
-
 T = TypeVar("T")
 # faiss rounds distances differently by place in the index; what is this close may be a tie.
 _TIE = 1e-5

@@ -18,8 +18,6 @@ from xml.parsers import expat
 
 from cacheblend_rag.errors import DocumentError, MissingExtraError
 
-__all__ = ["READERS", "Reader"]
-
 Reader = Callable[[str, bytes], tuple[str, ...]]
 
 _log = logging.getLogger(__name__)

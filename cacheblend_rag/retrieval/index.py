@@ -24,8 +24,6 @@ from cacheblend_rag.retrieval.splitting import SplitSettings, split
 from cacheblend_rag.retrieval.vectors import Vectors
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
 
-__all__ = ["BuiltIndex", "FolderIndex", "IndexReport", "build_index"]
-
 _log = logging.getLogger(__name__)
 
 _KIND = "folder"

@@ -28,8 +28,6 @@ from langchain_core.documents import Document
 
 from cacheblend_rag.errors import ConfigError, DocumentError
 
-__all__ = ["IndexDamagedError", "SavedIndex", "has_index", "read_index", "write_index"]
-
 _MANIFEST = "manifest.json"
 _PARTS = {"index": ".faiss", "chunks": ".jsonl"}
 _VERSION = 1

@@ -14,8 +14,6 @@ from cacheblend_rag.retrieval.documents import SourceFile
 if TYPE_CHECKING:
     from langchain_text_splitters import RecursiveCharacterTextSplitter
 
-__all__ = ["SplitSettings", "split"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SplitSettings:

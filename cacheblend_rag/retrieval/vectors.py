@@ -9,8 +9,6 @@ import numpy.typing as npt
 
 from cacheblend_rag.errors import ConfigError, EmbedderError
 
-__all__ = ["NONE", "Vectors", "as_matrix", "check_count", "marginal_relevance"]
-
 Vectors = npt.NDArray[np.float32]
 NONE: Vectors = np.empty((0, 0), dtype=np.float32)
 

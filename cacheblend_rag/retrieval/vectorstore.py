@@ -23,8 +23,6 @@ from cacheblend_rag.retrieval.exact_index import ExactIndex, Hit
 from cacheblend_rag.retrieval.saved import IndexDamagedError, SavedIndex, read_index, write_index
 from cacheblend_rag.retrieval.vectors import NONE, Vectors, as_matrix, check_count, marginal_relevance
 
-__all__ = ["FaissVectorStore", "Filter"]
-
 Filter = Mapping[str, Any] | Callable[[Document], bool]
 """Which documents may be found: metadata they must have, or a test of the document."""
 

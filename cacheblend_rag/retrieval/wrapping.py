@@ -10,8 +10,6 @@ from typing import Any, TypeVar, cast
 
 from cacheblend_rag.errors import ForgetError
 
-__all__ = ["Wrapper", "forgetting_call", "wrapped"]
-
 R = TypeVar("R")
 T = TypeVar("T")
 Forget = Callable[[list[str]], object]

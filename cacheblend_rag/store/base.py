@@ -17,27 +17,6 @@ import torch
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.models.kv import SegmentKV
 
-__all__ = [
-    "UNLIMITED",
-    "BaseStore",
-    "Claims",
-    "HasBlock",
-    "KVRecord",
-    "KVStore",
-    "OnEvict",
-    "ReadsAhead",
-    "ReadsInPlace",
-    "RecordInfo",
-    "StoreStats",
-    "StoredKV",
-    "check_store",
-    "copy_layer",
-    "discard",
-    "reads_ahead",
-    "reads_in_place",
-    "record_key",
-]
-
 _log = logging.getLogger(__name__)
 UNLIMITED = 2**63 - 1
 """`KVStore.size_limit` of a store that knows of none."""

@@ -15,8 +15,6 @@ import torch
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.store.base import RecordInfo
 
-__all__ = ["CODECS", "DTYPES", "Codec", "codec_named"]
-
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _KEY_AXIS, _VALUE_AXIS = 1, 2  # of [kv_heads, tokens, head_dim]: what one scale spans
 

@@ -26,8 +26,6 @@ from cacheblend_rag.store.encryption import Seal
 from cacheblend_rag.store.readonly import DiskEntry, ReadOnlyCache
 from cacheblend_rag.store.record import FileRecord, RecordFormat, as_written, encode_pieces, record_bytes
 
-__all__ = ["DiskEntry", "DiskStore"]
-
 _log = logging.getLogger(__name__)
 _FAILURES = (OSError, sqlite3.Error, diskcache.Timeout, StoreError)
 _FILENAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{2}/[0-9a-f]{28}\.val")

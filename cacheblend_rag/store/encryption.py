@@ -8,8 +8,6 @@ from typing import Any
 
 from cacheblend_rag.errors import ConfigError, MissingExtraError, RecordError
 
-__all__ = ["KEY_VARIABLE", "SEAL_BYTES", "Seal"]
-
 KEY_VARIABLE = "CACHEBLEND_RAG_ENCRYPTION_KEY"
 _NONCE_BYTES = 12
 SEAL_BYTES = _NONCE_BYTES + 16

@@ -18,8 +18,6 @@ from cacheblend_rag.store.s3 import S3_SCHEMES, S3Store
 from cacheblend_rag.store.tiered import TieredStore
 from cacheblend_rag.store.valkey import VALKEY_SCHEMES, ValkeyStore
 
-__all__ = ["StorePlaces", "absolute_places", "are_places", "check_remote", "open_remote", "open_store"]
-
 StorePlaces: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """Where KV is kept: a folder, the address of a store that machines share, or several, the nearest first."""
 

@@ -14,8 +14,6 @@ from cacheblend_rag.store.base import KVRecord, KVStore
 from cacheblend_rag.store.encryption import Seal
 from cacheblend_rag.store.record import FileRecord, RecordFormat, encode_pieces
 
-__all__ = ["keep_context", "kept_context", "kept_contexts"]
-
 _KIND = "context"
 
 

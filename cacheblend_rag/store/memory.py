@@ -15,8 +15,6 @@ from cacheblend_rag.models.kv import JoinedKV, SegmentKV
 from cacheblend_rag.store.base import BaseStore, Claims, KVRecord, RecordInfo, StoredKV, StoreStats
 from cacheblend_rag.store.codecs import CODECS
 
-__all__ = ["MemoryRecord", "MemoryStore"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-__all__ = ["DiskEntry", "Files", "ReadOnlyCache"]
-
 
 @dataclass(frozen=True)
 class DiskEntry:

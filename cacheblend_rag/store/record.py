@@ -35,18 +35,6 @@ from cacheblend_rag.store.base import KVRecord, RecordInfo
 from cacheblend_rag.store.codecs import CODECS, DTYPES, Codec, codec_named
 from cacheblend_rag.store.encryption import SEAL_BYTES, Seal
 
-__all__ = [
-    "START_BYTES",
-    "EncodedRecord",
-    "FileRecord",
-    "LayerPlace",
-    "RecordFormat",
-    "as_written",
-    "encode_layers",
-    "encode_pieces",
-    "record_bytes",
-]
-
 _log = logging.getLogger(__name__)
 MAGIC = b"CBRAGKV\x02"
 _SEALED_MAGIC = b"CBRAGKS\x02"

@@ -18,8 +18,6 @@ from cacheblend_rag.store.encryption import Seal
 from cacheblend_rag.store.record import EncodedRecord, RecordFormat, as_written, record_bytes
 from cacheblend_rag.store.warnings import Warnings
 
-__all__ = ["Circuit", "RemoteStore", "check_address"]
-
 _log = logging.getLogger(__name__)
 
 _THREADS = 16

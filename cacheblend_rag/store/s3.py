@@ -18,8 +18,6 @@ from cacheblend_rag.store.base import UNLIMITED, KVRecord
 from cacheblend_rag.store.record import START_BYTES, EncodedRecord, LayerPlace, RecordFormat, encode_pieces
 from cacheblend_rag.store.remote import RemoteStore, check_address
 
-__all__ = ["S3_SCHEMES", "S3Record", "S3Store"]
-
 S3_SCHEMES = ("s3", "gs", "az", "abfs", "abfss", "file", "memory")
 # Stores of obstore without a network: for trying things out.
 _LOCAL = ("file", "memory")

@@ -9,8 +9,6 @@ from typing import TypeVar
 
 from cacheblend_rag.store.base import KVRecord, KVStore
 
-__all__ = ["compute_if_missing"]
-
 _log = logging.getLogger(__name__)
 _Item = TypeVar("_Item")
 

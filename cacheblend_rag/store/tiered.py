@@ -27,8 +27,6 @@ from cacheblend_rag.store.base import (
 )
 from cacheblend_rag.store.write_behind import WriteBehind
 
-__all__ = ["TieredStore"]
-
 _log = logging.getLogger(__name__)
 
 

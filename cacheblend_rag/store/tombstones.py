@@ -13,8 +13,6 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV
 from cacheblend_rag.store.wrapped import WrappedStore
 
-__all__ = ["TombstonedStore"]
-
 _log = logging.getLogger(__name__)
 
 

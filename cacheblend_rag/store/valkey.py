@@ -19,8 +19,6 @@ from cacheblend_rag.store.base import UNLIMITED, KVRecord
 from cacheblend_rag.store.record import START_BYTES, EncodedRecord, LayerPlace, RecordFormat, encode_layers
 from cacheblend_rag.store.remote import RemoteStore, check_address
 
-__all__ = ["PASSWORD_VARIABLE", "USERNAME_VARIABLE", "VALKEY_SCHEMES", "ValkeyRecord", "ValkeyStore"]
-
 VALKEY_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
 USERNAME_VARIABLE = ENV_PREFIX + "VALKEY_USERNAME"
 PASSWORD_VARIABLE = ENV_PREFIX + "VALKEY_PASSWORD"

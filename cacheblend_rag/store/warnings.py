@@ -6,8 +6,6 @@ import logging
 import threading
 import time
 
-__all__ = ["Warnings"]
-
 _log = logging.getLogger(__name__)
 _WARN_SECONDS = 30.0
 

@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager
 
 from cacheblend_rag.store.base import BaseStore, KVRecord, KVStore, OnEvict, RecordInfo, StoredKV, StoreStats
 
-__all__ = ["WrappedStore"]
-
 
 class WrappedStore(BaseStore):
     """A KV store that passes all calls on to the wrapped one.

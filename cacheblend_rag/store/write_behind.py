@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo
 from cacheblend_rag.store.warnings import Warnings
 
-__all__ = ["WriteBehind"]
-
 _CLOSE_SECONDS = 30.0
 # That waiting records may keep in memory; further ones are not written.
 _MOST_BYTES = 2**30

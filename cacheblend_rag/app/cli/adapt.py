@@ -7,8 +7,6 @@ import argparse
 from cacheblend_rag.app.cli.arguments import add_arguments, data_folder
 from cacheblend_rag.app.cli.calibrate import add_prompt_arguments, prompts_of
 
-__all__ = ["add_adapt"]
-
 
 def add_adapt(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""

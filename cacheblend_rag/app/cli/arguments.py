@@ -13,8 +13,6 @@ from cacheblend_rag.retrieval.documents import SUFFIXES
 if TYPE_CHECKING:
     from cacheblend_rag.app.options import FolderRAGOptions
 
-__all__ = ["RAG_OPTIONS", "add_arguments", "add_rag_arguments", "data_folder", "rag_options"]
-
 _FILES = f"{', '.join(SUFFIXES)} files"
 RAG_OPTIONS = (
     Option("docs", None, expanduser, flag="docs", metavar="FOLDER", help=_FILES, shown="the bundled articles"),

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from cacheblend_rag.app.folder_rag import Answer, FolderRAG
     from cacheblend_rag.app.options import FolderRAGOptions
 
-__all__ = ["add_ask", "prepare"]
-
 _T = TypeVar("_T")
 # Skipped files that are named with the reason; and files of other kinds, whose suffixes say more than their names.
 _NAMED = 10

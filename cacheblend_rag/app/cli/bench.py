@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 from cacheblend_rag.app.cli.arguments import add_arguments
 
-__all__ = ["add_bench", "add_machine_arguments", "add_prompt_arguments", "add_ttft_arguments", "options_from"]
-
 _Options = TypeVar("_Options")
 
 

@@ -16,8 +16,6 @@ from cacheblend_rag.app.cli.ask import prepare
 if TYPE_CHECKING:
     from cacheblend_rag.store import DiskEntry, DiskStore, RecordInfo
 
-__all__ = ["add_cache"]
-
 
 def add_cache(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command and its own commands."""

@@ -11,8 +11,6 @@ from cacheblend_rag.app.cli.arguments import add_arguments, data_folder
 if TYPE_CHECKING:
     from cacheblend_rag.prompt import Prompt
 
-__all__ = ["add_calibrate", "add_prompt_arguments", "prompts_of"]
-
 
 def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""

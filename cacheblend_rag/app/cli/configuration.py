@@ -23,17 +23,6 @@ from cacheblend_rag.errors import ConfigError
 if TYPE_CHECKING:
     from cacheblend_rag.app.server.settings import ServerSettings
 
-__all__ = [
-    "SECTIONS",
-    "Given",
-    "given_options",
-    "given_sections",
-    "origins_named",
-    "server_settings",
-    "shown_settings",
-    "unused_variables",
-]
-
 SECTIONS: dict[str, tuple[Option, ...]] = {
     "rag": RAG_OPTIONS,
     "server": SERVER_OPTIONS,

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from cacheblend_rag.engine.engine import BlendEngine
     from cacheblend_rag.loading import BlendSettings
 
-__all__ = ["Opened", "add_eval", "add_eval_arguments", "add_run_arguments", "numbers", "open_evaluation", "run_eval"]
-
 _MEMORY = "1GB"  # of KV in memory: a question's chunks are wanted while it is asked, by all methods
 
 

@@ -15,8 +15,6 @@ from cacheblend_rag.errors import ConfigError
 if TYPE_CHECKING:
     from cacheblend_rag.app.server.keys_file import KeyEntry
 
-__all__ = ["add_keys"]
-
 
 def add_keys(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command and its own commands."""

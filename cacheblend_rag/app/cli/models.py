@@ -7,8 +7,6 @@ import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["add_models"]
-
 
 def add_models(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command and its own commands."""

@@ -6,8 +6,6 @@ import argparse
 
 from cacheblend_rag.app.cli.arguments import add_arguments, data_folder
 
-__all__ = ["add_profile"]
-
 
 def add_profile(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""

@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.text import Text
 
-__all__ = ["Screen"]
-
 # They log what the screen says better, or what only who repairs the file could use.
 _SILENT = ("pypdf", "cacheblend_rag.retrieval.index", "cacheblend_rag.retrieval.formats")
 

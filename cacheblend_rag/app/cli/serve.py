@@ -15,8 +15,6 @@ from cacheblend_rag.app.cli.configuration import (
 )
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 
-__all__ = ["add_serve"]
-
 
 def add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command."""

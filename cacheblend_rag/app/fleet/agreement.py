@@ -10,8 +10,6 @@ import ray
 
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["agree", "check_agreed"]
-
 _NAMESPACE = "cacheblend-rag"
 
 

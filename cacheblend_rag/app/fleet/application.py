@@ -17,8 +17,6 @@ from cacheblend_rag.app.fleet.replica import Replica
 from cacheblend_rag.app.fleet.router import ChunkRouter
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["build", "build_given"]
-
 # A replica has a queue of its own, which refuses in the words of the API.
 _ONGOING = 1_000
 _STOPPING = 40  # seconds until a replica that is told to stop is killed

@@ -8,8 +8,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cacheblend_rag.app.fleet.routing import RoutingRule
 
-__all__ = ["FleetArguments"]
-
 
 class FleetArguments(BaseModel):
     """What a configuration of Ray Serve gives under ``args``.

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 
 from starlette.types import ASGIApp, Message
 
-__all__ = ["Call", "Head", "call_app"]
-
 # Seconds in which an application may end a request whose client has gone.
 _ENDING = 5.0
 

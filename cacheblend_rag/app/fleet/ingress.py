@@ -20,8 +20,6 @@ from cacheblend_rag.app.server.problems import Problem, too_large
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.app.server.streams import event
 
-__all__ = ["Ingress"]
-
 _ANSWERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _ASKED = re.compile(r"(/api/collections/[^/]+)/(?:ask|compare)")
 _READS = re.compile(r"/v1/.*|/api/collections/[^/]+/(?:ask|compare|search)")

@@ -15,8 +15,6 @@ from typing import Any
 from cacheblend_rag.app.fleet.routing import chunk_digest
 from cacheblend_rag.prompt.forms import squeeze
 
-__all__ = ["piece_digests", "texts_in", "weighed_pieces"]
-
 _BLANK_LINE = re.compile(r"\n\s*\n")
 # Shorter pieces are too common to say anything of a chunk, and cheap to compute.
 _SHORTEST = 32

@@ -25,8 +25,6 @@ from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.config import ENV_PREFIX, RULE_OPTIONS
 from cacheblend_rag.store.base import KVStore
 
-__all__ = ["Replica", "terms_of"]
-
 # Options that decide what is stored and what is answered.
 _AGREED = (
     "separator",

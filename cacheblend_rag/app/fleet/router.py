@@ -12,8 +12,6 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from cacheblend_rag.app.fleet.routing import HeldChunks, RoutingRule, rank_replicas
 
-__all__ = ["ChunkRouter"]
-
 # Seconds for which a replica counts as holding what was sent to it. Its next summaries then say whether it does.
 _REMEMBERED = 10.0
 

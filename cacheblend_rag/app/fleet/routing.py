@@ -22,8 +22,6 @@ from xxhash import xxh3_64_intdigest
 
 from cacheblend_rag.config import check_above_zero, check_share
 
-__all__ = ["MOST_CHUNKS", "HeldChunks", "RoutingRule", "chunk_digest", "rank_replicas"]
-
 MOST_CHUNKS = 10_000
 """Most chunks in a summary, which then has 53,336 characters."""
 

@@ -23,8 +23,6 @@ from cacheblend_rag.app.fleet.application import build_given
 from cacheblend_rag.app.fleet.arguments import FleetArguments
 from cacheblend_rag.errors import CacheBlendError
 
-__all__ = ["fleet", "serve_fleet"]
-
 _NAME = "cacheblend-rag"
 _STORE_BYTES = 200_000_000  # of objects between processes: requests and pieces of answers pass through it
 

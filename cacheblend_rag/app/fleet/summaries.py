@@ -13,8 +13,6 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV
 from cacheblend_rag.store.wrapped import WrappedStore
 
-__all__ = ["SummarizedStore"]
-
 _log = logging.getLogger(__name__)
 _KINDS = ("chunk", "prefix")
 

@@ -16,8 +16,6 @@ try:
 except ModuleNotFoundError:  # an older FastAPI, which makes no spans
     trace = None  # type: ignore[assignment]
 
-__all__ = ["ACCESS_LOG", "STAGES", "Served", "add_to_span", "log_access", "served"]
-
 ACCESS_LOG = "cacheblend_rag.app.server.access"
 """Name of the logger that has a line for each request."""
 

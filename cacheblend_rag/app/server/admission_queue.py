@@ -17,8 +17,6 @@ import anyio
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.engine.streaming import TextStream
 
-__all__ = ["AdmissionQueue", "Alone", "Slot"]
-
 _T = TypeVar("_T")
 Alone: TypeAlias = Literal["", "tenant", "server"]
 """Who is not served meanwhile: nobody, others of the tenant, or all others."""

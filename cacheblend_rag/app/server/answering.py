@@ -18,7 +18,7 @@ from cacheblend_rag.app.server.problems import noted_problem
 from cacheblend_rag.app.server.service import Session
 from cacheblend_rag.app.server.streams import event
 from cacheblend_rag.app.server.templates import within
-from cacheblend_rag.engine.engine import DecodeArguments
+from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.logits import LogProbs, Penalties, TokenLogProb, logit_bias
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import ConfigError, GenerationTimeoutError
@@ -27,8 +27,6 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.images import ImageLimits
 from cacheblend_rag.prompt.matching import match_chunks
 from cacheblend_rag.report import BlendReport, Generation
-
-__all__ = ["Chat", "Completion", "Work", "logprob_dicts"]
 
 _DONE = "data: [DONE]\n\n"
 # Below this, sampling is greedy but for rounding, and its probabilities overflow.

@@ -24,8 +24,6 @@ from cacheblend_rag.app.server.service import Service
 from cacheblend_rag.app.server.sessions import service_of
 from cacheblend_rag.app.server.settings import ServerSettings
 
-__all__ = ["PAGE_PATH", "create_app"]
-
 PAGE_PATH = Path(__file__).parent / "page"
 """Folder of the page's files."""
 

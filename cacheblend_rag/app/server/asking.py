@@ -16,9 +16,6 @@ from cacheblend_rag.prompt import Prompt, TokenizedPrompt
 from cacheblend_rag.prompt.chat import CHAT, STUFF, question_turns, render_turns
 from cacheblend_rag.report import Generation
 
-__all__ = ["EarlierTurn", "QuestionPrompt", "report_of", "rule_name", "search"]
-
-
 # What a "stuff" chain joins documents with.
 CHUNK_SEPARATOR = "\n\n"
 _SEARCHED = 3  # earlier questions that a search takes into account

@@ -25,17 +25,6 @@ from langchain_core.documents import Document
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.retrieval.vectors import Vectors
 
-__all__ = [
-    "TABLES",
-    "Catalogue",
-    "CatalogueDamagedError",
-    "DocumentEntry",
-    "Incoming",
-    "Passage",
-    "Statements",
-    "stored_bytes",
-]
-
 _VERSION = 1
 TABLES = """
 CREATE TABLE collections (

@@ -14,7 +14,7 @@ from pydantic import Field
 from cacheblend_rag.app.server.openai_models import ChatBody, ChatMessage
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.templates import check_arguments
-from cacheblend_rag.engine.engine import DecodeArguments
+from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.grammar import Form, Grammar, InText
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import CacheBlendError, ConfigError, ImageError, PromptError
@@ -22,8 +22,6 @@ from cacheblend_rag.langchain import ChatCacheBlend
 from cacheblend_rag.prompt.chat import CALL_END, HeldBack
 from cacheblend_rag.prompt.images import ImageLimits
 from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved
-
-__all__ = ["Conversation", "ServedChat", "messages_of"]
 
 # What stands before documents that come without a system message.
 _INSTRUCTIONS = (

@@ -9,8 +9,6 @@ from cacheblend_rag.calibration.comparison import compare
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.prompt import Prompt
 
-__all__ = ["compare_all"]
-
 _SHORT = {"full recompute": "full", "prefix caching": "prefix", "full reuse": "reuse", "blended": "blend"}
 
 

@@ -20,8 +20,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["confine", "isolated"]
-
 # Files that one process may parse, at most, each as long as one may take.
 _FILES = 64
 # How much its priority is lowered: whoever is answered goes before what is parsed or compiled.

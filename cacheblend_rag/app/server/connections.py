@@ -10,8 +10,6 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cacheblend_rag.app.server.settings import Limits
 
-__all__ = ["protocol_for"]
-
 _ANSWER = b"HTTP/1.1 %s\r\nContent-Length: 0\r\nConnection: close\r\n%s\r\n"
 
 

@@ -27,8 +27,6 @@ try:
 except ImportError as error:
     raise MissingExtraError("psycopg", "postgres") from error
 
-__all__ = ["ALIVE_SECONDS", "AWAY_SECONDS", "SECONDS", "SLOW_SECONDS", "Database"]
-
 _log = logging.getLogger(__name__)
 
 SECONDS, SLOW_SECONDS = 5.0, 60.0

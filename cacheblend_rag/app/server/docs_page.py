@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-__all__ = ["docs_page"]
-
 _STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}"
     "summary{cursor:pointer;padding:.3rem 0}code,pre{font-family:ui-monospace,monospace;font-size:.9em}"

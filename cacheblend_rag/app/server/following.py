@@ -16,8 +16,6 @@ from cacheblend_rag.errors import StoreError
 if TYPE_CHECKING:
     from cacheblend_rag.app.server.database import Database
 
-__all__ = ["Follower"]
-
 _log = logging.getLogger(__name__)
 # Seconds until what others have changed is looked at again, what they have left, and what nobody needs any more.
 _OFTEN, _SELDOM, _TIDY = 1.0, 5.0, 60.0

@@ -19,8 +19,6 @@ from cacheblend_rag.app.server.quota import RequestQuota
 from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.app.server.tenants import Keys
 
-__all__ = ["Gatekeeper"]
-
 _SAFE = ("GET", "HEAD", "OPTIONS")
 # What needs a key, where there are keys.
 _GUARDED = ("/api/", "/v1/", "/metrics")

@@ -19,8 +19,6 @@ from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.grammar import Form, fault_of, refused, written
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["SchemaCheck", "main"]
-
 _PASSED = 256  # remembered of a tenant
 _DEEPEST = 64
 

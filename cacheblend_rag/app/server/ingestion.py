@@ -31,8 +31,6 @@ from cacheblend_rag.retrieval.embedder import SharedEmbeddings
 from cacheblend_rag.retrieval.splitting import split
 from cacheblend_rag.retrieval.vectors import Vectors, as_matrix
 
-__all__ = ["Ingestion", "Job", "Warmed"]
-
 _log = logging.getLogger(__name__)
 # Jobs whose events are kept.
 _REMEMBERED = 500

@@ -18,18 +18,6 @@ from filelock import FileLock
 
 from cacheblend_rag.errors import ConfigError
 
-__all__ = [
-    "KEYS_FILE",
-    "NAME",
-    "KeyEntry",
-    "KeysFile",
-    "change_keys",
-    "new_key",
-    "read_keys",
-    "secret_kept",
-    "write_private",
-]
-
 _log = logging.getLogger(__name__)
 KEYS_FILE = "keys.json"
 """Name of the file in the data folder."""

@@ -43,8 +43,6 @@ from cacheblend_rag.store.tombstones import TombstonedStore
 if TYPE_CHECKING:
     from cacheblend_rag.app.server.shared_catalogue import SharedCatalogue
 
-__all__ = ["BaseCollection", "Collection", "Found", "Library", "OwnCollection"]
-
 _log = logging.getLogger(__name__)
 # Passages whose vectors stay in memory, of all collections of a tenant; 1.5 kB each with the starter embedder.
 _IN_MEMORY = 300_000

@@ -10,8 +10,6 @@ import traceback
 from cacheblend_rag.app.server.accounting import ACCESS_LOG
 from cacheblend_rag.app.server.request_ids import request_id
 
-__all__ = ["JsonFormatter", "configure_logs"]
-
 
 class JsonFormatter(logging.Formatter):
     """A record as JSON.

@@ -13,8 +13,6 @@ from cacheblend_rag.app.server.accounting import STAGES, Served
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store.base import StoreStats
 
-__all__ = ["Metrics"]
-
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _SHARES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0)
 # Keys that are counted by name; further ones are counted together, under what cannot be a name.

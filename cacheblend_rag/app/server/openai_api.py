@@ -18,8 +18,6 @@ from cacheblend_rag.app.server.service import Session
 from cacheblend_rag.app.server.sessions import session_of
 from cacheblend_rag.app.server.streams import EventStream, unless_gone
 
-__all__ = ["router"]
-
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 Here = Annotated[Session, Depends(session_of)]
 _STREAMED: dict[int | str, dict[str, Any]] = {

@@ -16,31 +16,6 @@ from pydantic import (
     model_validator,
 )
 
-__all__ = [
-    "AnswerBody",
-    "CallItem",
-    "CallOutputItem",
-    "ChatBody",
-    "ChatMessage",
-    "CompletionBody",
-    "DocumentText",
-    "EmbeddingBody",
-    "FlatSchema",
-    "FlatTool",
-    "FunctionCall",
-    "FunctionDefinition",
-    "ImagePart",
-    "MessageItem",
-    "NamedTool",
-    "ResponsesBody",
-    "Sampling",
-    "TextItem",
-    "TextPart",
-    "ToolCall",
-    "ToolDefinition",
-    "document_texts",
-]
-
 _Count = Annotated[int, Field(ge=1, le=16)]
 _Tokens = Annotated[int, Field(ge=1, le=1_000_000)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]

@@ -24,8 +24,6 @@ from cacheblend_rag.errors import (
     PromptError,
 )
 
-__all__ = ["Problem", "ProblemBody", "add_handlers", "noted_problem", "problem_of", "too_large"]
-
 _log = logging.getLogger(__name__)
 _FIELD = re.compile(r"[a-z_][a-z0-9_]*")
 _FORMS = ("str", "int", "float", "bool", "none")

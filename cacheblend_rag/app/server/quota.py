@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 from cacheblend_rag.app.server.problems import Problem
 
-__all__ = ["RequestQuota", "TokenQuota"]
-
 
 class _Buckets:
     """A bucket for each tenant: it holds what a minute allows, and fills evenly.

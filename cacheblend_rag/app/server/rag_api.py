@@ -59,8 +59,6 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import Generation
 from cacheblend_rag.retrieval.documents import SUFFIXES
 
-__all__ = ["router"]
-
 router = APIRouter(prefix="/api", tags=["RAG"])
 Here = Annotated[Session, Depends(session_of)]
 _COPIED_AT_ONCE = 2**20

@@ -8,24 +8,6 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from cacheblend_rag.app.server.settings import MOST_PASSAGES
 
-__all__ = [
-    "AskBody",
-    "ChunkText",
-    "CollectionInfo",
-    "CompareBody",
-    "DocumentInfo",
-    "FoundChunk",
-    "HistoryTurn",
-    "JobInfo",
-    "KVEstimate",
-    "Name",
-    "NewCollection",
-    "PassageRef",
-    "SearchBody",
-    "State",
-    "WholeAnswer",
-]
-
 Name = Annotated[str, StringConstraints(max_length=500)]
 _Question = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=100_000)]
 

@@ -21,8 +21,6 @@ from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.errors import DocumentError
 from cacheblend_rag.retrieval.documents import SUFFIXES, FileBytes, SourceFile, parse
 
-__all__ = ["Reader", "main", "suffix_of"]
-
 _LONGEST_HEAD = 1_000
 
 

@@ -9,8 +9,6 @@ from contextvars import ContextVar
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["HEADER", "RequestIds", "request_id"]
-
 HEADER = "X-Request-ID"
 """Header of the id, of requests and of answers; OpenAI's clients show it as ``_request_id``."""
 

@@ -38,8 +38,6 @@ from cacheblend_rag.engine.logits import TokenLogProb
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.tools import call_chunks
 
-__all__ = ["Response", "chat_body"]
-
 # What a conversation calls fields that a response names otherwise.
 _FIELDS = {
     "max_completion_tokens": "max_output_tokens",

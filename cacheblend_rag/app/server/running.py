@@ -17,8 +17,6 @@ from cacheblend_rag.app.server.logs import configure_logs
 from cacheblend_rag.app.server.service import Service
 from cacheblend_rag.app.server.settings import ServerSettings
 
-__all__ = ["SWITCH_INTERVAL", "serve", "server_config"]
-
 _log = logging.getLogger(__name__)
 # Seconds that requests under way may take to end once the server is asked to stop, and until it ends whatever runs.
 _GRACE, _LAST = 20, 35

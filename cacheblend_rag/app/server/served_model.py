@@ -13,8 +13,6 @@ from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.fitting import Fitted
 
-__all__ = ["ServedModel", "check_model"]
-
 # For models without a chat template.
 _PLAIN_TEMPLATE = (
     "{%- set names = {'system': 'System', 'user': 'Human', 'assistant': 'AI', 'tool': 'Tool'} -%}"

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from cacheblend_rag.app.server.database import Database
     from cacheblend_rag.app.server.shared_catalogue import SharedCatalogue
 
-__all__ = ["BASE_ID", "MANUAL_ID", "Service", "Session"]
-
 BASE_ID = "archive"
 MANUAL_ID = "documentation"
 """Id of the collection over the folder the server was started with."""

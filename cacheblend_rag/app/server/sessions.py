@@ -9,8 +9,6 @@ from fastapi import Request
 
 from cacheblend_rag.app.server.service import Service, Session
 
-__all__ = ["service_of", "session_of"]
-
 
 def service_of(request: Request) -> Service:
     """What all requests share."""

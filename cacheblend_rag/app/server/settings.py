@@ -19,18 +19,6 @@ from cacheblend_rag.errors import ConfigError
 if TYPE_CHECKING:
     from cacheblend_rag.app.options import FolderRAGOptions
 
-__all__ = [
-    "ACCESS_LOGS",
-    "KEYS_VARIABLE",
-    "LIMIT_OPTIONS",
-    "MOST_PASSAGES",
-    "SERVER_OPTIONS",
-    "Limits",
-    "ServerSettings",
-    "keys_from_environment",
-    "without_folders",
-]
-
 KEYS_VARIABLE = ENV_PREFIX + "API_KEYS"
 MOST_PASSAGES = 50
 """Passages that a question may ask for."""

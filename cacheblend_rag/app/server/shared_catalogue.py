@@ -16,8 +16,6 @@ from typing import Any
 from cacheblend_rag.app.server.catalogue import TABLES, Catalogue, Incoming, Statements
 from cacheblend_rag.app.server.database import ALIVE_SECONDS, AWAY_SECONDS, SECONDS, SLOW_SECONDS, Database
 
-__all__ = ["SharedCatalogue"]
-
 _ME = "current_setting('cacheblend_rag.server')"
 _ALIVE = f"seen > now() - interval '{ALIVE_SECONDS} s'"
 # Nobody's, one's own, or of a server that does not run any more.

@@ -14,8 +14,6 @@ from starlette.types import Receive, Scope, Send
 from cacheblend_rag.app.server.admission_queue import Slot
 from cacheblend_rag.app.server.problems import Problem
 
-__all__ = ["EventStream", "event", "unless_gone"]
-
 _T = TypeVar("_T")
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from cacheblend_rag.app import collection
 from cacheblend_rag.errors import DatasetError
 
-__all__ = ["suggestions_for"]
-
 
 def suggestions_for(documents: Path) -> list[dict[str, str]]:
     """Suggested questions for a folder of documents; none but for the bundled articles.

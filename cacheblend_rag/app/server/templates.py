@@ -16,8 +16,6 @@ from jinja2.parser import Parser
 
 from cacheblend_rag.app.server.problems import Problem
 
-__all__ = ["check_arguments", "template_arguments", "within"]
-
 # What transformers gives every template, besides the arguments of `apply_chat_template`.
 _GIVEN = {"messages", "raise_exception", "strftime_now", *DEFAULT_NAMESPACE}
 

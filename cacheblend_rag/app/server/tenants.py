@@ -13,8 +13,6 @@ from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.prompt.matching import ChunkRegistry
 
-__all__ = ["Caller", "Keys", "Tenant"]
-
 # Characters of chunk texts that are remembered of one tenant.
 _KNOWN = 16_000_000
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from cacheblend_rag.calibration.bench.plotting import save_figure
 
-__all__ = ["EDGE", "bar_rows", "draw_ttft", "titled", "unboxed"]
-
 # How bars look by where the KV they read lies; those of methods that read none come first.
 _PLACES: dict[str, dict[str, str]] = {
     "": {"facecolor": "white", "label": "no KV loaded"},

@@ -28,20 +28,6 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import BlendReport, WarmReport
 from cacheblend_rag.store import KVStore
 
-__all__ = [
-    "bench_model",
-    "bench_prompt",
-    "bench_tokenizer",
-    "chunk_texts",
-    "machine",
-    "medians",
-    "show_result",
-    "shown_seconds",
-    "table",
-    "timed_result",
-    "warmed",
-]
-
 _ALLOCATOR = ("GLIBC_TUNABLES", "MALLOC_")
 _SYSTEM = "Answer the question at the end from the passages below. Say so if they do not hold the answer."
 _QUESTION = "What does the second passage say about the mill, and who rebuilt it after the fire in the valley?"

@@ -13,8 +13,6 @@ from cacheblend_rag.fusor.work import RowsDone, work_share
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.memory import token_bytes
 
-__all__ = ["Cost", "cost_of", "kv_rate"]
-
 
 @dataclass(frozen=True)
 class Cost:

@@ -7,8 +7,6 @@ from typing import Any
 
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 
-__all__ = ["import_pyplot", "pyplot_for", "save_figure"]
-
 
 def import_pyplot() -> Any:
     """Pyplot of matplotlib, drawing into files.

@@ -14,8 +14,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from cacheblend_rag.config import check_choice, check_whole
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["SHAPES", "BenchOptions", "bench_device", "random_model", "shape_config"]
-
 SHAPES: dict[str, dict[str, Any]] = {
     "smollm2-135m": {
         "model_type": "llama",

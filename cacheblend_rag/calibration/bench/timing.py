@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-__all__ = ["least_squares", "timed"]
-
 
 def timed(work: Callable[[], object]) -> float:
     """Seconds that some work takes."""

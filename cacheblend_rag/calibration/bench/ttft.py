@@ -38,8 +38,6 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.store import KVStore, MemoryStore
 
-__all__ = ["KV_PLACES", "METHODS", "Others", "TTFTOptions", "measure", "show", "told"]
-
 FULL, PREFIX, REUSE, _ = WAYS
 METHODS = ("full", "prefix", "reuse", "hkvd-v", "hkvd-k", "gradual-30", "gradual-50", "starts", "default", "cold")
 KV_PLACES = ("disk", "memory", "gpu")

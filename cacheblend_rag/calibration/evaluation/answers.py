@@ -12,8 +12,6 @@ from cacheblend_rag.engine.decode import DecodeOptions, decode
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs
 
-__all__ = ["GreedyAnswers", "shared_cache"]
-
 # Settings of a generation config that do not keep greedy decoding from taking the likeliest token.
 _HARMLESS = {
     "_from_model_config",

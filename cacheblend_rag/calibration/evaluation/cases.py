@@ -7,8 +7,6 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-__all__ = ["Cases", "EvalCase", "Passage", "digest"]
-
 
 @dataclass(frozen=True)
 class Passage:

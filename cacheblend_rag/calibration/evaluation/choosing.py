@@ -13,8 +13,6 @@ from typing import Any, Protocol
 from cacheblend_rag.calibration.evaluation.cases import EvalCase, Passage
 from cacheblend_rag.config import check_choice, check_whole
 
-__all__ = ["ORDERS", "Ranker", "VectorRanker", "WordRanker", "choose", "repacked"]
-
 ORDERS = ("retrieved", "random")
 _WORD = re.compile(r"\w+")
 

@@ -24,8 +24,6 @@ from cacheblend_rag.calibration.evaluation.published import (
 from cacheblend_rag.config import check_whole
 from cacheblend_rag.errors import ConfigError, DatasetError
 
-__all__ = ["FORMATS", "load_cases"]
-
 _SHOWN = 5
 
 

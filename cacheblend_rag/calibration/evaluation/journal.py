@@ -14,8 +14,6 @@ from filelock import FileLock, Timeout
 
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["Journal"]
-
 _NAME = "results.jsonl"
 _PARTS = "results-*.jsonl"
 

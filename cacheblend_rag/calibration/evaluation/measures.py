@@ -11,8 +11,6 @@ from typing import Any
 
 from cacheblend_rag.errors import MissingExtraError
 
-__all__ = ["best_f1", "best_rouge_l", "exact_match", "f1", "first_line", "normalise", "rouge_scorer"]
-
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 

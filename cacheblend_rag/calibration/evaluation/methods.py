@@ -11,8 +11,6 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import RULES, SHARED_OPTIONS, SelectionRule, make_rule
 from cacheblend_rag.loading import BlendSettings
 
-__all__ = ["BLENDED", "METHODS", "Variant", "own_ratios", "rule_of", "settings_rule", "variants"]
-
 BLENDED = tuple(name for name in RULES if name not in ("none", "all"))
 METHODS = ("full", "prefix", "reuse", "calibrated", *BLENDED)
 

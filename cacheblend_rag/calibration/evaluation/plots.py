@@ -10,16 +10,6 @@ from cacheblend_rag.calibration.bench.plotting import import_pyplot, save_figure
 from cacheblend_rag.calibration.evaluation.runner import EvalRun
 from cacheblend_rag.calibration.evaluation.summary import LOSS, MethodRow, least_work, main_measure
 
-__all__ = [
-    "draw_against",
-    "draw_by_kind",
-    "draw_least_work",
-    "draw_over_chunks",
-    "draw_over_ratio",
-    "draw_run",
-    "drawn",
-]
-
 _NAMES = {"f1": "F1", "em": "exact match", "rouge_l": "Rouge-L", "forced_exact": "gold answer most likely"}
 
 

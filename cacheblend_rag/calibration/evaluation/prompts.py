@@ -10,8 +10,6 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import STUFF, PromptFormat, written_by_template
 
-__all__ = ["PAPER", "STYLES", "ChatFrame", "build_prompt"]
-
 STYLES = ("paper", "stuff")
 PAPER = {
     "qa": PromptFormat(

@@ -9,19 +9,6 @@ from typing import Any, TypeVar
 
 from cacheblend_rag.calibration.evaluation.cases import EvalCase, Passage
 
-__all__ = [
-    "EXAMPLES",
-    "Malformed",
-    "list_of",
-    "parse_longbench",
-    "parse_multihop",
-    "parse_multinews",
-    "parse_musique",
-    "parse_samsum",
-    "text_of",
-    "with_examples",
-]
-
 _T = TypeVar("_T")
 EXAMPLES = 20
 """Worked examples a dialogue of SAMSum may be given."""

@@ -29,8 +29,6 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.loading import BlendSettings
 from cacheblend_rag.prompt import Prompt
 
-__all__ = ["EvalOptions", "EvalRun", "Evaluation", "Part"]
-
 _VERSION = 5
 _Place = tuple[int, int, str]  # number of chunks, their tokens, question
 

@@ -10,8 +10,6 @@ import torch
 
 from cacheblend_rag.errors import ConfigError
 
-__all__ = ["Interval", "interval", "paired"]
-
 
 @dataclass(frozen=True)
 class Interval:

@@ -18,8 +18,6 @@ from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
 from cacheblend_rag.fusor.work import RowsDone, work_share
 from cacheblend_rag.prompt import Prompt, PromptTokenizer
 
-__all__ = ["DEPTH", "Subject", "scored"]
-
 DEPTH = 24
 """Layers of the model to which work is scaled, so that shallow models compare with usual ones."""
 

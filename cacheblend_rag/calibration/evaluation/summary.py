@@ -15,20 +15,6 @@ from cacheblend_rag.calibration.evaluation.statistics import Interval, interval,
 from cacheblend_rag.config import check_choice
 from cacheblend_rag.errors import ConfigError
 
-__all__ = [
-    "LOSS",
-    "MARGIN",
-    "MEASURES",
-    "QUALITY",
-    "MethodRow",
-    "least_work",
-    "main_measure",
-    "markdown",
-    "no_worse",
-    "summarise",
-    "write_summary",
-]
-
 MEASURES = ("f1", "em", "rouge_l", "forced_exact", "agreement", "kl")
 QUALITY = ("f1", "em", "rouge_l", "forced_exact")
 """Measures that say how good an answer is: what a run is led by is one of these."""

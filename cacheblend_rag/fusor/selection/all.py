@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from cacheblend_rag.fusor.selection.base import FixedRule
 
-__all__ = ["SelectAll"]
-
 
 @dataclass(frozen=True)
 class SelectAll(FixedRule):

@@ -9,8 +9,6 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["FixedRule", "LayerView", "Measure", "SelectionRule", "StartView", "budget", "top"]
-
 
 class Measure(Protocol):
     """KV deviation of a layer's candidates."""

@@ -9,8 +9,6 @@ import torch
 from cacheblend_rag.config import check_share
 from cacheblend_rag.fusor.selection.base import FixedRule, StartView, budget
 
-__all__ = ["SelectBoundary", "first_of_chunks"]
-
 
 @dataclass(frozen=True)
 class SelectBoundary(FixedRule):

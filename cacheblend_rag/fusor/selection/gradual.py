@@ -20,8 +20,6 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule
 from cacheblend_rag.fusor.selection.hkvd import SelectHKVD
 
-__all__ = ["SelectGradual"]
-
 # How many rows the first layers keep for each row the last ones keep. Deviation points at the right
 # tokens only from some layer on; until there, many must stay.
 _STEEP = (10.0, 8.0, 6.0, 4.0, 2.0)

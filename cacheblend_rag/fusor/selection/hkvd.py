@@ -20,8 +20,6 @@ from cacheblend_rag.config import (
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView, budget, top
 
-__all__ = ["SelectHKVD"]
-
 
 @dataclass(frozen=True)
 class SelectHKVD(SelectionRule):

@@ -7,8 +7,6 @@ from typing import Any
 
 from cacheblend_rag.fusor.selection.base import SelectionRule
 
-__all__ = ["keep_at_least"]
-
 
 def keep_at_least(rule: SelectionRule, ratio: float) -> SelectionRule:
     """The same rule, keeping at least this share of the reused chunk tokens wherever it keeps fewer.

@@ -8,8 +8,6 @@ import torch
 
 from cacheblend_rag.fusor.selection.base import FixedRule, StartView
 
-__all__ = ["SelectNone"]
-
 
 @dataclass(frozen=True)
 class SelectNone(FixedRule):

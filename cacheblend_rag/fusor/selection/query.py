@@ -10,8 +10,6 @@ import torch
 from cacheblend_rag.config import check_fit, check_layer_list, check_share
 from cacheblend_rag.fusor.selection.base import FixedRule, SelectionRule, StartView, budget, top
 
-__all__ = ["SelectQuery", "third_quarter"]
-
 
 @dataclass(frozen=True)
 class SelectQuery(FixedRule):

@@ -10,8 +10,6 @@ from cacheblend_rag.config import check_share
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection.base import FixedRule, StartView, budget
 
-__all__ = ["SelectRandom"]
-
 
 @dataclass(frozen=True)
 class SelectRandom(FixedRule):

@@ -14,8 +14,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from cacheblend_rag.models.cpu.onednn_linear import ANY_ROWS, most_rows, onednn_product
 
-__all__ = ["attend_behind", "attend_directly", "attends_directly", "few_lengths", "rows_of_block"]
-
 # Rows of one product, of all heads that share a key: enough for it to be fast, few enough for the scores to stay in a
 # processor's cache. With fewer than the least the calls cost more than they save (float32, two cores of an AMD EPYC
 # with AVX-512; 14 heads for 2, 3,124 tokens: 7 rows 0.17 and 0.20 ms, 217 rows 2.6 and 1.4; 12 heads of their own,

@@ -24,23 +24,6 @@ from cacheblend_rag.models.attention.onednn import (
 from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.kv import LayerKV
 
-__all__ = [
-    "ROW_ATTENTION",
-    "Apart",
-    "Block",
-    "Places",
-    "RowMask",
-    "additive",
-    "as_added",
-    "as_places",
-    "attend_rows",
-    "by_position",
-    "in_blocks",
-    "row_attention",
-    "use_row_attention",
-    "with_mask",
-]
-
 ROW_ATTENTION = "cacheblend_rag_rows"
 """Name under which transformers' attention modules find `row_attention`."""
 # PyTorch takes shorter steps through fewer rows, so smaller blocks cost more than they save (500 rows over 3,124

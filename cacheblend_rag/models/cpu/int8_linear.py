@@ -17,8 +17,6 @@ from torch import nn
 from cacheblend_rag.models.cpu.onednn_linear import are_ordinary
 from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides, OneForEach, is_compiled
 
-__all__ = ["coded_layers", "int8_product", "int8_products"]
-
 # Rows up to which the kernel is the faster one (docs/explanation/performance.md).
 _ROWS = 8
 

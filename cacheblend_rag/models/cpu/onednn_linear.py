@@ -21,16 +21,6 @@ from cacheblend_rag.config import ENV_PREFIX
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides, OneForEach, is_compiled
 
-__all__ = [
-    "ANY_ROWS",
-    "DirectProducts",
-    "are_ordinary",
-    "direct_products",
-    "most_rows",
-    "multiplies_directly",
-    "onednn_product",
-]
-
 ANY_ROWS = sys.maxsize
 """What `most_rows` gives where oneDNN multiplies any number of rows."""
 

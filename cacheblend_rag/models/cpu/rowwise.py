@@ -15,8 +15,6 @@ from torch import nn
 
 from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides, OneForEach
 
-__all__ = ["computed_in_blocks", "row_by_row"]
-
 # Rows a block; fewer make products by weights slower, and the rows that blending keeps mostly fit into one.
 _ROWS = 512
 

@@ -25,8 +25,6 @@ from cacheblend_rag.models.loading import in_hardware
 from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides, is_compiled
 
-__all__ = ["Packing", "packed_products"]
-
 _log = logging.getLogger(__name__)
 
 Packing = Callable[[], AbstractContextManager[None]]

@@ -18,8 +18,6 @@ import triton.language as tl
 from cacheblend_rag.models.gpu.pointer_table import ListedKV, kernel_arguments
 from cacheblend_rag.models.kv import LayerKV
 
-__all__ = ["attend_from"]
-
 _LOG2E = 1.4426950408889634
 # Programs for each multiprocessor, below which the positions are split: they see more or less of them, so with few
 # programs all wait for those of the last rows.

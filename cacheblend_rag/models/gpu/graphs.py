@@ -21,8 +21,6 @@ from cacheblend_rag.models.gpu.pointer_table import ListedKV
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Rotary
 
-__all__ = ["LayerGraphs", "rounded"]
-
 _log = logging.getLogger(__name__)
 _SIZES = 8  # numbers of rows whose recordings are kept
 

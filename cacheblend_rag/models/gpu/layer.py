@@ -18,8 +18,6 @@ from cacheblend_rag.models.gpu.rowwise import add_and_normalise, gate, normalise
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Rotary
 
-__all__ = ["FusedLayer", "is_plain"]
-
 # Layers that are: norm, attention with rotated halves, sum, norm, gated feed-forward network, sum. Others with names
 # like these scale, cap or normalise something besides.
 _PLAIN = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")

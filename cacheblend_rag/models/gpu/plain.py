@@ -12,8 +12,6 @@ from cacheblend_rag.models.gpu.layer import FusedLayer, is_plain
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Layout, Rotaries, Rotary
 
-__all__ = ["PlainLayers", "plain_layers"]
-
 _MOST_REPLAYED = 1024  # rows; of more, a layer's arithmetic takes longer than its calls
 
 

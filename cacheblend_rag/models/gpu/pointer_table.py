@@ -8,8 +8,6 @@ import torch
 
 from cacheblend_rag.models.kv import LayerKV
 
-__all__ = ["ListedKV", "kernel_arguments"]
-
 
 @dataclass(frozen=True)
 class ListedKV:

@@ -13,8 +13,6 @@ import triton.language as tl
 from cacheblend_rag.models.gpu.pointer_table import ListedKV, kernel_arguments
 from cacheblend_rag.models.kv import LayerKV
 
-__all__ = ["add_and_normalise", "gate", "normalise", "place_rows", "turn"]
-
 _TURNED = 32  # positions that a program turns
 
 

@@ -9,8 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["Source", "place"]
-
 _TOKENS = 64  # of a record, that a program copies
 
 
