@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
-from cacheblend_rag.calibration.prepared import PreparedPrompt
+from cacheblend_rag.calibration.trials import PreparedPrompt
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import PromptTokenizer

@@ -58,7 +58,7 @@ HOMES = {
     "starlette": ("app.server", "app.fleet"),
     "uvicorn": ("app.server",),
     "prometheus_client": ("app.server",),
-    "opentelemetry": ("engine.traces", "app.server.accounting"),
+    "opentelemetry": ("engine.traces", "app.server.logs"),
 }
 MAX_FUNCTION = 60
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import DynamicCache
 
 from cacheblend_rag.calibration.calibrate import end_ids_of
-from cacheblend_rag.calibration.corpus import Corpus
+from cacheblend_rag.calibration.prompts import Corpus
 from cacheblend_rag.calibration.trials import FullAnswers, TrialSet, Tried, greedy_answer
 from cacheblend_rag.config import BlendConfig, check_above_zero, check_whole
 from cacheblend_rag.engine.engine import BlendEngine

@@ -12,12 +12,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cacheblend_rag.calibration.corpus import Corpus
-from cacheblend_rag.calibration.evaluation.journal import Journal
-from cacheblend_rag.calibration.prepared import ComputeKV
+from cacheblend_rag.calibration.evaluation.runner import Journal
 from cacheblend_rag.calibration.profiler import keep_profile
+from cacheblend_rag.calibration.prompts import Corpus
 from cacheblend_rag.calibration.search import Finding, Search, TrialSets
-from cacheblend_rag.calibration.trials import FullAnswers, TrialSet
+from cacheblend_rag.calibration.trials import ComputeKV, FullAnswers, TrialSet
 from cacheblend_rag.config import check_above_zero, check_whole
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError

@@ -31,8 +31,7 @@ from cacheblend_rag.engine.decode import (
 )
 from cacheblend_rag.engine.grammar import Form, Grammar
 from cacheblend_rag.engine.guard import QualityGuard
-from cacheblend_rag.engine.lookup import Segment
-from cacheblend_rag.engine.pipeline import OTHER_FORM, Blend, Pauses, Pipeline
+from cacheblend_rag.engine.pipeline import OTHER_FORM, Blend, Pauses, Pipeline, Segment
 from cacheblend_rag.engine.prompt_lookup import PromptLookup
 from cacheblend_rag.engine.scheduler import ModelTime, Scheduler, scheduler_of
 from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds, keys_begin

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from tqdm import tqdm
 
-from cacheblend_rag.engine.lookup import Segment
-from cacheblend_rag.engine.pipeline import Pipeline
+from cacheblend_rag.engine.pipeline import Pipeline, Segment
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.store.base import UNLIMITED
 

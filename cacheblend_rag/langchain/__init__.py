@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.langchain.chat import ChatCacheBlend
-from cacheblend_rag.langchain.forgetting import forgetting
 from cacheblend_rag.langchain.llm import CacheBlendLLM
-from cacheblend_rag.langchain.retriever import CacheBlendRetriever
-from cacheblend_rag.langchain.searches import track
+from cacheblend_rag.langchain.retrieval import CacheBlendRetriever, track
 from cacheblend_rag.langchain.tracking import switch_off, switch_on, tracking, tracking_off
-from cacheblend_rag.langchain.warming import warm_vectorstore
+from cacheblend_rag.langchain.vector_stores import forgetting, warm_vectorstore
 
 if TYPE_CHECKING:
     from cacheblend_rag.langchain.middleware import CacheBlendMiddleware

@@ -23,8 +23,16 @@ from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.write_back import tokens_to_store
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.base import AllFields, BlendFields, within_run
-from cacheblend_rag.langchain.messages import answer_texts, artifact_texts, places_of, turns_of
-from cacheblend_rag.langchain.tools import WholeJson, call_chunks, parse_answer, response_format
+from cacheblend_rag.langchain.messages import (
+    WholeJson,
+    answer_texts,
+    artifact_texts,
+    call_chunks,
+    parse_answer,
+    places_of,
+    response_format,
+    turns_of,
+)
 from cacheblend_rag.langchain.tracking import documents_of_run, note_found
 from cacheblend_rag.prompt import ImagePrompt, Prompt
 from cacheblend_rag.prompt.chat import CALL_END, HeldBack, check_choice, offers_tools, opening, render_turns

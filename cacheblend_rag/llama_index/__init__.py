@@ -4,9 +4,15 @@
 libraries, so they are not imported here.
 """
 
-from cacheblend_rag.llama_index.events import CacheBlendEvent
-from cacheblend_rag.llama_index.forgetting import forgetting
-from cacheblend_rag.llama_index.indexing import CacheBlendPrecompute, erasing, forget_nodes, index_nodes, warm_index
+from cacheblend_rag.llama_index.answering import CacheBlendEvent
+from cacheblend_rag.llama_index.indexing import (
+    CacheBlendPrecompute,
+    erasing,
+    forget_nodes,
+    forgetting,
+    index_nodes,
+    warm_index,
+)
 from cacheblend_rag.llama_index.llm import CacheBlendLLM
 from cacheblend_rag.llama_index.tracking import tracking, tracking_off
 

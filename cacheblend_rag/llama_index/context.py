@@ -15,8 +15,7 @@ from typing import Any
 
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
 
-from cacheblend_rag.llama_index.parts import find_parts
-from cacheblend_rag.llama_index.tracking import recent_nodes
+from cacheblend_rag.llama_index.tracking import find_parts, recent_nodes
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.forms import CUT_LEAST, change_of, solid
 from cacheblend_rag.prompt.matching import (

@@ -36,9 +36,8 @@ from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, LoadFields, MadeFields, ModelFields
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.llama_index.answering import ModelCall, R, Said
+from cacheblend_rag.llama_index.answering import CacheBlendEvent, ModelCall, R, Said
 from cacheblend_rag.llama_index.context import CONTEXT_NAMES, Hint, MarkedMessages, MarkedText, see
-from cacheblend_rag.llama_index.events import CacheBlendEvent
 from cacheblend_rag.llama_index.messages import ByTemplate, answer_message, turns_of
 from cacheblend_rag.llama_index.tracking import answers_noted, documents_retrieved, switch_on
 from cacheblend_rag.prompt import ImagePrompt, Prompt

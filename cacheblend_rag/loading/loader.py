@@ -1,17 +1,311 @@
-"""Reading stored KV into place, one layer after another or one layer ahead (section 6 of the paper)."""
+"""Reading stored KV into place, one layer after another or one layer ahead (section 6 of the paper).
+
+On a CPU KV is read straight into a prompt's buffers, and comes to a GPU through pinned host memory. Records in memory
+go to a GPU some layers at a time on a stream of its own: no thread reads, and none waits.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from itertools import cycle
+from typing import Protocol
 
 import torch
 
-from cacheblend_rag.loading.gpu_loader import blocks_of, load_streamed
-from cacheblend_rag.loading.reader import LayerReader
+from cacheblend_rag.errors import RecordError, StoreError, StoreUnreachableError
+from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.kv import LayerKV
+from cacheblend_rag.store.base import HasBlock, StoredKV, copy_layer, reads_ahead, reads_in_place
+
+
+class Lane(Protocol):
+    """A way into buffers; one thread at a time uses it."""
+
+    def open(self) -> AbstractContextManager[None]:
+        """Within it buffers are made and filled; behind it they are whole, for every stream."""
+        ...
+
+    def put(self, record: StoredKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Bring one layer of a record into place; see `copy_layer`."""
+        ...
+
+
+class DirectLane:
+    """Copies where it stands: for a CPU, and the plain twin of `PinnedLane`."""
+
+    def open(self) -> AbstractContextManager[None]:
+        """See `Lane.open`."""
+        return nullcontext()
+
+    def put(self, record: StoredKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See `Lane.put`."""
+        copy_layer(record, layer, keys, values)
+
+
+class PinnedLane:
+    """Reads into pinned host memory and copies from there on a stream of its own, beside the pass.
+
+    Of two pinned buffers one is read into while the other is copied.
+
+    Parameters
+    ----------
+    records : sequence of StoredKV
+        What will be read; the buffers hold a layer of the largest.
+    dtype : torch.dtype
+        Element type of the model.
+    device : torch.device
+        The GPU.
+    """
+
+    def __init__(self, records: Sequence[StoredKV], dtype: torch.dtype, device: torch.device) -> None:
+        self._device, self._stream = device, side_stream(device)
+        infos = [record.info for record in records if reads_in_place(record)]
+        shape = [max((getattr(info, name) for info in infos), default=0) for name in ("kv_heads", "tokens", "head_dim")]
+        buffers = [torch.empty((2, *shape), dtype=dtype, pin_memory=True) for _ in range(2)]
+        self._buffers = cycle([(buffer, torch.cuda.Event()) for buffer in buffers])  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """See `Lane.open`."""
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
+    def put(self, record: StoredKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """See `Lane.put`."""
+        if not reads_in_place(record):
+            # In memory already, and if that is the GPU's, perhaps only now being written by what was queued before.
+            self._stream.wait_stream(torch.cuda.default_stream(self._device))
+            copy_layer(record, layer, keys, values)
+            return
+        buffer, sent = next(self._buffers)
+        sent.synchronize()  # what it held before has left it
+        held = buffer[:, :, : record.info.tokens]
+        copy_layer(record, layer, held[0], held[1])
+        keys.copy_(held[0], non_blocking=True)
+        values.copy_(held[1], non_blocking=True)
+        sent.record(self._stream)
+
+
+@cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all passes on a device: memory that one stream gave back serves the next pass."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+class RecordLost(RecordError):  # noqa: N818 - an event the engine recovers from, not a fault of the caller
+    """A record failed while its layers were read.
+
+    Parameters
+    ----------
+    key : str
+        Key of the record.
+    reason : str
+        What went wrong.
+    damaged : bool
+        Whether the record is no good, and not only out of reach for now.
+    """
+
+    def __init__(self, key: str, reason: str, damaged: bool = True) -> None:
+        self.key, self.damaged = key, damaged
+        super().__init__(f"KV record {key} was lost while loading: {reason}")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A stored record and the position in the prompt at which it begins."""
+
+    key: str
+    record: StoredKV
+    start: int
+
+
+class ReadClock:
+    """Seconds spent reading."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+
+@dataclass(frozen=True)
+class LayerReader:
+    """Reads one layer of all records into buffers that span the prompt.
+
+    Parameters
+    ----------
+    placements : sequence of Placement
+        Records and where they go.
+    layers, kv_heads, tokens, head_dim : int
+        Shape of the prompt's KV.
+    dtype : torch.dtype
+        Element type of the model.
+    device : torch.device
+        Where the buffers are made.
+    clock : ReadClock
+        Counts the time spent reading, on whichever thread.
+    turning : pair of Tensor or None
+        Cosine and sine by which stored keys may be turned to their positions on the way, see `ModelAdapter.turning`.
+    """
+
+    placements: Sequence[Placement]
+    layers: int
+    kv_heads: int
+    tokens: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    clock: ReadClock = field(default_factory=lambda: ReadClock())
+    turning: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def stored_layer_bytes(self) -> int:
+        """Bytes that one layer of all records takes in memory."""
+        tokens = sum(place.record.info.tokens for place in self.placements)
+        return 2 * tokens * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+    def fetch_kv(self, layer: int) -> LayerKV:
+        """KV of one layer, read, checked and in place; positions without a record are undefined.
+
+        The first of the three interfaces of section 6 of the paper; `synchronize` is the second,
+        the fusor's ``prefill_layers`` the third.
+
+        Raises
+        ------
+        RecordLost
+            If a record cannot be read or fails its checksum.
+        """
+        started = time.perf_counter()
+        shape = (1, self.kv_heads, self.tokens, self.head_dim)
+        with self._lane.open():
+            keys = torch.empty(shape, dtype=self.dtype, device=self.device)
+            values = torch.empty(shape, dtype=self.dtype, device=self.device)
+            self._read_ahead(layer)
+            for place in self.placements:
+                stop = place.start + place.record.info.tokens
+                span = slice(place.start, stop)
+                try:
+                    self._lane.put(place.record, layer, keys[0, :, span], values[0, :, span])
+                except (StoreError, OSError) as error:
+                    raise _lost(place, error) from error
+        self.took(time.perf_counter() - started)
+        return LayerKV(keys, values)
+
+    def _read_ahead(self, layer: int) -> None:
+        """Let every record on another machine come while the first is waited for."""
+        for place in self.placements:
+            if reads_ahead(place.record):
+                try:
+                    place.record.read_ahead(layer)
+                except StoreError as error:
+                    raise _lost(place, error) from error
+
+    def took(self, seconds: float) -> None:
+        """Count time spent reading."""
+        self.clock.seconds += seconds
+
+    @cached_property
+    def _lane(self) -> Lane:
+        if self.device.type != "cuda":
+            return DirectLane()
+        return PinnedLane([place.record for place in self.placements], self.dtype, self.device)
+
+
+def _lost(place: Placement, error: Exception) -> RecordLost:
+    return RecordLost(place.key, str(error), damaged=not isinstance(error, StoreUnreachableError))
+
+
+# Layers that are copied together: the pass should not wait long for the first ones, and each call takes the host time.
+_GROUPS = (1, 1, 2, 4, 8)
+# Groups that are under way before their layers are asked for.
+_GROUPS_AHEAD = 3
+
+
+def blocks_of(reader: LayerReader) -> list[torch.Tensor] | None:
+    """The records of a prompt as they lie in memory; None if one of them does not, or cannot be copied as it is."""
+    blocks = [place.record.block if isinstance(place.record, HasBlock) else None for place in reader.placements]
+    found = [block for block in blocks if block is not None and _fits(block, reader)]
+    return found if has_kernels(reader.device) and len(found) == len(blocks) else None
+
+
+def _fits(block: torch.Tensor, reader: LayerReader) -> bool:
+    here = block.device == reader.device if block.is_cuda else block.is_pinned()
+    return here and block.dtype == reader.dtype and len(block) >= reader.layers
+
+
+def load_streamed(reader: LayerReader, blocks: Sequence[torch.Tensor]) -> Iterator[LayerKV]:
+    """Copy layers ahead of their use; the pass's stream waits for those of a layer, its host does not.
+
+    Parameters
+    ----------
+    reader : LayerReader
+        What to read.
+    blocks : sequence of Tensor
+        What `blocks_of` found.
+    """
+    stream, pass_stream = side_stream(reader.device), torch.cuda.current_stream(reader.device)
+    stream.wait_stream(pass_stream)  # records may only now be written by what was queued before
+    groups, waiting = _groups(reader.layers), deque[tuple[torch.Tensor, torch.cuda.Event]]()
+    try:
+        ahead = 1  # the pass begins once its first layer is under way
+        while True:
+            while len(waiting) < ahead and (group := next(groups, None)):
+                waiting.append(_copied(reader, blocks, group, stream))
+            if not waiting:
+                return
+            yield from _ready(reader, *waiting.popleft(), pass_stream)
+            ahead = _GROUPS_AHEAD
+    finally:
+        if waiting:  # the pass was given up: records may go, and must not while they are read
+            stream.synchronize()
+
+
+def _groups(layers: int) -> Iterator[slice]:
+    """Layers in groups: small ones first, then of one size."""
+    start, sizes = 0, iter(_GROUPS)
+    while start < layers:
+        stop = min(layers, start + next(sizes, _GROUPS[-1]))
+        yield slice(start, stop)
+        start = stop
+
+
+def _copied(
+    reader: LayerReader, blocks: Sequence[torch.Tensor], layers: slice, stream: torch.cuda.Stream
+) -> tuple[torch.Tensor, torch.cuda.Event]:
+    """Buffers of some layers, ``[layers, 2, kv_heads, tokens, head_dim]``, and what says that they are filled."""
+    from cacheblend_rag.models.gpu.scatter import Source, place
+
+    started, done = time.perf_counter(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+    shape = (layers.stop - layers.start, 2, reader.kv_heads, reader.tokens, reader.head_dim)
+    with torch.cuda.stream(stream):
+        target = torch.empty(shape, dtype=reader.dtype, device=reader.device)
+        parts, sources = [], []  # parts are kept until the copy is queued: then their memory waits for it
+        for block, placed in zip(blocks, reader.placements, strict=True):
+            part, skipped = block, layers.start
+            if not block.is_cuda:
+                part, skipped = block[layers].to(reader.device, non_blocking=True), 0
+                parts.append(part)
+            address = part.data_ptr() + skipped * part.stride(0) * part.itemsize
+            sources.append(Source(address, block.shape[3], placed.start, not placed.record.info.rotated))
+        place(sources, target, reader.turning)
+        done.record(stream)
+    reader.took(time.perf_counter() - started)
+    return target, done
+
+
+def _ready(
+    reader: LayerReader, target: torch.Tensor, done: torch.cuda.Event, pass_stream: torch.cuda.Stream
+) -> Iterator[LayerKV]:
+    pass_stream.wait_event(done)
+    target.record_stream(pass_stream)
+    for keys, values in target[:, :, None].unbind():
+        yield LayerKV(keys, values, turned=reader.turning is not None)
+
 
 # Bytes a second from which reading is a CPU's own work, with hardly a wait in it to be hidden. On two cores, KV in the
 # page cache read on a thread beside the pass made it slower than KV read between its layers

@@ -1,4 +1,4 @@
-"""A sentence-transformers model as LangChain embeddings."""
+"""A sentence-transformers model as LangChain embeddings, and whether it is still the one that made some vectors."""
 
 from __future__ import annotations
 
@@ -11,15 +11,45 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 from langchain_core.embeddings import Embeddings
 
 from cacheblend_rag.errors import ConfigError, EmbedderError, ModelLoadError
 from cacheblend_rag.models.starters import starter_folder, starter_named
-from cacheblend_rag.retrieval.embedder_fingerprint import Probes, probe
-from cacheblend_rag.retrieval.vectors import Vectors, as_matrix
+from cacheblend_rag.retrieval.exact_index import Vectors, as_matrix
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
+
+Probes = npt.NDArray[np.float64]
+"""Vectors of a few fixed texts, [texts, dimension]."""
+
+# An embedding model is known by what it does: these texts are embedded and the vectors kept, so
+# that other weights, another prompt or another pooling under the same name is noticed.
+_TEXTS = (
+    "Who wrote the letter that was found in the old house by the river?",
+    "In 1987 the company opened 12 shops; sales rose by 4.5% in the first year, she said.",
+    "def add(a, b): return a + b  # the quick brown fox jumps over the lazy dog",
+)
+_TOLERANCE = 1e-3  # relative; leaves room for another device or batch size
+
+
+def probe(embed: Callable[[Sequence[str]], npt.NDArray[np.float32]]) -> Probes:
+    """What an embedding model makes of the fixed texts."""
+    return embed(_TEXTS).astype(np.float64)
+
+
+def same_model(kept: object, now: Probes) -> bool:
+    """Whether probes that were kept, as lists of numbers, are those of this model."""
+    try:
+        saved = np.array(kept, dtype=np.float64)
+    except (TypeError, ValueError):
+        return False
+    if saved.shape != now.shape:
+        return False
+    return bool((np.linalg.norm(saved - now, axis=1) <= _TOLERANCE * np.linalg.norm(now, axis=1)).all())
+
 
 # Most texts of one call of shared embeddings, and characters of several; others may have to wait for it.
 _BATCH, _BATCH_CHARS = 32, 8_000
@@ -121,7 +151,7 @@ class SharedEmbeddings(Embeddings):
 
     @cached_property
     def probes(self) -> Probes:
-        """What tells this model from another; see `cacheblend_rag.retrieval.embedder_fingerprint`."""
+        """What tells this model from another; see `cacheblend_rag.retrieval.embedder`."""
 
         def embed(texts: Sequence[str]) -> Vectors:
             return as_matrix(self.embed_documents(list(texts)), len(texts))

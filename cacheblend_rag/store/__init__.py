@@ -1,10 +1,9 @@
 """LOOK UP: KV of segments, kept by content."""
 
 from cacheblend_rag.store.base import BaseStore, KVRecord, KVStore, RecordInfo, StoredKV, StoreStats, record_key
-from cacheblend_rag.store.disk import DiskStore
+from cacheblend_rag.store.disk import DiskEntry, DiskStore
 from cacheblend_rag.store.factory import StorePlaces, open_store
 from cacheblend_rag.store.memory import MemoryStore
-from cacheblend_rag.store.readonly import DiskEntry
 from cacheblend_rag.store.record import RecordFormat
 from cacheblend_rag.store.tiered import TieredStore
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,27 @@ from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.models.kv import SegmentKV
 
 _log = logging.getLogger(__name__)
+_WARN_SECONDS = 30.0
+
+
+class Warnings:
+    """Logs the first of many warnings alike, and half a minute later how many there were."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next, self._left_out = 0.0, 0
+
+    def warn(self, text: str, *values: object) -> None:
+        """Log it, unless another was logged a short time ago."""
+        with self._lock:
+            now = time.monotonic()
+            if now < self._next:
+                self._left_out += 1
+                return
+            left_out, self._left_out, self._next = self._left_out, 0, now + _WARN_SECONDS
+        _log.warning(text + (f" ({left_out} more like this)" if left_out else ""), *values)
+
+
 UNLIMITED = 2**63 - 1
 """`KVStore.size_limit` of a store that knows of none."""
 

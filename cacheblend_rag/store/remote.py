@@ -13,10 +13,9 @@ from urllib.parse import urlsplit
 
 from cacheblend_rag.config import check_above_zero
 from cacheblend_rag.errors import ConfigError, RecordError, StoreError, StoreUnreachableError
-from cacheblend_rag.store.base import BaseStore, Claims, KVRecord, RecordInfo, StoredKV, discard
+from cacheblend_rag.store.base import BaseStore, Claims, KVRecord, RecordInfo, StoredKV, Warnings, discard
 from cacheblend_rag.store.encryption import Seal
 from cacheblend_rag.store.record import EncodedRecord, RecordFormat, as_written, record_bytes
-from cacheblend_rag.store.warnings import Warnings
 
 _log = logging.getLogger(__name__)
 

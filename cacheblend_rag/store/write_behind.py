@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
-from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo
-from cacheblend_rag.store.warnings import Warnings
+from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, Warnings
 
 _CLOSE_SECONDS = 30.0
 # That waiting records may keep in memory; further ones are not written.

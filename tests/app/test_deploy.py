@@ -19,7 +19,7 @@ import yaml
 
 from cacheblend_rag.app.cli import _parser
 from cacheblend_rag.app.cli.configuration import SECTIONS, given_options, server_settings
-from cacheblend_rag.app.server import running as server_running
+from cacheblend_rag.app.server import app as server_app
 from tests import tiny
 from tests.app.server.common import running, settings_for, write_documents
 
@@ -137,7 +137,7 @@ def test_compose_runs_the_image_with_its_hands_tied() -> None:
     assert server["security_opt"] == ["no-new-privileges:true"]
     assert [one.split(":")[0] for one in server["tmpfs"]] == ["/tmp"]
     assert server["ports"] == [f"127.0.0.1:8000:{of('EXPOSE')[0]}"]
-    assert int(server["stop_grace_period"].removesuffix("s")) > server_running._LAST
+    assert int(server["stop_grace_period"].removesuffix("s")) > server_app._LAST
 
 
 def test_the_file_of_options_can_be_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_the_unit_runs_the_server_with_its_hands_tied(tmp_path: Path) -> None:
     assert service["User"] not in ("", "root")
     state = f"/var/lib/{service['StateDirectory']}"
     assert all(one.split("=")[1].startswith(state) for one in service["Environment"].split())
-    assert int(service["TimeoutStopSec"]) > server_running._LAST
+    assert int(service["TimeoutStopSec"]) > server_app._LAST
     assert service["ProtectSystem"] == "strict"
     assert service["NoNewPrivileges"] == "yes"
     assert service["CapabilityBoundingSet"] == ""

@@ -14,9 +14,8 @@ from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.app.cli import main
 from cacheblend_rag.calibration.adapt import Adapted, AdaptOptions, ContextTraining, adapt, adapt_report
 from cacheblend_rag.calibration.calibrate import CalibrationOptions, calibrate, keep_settings
-from cacheblend_rag.calibration.corpus import Corpus
-from cacheblend_rag.calibration.prepared import PreparedPrompt
-from cacheblend_rag.calibration.trials import FullAnswers, TrialSet
+from cacheblend_rag.calibration.prompts import Corpus
+from cacheblend_rag.calibration.trials import FullAnswers, PreparedPrompt, TrialSet
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.fusor.selection import SelectNone
 from cacheblend_rag.fusor.teacher_forcing import prefill_layerwise

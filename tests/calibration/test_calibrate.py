@@ -22,13 +22,11 @@ from cacheblend_rag.calibration.calibrate import (
     report,
     settings_of,
 )
-from cacheblend_rag.calibration.corpus import Corpus
 from cacheblend_rag.calibration.evaluation.methods import settings_rule, variants
 from cacheblend_rag.calibration.evaluation.statistics import interval
-from cacheblend_rag.calibration.prepared import PreparedPrompt
-from cacheblend_rag.calibration.prompts import case_prompts, chunk_prompts, question_prompts
+from cacheblend_rag.calibration.prompts import Corpus, case_prompts, chunk_prompts, question_prompts
 from cacheblend_rag.calibration.search import KINDS, Finding, Search, TrialSets
-from cacheblend_rag.calibration.trials import FullAnswers, TrialSet, Tried
+from cacheblend_rag.calibration.trials import FullAnswers, PreparedPrompt, TrialSet, Tried
 from cacheblend_rag.engine.ratio_policy import RatioPolicy
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import SelectBoundary, SelectHKVD, SelectionRule, SelectNone

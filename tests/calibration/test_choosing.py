@@ -7,9 +7,15 @@ from dataclasses import replace
 import pytest
 from langchain_core.embeddings import DeterministicFakeEmbedding
 
-from cacheblend_rag.calibration.evaluation.cases import EvalCase, Passage
-from cacheblend_rag.calibration.evaluation.choosing import VectorRanker, WordRanker, choose, repacked
-from cacheblend_rag.calibration.evaluation.prompts import ChatFrame, build_prompt
+from cacheblend_rag.calibration.evaluation.datasets import EvalCase, Passage
+from cacheblend_rag.calibration.evaluation.prompts import (
+    ChatFrame,
+    VectorRanker,
+    WordRanker,
+    build_prompt,
+    choose,
+    repacked,
+)
 from cacheblend_rag.errors import ConfigError
 from tests import tiny
 from tests.integrations.langchain.models import TEMPLATE

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.calibration.evaluation.cases import Passage, digest
-from cacheblend_rag.calibration.evaluation.datasets import FORMATS, load_cases
+from cacheblend_rag.calibration.evaluation.datasets import FORMATS, Passage, digest, load_cases
 from cacheblend_rag.errors import ConfigError, DatasetError
 from tests.calibration.conftest import question, write_questions
 

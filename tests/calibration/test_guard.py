@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
-from cacheblend_rag.calibration.prepared import PreparedPrompt
+from cacheblend_rag.calibration.trials import PreparedPrompt
 from cacheblend_rag.engine.guard import GuardStatus
 from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.fusor.selection import (

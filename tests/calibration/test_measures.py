@@ -7,16 +7,17 @@ import sys
 import pytest
 import torch
 
-from cacheblend_rag.calibration.evaluation.measures import (
+from cacheblend_rag.calibration.evaluation.statistics import (
     best_f1,
     best_rouge_l,
     exact_match,
     f1,
     first_line,
+    interval,
     normalise,
+    paired,
     rouge_scorer,
 )
-from cacheblend_rag.calibration.evaluation.statistics import interval, paired
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 
 

@@ -11,15 +11,12 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.app.cli import main
-from cacheblend_rag.calibration.bench.plotting import import_pyplot
-from cacheblend_rag.calibration.evaluation.cases import EvalCase
-from cacheblend_rag.calibration.evaluation.choosing import choose
-from cacheblend_rag.calibration.evaluation.datasets import load_cases
-from cacheblend_rag.calibration.evaluation.journal import Journal
+from cacheblend_rag.calibration.bench.plots import import_pyplot
+from cacheblend_rag.calibration.evaluation.datasets import EvalCase, load_cases
 from cacheblend_rag.calibration.evaluation.methods import METHODS, rule_of, variants
 from cacheblend_rag.calibration.evaluation.plots import draw_run
-from cacheblend_rag.calibration.evaluation.prompts import build_prompt
-from cacheblend_rag.calibration.evaluation.runner import EvalOptions, EvalRun, Evaluation
+from cacheblend_rag.calibration.evaluation.prompts import build_prompt, choose
+from cacheblend_rag.calibration.evaluation.runner import EvalOptions, EvalRun, Evaluation, Journal
 from cacheblend_rag.calibration.evaluation.statistics import Interval
 from cacheblend_rag.calibration.evaluation.subject import Subject
 from cacheblend_rag.calibration.evaluation.summary import MethodRow, least_work, no_worse, summarise, write_summary

@@ -15,7 +15,7 @@ from cacheblend_rag import Prompt
 from cacheblend_rag.engine import pipeline
 from cacheblend_rag.errors import RecordError
 from cacheblend_rag.loading import LayerReader, Placement, load_ahead, load_as_it_pays, load_plainly, loader
-from cacheblend_rag.loading.reader import RecordLost
+from cacheblend_rag.loading.loader import RecordLost
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore, RecordInfo
 from tests import tiny

@@ -13,7 +13,7 @@ import torch
 
 from cacheblend_rag import Prompt
 from cacheblend_rag.engine import warm_up as warming
-from cacheblend_rag.engine.lookup import Segment
+from cacheblend_rag.engine.pipeline import Segment
 from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.engine.warm_up import in_batches
 from cacheblend_rag.errors import StoreError

@@ -14,7 +14,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.retrieval.documents import by_suffix
 
 if TYPE_CHECKING:
-    from cacheblend_rag.app.cli.screen import Screen
+    from cacheblend_rag.app.cli.arguments import Screen
     from cacheblend_rag.app.folder_rag import Answer, FolderRAG
     from cacheblend_rag.app.options import FolderRAGOptions
 
@@ -61,7 +61,7 @@ def _ask(parsed: argparse.Namespace) -> int:
 @contextmanager
 def opened(options: FolderRAGOptions) -> Iterator[tuple[Screen, FolderRAG]]:
     """Load the models, and say so: importing and loading takes seconds."""
-    from cacheblend_rag.app.cli.screen import Screen
+    from cacheblend_rag.app.cli.arguments import Screen
 
     screen = Screen()
     screen.note(f"Loading {os.fspath(options.model)} and {os.fspath(options.embedder)}…")

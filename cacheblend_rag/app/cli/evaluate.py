@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_rag.app.cli.arguments import add_arguments, data_folder
 
 if TYPE_CHECKING:
-    from cacheblend_rag.calibration.evaluation.cases import Cases
-    from cacheblend_rag.calibration.evaluation.choosing import Ranker
+    from cacheblend_rag.calibration.evaluation.datasets import Cases
+    from cacheblend_rag.calibration.evaluation.prompts import Ranker
     from cacheblend_rag.calibration.evaluation.runner import EvalOptions, Part
     from cacheblend_rag.engine.engine import BlendEngine
     from cacheblend_rag.loading import BlendSettings
@@ -111,7 +111,7 @@ _names, numbers, _whole = _split(str), _split(float), _split(int)
 
 def run_eval(parsed: argparse.Namespace) -> int:
     """Measure what the arguments of `add_eval_arguments` and `add_run_arguments` say, sum it up and draw it."""
-    from cacheblend_rag.calibration.bench.plotting import import_pyplot
+    from cacheblend_rag.calibration.bench.plots import import_pyplot
     from cacheblend_rag.calibration.evaluation.plots import draw_run
     from cacheblend_rag.calibration.evaluation.runner import Evaluation
     from cacheblend_rag.calibration.evaluation.summary import write_summary
@@ -201,7 +201,7 @@ def _options(parsed: argparse.Namespace) -> EvalOptions:
 
 
 def _ranker(how: str, cases: Cases, chunks: int) -> Ranker | None:
-    from cacheblend_rag.calibration.evaluation.choosing import VectorRanker, WordRanker
+    from cacheblend_rag.calibration.evaluation.prompts import VectorRanker, WordRanker
 
     if how == "file":
         return None

@@ -49,12 +49,12 @@ def _serve(parsed: argparse.Namespace) -> int:
         settings.check_paths()
         if parsed.ray:
             try:
-                from cacheblend_rag.app.fleet.running import serve_fleet
+                from cacheblend_rag.app.fleet.application import serve_fleet
             except ModuleNotFoundError as error:
                 raise MissingExtraError(error.name or "ray", "app,ray") from error
             return serve_fleet(given, replicas)
         try:
-            from cacheblend_rag.app.server.running import serve
+            from cacheblend_rag.app.server.app import serve
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "fastapi", "app") from error
         return serve(settings)  # some values can only be judged beside the model

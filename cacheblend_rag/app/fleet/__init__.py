@@ -2,17 +2,15 @@
 
 A request goes ``ingress`` → ``router`` → ``replica``, and the answer streams back.
 
-==================  ======================================================================
-``application``     the application, as ``serve deploy`` builds it
-``running``         the application on this machine, as ``cacheblend-rag serve --ray``
+==================  ============================================================================================
+``application``     the application, as ``serve deploy`` builds it and ``cacheblend-rag serve --ray`` runs it
+``arguments``       its arguments
 ``ingress``         takes requests, finds their pieces, forwards answers
 ``router``          ranks replicas by what they hold, with the rule of ``routing``
-``replica``         one server with its own folder, called without a socket
+``replica``         one server with its own folder, called without a socket, and what all must have in common
 ``calls``           a request as data, and an application that answers it
-``pieces``          the pieces of a text, by which ingress and replicas speak of chunks
-``summaries``       which pieces a replica's memory and disk hold
-``agreement``       what all replicas must have in common
-==================  ======================================================================
+``summaries``       the pieces of a text, and which of them a replica's memory and disk hold
+==================  ============================================================================================
 """
 
 from typing import TYPE_CHECKING

@@ -22,7 +22,7 @@ from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.logits import LogProbs, Penalties, TokenLogProb, logit_bias
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.errors import ConfigError, GenerationTimeoutError
-from cacheblend_rag.langchain.tools import call_chunks
+from cacheblend_rag.langchain.messages import call_chunks
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.images import ImageLimits
 from cacheblend_rag.prompt.matching import match_chunks

@@ -1,28 +1,171 @@
-"""The FastAPI application, and how it is run."""
+"""The FastAPI application, and how uvicorn runs it."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import mimetypes
-from collections.abc import AsyncIterator
+import os
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from html import escape
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cacheblend_rag import __version__
-from cacheblend_rag.app.server.accounting import Served
-from cacheblend_rag.app.server.docs_page import docs_page
 from cacheblend_rag.app.server.gatekeeping import Gatekeeper
+from cacheblend_rag.app.server.logs import RequestIds, Served, configure_logs
 from cacheblend_rag.app.server.openai_api import router as openai_router
 from cacheblend_rag.app.server.problems import Problem, ProblemBody, add_handlers
 from cacheblend_rag.app.server.rag_api import router as rag_router
-from cacheblend_rag.app.server.request_ids import RequestIds
-from cacheblend_rag.app.server.service import Service
-from cacheblend_rag.app.server.sessions import service_of
-from cacheblend_rag.app.server.settings import ServerSettings
+from cacheblend_rag.app.server.service import Service, service_of
+from cacheblend_rag.app.server.settings import Limits, ServerSettings
+
+_ANSWER = b"HTTP/1.1 %s\r\nContent-Length: 0\r\nConnection: close\r\n%s\r\n"
+
+
+class _CarefulProtocol(H11Protocol):
+    """uvicorn's protocol with an end to waiting.
+
+    The head of a request must come whole within a time, and its body without long gaps. Where there are too many
+    connections, one that waits for a request gives way to a new one.
+    """
+
+    limits: Limits
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See `asyncio.BaseProtocol.connection_made`."""
+        super().connection_made(transport)
+        self._since = time.monotonic()
+        self._timer: asyncio.TimerHandle | None = None
+        others: list[Any] = [one for one in self.connections if one is not self]
+        if self.client is not None:
+            mine = sum(one.client is not None and one.client[0] == self.client[0] for one in others)
+            if mine >= self.limits.address_connections:
+                self._refuse(b"429 Too Many Requests", b"Retry-After: 10\r\n")
+                return
+        if len(others) >= self.limits.connections:
+            idle = [one for one in others if not one.under_way]
+            if not idle:
+                self._refuse(b"503 Service Unavailable", b"Retry-After: 10\r\n")
+                return
+            min(idle, key=lambda one: one._since).give_way()
+        self._arm(self.limits.head_seconds)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a request is being answered, its body perhaps not here yet."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def give_way(self) -> None:
+        """Close the connection for another."""
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol.data_received`."""
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if not self.under_way:
+            if self._timer is None:  # the head of a further request has begun
+                self._since = time.monotonic()
+                self._arm(self.limits.head_seconds)
+        elif self.cycle.more_body:
+            self._disarm()
+            self._arm(self.limits.body_seconds)
+        else:
+            self._disarm()
+
+    def on_response_complete(self) -> None:
+        """See `H11Protocol`: until the next request begins, keep-alive has a time of its own."""
+        self._since = time.monotonic()
+        self._disarm()
+        super().on_response_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.BaseProtocol.connection_lost`."""
+        self._disarm()
+        super().connection_lost(exc)
+
+    def _arm(self, seconds: float) -> None:
+        self._timer = self.loop.call_later(seconds, self._late, seconds)
+
+    def _disarm(self) -> None:
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+
+    def _late(self, seconds: float) -> None:
+        self._timer = None
+        if self.transport.is_closing():
+            return
+        if not self.under_way:
+            self._refuse(b"408 Request Timeout", b"")
+        elif self.flow.read_paused:  # it is we who do not read
+            self._arm(seconds)
+        elif self.cycle.more_body:
+            self.transport.close()
+
+    def _refuse(self, status: bytes, headers: bytes) -> None:
+        self.connections.discard(self)
+        self.transport.write(_ANSWER % (status, headers))
+        self.transport.close()
+
+
+def protocol_for(limits: Limits) -> type[H11Protocol]:
+    """The protocol with some limits, for `uvicorn.Config`."""
+    return type("CarefulProtocol", (_CarefulProtocol,), {"limits": limits})
+
+
+_STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}"
+    "summary{cursor:pointer;padding:.3rem 0}code,pre{font-family:ui-monospace,monospace;font-size:.9em}"
+    "pre{overflow:auto;padding:.8rem;border:1px solid #8886;border-radius:.4rem}"
+    "b{display:inline-block;min-width:4.5rem;text-transform:uppercase}"
+)
+
+
+def docs_page(document: dict[str, Any]) -> str:
+    """HTML of an OpenAPI document."""
+    title = escape(f"{document['info']['title']} {document['info']['version']}")
+    rows = "\n".join(_operations(document))
+    schemas = "\n".join(
+        _details(f'<code id="{escape(name)}">{escape(name)}</code>', schema)
+        for name, schema in document.get("components", {}).get("schemas", {}).items()
+    )
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>'
+        f'<h1>{title}</h1><p>The same for programs: <a href="/openapi.json">openapi.json</a>.</p>'
+        f"<h2>Requests</h2>{rows}<h2>Bodies</h2>{schemas}</body></html>"
+    )
+
+
+def _operations(document: dict[str, Any]) -> Iterator[str]:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            about = escape(operation.get("description", operation.get("summary", "")))
+            head = f"<b>{escape(method)}</b> <code>{escape(path)}</code> {about}"
+            shown = {name: operation[name] for name in ("parameters", "requestBody", "responses") if name in operation}
+            yield _details(head, shown)
+
+
+def _details(head: str, content: Any) -> str:
+    text = escape(json.dumps(content, indent=1, ensure_ascii=False))
+    return f"<details><summary>{head}</summary><pre>{text}</pre></details>"
+
 
 PAGE_PATH = Path(__file__).parent / "page"
 """Folder of the page's files."""
@@ -106,3 +249,89 @@ def _add_plain_routes(app: FastAPI) -> None:
         if not index.is_file():
             return JSONResponse(Problem(404, "no_page", "the page is not installed").body(), 404)
         return FileResponse(index, headers={"Cache-Control": "no-cache"})
+
+
+_log = logging.getLogger(__name__)
+# Seconds that requests under way may take to end once the server is asked to stop, and until it ends whatever runs.
+_GRACE, _LAST = 20, 35
+SWITCH_INTERVAL = 0.0005
+"""Seconds after which Python lets another thread go on. The model gives the interpreter up at every operation and must
+have it back for the next: with Python's own 5 ms, one thread that reads or writes JSON makes a pass take four times as
+long."""
+
+
+def _end() -> None:
+    """End the process: something runs on that cannot be stopped. What was answered is on the disk."""
+    _log.error("the server ends while something still runs")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+class _Announcing(uvicorn.Server):
+    """Says where it listens, once it does, and ends when it is told to."""
+
+    _ending = False
+
+    async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+        await super().startup(sockets)  # type: ignore[arg-type]
+        if self.started and self.servers:
+            host, port, *_ = self.servers[0].sockets[0].getsockname()
+            shown = f"[{host}]" if ":" in host else host
+            print(f"Open http://{shown}:{port}", file=sys.stderr, flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Tell the background too, so that who waits for it is not kept."""
+        super().handle_exit(sig, frame)
+        if not self._ending:
+            self._ending = True
+            last = threading.Timer(_LAST, _end)
+            last.daemon = True
+            last.start()
+        service: Service | None = getattr(self.config.app.state, "service", None)  # type: ignore[union-attr]
+        if service is not None:
+            service.begin_stop()
+
+
+def server_config(app: FastAPI, settings: ServerSettings, *, grace: int = _GRACE) -> uvicorn.Config:
+    """How uvicorn runs the application.
+
+    Parameters
+    ----------
+    app : FastAPI
+    settings : ServerSettings
+    grace : int
+        Seconds that requests under way may take to end.
+    """
+    return uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        http=protocol_for(settings.limits),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=grace,
+        timeout_keep_alive=15,
+        h11_max_incomplete_event_size=64 * 1024,
+    )
+
+
+def serve(settings: ServerSettings) -> int:
+    """Serve until interrupted; the process's exit status.
+
+    Raises
+    ------
+    CacheBlendError
+        If model, embedder, documents or store cannot be used.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    # Before anything listens, so that what cannot be loaded ends the command with its reason.
+    service = Service(settings)
+    configure_logs(settings.access_log)
+    server = _Announcing(server_config(create_app(settings, service), settings))
+    try:
+        server.run()
+    except KeyboardInterrupt:  # what uvicorn raises again once all is closed
+        return 0
+    return 0 if server.started else 1

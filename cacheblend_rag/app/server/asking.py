@@ -1,15 +1,16 @@
-"""A question and its passages as a prompt, and what a report shows of the answer."""
+"""A question and its passages as a prompt, what a report shows of the answer, and every method beside it."""
 
 from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 from cacheblend_rag.app.server.library import Found
+from cacheblend_rag.calibration.comparison import compare
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.prompt import Prompt, TokenizedPrompt
@@ -264,3 +265,25 @@ def _texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
         texts.append(text if whole else "")
         begun = stop if whole else begun
     return texts
+
+
+_SHORT = {"full recompute": "full", "prefix caching": "prefix", "full reuse": "reuse", "blended": "blend"}
+
+
+def compare_all(
+    engine: BlendEngine, prompt: Prompt, max_new_tokens: int, seconds: float
+) -> Iterator[list[dict[str, Any]]]:
+    """Rows, step by step; see `compare`. Between two steps other requests may use the model."""
+    for results in compare(engine, prompt, max_new_tokens, seconds=seconds):
+        yield [
+            {
+                "method": _SHORT[one.name],
+                "answer": one.text,
+                "ttft_s": one.ttft,
+                "same_as_full": one.nearness.same_answer,
+                "kl": one.nearness.kl,
+                "nearness": one.nearness.words,
+                "rounds": one.rounds,
+            }
+            for one in results
+        ]

@@ -13,11 +13,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cacheblend_rag.app.server.accounting import Served, add_to_span, log_access, served
+from cacheblend_rag.app.server.logs import Served, add_to_span, log_access, served
 from cacheblend_rag.app.server.problems import Problem, noted_problem, too_large
-from cacheblend_rag.app.server.quota import RequestQuota
 from cacheblend_rag.app.server.settings import ServerSettings
-from cacheblend_rag.app.server.tenants import Keys
+from cacheblend_rag.app.server.tenants import Keys, RequestQuota
 
 _SAFE = ("GET", "HEAD", "OPTIONS")
 # What needs a key, where there are keys.

@@ -1,14 +1,65 @@
-"""Structured logs: one JSON object a line on standard error, without text of documents or questions."""
+"""What is said of a request: its id, a line of JSON in the log, its span, and the counts of its tenant.
+
+The log goes to standard error, without text of documents or questions. The id is in a header of the answer, and in
+every line that is logged meanwhile.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
+import re
+import secrets
 import sys
 import traceback
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
 
-from cacheblend_rag.app.server.accounting import ACCESS_LOG
-from cacheblend_rag.app.server.request_ids import request_id
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cacheblend_rag.app.server.tenants import Caller
+from cacheblend_rag.report import BlendReport
+
+HEADER = "X-Request-ID"
+"""Header of the id, of requests and of answers; OpenAI's clients show it as ``_request_id``."""
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""Id of the request that is served here; empty outside of one."""
+
+_PLAIN = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class RequestIds:
+    """Gives every answer an id: the one its request came with if that is plain, else a new one.
+
+    Parameters
+    ----------
+    app : ASGI application
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request under its id."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(HEADER, "")
+        mine = given if _PLAIN.fullmatch(given) else f"req_{secrets.token_hex(12)}"
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[HEADER] = mine
+            await send(message)
+
+        token = request_id.set(mine)
+        try:
+            await self._app(scope, receive, named)
+        finally:
+            request_id.reset(token)
 
 
 class JsonFormatter(logging.Formatter):
@@ -67,3 +118,138 @@ def configure_logs(access: str = "json") -> None:
         requests.addHandler(lines)
     for name in ("uvicorn", "uvicorn.error", "httpx", "sentence_transformers"):
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+try:
+    from opentelemetry import trace
+except ModuleNotFoundError:  # an older FastAPI, which makes no spans
+    trace = None  # type: ignore[assignment]
+
+ACCESS_LOG = "cacheblend_rag.app.server.access"
+"""Name of the logger that has a line for each request."""
+
+_log = logging.getLogger(ACCESS_LOG)
+STAGES = ("split", "look_up", "load", "fuse", "first_token")
+"""The parts of the time to first token."""
+
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+
+
+@dataclass
+class Served:
+    """A request that is being served. It holds nothing that a client wrote.
+
+    Parameters
+    ----------
+    method : str
+    path : str
+        Template of the path, such as ``/api/collections/{id}/ask``; ``"other"`` where none fits.
+    status : int
+        499 if the client went away.
+    seconds : float
+        From its head to the end of its answer; the wait for a slot is in it.
+    caller : Caller, optional
+        None without a key that fits.
+    bytes_in, bytes_out : int
+        Of the bodies.
+    prompt_tokens, generated_tokens : int
+        Of all its answers that came to their end, each with its prompt.
+    reused_tokens : int
+        Tokens whose KV was read from the store.
+    hits, misses : int
+        Chunks that were read from the store, and chunks that were not there.
+    charged : int
+        Tokens that were taken from the tenant's quota.
+    unfinished : int
+        Answers that are paid for and not complete.
+    stages : dict
+        Seconds of the parts of the time to first token, summed over its answers.
+    ttft : float, optional
+        Time to first token of the first answer, in seconds, from its place at the model on.
+    """
+
+    method: str
+    path: str = "other"
+    status: int = 0
+    seconds: float = 0.0
+    caller: Caller | None = None
+    bytes_in: int = 0
+    bytes_out: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    reused_tokens: int = 0
+    hits: int = 0
+    misses: int = 0
+    charged: int = 0
+    unfinished: int = 0
+    stages: dict[str, float] = field(default_factory=dict)
+    ttft: float | None = None
+
+    def answered(self, report: BlendReport) -> None:
+        """Take note of an answer."""
+        for name in ("prompt_tokens", "generated_tokens", "reused_tokens", "hits", "misses"):
+            setattr(self, name, getattr(self, name) + getattr(report, name))
+        self.ttft = report.ttft if self.ttft is None else self.ttft
+        for name in STAGES:
+            self.stages[name] = self.stages.get(name, 0.0) + getattr(report.seconds, name)
+        self.unfinished -= 1
+
+    def embedded(self, tokens: int) -> None:
+        """Take note of texts that were embedded."""
+        self.prompt_tokens += tokens
+        self.unfinished -= 1
+
+    @property
+    def shown_method(self) -> str:
+        """The method, unless the client made one up."""
+        return self.method if self.method in _METHODS else "other"
+
+    @property
+    def unused(self) -> int:
+        """Tokens that were paid for and not used; an answer that did not come to its end is paid in full."""
+        return 0 if self.unfinished else self.charged - self.prompt_tokens - self.generated_tokens
+
+
+served: ContextVar[Served] = ContextVar("served")
+"""The request that is served here."""
+
+
+def log_access(one: Served) -> None:
+    """Write the line of a request; its id is added as to every line."""
+    fields: dict[str, Any] = {
+        "method": one.shown_method,
+        "path": one.path,
+        "status": one.status,
+        "seconds": round(one.seconds, 4),
+        "tenant": one.caller and one.caller.tenant,
+        "key": one.caller and one.caller.key,
+        "bytes_in": one.bytes_in,
+        "bytes_out": one.bytes_out,
+        "tokens_in": one.prompt_tokens,
+        "tokens_out": one.generated_tokens,
+        "tokens_charged": one.charged - one.unused,
+        "hits": one.hits,
+        "misses": one.misses,
+        "ttft": None if one.ttft is None else round(one.ttft, 4),
+    }
+    _log.info("request", extra={"fields": fields})
+
+
+def add_to_span(one: Served) -> None:
+    """Add to the span that FastAPI makes of a request what it took, if OpenTelemetry is set up.
+
+    The span ends with the last of the answer's body, so this must come before it. Each answer has a span of its own
+    below it, with its tokens by the names of the conventions. Here they have others: who sums those counts none twice.
+    """
+    if trace is None or not (span := trace.get_current_span()).is_recording():
+        return
+    took: dict[str, str | int | float] = {
+        "cacheblend_rag.tokens_in": one.prompt_tokens,
+        "cacheblend_rag.tokens_out": one.generated_tokens,
+        "cacheblend_rag.request": request_id.get(),
+        "cacheblend_rag.hits": one.hits,
+        "cacheblend_rag.misses": one.misses,
+    }
+    if one.caller is not None:
+        took |= {"cacheblend_rag.tenant": one.caller.tenant or "", "cacheblend_rag.key": one.caller.key}
+    span.set_attributes({**took, **{f"cacheblend_rag.seconds.{name}": value for name, value in one.stages.items()}})

@@ -18,9 +18,8 @@ from fastapi import APIRouter, Depends, File, Request, Response, UploadFile
 from fastapi.responses import StreamingResponse
 
 from cacheblend_rag.app.server.admission_queue import Slot
-from cacheblend_rag.app.server.asking import EarlierTurn, report_of, rule_name, search
+from cacheblend_rag.app.server.asking import EarlierTurn, compare_all, report_of, rule_name, search
 from cacheblend_rag.app.server.catalogue import Incoming
-from cacheblend_rag.app.server.comparing import compare_all
 from cacheblend_rag.app.server.library import Collection, Found, OwnCollection
 from cacheblend_rag.app.server.problems import Problem, noted_problem
 from cacheblend_rag.app.server.rag_models import (
@@ -46,8 +45,7 @@ from cacheblend_rag.app.server.rag_models import (
 )
 from cacheblend_rag.app.server.reading import suffix_of
 from cacheblend_rag.app.server.served_model import ServedModel
-from cacheblend_rag.app.server.service import Session
-from cacheblend_rag.app.server.sessions import session_of
+from cacheblend_rag.app.server.service import Session, session_of
 from cacheblend_rag.app.server.settings import MOST_PASSAGES
 from cacheblend_rag.app.server.streams import EventStream, event, unless_gone
 from cacheblend_rag.app.server.suggestions import suggestions_for

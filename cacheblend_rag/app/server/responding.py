@@ -36,7 +36,7 @@ from cacheblend_rag.app.server.service import Session
 from cacheblend_rag.app.server.streams import event
 from cacheblend_rag.engine.logits import TokenLogProb
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.langchain.tools import call_chunks
+from cacheblend_rag.langchain.messages import call_chunks
 
 # What a conversation calls fields that a response names otherwise.
 _FIELDS = {

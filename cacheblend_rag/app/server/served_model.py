@@ -11,7 +11,7 @@ from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.fitting import Fitted
+from cacheblend_rag.prompt.tokenizer import Fitted
 
 # For models without a chat template.
 _PLAIN_TEMPLATE = (

@@ -10,22 +10,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from fastapi import Request
 
 from cacheblend_rag.app.collection import ARTICLES_PATH, manual_path
 from cacheblend_rag.app.folder_rag import FolderRAG
-from cacheblend_rag.app.server.accounting import Served, served
 from cacheblend_rag.app.server.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.following import Follower
 from cacheblend_rag.app.server.grammars import SchemaCheck
 from cacheblend_rag.app.server.ingestion import Ingestion, Warmed
 from cacheblend_rag.app.server.library import BaseCollection, Collection, Found, Library, OwnCollection
+from cacheblend_rag.app.server.logs import Served, served
 from cacheblend_rag.app.server.metrics import Metrics
 from cacheblend_rag.app.server.problems import Problem
-from cacheblend_rag.app.server.quota import TokenQuota
 from cacheblend_rag.app.server.served_model import ServedModel, check_model
 from cacheblend_rag.app.server.settings import ServerSettings, without_folders
-from cacheblend_rag.app.server.tenants import Keys, Tenant
+from cacheblend_rag.app.server.tenants import Keys, Tenant, TokenQuota
 from cacheblend_rag.config import DEFAULT_MODEL
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError
@@ -403,3 +404,19 @@ class Session:
         if not isinstance(found, OwnCollection):
             raise Problem(403, "read_only", "this collection is the folder the server was started with")
         return found
+
+
+def service_of(request: Request) -> Service:
+    """What all requests share."""
+    return cast(Service, request.app.state.service)
+
+
+async def session_of(request: Request) -> Session:
+    """The server as the tenant of the request's key sees it; the gatekeeper has looked at the key."""
+    service, name = service_of(request), request.scope["caller"].tenant
+    # The key of a new tenant may have been made just now; opening its folder takes a moment.
+    found: Session | None = service.sessions.get(name)
+    session = found if found is not None else await asyncio.to_thread(service.joined, name)
+    if service.database is not None:
+        await asyncio.to_thread(session.library.follow)
+    return session

@@ -1,4 +1,4 @@
-"""What benchmarks share: their model and prompt, a store that holds it, tables, and where they ran."""
+"""What benchmarks share: a clock, their model and prompt, a store that holds it, tables, and where they ran."""
 
 from __future__ import annotations
 
@@ -20,13 +20,41 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cacheblend_rag.calibration.bench.plotting import pyplot_for
+from cacheblend_rag.calibration.bench.plots import pyplot_for
 from cacheblend_rag.calibration.bench.shapes import BenchOptions, bench_device, random_model
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import BlendReport, WarmReport
 from cacheblend_rag.store import KVStore
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that some work takes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def least_squares(columns: Mapping[int, torch.Tensor], times: torch.Tensor) -> dict[int, float]:
+    """Parts of which columns make up times, none below 0; the first column is kept whatever comes out.
+
+    Parameters
+    ----------
+    columns : mapping of int to Tensor, each [times]
+    times : Tensor, [times]
+        Positive. Relative errors count, so that short times are not drowned by long ones.
+    """
+    kept = dict(columns)
+    first = next(iter(kept))
+    while True:
+        matrix = torch.stack([*kept.values()], dim=1) / times[:, None]
+        parts = dict(zip(kept, torch.linalg.lstsq(matrix, torch.ones_like(times)).solution.tolist(), strict=True))
+        negative = [name for name, part in parts.items() if part < 0 and name != first]
+        if not negative:
+            return {name: max(0.0, part) for name, part in parts.items()}
+        del kept[min(negative)]
+
 
 _ALLOCATOR = ("GLIBC_TUNABLES", "MALLOC_")
 _SYSTEM = "Answer the question at the end from the passages below. Say so if they do not hold the answer."

@@ -4,7 +4,8 @@
 
 All methods run in one process, in turn, round after round; ratios are of medians. Stores are warm;
 tokenising, looking up, loading, the layers before a check, the check and the question are all in the
-time. Only "cold" finds nothing stored, the prefix included, and stores nothing.
+time. Only "cold" finds nothing stored, the prefix included, and stores nothing. The least time that a
+method could take is its arithmetic at full prefill's rate, or reading its KV if that is longer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.calibration.bench.bench_plots import draw_ttft
+import torch
+
 from cacheblend_rag.calibration.bench.benching import (
     bench_model,
     bench_prompt,
@@ -27,16 +29,80 @@ from cacheblend_rag.calibration.bench.benching import (
     timed_result,
     warmed,
 )
-from cacheblend_rag.calibration.bench.bounds import cost_of, kv_rate
+from cacheblend_rag.calibration.bench.plots import draw_ttft
 from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.calibration.comparison import METHODS as WAYS
 from cacheblend_rag.calibration.comparison import Prefilled, blended, prefill_methods, time_rounds
+from cacheblend_rag.calibration.profiler import measure_gpu_copy, measure_memory, read_files
 from cacheblend_rag.config import BlendConfig, check_choice, check_share
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.fusor.work import RowsDone, work_share
+from cacheblend_rag.models.adapter import ModelAdapter
+from cacheblend_rag.models.memory import token_bytes
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.store import KVStore, MemoryStore
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a method had to do for a prompt.
+
+    Parameters
+    ----------
+    work : float
+        Multiply-adds as a share of a full prefill's, attention counted by the keys each row sees: the
+        layers before a check, the rows kept, the question, checks, scoring and the output head.
+    loaded : int
+        Bytes of KV read from a store.
+    """
+
+    work: float
+    loaded: int = 0
+
+    def bound(self, full: float, rate: float) -> float:
+        """Seconds no method with this cost can beat on this machine.
+
+        Reading hides behind computing at best, so it counts only as far as it takes longer.
+
+        Parameters
+        ----------
+        full : float
+            Seconds full prefill took in the same run.
+        rate : float
+            Bytes a second at which KV can be read.
+        """
+        return max(self.work * full, self.loaded / rate)
+
+
+def cost_of(adapter: ModelAdapter, tokens: int, done: Prefilled) -> Cost:
+    """What a method did for a prompt of so many tokens.
+
+    Without a report, it computed the last rows of the prompt, on each layer to its end.
+    """
+    if done.report is not None:
+        report = done.report
+        return Cost(report.work, report.reused_tokens * token_bytes(adapter))
+    computed = tuple(torch.arange(tokens - rows, tokens) for rows in done.computed)
+    return Cost(work_share(adapter.shape, tokens, RowsDone(computed)))
+
+
+def kv_rate(engine: BlendEngine) -> float:
+    """Bytes a second at which KV could come from an engine's store to its model, nothing checked or put in place.
+
+    Of a folder, as its files lie now, in the system's page cache or not.
+    """
+    folder, kept = engine.store.folder, engine.store.device
+    if folder is not None:
+        rate = read_files(folder.glob("??/??/*.val"))
+    else:
+        rate = measure_memory(device=kept).throughput
+    device = engine.adapter.device
+    if device.type == "cuda" and kept.type != "cuda":
+        rate = min(rate, measure_gpu_copy(device).throughput)
+    return rate
+
 
 FULL, PREFIX, REUSE, _ = WAYS
 METHODS = ("full", "prefix", "reuse", "hkvd-v", "hkvd-k", "gradual-30", "gradual-50", "starts", "default", "cold")

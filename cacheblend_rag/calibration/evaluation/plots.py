@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.calibration.bench.plotting import import_pyplot, save_figure
+from cacheblend_rag.calibration.bench.plots import import_pyplot, save_figure
 from cacheblend_rag.calibration.evaluation.runner import EvalRun
 from cacheblend_rag.calibration.evaluation.summary import LOSS, MethodRow, least_work, main_measure
 

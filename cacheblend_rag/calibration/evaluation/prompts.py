@@ -1,14 +1,160 @@
-"""Prompts as in the paper's evaluation, and the one of LangChain's ``RetrievalQA``."""
+"""Prompts as in the paper's evaluation and as in LangChain's ``RetrievalQA``, and which passages stand in them."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
 
-from cacheblend_rag.calibration.evaluation.cases import EvalCase
-from cacheblend_rag.config import check_choice
+from cacheblend_rag.calibration.evaluation.datasets import EvalCase, Passage
+from cacheblend_rag.config import check_choice, check_whole
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import STUFF, PromptFormat, written_by_template
+
+ORDERS = ("retrieved", "random")
+_WORD = re.compile(r"\w+")
+
+
+class Ranker(Protocol):
+    """Puts passages in the order in which they would be retrieved."""
+
+    def rank(self, question: str, texts: Sequence[str]) -> list[int]:
+        """Numbers of the texts, nearest to the question first."""
+
+
+class WordRanker:
+    """By the words a passage shares with the question, rare ones counting more; needs no model.
+
+    Parameters
+    ----------
+    texts : iterable of str
+        All passages, by which a word is rare or not.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts, self._in = 0, Counter[str]()
+        for text in texts:
+            self._texts += 1
+            self._in.update(set(_words(text)))
+
+    def rank(self, question: str, texts: Sequence[str]) -> list[int]:
+        """See `Ranker.rank`."""
+        wanted = set(_words(question))
+        scores = [sum(map(self.rarity, wanted & set(_words(text)))) for text in texts]
+        return sorted(range(len(texts)), key=lambda number: -scores[number])
+
+    def rarity(self, word: str) -> float:
+        """How much a word says: the logarithm of all passages over those that have it."""
+        return math.log((self._texts + 1) / (self._in[word] + 0.5))
+
+
+class VectorRanker:
+    """By L2 distance of embeddings, as the paper retrieves.
+
+    Parameters
+    ----------
+    embedder : LangChain Embeddings
+    """
+
+    def __init__(self, embedder: Any) -> None:
+        self._embedder = embedder
+        self._known: dict[str, list[float]] = {}
+
+    def rank(self, question: str, texts: Sequence[str]) -> list[int]:
+        """See `Ranker.rank`."""
+        new = [text for text in dict.fromkeys(texts) if text not in self._known]
+        if new:
+            self._known.update(zip(new, self._embedder.embed_documents(new), strict=True))
+        asked = self._embedder.embed_query(question)
+        return sorted(range(len(texts)), key=lambda number: math.dist(asked, self._known[texts[number]]))
+
+
+def _words(text: str) -> list[str]:
+    return [word.lower() for word in _WORD.findall(text)]
+
+
+def choose(
+    case: EvalCase,
+    count: int,
+    *,
+    order: str = "retrieved",
+    ranker: Ranker | None = None,
+    keep_support: bool = True,
+    seed: int = 0,
+) -> EvalCase:
+    """A question with the passages of its prompt, in their order.
+
+    Parameters
+    ----------
+    case : EvalCase
+    count : int
+        Passages; all of them if there are fewer.
+    order : {"retrieved", "random"}
+        Nearest to the question first, or drawn by chance.
+    ranker : Ranker, optional
+        By default the order of the file is the order of retrieval.
+    keep_support : bool
+        Put passages that the answer needs in whether they would be retrieved or not.
+    seed : int
+        Of the random order, together with the question's id.
+    """
+    check_choice("order", order, ORDERS)
+    check_whole("chunks", count, 1)
+    ranking = list(range(len(case.passages)))
+    if ranker is not None and case.task == "qa":
+        ranking = ranker.rank(case.question, [passage.chunk for passage in case.passages])
+    if keep_support:
+        first = [number for number in ranking if case.passages[number].support]
+        kept = set((first + [number for number in ranking if number not in first])[:count])
+        ranking = [number for number in ranking if number in kept]
+    chosen = ranking[:count]
+    if order == "random":
+        random.Random(f"{seed}/{case.id}").shuffle(chosen)
+    return replace(case, passages=tuple(case.passages[number] for number in chosen))
+
+
+def repacked(case: EvalCase, tokenizer: Any, tokens: int) -> EvalCase:
+    """A question whose passages are cut, or joined with their neighbours, to about so many tokens.
+
+    Parameters
+    ----------
+    case : EvalCase
+    tokenizer : transformers tokenizer
+    tokens : int
+        Most tokens of a passage.
+    """
+    check_whole("chunk_tokens", tokens, 8)
+    packed: list[Passage] = []
+    room = 0
+    for passage in case.passages:
+        for text, size in _pieces(passage.chunk, tokenizer, tokens):
+            if packed and size <= room:
+                before = packed[-1]
+                packed[-1] = Passage("", f"{before.text}\n\n{text}", before.support or passage.support)
+                room -= size
+            else:
+                packed.append(Passage("", text, passage.support))
+                room = tokens - size
+    return replace(case, passages=tuple(packed))
+
+
+def _pieces(text: str, tokenizer: Any, tokens: int) -> list[tuple[str, int]]:
+    """A text cut between words, with the tokens of each piece; a word counts what it counts by itself."""
+    found: list[tuple[str, int]] = []
+    piece, size = "", 0
+    for word in re.findall(r"\s*\S+", text):
+        need = len(tokenizer.encode(word, add_special_tokens=False))
+        if piece and size + need > tokens - 2:  # room for what joins it to the next
+            found.append((piece.strip(), size + 2))
+            piece, size = "", 0
+        piece, size = piece + word, size + need
+    return [*found, (piece.strip(), size + 2)] if piece.strip() else found
+
 
 STYLES = ("paper", "stuff")
 PAPER = {

@@ -1,14 +1,82 @@
-"""Means with bootstrap intervals, paired by question."""
+"""How good an answer is (F1 and exact match as LongBench has them, Rouge-L), and means with bootstrap intervals."""
 
 from __future__ import annotations
 
+import re
+import string
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from typing import Any
 
 import torch
 
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, MissingExtraError
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalise(text: str) -> str:
+    """Lower-case, without punctuation and articles, single spaces (LongBench's ``normalize_answer``)."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def f1(answer: str, gold: str) -> float:
+    """Harmonic mean of precision and recall over words, each counted as often as it occurs.
+
+    0 if they have no word in common, so also if either has none (LongBench's ``qa_f1_score``).
+    """
+    ours, theirs = normalise(answer).split(), normalise(gold).split()
+    common = sum((Counter(ours) & Counter(theirs)).values())
+    if not common:
+        return 0.0
+    precision, recall = common / len(ours), common / len(theirs)
+    return 2 * precision * recall / (precision + recall)
+
+
+def best_f1(answer: str, golds: Sequence[str]) -> float:
+    """F1 with the nearest of several gold answers."""
+    return max((f1(answer, gold) for gold in golds), default=0.0)
+
+
+def exact_match(answer: str, golds: Sequence[str]) -> bool:
+    """Whether it is one of the gold answers, both normalised."""
+    return any(normalise(answer) == normalise(gold) for gold in golds)
+
+
+def first_line(text: str) -> str:
+    """The first line with something in it: a short answer ends there (as in the paper's evaluation)."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
+@cache
+def rouge_scorer() -> Any:
+    """Rouge-L with stemming, as the paper measures it.
+
+    Raises
+    ------
+    MissingExtraError
+        If rouge-score is not installed.
+    """
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise MissingExtraError("rouge-score", "eval") from error
+    return RougeScorer(["rougeL"], use_stemmer=True)
+
+
+def best_rouge_l(answer: str, golds: Sequence[str]) -> float:
+    """Rouge-L F-measure with the nearest of several gold answers.
+
+    Raises
+    ------
+    MissingExtraError
+        If rouge-score is not installed.
+    """
+    scorer = rouge_scorer()
+    return max((float(scorer.score(gold, answer)["rougeL"].fmeasure) for gold in golds), default=0.0)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ import torch
 
 from cacheblend_rag.calibration.comparison import Prefilled, blended, full_recompute, prefix_caching, time_once
 from cacheblend_rag.calibration.evaluation.answers import GreedyAnswers, shared_cache
-from cacheblend_rag.calibration.evaluation.cases import EvalCase
-from cacheblend_rag.calibration.evaluation.measures import best_f1, best_rouge_l, exact_match, first_line
+from cacheblend_rag.calibration.evaluation.datasets import EvalCase
 from cacheblend_rag.calibration.evaluation.methods import Variant
+from cacheblend_rag.calibration.evaluation.statistics import best_f1, best_rouge_l, exact_match, first_line
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import MissingExtraError
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence

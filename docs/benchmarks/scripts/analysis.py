@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from cacheblend_rag.calibration.bench.plotting import import_pyplot, save_figure
-from cacheblend_rag.calibration.prepared import PreparedPrompt
+from cacheblend_rag.calibration.bench.plots import import_pyplot, save_figure
+from cacheblend_rag.calibration.trials import PreparedPrompt
 from cacheblend_rag.config import METRICS, check_choice
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.scoring import attention_rows

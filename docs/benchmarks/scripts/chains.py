@@ -15,8 +15,7 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.outputs import LLMResult
 
-from cacheblend_rag.calibration.evaluation.journal import Journal
-from cacheblend_rag.calibration.evaluation.runner import EvalRun, Evaluation
+from cacheblend_rag.calibration.evaluation.runner import EvalRun, Evaluation, Journal
 from cacheblend_rag.calibration.evaluation.subject import DEPTH, Subject, scored
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, MissingExtraError

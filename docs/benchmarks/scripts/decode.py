@@ -25,7 +25,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from cacheblend_rag.calibration.bench.bench_plots import titled
 from cacheblend_rag.calibration.bench.benching import (
     bench_model,
     bench_prompt,
@@ -34,7 +33,7 @@ from cacheblend_rag.calibration.bench.benching import (
     timed_result,
     warmed,
 )
-from cacheblend_rag.calibration.bench.plotting import save_figure
+from cacheblend_rag.calibration.bench.plots import save_figure, titled
 from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.config import check_choice
 from cacheblend_rag.engine.engine import BlendEngine

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.calibration.bench.benching import table
-from cacheblend_rag.calibration.bench.plotting import pyplot_for, save_figure
+from cacheblend_rag.calibration.bench.plots import pyplot_for, save_figure
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.fusor.selection import SelectNone
 from cacheblend_rag.fusor.teacher_forcing import prefill_layerwise

@@ -22,9 +22,8 @@ from tqdm import tqdm
 
 from cacheblend_rag.app.cli.evaluate import add_eval_arguments, open_evaluation
 from cacheblend_rag.calibration.bench.benching import machine
-from cacheblend_rag.calibration.bench.plotting import import_pyplot
-from cacheblend_rag.calibration.evaluation.cases import Cases
-from cacheblend_rag.calibration.evaluation.choosing import Ranker
+from cacheblend_rag.calibration.bench.plots import import_pyplot
+from cacheblend_rag.calibration.evaluation.datasets import Cases
 from cacheblend_rag.calibration.evaluation.methods import BLENDED, own_ratios, rule_of
 from cacheblend_rag.calibration.evaluation.plots import (
     draw_against,
@@ -33,9 +32,10 @@ from cacheblend_rag.calibration.evaluation.plots import (
     draw_over_ratio,
     drawn,
 )
+from cacheblend_rag.calibration.evaluation.prompts import Ranker
 from cacheblend_rag.calibration.evaluation.runner import EvalOptions, Evaluation
 from cacheblend_rag.calibration.evaluation.summary import MethodRow, main_measure, write_summary
-from cacheblend_rag.calibration.prepared import PreparedPrompt
+from cacheblend_rag.calibration.trials import PreparedPrompt
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import SelectNone

@@ -40,8 +40,8 @@ from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router i
 from ray.serve.request_router import PendingRequest
 
 from cacheblend_rag.app.cli.configuration import Given
+from cacheblend_rag.app.fleet.application import fleet
 from cacheblend_rag.app.fleet.routing import chunk_digest
-from cacheblend_rag.app.fleet.running import fleet
 from cacheblend_rag.calibration.bench.benching import machine, table
 from cacheblend_rag.config import DEFAULT_EMBEDDER
 from cacheblend_rag.models.loading import load_geometry

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.calibration.bench.benching import bench_model, bench_prompt, machine, medians, show_result, table
-from cacheblend_rag.calibration.bench.plotting import save_figure
+from cacheblend_rag.calibration.bench.plots import save_figure
 from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.calibration.comparison import Prefilled, blended, time_rounds
 from cacheblend_rag.calibration.profiler import fit_blend, time_blends

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.calibration.bench.bench_plots import draw_ttft
-from cacheblend_rag.calibration.bench.plotting import pyplot_for
+from cacheblend_rag.calibration.bench.plots import draw_ttft, pyplot_for
 from cacheblend_rag.errors import ConfigError
 from docs.benchmarks.scripts import (
     concurrent,

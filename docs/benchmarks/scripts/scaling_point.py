@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.bench.benching import bench_model, bench_prompt, warmed
+from cacheblend_rag.calibration.bench.benching import bench_model, bench_prompt, timed, warmed
 from cacheblend_rag.calibration.bench.shapes import BenchOptions
-from cacheblend_rag.calibration.bench.timing import timed
 from cacheblend_rag.config import BlendConfig, check_choice, check_share
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.fusor.work import RowsDone, prefill_work, work_share

@@ -21,11 +21,9 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.bench.bench_plots import EDGE, bar_rows, titled, unboxed
-from cacheblend_rag.calibration.bench.benching import machine, medians, show_result, shown_seconds, table
-from cacheblend_rag.calibration.bench.plotting import save_figure
+from cacheblend_rag.calibration.bench.benching import machine, medians, show_result, shown_seconds, table, timed
+from cacheblend_rag.calibration.bench.plots import EDGE, bar_rows, save_figure, titled, unboxed
 from cacheblend_rag.calibration.bench.shapes import BenchOptions, shape_config
-from cacheblend_rag.calibration.bench.timing import timed
 from cacheblend_rag.calibration.profiler import drop_cache
 from cacheblend_rag.config import CODEC_NAMES, check_choice
 from cacheblend_rag.errors import StoreError

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.bench.bench_plots import titled
 from cacheblend_rag.calibration.bench.benching import (
     bench_model,
     bench_prompt,
@@ -35,7 +34,7 @@ from cacheblend_rag.calibration.bench.benching import (
     show_result,
     table,
 )
-from cacheblend_rag.calibration.bench.plotting import save_figure
+from cacheblend_rag.calibration.bench.plots import save_figure, titled
 from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.calibration.comparison import Prefilled, decode_from
 from cacheblend_rag.config import BlendConfig, check_whole

@@ -21,11 +21,9 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.bench.bench_plots import titled
-from cacheblend_rag.calibration.bench.benching import bench_model, bench_prompt, machine, medians, show_result
-from cacheblend_rag.calibration.bench.plotting import save_figure
+from cacheblend_rag.calibration.bench.benching import bench_model, bench_prompt, machine, medians, show_result, timed
+from cacheblend_rag.calibration.bench.plots import save_figure, titled
 from cacheblend_rag.calibration.bench.shapes import BenchOptions
-from cacheblend_rag.calibration.bench.timing import timed
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.prompt import Prompt

@@ -38,17 +38,15 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.bench.plotting import pyplot_for, save_figure
+from cacheblend_rag.calibration.bench.plots import pyplot_for, save_figure
 from cacheblend_rag.calibration.calibrate import end_ids_of
-from cacheblend_rag.calibration.corpus import Corpus
 from cacheblend_rag.calibration.evaluation.answers import GreedyAnswers, shared_cache
-from cacheblend_rag.calibration.evaluation.cases import EvalCase, Passage
-from cacheblend_rag.calibration.evaluation.datasets import load_cases
+from cacheblend_rag.calibration.evaluation.datasets import EvalCase, Passage, load_cases
 from cacheblend_rag.calibration.evaluation.methods import rule_of
 from cacheblend_rag.calibration.evaluation.prompts import ChatFrame, build_prompt
 from cacheblend_rag.calibration.evaluation.statistics import interval
-from cacheblend_rag.calibration.prepared import ComputeKV, PreparedPrompt
-from cacheblend_rag.calibration.trials import greedy_answer
+from cacheblend_rag.calibration.prompts import Corpus
+from cacheblend_rag.calibration.trials import ComputeKV, PreparedPrompt, greedy_answer
 from cacheblend_rag.config import DTYPES, LEAST_RATIO
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cacheblend_rag.app.fleet.agreement import check_agreed
-from cacheblend_rag.app.fleet.replica import terms_of
+from cacheblend_rag.app.fleet.replica import check_agreed, terms_of
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store import MemoryStore
 from cacheblend_rag.store.encryption import KEY_VARIABLE
@@ -95,7 +94,7 @@ SCRIPT = """
 import sys
 import tempfile
 import ray
-from cacheblend_rag.app.fleet.agreement import agree
+from cacheblend_rag.app.fleet.replica import agree
 from cacheblend_rag.errors import ConfigError
 from tests.app.fleet.test_agreement import TERMS
 ray.init(address="local", include_dashboard=False, object_store_memory=100_000_000, _temp_dir=sys.argv[1])

@@ -18,8 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from cacheblend_rag.app.folder_rag import FolderRAGOptions
-from cacheblend_rag.app.server.app import create_app
-from cacheblend_rag.app.server.running import server_config
+from cacheblend_rag.app.server.app import create_app, server_config
 from cacheblend_rag.app.server.settings import Limits, ServerSettings
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cacheblend_rag.app.server.comparing import compare_all
+from cacheblend_rag.app.server.asking import compare_all
 from cacheblend_rag.app.server.library import BaseCollection
 from cacheblend_rag.app.server.streams import EventStream
 from cacheblend_rag.calibration import comparison

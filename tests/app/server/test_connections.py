@@ -178,13 +178,13 @@ async def test_a_queue_knows_how_long_nobody_was_let_in() -> None:
 STUCK = """
 import sys, threading, time
 from cacheblend_rag.app.cli import main
-from cacheblend_rag.app.server import running
+from cacheblend_rag.app.server import app
 from cacheblend_rag.engine.engine import BlendEngine
 def never(*args, **more):
     while True:
         time.sleep(0.1)
 BlendEngine.stream = never
-running._GRACE, running._LAST = 1, 2
+app._GRACE, app._LAST = 1, 2
 sys.exit(main(sys.argv[1:]))
 """
 

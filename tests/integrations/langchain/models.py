@@ -19,7 +19,7 @@ from langchain_core.utils.function_calling import convert_to_openai_tool
 from transformers.generation import LogitsProcessor, LogitsProcessorList
 
 from cacheblend_rag import BlendConfig, BlendEngine
-from cacheblend_rag.langchain.tools import parse_answer
+from cacheblend_rag.langchain.messages import parse_answer
 from tests import tiny
 from tests.tokenizer_kinds import tokenizer_of
 

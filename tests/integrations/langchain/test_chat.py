@@ -15,8 +15,7 @@ from pydantic import BaseModel, Field
 
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.langchain import ChatCacheBlend, known_chunks
-from cacheblend_rag.langchain.messages import places_of, turns_of
-from cacheblend_rag.langchain.tools import parse_answer
+from cacheblend_rag.langchain.messages import parse_answer, places_of, turns_of
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import HeldBack, opening, render_turns
 from tests.integrations.langchain.models import Script, passages, tiny_engine, tiny_parts

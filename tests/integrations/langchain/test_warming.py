@@ -12,7 +12,7 @@ import pytest
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain import CacheBlendLLM, known_chunks, warm_vectorstore
-from cacheblend_rag.langchain.contents import contents_of
+from cacheblend_rag.langchain.vector_stores import contents_of
 from tests.integrations.langchain.models import passages, tiny_engine
 from tests.integrations.langchain.stores import IN_FOLDERS, STORES, opened
 

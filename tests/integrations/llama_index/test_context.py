@@ -23,8 +23,7 @@ from llama_index.core.tools import QueryEngineTool, RetrieverTool
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.llama_index import CacheBlendLLM, tracking, tracking_off, warm_index
 from cacheblend_rag.llama_index.context import Hint, see
-from cacheblend_rag.llama_index.parts import find_parts
-from cacheblend_rag.llama_index.tracking import RecentNodes, node_texts, recent_nodes
+from cacheblend_rag.llama_index.tracking import RecentNodes, find_parts, node_texts, recent_nodes
 from cacheblend_rag.prompt.matching import known_chunks, note_form, written_forms
 from tests import tiny
 from tests.integrations.langchain.models import Script, tiny_parts

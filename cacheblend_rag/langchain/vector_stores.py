@@ -1,19 +1,165 @@
-"""`forgetting`: a vector store whose documents lose their KV when they leave it."""
+"""Vector stores: their KV computed ahead of time, and erased with the documents that leave them.
+
+LangChain has no call for what a store holds. A store may have two methods of its own, as this package's
+``FaissVectorStore`` has:
+
+- ``documents()`` gives all documents, one after another.
+- ``holding(texts)`` gives those of some texts that a document has.
+
+Stores of others are read by what they offer instead.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from inspect import signature
+from typing import Any, Protocol, TypeVar, cast
 
 from langchain_core.documents import Document
-from langchain_core.vectorstores import VectorStore
+from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.base import BlendFields
-from cacheblend_rag.langchain.contents import Contents, contents_of
+from cacheblend_rag.report import WarmReport
+from cacheblend_rag.retrieval.qdrant import having, scroll
 from cacheblend_rag.retrieval.wrapping import Wrapper, forgetting_call, wrapped
+
+_PAGE = 1000
+# Texts of one question to Qdrant.
+_TEXTS = 1000
+# To look for this many texts takes Chroma about as long as to give all documents.
+_FEW = 16
+
+
+class Contents(Protocol):
+    """What can be read of a vector store as a whole."""
+
+    def documents(self) -> Iterable[Document]:
+        """All documents."""
+
+    def holding(self, texts: Collection[str]) -> set[str]:
+        """Those of some texts that a document has."""
+
+
+def contents_of(store: Any) -> Contents | None:
+    """What reads a whole vector store; None if there is no way to.
+
+    Parameters
+    ----------
+    store : VectorStore
+    """
+    if all(callable(getattr(store, name, None)) for name in ("documents", "holding")):
+        return cast(Contents, store)
+    if isinstance(store, InMemoryVectorStore):
+        return _Held(lambda: [Document(str(entry["text"])) for entry in store.store.values()])
+    if isinstance(held := getattr(getattr(store, "docstore", None), "_dict", None), dict):
+        return _Held(held.values)  # the FAISS store of LangChain's community
+    if callable(getattr(getattr(store, "client", None), "scroll", None)) and hasattr(store, "content_payload_key"):
+        return _Qdrant(store)
+    if callable(get := getattr(store, "get", None)) and "where_document" in signature(get).parameters:
+        return _Chroma(store)
+    return None
+
+
+class _Held:
+    """Documents in the memory of this process."""
+
+    def __init__(self, documents: Callable[[], Iterable[Document]]) -> None:
+        self.documents = documents
+
+    def holding(self, texts: Collection[str]) -> set[str]:
+        return {one.page_content for one in self.documents()}.intersection(texts)
+
+
+class _Chroma:
+    """Documents of langchain-chroma's store."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def documents(self) -> Iterator[Document]:
+        offset = 0
+        while found := self._store.get(limit=_PAGE, offset=offset, include=["documents"])["documents"]:
+            yield from (Document(text) for text in found if text)
+            offset += len(found)
+
+    def get_by_ids(self, ids: Sequence[str]) -> list[Document]:
+        """As the store's, which fails at documents without metadata (langchain-chroma 1.1)."""
+        found = self._store.get(ids=list(ids), include=["documents"])["documents"]
+        return [Document(text) for text in found if text]
+
+    async def aget_by_ids(self, ids: Sequence[str]) -> list[Document]:
+        return await asyncio.to_thread(self.get_by_ids, ids)
+
+    def holding(self, texts: Collection[str]) -> set[str]:
+        if len(texts) > _FEW:
+            return {one.page_content for one in self.documents()}.intersection(texts)
+        return {text for text in texts if text and text in self._containing(text)}
+
+    def _containing(self, text: str) -> list[str]:
+        return self._store.get(where_document={"$contains": text}, include=["documents"])["documents"]  # type: ignore[no-any-return]
+
+
+class _Qdrant:
+    """Documents of langchain-qdrant's store."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self._field = store, store.content_payload_key
+
+    def documents(self) -> Iterator[Document]:
+        return (Document(text) for text in self._texts())
+
+    def holding(self, texts: Collection[str]) -> set[str]:
+        asked = list(texts)
+        parts = (asked[at : at + _TEXTS] for at in range(0, len(asked), _TEXTS))
+        return {text for part in parts for text in self._texts(having(self._field, part))}
+
+    def _texts(self, condition: Any = None) -> Iterator[str]:
+        for points in scroll(self._store, [self._field], condition):
+            yield from (text for point in points if (text := (point.payload or {}).get(self._field)))
+
+
+def warm_vectorstore(
+    store: VectorStore,
+    model: BlendFields,
+    *,
+    documents: Iterable[Document] | None = None,
+    progress: bool | None = None,
+    say: Callable[[str], object] | None = None,
+) -> WarmReport:
+    """Compute and store the KV of all documents of a vector store.
+
+    Says first how many bytes that takes. Wrap the store by `forgetting` if documents that are deleted later shall lose
+    their KV, too.
+
+    Parameters
+    ----------
+    store : VectorStore
+        This package's, LangChain's in-memory store, Chroma's, Qdrant's, the community's FAISS store, or one that has
+        the methods of `cacheblend_rag.langchain.vector_stores`.
+    model : CacheBlendLLM or ChatCacheBlend
+        Whose KV is computed.
+    documents : iterable of Document, optional
+        The documents, for a store that cannot list them.
+    progress : bool, optional
+        Show a progress bar; by default if standard error is a terminal.
+    say : callable, optional
+        Gets the message about bytes; by default it is printed to standard error.
+
+    Raises
+    ------
+    ConfigError
+        If the store cannot list its documents and none are given.
+    """
+    if documents is None:
+        contents = contents_of(store)
+        if contents is None:
+            raise ConfigError("store", type(store).__name__, "give its documents=, this kind of store cannot list them")
+        documents = contents.documents()
+    return model.warm_aloud(documents, progress=progress, say=say)
+
 
 S = TypeVar("S", bound=VectorStore)
 _log = logging.getLogger(__name__)
@@ -24,7 +170,7 @@ def forgetting(vectorstore: S, llm: BlendFields) -> S:
 
     The texts are read before the call. After it the KV is erased of those that are no longer there. If the store's
     deletion fails, nothing is erased. A text that another document has, too, keeps its KV if the store can be asked
-    for it (`cacheblend_rag.langchain.contents`). Otherwise it is a miss when it is next used, and stored again.
+    for it (`cacheblend_rag.langchain.vector_stores`). Otherwise it is a miss when it is next used, and stored again.
 
     Parameters
     ----------
