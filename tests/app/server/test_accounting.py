@@ -15,9 +15,9 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from prometheus_client.parser import text_string_to_metric_families
 
-from cacheblend_rag.app.server import logs, metrics
+from cacheblend_rag.app.server import metrics
 from cacheblend_rag.app.server.keys_file import change_keys, new_key
-from cacheblend_rag.app.server.logs import ACCESS_LOG, Served, configure_logs, log_access, request_id
+from cacheblend_rag.app.server.logs import ACCESS_LOG, Served, add_to_span, configure_logs, log_access, request_id
 from cacheblend_rag.app.server.metrics import Metrics
 from cacheblend_rag.app.server.tenants import Caller
 from tests.app.server.common import Running, client_of, new_collection, passage, running, settings_for, settle, upload
@@ -212,8 +212,8 @@ def test_the_span_of_a_request_says_what_it_took(server: Running, monkeypatch: p
     assert attributes["cacheblend_rag.hits"] == report["hits"] > 0
     assert attributes["cacheblend_rag.tokens_out"] > 0
     assert "pineapple" not in told.text()
-    monkeypatch.setattr(logs, "trace", None)
-    logs.add_to_span(Served("GET"))  # without the package there is no span
+    monkeypatch.setattr("cacheblend_rag.app.server.logs.trace", None)
+    add_to_span(Served("GET"))  # without the package there is no span
 
 
 @pytest.mark.parametrize("kind", ["completion", "chat", "ask", "stream"])
