@@ -39,7 +39,7 @@ def fingerprints_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterato
     """Fingerprints of the models that tests load are kept for the run only."""
     path = tmp_path_factory.mktemp("fingerprints") / "fingerprints.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cacheblend_rag.models.identity._cache_file", lambda: path)
+        patch.setattr("cacheblend_rag.models.identity.cache_file", lambda: path)
         yield
 
 

@@ -12,7 +12,7 @@ from cacheblend_rag.models.cpu import onednn_linear as direct
 
 def has_products() -> bool:
     """Whether oneDNN gives PyTorch's float32 products here."""
-    return direct._agrees()
+    return direct.agrees()
 
 
 def note_products(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[tuple[int, ...]]:

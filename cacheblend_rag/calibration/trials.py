@@ -274,6 +274,11 @@ class TrialSet:
     def __len__(self) -> int:
         return self._prompts
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many prompts each of those that are tried stands for."""
+        return tuple(trial.count for trial in self._trials)
+
     def _prepared(self, full: FullAnswers, tokenizer: PromptTokenizer, prompt: Prompt) -> _Trial:
         prepared = PreparedPrompt(self._adapter, tokenizer, prompt, self._compute)
         trial = _Trial(prepared, full.of(prepared.tokens.input_ids))
@@ -312,11 +317,12 @@ class TrialSet:
         if known is None or not (
             known["whole"] or self._given_up(known["divergences"], known["work"], tolerance, below)
         ):
-            known = self._known[key] = {"rule": key, **self._tried(rule, tolerance, below)}
+            known = self._known[key] = {"rule": key, **self.measure(rule, tolerance, below)}
             self._on_tried(known)
         return Tried(rule, tuple(known["divergences"]), known["work"], known["whole"])
 
-    def _tried(self, rule: SelectionRule, tolerance: float, below: float) -> dict[str, Any]:
+    def measure(self, rule: SelectionRule, tolerance: float, below: float) -> dict[str, Any]:
+        """What `try_rule` says of a rule that has not been tried: divergences, mean work, and if on all."""
         found: list[tuple[float, _Trial]] = []
         divergences: list[float] = []
         works: list[float] = []

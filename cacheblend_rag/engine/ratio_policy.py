@@ -167,7 +167,7 @@ class RatioPolicy:
     def _fixed_share(self, tokens: int, computed: int) -> float:
         """Share of a prefill that any ratio does: what is not stored, its scoring, and the first layers' many rows."""
         whole = min(1.0, computed / tokens * (1 + self._scored_share))
-        return whole + (1 - whole) * self._head_share()
+        return whole + (1 - whole) * self.head_share()
 
     @property
     def _scored_share(self) -> float:
@@ -175,7 +175,7 @@ class RatioPolicy:
         scored = self.rule.score_layers
         return (scored[-1] + 1) / self._layers if scored else 0.0
 
-    def _head_share(self) -> float:
+    def head_share(self) -> float:
         """What the layers up to the last check do beyond the rule's last share."""
         checks: Any = getattr(self.rule, "check_layers", None)
         if not checks:

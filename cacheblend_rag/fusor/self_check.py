@@ -46,7 +46,7 @@ def check_adapter(adapter: ModelAdapter) -> None:
 def _wrong(adapter: ModelAdapter, ids: list[int]) -> list[str]:
     """What differs over some tokens, and by how much."""
     try:
-        errors = _errors(adapter, ids)
+        errors = errors_of(adapter, ids)
     except (AttributeError, TypeError, RuntimeError, ValueError, IndexError, KeyError) as error:
         failed = f"failed with {type(error).__name__} ({error})"
         raise UnsupportedModelError(_message(adapter, failed)) from error
@@ -56,7 +56,7 @@ def _wrong(adapter: ModelAdapter, ids: list[int]) -> list[str]:
     return [f"{what} by {error:.2g}" for what, error in errors.items() if not error <= limit]
 
 
-def _errors(adapter: ModelAdapter, ids: list[int]) -> dict[str, float]:
+def errors_of(adapter: ModelAdapter, ids: list[int]) -> dict[str, float]:
     """Relative error of each thing the blended pass relies on."""
     # The model's own pass comes first: compressed-tensors unpacks its weights in the first pass of the whole model.
     expected = adapter.prefill(ids).logits

@@ -53,6 +53,15 @@ class RunDocuments:
         self._below: OrderedDict[UUID, set[str]] = OrderedDict()  # what runs were given, or found in runs within
         self._lock = threading.Lock()
 
+    def __len__(self) -> int:
+        """How many runs and prompts are remembered."""
+        return len(self._roots) + len(self._prompts)
+
+    @property
+    def documents(self) -> int:
+        """How many documents are remembered."""
+        return sum(map(len, self._texts.values()))
+
     def begin(self, run: UUID, parent: UUID | None, given: Collection[str] = ()) -> None:
         """A run has begun, with these documents in what it was given."""
         with self._lock:

@@ -109,7 +109,7 @@ class ModelAdapter:
         self.windows: list[int | None] = self._by_layer(self.family.window)
         turns: list[bool] = self._by_layer(self.family.rotates)
         rotary = part_of(self._decoder, "rotary_emb")
-        self._positions = Positions(self.config, rotary, self.family.layout, turns)
+        self.positions = Positions(self.config, rotary, self.family.layout, turns)
         self.form = (LatentKV if self.family.latent else PlainKV)(self.family, self.config, self._attention(0))
         self.kv_heads, self.head_dim = self.form.heads, self.form.head_dim
         # Asked for once, so that what is missing shows at load.
@@ -160,12 +160,12 @@ class ModelAdapter:
         See `Positions.regime`: 0 for all models but those with dynamic NTK or LongRoPE; None if
         stored KV is of no use at this length.
         """
-        return self._positions.regime(tokens)
+        return self.positions.regime(tokens)
 
     @property
     def regimes(self) -> tuple[int, ...]:
         """All frequency regimes in which KV may be stored, 0 first."""
-        return self._positions.regimes
+        return self.positions.regimes
 
     def reusable(self, tokens: int) -> bool:
         """Whether stored KV is of use to a prompt of this length; if not, it takes a plain prefill."""
@@ -186,7 +186,7 @@ class ModelAdapter:
         """
         # A GPU's kernel wants values as wide as keys.
         fused = self.attends_by_kernel and (self.form.as_attended or not has_kernels(self.device))
-        plain = self._plain_layers if fused else None
+        plain = self.plain_layers if fused else None
         kernels = plain if plain is not None and plain.as_they_were() else None
         with evaluating(self.model), torch.no_grad(), self.row_by_row.in_use():
             layers = self._twins(use_row_attention() if fused else "eager")
@@ -210,7 +210,7 @@ class ModelAdapter:
         return self.layers if self._here.blending is None else self._here.blending.layers
 
     @cached_property
-    def _plain_layers(self) -> PlainLayers | None:
+    def plain_layers(self) -> PlainLayers | None:
         """The layers by kernels that know rows, where there are such kernels and all layers are plain."""
         if not has_kernels(self.device):
             return None
@@ -248,7 +248,7 @@ class ModelAdapter:
 
         With ``regime``, as part of a longer prompt of that frequency regime.
         """
-        return self._positions.rotaries(tokens, start, regime, self.device)
+        return self.positions.rotaries(tokens, start, regime, self.device)
 
     def turning(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Cosine and sine by which a GPU turns stored keys as it copies them; None where that is not done.
@@ -258,7 +258,7 @@ class ModelAdapter:
         pair of Tensor, each [tokens, head_dim / 2] float32, or None
             The same for all layers; dimension i turns with the one half the width further on.
         """
-        return None if self._plain_layers is None else self.rotary(tokens).layer(0).frequencies()
+        return None if self.plain_layers is None else self.rotary(tokens).layer(0).frequencies()
 
     def project_values(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """Values of the rows on a layer, ``[kv_heads, rows, head_dim]``; ``hidden`` as for keys."""
@@ -520,7 +520,7 @@ class ModelAdapter:
         """
         rows, heads = [[*context_ids, *ids] for ids in segments], heads or [0] * len(segments)
         before = behind[0].keys.shape[2] if behind else 0
-        alike = not self.mixes_rows and self._positions.alike((before + len(row) for row in rows), regime)
+        alike = not self.mixes_rows and self.positions.alike((before + len(row) for row in rows), regime)
         if len(rows) > 1 and not alike:
             pairs = zip(segments, heads, strict=True)
             return [self.segments_kv(context_ids, [ids], regime, [head], behind, gradients)[0] for ids, head in pairs]
@@ -553,7 +553,7 @@ class ModelAdapter:
         layers = [*(DynamicLayer() for _ in self.layers[1:]), LastLayer()]
         for layer, kv in zip(layers, behind, strict=False):
             DynamicLayer.update(layer, *(part.expand(len(inputs), -1, -1, -1) for part in self.form.cached(kv)))
-        with self._plain(gradients), self.row_by_row.in_use(), self._positions.within(regime), suppress(Enough):
+        with self._plain(gradients), self.row_by_row.in_use(), self.positions.within(regime), suppress(Enough):
             self._decoder(inputs, use_cache=True, **{cache_argument(self._decoder): Cache(layers=layers)})
         return layers
 
@@ -562,7 +562,7 @@ class ModelAdapter:
 
     @contextmanager
     def _plain(self, gradients: bool = False) -> Iterator[None]:
-        self._positions.settle(self.device)
+        self.positions.settle(self.device)
         with evaluating(self.model), torch.set_grad_enabled(gradients):
             yield
 

@@ -68,9 +68,9 @@ class BatchedDecode:
             model = keeping_nothing(self._adapter.model)
             return [model(**one, return_dict=True).logits for one in asked]
         with self._adapter.blending():
-            return [rows[None] for rows in self._pass(asked)]
+            return [rows[None] for rows in self.one_pass(asked)]
 
-    def _pass(self, asked: Sequence[Mapping[str, Any]]) -> Sequence[torch.Tensor]:
+    def one_pass(self, asked: Sequence[Mapping[str, Any]]) -> Sequence[torch.Tensor]:
         """Logits of each, ``[tokens, vocab]``; every token is a row of its own."""
         adapter, name = self._adapter, cache_argument(self._adapter.model)
         caches, counts = [one[name] for one in asked], [one["input_ids"].shape[1] for one in asked]

@@ -58,7 +58,7 @@ def fingerprint(model: Any) -> str:
         for name, weight in sorted(own_weights(model)):
             for path, tensor in _tensors(name, weight):
                 digest.update(f"{path}{tuple(tensor.shape)}{tensor.dtype}".encode())
-                digest.update(_content(tensor))
+                digest.update(content_of(tensor))
     return digest.hexdigest()
 
 
@@ -117,7 +117,7 @@ class ModelIdentity:
             digest.update(repr(layer.facts).encode())
             for name, tensor in layer.tensors:
                 digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
-                digest.update(_content(tensor))
+                digest.update(content_of(tensor))
         return digest.hexdigest()
 
 
@@ -164,7 +164,7 @@ def _tensors(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
         yield from _tensors(f"{name}.{type(weight).__name__}.{part}", getattr(weight, part))
 
 
-def _content(tensor: torch.Tensor) -> bytes:
+def content_of(tensor: torch.Tensor) -> bytes:
     data = tensor.detach().contiguous()
     rows = data.shape[0] if data.dim() > 1 and data.numel() else 1
     data = data.flatten()
@@ -222,7 +222,7 @@ def remember_fingerprint(identity: str, fingerprint: str, name: str) -> None:
     entries = _read()
     entries.pop(identity, None)
     entries[identity] = (fingerprint, name)
-    path = _cache_file()
+    path = cache_file()
     newest = dict(list(entries.items())[-_MOST_ENTRIES:])
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -248,13 +248,13 @@ def _folder_of(model: str) -> Path | None:
     return Path(found).parent if found else None
 
 
-def _cache_file() -> Path:
+def cache_file() -> Path:
     return default_data_path() / "fingerprints.json"
 
 
 def _read() -> dict[str, tuple[str, str]]:
     try:
-        content: Any = json.loads(_cache_file().read_text(encoding="utf-8"))
+        content: Any = json.loads(cache_file().read_text(encoding="utf-8"))
         pairs = {str(identity): (str(entry[0]), str(entry[1])) for identity, entry in content.items()}
     except (OSError, ValueError, AttributeError, IndexError, KeyError, TypeError, RecursionError):
         return {}

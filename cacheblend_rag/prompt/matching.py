@@ -498,7 +498,8 @@ def rebuild(
     )
 
 
-_warned: set[str] = set()
+# Reasons that this process was warned of; clear it to be warned of them again.
+warned_of: set[str] = set()
 
 
 def warn_of_missing(missing: int, retrieved: int) -> None:
@@ -510,9 +511,9 @@ def warn_of_missing(missing: int, retrieved: int) -> None:
         Documents that were not found, and all that the chain handed on.
     """
     why = "the chain rewrote them" if missing < retrieved else "the chain leaves them out or rewrites them"
-    if not missing or why in _warned:
+    if not missing or why in warned_of:
         return
-    _warned.add(why)
+    warned_of.add(why)
     _log.warning(
         "%d of %d retrieved documents were not found in the prompt: %s, so their KV cannot be reused; "
         "hand on what is rewritten as documents, see docs/how-to/troubleshooting.md#where-did-my-document-go",

@@ -81,7 +81,7 @@ def write_index(folder: str | os.PathLike[str], saved: SavedIndex) -> None:
     place = Path(folder)
     if place.exists() and not place.is_dir():
         raise ConfigError("index_dir", str(place), "name a folder, this is a file")
-    lines = [_to_line(key, document) for key, document in saved.documents.items()]
+    lines = [to_line(key, document) for key, document in saved.documents.items()]
     parts = {"index": saved.vectors, "chunks": "".join(lines).encode()}
     place.mkdir(mode=0o700, parents=True, exist_ok=True)
     before = _named_files(place)
@@ -89,11 +89,11 @@ def write_index(folder: str | os.PathLike[str], saved: SavedIndex) -> None:
     files = {}
     for part, data in parts.items():
         name = f"{part}-{generation}{_PARTS[part]}"
-        _write(place / name, data)
+        write_file(place / name, data)
         files[part] = {"name": name, "sha256": hashlib.sha256(data).hexdigest()}
     manifest = {"version": _VERSION, "files": files, "state": dict(saved.state)}
     fresh = place / f"manifest-{generation}.tmp"
-    _write(fresh, json.dumps(manifest, indent=1).encode())
+    write_file(fresh, json.dumps(manifest, indent=1).encode())
     fresh.replace(place / _MANIFEST)
     _clean(place, before, keep={entry["name"] for entry in files.values()})
 
@@ -111,19 +111,19 @@ def read_index(folder: str | os.PathLike[str]) -> SavedIndex:
         If a file is there but cannot be read.
     """
     place = Path(folder)
-    manifest = _read_manifest(place)
+    manifest = read_manifest(place)
     while True:
         try:
             return _read_parts(place, manifest)
         except FileNotFoundError as error:
             # Another process may have saved between the two reads: its manifest then differs.
-            again = _read_manifest(place)
+            again = read_manifest(place)
             if again == manifest:
                 raise IndexDamagedError(f"the saved index in {place} lacks {error.filename}") from error
             manifest = again
 
 
-def _read_manifest(place: Path) -> dict[str, Any]:
+def read_manifest(place: Path) -> dict[str, Any]:
     try:
         data = (place / _MANIFEST).read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -162,7 +162,7 @@ def _read_parts(place: Path, manifest: dict[str, Any]) -> SavedIndex:
     return SavedIndex(data["index"], documents, manifest["state"])
 
 
-def _to_line(key: int, document: Document) -> str:
+def to_line(key: int, document: Document) -> str:
     try:
         line = json.dumps(
             {"key": key, "id": document.id, "text": document.page_content, "metadata": document.metadata},
@@ -179,7 +179,7 @@ def _to_line(key: int, document: Document) -> str:
     return line + "\n"
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes) -> None:
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -188,7 +188,7 @@ def _write(path: Path, data: bytes) -> None:
 
 def _named_files(place: Path) -> set[str]:
     try:
-        return {entry["name"] for entry in _read_manifest(place)["files"].values()}
+        return {entry["name"] for entry in read_manifest(place)["files"].values()}
     except DocumentError:  # nothing, or nothing readable, is replaced
         return set()
 

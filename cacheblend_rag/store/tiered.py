@@ -199,6 +199,12 @@ class TieredStore(BaseStore):
             raise StoreError("; ".join(map(str, failed))) from failed[0]
         return erased
 
+    @property
+    def under_way(self) -> int:
+        """Records that are being moved between tiers or erased now."""
+        with self._changing:
+            return len(self._moving) + len(self._erasing)
+
     @contextmanager
     def _move(self, key: str) -> Iterator[bool]:
         """Within this a record may be put into another tier, if True is given; never waits."""

@@ -241,7 +241,7 @@ def test_of_many_prompts_the_hard_ones_decide(models: dict[str, Any]) -> None:
     assert seen.whole
     assert len(seen.divergences) == 20
     assert list(seen.divergences[:3]) == pytest.approx(sorted(reuse.divergences)[:-4:-1])
-    assert sorted(trial.count for trial in few._trials) == [1, 1, 1, 5, 6, 6]
+    assert sorted(few.counts) == [1, 1, 1, 5, 6, 6]
     others = seen.divergences[3:]
     assert all(min(abs(one - other) for other in reuse.divergences) < 1e-6 for one in others)
     assert max(others) <= seen.divergences[2]
@@ -282,7 +282,7 @@ def test_what_prompts_share_is_computed_once(models: dict[str, Any]) -> None:
 
 def test_a_search_that_was_killed_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options, asked = CalibrationOptions(tolerance=TOLERANCE / 20, answer_tokens=4), prompts(0, 6)
-    tried, try_one = [], TrialSet._tried
+    tried, try_one = [], TrialSet.measure
 
     def counted(trials: TrialSet, rule: SelectionRule, tolerance: float, below: float) -> dict[str, Any]:
         if len(tried) == 6:
@@ -296,7 +296,7 @@ def test_a_search_that_was_killed_goes_on_where_it_was(tmp_path: Path, monkeypat
 
     with engine_of(tiny.model(**MODELS["middling"] | {"num_hidden_layers": 3})) as engine:
         with monkeypatch.context() as patch:
-            patch.setattr(TrialSet, "_tried", counted)
+            patch.setattr(TrialSet, "measure", counted)
             with pytest.raises(KeyboardInterrupt):
                 calibrate(engine, asked, options, folder=tmp_path, progress=False)
         before = kept()
@@ -407,10 +407,10 @@ def test_slow_loading_raises_what_was_calibrated_and_never_lowers_it() -> None:
     assert slow.rule.recompute_ratios == (0.5, max(0.4, slow.ratio), slow.ratio)  # type: ignore[attr-defined]
     # What the first layers do beyond the last share counts as done at any ratio: of 24 layers
     # 1 + 0.5 + 0.4 + 21 * 0.05 are computed.
-    head = policy_of(SETTINGS)._head_share()
+    head = policy_of(SETTINGS).head_share()
     assert head + 0.05 * (1 - head) == pytest.approx((1 + 0.5 + 0.4 + 21 * 0.05) / 24)
     flat = replace(SETTINGS, selection="hkvd", check_layers=(2,), recompute_ratios=())
-    assert policy_of(flat)._head_share() == pytest.approx(2 / 24)
+    assert policy_of(flat).head_share() == pytest.approx(2 / 24)
 
 
 def test_a_model_that_does_not_tolerate_blending_is_prefilled_in_full(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,8 @@ import torch
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.calibration.trials import PreparedPrompt
 from cacheblend_rag.engine.guard import GuardStatus
-from cacheblend_rag.engine.scheduler import Scheduler
+from cacheblend_rag.engine.scheduler import Scheduler, scheduler_of
+from cacheblend_rag.engine.write_back import WriteBack
 from cacheblend_rag.fusor.selection import (
     SelectBoundary,
     SelectGradual,
@@ -149,7 +150,7 @@ def test_checks_that_cannot_be_done_do_not_end_all_checking(model: Any, monkeypa
         with monkeypatch.context() as patch:
             patch.setattr("cacheblend_rag.engine.guard.prefill_layerwise", fails)
             asked(engine, 5)
-            patch.setattr(engine._write_back, "submit", lambda name, job: False)  # its queue is full
+            patch.setattr(WriteBack, "submit", lambda self, name, job: False)  # its queue is full
             status = asked(engine, 5)
         assert (status.sampled, status.measured, status.dropped) == (10, 0, 10)
         assert asked(engine).measured == 1
@@ -184,14 +185,15 @@ def test_a_real_request_is_not_kept_waiting(model: Any, monkeypatch: pytest.Monk
 
 def test_a_store_that_changed_is_not_judged(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with warmed(model, guard_share=1.0, write_back="off") as engine:
-        background = engine._scheduler.background
+        scheduler = scheduler_of(model)
+        background = scheduler.background
 
         def later() -> Any:
             for key, _ in list(engine.store.infos("")):
                 engine.store.delete(key)
             return background()
 
-        monkeypatch.setattr(engine._scheduler, "background", later)
+        monkeypatch.setattr(scheduler, "background", later)
         status = asked(engine)
     assert (status.sampled, status.measured, status.dropped) == (1, 0, 1)
 

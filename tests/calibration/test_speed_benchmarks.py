@@ -138,7 +138,7 @@ def within_this_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         found: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
         return found
 
-    monkeypatch.setattr(scaling, "_in_its_own_process", measured)
+    monkeypatch.setattr(scaling, "in_its_own_process", measured)
 
 
 def test_time_and_memory_are_measured_over_length_and_chunks(
@@ -173,7 +173,7 @@ def test_time_and_memory_are_measured_over_length_and_chunks(
 
 def test_a_point_is_measured_in_a_process_of_its_own(deep_shape: str) -> None:
     point = PointOptions(shape=deep_shape, chunks=2, chunk_tokens=40, threads=1, device="cpu", method="full")
-    found = scaling._in_its_own_process(point)
+    found = scaling.in_its_own_process(point)
     assert (found["method"], found["chunks"], found["work"]) == ("full", 2, 1.0)
     assert 0 < found["before"] <= found["peak"]
 
@@ -181,7 +181,7 @@ def test_a_point_is_measured_in_a_process_of_its_own(deep_shape: str) -> None:
 def test_a_point_that_fails_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling.sys, "executable", "false")  # a program that fails at once
     with pytest.raises(CacheBlendError, match="could not be measured"):
-        scaling._in_its_own_process(PointOptions())
+        scaling.in_its_own_process(PointOptions())
 
 
 def test_growth_is_the_exponent_of_a_power_law() -> None:

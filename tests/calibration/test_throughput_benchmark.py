@@ -10,7 +10,7 @@ import torch
 
 from cacheblend_rag import Prompt
 from cacheblend_rag.errors import ConfigError
-from docs.benchmarks.scripts.throughput import Served, ThroughputOptions, _PrefixCache, in_batches, main, waited
+from docs.benchmarks.scripts.throughput import PrefixCache, Served, ThroughputOptions, in_batches, main, waited
 from tests import tiny
 from tests.probes import engine_of
 
@@ -40,14 +40,14 @@ def test_the_prefix_cache_is_exact_and_keeps_to_its_limit() -> None:
         ids[1] += [7, 8]
         one = engine.adapter.prefill(ids[0])
         size = sum(layer.keys.nbytes + layer.values.nbytes for layer in one.cache.layers)
-        prefixes = _PrefixCache(engine, size + size // 2)
+        prefixes = PrefixCache(engine, size + size // 2)
         shared = []
         for prompt in ids:
             found, known = prefixes.prefill(prompt)
             prefixes.keep(prompt, found.cache, known)
             torch.testing.assert_close(found.logits, engine.adapter.prefill(prompt).logits, atol=1e-4, rtol=1e-4)
             shared.append(known)
-            assert prefixes._held <= size + size // 2
+            assert prefixes.held <= size + size // 2
         assert shared[:2] == [0, len(ids[0])]
         assert 0 < shared[2] < len(ids[0])
 

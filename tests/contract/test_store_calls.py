@@ -92,8 +92,7 @@ def test_what_is_forgotten_while_it_sinks_does_not_come_back() -> None:
         assert not other.result(PATIENCE)
         filled.result(PATIENCE)
     assert not store.contains("0")
-    assert not store._moving
-    assert not store._erasing
+    assert store.under_way == 0
 
 
 def test_what_tiers_within_a_tier_evict_sinks_to_the_next() -> None:

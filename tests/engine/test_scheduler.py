@@ -310,14 +310,14 @@ def test_who_wants_to_be_alone_is_let_in_before_later_ones() -> None:
 @pytest.mark.parametrize("when", ["waiting in line", "waiting for a step"])
 def test_who_is_interrupted_while_waiting_leaves_no_gap(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler, hits = Scheduler(), threading.local()
-    wait = scheduler._condition.wait
+    wait = threading.Condition.wait
 
-    def interrupted(*timeout: float) -> bool:
+    def interrupted(self: threading.Condition, timeout: float | None = None) -> bool:
         if getattr(hits, "next", False):
             raise KeyboardInterrupt
-        return wait(*timeout)
+        return wait(self, timeout)
 
-    monkeypatch.setattr(scheduler._condition, "wait", interrupted)
+    monkeypatch.setattr(threading.Condition, "wait", interrupted)
     taken, go = threading.Event(), threading.Event()
 
     def holder() -> None:

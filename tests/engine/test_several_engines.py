@@ -215,7 +215,7 @@ def test_frequencies_of_a_regime_are_those_of_one_thread_alone() -> None:
     adapter = ModelAdapter(model)
     regime = adapter.regimes[-1]
     assert regime
-    with ThreadPoolExecutor(1) as pool, adapter._positions.within(regime):
+    with ThreadPoolExecutor(1) as pool, adapter.positions.within(regime):
         assert torch.equal(pool.submit(plain_answer, model).result(), expected)
 
 

@@ -144,14 +144,14 @@ def test_who_runs_the_model_meanwhile_gets_what_it_computes(monkeypatch: pytest.
     model = tiny.model()
     steps, found = BatchedDecode(ModelAdapter(model)), []
     expected = tiny.full_prefill(model, list(range(3, 40))).logits
-    taken = BatchedDecode._pass
+    taken = BatchedDecode.one_pass
 
     def beside_another(self: BatchedDecode, asked: Any) -> Any:
         assert model.config._attn_implementation == "sdpa"
         found.append(tiny.full_prefill(model, list(range(3, 40))).logits)
         return taken(self, asked)
 
-    monkeypatch.setattr(BatchedDecode, "_pass", beside_another)
+    monkeypatch.setattr(BatchedDecode, "one_pass", beside_another)
     caches = [ModelAdapter(model).prefill([3, 4, 5]).cache for _ in range(2)]
     steps([{"input_ids": torch.tensor([[5]]), cache_argument(model): cache} for cache in caches])
     assert_logits_close(found[0], expected, model, 37)
@@ -453,7 +453,7 @@ def test_a_step_that_fails_ends_those_it_was_of_and_no_others(
 ) -> None:
     alone = engine.generate(PROMPTS[0], max_new_tokens=6).token_ids
     with monkeypatch.context() as patch:
-        patch.setattr(BatchedDecode, "_pass", lambda self, asked: torch.empty(2**62))
+        patch.setattr(BatchedDecode, "one_pass", lambda self, asked: torch.empty(2**62))
         with ThreadPoolExecutor(3) as pool:
             with scheduler_of(engine.model):
                 asked = [pool.submit(engine.generate, prompt, max_new_tokens=6) for prompt in PROMPTS[:3]]

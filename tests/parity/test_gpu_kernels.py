@@ -135,10 +135,10 @@ def test_keys_turn_as_they_do_on_a_cpu(interleaved: bool, pairs: int, dtype: str
     cos, sin = (table[:, ::2] for table in tables)
     wanted = whole.clone()
     for start in range(0, 40, 10):  # in steps, which the plain form takes on a CPU
-        first, second = rope._pairs(wanted[:, :, 5:45], pairs, interleaved)
+        first, second = rope.pairs_of(wanted[:, :, 5:45], pairs, interleaved)
         at = slice(start, start + 10)
-        rope._turn_pairs(first[..., at, :], second[..., at, :], cos[at], sin[at])
-    rope._turn(whole[:, :, 5:45], cos, sin, interleaved)
+        rope.turn_pairs(first[..., at, :], second[..., at, :], cos[at], sin[at])
+    rope.turn_keys(whole[:, :, 5:45], cos, sin, interleaved)
     near(whole, wanted)
 
 
@@ -176,7 +176,7 @@ def test_records_come_to_their_places_turned(turns: bool, dtype: str) -> None:
 )
 def test_a_pass_equals_one_by_transformers_layers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = fused_by(family, recompute_ratio=0.3, check_layers=(1,))
-    monkeypatch.setattr(adapter.ModelAdapter, "_plain_layers", None)
+    monkeypatch.setattr(adapter.ModelAdapter, "plain_layers", None)
     for user in (attention, rope):
         monkeypatch.setattr(user, "has_kernels", lambda device: False)
     wanted = fused_by(family, recompute_ratio=0.3, check_layers=(1,))
@@ -196,13 +196,13 @@ def test_layers_in_one_call_equal_layers_one_by_one(family: str) -> None:
     with BlendEngine(model, tiny.tokenizer(), config=config, store=MemoryStore(device=DEVICE)) as engine:
         engine.warm(PROMPT.chunks)
         engine.fuse(PROMPT)  # stores the prefix
-        plain, adapted = engine.adapter._plain_layers, engine.adapter
+        plain, adapted = engine.adapter.plain_layers, engine.adapter
         plain.graphs = None
         wanted = engine.fuse(PROMPT)
-        plain.graphs = LayerGraphs(plain._layers, adapted.windows, adapted.kv_heads)
-        plain.graphs._failed = True  # rows are rounded up and KV is listed, but nothing is recorded
+        plain.graphs = LayerGraphs(plain.layers, adapted.windows, adapted.kv_heads)
+        plain.graphs.failed = True  # rows are rounded up and KV is listed, but nothing is recorded
         found = engine.fuse(PROMPT)
-    assert [list(size.recordings) for size in plain.graphs._sizes.values()] == [[(0, 1)], [(1, 2)]]
+    assert [list(size.recordings) for size in plain.graphs.sizes.values()] == [[(0, 1)], [(1, 2)]]
     assert found.report.computed_tokens == wanted.report.computed_tokens
     _same(found, wanted.logits, wanted.cache.layers)
 
@@ -234,10 +234,10 @@ def test_recordings_serve_other_prompts(family: str, kept: str, dtype: str, monk
         engine.warm(chunks)
         engine.fuse(prompts[0])  # stores the prefix
         found = [engine.fuse(prompt) for prompt in prompts]
-        graphs = engine.adapter._plain_layers.graphs
-        recordings = [made for size in graphs._sizes.values() for made in size.recordings.values()]
+        graphs = engine.adapter.plain_layers.graphs
+        recordings = [made for size in graphs.sizes.values() for made in size.recordings.values()]
         assert any(made is not None for made in recordings)
-        monkeypatch.setitem(vars(engine.adapter), "_plain_layers", None)
+        monkeypatch.setitem(vars(engine.adapter), "plain_layers", None)
         for ours, prompt in zip(found, prompts, strict=True):
             theirs = engine.with_config(prefetch=False).fuse(prompt)
             assert ours.report.computed_tokens == theirs.report.computed_tokens
@@ -301,11 +301,11 @@ def test_kernels_that_do_not_run_are_left_alone(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch, "ones", lambda *shape, device: torch.zeros(shape))
     for capability, told in (((7, 5), False), ((9, 0), True)):
-        gpu._run_on.cache_clear()
+        gpu.kernels_run_on.cache_clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, of=capability: of)
         assert gpu.has_kernels(torch.device("cuda")) is False
         assert ("Failed to find C compiler" in caplog.text) is told
-    gpu._run_on.cache_clear()
+    gpu.kernels_run_on.cache_clear()
 
 
 def test_numbers_of_rows_are_rounded_up_by_little() -> None:

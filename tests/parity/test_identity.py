@@ -36,7 +36,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         return seen[-1]
 
     monkeypatch.setattr(loading, "fingerprint", noting)
-    monkeypatch.setattr(identity, "_cache_file", lambda: tmp_path / "cache" / "fingerprints.json")
+    monkeypatch.setattr(identity, "cache_file", lambda: tmp_path / "cache" / "fingerprints.json")
     return seen
 
 

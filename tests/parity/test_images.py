@@ -17,7 +17,7 @@ from PIL import Image
 from transformers import AutoProcessor
 
 from cacheblend_rag import BlendConfig, BlendEngine
-from cacheblend_rag.engine.streaming import TextStream
+from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.errors import (
     ConfigError,
     ContextLengthError,
@@ -33,6 +33,7 @@ from cacheblend_rag.prompt.images import ImageLimits
 from tests import tiny
 from tests.parity.test_families import THREE_CHUNKS, plain_tokens
 from tests.pictures import MARKS, file_of, picture, taking_pictures
+from tests.probes import until
 from tests.telemetry import STEPS, telling
 
 WHY = "the prompt holds an image"
@@ -214,23 +215,21 @@ def test_an_answer_can_be_given_up_and_the_next_comes(llava: ChatCacheBlend) -> 
     stream = llava.engine.stream(prompt, max_new_tokens=1500)
     next(stream)
     stream.close()
-    waiting = TextStream(lambda sink: llava.engine._answer(prompt, llava_options(), sink))
-    waiting.cancel()
-    waiting._sink.cancel()
-    with pytest.raises(GenerationError, match="given up"):
-        llava.engine._answer(prompt, llava_options(), waiting._sink)
+    scheduler, waiting = scheduler_of(llava.engine.model), llava.engine.stream(prompt, max_new_tokens=3)
+    with scheduler:
+        waiting.begin()
+        until(lambda: scheduler.waiting == 1)
+        waiting.cancel()
+    waiting.close()
+    assert waiting.model_seconds == 0
+    with pytest.raises(GenerationError, match="stopped before"):
+        waiting.complete()
     pair = llava.engine.generate_batch([prompt, "What fell?"], max_new_tokens=3)
     assert [one.report.plain_reason for one in pair] == [WHY, ""]
     with pytest.raises(PromptError, match="is not fused: use generate or stream"):
         llava.engine.fuse(prompt)
     with pytest.raises(ContextLengthError):
         llava.engine.generate_batch([prompt], max_new_tokens=2048)
-
-
-def llava_options() -> Any:
-    from cacheblend_rag.engine.decode import DecodeOptions
-
-    return DecodeOptions(max_new_tokens=3)
 
 
 def test_the_processor_is_loaded_with_the_first_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,8 +280,8 @@ def test_an_adapter_is_read_once_and_a_name_says_nothing(monkeypatch: pytest.Mon
     from cacheblend_rag.models import identity as module
 
     read = list[Any]()
-    plainly = module._content
-    monkeypatch.setattr(module, "_content", lambda tensor: (read.append(tensor), plainly(tensor))[1])
+    plainly = module.content_of
+    monkeypatch.setattr(module, "content_of", lambda tensor: (read.append(tensor), plainly(tensor))[1])
     model = two_adapters()
     with engine_of(model) as engine:
         first, read[:] = engine.fingerprint, []
@@ -299,8 +299,7 @@ def test_what_was_missing_is_not_stored_for_the_adapter_that_came_after() -> Non
     model = two_adapters()
     with engine_of(model, write_back="background") as engine:
         with scheduler_of(engine.model):  # storing waits until nothing else runs
-            blend = engine._pipeline.blend(PROMPT)
-            engine._keep(blend)
+            engine.generate(PROMPT, max_new_tokens=1)
             model.set_adapter("two")
         engine.flush()
         for name in ("two", "one"):
@@ -324,7 +323,7 @@ def test_adapters_of_other_kinds_are_refused(config: Any) -> None:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An adapter's folder, and beside it its base model."""
-    monkeypatch.setattr(identity, "_cache_file", lambda: tmp_path / "fingerprints.json")
+    monkeypatch.setattr(identity, "cache_file", lambda: tmp_path / "fingerprints.json")
     tiny.model().save_pretrained(tmp_path / "base")
     tiny.tokenizer().save_pretrained(tmp_path / "base")
     adapted(load_model(tmp_path / "base", device="cpu").model, 1).save_pretrained(tmp_path / "adapter")

@@ -24,12 +24,12 @@ from tests.tolerance import assert_close, assert_layers_close, assert_logits_clo
 pytestmark = pytest.mark.skipif(not has_products(), reason="this PyTorch has no float32 products by oneDNN")
 
 TOKENS = 61
-AGREES = direct_attention._agrees.__wrapped__
+AGREES = direct_attention.agrees.__wrapped__
 
 
 @pytest.fixture(autouse=True)
 def everything_directly(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert direct_attention._agrees()  # its own products, once a process, are not counted
+    assert direct_attention.agrees()  # its own products, once a process, are not counted
     monkeypatch.setattr(direct_attention, "most_rows", lambda: sys.maxsize)
     monkeypatch.setattr(direct_attention, "_LEAST", 0)
     monkeypatch.setattr(direct_attention, "_LEAST_SCORES", 0)
@@ -132,9 +132,9 @@ def test_what_cannot_gain_is_left_to_the_kernel(monkeypatch: pytest.MonkeyPatch)
         assert not attends(21, 4, 50, torch.float32, cpu)
         assert attends(21, 4, 51, torch.float32, cpu)
         monkeypatch.setattr(direct_attention, "_LEAST_SCORES", 0)
-        monkeypatch.setattr(direct_attention, "_agrees", lambda: False)
+        monkeypatch.setattr(direct_attention, "agrees", lambda: False)
         assert not attends(21, 4, 50, torch.float32, cpu)
-        monkeypatch.setattr(direct_attention, "_agrees", lambda: True)
+        monkeypatch.setattr(direct_attention, "agrees", lambda: True)
         for rows in (0, 96):  # where few rows are faster by oneDNN, attention is not
             monkeypatch.setattr(direct_attention, "most_rows", lambda rows=rows: rows)
             assert not attends(21, 4, 50, torch.float32, cpu)

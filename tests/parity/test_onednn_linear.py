@@ -151,17 +151,17 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
     def chosen(vendor: str, able: str, *, mkl: bool = True, said: str | None = None) -> int:
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: able)
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
-        monkeypatch.setattr(direct, "_is_amd", lambda: vendor == "AuthenticAMD")
+        monkeypatch.setattr(direct, "is_amd", lambda: vendor == "AuthenticAMD")
         if said is None:
             monkeypatch.delenv(direct.ONEDNN_VARIABLE, raising=False)
         else:
             monkeypatch.setenv(direct.ONEDNN_VARIABLE, said)
-        direct._chosen.cache_clear()
+        direct.rows_worth_it.cache_clear()
         return direct.most_rows()
 
     yield chosen
     monkeypatch.undo()
-    direct._chosen.cache_clear()
+    direct.rows_worth_it.cache_clear()
 
 
 def test_it_is_for_amds_processors(choose: Callable[..., int]) -> None:
@@ -200,9 +200,9 @@ def test_the_maker_is_read_from_the_system(tmp_path: Path, monkeypatch: pytest.M
     file = tmp_path / "cpuinfo"
     for vendor in ("AuthenticAMD", "GenuineIntel"):
         file.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\nmodel name\t: one\n")
-        assert direct._is_amd(file) == (vendor == "AuthenticAMD")
+        assert direct.is_amd(file) == (vendor == "AuthenticAMD")
         monkeypatch.setattr(platform, "processor", lambda vendor=vendor: f"x86 Family 25 Model 17, {vendor}")
-        assert direct._is_amd(tmp_path / "none") == (vendor == "AuthenticAMD")
+        assert direct.is_amd(tmp_path / "none") == (vendor == "AuthenticAMD")
 
 
 @pytest.mark.parametrize("wrong", [RuntimeError(), AttributeError(), None])

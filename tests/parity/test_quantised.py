@@ -325,7 +325,7 @@ def test_faster_products_leave_quantised_layers_alone(method: str, saved: Path) 
         layer = model.model.layers[0]
         rows = torch.zeros(1, 1000, 64, dtype=model.dtype)
         for linear in (module for module in layer.modules() if isinstance(module, nn.Linear)):
-            assert not onednn_linear._fits(rows[..., : linear.in_features], linear)
+            assert not onednn_linear.fits(rows[..., : linear.in_features], linear)
         linears = [module for module in model.modules() if type(module) is nn.Linear]
         packed = weight_prepacking._PackedWeights([*linears, nn.Linear(512, 64, dtype=torch.bfloat16)])
         assert packed.nbytes == 2 * 512 * 64

@@ -34,7 +34,7 @@ def test_tokens_over_which_rounding_chooses_another_expert_refuse_no_model(monke
         tried.append(ids[0])
         return {"the logits": 0.3 if len(tried) == 1 else 0.0}
 
-    monkeypatch.setattr(self_check, "_errors", errors)
+    monkeypatch.setattr(self_check, "errors_of", errors)
     check_adapter(adapter)
     assert len(set(tried)) == 2
 

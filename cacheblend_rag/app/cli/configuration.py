@@ -34,7 +34,7 @@ SECTIONS: dict[str, tuple[Option, ...]] = {
 
 # Variables that are no options: secrets, and what is read where it is needed.
 _NOT_OPTIONS = ("ENCRYPTION_KEY", "KEEP_CONVERTED", "ONEDNN", "VALKEY_PASSWORD", "VALKEY_USERNAME")
-_OTHER_VARIABLES = [KEYS_VARIABLE, *(ENV_PREFIX + name for name in _NOT_OPTIONS)]
+OTHER_VARIABLES = [KEYS_VARIABLE, *(ENV_PREFIX + name for name in _NOT_OPTIONS)]
 _SECTION_OF = {option.name: section for section, options in SECTIONS.items() for option in options}
 _SECRET = re.compile(r"keys?$|salt|secret|passw|credential", re.IGNORECASE)
 _HIDDEN = "…"
@@ -97,7 +97,7 @@ def given_options(parsed: argparse.Namespace | None, file: Mapping[str, Given] |
 
 def unused_variables() -> list[str]:
     """What there is to say of variables that look like options and are none; without their values."""
-    variables = [*_OTHER_VARIABLES, *(option.variable for options in SECTIONS.values() for option in options)]
+    variables = [*OTHER_VARIABLES, *(option.variable for options in SECTIONS.values() for option in options)]
     known = {name.removeprefix(ENV_PREFIX) for name in variables}
     given = {name.removeprefix(ENV_PREFIX) for name in os.environ if name.startswith(ENV_PREFIX)}
     told = []

@@ -60,13 +60,13 @@ class SchemaCheck:
             if digest in self._passed:
                 self._passed.move_to_end(digest)
                 return
-        self._compile(grammar, field)
+        self.compile_aside(grammar, field)
         with self._lock:
             self._passed[digest] = None
             if len(self._passed) > _PASSED:
                 self._passed.popitem(last=False)
 
-    def _compile(self, grammar: str, field: str) -> None:
+    def compile_aside(self, grammar: str, field: str) -> None:
         limits = self._limits
         try:
             ended = subprocess.run(

@@ -181,7 +181,7 @@ class KeysFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen, self._looked = self._state(), time.monotonic()
+        self._seen, self._looked = self.state(), time.monotonic()
         self._keys = {one.id: one for one in read_keys(path)}
 
     @property
@@ -200,7 +200,7 @@ class KeysFile:
         if now - self._looked < _LOOKED:
             return
         self._looked = now
-        state = self._state()
+        state = self.state()
         if state == self._seen:
             return
         self._seen = state
@@ -211,7 +211,7 @@ class KeysFile:
         else:
             _log.info("the file of keys was read again: %d keys", len(self._keys))
 
-    def _state(self) -> tuple[int, ...]:
+    def state(self) -> tuple[int, ...]:
         """What differs once the file was changed, or its permissions."""
         try:
             seen = self._path.stat()

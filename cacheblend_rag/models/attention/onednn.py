@@ -36,7 +36,7 @@ def attends_directly(rows: int, group: int, tokens: int, dtype: torch.dtype, dev
     plain = dtype in (torch.float32, torch.bfloat16) and device.type == "cpu"
     many = rows * group >= _LEAST and rows * group * tokens >= _LEAST_SCORES
     traced = torch.is_grad_enabled() or torch.is_autocast_enabled("cpu")
-    return plain and many and not traced and most_rows() == ANY_ROWS and _agrees()
+    return plain and many and not traced and most_rows() == ANY_ROWS and agrees()
 
 
 def rows_of_block(group: int) -> int:
@@ -93,7 +93,7 @@ def attend_behind(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
 
 
 @cache
-def _agrees() -> bool:
+def agrees() -> bool:
     """Whether this gives what PyTorch's kernel gives; looked at once a process.
 
     That softmax may overwrite what it reads is nowhere promised.

@@ -64,7 +64,7 @@ class _Forward(ForwardOverride):
 
     def instead(self, input: torch.Tensor) -> torch.Tensor:
         module = self.module
-        if _fits(input, module):
+        if fits(input, module):
             return onednn_product(input, module.weight, module.bias)
         output: torch.Tensor = self.plainly(input)
         return output
@@ -74,7 +74,7 @@ direct_products = OneForEach(DirectProducts)
 """The `DirectProducts` of a model, for all who run it."""
 
 
-def _fits(rows: torch.Tensor, module: nn.Linear) -> bool:
+def fits(rows: torch.Tensor, module: nn.Linear) -> bool:
     weight = module.weight
     plain = type(module) is nn.Linear and type(weight) is nn.Parameter
     if not plain or weight.dtype is not torch.float32 or not (weight.is_cpu and weight.is_contiguous()):
@@ -109,16 +109,17 @@ def most_rows() -> int:
     ConfigError
         If the variable has another value, or is ``on`` where oneDNN does not give these products.
     """
-    return _chosen() if torch.backends.mkldnn.enabled else 0
+    return rows_worth_it() if torch.backends.mkldnn.enabled else 0
 
 
 @cache
-def _chosen() -> int:
+def rows_worth_it() -> int:
+    """What `most_rows` says wherever oneDNN is switched on; the variable is read once a process."""
     text = os.environ.get(ONEDNN_VARIABLE, "auto")
     if text not in ("auto", "on", "off"):
         raise ConfigError(ONEDNN_VARIABLE, text, "use 'auto', 'on' or 'off'")
     rows = {"on": ANY_ROWS, "off": 0}.get(text, _rows_of_processor())
-    if rows and not _agrees():
+    if rows and not agrees():
         if text == "on":
             remedy = "use 'auto' or 'off': oneDNN does not give PyTorch's float32 products here"
             raise ConfigError(ONEDNN_VARIABLE, text, remedy)
@@ -129,12 +130,12 @@ def _chosen() -> int:
 def _rows_of_processor() -> int:
     """Most rows for which oneDNN is the faster one, where MKL would multiply on a processor of AMD's."""
     by_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-    if not (by_mkl and _is_amd()):
+    if not (by_mkl and is_amd()):
         return 0
     return {"AVX512": ANY_ROWS, "AVX2": _ROWS_WITH_AVX2}.get(torch.backends.cpu.get_cpu_capability(), 0)
 
 
-def _is_amd(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def is_amd(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     try:
         said = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux
@@ -142,7 +143,7 @@ def _is_amd(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return "AuthenticAMD" in said
 
 
-def _agrees() -> bool:
+def agrees() -> bool:
     """Whether the private operator that multiplies is there and gives the product; looked at once a process."""
     chance = torch.Generator("cpu").manual_seed(0)  # the global one is the caller's
     rows, weight = (torch.rand(count, 64, device="cpu", generator=chance) for count in (8, 16))

@@ -19,11 +19,12 @@ _OLDEST = (8, 0)  # compute capability from which products in bfloat16 are in ha
 
 def has_kernels(device: torch.device) -> bool:
     """Whether the kernels of this package run on a device."""
-    return device.type == "cuda" and _run_on(device)
+    return device.type == "cuda" and kernels_run_on(device)
 
 
 @cache
-def _run_on(device: torch.device) -> bool:
+def kernels_run_on(device: torch.device) -> bool:
+    """Whether a kernel runs on a GPU, tried once in a process."""
     installed = torch.version.cuda is not None and find_spec("triton") is not None
     if not installed or torch.cuda.get_device_capability(device) < _OLDEST:
         return False

@@ -49,20 +49,20 @@ class LayerGraphs:
 
     def __init__(self, layers: Sequence[FusedLayer], windows: Sequence[int | None], kv_heads: int) -> None:
         self._layers, self._windows, self._kv_heads = layers, windows, kv_heads
-        self._sizes: OrderedDict[int, _Size] = OrderedDict()
+        self.sizes: OrderedDict[int, _Size] = OrderedDict()
         device = layers[0].weights[0].device
         self._listed = torch.zeros((len(layers), 3), dtype=torch.int64, device=device)  # see `ListedKV`
         self._pool: Any = None
         self._aside: torch.cuda.Stream | None = None
         self._addresses: list[int] = []
         self._lock = threading.Lock()
-        self._failed = False
+        self.failed = False
 
     def settle(self) -> None:
         """Forget what was recorded if weights lie elsewhere by now."""
         found = [weight.data_ptr() for layer in self._layers for weight in layer.weights]
         if found != self._addresses:
-            self._sizes.clear()
+            self.sizes.clear()
             self._addresses = found
 
     def run(
@@ -93,11 +93,11 @@ class LayerGraphs:
     def _replay(self, size: _Size, span: tuple[int, int]) -> None:
         """Run the layers, by their recording where there is one; they are recorded the second time they run."""
         recording = size.recordings.get(span)
-        if recording is None and span in size.recordings and not self._failed:
+        if recording is None and span in size.recordings and not self.failed:
             try:
                 recording = size.recordings[span] = self._recorded(size, span)
             except RuntimeError as error:
-                self._failed = True  # nothing has run yet, and all goes on without
+                self.failed = True  # nothing has run yet, and all goes on without
                 _log.warning("layers could not be recorded, so passes take the host longer: %s", error)
         if recording is not None:
             recording.replay()
@@ -108,15 +108,15 @@ class LayerGraphs:
     def _filled(self, hidden: torch.Tensor, places: torch.Tensor, rotary: Rotary) -> _Size:
         """What belongs to so many rows, with these in it."""
         count = rounded(len(hidden))
-        size = self._sizes.get(count)
+        size = self.sizes.get(count)
         if size is None:
             cos, sin = (table.new_empty((count, table.shape[1])) for table in (rotary.cos, rotary.sin))
             turned = Rotary(cos, sin, rotary.layout)
             size = _Size(hidden.new_empty((count, hidden.shape[1])), places.new_empty(count), turned)
-            self._sizes[count] = size
-            if len(self._sizes) > _SIZES:
-                self._sizes.popitem(last=False)
-        self._sizes.move_to_end(count)
+            self.sizes[count] = size
+            if len(self.sizes) > _SIZES:
+                self.sizes.popitem(last=False)
+        self.sizes.move_to_end(count)
         if hidden.data_ptr() == size.hidden.data_ptr():
             return size  # they are there, from the layers before
         pairs = (

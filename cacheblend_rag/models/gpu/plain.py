@@ -31,19 +31,19 @@ class PlainLayers:
     def __init__(
         self, layers: Sequence[Any], windows: Sequence[int | None], kv_heads: int, device: torch.device
     ) -> None:
-        self._layers = [FusedLayer(layer) for layer in layers]
-        self.graphs = LayerGraphs(self._layers, windows, kv_heads) if device.type == "cuda" else None
+        self.layers = [FusedLayer(layer) for layer in layers]
+        self.graphs = LayerGraphs(self.layers, windows, kv_heads) if device.type == "cuda" else None
 
     def as_they_were(self) -> bool:
         """Whether they may still be used: nothing in them was replaced, and nobody watches them."""
-        if not all(layer.as_it_was for layer in self._layers):
+        if not all(layer.as_it_was for layer in self.layers):
             return False
         if self.graphs is not None:
             self.graphs.settle()
         return True
 
     def __getitem__(self, layer: int) -> FusedLayer:
-        return self._layers[layer]
+        return self.layers[layer]
 
     def replays(self, rows: int) -> bool:
         """Whether several layers in a row are one call for so many rows."""

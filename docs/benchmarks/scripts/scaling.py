@@ -91,7 +91,7 @@ def measure(options: ScalingOptions) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     full: dict[str, Any] = {}
     for point in options.points():
-        found = _in_its_own_process(point)
+        found = in_its_own_process(point)
         row = {**found, "length": point.chunks * point.chunk_tokens, "ttft": statistics.median(found["seconds"])}
         if point.method == "full":
             full = row
@@ -121,7 +121,7 @@ def measure(options: ScalingOptions) -> dict[str, Any]:
     }
 
 
-def _in_its_own_process(point: PointOptions) -> dict[str, Any]:
+def in_its_own_process(point: PointOptions) -> dict[str, Any]:
     command = [sys.executable, "-m", "docs.benchmarks.scripts.scaling_point", json.dumps(asdict(point))]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:

@@ -199,7 +199,7 @@ def _methods(engine: BlendEngine, options: ThroughputOptions) -> Mapping[str, Ca
     config = greedy(engine.tokenizer, options.new_tokens)
     decoding = DecodeOptions(generation_config=config)
     size = engine.store.size_limit if options.capacity else None
-    prefixes = _PrefixCache(engine, size)
+    prefixes = PrefixCache(engine, size)
 
     def full(prompt: Prompt) -> tuple[float, float]:
         ids = engine.tokenize(prompt).input_ids
@@ -221,7 +221,7 @@ def _methods(engine: BlendEngine, options: ThroughputOptions) -> Mapping[str, Ca
     return {"full recompute": full, "prefix caching": prefix_caching, "blended": blended}
 
 
-class _PrefixCache:
+class PrefixCache:
     """KV of prompts in memory; a prompt goes on from the one it has most in common with at its beginning.
 
     Idealised, in its favour: nothing is loaded, tokens are compared one by one and not in blocks, and
@@ -229,7 +229,7 @@ class _PrefixCache:
     """
 
     def __init__(self, engine: BlendEngine, limit: int | None) -> None:
-        self._engine, self._limit, self._held = engine, limit, 0
+        self._engine, self._limit, self.held = engine, limit, 0
         self._kept: OrderedDict[tuple[int, ...], tuple[torch.Tensor, list[LayerKV], int]] = OrderedDict()
 
     def prefill(self, ids: Sequence[int]) -> tuple[Prefilled, int]:
@@ -256,9 +256,9 @@ class _PrefixCache:
         layers = [LayerKV(one.keys[:, :, : len(ids)], one.values[:, :, : len(ids)]) for one in cache.layers]
         size = sum(kv.keys.nbytes + kv.values.nbytes for kv in layers) * (len(ids) - known) // len(ids)
         self._kept[tuple(ids)] = (torch.tensor(ids), layers, size)
-        self._held += size
-        while self._limit is not None and self._held > self._limit and self._kept:
-            self._held -= self._kept.popitem(last=False)[1][2]
+        self.held += size
+        while self._limit is not None and self.held > self._limit and self._kept:
+            self.held -= self._kept.popitem(last=False)[1][2]
 
 
 def _serve(

@@ -249,7 +249,7 @@ def test_every_variable_that_is_read_is_known() -> None:
         | {name.upper() for name in re.findall(r"flag_from_environment\(\"(\w+)\"", text)}
         | set(re.findall(r"CACHEBLEND_RAG_([A-Z]+_KEY)\b", text))
     )
-    others = {name.removeprefix("CACHEBLEND_RAG_") for name in configuration._OTHER_VARIABLES}
+    others = {name.removeprefix("CACHEBLEND_RAG_") for name in configuration.OTHER_VARIABLES}
     assert read == others
 
 

@@ -258,14 +258,14 @@ def test_a_changed_file_is_seen_within_its_time_and_not_looked_at_for_every_requ
 ) -> None:
     key = add("ada")
     keys, looks = KeysFile(tmp_path / KEYS_FILE), 0
-    state = KeysFile._state
+    state = KeysFile.state
 
     def counted(self: KeysFile) -> tuple[int, ...]:
         nonlocal looks
         looks += 1
         return state(self)
 
-    monkeypatch.setattr(KeysFile, "_state", counted)
+    monkeypatch.setattr(KeysFile, "state", counted)
     assert main(["keys", "revoke", "ada", "--data-dir", str(tmp_path)]) == 0
     began = time.monotonic()
     while keys.find(key) is not None:

@@ -241,7 +241,7 @@ def test_a_check_ends_and_remembers_what_passed(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match=r"simpler schema.*1 s"):
         check.check([Form(ENDLESS)], "schema")
     check.check([Form(deep(20))], "schema")
-    monkeypatch.setattr(check, "_compile", lambda *given: pytest.fail("it is known"))
+    monkeypatch.setattr(check, "compile_aside", lambda *given: pytest.fail("it is known"))
     check.check([Form(deep(20))], "schema")
 
 

@@ -75,7 +75,7 @@ REWRITES: dict[str, tuple[Callable[[list[Document]], str], str]] = {
 @pytest.fixture(autouse=True)
 def nothing_known() -> None:
     known_chunks.clear()
-    matching._warned.clear()
+    matching.warned_of.clear()
 
 
 def chain_of(model: Any, write: Any, documents: list[Document] = DOCUMENTS) -> Any:

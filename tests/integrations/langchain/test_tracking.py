@@ -136,17 +136,17 @@ def test_memory_is_bounded() -> None:
         runs.begin(child, root)
         runs.add(uuid4(), child, ["x" * 30, "x" * 30])
         runs.call(child, [hash(root)])
-    assert runs._size <= 100
-    assert len(runs._texts) == 3
+    assert runs.documents == 3  # of 30 characters each
     for _ in range(20_000):
         runs.begin(uuid4(), None)
     for number in range(1000):
         runs.call(roots[-1], [number])
-    assert len(runs._roots) <= 16_384
-    assert len(runs._prompts) <= 256
+    assert len(runs) <= 16_384 + 256
     for root in roots:
         runs.end(root)
-    assert (runs._size, len(runs._texts)) == (0, 0)
+    assert runs.documents == 0
+    runs.add(uuid4(), uuid4(), ["x" * 100])
+    assert runs.documents == 1, "nothing else counts any more"
 
 
 def test_runs_without_documents_leave_nothing() -> None:
@@ -157,7 +157,7 @@ def test_runs_without_documents_leave_nothing() -> None:
     runs.add(root, None, ["found on its own"])
     runs.call(root, [1])
     runs.end(root)
-    assert (runs.of(1), len(runs._texts), len(runs._roots)) == ((), 0, 0)
+    assert (runs.of(1), runs.documents, len(runs)) == ((), 0, 0)
 
 
 def test_prompts_are_known_by_their_text() -> None:

@@ -167,8 +167,7 @@ def test_forms_that_stood_in_prompts_are_erased_too() -> None:
             engine.query(QUESTION)
     assert sum(misses for _, misses in answers.counts) >= 8
     assert forget_nodes(nodes, llm) >= 8
-    records = llm.engine.store._records.values()  # type: ignore[attr-defined]
-    kept = [llm.engine.tokenizer.decode(record.info.token_ids) for record in records]
+    kept = [llm.engine.tokenizer.decode(info.token_ids) for _, info in llm.engine.store.infos("")]
     assert kept  # the beginnings of the templates
     assert not any(
         "Passage 33" in text or "Window" in text or node.text[40:90] in text for text in kept for node in nodes

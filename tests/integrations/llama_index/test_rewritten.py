@@ -53,7 +53,7 @@ REWRITES: dict[str, tuple[Callable[[str], str], str]] = {
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
     unknow(NODES)
-    matching._warned.clear()
+    matching.warned_of.clear()
     yield
     unknow(NODES)
 

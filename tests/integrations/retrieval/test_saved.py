@@ -54,7 +54,7 @@ def test_a_save_cut_short_at_any_step_leaves_the_old_index(
             path.write_bytes(b"half")
             raise OSError(28, "No space left on device")
 
-    write, replace = module._write, Path.replace
+    write, replace = module.write_file, Path.replace
 
     def write_perhaps(path: Path, data: bytes) -> None:
         perhaps_fail(path)
@@ -64,7 +64,7 @@ def test_a_save_cut_short_at_any_step_leaves_the_old_index(
         perhaps_fail(path)
         return replace(path, target)
 
-    monkeypatch.setattr(module, "_write", write_perhaps)
+    monkeypatch.setattr(module, "write_file", write_perhaps)
     monkeypatch.setattr(Path, "replace", replace_perhaps)
     with pytest.raises(OSError, match="No space left"):
         write_index(tmp_path, make("new"))
@@ -92,7 +92,7 @@ def test_leftovers_go_once_they_are_old_and_other_files_stay(tmp_path: Path) -> 
 
 def test_a_reader_overtaken_by_a_save_reads_the_new_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_index(tmp_path, make("old"))
-    read = module._read_manifest
+    read = module.read_manifest
     overtaken: list[bool] = []
 
     def read_then_save(place: Path) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def test_a_reader_overtaken_by_a_save_reads_the_new_index(tmp_path: Path, monkey
             write_index(tmp_path, make("new"))
         return manifest
 
-    monkeypatch.setattr(module, "_read_manifest", read_then_save)
+    monkeypatch.setattr(module, "read_manifest", read_then_save)
     assert read_index(tmp_path) == make("new")
 
 
@@ -162,7 +162,7 @@ def test_manifest_that_is_none(tmp_path: Path, data: bytes) -> None:
 
 @pytest.mark.parametrize("line", ["5", "{}", '{"key": "x", "id": "a", "text": "t", "metadata": {}}', "no json"])
 def test_documents_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
-    monkeypatch.setattr(module, "_to_line", lambda key, document: line + "\n")
+    monkeypatch.setattr(module, "to_line", lambda key, document: line + "\n")
     write_index(tmp_path, make("one"))
     with pytest.raises(IndexDamagedError, match="documents saved in"):
         read_index(tmp_path)

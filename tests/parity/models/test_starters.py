@@ -248,7 +248,7 @@ def test_an_interruption_goes_on_and_leaves_nothing(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(starters, "_show_progress", interrupted)
+        patch.setattr(starters, "show_progress", interrupted)
         with pytest.raises(KeyboardInterrupt):
             load_model("smollm2")
         assert main(["models", "get", "smollm2"]) == 130
