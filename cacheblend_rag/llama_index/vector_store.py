@@ -23,7 +23,8 @@ from llama_index.core.vector_stores.utils import build_metadata_filter_fn, metad
 from pydantic import PrivateAttr
 
 from cacheblend_rag.errors import ConfigError, DocumentError
-from cacheblend_rag.retrieval.exact_index import NONE, ExactIndex, Vectors, as_matrix, check_count, marginal_relevance
+from cacheblend_rag.retrieval.exact_index import ExactIndex
+from cacheblend_rag.retrieval.vectors import NONE, Vectors, as_matrix, check_count, marginal_relevance
 
 _VERSION = 1
 # How many of the nearest the diverse ones are chosen from.

@@ -17,7 +17,7 @@ from langchain_core.embeddings import Embeddings
 
 from cacheblend_rag.errors import ConfigError, EmbedderError, ModelLoadError
 from cacheblend_rag.models.starters import starter_folder, starter_named
-from cacheblend_rag.retrieval.exact_index import Vectors, as_matrix
+from cacheblend_rag.retrieval.vectors import Vectors, as_matrix
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer

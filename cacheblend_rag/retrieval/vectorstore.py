@@ -19,16 +19,9 @@ from langchain_core.vectorstores import VectorStore
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt.matching import known_chunks
-from cacheblend_rag.retrieval.exact_index import (
-    NONE,
-    ExactIndex,
-    Hit,
-    Vectors,
-    as_matrix,
-    check_count,
-    marginal_relevance,
-)
+from cacheblend_rag.retrieval.exact_index import ExactIndex, Hit
 from cacheblend_rag.retrieval.saved import IndexDamagedError, SavedIndex, read_index, write_index
+from cacheblend_rag.retrieval.vectors import NONE, Vectors, as_matrix, check_count, marginal_relevance
 
 Filter = Mapping[str, Any] | Callable[[Document], bool]
 """Which documents may be found: metadata they must have, or a test of the document."""

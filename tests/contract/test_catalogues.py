@@ -18,7 +18,7 @@ from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.app.server.shared_catalogue import SharedCatalogue
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError, DocumentError
-from cacheblend_rag.retrieval.exact_index import Vectors
+from cacheblend_rag.retrieval.vectors import Vectors
 from docs.benchmarks.scripts.servers import PostgresServer, Proxy
 
 _names = count()

@@ -23,7 +23,7 @@ import numpy as np
 from langchain_core.documents import Document
 
 from cacheblend_rag.app.server.problems import Problem
-from cacheblend_rag.retrieval.exact_index import Vectors
+from cacheblend_rag.retrieval.vectors import Vectors
 
 _VERSION = 1
 TABLES = """

@@ -28,8 +28,8 @@ from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, DocumentError, StoreError
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings
-from cacheblend_rag.retrieval.exact_index import Vectors, as_matrix
 from cacheblend_rag.retrieval.splitting import split
+from cacheblend_rag.retrieval.vectors import Vectors, as_matrix
 
 _log = logging.getLogger(__name__)
 # Jobs whose events are kept.

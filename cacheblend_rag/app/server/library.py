@@ -34,8 +34,8 @@ from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.prompt.matching import written_forms
 from cacheblend_rag.retrieval.embedder import SharedEmbeddings, same_model
-from cacheblend_rag.retrieval.exact_index import Vectors
 from cacheblend_rag.retrieval.index import FolderIndex
+from cacheblend_rag.retrieval.vectors import Vectors
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
 from cacheblend_rag.store.tombstones import TombstonedStore
 
