@@ -23,6 +23,9 @@ from cacheblend_rag.report import BlendReport
 
 # Mean KL divergence in nats a token. Putting the passages in another order moved a pretrained model's answers by 0.056.
 _AS_FULL, _CLOSE = 0.01, 0.06
+METHODS = ("full recompute", "prefix caching", "full reuse", "blended")
+ROUNDS = 3
+"""Rounds in which methods are timed; the passes that answer have warmed up for them."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,6 @@ class FullAnswer:
         """How near a method is, by its KV of the same prompt, its logits of the last position and its answer."""
         found = answer_log_probs(self._adapter, shared_cache(cache), logits, self._ids)
         return Nearness(float(kl_divergence(self._log_probs, found).mean()), text.strip() == self._text.strip())
-
-
-METHODS = ("full recompute", "prefix caching", "full reuse", "blended")
-ROUNDS = 3
-"""Rounds in which methods are timed; the passes that answer have warmed up for them."""
 
 
 @dataclass(frozen=True)

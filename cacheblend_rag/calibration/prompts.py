@@ -23,6 +23,14 @@ from cacheblend_rag.prompt.chat import STUFF
 from cacheblend_rag.prompt.contexts import contexts_beside
 
 _KEPT = 8  # groups whose contexts' KV stays in memory
+_NAME = re.compile(r"\b[A-Z][\w’'-]+(?: [A-Z][\w’'-]+)*")
+_QUESTIONS = (
+    "What is said about {a}?",
+    "Who or what is {a}, and what happened?",
+    "How are {a} and {b} connected?",
+    "What do the passages say about {a} and about {b}?",
+    "Summarise in one sentence what is known about {a}.",
+)
 
 
 class Corpus:
@@ -74,16 +82,6 @@ class Corpus:
         kv = self._known[contexts.digest]
         numbers = (*contexts.of(ids), *range(len(contexts.ids), len(contexts.ids) + len(self._learned)))
         return kv.segments_kv([(*before, *ids)], regime, [len(before)], [numbers])[0]
-
-
-_NAME = re.compile(r"\b[A-Z][\w’'-]+(?: [A-Z][\w’'-]+)*")
-_QUESTIONS = (
-    "What is said about {a}?",
-    "Who or what is {a}, and what happened?",
-    "How are {a} and {b} connected?",
-    "What do the passages say about {a} and about {b}?",
-    "Summarise in one sentence what is known about {a}.",
-)
 
 
 def chunk_prompts(chunks: Sequence[Document], count: int, per_prompt: int = 6, seed: int = 0) -> list[Prompt]:

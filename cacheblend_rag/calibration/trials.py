@@ -31,6 +31,8 @@ from cacheblend_rag.prompt import Prompt, PromptTokenizer, TokenizedPrompt
 ComputeKV = Callable[[str, tuple[int, ...], tuple[int, ...], int], SegmentKV]
 """The KV of a chunk, of its text, the ids that stand directly before it, its own ids, and the frequency regime."""
 
+_CLEARLY = 1.1  # times the work that is allowed: a rule's work differs from prompt to prompt
+
 
 @dataclass(frozen=True)
 class Fused:
@@ -140,9 +142,6 @@ class PreparedPrompt:
                 values[0, :, span.start : span.stop] = kv.values[number]
             layers.append(LayerKV(keys, values))
         return layers
-
-
-_CLEARLY = 1.1  # times the work that is allowed: a rule's work differs from prompt to prompt
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,14 @@ from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, d
 from cacheblend_rag.store.learned import kept_context
 from cacheblend_rag.store.single_flight import compute_if_missing
 
+_log = logging.getLogger(__name__)
+# Stands in the key of a chunk whose ids differ in one prompt, behind the key under which the chunk is usually stored.
+OTHER_FORM = "-as-"
+# Bytes of a layer below which handing it to another thread costs more than reading it.
+_WORTH_A_THREAD = 2**19
+# Characters by which a report names a document.
+_BEGINS = 80
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -219,16 +227,6 @@ class Waited:
     def close(self) -> None:
         """End the loader, whatever it still has in hand."""
         self._layers.close()  # type: ignore[attr-defined]
-
-
-# Stands in the key of a chunk whose ids differ in one prompt, behind the key under which the chunk is usually stored.
-OTHER_FORM = "-as-"
-
-_log = logging.getLogger(__name__)
-# Bytes of a layer below which handing it to another thread costs more than reading it.
-_WORTH_A_THREAD = 2**19
-# Characters by which a report names a document.
-_BEGINS = 80
 
 
 class Pauses(NamedTuple):

@@ -21,6 +21,8 @@ from cacheblend_rag.langchain.tracking import documents_in, note_search
 from cacheblend_rag.prompt.matching import known_chunks
 from cacheblend_rag.retrieval.wrapping import Wrapper, wrapped
 
+S = TypeVar("S", bound=VectorStore)
+
 
 class CacheBlendRetriever(BaseRetriever):
     """Asks another retriever and makes its documents known to our models.
@@ -71,9 +73,6 @@ class CacheBlendRetriever(BaseRetriever):
 def _check(k: int | None) -> None:
     if k is not None and k < 1:
         raise ConfigError("k", k, "use a whole number, 1 or more")
-
-
-S = TypeVar("S", bound=VectorStore)
 
 
 def track(vectorstore: S) -> S:

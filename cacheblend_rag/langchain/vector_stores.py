@@ -31,6 +31,9 @@ _PAGE = 1000
 _TEXTS = 1000
 # To look for this many texts takes Chroma about as long as to give all documents.
 _FEW = 16
+_log = logging.getLogger(__name__)
+S = TypeVar("S", bound=VectorStore)
+_ASYNCHRONOUS = ("adelete", "aadd_documents", "aadd_texts")
 
 
 class Contents(Protocol):
@@ -161,10 +164,6 @@ def warm_vectorstore(
     return model.warm_aloud(documents, progress=progress, say=say)
 
 
-S = TypeVar("S", bound=VectorStore)
-_log = logging.getLogger(__name__)
-
-
 def forgetting(vectorstore: S, llm: BlendFields) -> S:
     """Erase the KV of documents that are deleted from a vector store, or replaced by others with their ids.
 
@@ -259,7 +258,6 @@ _IDS_OF: dict[str, Callable[..., list[Any] | None]] = {
     "reset_collection": _all,
     "delete_collection": _all,
 }
-_ASYNCHRONOUS = ("adelete", "aadd_documents", "aadd_texts")
 
 
 class _Reading:

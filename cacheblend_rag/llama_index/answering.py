@@ -16,6 +16,8 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import HeldBack
 from cacheblend_rag.report import Generation
 
+R = TypeVar("R")
+
 
 class CacheBlendEvent(BaseEvent):
     """An answer is complete.
@@ -59,9 +61,6 @@ class CacheBlendEvent(BaseEvent):
         """An event of what is said of an answer, in the span in which the model was called."""
         own = {name: info[name] for name in cls.model_fields if name in info}
         return cls(**own, info=info, span_id=span_id)
-
-
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,8 @@ from cacheblend_rag.retrieval.wrapping import Wrapper, forgetting_call, wrapped
 S = TypeVar("S", bound=BasePydanticVectorStore)
 _log = logging.getLogger(__name__)
 _MANY = 2**31 - 1
+_ASYNCHRONOUS = ("adelete", "adelete_nodes", "aclear", "async_add")
+_MODES = (MetadataMode.LLM,)
 
 
 def forgetting(vector_store: S, llm: CacheBlendLLM) -> S:
@@ -199,10 +201,6 @@ _READINGS: dict[str, Callable[..., _Reading]] = {
     "add": _Replaced,
     "async_add": _Replaced,
 }
-_ASYNCHRONOUS = ("adelete", "adelete_nodes", "aclear", "async_add")
-
-
-_MODES = (MetadataMode.LLM,)
 
 
 def index_nodes(index: BaseIndex[Any]) -> list[BaseNode]:

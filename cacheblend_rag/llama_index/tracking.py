@@ -35,6 +35,13 @@ from cacheblend_rag.report import BlendReport, DocumentUse
 _STEP, _SEED = 16, 32
 # Shorter parts are not worth a chunk of their own.
 _SHORTEST = 64
+# A rewritten node whose text is one part of the original for this share is found as that part.
+_MOSTLY = 0.8
+SUMS = "cacheblend"
+"""Name under which ``Response.metadata`` has what all calls of the model for it came to."""
+# Of what several calls say of a document, that which holds for all of them together.
+_BEST = ("hit", "miss", "not found", "left out")
+_SUMMED = ("hits", "misses", "reused_tokens", "prompt_tokens", "generated_tokens")
 
 
 def find_parts(
@@ -95,10 +102,6 @@ def _strip(text: str, match: Match) -> Match:
     return Match(begin, begin + len(part.strip()))
 
 
-# A rewritten node whose text is one part of the original for this share is found as that part.
-_MOSTLY = 0.8
-
-
 def node_texts(node: BaseNode) -> list[str]:
     """The texts under which a node may stand in a prompt: with the metadata for the model, and without."""
     forms = (MetadataMode.LLM, MetadataMode.NONE)
@@ -155,9 +158,6 @@ class RecentNodes:
 recent_nodes = RecentNodes()
 """Nodes retrieved lately in this process."""
 
-SUMS = "cacheblend"
-"""Name under which ``Response.metadata`` has what all calls of the model for it came to."""
-
 
 class _Synthesis:
     """The answer that a synthesizer makes of some documents, and the sums of its calls of the model."""
@@ -212,9 +212,6 @@ class _Synthesis:
                 yield piece
 
 
-# Of what several calls say of a document, that which holds for all of them together.
-_BEST = ("hit", "miss", "not found", "left out")
-_SUMMED = ("hits", "misses", "reused_tokens", "prompt_tokens", "generated_tokens")
 _synthesis: ContextVar[_Synthesis | None] = ContextVar("cacheblend_rag_llama_index_synthesis", default=None)
 
 

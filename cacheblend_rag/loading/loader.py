@@ -23,6 +23,19 @@ from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.store.base import HasBlock, StoredKV, copy_layer, reads_ahead, reads_in_place
 
+# Layers that are copied together: the pass should not wait long for the first ones, and each call takes the host time.
+_GROUPS = (1, 1, 2, 4, 8)
+# Groups that are under way before their layers are asked for.
+_GROUPS_AHEAD = 3
+# Bytes a second from which reading is a CPU's own work, with hardly a wait in it to be hidden. On two cores, KV in the
+# page cache read on a thread beside the pass made it slower than KV read between its layers
+# (docs/explanation/performance.md).
+_FAST = 10**9
+# Layers read before they are asked for. The first layers are computed in full, long enough to read several of the
+# others; with two, the loader stood still meanwhile and the pass waited for it later. Buffers that are filled early
+# take no memory that the prompt's cache would not take in the end.
+_AHEAD = 8
+
 
 class Lane(Protocol):
     """A way into buffers; one thread at a time uses it."""
@@ -220,12 +233,6 @@ def _lost(place: Placement, error: Exception) -> RecordLost:
     return RecordLost(place.key, str(error), damaged=not isinstance(error, StoreUnreachableError))
 
 
-# Layers that are copied together: the pass should not wait long for the first ones, and each call takes the host time.
-_GROUPS = (1, 1, 2, 4, 8)
-# Groups that are under way before their layers are asked for.
-_GROUPS_AHEAD = 3
-
-
 def blocks_of(reader: LayerReader) -> list[torch.Tensor] | None:
     """The records of a prompt as they lie in memory; None if one of them does not, or cannot be copied as it is."""
     blocks = [place.record.block if isinstance(place.record, HasBlock) else None for place in reader.placements]
@@ -305,16 +312,6 @@ def _ready(
     target.record_stream(pass_stream)
     for keys, values in target[:, :, None].unbind():
         yield LayerKV(keys, values, turned=reader.turning is not None)
-
-
-# Bytes a second from which reading is a CPU's own work, with hardly a wait in it to be hidden. On two cores, KV in the
-# page cache read on a thread beside the pass made it slower than KV read between its layers
-# (docs/explanation/performance.md).
-_FAST = 10**9
-# Layers read before they are asked for. The first layers are computed in full, long enough to read several of the
-# others; with two, the loader stood still meanwhile and the pass waited for it later. Buffers that are filled early
-# take no memory that the prompt's cache would not take in the end.
-_AHEAD = 8
 
 
 def synchronize(layer: Future[LayerKV]) -> LayerKV:

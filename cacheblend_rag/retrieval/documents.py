@@ -35,6 +35,8 @@ _BROKEN = 0.05
 # What a browser does not show.
 _UNSEEN = ("head", "script", "style", "template", "noscript", "iframe", "object", "svg", "math", "select", "textarea")
 _HIDING = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
+ON_ERROR = ("raise", "skip")
+LEADS_OUT = "it is a link that leads out of the folder"
 
 
 def _text(name: str, data: bytes) -> tuple[str, ...]:
@@ -231,8 +233,6 @@ READERS: dict[str, Reader] = {
 
 
 SUFFIXES = tuple(sorted(READERS))
-ON_ERROR = ("raise", "skip")
-LEADS_OUT = "it is a link that leads out of the folder"
 
 
 @dataclass(frozen=True)

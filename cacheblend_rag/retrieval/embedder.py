@@ -33,6 +33,8 @@ _TEXTS = (
     "def add(a, b): return a + b  # the quick brown fox jumps over the lazy dog",
 )
 _TOLERANCE = 1e-3  # relative; leaves room for another device or batch size
+# Most texts of one call of shared embeddings, and characters of several; others may have to wait for it.
+_BATCH, _BATCH_CHARS = 32, 8_000
 
 
 def probe(embed: Callable[[Sequence[str]], npt.NDArray[np.float32]]) -> Probes:
@@ -49,10 +51,6 @@ def same_model(kept: object, now: Probes) -> bool:
     if saved.shape != now.shape:
         return False
     return bool((np.linalg.norm(saved - now, axis=1) <= _TOLERANCE * np.linalg.norm(now, axis=1)).all())
-
-
-# Most texts of one call of shared embeddings, and characters of several; others may have to wait for it.
-_BATCH, _BATCH_CHARS = 32, 8_000
 
 
 class SentenceTransformerEmbeddings(Embeddings):

@@ -20,6 +20,8 @@ from cacheblend_rag.models.kv import SegmentKV
 
 _log = logging.getLogger(__name__)
 _WARN_SECONDS = 30.0
+UNLIMITED = 2**63 - 1
+"""`KVStore.size_limit` of a store that knows of none."""
 
 
 class Warnings:
@@ -38,10 +40,6 @@ class Warnings:
                 return
             left_out, self._left_out, self._next = self._left_out, 0, now + _WARN_SECONDS
         _log.warning(text + (f" ({left_out} more like this)" if left_out else ""), *values)
-
-
-UNLIMITED = 2**63 - 1
-"""`KVStore.size_limit` of a store that knows of none."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,14 @@ from cacheblend_rag.store.base import BaseStore, KVRecord, RecordInfo, StoredKV,
 from cacheblend_rag.store.encryption import Seal
 from cacheblend_rag.store.record import FileRecord, RecordFormat, as_written, encode_pieces, record_bytes
 
+_log = logging.getLogger(__name__)
+_FAILURES = (OSError, sqlite3.Error, diskcache.Timeout, StoreError)
+_FILENAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{2}/[0-9a-f]{28}\.val")
+_COUNTED = ("hits", "misses", "evictions")
+# Files that belong to no record are left alone this long: another process may just be writing them.
+_GRACE_SECONDS = 3600.0
+_SWEEP_SECONDS = 86_400.0
+
 
 @dataclass(frozen=True)
 class DiskEntry:
@@ -124,15 +132,6 @@ class ReadOnlyCache:
         if getattr(self._here, "process", None) == os.getpid():
             self._here.connection.close()
             self._here.process = None
-
-
-_log = logging.getLogger(__name__)
-_FAILURES = (OSError, sqlite3.Error, diskcache.Timeout, StoreError)
-_FILENAME = re.compile(r"[0-9a-f]{2}/[0-9a-f]{2}/[0-9a-f]{28}\.val")
-_COUNTED = ("hits", "misses", "evictions")
-# Files that belong to no record are left alone this long: another process may just be writing them.
-_GRACE_SECONDS = 3600.0
-_SWEEP_SECONDS = 86_400.0
 
 
 class _NoPickleDisk(diskcache.Disk):  # type: ignore[misc]

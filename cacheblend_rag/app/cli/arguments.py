@@ -29,6 +29,57 @@ if TYPE_CHECKING:
 
 # They log what the screen says better, or what only who repairs the file could use.
 _SILENT = ("pypdf", "cacheblend_rag.retrieval.index", "cacheblend_rag.retrieval.documents")
+_FILES = f"{', '.join(SUFFIXES)} files"
+RAG_OPTIONS = (
+    Option("docs", None, expanduser, flag="docs", metavar="FOLDER", help=_FILES, shown="the bundled articles"),
+    Option(
+        "model", DEFAULT_MODEL, expanduser, flag="model", metavar="PATH_OR_ID", help="a folder, hub id or GGUF file"
+    ),
+    Option(
+        "embedder",
+        DEFAULT_EMBEDDER,
+        expanduser,
+        flag="embedder",
+        metavar="PATH_OR_ID",
+        help="a sentence-transformers model",
+    ),
+    Option(
+        "data_dir",
+        None,
+        expanduser,
+        flag="data-dir",
+        metavar="FOLDER",
+        help="where index and KV are kept",
+        shown="user's cache",
+    ),
+    Option(
+        "shared_store",
+        None,
+        str,
+        flag="shared-store",
+        metavar="ADDRESS",
+        help="KV that machines share: s3://bucket/kv, valkey://host:6379/0",
+        shown="none",
+    ),
+    Option("device", "auto", str, flag="device", help='"auto", "cpu", "cuda", …'),
+    Option("dtype", "auto", str, flag="dtype", help='"auto", "float32", "bfloat16" or "float16"'),
+    Option("top_k", 6, int, flag="top-k", metavar="N", help="chunks in the prompt"),
+    Option("max_new_tokens", 64, int, flag="max-new-tokens", metavar="N", help="longest answer"),
+)
+"""Options of `FolderRAGOptions`."""
+_OF_ENGINE = [option for option in BlendConfig.options() if option.flag]
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    **{
+        option.flag: {
+            "metavar": option.metavar or None,
+            "help": option.help_line,
+            "default": option.default,
+            "type": int if option.parse is int else str,
+        }
+        for option in RAG_OPTIONS
+    },
+    **{option.flag: {"metavar": option.metavar, "help": option.help_line} for option in _OF_ENGINE},
+}
 
 
 class Screen:
@@ -77,60 +128,6 @@ class Screen:
         else:
             self.note(text)
             yield
-
-
-_FILES = f"{', '.join(SUFFIXES)} files"
-RAG_OPTIONS = (
-    Option("docs", None, expanduser, flag="docs", metavar="FOLDER", help=_FILES, shown="the bundled articles"),
-    Option(
-        "model", DEFAULT_MODEL, expanduser, flag="model", metavar="PATH_OR_ID", help="a folder, hub id or GGUF file"
-    ),
-    Option(
-        "embedder",
-        DEFAULT_EMBEDDER,
-        expanduser,
-        flag="embedder",
-        metavar="PATH_OR_ID",
-        help="a sentence-transformers model",
-    ),
-    Option(
-        "data_dir",
-        None,
-        expanduser,
-        flag="data-dir",
-        metavar="FOLDER",
-        help="where index and KV are kept",
-        shown="user's cache",
-    ),
-    Option(
-        "shared_store",
-        None,
-        str,
-        flag="shared-store",
-        metavar="ADDRESS",
-        help="KV that machines share: s3://bucket/kv, valkey://host:6379/0",
-        shown="none",
-    ),
-    Option("device", "auto", str, flag="device", help='"auto", "cpu", "cuda", …'),
-    Option("dtype", "auto", str, flag="dtype", help='"auto", "float32", "bfloat16" or "float16"'),
-    Option("top_k", 6, int, flag="top-k", metavar="N", help="chunks in the prompt"),
-    Option("max_new_tokens", 64, int, flag="max-new-tokens", metavar="N", help="longest answer"),
-)
-"""Options of `FolderRAGOptions`."""
-
-_OF_ENGINE = [option for option in BlendConfig.options() if option.flag]
-_ARGUMENTS: dict[str, dict[str, Any]] = {
-    **{
-        option.flag: {
-            "metavar": option.metavar or None,
-            "help": option.help_line,
-            "default": option.default,
-            "type": int if option.parse is int else str,
-        }
-        for option in RAG_OPTIONS
-    },
-    **{option.flag: {"metavar": option.metavar, "help": option.help_line} for option in _OF_ENGINE},
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser, *names: str, **helps: str) -> None:

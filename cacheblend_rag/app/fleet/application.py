@@ -31,6 +31,8 @@ from cacheblend_rag.errors import CacheBlendError, ConfigError
 # A replica has a queue of its own, which refuses in the words of the API.
 _ONGOING = 1_000
 _STOPPING = 40  # seconds until a replica that is told to stop is killed
+_NAME = "cacheblend-rag"
+_STORE_BYTES = 200_000_000  # of objects between processes: requests and pieces of answers pass through it
 
 
 def build(arguments: FleetArguments) -> serve.Application:
@@ -103,10 +105,6 @@ def build_given(
         bound, settings.limits, settings.rag.config.separator, settings.rag.top_k, settings.database is not None
     )
     return app
-
-
-_NAME = "cacheblend-rag"
-_STORE_BYTES = 200_000_000  # of objects between processes: requests and pieces of answers pass through it
 
 
 @contextmanager

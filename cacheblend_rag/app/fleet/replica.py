@@ -28,6 +28,17 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store.base import KVStore
 
 _NAMESPACE = "cacheblend-rag"
+# Options that decide what is stored and what is answered.
+_AGREED = (
+    "separator",
+    "split_at_separator",
+    "contexts",
+    "recompute_ratio",
+    *RULE_OPTIONS,
+    "min_tokens",
+    "codec",
+)
+_PROBE = "The harbour was dredged in 1912; naïve 数据 🙂\n\tdef f(x): return x ** 2"
 
 
 def check_agreed(agreed: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -77,19 +88,6 @@ class _Agreement:
     def agreed(self, version: str, own: Mapping[str, Any]) -> Mapping[str, Any]:
         """The first terms of a configuration."""
         return self._terms.setdefault(version, own)
-
-
-# Options that decide what is stored and what is answered.
-_AGREED = (
-    "separator",
-    "split_at_separator",
-    "contexts",
-    "recompute_ratio",
-    *RULE_OPTIONS,
-    "min_tokens",
-    "codec",
-)
-_PROBE = "The harbour was dredged in 1912; naïve 数据 🙂\n\tdef f(x): return x ** 2"
 
 
 class Replica:

@@ -26,6 +26,8 @@ _BLANK_LINE = re.compile(r"\n\s*\n")
 _SHORTEST = 32
 _MOST = 2_000  # of one request
 _CHARS_A_TOKEN = 4
+_log = logging.getLogger(__name__)
+_KINDS = ("chunk", "prefix")
 
 
 def _pieces(text: str, separator: str = "") -> Iterator[str]:
@@ -61,10 +63,6 @@ def texts_in(body: Any) -> Iterator[str]:
     elif isinstance(body, list | dict):
         for one in body.values() if isinstance(body, dict) else body:
             yield from texts_in(one)
-
-
-_log = logging.getLogger(__name__)
-_KINDS = ("chunk", "prefix")
 
 
 class SummarizedStore(WrappedStore):

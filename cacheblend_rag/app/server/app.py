@@ -33,6 +33,21 @@ from cacheblend_rag.app.server.service import Service, service_of
 from cacheblend_rag.app.server.settings import Limits, ServerSettings
 
 _ANSWER = b"HTTP/1.1 %s\r\nContent-Length: 0\r\nConnection: close\r\n%s\r\n"
+_log = logging.getLogger(__name__)
+_STYLE = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}"
+    "summary{cursor:pointer;padding:.3rem 0}code,pre{font-family:ui-monospace,monospace;font-size:.9em}"
+    "pre{overflow:auto;padding:.8rem;border:1px solid #8886;border-radius:.4rem}"
+    "b{display:inline-block;min-width:4.5rem;text-transform:uppercase}"
+)
+PAGE_PATH = Path(__file__).parent / "page"
+"""Folder of the page's files."""
+# Seconds that requests under way may take to end once the server is asked to stop, and until it ends whatever runs.
+_GRACE, _LAST = 20, 35
+SWITCH_INTERVAL = 0.0005
+"""Seconds after which Python lets another thread go on. The model gives the interpreter up at every operation and must
+have it back for the next: with Python's own 5 ms, one thread that reads or writes JSON makes a pass take four times as
+long."""
 
 
 class _CarefulProtocol(H11Protocol):
@@ -129,14 +144,6 @@ def protocol_for(limits: Limits) -> type[H11Protocol]:
     return type("CarefulProtocol", (_CarefulProtocol,), {"limits": limits})
 
 
-_STYLE = (
-    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color-scheme:light dark}"
-    "summary{cursor:pointer;padding:.3rem 0}code,pre{font-family:ui-monospace,monospace;font-size:.9em}"
-    "pre{overflow:auto;padding:.8rem;border:1px solid #8886;border-radius:.4rem}"
-    "b{display:inline-block;min-width:4.5rem;text-transform:uppercase}"
-)
-
-
 def docs_page(document: dict[str, Any]) -> str:
     """HTML of an OpenAPI document."""
     title = escape(f"{document['info']['title']} {document['info']['version']}")
@@ -165,10 +172,6 @@ def _operations(document: dict[str, Any]) -> Iterator[str]:
 def _details(head: str, content: Any) -> str:
     text = escape(json.dumps(content, indent=1, ensure_ascii=False))
     return f"<details><summary>{head}</summary><pre>{text}</pre></details>"
-
-
-PAGE_PATH = Path(__file__).parent / "page"
-"""Folder of the page's files."""
 
 
 def create_app(settings: ServerSettings, service: Service | None = None) -> FastAPI:
@@ -249,15 +252,6 @@ def _add_plain_routes(app: FastAPI) -> None:
         if not index.is_file():
             return JSONResponse(Problem(404, "no_page", "the page is not installed").body(), 404)
         return FileResponse(index, headers={"Cache-Control": "no-cache"})
-
-
-_log = logging.getLogger(__name__)
-# Seconds that requests under way may take to end once the server is asked to stop, and until it ends whatever runs.
-_GRACE, _LAST = 20, 35
-SWITCH_INTERVAL = 0.0005
-"""Seconds after which Python lets another thread go on. The model gives the interpreter up at every operation and must
-have it back for the next: with Python's own 5 ms, one thread that reads or writes JSON makes a pass take four times as
-long."""
 
 
 def _end() -> None:

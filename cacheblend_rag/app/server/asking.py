@@ -20,6 +20,7 @@ from cacheblend_rag.report import Generation
 # What a "stuff" chain joins documents with.
 CHUNK_SEPARATOR = "\n\n"
 _SEARCHED = 3  # earlier questions that a search takes into account
+_SHORT = {"full recompute": "full", "prefix caching": "prefix", "full reuse": "reuse", "blended": "blend"}
 
 
 @dataclass(frozen=True)
@@ -265,9 +266,6 @@ def _texts(tokenizer: Any, ids: Sequence[int]) -> list[str]:
         texts.append(text if whole else "")
         begun = stop if whole else begun
     return texts
-
-
-_SHORT = {"full recompute": "full", "prefix caching": "prefix", "full reuse": "reuse", "blended": "blend"}
 
 
 def compare_all(

@@ -29,6 +29,12 @@ request_id: ContextVar[str] = ContextVar("request_id", default="")
 """Id of the request that is served here; empty outside of one."""
 
 _PLAIN = re.compile(r"[A-Za-z0-9._-]{1,64}")
+ACCESS_LOG = "cacheblend_rag.app.server.access"
+"""Name of the logger that has a line for each request."""
+_log = logging.getLogger(ACCESS_LOG)
+STAGES = ("split", "look_up", "load", "fuse", "first_token")
+"""The parts of the time to first token."""
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 class RequestIds:
@@ -124,15 +130,6 @@ try:
     from opentelemetry import trace
 except ModuleNotFoundError:  # an older FastAPI, which makes no spans
     trace = None  # type: ignore[assignment]
-
-ACCESS_LOG = "cacheblend_rag.app.server.access"
-"""Name of the logger that has a line for each request."""
-
-_log = logging.getLogger(ACCESS_LOG)
-STAGES = ("split", "look_up", "load", "fuse", "first_token")
-"""The parts of the time to first token."""
-
-_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 @dataclass

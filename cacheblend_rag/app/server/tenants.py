@@ -15,6 +15,9 @@ from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.prompt.matching import ChunkRegistry
 
+# Characters of chunk texts that are remembered of one tenant.
+_KNOWN = 16_000_000
+
 
 class _Buckets:
     """A bucket for each tenant: it holds what a minute allows, and fills evenly.
@@ -94,10 +97,6 @@ class TokenQuota(_Buckets):
                 f"try again in {wait} s"
             )
             raise Problem(429, "rate_limit_exceeded", message, retry_after=wait)
-
-
-# Characters of chunk texts that are remembered of one tenant.
-_KNOWN = 16_000_000
 
 
 class Tenant:

@@ -28,6 +28,10 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import BlendReport, WarmReport
 from cacheblend_rag.store import KVStore
 
+_ALLOCATOR = ("GLIBC_TUNABLES", "MALLOC_")
+_SYSTEM = "Answer the question at the end from the passages below. Say so if they do not hold the answer."
+_QUESTION = "What does the second passage say about the mill, and who rebuilt it after the fire in the valley?"
+
 
 def timed(work: Callable[[], object]) -> float:
     """Seconds that some work takes."""
@@ -54,11 +58,6 @@ def least_squares(columns: Mapping[int, torch.Tensor], times: torch.Tensor) -> d
         if not negative:
             return {name: max(0.0, part) for name, part in parts.items()}
         del kept[min(negative)]
-
-
-_ALLOCATOR = ("GLIBC_TUNABLES", "MALLOC_")
-_SYSTEM = "Answer the question at the end from the passages below. Say so if they do not hold the answer."
-_QUESTION = "What does the second passage say about the mill, and who rebuilt it after the fire in the valley?"
 
 
 def bench_model(options: BenchOptions) -> tuple[Any, Any]:

@@ -11,6 +11,16 @@ from typing import Any
 
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 
+# How bars look by where the KV they read lies; those of methods that read none come first.
+_PLACES: dict[str, dict[str, str]] = {
+    "": {"facecolor": "white", "label": "no KV loaded"},
+    "disk": {"facecolor": "0.5", "label": "KV on disk"},
+    "memory": {"facecolor": "0.85", "hatch": "////", "label": "KV in memory"},
+    "gpu": {"facecolor": "0.95", "hatch": "....", "label": "KV on the GPU"},
+}
+EDGE = {"edgecolor": "black", "linewidth": 0.6}
+"""How bars are drawn round."""
+
 
 def import_pyplot() -> Any:
     """Pyplot of matplotlib, drawing into files.
@@ -59,17 +69,6 @@ def save_figure(pyplot: Any, figure: Any, path: str | Path) -> None:
     with pyplot.rc_context({"svg.hashsalt": "cacheblend-rag"}):  # ids that do not change
         figure.savefig(path, dpi=150, metadata=undated)
     pyplot.close(figure)
-
-
-# How bars look by where the KV they read lies; those of methods that read none come first.
-_PLACES: dict[str, dict[str, str]] = {
-    "": {"facecolor": "white", "label": "no KV loaded"},
-    "disk": {"facecolor": "0.5", "label": "KV on disk"},
-    "memory": {"facecolor": "0.85", "hatch": "////", "label": "KV in memory"},
-    "gpu": {"facecolor": "0.95", "hatch": "....", "label": "KV on the GPU"},
-}
-EDGE = {"edgecolor": "black", "linewidth": 0.6}
-"""How bars are drawn round."""
 
 
 def draw_ttft(pyplot: Any, result: Mapping[str, Any], path: Path) -> None:

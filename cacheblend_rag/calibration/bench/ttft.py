@@ -44,6 +44,12 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.store import KVStore, MemoryStore
 
+METHODS = ("full", "prefix", "reuse", "hkvd-v", "hkvd-k", "gradual-30", "gradual-50", "starts", "default", "cold")
+KV_PLACES = ("disk", "memory", "gpu")
+_SCHEDULES = {"gradual-30": (0.3, 0.03), "gradual-50": (0.5, 0.4, 0.3, 0.05)}
+_FLAT = {"selection": "hkvd", "check_layers": (1,), "recompute_ratios": ()}
+_HEAD = ("method", "time to first token", "faster", "work", "bound", "of bound")
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -105,13 +111,8 @@ def kv_rate(engine: BlendEngine) -> float:
 
 
 FULL, PREFIX, REUSE, _ = WAYS
-METHODS = ("full", "prefix", "reuse", "hkvd-v", "hkvd-k", "gradual-30", "gradual-50", "starts", "default", "cold")
-KV_PLACES = ("disk", "memory", "gpu")
-_SCHEDULES = {"gradual-30": (0.3, 0.03), "gradual-50": (0.5, 0.4, 0.3, 0.05)}
-_FLAT = {"selection": "hkvd", "check_layers": (1,), "recompute_ratios": ()}
 Others = Callable[[BlendEngine, Prompt], AbstractContextManager[Mapping[str, Callable[[], Prefilled]]]]
 """Opens more ways to prefill an engine's prompt, by name."""
-_HEAD = ("method", "time to first token", "faster", "work", "bound", "of bound")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,14 @@ from typing import Any, TypeVar
 from cacheblend_rag.config import check_whole
 from cacheblend_rag.errors import ConfigError, DatasetError
 
+_T = TypeVar("_T")
+EXAMPLES = 20
+"""Worked examples a dialogue of SAMSum may be given."""
+_NEWS_SEPARATORS = re.compile(r"\s*(?:\|\|\|\|\||story_separator_special_tag)\s*")
+_LONGBENCH_PASSAGE = re.compile(r"^Passage \d+:\n", re.MULTILINE)
+_LONGBENCH_EXAMPLE = re.compile(r"^(?=Dialogue:)", re.MULTILINE)
+_SHOWN = 5
+
 
 @dataclass(frozen=True)
 class Passage:
@@ -78,14 +86,6 @@ def digest(cases: Iterable[EvalCase]) -> str:
         hasher.update(json.dumps(asdict(case), sort_keys=True).encode())
         hasher.update(b"\n")
     return hasher.hexdigest()[:16]
-
-
-_T = TypeVar("_T")
-EXAMPLES = 20
-"""Worked examples a dialogue of SAMSum may be given."""
-_NEWS_SEPARATORS = re.compile(r"\s*(?:\|\|\|\|\||story_separator_special_tag)\s*")
-_LONGBENCH_PASSAGE = re.compile(r"^Passage \d+:\n", re.MULTILINE)
-_LONGBENCH_EXAMPLE = re.compile(r"^(?=Dialogue:)", re.MULTILINE)
 
 
 class Malformed(Exception):  # noqa: N818
@@ -195,9 +195,6 @@ def parse_longbench(record: Mapping[str, Any]) -> EvalCase:
         task, pieces = "qa" if question else "summary", _LONGBENCH_PASSAGE.split(context)
     passages = tuple(Passage("", piece.strip()) for piece in pieces if piece.strip())
     return EvalCase(str(record.get("_id", "")), question, tuple(answers), passages, dataset, task)
-
-
-_SHOWN = 5
 
 
 def parse_own(record: Mapping[str, Any]) -> EvalCase:

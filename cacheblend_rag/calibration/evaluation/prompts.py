@@ -18,6 +18,24 @@ from cacheblend_rag.prompt.chat import STUFF, PromptFormat, written_by_template
 
 ORDERS = ("retrieved", "random")
 _WORD = re.compile(r"\w+")
+STYLES = ("paper", "stuff")
+PAPER = {
+    "qa": PromptFormat(
+        "You will be asked a question after reading several passages. Please directly answer the question based on "
+        "the given passages. Do NOT repeat the question. The answer should be within 5 words.\nPassages:\n",
+        "\n\nAnswer the question directly based on the given passages. Do NOT repeat the question. The answer should "
+        "be within 5 words.\nQuestion: {q}\nAnswer:",
+    ),
+    "examples": PromptFormat(
+        "Summarize the dialogue into a few short sentences. The following are some examples.\n\n", "\n\n{q}"
+    ),
+    "summary": PromptFormat(
+        "You are given several news passages. Write a one-page summary of all news.\n\nNews:\n",
+        "\n\nNow, write a one-page summary of all the news.\nSummary:",
+    ),
+}
+"""By task: a short answer is asked for where F1 is the measure."""
+_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 
 
 class Ranker(Protocol):
@@ -154,26 +172,6 @@ def _pieces(text: str, tokenizer: Any, tokens: int) -> list[tuple[str, int]]:
             piece, size = "", 0
         piece, size = piece + word, size + need
     return [*found, (piece.strip(), size + 2)] if piece.strip() else found
-
-
-STYLES = ("paper", "stuff")
-PAPER = {
-    "qa": PromptFormat(
-        "You will be asked a question after reading several passages. Please directly answer the question based on "
-        "the given passages. Do NOT repeat the question. The answer should be within 5 words.\nPassages:\n",
-        "\n\nAnswer the question directly based on the given passages. Do NOT repeat the question. The answer should "
-        "be within 5 words.\nQuestion: {q}\nAnswer:",
-    ),
-    "examples": PromptFormat(
-        "Summarize the dialogue into a few short sentences. The following are some examples.\n\n", "\n\n{q}"
-    ),
-    "summary": PromptFormat(
-        "You are given several news passages. Write a one-page summary of all news.\n\nNews:\n",
-        "\n\nNow, write a one-page summary of all the news.\nSummary:",
-    ),
-}
-"""By task: a short answer is asked for where F1 is the measure."""
-_MARK = "\N{OBJECT REPLACEMENT CHARACTER}"
 
 
 class ChatFrame:

@@ -44,6 +44,7 @@ from cacheblend_rag.prompt import Prompt
 
 _NAME = "results.jsonl"
 _PARTS = "results-*.jsonl"
+_VERSION = 5
 
 
 class Journal:
@@ -156,7 +157,6 @@ class Journal:
         self._locks.close()
 
 
-_VERSION = 5
 _Place = tuple[int, int, str]  # number of chunks, their tokens, question
 
 
