@@ -165,6 +165,7 @@ def _tensors(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
 
 
 def content_of(tensor: torch.Tensor) -> bytes:
+    """What goes into a fingerprint: the sum of each row's bits, and the first and last elements."""
     data = tensor.detach().contiguous()
     rows = data.shape[0] if data.dim() > 1 and data.numel() else 1
     data = data.flatten()
@@ -249,6 +250,7 @@ def _folder_of(model: str) -> Path | None:
 
 
 def cache_file() -> Path:
+    """The file in which fingerprints are remembered, by files of weights that have not changed."""
     return default_data_path() / "fingerprints.json"
 
 

@@ -174,6 +174,7 @@ def _fits_kernel(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bo
 
 
 def turn_pairs(first: torch.Tensor, second: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate ``(first, second)`` in place, in float32: ``(x cos - y sin, y cos + x sin)``."""
     if first.dtype == torch.float32:
         before = first.clone()
         first.mul_(cos).addcmul_(second, sin, value=-1)

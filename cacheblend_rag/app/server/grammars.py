@@ -67,6 +67,7 @@ class SchemaCheck:
                 self._passed.popitem(last=False)
 
     def compile_aside(self, grammar: str, field: str) -> None:
+        """Compile a grammar in a process of its own; refuse one that is wrong or takes too much."""
         limits = self._limits
         try:
             ended = subprocess.run(

@@ -75,6 +75,7 @@ direct_products = OneForEach(DirectProducts)
 
 
 def fits(rows: torch.Tensor, module: nn.Linear) -> bool:
+    """Whether oneDNN multiplies these rows by a layer: plain, in float32, few rows and a large product."""
     weight = module.weight
     plain = type(module) is nn.Linear and type(weight) is nn.Parameter
     if not plain or weight.dtype is not torch.float32 or not (weight.is_cpu and weight.is_contiguous()):
@@ -136,6 +137,7 @@ def _rows_of_processor() -> int:
 
 
 def is_amd(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the processor is one of AMD's."""
     try:
         said = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:  # not Linux
