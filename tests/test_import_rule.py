@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -181,6 +182,16 @@ def test_every_module_says_what_it_is_and_asserts_nothing() -> None:
     assert [path for path in FILES if not ast.get_docstring(tree_of(path))] == []
     asserts = [f"{file}, line {node.lineno}" for file, node in all_nodes() if isinstance(node, ast.Assert)]
     assert asserts == [], "input is checked by errors of our own, which python -O keeps"
+
+
+def test_tables_of_packages_name_each_of_their_modules() -> None:
+    tables = 0
+    for path in PACKAGE.rglob("__init__.py"):
+        listed = re.findall(r"^``(\w+)``  ", ast.get_docstring(tree_of(path)) or "", re.MULTILINE)
+        if listed:
+            assert sorted(listed) == sorted(one.stem for one in path.parent.glob("*.py") if one != path), path
+            tables += 1
+    assert tables >= 3
 
 
 def test_the_package_holds_no_weights_and_knows_nothing_of_its_tests() -> None:

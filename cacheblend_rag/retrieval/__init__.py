@@ -3,18 +3,16 @@
 Nothing is imported here: take names from the submodules, so that faiss and sentence-transformers
 load only where they are used.
 
-========================  =============================================================
-``documents``             read the files of a folder
-``formats``               the text of a file: plain text, Markdown, HTML, Word, PDF
-``splitting``             split what was read into chunks
-``embedder``              a sentence-transformers model as LangChain embeddings
-``exact_index``           items with vectors in memory, searched by faiss
-``vectorstore``           a LangChain vector store over it
-``wrapping``              wrappers around vector stores, which see some of the calls
-``qdrant``                reading a Qdrant collection page by page
-``vectors``               checks of vectors, and the choice of diverse ones
-``embedder_fingerprint``  whether an embedding model is still the same
-``saved``                 its form on disk
-``index``                 an index of a folder, kept up to date file by file
-========================  =============================================================
+===============  =======================================================================================
+``documents``    read the files of a folder: plain text, Markdown, HTML, Word, PDF
+``splitting``    split what was read into chunks
+``embedder``     a sentence-transformers model as LangChain embeddings, and whether it is still the same
+``exact_index``  items with vectors in memory, searched by faiss
+``vectorstore``  a LangChain vector store over it
+``wrapping``     wrappers around vector stores, which see some of the calls
+``qdrant``       reading a Qdrant collection page by page
+``vectors``      checks of vectors, and the choice of diverse ones
+``saved``        a vector store on disk
+``index``        an index of a folder, kept up to date file by file
+===============  =======================================================================================
 """

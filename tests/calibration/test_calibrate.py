@@ -126,6 +126,7 @@ def test_a_mean_within_the_tolerance_is_not_enough(models: dict[str, Any], monke
     assert found.checked.divergences == even
 
 
+@pytest.mark.slow
 def test_no_cheaper_rule_was_passed_over(
     models: dict[str, Any], found: dict[str, tuple[BlendSettings, Finding]]
 ) -> None:
@@ -230,6 +231,7 @@ def test_answers_are_those_of_full_prefill(models: dict[str, Any]) -> None:
     assert trials.try_rule(SelectNone()).divergence.mean > 0
 
 
+@pytest.mark.slow
 def test_of_many_prompts_the_hard_ones_decide(models: dict[str, Any]) -> None:
     """Half of those tried are the ones reuse gets most wrong; each of the others stands for several."""
     adapter, segments = ModelAdapter(models["middling"]), PromptTokenizer(tiny.tokenizer(), BlendConfig().separator)

@@ -48,6 +48,7 @@ def test_bad_options_are_named(changes: dict[str, object]) -> None:
         ConcurrentOptions(**changes)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_gaps_are_measured_with_steps_between_layers_and_without(
     tiny_shape: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from docs.benchmarks.scripts import prompt_lookup
 from docs.benchmarks.scripts.decode import PLAIN, DecodingOptions, main
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # libraries of quantisation warn when they are imported
 @pytest.mark.parametrize("weights", ["plain", "int8"])
 def test_every_way_is_timed_for_as_many_tokens(

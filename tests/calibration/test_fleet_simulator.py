@@ -162,6 +162,7 @@ def test_a_recorded_run_is_met_exactly(tmp_path: Path, capsys: pytest.CaptureFix
     assert simulator.main(["--replay", str(tmp_path / "bad.jsonl")]) == 2
 
 
+@pytest.mark.slow
 def test_the_study_is_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, plot = tmp_path / "fleet.json", tmp_path / "fleet.svg"
     arguments = ["--replicas", "2", "--sizes", "1", "--requests", "30", "--seeds", "1", "--processes", "1"]

@@ -46,6 +46,7 @@ def test_a_link_carries_what_it_is_given_at_its_rate() -> None:
     assert took >= 0.95 * 2 * len(sent) / rate
 
 
+@pytest.mark.slow
 def test_every_store_is_measured_and_gives_the_same(
     tiny_shape: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -171,6 +171,7 @@ def test_time_and_memory_are_measured_over_length_and_chunks(
     assert drawn.read_text().lstrip().startswith("<?xml")
 
 
+@pytest.mark.slow
 def test_a_point_is_measured_in_a_process_of_its_own(deep_shape: str) -> None:
     point = PointOptions(shape=deep_shape, chunks=2, chunk_tokens=40, threads=1, device="cpu", method="full")
     found = scaling.in_its_own_process(point)

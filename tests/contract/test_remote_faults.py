@@ -302,6 +302,7 @@ def test_twenty_clients_at_once_while_connections_are_cut(place: Place) -> None:
     assert seen["longest"] < 15_000
 
 
+@pytest.mark.slow
 def test_the_long_form_counts_what_it_did(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--times", "1", "--seconds", "0.3"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

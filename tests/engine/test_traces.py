@@ -359,7 +359,9 @@ print([name for name in sys.modules if name.startswith("opentelemetry.sdk")])
 """
 
 
-@pytest.mark.parametrize("blocked", [True, False], ids=["without the package", "without an SDK"])
+@pytest.mark.parametrize(
+    "blocked", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["without the package", "without an SDK"]
+)
 def test_answers_are_the_same_without_it(told: Told, blocked: bool) -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT.format(blocked=blocked)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

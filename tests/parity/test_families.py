@@ -142,9 +142,14 @@ def test_every_family_is_in_the_table_of_the_documentation() -> None:
         assert row.startswith(f"| `{architecture}` | `{family}` | {features} | {kernels} | "), remedy
 
 
-@pytest.mark.parametrize(
-    ("family", "rope"), [(family, rope) for family in tiny.ARCHITECTURES for rope in tiny.rope_types(family)]
-)
+def rope_cases(family: str) -> list[Any]:
+    """The family's RoPE types; of two, which share the code of other families, the second is for slow tests."""
+    types = tiny.rope_types(family)
+    later = pytest.mark.slow if len(types) == 2 else ()
+    return [pytest.param(family, rope, marks=later if rope != types[0] else ()) for rope in types]
+
+
+@pytest.mark.parametrize(("family", "rope"), [case for family in tiny.ARCHITECTURES for case in rope_cases(family)])
 def test_exact_with_every_rope_type(family: str, rope: str) -> None:
     model = tiny.model(family, rope)
     check_exact(model)
@@ -213,7 +218,7 @@ def narrow_errors(family: str, dtype: torch.dtype) -> tuple[float, float]:
     reference.load_state_dict(model.state_dict())  # the same rounded weights, computed with in float32
     ours, theirs = 0.0, 0.0
     with engine_of(model, recompute_ratio=1.0) as engine:
-        for seed in range(4):
+        for seed in range(2):
             prompt = Prompt("Read:", [tiny.text(20, seed), tiny.text(30, seed + 9)], "What fell?")
             engine.warm(prompt.chunks)
             fused = engine.fuse(prompt)

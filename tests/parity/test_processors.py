@@ -32,7 +32,7 @@ def _can(name: str) -> bool:
     return able in ("AVX2", "AVX512") or (name == "SSE" and able == "DEFAULT")
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("name", ["AVX2", pytest.param("SSE", marks=pytest.mark.slow)])
 def test_other_processors_paths_give_the_same(name: str) -> None:
     if not _can(name):
         pytest.skip("this processor has no such path")

@@ -115,6 +115,7 @@ def test_each_method_has_an_identity_of_its_own(saved: Path) -> None:
     assert len(found) == len(METHODS)
 
 
+@pytest.mark.slow
 def test_identities_are_the_same_in_every_process(saved: Path) -> None:
     code = (
         "import sys, pickle; from cacheblend_rag.models.loading import load_model\n"

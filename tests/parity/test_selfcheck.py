@@ -16,7 +16,9 @@ from cacheblend_rag.models.modules import cache_argument
 from tests import tiny
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("family", tiny.ARCHITECTURES)
 def test_passes_for_every_family(family: str, dtype: torch.dtype) -> None:
     model = tiny.model(family).to(dtype)

@@ -6,7 +6,8 @@ A request goes ``ingress`` → ``router`` → ``replica``, and the answer stream
 ``application``     the application, as ``serve deploy`` builds it and ``cacheblend-rag serve --ray`` runs it
 ``arguments``       its arguments
 ``ingress``         takes requests, finds their pieces, forwards answers
-``router``          ranks replicas by what they hold, with the rule of ``routing``
+``router``          the router of Ray Serve that sends a request where its chunks lie
+``routing``         its arithmetic: what each replica holds against how busy it is
 ``replica``         one server with its own folder, called without a socket, and what all must have in common
 ``calls``           a request as data, and an application that answers it
 ``summaries``       the pieces of a text, and which of them a replica's memory and disk hold

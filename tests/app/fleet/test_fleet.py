@@ -118,6 +118,7 @@ def test_a_client_that_leaves_is_not_answered_on(fleet: Fleet) -> None:
     wait_until(counted, 10)
 
 
+@pytest.mark.slow
 def test_a_killed_replica_is_answered_for_and_comes_back_with_its_kv(fleet: Fleet) -> None:
     asked: dict[str, list[list[str]]] = {"0": [], "1": []}
     for number in range(20, 32):
