@@ -108,9 +108,9 @@ DEFAULT_MODEL = "smollm2"
 DEFAULT_EMBEDDER = "minilm"
 CONDITIONS = ("auto", "context", "learned", "sink", "prefix")
 MOST_CONTEXTS = 4
-OVERFLOWS = ("error", "drop_chunks")
+_OVERFLOWS = ("error", "drop_chunks")
 METRICS = ("v", "k", "kv")
-WRITE_BACKS = ("background", "inline", "off")
+_WRITE_BACKS = ("background", "inline", "off")
 LEAST_RATIO = 0.15
 """r* of the paper: no recompute ratio that a controller chooses is smaller, unless calibration found one."""
 # Element types that a model can be loaded in.
@@ -439,9 +439,9 @@ class BlendConfig:
         if not isinstance(self.selection, str) and not callable(getattr(self.selection, "keep", None)):
             raise ConfigError("selection", self.selection, "use the name of a rule, such as 'hkvd', or a rule")
         check_choice("metric", self.metric, METRICS)
-        check_choice("overflow", self.overflow, OVERFLOWS)
+        check_choice("overflow", self.overflow, _OVERFLOWS)
         check_choice("condition", self.condition, CONDITIONS)
-        check_choice("write_back", self.write_back, WRITE_BACKS)
+        check_choice("write_back", self.write_back, _WRITE_BACKS)
         check_choice("codec", self.codec, CODEC_NAMES)
         check_whole("min_tokens", self.min_tokens)
         check_whole("max_concurrent", self.max_concurrent, 1)

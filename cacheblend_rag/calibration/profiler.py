@@ -60,7 +60,7 @@ class BlendTime:
     seconds: float
 
 
-def measure_blend(engine: BlendEngine, prefill: PrefillProfile, lengths: Sequence[int]) -> PrefillProfile:
+def _measure_blend(engine: BlendEngine, prefill: PrefillProfile, lengths: Sequence[int]) -> PrefillProfile:
     """Complete what is known of full prefills by what blended passes of the same lengths take.
 
     Parameters
@@ -134,7 +134,7 @@ def fit_blend(prefill: PrefillProfile, found: Sequence[BlendTime]) -> PrefillPro
 _BLOCK = 2**20
 
 
-def measure_prefill(adapter: ModelAdapter, lengths: Sequence[int]) -> dict[int, float]:
+def _measure_prefill(adapter: ModelAdapter, lengths: Sequence[int]) -> dict[int, float]:
     """Seconds of a full prefill by number of tokens, the less of two after one that warms up."""
     limit = adapter.context_window or max(lengths)
     chooser, found = random.Random(0), {}
@@ -330,8 +330,8 @@ def profile_machine(
         devices["gpu"] = measure_gpu_copy(engine.adapter.device)
     devices |= {tier.tier: measure_remote(tier, size) for tier in engine.store.tiers if tier.remote}
     with engine.products():  # as requests are computed
-        prefill = fit_prefill(measure_prefill(engine.adapter, lengths))
-    prefill = measure_blend(engine, prefill, lengths)
+        prefill = fit_prefill(_measure_prefill(engine.adapter, lengths))
+    prefill = _measure_blend(engine, prefill, lengths)
     return keep_profile(engine.store, MachineProfile({engine.fingerprint: prefill}, devices))
 
 

@@ -35,7 +35,7 @@ _CLEARLY = 1.1  # times the work that is allowed: a rule's work differs from pro
 
 
 @dataclass(frozen=True)
-class Fused:
+class _Fused:
     """A prompt fused by one rule.
 
     Parameters
@@ -118,11 +118,11 @@ class PreparedPrompt:
         """Ids of some positions."""
         return self.tokens.input_ids[span.start : span.stop]
 
-    def fuse(self, rule: SelectionRule) -> Fused:
+    def fuse(self, rule: SelectionRule) -> _Fused:
         """Fuse by a rule."""
         fusion = fuse(self.adapter, self.plan, self._buffers(self._known), rule)
         shape, tokens = self.adapter.shape, len(self.tokens.input_ids)
-        return Fused(fusion, work_share(shape, tokens, fusion.done))
+        return _Fused(fusion, work_share(shape, tokens, fusion.done))
 
     @cached_property
     def full(self) -> Fusion:
@@ -343,7 +343,7 @@ class TrialSet:
         """Whether the mean passes the tolerance even if nothing is lost on other prompts, or the work is too much."""
         return sum(divergences) > tolerance * self._prompts or work > _CLEARLY * below
 
-    def _divergence(self, trial: _Trial, rule: SelectionRule) -> tuple[float, Fused]:
+    def _divergence(self, trial: _Trial, rule: SelectionRule) -> tuple[float, _Fused]:
         fused = trial.prepared.fuse(rule)
         cache = self._adapter.new_cache(fused.fusion.layers)
         found = answer_log_probs(self._adapter, cache, fused.fusion.logits, trial.full.ids)

@@ -85,7 +85,7 @@ class _Forgetting(Wrapper):
     def _seen(name: str, found: Any, inner: Any, **state: Any) -> Any:
         if name not in _READINGS:
             return found
-        reading, forget = partial(_READINGS[name], inner), partial(forget_texts, model=state["llm"])
+        reading, forget = partial(_READINGS[name], inner), partial(_forget_texts, model=state["llm"])
         return forgetting_call(found, reading, forget, name in _ASYNCHRONOUS)
 
 
@@ -286,7 +286,7 @@ def forget_nodes(nodes: Iterable[BaseNode], llm: CacheBlendLLM | None = None) ->
     int
         Records that were erased.
     """
-    return forget_texts([text for node in nodes for text in node_texts(node)], _model(llm))
+    return _forget_texts([text for node in nodes for text in node_texts(node)], _model(llm))
 
 
 @contextmanager
@@ -307,7 +307,7 @@ def erasing(index: BaseIndex[Any], llm: CacheBlendLLM | None = None) -> Iterator
         yield
     finally:
         after = _texts_of(index)
-        forget_texts([text for text in before if text not in after], model)
+        _forget_texts([text for text in before if text not in after], model)
 
 
 class CacheBlendPrecompute(TransformComponent):
@@ -376,7 +376,7 @@ def _texts_of(index: BaseIndex[Any]) -> dict[str, None]:
     return dict.fromkeys(text for node in index_nodes(index) for text in node_texts(node))
 
 
-def forget_texts(texts: Sequence[str], model: CacheBlendLLM) -> int:
+def _forget_texts(texts: Sequence[str], model: CacheBlendLLM) -> int:
     """Erase all that is stored of texts under which nodes stood in prompts; how many records there were."""
     if not texts:
         return 0

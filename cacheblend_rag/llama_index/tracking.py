@@ -37,7 +37,7 @@ _STEP, _SEED = 16, 32
 _SHORTEST = 64
 # A rewritten node whose text is one part of the original for this share is found as that part.
 _MOSTLY = 0.8
-SUMS = "cacheblend"
+_SUMS = "cacheblend"
 """Name under which ``Response.metadata`` has what all calls of the model for it came to."""
 # Of what several calls say of a document, that which holds for all of them together.
 _BEST = ("hit", "miss", "not found", "left out")
@@ -259,7 +259,7 @@ class _Retrieved(BaseEventHandler):
                 made.end()
             else:  # another model's
                 return
-            response.metadata = {**(response.metadata or {}), SUMS: made.sums}
+            response.metadata = {**(response.metadata or {}), _SUMS: made.sums}
 
 
 class _Synthesized(BaseSpanHandler[BaseSpan]):

@@ -49,8 +49,8 @@ class Lane(Protocol):
         ...
 
 
-class DirectLane:
-    """Copies where it stands: for a CPU, and the plain twin of `PinnedLane`."""
+class _DirectLane:
+    """Copies where it stands: for a CPU, and the plain twin of `_PinnedLane`."""
 
     def open(self) -> AbstractContextManager[None]:
         """See `Lane.open`."""
@@ -61,7 +61,7 @@ class DirectLane:
         copy_layer(record, layer, keys, values)
 
 
-class PinnedLane:
+class _PinnedLane:
     """Reads into pinned host memory and copies from there on a stream of its own, beside the pass.
 
     Of two pinned buffers one is read into while the other is copied.
@@ -77,7 +77,7 @@ class PinnedLane:
     """
 
     def __init__(self, records: Sequence[StoredKV], dtype: torch.dtype, device: torch.device) -> None:
-        self._device, self._stream = device, side_stream(device)
+        self._device, self._stream = device, _side_stream(device)
         infos = [record.info for record in records if reads_in_place(record)]
         shape = [max((getattr(info, name) for info in infos), default=0) for name in ("kv_heads", "tokens", "head_dim")]
         buffers = [torch.empty((2, *shape), dtype=dtype, pin_memory=True) for _ in range(2)]
@@ -107,7 +107,7 @@ class PinnedLane:
 
 
 @cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all passes on a device: memory that one stream gave back serves the next pass."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -225,15 +225,15 @@ class LayerReader:
     @cached_property
     def _lane(self) -> Lane:
         if self.device.type != "cuda":
-            return DirectLane()
-        return PinnedLane([place.record for place in self.placements], self.dtype, self.device)
+            return _DirectLane()
+        return _PinnedLane([place.record for place in self.placements], self.dtype, self.device)
 
 
 def _lost(place: Placement, error: Exception) -> RecordLost:
     return RecordLost(place.key, str(error), damaged=not isinstance(error, StoreUnreachableError))
 
 
-def blocks_of(reader: LayerReader) -> list[torch.Tensor] | None:
+def _blocks_of(reader: LayerReader) -> list[torch.Tensor] | None:
     """The records of a prompt as they lie in memory; None if one of them does not, or cannot be copied as it is."""
     blocks = [place.record.block if isinstance(place.record, HasBlock) else None for place in reader.placements]
     found = [block for block in blocks if block is not None and _fits(block, reader)]
@@ -245,7 +245,7 @@ def _fits(block: torch.Tensor, reader: LayerReader) -> bool:
     return here and block.dtype == reader.dtype and len(block) >= reader.layers
 
 
-def load_streamed(reader: LayerReader, blocks: Sequence[torch.Tensor]) -> Iterator[LayerKV]:
+def _load_streamed(reader: LayerReader, blocks: Sequence[torch.Tensor]) -> Iterator[LayerKV]:
     """Copy layers ahead of their use; the pass's stream waits for those of a layer, its host does not.
 
     Parameters
@@ -253,9 +253,9 @@ def load_streamed(reader: LayerReader, blocks: Sequence[torch.Tensor]) -> Iterat
     reader : LayerReader
         What to read.
     blocks : sequence of Tensor
-        What `blocks_of` found.
+        What `_blocks_of` found.
     """
-    stream, pass_stream = side_stream(reader.device), torch.cuda.current_stream(reader.device)
+    stream, pass_stream = _side_stream(reader.device), torch.cuda.current_stream(reader.device)
     stream.wait_stream(pass_stream)  # records may only now be written by what was queued before
     groups, waiting = _groups(reader.layers), deque[tuple[torch.Tensor, torch.cuda.Event]]()
     try:
@@ -345,8 +345,8 @@ def load_as_it_pays(reader: LayerReader) -> Iterator[LayerKV]:
     memory is never read ahead on a CPU: if its first layer was slow, that was the memory it is copied to.
     """
     if reader.device.type != "cpu":
-        blocks = blocks_of(reader)
-        yield from load_ahead(reader) if blocks is None else load_streamed(reader, blocks)
+        blocks = _blocks_of(reader)
+        yield from load_ahead(reader) if blocks is None else _load_streamed(reader, blocks)
         return
     if all(place.record.tier == "memory" for place in reader.placements):
         yield from load_plainly(reader)

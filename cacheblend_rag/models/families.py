@@ -222,7 +222,7 @@ def check_supported(config: Any) -> None:
     UnsupportedModelError
         If the model cannot be blended; the message says why and names the known families.
     """
-    if (reason := why_unsupported(config)) is not None:
+    if (reason := _why_unsupported(config)) is not None:
         raise _unsupported(config, reason)
 
 
@@ -264,7 +264,7 @@ _ALIBI = ("bloom", "mpt")
 _LEARNED = ("biogpt", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "opt", "xglm")
 
 
-def why_unsupported(config: Any) -> str | None:
+def _why_unsupported(config: Any) -> str | None:
     """The reason why models with this config cannot be blended, or None if none is known.
 
     Only what no adapter entry can mend is looked for here.

@@ -79,14 +79,14 @@ def opened_gguf(file: str | os.PathLike[str], keep: bool) -> Iterator[Path]:
     _check_start(path)
     if keep:
         sha256 = _content(path)
-        yield made_once(gguf_path(path, sha256), _about(sha256), lambda part: convert(path, part))
+        yield made_once(_gguf_path(path, sha256), _about(sha256), lambda part: convert(path, part))
     else:
         with part_folder(models_path() / "gguf" / path.stem) as part:
             convert(path, part)
             yield part
 
 
-def gguf_path(file: Path, sha256: str) -> Path:
+def _gguf_path(file: Path, sha256: str) -> Path:
     """Where the converted file is kept."""
     return models_path() / "gguf" / f"{file.stem}-{sha256[:12]}"
 

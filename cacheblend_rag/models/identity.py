@@ -21,7 +21,7 @@ from cacheblend_rag.config import default_data_path
 from cacheblend_rag.models.lora import AdaptedLayer, adapted_layers, own_weights
 
 # Raise when the same weights would no longer give the same stored KV.
-ADAPTER_VERSION = 1
+_ADAPTER_VERSION = 1
 _SAMPLE_BYTES = 16_384
 # Elements of each adapter's tensor that are looked at for every request, and states whose identity is kept.
 _SAMPLES = 8
@@ -53,7 +53,7 @@ def fingerprint(model: Any) -> str:
         64 hexadecimal digits.
     """
     config = {key: value for key, value in model.config.to_dict().items() if key not in _VOLATILE}
-    digest = hashlib.sha256(json.dumps([ADAPTER_VERSION, config], sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(json.dumps([_ADAPTER_VERSION, config], sort_keys=True, default=str).encode())
     with torch.no_grad():
         for name, weight in sorted(own_weights(model)):
             for path, tensor in _tensors(name, weight):
@@ -200,7 +200,7 @@ def files_identity(model: str, dtype: str) -> str | None:
     folder = _folder_of(model)
     if folder is None or (folder / "adapter_config.json").exists():  # its base model lies elsewhere
         return None
-    rows = [[ADAPTER_VERSION, torch.__version__, transformers.__version__, dtype]]
+    rows = [[_ADAPTER_VERSION, torch.__version__, transformers.__version__, dtype]]
     try:
         for path in sorted(folder.iterdir()):
             real = path.resolve()

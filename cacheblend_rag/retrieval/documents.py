@@ -35,7 +35,7 @@ _BROKEN = 0.05
 # What a browser does not show.
 _UNSEEN = ("head", "script", "style", "template", "noscript", "iframe", "object", "svg", "math", "select", "textarea")
 _HIDING = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
-ON_ERROR = ("raise", "skip")
+_ON_ERROR = ("raise", "skip")
 LEADS_OUT = "it is a link that leads out of the folder"
 
 
@@ -220,7 +220,7 @@ def _cell(column_and_value: tuple[str, str]) -> str:
 
 
 # By suffix. The one list: folders, uploads and the page go by it.
-READERS: dict[str, Reader] = {
+_READERS: dict[str, Reader] = {
     ".csv": _csv,
     ".docx": _docx,
     ".htm": _html,
@@ -232,7 +232,7 @@ READERS: dict[str, Reader] = {
 }
 
 
-SUFFIXES = tuple(sorted(READERS))
+SUFFIXES = tuple(sorted(_READERS))
 
 
 @dataclass(frozen=True)
@@ -374,7 +374,7 @@ def parse(file: FileBytes) -> SourceFile:
     MissingExtraError
         If a package that reads this kind is not installed.
     """
-    pages = READERS[_suffix(file.path)](file.path, file.data)
+    pages = _READERS[_suffix(file.path)](file.path, file.data)
     # As Python reads text: the same words give the same chunks on every system.
     plain = tuple(page.replace("\r\n", "\n").replace("\r", "\n") for page in pages)
     return SourceFile(file.path, file.sha256, plain)
@@ -418,9 +418,9 @@ def read_folder(folder: str | os.PathLike[str], *, on_error: str = "raise") -> t
 
 
 def check_on_error(value: str) -> None:
-    """Raise `ConfigError` unless the value is one of `ON_ERROR`."""
-    if value not in ON_ERROR:
-        raise ConfigError("on_error", value, "use one of " + ", ".join(map(repr, ON_ERROR)))
+    """Raise `ConfigError` unless the value is one of `_ON_ERROR`."""
+    if value not in _ON_ERROR:
+        raise ConfigError("on_error", value, "use one of " + ", ".join(map(repr, _ON_ERROR)))
 
 
 def _suffix(path: str) -> str:

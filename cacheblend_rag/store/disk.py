@@ -72,7 +72,7 @@ class Files(Protocol):
         ...
 
 
-class ReadOnlyCache:
+class _ReadOnlyCache:
     """Takes the place of diskcache's cache for a folder that cannot be written. It does not note what is used.
 
     Parameters
@@ -250,7 +250,7 @@ class DiskStore(BaseStore):
             index = self.folder / "cache.db"
             self.read_only = index.is_file() and not (os.access(self.folder, os.W_OK) and os.access(index, os.W_OK))
             if self.read_only:
-                self._cache: Any = ReadOnlyCache(self.folder, _NoPickleDisk(str(self.folder)))
+                self._cache: Any = _ReadOnlyCache(self.folder, _NoPickleDisk(str(self.folder)))
                 _log.warning("the KV store in %r cannot be written: it is read, and nothing is added", str(self.folder))
             else:
                 self._cache = self._opened()

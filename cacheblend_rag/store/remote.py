@@ -27,7 +27,7 @@ _PAUSE_SECONDS = 10.0
 _LONG_SECONDS = 0.5
 
 
-class Circuit:
+class _Circuit:
     """Keeps a store that does not answer from being asked again and again.
 
     It opens after three calls in a row that failed, or after one that failed and took long. While it is open, calls
@@ -128,7 +128,7 @@ class RemoteStore(Claims, BaseStore):
         form = form or RecordFormat()
         self.form = form if form.seal else dataclasses.replace(form, seal=Seal.from_environment())
         # A slow way up does not keep anyone from reading.
-        self.reads, self.writes = Circuit(name), Circuit(f"writing to {name}")
+        self.reads, self.writes = _Circuit(name), _Circuit(f"writing to {name}")
         self._warnings = Warnings()
         self.pool = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"kv-{self.tier}")
 

@@ -20,8 +20,8 @@ from cacheblend_rag.store.record import START_BYTES, EncodedRecord, LayerPlace, 
 from cacheblend_rag.store.remote import RemoteStore, check_address
 
 VALKEY_SCHEMES = ("valkey", "valkeys", "redis", "rediss")
-USERNAME_VARIABLE = ENV_PREFIX + "VALKEY_USERNAME"
-PASSWORD_VARIABLE = ENV_PREFIX + "VALKEY_PASSWORD"
+_USERNAME_VARIABLE = ENV_PREFIX + "VALKEY_USERNAME"
+_PASSWORD_VARIABLE = ENV_PREFIX + "VALKEY_PASSWORD"
 
 # Bytes of layers that are asked for before they are read.
 _AHEAD_BYTES = 2**23
@@ -62,14 +62,14 @@ class ValkeyStore(RemoteStore):
     tier = "valkey"
 
     def __init__(self, url: str, *, timeout: float = 2.0, form: RecordFormat | None = None) -> None:
-        check_address(url, VALKEY_SCHEMES, f"{USERNAME_VARIABLE} and {PASSWORD_VARIABLE}")
+        check_address(url, VALKEY_SCHEMES, f"{_USERNAME_VARIABLE} and {_PASSWORD_VARIABLE}")
         self._valkey = _valkey()
         super().__init__(url, timeout, form)
         try:
             self._client = self._valkey.Valkey.from_url(
                 url,
-                username=os.environ.get(USERNAME_VARIABLE) or None,
-                password=os.environ.get(PASSWORD_VARIABLE) or None,
+                username=os.environ.get(_USERNAME_VARIABLE) or None,
+                password=os.environ.get(_PASSWORD_VARIABLE) or None,
                 socket_timeout=timeout,
                 socket_connect_timeout=timeout,
             )
@@ -84,7 +84,7 @@ class ValkeyStore(RemoteStore):
             yield
         except (failures.AuthenticationError, failures.NoPermissionError, failures.ReadOnlyError) as error:
             raise StoreError(
-                f"{self.name} refuses it: {error}; check {PASSWORD_VARIABLE} and the user's rights"
+                f"{self.name} refuses it: {error}; check {_PASSWORD_VARIABLE} and the user's rights"
             ) from None
         except (failures.ConnectionError, failures.TimeoutError, OSError) as error:
             raise StoreUnreachableError(f"{self.name} does not answer: {error}") from None

@@ -371,14 +371,15 @@ def test_any_prompt_has_the_ids_of_its_text_and_chunks_lie_within_their_characte
 
 def test_chunks_are_tokenised_once_and_questions_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    real = PromptTokenizer._encode
+    tokenizer = tiny.tokenizer()
+    real = type(tokenizer).__call__
 
-    def noting(self: PromptTokenizer, text: str) -> Any:
+    def noting(self: Any, text: str, **options: Any) -> Any:
         seen.append(text)
-        return real(self, text)
+        return real(self, text, **options)
 
-    monkeypatch.setattr(PromptTokenizer, "_encode", noting)
-    segments = PromptTokenizer(tiny.tokenizer(), SEPARATOR)
+    monkeypatch.setattr(type(tokenizer), "__call__", noting)
+    segments = PromptTokenizer(tokenizer, SEPARATOR)
     prompt = Prompt("Read:", ["the quick fox", "a slow snail"], "Which is quick?")
     first = segments.tokenize(prompt)
     assert len(seen) > 1

@@ -203,12 +203,12 @@ def test_response_caches_and_serialised_forms_know_every_option(
         assert first._get_llm_string() != second._get_llm_string()
     opened: list[BlendConfig] = []
 
-    def reopen(self: Any) -> BlendEngine:
-        opened.append(BlendConfig(**self.blend))
+    def reopen(model: str, *, config: BlendConfig, **_: Any) -> BlendEngine:
+        opened.append(config)
         return other
 
     second.model_id = "tiny"
-    monkeypatch.setattr(kind, "_make_engine", reopen)
+    monkeypatch.setattr(BlendEngine, "from_pretrained", reopen)
     again = loads(dumps(second), allowed_objects=[kind], valid_namespaces=["cacheblend_rag"])
     assert opened == [other.config]
     assert again.asdict() == second.asdict()

@@ -52,7 +52,7 @@ def _ask(parsed: argparse.Namespace) -> int:
         if parsed.compare:
             _compare(screen, rag, answer)
         if parsed.warm:
-            warm_all(screen, rag)
+            _warm_all(screen, rag)
         for hint in _hints(rag, answer):
             screen.hint(hint)
     return 0
@@ -99,10 +99,10 @@ def prepare(options: FolderRAGOptions) -> None:
     options.check_paths()
     with opened(options) as (screen, rag):
         _index(screen, rag)
-        warm_all(screen, rag)
+        _warm_all(screen, rag)
 
 
-def warm_all(screen: Screen, rag: FolderRAG) -> None:
+def _warm_all(screen: Screen, rag: FolderRAG) -> None:
     """Compute and store the KV of all chunks that are not stored, and say what that takes."""
     from cacheblend_rag.store.base import UNLIMITED
 

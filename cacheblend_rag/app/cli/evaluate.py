@@ -28,11 +28,11 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "eval", help="hold every method against full prefill, on questions with passages", description=__doc__
     )
     add_eval_arguments(parser)
-    add_run_arguments(parser)
-    parser.set_defaults(run=run_eval)
+    _add_run_arguments(parser)
+    parser.set_defaults(run=_run_eval)
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """What is made of a run."""
     parser.add_argument(
         "--against", type=_names, default=(), metavar="LABEL,…", help='pair all with more methods, such as "hkvd 0.15"'
@@ -109,8 +109,8 @@ def _split(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
 _names, numbers, _whole = _split(str), _split(float), _split(int)
 
 
-def run_eval(parsed: argparse.Namespace) -> int:
-    """Measure what the arguments of `add_eval_arguments` and `add_run_arguments` say, sum it up and draw it."""
+def _run_eval(parsed: argparse.Namespace) -> int:
+    """Measure what the arguments of `add_eval_arguments` and `_add_run_arguments` say, sum it up and draw it."""
     from cacheblend_rag.calibration.bench.plots import import_pyplot
     from cacheblend_rag.calibration.evaluation.plots import draw_run
     from cacheblend_rag.calibration.evaluation.runner import Evaluation

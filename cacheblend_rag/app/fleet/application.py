@@ -47,10 +47,10 @@ def build(arguments: FleetArguments) -> serve.Application:
     if arguments.several and server_settings(given).rag.dtype == "auto":
         remedy = 'with several replicas name one, such as "bfloat16" or "float32": machines choose differently'
         raise ConfigError("dtype", "auto", remedy)
-    return build_given(arguments, given)
+    return _build_given(arguments, given)
 
 
-def build_given(
+def _build_given(
     arguments: FleetArguments,
     given: Mapping[str, Given],
     routing: Mapping[str, Any] | None = None,
@@ -117,7 +117,7 @@ def fleet(given: Mapping[str, Given], replicas: int, **build: Any) -> Iterator[s
         Options of the server.
     replicas : int
     **build
-        Further arguments of `build_given`.
+        Further arguments of `_build_given`.
 
     Raises
     ------
@@ -135,7 +135,7 @@ def fleet(given: Mapping[str, Given], replicas: int, **build: Any) -> Iterator[s
         actor["num_gpus"] = torch.cuda.device_count() / replicas
     # What keeps a replica from starting here keeps it from starting again.
     build = {"max_constructor_retry_count": replicas, **build}
-    application = build_given(FleetArguments(replicas=replicas, actor=actor), given, **build)
+    application = _build_given(FleetArguments(replicas=replicas, actor=actor), given, **build)
     port = settings.port or _free_port(settings.host)
     # Sockets lie in it, whose paths must be short.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp" if os.path.isdir("/tmp") else None) as folder:

@@ -40,7 +40,7 @@ _STYLE = (
     "pre{overflow:auto;padding:.8rem;border:1px solid #8886;border-radius:.4rem}"
     "b{display:inline-block;min-width:4.5rem;text-transform:uppercase}"
 )
-PAGE_PATH = Path(__file__).parent / "page"
+_PAGE_PATH = Path(__file__).parent / "page"
 """Folder of the page's files."""
 # Seconds that requests under way may take to end once the server is asked to stop, and until it ends whatever runs.
 _GRACE, _LAST = 20, 35
@@ -139,12 +139,12 @@ class _CarefulProtocol(H11Protocol):
         self.transport.close()
 
 
-def protocol_for(limits: Limits) -> type[H11Protocol]:
+def _protocol_for(limits: Limits) -> type[H11Protocol]:
     """The protocol with some limits, for `uvicorn.Config`."""
     return type("CarefulProtocol", (_CarefulProtocol,), {"limits": limits})
 
 
-def docs_page(document: dict[str, Any]) -> str:
+def _docs_page(document: dict[str, Any]) -> str:
     """HTML of an OpenAPI document."""
     title = escape(f"{document['info']['title']} {document['info']['version']}")
     rows = "\n".join(_operations(document))
@@ -206,7 +206,7 @@ def create_app(settings: ServerSettings, service: Service | None = None) -> Fast
     app.include_router(openai_router)
     _add_plain_routes(app)
     mimetypes.add_type("text/javascript", ".js")  # some systems know it by another name, which browsers refuse
-    app.mount("/static", StaticFiles(directory=PAGE_PATH, check_dir=False), name="static")
+    app.mount("/static", StaticFiles(directory=_PAGE_PATH, check_dir=False), name="static")
 
     def seen(one: Served) -> None:
         service: Service | None = getattr(app.state, "service", None)
@@ -244,11 +244,11 @@ def _add_plain_routes(app: FastAPI) -> None:
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:
         policy = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
-        return HTMLResponse(docs_page(app.openapi()), headers={"Content-Security-Policy": policy})
+        return HTMLResponse(_docs_page(app.openapi()), headers={"Content-Security-Policy": policy})
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        index = PAGE_PATH / "index.html"
+        index = _PAGE_PATH / "index.html"
         if not index.is_file():
             return JSONResponse(Problem(404, "no_page", "the page is not installed").body(), 404)
         return FileResponse(index, headers={"Cache-Control": "no-cache"})
@@ -300,7 +300,7 @@ def server_config(app: FastAPI, settings: ServerSettings, *, grace: int = _GRACE
         app,
         host=settings.host,
         port=settings.port,
-        http=protocol_for(settings.limits),
+        http=_protocol_for(settings.limits),
         log_config=None,
         access_log=False,
         server_header=False,

@@ -18,7 +18,7 @@ from cacheblend_rag.prompt.chat import CHAT, STUFF, question_turns, render_turns
 from cacheblend_rag.report import Generation
 
 # What a "stuff" chain joins documents with.
-CHUNK_SEPARATOR = "\n\n"
+_CHUNK_SEPARATOR = "\n\n"
 _SEARCHED = 3  # earlier questions that a search takes into account
 _SHORT = {"full recompute": "full", "prefix caching": "prefix", "full reuse": "reuse", "blended": "blend"}
 
@@ -90,11 +90,11 @@ class QuestionPrompt:
 
         context, said = mark(passages, True), list[str]()
         for turn in (*earlier, EarlierTurn(question, "", tuple(more))):
-            before = mark(turn.passages, True) + CHUNK_SEPARATOR if turn.passages else ""
+            before = mark(turn.passages, True) + _CHUNK_SEPARATOR if turn.passages else ""
             said += [before + mark([turn.question]), mark([turn.answer])]
         parts.pop()  # the answer is what is asked for
         prefix, _, rest = self._written(context, said[:-1], instructions).partition(context)
-        chunks, between, text = list(passages), [CHUNK_SEPARATOR] * max(0, len(passages) - 1), ""
+        chunks, between, text = list(passages), [_CHUNK_SEPARATOR] * max(0, len(passages) - 1), ""
         for one, are_passages, texts in parts[1:]:
             before, found, rest = rest.partition(one)
             if not found:
@@ -102,7 +102,7 @@ class QuestionPrompt:
             text += before
             if are_passages:
                 chunks += texts
-                between += [text, *[CHUNK_SEPARATOR] * (len(texts) - 1)]
+                between += [text, *[_CHUNK_SEPARATOR] * (len(texts) - 1)]
                 text = ""
             else:
                 text += texts[0]

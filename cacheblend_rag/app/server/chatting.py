@@ -92,7 +92,7 @@ class ServedChat(ChatCacheBlend):
         }
         if body.response_format is not None:
             overrides["response_format"] = body.response_format.model_dump(by_alias=True)
-        messages = messages_of(body.messages, self.given)
+        messages = _messages_of(body.messages, self.given)
         try:
             return self._request(messages, [*body.stops, *([CALL_END] if self.one_call and tools else [])], overrides)
         except ImageError as error:
@@ -145,7 +145,7 @@ class Conversation:
         return message
 
 
-def messages_of(given: Sequence[ChatMessage], documents: Sequence[str]) -> list[BaseMessage]:
+def _messages_of(given: Sequence[ChatMessage], documents: Sequence[str]) -> list[BaseMessage]:
     """A conversation as LangChain's messages, documents within the system message.
 
     Raises

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cacheblend_rag.app.server.tenants import Caller
 from cacheblend_rag.report import BlendReport
 
-HEADER = "X-Request-ID"
+_HEADER = "X-Request-ID"
 """Header of the id, of requests and of answers; OpenAI's clients show it as ``_request_id``."""
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
@@ -53,12 +53,12 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(HEADER, "")
+        given = Headers(scope=scope).get(_HEADER, "")
         mine = given if _PLAIN.fullmatch(given) else f"req_{secrets.token_hex(12)}"
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[HEADER] = mine
+                MutableHeaders(scope=message)[_HEADER] = mine
             await send(message)
 
         token = request_id.set(mine)

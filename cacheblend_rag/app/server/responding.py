@@ -83,7 +83,7 @@ class Response(Chat):
 
     def __init__(self, here: Session, body: ResponsesBody) -> None:
         with _own_fields():
-            super().__init__(here, chat_body(body))
+            super().__init__(here, _chat_body(body))
         self._given = body
 
     def prepare(self) -> None:
@@ -270,7 +270,7 @@ def _own_fields() -> Iterator[None]:
         raise ConfigError(_FIELDS.get(error.field, error.field), error.value, error.remedy) from error
 
 
-def chat_body(body: ResponsesBody) -> ChatBody:
+def _chat_body(body: ResponsesBody) -> ChatBody:
     """The conversation that a request for a response asks for.
 
     Parameters

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from cacheblend_rag.app.server.database import Database
     from cacheblend_rag.app.server.shared_catalogue import SharedCatalogue
 
-BASE_ID = "archive"
-MANUAL_ID = "documentation"
+_BASE_ID = "archive"
+_MANUAL_ID = "documentation"
 """Id of the collection over the folder the server was started with."""
 
 _T = TypeVar("_T")
@@ -80,7 +80,7 @@ class Service:
         self.engine = self.model_of().engine
         self.rag.update()
         self.embeddings = SharedEmbeddings(self.rag.index.store.embeddings, self.engine.in_turn)
-        self.base = BaseCollection(BASE_ID, self._base_name(), self.rag.index, self.embeddings)
+        self.base = BaseCollection(_BASE_ID, self._base_name(), self.rag.index, self.embeddings)
         self.fixed = [self.base, *self._manual()]
         self._joining = threading.Lock()
         # With keys every tenant has a salt of its own, and nothing is shared.
@@ -158,7 +158,7 @@ class Service:
             return []
         index = self.rag.index_of(manual, self.embeddings)
         index.update()
-        return [BaseCollection(MANUAL_ID, "cacheblend_rag documentation", index, self.embeddings)]
+        return [BaseCollection(_MANUAL_ID, "cacheblend_rag documentation", index, self.embeddings)]
 
     def _base_name(self) -> str:
         return "Bundled articles" if self.bundled else Path(self.settings.rag.docs).name

@@ -45,7 +45,7 @@ from cacheblend_rag.report import WarmReport
 from cacheblend_rag.store import KVStore, MemoryStore
 
 METHODS = ("full", "prefix", "reuse", "hkvd-v", "hkvd-k", "gradual-30", "gradual-50", "starts", "default", "cold")
-KV_PLACES = ("disk", "memory", "gpu")
+_KV_PLACES = ("disk", "memory", "gpu")
 _SCHEDULES = {"gradual-30": (0.3, 0.03), "gradual-50": (0.5, 0.4, 0.3, 0.05)}
 _FLAT = {"selection": "hkvd", "check_layers": (1,), "recompute_ratios": ()}
 _HEAD = ("method", "time to first token", "faster", "work", "bound", "of bound")
@@ -126,7 +126,7 @@ class TTFTOptions(BenchOptions):
     methods : tuple of str
         Some of `METHODS`; full recompute is always measured, as the others are compared with it.
     kv : tuple of str
-        Where stored KV lies: some of `KV_PLACES`; each method that reads it is measured on each.
+        Where stored KV lies: some of `_KV_PLACES`; each method that reads it is measured on each.
     """
 
     ratios: tuple[float, ...] = (0.15, 0.05)
@@ -140,7 +140,7 @@ class TTFTOptions(BenchOptions):
         for method in self.methods:
             check_choice("methods", method, METHODS)
         for place in self.kv:
-            check_choice("kv", place, KV_PLACES)
+            check_choice("kv", place, _KV_PLACES)
         if not self.kv:
             raise ConfigError("kv", self.kv, "name at least one place")
 

@@ -88,7 +88,7 @@ def digest(cases: Iterable[EvalCase]) -> str:
     return hasher.hexdigest()[:16]
 
 
-class Malformed(Exception):  # noqa: N818
+class _Malformed(Exception):  # noqa: N818
     """A record that cannot be used, and why; it never leaves the loaders."""
 
 
@@ -96,56 +96,56 @@ def text_of(record: Mapping[str, Any], key: str, default: str | None = None) -> 
     """A text of a record; without a default it must be there and not be empty."""
     found = record.get(key, default)
     if found is None:
-        raise Malformed(f"{key!r} is missing")
+        raise _Malformed(f"{key!r} is missing")
     if not isinstance(found, str):
-        raise Malformed(f"{key!r} is a {type(found).__name__}, not a text")
+        raise _Malformed(f"{key!r} is a {type(found).__name__}, not a text")
     if default is None and not found.strip():
-        raise Malformed(f"{key!r} is empty")
+        raise _Malformed(f"{key!r} is empty")
     return found
 
 
-def list_of(record: Mapping[str, Any], key: str, kind: type[_T]) -> list[_T]:
+def _list_of(record: Mapping[str, Any], key: str, kind: type[_T]) -> list[_T]:
     """A list of a record, all of one type."""
     found = record.get(key)
     if not isinstance(found, list) or not all(isinstance(one, kind) for one in found):
-        raise Malformed(f"{key!r} must be a list of {'objects' if kind is dict else 'texts'}")
+        raise _Malformed(f"{key!r} must be a list of {'objects' if kind is dict else 'texts'}")
     return found
 
 
-def parse_musique(record: Mapping[str, Any]) -> EvalCase:
+def _parse_musique(record: Mapping[str, Any]) -> EvalCase:
     """A line of ``musique_ans_v1.0_*.jsonl``; the kind is the number of hops, from the id."""
     passages = []
-    for found in list_of(record, "paragraphs", dict):
+    for found in _list_of(record, "paragraphs", dict):
         text = text_of(found, "paragraph_text")
         passages.append(Passage(text_of(found, "title", ""), text, bool(found.get("is_supporting"))))
-    aliases = list_of(record, "answer_aliases", str) if "answer_aliases" in record else []
+    aliases = _list_of(record, "answer_aliases", str) if "answer_aliases" in record else []
     name = text_of(record, "id", "")
     answers = (text_of(record, "answer"), *aliases)
     return EvalCase(name, text_of(record, "question"), answers, tuple(passages), name.split("__")[0])
 
 
-def parse_multihop(record: Mapping[str, Any]) -> EvalCase:
+def _parse_multihop(record: Mapping[str, Any]) -> EvalCase:
     """A record of 2WikiMultihopQA or HotpotQA (distractor), as published or as the hub's copies have it."""
     context, facts = record.get("context"), record.get("supporting_facts")
     if isinstance(context, dict):  # lists side by side
         sentences = "sentences" if "sentences" in context else "content"
         context = [
-            list(pair) for pair in zip(list_of(context, "title", str), context.get(sentences) or (), strict=False)
+            list(pair) for pair in zip(_list_of(context, "title", str), context.get(sentences) or (), strict=False)
         ]
     if isinstance(facts, dict):
-        facts = [[title] for title in list_of(facts, "title", str)]
+        facts = [[title] for title in _list_of(facts, "title", str)]
     if not isinstance(facts, list) or not all(isinstance(fact, list) and fact for fact in facts):
-        raise Malformed("'supporting_facts' must hold pairs of a title and a number")
+        raise _Malformed("'supporting_facts' must hold pairs of a title and a number")
     titles = [fact[0] for fact in facts]
     passages = []
     for entry in context if isinstance(context, list) else ():
         if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[0], str) and _are_texts(entry[1])):
-            raise Malformed("'context' must hold pairs of a title and a list of sentences")
+            raise _Malformed("'context' must hold pairs of a title and a list of sentences")
         title, texts = entry
         text = ("" if all(one[:1] == " " for one in texts[1:]) else " ").join(texts)
         passages.append(Passage(title, text.strip(), title in titles))
     if not passages:
-        raise Malformed("'context' is empty")
+        raise _Malformed("'context' is empty")
     name = str(record.get("_id", record.get("id", "")))
     kind = text_of(record, "type", "")
     return EvalCase(name, text_of(record, "question"), (text_of(record, "answer"),), tuple(passages), kind)
@@ -155,14 +155,14 @@ def _are_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
-def parse_samsum(record: Mapping[str, Any]) -> EvalCase:
+def _parse_samsum(record: Mapping[str, Any]) -> EvalCase:
     """A dialogue with its summary; the passages, worked examples, come from the rest of the file."""
     dialogue = text_of(record, "dialogue").replace("\r\n", "\n")
     question = f"Dialogue: {dialogue}\nSummary:"
     return EvalCase(str(record.get("id", "")), question, (text_of(record, "summary"),), (), "", "examples")
 
 
-def with_examples(cases: list[EvalCase]) -> list[EvalCase]:
+def _with_examples(cases: list[EvalCase]) -> list[EvalCase]:
     """Give each case without passages the ones after it, with their answers, as worked examples."""
     if not any(case.task == "examples" and not case.passages for case in cases):
         return cases
@@ -174,7 +174,7 @@ def with_examples(cases: list[EvalCase]) -> list[EvalCase]:
     return found
 
 
-def parse_multinews(record: Mapping[str, Any]) -> EvalCase:
+def _parse_multinews(record: Mapping[str, Any]) -> EvalCase:
     """Several news articles in one text, and the summary of them all."""
     documents = _NEWS_SEPARATORS.split(text_of(record, "document").replace("NEWLINE_CHAR", "\n"))
     passages = tuple(Passage("", text.strip()) for text in documents if text.strip())
@@ -182,11 +182,11 @@ def parse_multinews(record: Mapping[str, Any]) -> EvalCase:
     return EvalCase(str(record.get("id", "")), "", (summary,), passages, "", "summary")
 
 
-def parse_longbench(record: Mapping[str, Any]) -> EvalCase:
+def _parse_longbench(record: Mapping[str, Any]) -> EvalCase:
     """A line of LongBench: its multi-document tasks, SAMSum, MultiNews, or any other as one passage."""
-    context, answers = text_of(record, "context"), list_of(record, "answers", str)
+    context, answers = text_of(record, "context"), _list_of(record, "answers", str)
     if not answers:
-        raise Malformed("'answers' is empty")
+        raise _Malformed("'answers' is empty")
     dataset = text_of(record, "dataset")
     question = text_of(record, "input", "").strip()
     if dataset.startswith("samsum"):
@@ -197,23 +197,23 @@ def parse_longbench(record: Mapping[str, Any]) -> EvalCase:
     return EvalCase(str(record.get("_id", "")), question, tuple(answers), passages, dataset, task)
 
 
-def parse_own(record: Mapping[str, Any]) -> EvalCase:
+def _parse_own(record: Mapping[str, Any]) -> EvalCase:
     """Our schema: ``id``, ``question``, ``answers``, ``passages`` of ``title``, ``text``, ``support``.
 
     ``kind``, ``task`` and ``group`` may be given too.
     """
-    answers = list_of(record, "answers", str)
+    answers = _list_of(record, "answers", str)
     if not answers or not all(answer.strip() for answer in answers):
-        raise Malformed("'answers' must have at least one text, and none that is empty")
+        raise _Malformed("'answers' must have at least one text, and none that is empty")
     passages = []
-    for number, found in enumerate(list_of(record, "passages", dict)):
+    for number, found in enumerate(_list_of(record, "passages", dict)):
         support = found.get("support", False)
         if not isinstance(support, bool):
-            raise Malformed(f"'support' of passage {number} must be true or false")
+            raise _Malformed(f"'support' of passage {number} must be true or false")
         passages.append(Passage(text_of(found, "title", ""), text_of(found, "text"), support))
     task = text_of(record, "task", "qa")
     if not passages:
-        raise Malformed("'passages' is empty")
+        raise _Malformed("'passages' is empty")
     question = text_of(record, "question", "" if task == "summary" else None)
     kind, group = text_of(record, "kind", ""), text_of(record, "group", "")
     return EvalCase(str(record.get("id", "")), question, tuple(answers), tuple(passages), kind, task, group)
@@ -221,13 +221,13 @@ def parse_own(record: Mapping[str, Any]) -> EvalCase:
 
 # By name: keys a record of it has, and what reads one.
 FORMATS: dict[str, tuple[frozenset[str], Callable[[Mapping[str, Any]], EvalCase]]] = {
-    "own": (frozenset({"question", "answers", "passages"}), parse_own),
-    "musique": (frozenset({"question", "answer", "paragraphs"}), parse_musique),
-    "hotpotqa": (frozenset({"question", "answer", "context", "supporting_facts", "level"}), parse_multihop),
-    "2wikimqa": (frozenset({"question", "answer", "context", "supporting_facts"}), parse_multihop),
-    "longbench": (frozenset({"input", "context", "answers", "dataset"}), parse_longbench),
-    "samsum": (frozenset({"dialogue", "summary"}), parse_samsum),
-    "multinews": (frozenset({"document", "summary"}), parse_multinews),
+    "own": (frozenset({"question", "answers", "passages"}), _parse_own),
+    "musique": (frozenset({"question", "answer", "paragraphs"}), _parse_musique),
+    "hotpotqa": (frozenset({"question", "answer", "context", "supporting_facts", "level"}), _parse_multihop),
+    "2wikimqa": (frozenset({"question", "answer", "context", "supporting_facts"}), _parse_multihop),
+    "longbench": (frozenset({"input", "context", "answers", "dataset"}), _parse_longbench),
+    "samsum": (frozenset({"dialogue", "summary"}), _parse_samsum),
+    "multinews": (frozenset({"document", "summary"}), _parse_multinews),
 }
 
 
@@ -262,14 +262,14 @@ def load_cases(path: str | os.PathLike[str], form: str = "auto", limit: int | No
     parse, cases, wrong = None, list[EvalCase](), list[str]()
     for number, record in records:
         try:
-            if isinstance(record, Malformed):
+            if isinstance(record, _Malformed):
                 raise record
             if not isinstance(record, dict):
-                raise Malformed(f"a {type(record).__name__} where an object is wanted")
+                raise _Malformed(f"a {type(record).__name__} where an object is wanted")
             parse = parse or FORMATS[_form_of(record) if form == "auto" else form][1]
             case = parse(record)
             cases.append(case if case.id else dataclasses.replace(case, id=f"{where} {number}"))
-        except Malformed as error:
+        except _Malformed as error:
             wrong.append(f"{where} {number}: {error}")
     if wrong:
         more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
@@ -277,7 +277,7 @@ def load_cases(path: str | os.PathLike[str], form: str = "auto", limit: int | No
     if not cases:
         raise DatasetError(f"{str(path)!r} has no questions")
     _refuse_repeated(path, cases)
-    return with_examples(cases)[:limit]
+    return _with_examples(cases)[:limit]
 
 
 def _refuse_repeated(path: Path, cases: list[EvalCase]) -> None:
@@ -294,7 +294,7 @@ def _form_of(record: Mapping[str, Any]) -> str:
         if keys <= record.keys():
             return name
     known = "; ".join(f"{name}: {', '.join(sorted(keys))}" for name, (keys, _) in FORMATS.items())
-    raise Malformed(f"keys {', '.join(sorted(map(str, record)))} are those of no known format ({known})")
+    raise _Malformed(f"keys {', '.join(sorted(map(str, record)))} are those of no known format ({known})")
 
 
 def _read(path: Path) -> str:
@@ -323,7 +323,7 @@ def _lines(text: str) -> Iterator[tuple[int, Any]]:
         try:
             yield number, json.loads(line)
         except (ValueError, RecursionError) as error:
-            yield number, Malformed(f"not JSON: {error}")
+            yield number, _Malformed(f"not JSON: {error}")
 
 
 def _two_files(path: Path) -> Iterator[tuple[int, Any]]:

@@ -41,7 +41,7 @@ def draw_run(run: EvalRun, rows: Sequence[MethodRow], folder: Path, measure: str
     if len({row.ratio for row in largest if row.ratio is not None}) > 1:
         files.append(draw_over_ratio(largest, measure, folder / "quality-ratio.svg"))
     if any(row.kinds for row in largest):
-        files.append(draw_by_kind(largest, measure, folder / "quality-kind.svg"))
+        files.append(_draw_by_kind(largest, measure, folder / "quality-kind.svg"))
     for name, place in (("chunks", 0), ("chunk_tokens", 1)):
         if len({point[place] for point in points}) > 1:
             files.append(draw_over_chunks(rows, measure, name, folder / f"quality-{name.replace('_', '-')}.svg"))
@@ -84,7 +84,7 @@ def draw_over_ratio(rows: Sequence[MethodRow], measure: str, path: Path) -> Path
     return drawn(path, draw)
 
 
-def draw_by_kind(rows: Sequence[MethodRow], measure: str, path: Path) -> Path:
+def _draw_by_kind(rows: Sequence[MethodRow], measure: str, path: Path) -> Path:
     """Quality of each method by question kind."""
 
     def draw(axis: Any) -> None:

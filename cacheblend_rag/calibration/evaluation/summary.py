@@ -15,13 +15,13 @@ from cacheblend_rag.calibration.evaluation.statistics import Interval, interval,
 from cacheblend_rag.config import check_choice
 from cacheblend_rag.errors import ConfigError
 
-MEASURES = ("f1", "em", "rouge_l", "forced_exact", "agreement", "kl")
-QUALITY = ("f1", "em", "rouge_l", "forced_exact")
+_MEASURES = ("f1", "em", "rouge_l", "forced_exact", "agreement", "kl")
+_QUALITY = ("f1", "em", "rouge_l", "forced_exact")
 """Measures that say how good an answer is: what a run is led by is one of these."""
-_COMPARED = (*QUALITY, "agreement")
+_COMPARED = (*_QUALITY, "agreement")
 LOSS = 0.015
 """What a method may lose to count as no worse, as in Fig. 15 of the paper."""
-MARGIN = 0.01
+_MARGIN = 0.01
 """What a method may lose, with the whole interval, to be called not inferior: one point."""
 # With fewer questions, divided by the margin, not even a method that loses none is shown to be within it: where the
 # true loss is at the margin, none in so many is seen once in 40 times.
@@ -72,7 +72,7 @@ class MethodRow:
     chunks, chunk_tokens : int
     questions : int
     measures : dict of str to Interval
-        Means, of those of `MEASURES` that were taken.
+        Means, of those of `_MEASURES` that were taken.
     differences : dict of str to Interval
         The same less full prefill's on the same questions, where more is better.
     against : dict of str to dict of str to Interval
@@ -121,7 +121,7 @@ def main_measure(run: EvalRun, wanted: str | None = None) -> str:
         If it was not measured.
     """
     if wanted is not None:
-        check_choice("measure", wanted, QUALITY if run.settings["answers"] else ("forced_exact",))
+        check_choice("measure", wanted, _QUALITY if run.settings["answers"] else ("forced_exact",))
         return wanted
     if not run.settings["answers"]:
         return "forced_exact"
@@ -176,7 +176,7 @@ def _place(label: str) -> tuple[bool, str, float, str]:
 
 def _row(chunks: int, length: int, found: Sequence[_Measured]) -> MethodRow:
     first = found[0].result
-    taken = [name for name in MEASURES if any(one.result.get(name) is not None for one in found)]
+    taken = [name for name in _MEASURES if any(one.result.get(name) is not None for one in found)]
     return MethodRow(
         label=first["label"],
         method=first["method"],
@@ -262,8 +262,8 @@ def no_worse(rows: Sequence[MethodRow], measure: str) -> list[MethodRow]:
         for row in rows
         if row.method != "full"
         and measure in row.differences
-        and row.differences[measure].low >= -MARGIN
-        and row.questions * MARGIN >= _NONE_LOST
+        and row.differences[measure].low >= -_MARGIN
+        and row.questions * _MARGIN >= _NONE_LOST
     ]
 
 
@@ -294,11 +294,11 @@ def markdown(run: EvalRun, rows: Sequence[MethodRow], measure: str | None = None
 
 
 def _not_inferior(rows: Sequence[MethodRow], measure: str) -> str:
-    if rows[0].questions * MARGIN < _NONE_LOST:
-        few = f"{rows[0].questions} questions are too few to show that a method loses no more than {MARGIN}"
-        return f"{few}; it takes {_NONE_LOST / MARGIN:.0f} or more."
+    if rows[0].questions * _MARGIN < _NONE_LOST:
+        few = f"{rows[0].questions} questions are too few to show that a method loses no more than {_MARGIN}"
+        return f"{few}; it takes {_NONE_LOST / _MARGIN:.0f} or more."
     found = [f"{row.label} ({row.work_24:.1%} of the work in 24 layers)" for row in no_worse(rows, measure)]
-    return f"Lose no more than {MARGIN} {_TITLES[measure]} with all of the interval: {', '.join(found) or 'none'}."
+    return f"Lose no more than {_MARGIN} {_TITLES[measure]} with all of the interval: {', '.join(found) or 'none'}."
 
 
 def _heading(row: MethodRow) -> str:
@@ -307,7 +307,7 @@ def _heading(row: MethodRow) -> str:
 
 
 def _table(rows: Sequence[MethodRow], lead: str) -> str:
-    taken = [name for name in MEASURES if any(name in row.measures for row in rows)]
+    taken = [name for name in _MEASURES if any(name in row.measures for row in rows)]
     columns: list[tuple[str, Callable[[MethodRow], str]]] = [("method", lambda row: row.label)]
     columns += [(_TITLES[name], _shower(name)) for name in taken]
     columns.append((f"{_TITLES[lead]} against full", lambda row: _signed(row.differences.get(lead))))
