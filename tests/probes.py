@@ -145,7 +145,7 @@ def sees(row: int, column: int, window: int | None) -> bool:
     return column <= row and (window is None or column > row - window)
 
 
-def turn(vector: torch.Tensor, position: int, config: Any) -> torch.Tensor:
+def rotate(vector: torch.Tensor, position: int, config: Any) -> torch.Tensor:
     """Rotate one vector ``[head_dim]`` to a position, pair by pair (default RoPE)."""
     dim = len(vector)
     out = torch.empty(dim, dtype=torch.float64)
@@ -178,7 +178,7 @@ def naive_rows(
         values = stored[layer].values[0].double().clone()
         for position in range(len(ids)):
             for head in range(kv_heads):
-                keys[head, position] = turn(keys[head, position], position, config)
+                keys[head, position] = rotate(keys[head, position], position, config)
         queries = {}
         for row in rows:
             normed = block.input_layernorm(hidden[row])
@@ -187,8 +187,8 @@ def naive_rows(
             if hasattr(attention, "q_norm"):
                 query, key = attention.q_norm(query), attention.k_norm(key)
             values[:, row] = attention.v_proj(normed).view(kv_heads, dim)
-            keys[:, row] = torch.stack([turn(one, row, config) for one in key])
-            queries[row] = torch.stack([turn(one, row, config) for one in query])
+            keys[:, row] = torch.stack([rotate(one, row, config) for one in key])
+            queries[row] = torch.stack([rotate(one, row, config) for one in query])
         for row in rows:
             columns = [column for column in range(len(ids)) if sees(row, column, window)]
             mixed = []

@@ -51,7 +51,7 @@ from cacheblend_rag.fusor.self_check import check_adapter
 from cacheblend_rag.loading import Prefetcher
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
-from cacheblend_rag.models.cache import all_grow
+from cacheblend_rag.models.cache import all_preallocated
 from cacheblend_rag.models.contexts import LearnedContext
 from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.models.lora import unwrapped
@@ -807,7 +807,7 @@ class BlendEngine:
     @contextlib.contextmanager
     def _steps(self, fused: FusedKV) -> Iterator[Step]:
         """What takes the steps of an answer."""
-        if not (self.config.prompt_lookup and self._batched_decode.takes_several and all_grow(fused.cache)):
+        if not (self.config.prompt_lookup and self._batched_decode.takes_several and all_preallocated(fused.cache)):
             yield self._step
             return
         lookup = PromptLookup(

@@ -24,7 +24,7 @@ from cacheblend_rag.loading import ChunkKV, LayerReader, LoadingController, Plac
 from cacheblend_rag.loading.loader import ReadClock, RecordLost
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import ContextKV, LearnedContext
-from cacheblend_rag.models.cpu.weight_prepacking import Packing, packed_products
+from cacheblend_rag.models.cpu.weight_prepacking import Prepacking, packed_products
 from cacheblend_rag.models.identity import fingerprint_in
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import (
@@ -201,7 +201,7 @@ def reader_of(adapter: ModelAdapter, split: TokenizedPrompt, found: Found, clock
         dtype=adapter.dtype,
         device=adapter.device,
         clock=clock,
-        turning=adapter.turning(len(split.input_ids)),
+        rotation=adapter.rotation(len(split.input_ids)),
     )
 
 
@@ -290,7 +290,7 @@ class Pipeline:
         self._identity = adapter.identity(fingerprint)
         self._latest_contexts = _LatestContexts()
         self._hold(_learned_context(store, self.fingerprint, adapter), config, controller_beside(store))
-        self.packed = self._packing(anew=True)
+        self.packed = self._prepacking(anew=True)
 
     def with_config(self, config: BlendConfig, tokenizer: PromptTokenizer) -> Pipeline:
         """The same model, store and minimum ratio with other options; the model is not hashed again."""
@@ -299,7 +299,7 @@ class Pipeline:
         other.config, other.tokenizer = config, tokenizer
         other._hold(self.learned, config, self._ratio_policy.controller, self._ratio_policy.minimum)
         if config.pack_weights != self.config.pack_weights:
-            other.packed = other._packing(anew=False)
+            other.packed = other._prepacking(anew=False)
         return other
 
     def with_learned(self, context: LearnedContext | None) -> Pipeline:
@@ -350,10 +350,10 @@ class Pipeline:
     def look_at_model(self) -> str:
         """Notice that adapters were switched, merged or trained since; the identity of the model now."""
         if self._identity.refresh():  # copies of its weights are of what they were
-            self._packing(anew=True)
+            self._prepacking(anew=True)
         return self._identity.value
 
-    def _packing(self, anew: bool) -> Packing:
+    def _prepacking(self, anew: bool) -> Prepacking:
         """The context within which the model is run here."""
         model = self.adapter.model
         return packed_products(model, (*self.adapter.layers, model.lm_head), self.config.pack_weights, anew=anew)

@@ -120,7 +120,7 @@ class _Pass:
         each_layer: Callable[[], object] | None,
     ) -> None:
         self._adapter, self._plan, self._rule, self._each_layer = adapter, plan, rule, each_layer
-        self._layers, self._turned = layers, list[LayerKV]()
+        self._layers, self._rotated = layers, list[LayerKV]()
         self._tokens = len(plan.input_ids)
         self._rotaries = adapter.rotary(self._tokens)  # of all positions, float32
         self.computed: list[torch.Tensor] = []
@@ -191,11 +191,11 @@ class _Pass:
         """A layer's stored KV, keys rotated; each layer is taken from the loader once, in order."""
         if self._each_layer is not None:
             self._each_layer()
-        while len(self._turned) <= layer:
+        while len(self._rotated) <= layer:
             kv = next(self._layers)
-            self._turn(len(self._turned), kv)
-            self._turned.append(kv)
-        return self._turned[layer]
+            self._rotate(len(self._rotated), kv)
+            self._rotated.append(kv)
+        return self._rotated[layer]
 
     def _keep(self, chosen: torch.Tensor) -> None:
         """Keep these of the rows a rule decides on, and all others.
@@ -243,11 +243,11 @@ class _Pass:
         self.hidden = self.hidden[-1:]
         self._narrowed(self._rows[-1:])
 
-    def _turn(self, layer: int, kv: LayerKV) -> None:
+    def _rotate(self, layer: int, kv: LayerKV) -> None:
         """Rotate stored keys to their positions, in place; computed rows among them are overwritten later."""
         rotary = self._rotaries.of_keys(layer)
         span = slice(self._plan.unrotated.start, self._plan.unrotated.stop)
-        if span.start >= span.stop or rotary is None or kv.turned:
+        if span.start >= span.stop or rotary is None or kv.rotated:
             return
         rotate_in_place(kv.keys[:, :, span], rotary.at(span))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.attention.rows import RowMask, as_places
+from cacheblend_rag.models.attention.rows import RowMask, as_positions
 
 
 def kept_mask(
@@ -15,8 +15,8 @@ def kept_mask(
 
     With ``trailing`` the rows are known to be the last positions, which a GPU is not asked again.
     """
-    if adapter.told_positions:
-        return as_places(rows, tokens, window, trailing)
+    if adapter.takes_positions:
+        return as_positions(rows, tokens, window, trailing)
     return adapter.kernel_mask(row_mask(rows, tokens, window), rows, tokens, window)
 
 

@@ -78,8 +78,8 @@ def attention_rows(
     dict of int to Tensor, each [heads, watched, tokens]
     """
     found: dict[int, torch.Tensor] = {}
-    cut, places = len(rows) - watched, rows.tolist()
-    hidden = adapter.embed([ids[row] for row in places])
+    cut, positions = len(rows) - watched, rows.tolist()
+    hidden = adapter.embed([ids[row] for row in positions])
     at_rows = rotaries.at(rows).to(adapter.dtype)
     masks: dict[tuple[int | None, int | None], RowMask | None] = {}
 
@@ -88,7 +88,7 @@ def attention_rows(
         some, window, kv = rows[part], adapter.windows[layer], layer_kv(layer)
         if part.stop is not None:
             # Behind them, KV of rows that come later is undefined, and a mask does not hide what is not finite.
-            tokens = places[part][-1] + 1
+            tokens = positions[part][-1] + 1
             kv = LayerKV(kv.keys[:, :, :tokens], kv.values[:, :, :tokens])
         like = part.start, window  # parts that begin alike run in the same form of attention
         if like not in masks:

@@ -107,14 +107,14 @@ def prefill_work(shape: ModelShape, tokens: int, layers: int | None = None) -> f
 class _Seen:
     """How many rows there are and how many keys they see, counted once for all layers that share them."""
 
-    def __init__(self, places: Sequence[int]) -> None:
-        self.places = places
+    def __init__(self, positions: Sequence[int]) -> None:
+        self.positions = positions
         self._keys: dict[int | None, float] = {}
 
     def keys(self, window: int | None) -> float:
         """Over all rows."""
         if window not in self._keys:
-            seen = self.places if window is None else [min(place, window - 1) for place in self.places]
+            seen = self.positions if window is None else [min(position, window - 1) for position in self.positions]
             self._keys[window] = float(len(seen) + sum(seen))
         return self._keys[window]
 
@@ -133,10 +133,10 @@ class _Counted:
 
 def _spared(last: LayerShape, rows: _Seen, ended: int | None) -> float:
     """What the rows of the last layer did not do."""
-    stopped = _Seen(rows.places[: 0 if ended is None else len(rows.places) - ended])
-    return _work(last, stopped) - len(stopped.places) * (last.keys + last.values)
+    stopped = _Seen(rows.positions[: 0 if ended is None else len(rows.positions) - ended])
+    return _work(last, stopped) - len(stopped.positions) * (last.keys + last.values)
 
 
 def _work(layer: LayerShape, rows: _Seen) -> float:
     """Multiply-adds of some rows on a layer."""
-    return layer.linear * len(rows.places) + layer.attention * rows.keys(layer.window)
+    return layer.linear * len(rows.positions) + layer.attention * rows.keys(layer.window)

@@ -37,7 +37,7 @@ _FAST = 10**9
 _AHEAD = 8
 
 
-class Lane(Protocol):
+class _Copier(Protocol):
     """A way into buffers; one thread at a time uses it."""
 
     def open(self) -> AbstractContextManager[None]:
@@ -49,19 +49,19 @@ class Lane(Protocol):
         ...
 
 
-class _DirectLane:
-    """Copies where it stands: for a CPU, and the plain twin of `_PinnedLane`."""
+class _PlainCopier:
+    """Copies where it stands: for a CPU, and the plain twin of `_PinnedCopier`."""
 
     def open(self) -> AbstractContextManager[None]:
-        """See `Lane.open`."""
+        """See `_Copier.open`."""
         return nullcontext()
 
     def put(self, record: StoredKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """See `Lane.put`."""
+        """See `_Copier.put`."""
         copy_layer(record, layer, keys, values)
 
 
-class _PinnedLane:
+class _PinnedCopier:
     """Reads into pinned host memory and copies from there on a stream of its own, beside the pass.
 
     Of two pinned buffers one is read into while the other is copied.
@@ -85,13 +85,13 @@ class _PinnedLane:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """See `Lane.open`."""
+        """See `_Copier.open`."""
         with torch.cuda.stream(self._stream):
             yield
         self._stream.synchronize()
 
     def put(self, record: StoredKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """See `Lane.put`."""
+        """See `_Copier.put`."""
         if not reads_in_place(record):
             # In memory already, and if that is the GPU's, perhaps only now being written by what was queued before.
             self._stream.wait_stream(torch.cuda.default_stream(self._device))
@@ -162,8 +162,8 @@ class LayerReader:
         Where the buffers are made.
     clock : ReadClock
         Counts the time spent reading, on whichever thread.
-    turning : pair of Tensor or None
-        Cosine and sine by which stored keys may be turned to their positions on the way, see `ModelAdapter.turning`.
+    rotation : pair of Tensor or None
+        Cosine and sine by which stored keys may be rotated to their positions on the way, see `ModelAdapter.rotation`.
     """
 
     placements: Sequence[Placement]
@@ -174,7 +174,7 @@ class LayerReader:
     dtype: torch.dtype
     device: torch.device
     clock: ReadClock = field(default_factory=lambda: ReadClock())
-    turning: tuple[torch.Tensor, torch.Tensor] | None = None
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def stored_layer_bytes(self) -> int:
@@ -195,7 +195,7 @@ class LayerReader:
         """
         started = time.perf_counter()
         shape = (1, self.kv_heads, self.tokens, self.head_dim)
-        with self._lane.open():
+        with self._copier.open():
             keys = torch.empty(shape, dtype=self.dtype, device=self.device)
             values = torch.empty(shape, dtype=self.dtype, device=self.device)
             self._read_ahead(layer)
@@ -203,7 +203,7 @@ class LayerReader:
                 stop = place.start + place.record.info.tokens
                 span = slice(place.start, stop)
                 try:
-                    self._lane.put(place.record, layer, keys[0, :, span], values[0, :, span])
+                    self._copier.put(place.record, layer, keys[0, :, span], values[0, :, span])
                 except (StoreError, OSError) as error:
                     raise _lost(place, error) from error
         self.took(time.perf_counter() - started)
@@ -223,10 +223,10 @@ class LayerReader:
         self.clock.seconds += seconds
 
     @cached_property
-    def _lane(self) -> Lane:
+    def _copier(self) -> _Copier:
         if self.device.type != "cuda":
-            return _DirectLane()
-        return _PinnedLane([place.record for place in self.placements], self.dtype, self.device)
+            return _PlainCopier()
+        return _PinnedCopier([place.record for place in self.placements], self.dtype, self.device)
 
 
 def _lost(place: Placement, error: Exception) -> RecordLost:
@@ -245,7 +245,7 @@ def _fits(block: torch.Tensor, reader: LayerReader) -> bool:
     return here and block.dtype == reader.dtype and len(block) >= reader.layers
 
 
-def _load_streamed(reader: LayerReader, blocks: Sequence[torch.Tensor]) -> Iterator[LayerKV]:
+def _load_to_gpu(reader: LayerReader, blocks: Sequence[torch.Tensor]) -> Iterator[LayerKV]:
     """Copy layers ahead of their use; the pass's stream waits for those of a layer, its host does not.
 
     Parameters
@@ -299,7 +299,7 @@ def _copied(
                 parts.append(part)
             address = part.data_ptr() + skipped * part.stride(0) * part.itemsize
             sources.append(Source(address, block.shape[3], placed.start, not placed.record.info.rotated))
-        place(sources, target, reader.turning)
+        place(sources, target, reader.rotation)
         done.record(stream)
     reader.took(time.perf_counter() - started)
     return target, done
@@ -311,7 +311,7 @@ def _ready(
     pass_stream.wait_event(done)
     target.record_stream(pass_stream)
     for keys, values in target[:, :, None].unbind():
-        yield LayerKV(keys, values, turned=reader.turning is not None)
+        yield LayerKV(keys, values, rotated=reader.rotation is not None)
 
 
 def synchronize(layer: Future[LayerKV]) -> LayerKV:
@@ -346,7 +346,7 @@ def load_as_it_pays(reader: LayerReader) -> Iterator[LayerKV]:
     """
     if reader.device.type != "cpu":
         blocks = _blocks_of(reader)
-        yield from load_ahead(reader) if blocks is None else _load_streamed(reader, blocks)
+        yield from load_ahead(reader) if blocks is None else _load_to_gpu(reader, blocks)
         return
     if all(place.record.tier == "memory" for place in reader.placements):
         yield from load_plainly(reader)

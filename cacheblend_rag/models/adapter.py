@@ -16,7 +16,14 @@ from transformers.cache_utils import DynamicLayer
 
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.models.attention.rows import RowMask, as_added, use_row_attention, with_mask
-from cacheblend_rag.models.cache import Enough, GrowingLayer, LastLayer, ScatterCache, called_at_each_layer, let_grow
+from cacheblend_rag.models.cache import (
+    Enough,
+    LastLayer,
+    PreallocatedLayer,
+    ScatterCache,
+    called_at_each_layer,
+    preallocate,
+)
 from cacheblend_rag.models.cpu.rowwise import computed_in_blocks, row_by_row
 from cacheblend_rag.models.families import family_of
 from cacheblend_rag.models.gpu import has_kernels
@@ -107,9 +114,9 @@ class ModelAdapter:
         self.layer_cache_argument = cache_argument(self.layers[0])
         self.dtype: torch.dtype = part_of(self._decoder, "embed_tokens").weight.dtype
         self.windows: list[int | None] = self._by_layer(self.family.window)
-        turns: list[bool] = self._by_layer(self.family.rotates)
+        rotates: list[bool] = self._by_layer(self.family.rotates)
         rotary = part_of(self._decoder, "rotary_emb")
-        self.positions = Positions(self.config, rotary, self.family.layout, turns)
+        self.positions = Positions(self.config, rotary, self.family.layout, rotates)
         self.form = (LatentKV if self.family.latent else PlainKV)(self.family, self.config, self._attention(0))
         self.kv_heads, self.head_dim = self.form.heads, self.form.head_dim
         # Asked for once, so that what is missing shows at load.
@@ -219,7 +226,7 @@ class ModelAdapter:
         return plain_layers(self.layers, self.windows, self.kv_heads, self.head_dim, self.rotary(1), self.device)
 
     @property
-    def told_positions(self) -> bool:
+    def takes_positions(self) -> bool:
         """Whether layers now run by kernels that know rows: within `blending`, on some devices, for plain layers."""
         return self._in_use is not None
 
@@ -250,13 +257,13 @@ class ModelAdapter:
         """
         return self.positions.rotaries(tokens, start, regime, self.device)
 
-    def turning(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Cosine and sine by which a GPU turns stored keys as it copies them; None where that is not done.
+    def rotation(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Cosine and sine by which a GPU rotates stored keys as it copies them; None where that is not done.
 
         Returns
         -------
         pair of Tensor, each [tokens, head_dim / 2] float32, or None
-            The same for all layers; dimension i turns with the one half the width further on.
+            The same for all layers; dimension i rotates with the one half the width further on.
         """
         return None if self.plain_layers is None else self.rotary(tokens).layer(0).frequencies()
 
@@ -415,10 +422,10 @@ class ModelAdapter:
 
     def new_cache(self, layers: Sequence[LayerKV]) -> Any:
         """A transformers cache that holds these layers, ready for generation; it takes the layers over."""
-        cache = let_grow(DynamicCache(config=self.config))
+        cache = preallocate(DynamicCache(config=self.config))
         for number, kv in enumerate(layers):
             layer, held = cache.layers[number], self.form.cached(kv)
-            if isinstance(layer, GrowingLayer):
+            if isinstance(layer, PreallocatedLayer):
                 layer.hold(*held)
             else:
                 layer.update(*held)
@@ -446,7 +453,7 @@ class ModelAdapter:
             Called within each layer.
         """
         with self._plain():
-            cache = let_grow(DynamicCache(config=self.config))
+            cache = preallocate(DynamicCache(config=self.config))
         whole = between is None or self.mixes_rows
         slices = [range(len(ids))] if whole else self.shape.slices(len(ids), _SLICE)
         for rows in slices:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.models.adapter import ModelAdapter
-from cacheblend_rag.models.attention.rows import Apart, with_mask
+from cacheblend_rag.models.attention.rows import PerSequenceKV, with_mask
 from cacheblend_rag.models.memory import free_memory_on, token_bytes
 from cacheblend_rag.models.modules import cache_argument, is_compiled, keeping_nothing
 
@@ -76,20 +76,21 @@ class BatchedDecode:
         caches, counts = [one[name] for one in asked], [one["input_ids"].shape[1] for one in asked]
         before = [cache.get_seq_length() for cache in caches]
         spans = [range(length, length + count) for length, count in zip(before, counts, strict=True)]
-        places = torch.tensor([place for span in spans for place in span], device=adapter.device)
-        rotaries = adapter.rotary(int(places.max()) + 1).at(places).to(adapter.dtype)
+        positions = torch.tensor([position for span in spans for position in span], device=adapter.device)
+        rotaries = adapter.rotary(int(positions.max()) + 1).at(positions).to(adapter.dtype)
         hidden = adapter.embed(torch.cat([one["input_ids"][0] for one in asked])[:, None])  # [tokens of all, 1, hidden]
         masks = [_causal(span, hidden) for span in spans]
         for number, layer in enumerate(adapter.running):
-            rotary, apart = rotaries.layer(number), Apart([cache.layers[number] for cache in caches], masks)
-            with with_mask(apart):
+            rotary = rotaries.layer(number)
+            per_sequence = PerSequenceKV([cache.layers[number] for cache in caches], masks)
+            with with_mask(per_sequence):
                 out = layer(
                     hidden,
                     attention_mask=None,
-                    position_ids=places[:, None],
+                    position_ids=positions[:, None],
                     use_cache=True,
                     position_embeddings=(rotary.cos[:, None], rotary.sin[:, None]),
-                    **{adapter.layer_cache_argument: apart},
+                    **{adapter.layer_cache_argument: per_sequence},
                 )
             hidden = out[0] if isinstance(out, tuple) else out
         return torch.split(adapter.head(hidden[:, 0]), counts)

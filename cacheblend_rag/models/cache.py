@@ -72,7 +72,7 @@ class _Room:
         return self.keys[:, :, : self.used], self.values[:, :, : self.used]
 
 
-class GrowingLayer(DynamicLayer):  # type: ignore[misc]
+class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
     """transformers' `DynamicLayer`, growing within room kept behind its rows.
 
     `DynamicLayer` puts all keys and values into new memory for every token. That costs a copy of
@@ -121,15 +121,15 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         super().reset()
 
 
-def let_grow(cache: Cache) -> Cache:
+def preallocate(cache: Cache) -> Cache:
     """The same cache; its layers that keep all positions grow in place from now on."""
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
-def all_grow(cache: Cache) -> bool:
+def all_preallocated(cache: Cache) -> bool:
     """Whether every layer keeps all positions and grows in place, so that `take_back` can be used."""
-    return all(isinstance(layer, GrowingLayer) for layer in cache.layers)
+    return all(isinstance(layer, PreallocatedLayer) for layer in cache.layers)
 
 
 def take_back(cache: Cache, rows: int) -> None:
@@ -140,8 +140,8 @@ def take_back(cache: Cache, rows: int) -> None:
 
 @contextmanager
 def called_at_each_layer(cache: Cache, called: Callable[[], object] | None) -> Iterator[None]:
-    """Within this, something is called in each layer of a pass, where its cache is a `GrowingLayer`."""
-    layers = [layer for layer in cache.layers if isinstance(layer, GrowingLayer)]
+    """Within this, something is called in each layer of a pass, where its cache is a `PreallocatedLayer`."""
+    layers = [layer for layer in cache.layers if isinstance(layer, PreallocatedLayer)]
     for layer in layers:
         layer.before_update = called
     try:

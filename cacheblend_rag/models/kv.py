@@ -19,13 +19,13 @@ class LayerKV:
         positions that are not stored are undefined.
     values : Tensor, [1, kv_heads, tokens, head_dim]
         Stored values at their positions.
-    turned : bool
+    rotated : bool
         Whether all keys are rotated already.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
-    turned: bool = False
+    rotated: bool = False
 
     @property
     def kv_heads(self) -> int:

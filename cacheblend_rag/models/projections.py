@@ -1,9 +1,9 @@
 """How a layer makes the keys and values of rows, and in which form it caches them.
 
 With multi-head latent attention a layer caches two things for a token: a latent vector, from which all heads make
-their keys and values, and one part of a key that turns with the position. They differ in width. Here they lie one
-behind the other, the turning part first, and are cut into two halves: the first stands for the keys of one head, which
-turn in part, the second for its values.
+their keys and values, and one part of a key that rotates with the position. They differ in width. Here they lie one
+behind the other, the rotary part first, and are cut into two halves: the first stands for the keys of one head, which
+rotate in part, the second for its values.
 """
 
 from __future__ import annotations
@@ -89,25 +89,25 @@ class PlainKV:
 
 
 class LatentKV(PlainKV):
-    """Halves of latents and turning parts, of which all heads share one, in place of keys and values."""
+    """Halves of latents and rotary parts, of which all heads share one, in place of keys and values."""
 
     as_attended = False
     heads = sharing = 1
 
     def __init__(self, family: Family, config: Any, attention: Any) -> None:
-        self._family, self._fused, self._turning = family, True, config.qk_rope_head_dim
+        self._family, self._fused, self._rotating = family, True, config.qk_rope_head_dim
         self.head_dim = latent_width(config)
         self._interleaved = getattr(config, "rope_interleave", False)
         for name in ("kv_a_proj_with_mqa", "kv_a_layernorm"):
             part_of(attention, name)
 
     def cached(self, kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents and turning parts."""
+        """Latents and rotary parts."""
         joined = torch.cat((kv.keys, kv.values), dim=-1)
-        return joined[..., self._turning :], joined[..., : self._turning]
+        return joined[..., self._rotating :], joined[..., : self._rotating]
 
     def held(self, keys: torch.Tensor, values: torch.Tensor) -> LayerKV:
-        """The KV in latents and turning parts."""
+        """The KV in latents and rotary parts."""
         first, second = torch.cat((values, keys), dim=-1).chunk(2, dim=-1)
         return LayerKV(first, second)
 
@@ -117,10 +117,10 @@ class LatentKV(PlainKV):
         return found
 
     def _project(self, attention: Any, normed: torch.Tensor, name: str) -> torch.Tensor:
-        latents, turning = attention.kv_a_proj_with_mqa(normed[None])[0].tensor_split((-self._turning,), dim=-1)
-        if self._interleaved:  # the layer sorts pairs before it turns them
-            turning = turning.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        return torch.cat((turning, attention.kv_a_layernorm(latents)), dim=-1)[None]
+        latents, rotating = attention.kv_a_proj_with_mqa(normed[None])[0].tensor_split((-self._rotating,), dim=-1)
+        if self._interleaved:  # the layer sorts pairs before it rotates them
+            rotating = rotating.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return torch.cat((rotating, attention.kv_a_layernorm(latents)), dim=-1)[None]
 
     def _keys(self, attention: Any, projected: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         return rotate(projected[..., : self.head_dim], rotary)

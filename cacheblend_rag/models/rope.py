@@ -16,7 +16,7 @@ import torch
 
 from cacheblend_rag.models.gpu import has_kernels
 
-# Pairs of dimensions that are turned at a time on a CPU.
+# Pairs of dimensions that are rotated at a time on a CPU.
 _BLOCK = 2**18
 
 
@@ -27,7 +27,7 @@ class Layout:
     Parameters
     ----------
     interleaved : bool
-        Whether dimensions 0 and 1, 2 and 3, … turn together; otherwise dimension i turns with
+        Whether dimensions 0 and 1, 2 and 3, … rotate together; otherwise dimension i rotates with
         the one half the rotated width further on.
     cosines : {"halves", "pairs", "once", "complex"}
         How the model's table of cosines lists each frequency: all of them twice in a row, each
@@ -47,7 +47,7 @@ class Rotary:
     cos, sin : Tensor, [tokens, width], float32
         As the model's own layers take them; the width depends on the layout.
     layout : Layout
-        Which dimensions turn together, and how ``cos`` and ``sin`` are listed.
+        Which dimensions rotate together, and how ``cos`` and ``sin`` are listed.
     """
 
     cos: torch.Tensor
@@ -90,13 +90,13 @@ class Rotaries:
         By name; more than one in models whose layers have different bases.
     names : sequence of str
         Name of each layer's table.
-    turns : sequence of bool
+    rotates : sequence of bool
         Whether a layer rotates its keys; layers without positions (NoPE) do not.
     """
 
     tables: Mapping[str, Rotary]
     names: Sequence[str]
-    turns: Sequence[bool]
+    rotates: Sequence[bool]
 
     def layer(self, layer: int) -> Rotary:
         """What the model gives a layer, whether the layer uses it or not."""
@@ -104,17 +104,17 @@ class Rotaries:
 
     def of_keys(self, layer: int) -> Rotary | None:
         """The rotation of a layer's keys; None if it does not rotate them."""
-        return self.layer(layer) if self.turns[layer] else None
+        return self.layer(layer) if self.rotates[layer] else None
 
     def at(self, rows: torch.Tensor | slice) -> Rotaries:
         """Those of some positions only."""
         tables = {name: table.at(rows) for name, table in self.tables.items()}
-        return Rotaries(tables, self.names, self.turns)
+        return Rotaries(tables, self.names, self.rotates)
 
     def to(self, dtype: torch.dtype) -> Rotaries:
         """In another element type."""
         tables = {name: table.to(dtype) for name, table in self.tables.items()}
-        return Rotaries(tables, self.names, self.turns)
+        return Rotaries(tables, self.names, self.rotates)
 
 
 def rotate(keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
@@ -124,14 +124,14 @@ def rotate(keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
     """
     if rotary is None:
         return keys
-    turned = keys.clone()
-    rotate_in_place(turned, rotary)
-    return turned
+    rotated = keys.clone()
+    rotate_in_place(rotated, rotary)
+    return rotated
 
 
 def rotate_in_place(keys: torch.Tensor, rotary: Rotary) -> None:
     """`rotate` within the memory of the keys."""
-    turn_keys(keys, *rotary.frequencies(), rotary.layout.interleaved)
+    rotate_keys(keys, *rotary.frequencies(), rotary.layout.interleaved)
 
 
 def unrotate(keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
@@ -140,17 +140,17 @@ def unrotate(keys: torch.Tensor, rotary: Rotary | None) -> torch.Tensor:
         return keys
     cos, sin = rotary.frequencies()
     scale = cos.square() + sin.square()
-    turned = keys.clone()
-    turn_keys(turned, cos / scale, -sin / scale, rotary.layout.interleaved)
-    return turned
+    rotated = keys.clone()
+    rotate_keys(rotated, cos / scale, -sin / scale, rotary.layout.interleaved)
+    return rotated
 
 
-def turn_keys(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None:
-    """Turn pairs of dimensions in place; what lies behind them is left alone (a partial rotation)."""
+def rotate_keys(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None:
+    """Rotate pairs of dimensions in place; what lies behind them is left alone (a partial rotation)."""
     if has_kernels(keys.device) and _fits_kernel(keys, cos, sin):
-        from cacheblend_rag.models.gpu.rowwise import turn
+        from cacheblend_rag.models.gpu.rowwise import rotate
 
-        turn(keys, cos, sin, interleaved)
+        rotate(keys, cos, sin, interleaved)
         return
     first, second = pairs_of(keys, cos.shape[-1], interleaved)
     tokens = keys.shape[-2]
@@ -162,7 +162,7 @@ def turn_keys(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interlea
 
 
 def pairs_of(keys: torch.Tensor, pairs: int, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the dimensions that turn together."""
+    """Views of the dimensions that rotate together."""
     if interleaved:
         return keys[..., : 2 * pairs : 2], keys[..., 1 : 2 * pairs : 2]
     return keys[..., :pairs], keys[..., pairs : 2 * pairs]
@@ -205,15 +205,15 @@ class Positions:
         The model's rotary embedding.
     layout : Layout
         How its tables are laid out.
-    turns : sequence of bool
+    rotates : sequence of bool
         Whether each layer rotates its keys.
     """
 
-    def __init__(self, config: Any, module: Any, layout: Layout, turns: Sequence[bool]) -> None:
-        self._module, self._layout, self._turns = module, layout, tuple(turns)
+    def __init__(self, config: Any, module: Any, layout: Layout, rotates: Sequence[bool]) -> None:
+        self._module, self._layout, self._rotates = module, layout, tuple(rotates)
         kinds = _rope_kinds(config)
         single = _ONE_TABLE in kinds
-        self._names = tuple(_ONE_TABLE if single else config.layer_types[n] for n in range(len(turns)))
+        self._names = tuple(_ONE_TABLE if single else config.layer_types[n] for n in range(len(rotates)))
         self._types = {name: kinds.get(name, {}).get("rope_type", "default") for name in dict.fromkeys(self._names)}
         self._long = sorted(
             int(kinds[name]["original_max_position_embeddings"])
@@ -263,7 +263,7 @@ class Positions:
         positions = torch.arange(start, start + tokens, device=device)
         with self.within(regime):
             tables = {name: self._table(name, positions) for name in self._types}
-        return Rotaries(tables, self._names, self._turns)
+        return Rotaries(tables, self._names, self._rotates)
 
     def settle(self, device: torch.device) -> None:
         """Let dynamic NTK forget the longest prompt it has seen, so that results never depend on it."""

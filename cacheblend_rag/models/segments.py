@@ -38,9 +38,9 @@ def cut_out(
     values: list[list[torch.Tensor]] = [[] for _ in lengths]
     for number in range(len(layers)):
         layer = layers.pop(0)
-        turned = unrotate(layer.keys[:, :, first:], rotaries.of_keys(number))  # [segments, kv_heads, tokens, dim]
+        rotated = unrotate(layer.keys[:, :, first:], rotaries.of_keys(number))  # [segments, kv_heads, tokens, dim]
         for row, (head, length) in enumerate(zip(heads, lengths, strict=True)):
-            keys[row].append(_copied(turned[row, :, head:length]))
+            keys[row].append(_copied(rotated[row, :, head:length]))
             values[row].append(_copied(layer.values[row, :, first + head : first + length]))
     return [SegmentKV(tuple(k), tuple(v), rotated=False) for k, v in zip(keys, values, strict=True)]
 

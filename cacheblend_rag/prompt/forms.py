@@ -61,11 +61,11 @@ class Squeezed:
     Parameters
     ----------
     text : str
-    glue : str
+    between : str
         What stands for white space: a space, or nothing.
     """
 
-    def __init__(self, text: str, glue: str = " ") -> None:
+    def __init__(self, text: str, between: str = " ") -> None:
         self.original = text
         words, self._starts, self._origins = [], list[int](), list[int]()
         at = 0
@@ -73,8 +73,8 @@ class Squeezed:
             self._starts.append(at)
             self._origins.append(word.start())
             words.append(word.group())
-            at += len(word.group()) + len(glue)
-        self.text = glue.join(words)
+            at += len(word.group()) + len(between)
+        self.text = between.join(words)
 
     def origin(self, at: int) -> int:
         """Place in the original of a character that is no white space."""
@@ -109,10 +109,10 @@ def solid_forms(text: str) -> dict[str, str]:
     for form, normal in [*forms.items()]:
         for name, write in _ESCAPES:
             forms.setdefault(write(form), f"{normal}, {name}" if normal else name)
-    bare: dict[str, str] = {}
+    solid_text: dict[str, str] = {}
     for form, name in forms.items():
-        bare.setdefault(solid(form), name)
-    return bare
+        solid_text.setdefault(solid(form), name)
+    return solid_text
 
 
 def may_hold(text: Squeezed, document: str) -> bool:

@@ -315,13 +315,13 @@ def find_changed(text: str, found: Iterable[Match], documents: Iterable[Retrieve
     missing = [one for one in wanted if not any(form in chunk for form in one.looked_for for chunk in held)]
     if not missing:
         return changed
-    bare = Squeezed(text, glue="")
+    solid_text = Squeezed(text, between="")
     texts = [[one.strip() for one in each.texts if len(squeeze(one)) >= _HEAD] for each in missing]
-    forms = [{one: solid_forms(one) for one in each if may_hold(bare, one)} for each in texts]
+    forms = [{one: solid_forms(one) for one in each if may_hold(solid_text, one)} for each in texts]
     for find in (find_whole, find_cut):  # a whole document before a part of any
         for each in forms:
             for one, written in each.items():
-                if (span := find(bare, written, taken.free)) is not None:
+                if (span := find(solid_text, written, taken.free)) is not None:
                     match, form = Match(*span), text[slice(*span)]
                     taken.offer([match])
                     changed[match] = WrittenForm(one, change_of(one, form, written))

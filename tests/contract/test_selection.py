@@ -33,7 +33,7 @@ from cacheblend_rag.models.shape import LayerShape, ModelShape
 from cacheblend_rag.prompt import Span
 from cacheblend_rag.report import FusedKV
 from tests import tiny
-from tests.probes import engine_of, random_kv, tiny_double, turn
+from tests.probes import engine_of, random_kv, rotate, tiny_double
 from tests.tolerance import assert_close, assert_logits_close, terms_of
 
 PROMPT = Prompt("Read this:", [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)], "What fell in the end?")
@@ -177,7 +177,7 @@ def test_deviation_equals_a_naive_twin(engine: Any, model: Any, metric: str) -> 
             for place, position in enumerate(range(span.start, span.stop)):
                 pair = new[place], old[place]
                 if part == "k":  # both at the final position
-                    pair = [torch.stack([turn(head, position, model.config) for head in one]) for one in pair]
+                    pair = [torch.stack([rotate(head, position, model.config) for head in one]) for one in pair]
                 total[place] += (pair[0] - pair[1]).square().sum()
         expected[span.start : span.stop] = total.sqrt()
     assert_close(fused.deviation, expected, terms_of(model, len(ids), 2))

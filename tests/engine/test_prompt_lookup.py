@@ -13,7 +13,7 @@ from transformers.generation import LogitsProcessor
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.models.batched_decode import BatchedDecode
-from cacheblend_rag.models.cache import all_grow, let_grow, take_back
+from cacheblend_rag.models.cache import all_preallocated, preallocate, take_back
 from cacheblend_rag.prompt import PromptTokenizer
 from tests import tiny
 from tests.probes import assert_same, engine_of, window_of
@@ -70,7 +70,7 @@ def test_every_token_is_taken_from_the_logits_it_has_one_by_one(family: str, pas
             fused = engine.fuse(PROMPT)
     torch.testing.assert_close(found[6][0], found[0][0], rtol=0, atol=2e-5)
     assert found[0][1] == [1] * (len(reciting.ids) - 1)
-    grows = all_grow(fused.cache) and BatchedDecode(engine.adapter).takes_several
+    grows = all_preallocated(fused.cache) and BatchedDecode(engine.adapter).takes_several
     assert grows == all(window_of(model.config, layer) is None for layer in range(engine.adapter.num_layers))
     if grows:
         assert len(found[6][1]) < len(found[0][1]) / 2
@@ -123,7 +123,7 @@ def test_an_answer_ends_where_the_context_window_does(passes: list[int]) -> None
 def test_what_is_taken_back_was_never_there() -> None:
     model = tiny.model()
     ids = list(range(3, 40))
-    cache, expected = (let_grow(DynamicCache(config=model.config)) for _ in range(2))
+    cache, expected = (preallocate(DynamicCache(config=model.config)) for _ in range(2))
     with torch.inference_mode():
         for one in (cache, expected):
             model(torch.tensor([ids]), past_key_values=one)

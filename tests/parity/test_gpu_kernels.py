@@ -85,7 +85,7 @@ def test_a_row_sees_all_up_to_its_position(
     heads: int, kv_heads: int, width: int, rows: int, tokens: int, window: int | None, dtype: str
 ) -> None:
     from cacheblend_rag.models.gpu.attention import attend_from
-    from cacheblend_rag.models.gpu.pointer_table import ListedKV
+    from cacheblend_rag.models.gpu.pointer_table import KVPointers
 
     torch.manual_seed(rows)
     query = randn(rows, heads, width, dtype=dtype).transpose(0, 1)
@@ -102,8 +102,8 @@ def test_a_row_sees_all_up_to_its_position(
     values[:, int(places[-1]) + 1 :] = float("nan")
     kv = LayerKV(keys[None], values[None])
     near(attend_from(query, kv, places, window, width**-0.5), wanted)
-    listed = ListedKV(torch.tensor(ListedKV.written(kv), device=DEVICE), kv_heads)
-    near(attend_from(query, listed, places, window, width**-0.5), wanted)
+    pointers = KVPointers(torch.tensor(KVPointers.written(kv), device=DEVICE), kv_heads)
+    near(attend_from(query, pointers, places, window, width**-0.5), wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -131,20 +131,20 @@ def test_keys_turn_as_they_do_on_a_cpu(interleaved: bool, pairs: int, dtype: str
     torch.manual_seed(0)
     whole = randn(1, 3, 50, 32, dtype=dtype)
     angles = torch.rand(40, pairs, device=DEVICE) * 6
-    tables = [torch.stack((of, of), -1).flatten(1) for of in (angles.cos(), angles.sin())]  # each listed twice
+    tables = [torch.stack((of, of), -1).flatten(1) for of in (angles.cos(), angles.sin())]  # each pointers twice
     cos, sin = (table[:, ::2] for table in tables)
     wanted = whole.clone()
     for start in range(0, 40, 10):  # in steps, which the plain form takes on a CPU
         first, second = rope.pairs_of(wanted[:, :, 5:45], pairs, interleaved)
         at = slice(start, start + 10)
         rope.turn_pairs(first[..., at, :], second[..., at, :], cos[at], sin[at])
-    rope.turn_keys(whole[:, :, 5:45], cos, sin, interleaved)
+    rope.rotate_keys(whole[:, :, 5:45], cos, sin, interleaved)
     near(whole, wanted)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("turns", [False, True])
-def test_records_come_to_their_places_turned(turns: bool, dtype: str) -> None:
+@pytest.mark.parametrize("rotates", [False, True])
+def test_records_come_to_their_places_turned(rotates: bool, dtype: str) -> None:
     from cacheblend_rag.models.gpu.scatter import Source, place
 
     torch.manual_seed(0)
@@ -152,13 +152,13 @@ def test_records_come_to_their_places_turned(turns: bool, dtype: str) -> None:
     records = [randn(layers, 2, heads, count, width, dtype=dtype) for count in (5, 70, 64)]
     starts, rotated = (3, 20, 100), (True, False, False)
     angles = torch.rand(tokens, width // 2, device=DEVICE) * 6
-    turning = (angles.cos(), angles.sin()) if turns else None
+    rotation = (angles.cos(), angles.sin()) if rotates else None
     found = torch.full((layers, 2, heads, tokens, width), 7.0, device=DEVICE).to(getattr(torch, dtype))
     wanted = found.clone()
     for record, start, kept in zip(records, starts, rotated, strict=True):
         span = slice(start, start + record.shape[3])
         wanted[:, :, :, span] = record
-        if turns and not kept:
+        if rotates and not kept:
             x, y = record[:, 0].double().chunk(2, dim=-1)
             cos, sin = (table[span].double() for table in (angles.cos(), angles.sin()))
             wanted[:, 0, :, span] = torch.cat((x * cos - y * sin, y * cos + x * sin), -1).to(wanted.dtype)
@@ -166,7 +166,7 @@ def test_records_come_to_their_places_turned(turns: bool, dtype: str) -> None:
         Source(record.data_ptr(), record.shape[3], start, not kept)
         for record, start, kept in zip(records, starts, rotated, strict=True)
     ]
-    place(sources, found, turning)
+    place(sources, found, rotation)
     near(found, wanted)
 
 
@@ -200,7 +200,7 @@ def test_layers_in_one_call_equal_layers_one_by_one(family: str) -> None:
         plain.graphs = None
         wanted = engine.fuse(PROMPT)
         plain.graphs = LayerGraphs(plain.layers, adapted.windows, adapted.kv_heads)
-        plain.graphs.failed = True  # rows are rounded up and KV is listed, but nothing is recorded
+        plain.graphs.failed = True  # rows are rounded up and KV is pointers, but nothing is recorded
         found = engine.fuse(PROMPT)
     assert [list(size.recordings) for size in plain.graphs.sizes.values()] == [[(0, 1)], [(1, 2)]]
     assert found.report.computed_tokens == wanted.report.computed_tokens
@@ -274,7 +274,7 @@ def test_a_layer_that_is_watched_or_replaced_is_left_to_transformers() -> None:
 
     def fused() -> bool:
         with blended.blending():
-            return blended.told_positions
+            return blended.takes_positions
 
     assert fused()
     network = model.model.layers[2].mlp
@@ -286,7 +286,7 @@ def test_a_layer_that_is_watched_or_replaced_is_left_to_transformers() -> None:
     assert not fused()
     network.up_proj = network.up_proj[0]
     assert fused()
-    assert not blended.told_positions
+    assert not blended.takes_positions
 
 
 def test_kernels_that_do_not_run_are_left_alone(
@@ -321,5 +321,5 @@ def test_other_forms_of_layers_are_left_to_transformers() -> None:
     for family in ("gemma2, not plain", "glm, rotates a part of each head"):
         blended = adapter.ModelAdapter(_model(family))
         with blended.blending():
-            assert not blended.told_positions
+            assert not blended.takes_positions
     assert gpu.has_kernels(torch.device("cpu")) is False

@@ -21,12 +21,12 @@ from tests.parity.test_families import OF_LATENTS, THREE_CHUNKS, assert_equals_p
 def test_what_is_cached_and_what_is_held_are_inverse() -> None:
     form = ModelAdapter(tiny.model("deepseek_v3")).form
     assert isinstance(form, LatentKV)
-    latents, turning = torch.randn(2, 1, 7, 20), torch.randn(2, 1, 7, 4)
-    kv = form.held(latents, turning)
+    latents, rotating = torch.randn(2, 1, 7, 20), torch.randn(2, 1, 7, 4)
+    kv = form.held(latents, rotating)
     keys, values = kv.keys, kv.values
     assert keys.shape == values.shape == (2, 1, 7, 12)
-    assert torch.equal(keys[..., :4], turning), "what turns comes first, as a partial rotation has it"
-    for found, expected in zip(form.cached(LayerKV(keys, values)), (latents, turning), strict=True):
+    assert torch.equal(keys[..., :4], rotating), "what rotates comes first, as a partial rotation has it"
+    for found, expected in zip(form.cached(LayerKV(keys, values)), (latents, rotating), strict=True):
         assert torch.equal(found, expected)
 
 
@@ -40,7 +40,7 @@ def test_a_record_holds_latents_and_no_keys_of_heads(family: str, tmp_path: Path
         engine.warm(THREE_CHUNKS.chunks)
         ((_, info),) = list(engine.store.infos(""))[:1]
     for one in (info, geometry, adapter):
-        assert (one.kv_heads, one.head_dim) == (1, 12), "20 of latents and 4 that turn, in two halves"
+        assert (one.kv_heads, one.head_dim) == (1, 12), "20 of latents and 4 that rotate, in two halves"
 
 
 @pytest.mark.parametrize("rule", RULES)

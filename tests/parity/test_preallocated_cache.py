@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from transformers.generation import LogitsProcessor
 
 from cacheblend_rag import Prompt
-from cacheblend_rag.models.cache import GrowingLayer, let_grow
+from cacheblend_rag.models.cache import PreallocatedLayer, preallocate
 from tests import tiny
 from tests.probes import engine_of
 
@@ -31,8 +31,8 @@ def add(cache: Any, count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def growing() -> Any:
-    cache = let_grow(DynamicCache(config=tiny.model().config))
-    assert type(cache.layers[0]) is GrowingLayer
+    cache = preallocate(DynamicCache(config=tiny.model().config))
+    assert type(cache.layers[0]) is PreallocatedLayer
     return cache
 
 
@@ -121,7 +121,7 @@ def test_an_answer_is_decoded_in_place(prompt: Any) -> None:
     with engine_of(tiny.model(), recompute_ratio=0.2) as engine:
         engine.warm(PROMPT.chunks)
         cache = engine.fuse(prompt).cache
-        assert all(type(layer) is GrowingLayer for layer in cache.layers)
+        assert all(type(layer) is PreallocatedLayer for layer in cache.layers)
 
 
 def test_a_whole_answer_is_made_on_the_callers_thread() -> None:

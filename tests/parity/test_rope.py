@@ -1,4 +1,4 @@
-"""Keys turn in place, block by block, as the formula says."""
+"""Keys rotate in place, block by block, as the formula says."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def rotary(layout: Layout) -> Rotary:
 def plainly(keys: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     """Each pair of dimensions as a complex number times that of its angle, in double precision."""
     cos, sin = (table.double() for table in rotary.frequencies())
-    turned, width = keys.double().clone(), cos.shape[-1]
+    rotated, width = keys.double().clone(), cos.shape[-1]
     for pair in range(width):
         places = (2 * pair, 2 * pair + 1) if rotary.layout.interleaved else (pair, pair + width)
         x, y = (keys[..., place].double() for place in places)
-        turned[..., places[0]] = x * cos[:, pair] - y * sin[:, pair]
-        turned[..., places[1]] = x * sin[:, pair] + y * cos[:, pair]
-    return turned
+        rotated[..., places[0]] = x * cos[:, pair] - y * sin[:, pair]
+        rotated[..., places[1]] = x * sin[:, pair] + y * cos[:, pair]
+    return rotated
 
 
 @pytest.mark.parametrize("block", [1, 100, 2**18], ids=lambda block: f"block={block}")
@@ -39,17 +39,17 @@ def test_keys_turn_by_their_angles(
 ) -> None:
     monkeypatch.setattr(rope, "_BLOCK", block)
     keys = torch.randn(2, 3, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0)).to(dtype)
-    turn = rotary(layout)
-    expected = plainly(keys, turn)
-    turned = rotate(keys, turn)
-    torch.testing.assert_close(turned.double(), expected, rtol=bound, atol=4 * bound)
-    assert torch.equal(turned[..., ROTATED:], keys[..., ROTATED:])
-    torch.testing.assert_close(unrotate(turned, turn), keys, rtol=4 * bound, atol=4 * bound)
-    # A stretch of a longer buffer, as the blended pass turns it.
+    here = rotary(layout)
+    expected = plainly(keys, here)
+    rotated = rotate(keys, here)
+    torch.testing.assert_close(rotated.double(), expected, rtol=bound, atol=4 * bound)
+    assert torch.equal(rotated[..., ROTATED:], keys[..., ROTATED:])
+    torch.testing.assert_close(unrotate(rotated, here), keys, rtol=4 * bound, atol=4 * bound)
+    # A stretch of a longer buffer, as the blended pass rotates it.
     longer = torch.zeros(2, 3, TOKENS + 9, WIDTH, dtype=dtype)
     longer[:, :, 5 : 5 + TOKENS] = keys
-    rotate_in_place(longer[:, :, 5 : 5 + TOKENS], turn)
-    assert torch.equal(longer[:, :, 5 : 5 + TOKENS], turned)
+    rotate_in_place(longer[:, :, 5 : 5 + TOKENS], here)
+    assert torch.equal(longer[:, :, 5 : 5 + TOKENS], rotated)
     assert not longer[:, :, :5].any()
     assert not longer[:, :, 5 + TOKENS :].any()
 

@@ -59,7 +59,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Places:
+class RowPositions:
     """Where kept rows lie, for a kernel that needs no more of a mask."""
 
     rows: torch.Tensor
@@ -82,19 +82,19 @@ class RowMask:
     Parameters
     ----------
     added : Tensor, [1, 1, rows, tokens]
-        Added to the scores; where only kernels that know places are asked, it stands for that and is ``[rows, 1]``.
+        Added to the scores; where only kernels that know positions are asked, it stands for that and is ``[rows, 1]``.
     blocks : tuple of Block
         In which a CPU's kernels take it; by default whole.
-    places : Places or None
+    positions : RowPositions or None
         What a GPU's kernel wants to know in its place.
     """
 
     added: torch.Tensor
     blocks: tuple[Block, ...] = ()
-    places: Places | None = None
+    positions: RowPositions | None = None
 
 
-class Apart:
+class PerSequenceKV:
     """Hands each answer's new rows to the layer of its own cache, and keeps what they then see.
 
     Parameters
@@ -139,12 +139,12 @@ class Apart:
 
 
 # A decoder layer hands one tensor on as its mask; what else attention should know goes beside it.
-_mask_here: ContextVar[RowMask | Apart | None] = ContextVar("_mask_here", default=None)
+_mask_here: ContextVar[RowMask | PerSequenceKV | None] = ContextVar("_mask_here", default=None)
 
 
 @contextmanager
-def with_mask(what: RowMask | Apart | None) -> Iterator[None]:
-    """Within this, `row_attention` is told more than the layers that call it hand on."""
+def with_mask(what: RowMask | PerSequenceKV | None) -> Iterator[None]:
+    """Within this, `row_attention` is mask more than the layers that call it hand on."""
     token = _mask_here.set(what)
     try:
         yield
@@ -178,7 +178,7 @@ def row_attention(
     ----------
     query : Tensor, [batch, heads, rows, head_dim]
     key, value : Tensor, [batch, kv_heads, tokens, head_dim]
-        Within `with_mask` of an `Apart`, each row of a batch sees the keys and values there in their place.
+        Within `with_mask` of a `PerSequenceKV`, each row of a batch sees the keys and values there in their place.
     attention_mask : Tensor or None, [1, 1, rows, tokens]
         Added to the scores. Without one the rows are the last positions, and each sees itself and
         all before it. Within `with_mask` of the `RowMask` it belongs to, its other forms are used.
@@ -195,14 +195,14 @@ def row_attention(
     lacking = [name for name in _NOT_FUSED if others.get(name) is not None]
     if lacking:
         raise ValueError(f"fused attention lacks {lacking[0]!r}; load the model with attn_implementation='eager'")
-    told = _mask_here.get()
-    if isinstance(told, Apart):
-        return told.attend(query, scaling), None
+    mask = _mask_here.get()
+    if isinstance(mask, PerSequenceKV):
+        return mask.attend(query, scaling), None
     if attention_mask is None:
-        told = None
-    elif told is None or told.added is not attention_mask:  # some families make another of it
-        told = RowMask(attention_mask)
-    return attend_rows(query, key, value, told, scaling), None
+        mask = None
+    elif mask is None or mask.added is not attention_mask:  # some families make another of it
+        mask = RowMask(attention_mask)
+    return attend_rows(query, key, value, mask, scaling), None
 
 
 def attend_rows(
@@ -221,8 +221,8 @@ def attend_rows(
     A kernel works on what a mask hides too. Kept rows lie all over the prompt and see half of it on
     average, so they are taken block by block (`in_blocks`), each with what it can see.
     """
-    if mask is not None and mask.places is not None:
-        return mask.places.attend(query, key, value, scaling)
+    if mask is not None and mask.positions is not None:
+        return mask.positions.attend(query, key, value, scaling)
     grouped, dtype = query.shape[1] != key.shape[1], query.dtype
     if grouped and key.device.type != "cpu":
         copies = query.shape[1] // key.shape[1]
@@ -278,11 +278,11 @@ def in_blocks(mask: torch.Tensor, rows: torch.Tensor, window: int | None, group:
         fold = group > 1 and (count < _FEW_ROWS if mask.itemsize < 4 else count * tokens * group <= _MOST_FOLDED)
         number = max(1, min(_MOST_BLOCKS, count // (_FOLDED_ROWS if fold else _BLOCK_ROWS)))
         size = -(-count // number)
-    places, blocks = rows.tolist(), []
+    positions, blocks = rows.tolist(), []
     for start in range(0, count, size):
         stop = min(start + size, count)
-        first = 0 if window is None or size >= count else max(0, places[start] - window + 1)
-        last = tokens if size >= count else places[stop - 1] + 1
+        first = 0 if window is None or size >= count else max(0, positions[start] - window + 1)
+        last = tokens if size >= count else positions[stop - 1] + 1
         first, last = few_lengths(first, last, tokens) if direct else (first, last)
         part = mask[:, :, start:stop, first:last]
         part = part.repeat(1, 1, group, 1) if fold else part
@@ -292,7 +292,7 @@ def in_blocks(mask: torch.Tensor, rows: torch.Tensor, window: int | None, group:
 
 def by_position(mask: RowMask, rows: torch.Tensor, window: int | None) -> RowMask:
     """The mask, with what a GPU's kernel wants to know in its place; parameters as in `in_blocks`."""
-    return replace(mask, places=Places(rows, window)) if has_kernels(rows.device) else mask
+    return replace(mask, positions=RowPositions(rows, window)) if has_kernels(rows.device) else mask
 
 
 def _behind(
@@ -343,8 +343,8 @@ def as_added(
     return by_position(in_blocks(additive(mask, dtype, float("-inf")), rows, window, group), rows, window)
 
 
-def as_places(rows: torch.Tensor, tokens: int, window: int | None, trailing: bool) -> RowMask | None:
-    """What stands for a mask where layers are `ModelAdapter.told_positions`.
+def as_positions(rows: torch.Tensor, tokens: int, window: int | None, trailing: bool) -> RowMask | None:
+    """What stands for a mask where layers are `ModelAdapter.takes_positions`.
 
     Parameters
     ----------

@@ -27,7 +27,7 @@ from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides, is_
 
 _log = logging.getLogger(__name__)
 
-Packing = Callable[[], AbstractContextManager[None]]
+Prepacking = Callable[[], AbstractContextManager[None]]
 """Gives a context within which a model multiplies by packed weights, by codes of 8 bits, or by oneDNN."""
 
 # Float16 gains nothing on processors without arithmetic for it; float32 too little (docs/explanation/performance.md).
@@ -44,7 +44,7 @@ _SHARE = 0.25
 _TOLERANCE = 0.02
 
 
-def packed_products(model: nn.Module, parts: Iterable[nn.Module], option: bool | str, *, anew: bool) -> Packing:
+def packed_products(model: nn.Module, parts: Iterable[nn.Module], option: bool | str, *, anew: bool) -> Prepacking:
     """Let the linear layers of a model multiply by packed weights, by codes of 8 bits or by oneDNN, where that helps.
 
     Parameters
@@ -80,7 +80,7 @@ def packed_products(model: nn.Module, parts: Iterable[nn.Module], option: bool |
     return both
 
 
-def _ordinary_products(model: nn.Module, layers: Sequence[nn.Linear], option: bool | str, anew: bool) -> Packing:
+def _ordinary_products(model: nn.Module, layers: Sequence[nn.Linear], option: bool | str, anew: bool) -> Prepacking:
     """What is gained with weights that are not quantised."""
     if option == "auto" and multiplies_directly(model, layers):
         return direct_products.of(model, layers).in_use

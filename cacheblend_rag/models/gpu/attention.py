@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cacheblend_rag.models.gpu.pointer_table import ListedKV, kernel_arguments
+from cacheblend_rag.models.gpu.pointer_table import KVPointers, kernel_arguments
 from cacheblend_rag.models.kv import LayerKV
 
 _LOG2E = 1.4426950408889634
@@ -53,7 +53,7 @@ def _attend(
     query,
     keys,
     values,
-    places,
+    row_positions,
     out,
     parts,
     sizes,
@@ -68,7 +68,7 @@ def _attend(
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     WINDOWED: tl.constexpr,
-    LISTED: tl.constexpr,
+    BY_POINTER: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
     POSITIONS: tl.constexpr,
@@ -79,23 +79,23 @@ def _attend(
     heads = tl.num_programs(1)
     row = block * ROWS + tl.arange(0, ROWS)
     live = row < rows
-    place = tl.load(places + row, mask=live, other=-1).to(tl.int32)
+    row_position = tl.load(row_positions + row, mask=live, other=-1).to(tl.int32)
     dim = tl.arange(0, PADDED)
     wide = dim < WIDTH
     part_of_row = live[:, None] & wide[None, :]
     q = tl.load(query + head * query_head + row[:, None] * query_row + dim[None, :], mask=part_of_row, other=0.0)
-    last = tl.max(place, 0) + 1
+    last = tl.max(row_position, 0) + 1
     first = 0
     if WINDOWED:
-        first = tl.maximum(tl.min(tl.where(live, place, last), 0) - window + 1, 0) // POSITIONS * POSITIONS
+        first = tl.maximum(tl.min(tl.where(live, row_position, last), 0) - window + 1, 0) // POSITIONS * POSITIONS
     steps = tl.cdiv(tl.cdiv(last - first, POSITIONS), SPLITS)
     start = first + split * steps * POSITIONS
     stop = tl.minimum(start + steps * POSITIONS, last)
-    if LISTED:
-        listed = keys
-        keys = tl.multiple_of(tl.load(listed).to(query.dtype), 16)
-        values = tl.multiple_of(tl.load(listed + 1).to(query.dtype), 16)
-        keys_head = tl.load(listed + 2) * WIDTH
+    if BY_POINTER:
+        pointers = keys
+        keys = tl.multiple_of(tl.load(pointers).to(query.dtype), 16)
+        values = tl.multiple_of(tl.load(pointers + 1).to(query.dtype), 16)
+        keys_head = tl.load(pointers + 2) * WIDTH
         values_head = keys_head
     keys += (head // GROUP).to(tl.int64) * keys_head
     values += (head // GROUP).to(tl.int64) * values_head
@@ -107,9 +107,9 @@ def _attend(
         inside = position < stop
         k = tl.load(keys + position[None, :] * WIDTH + dim[:, None], mask=inside[None, :] & wide[:, None], other=0.0)
         score = tl.dot(q, k, input_precision=PRECISION) * scale
-        seen = inside[None, :] & (position[None, :] <= place[:, None])
+        seen = inside[None, :] & (position[None, :] <= row_position[:, None])
         if WINDOWED:
-            seen = seen & (position[None, :] > place[:, None] - window)
+            seen = seen & (position[None, :] > row_position[:, None] - window)
         score = tl.where(seen, score, float("-inf"))
         now = tl.maximum(most, tl.max(score, 1))
         base = tl.where(now == float("-inf"), 0.0, now)  # a row that has seen nothing yet
@@ -144,8 +144,8 @@ def _join(parts, sizes, out, WIDTH: tl.constexpr, PADDED: tl.constexpr, SPLITS: 
 
 def attend_from(
     query: torch.Tensor,
-    kv: LayerKV | ListedKV,
-    places: torch.Tensor,
+    kv: LayerKV | KVPointers,
+    row_positions: torch.Tensor,
     window: int | None,
     scaling: float,
 ) -> torch.Tensor:
@@ -155,9 +155,9 @@ def attend_from(
     ----------
     query : Tensor, [heads, rows, head_dim]
         The last dimension without gaps.
-    kv : LayerKV or ListedKV
+    kv : LayerKV or KVPointers
         Positions and dimensions without gaps; those of every position up to the last row must be defined.
-    places : Tensor, [rows], long
+    row_positions : Tensor, [rows], long
         Positions of the rows, rising; the last may come several times.
     window : int or None
         How many positions a row sees, itself the last of them.
@@ -183,7 +183,7 @@ def attend_from(
         query,
         keys,
         values,
-        places,
+        row_positions,
         out,
         parts,
         sizes,
@@ -198,7 +198,7 @@ def attend_from(
         WIDTH=width,
         PADDED=padded,
         WINDOWED=window is not None,
-        LISTED=isinstance(kv, ListedKV),
+        BY_POINTER=isinstance(kv, KVPointers),
         SPLITS=form.splits,
         ROWS=form.rows,
         POSITIONS=form.positions,

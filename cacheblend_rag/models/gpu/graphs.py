@@ -1,7 +1,7 @@
 """Runs of layers recorded as CUDA graphs: one call replays them for any prompt that keeps about as many rows.
 
-Rows are rounded up, the last one repeated; where KV lies is listed (`ListedKV`). A recording is made the second time
-that a size comes: it takes about as long as a pass.
+Rows are rounded up, the last one repeated. A table of pointers says where KV lies (`KVPointers`). A recording is made
+the second time that a size comes: it takes about as long as a pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from cacheblend_rag.models.attention.rows import RowMask, by_position
 from cacheblend_rag.models.gpu.layer import FusedLayer
-from cacheblend_rag.models.gpu.pointer_table import ListedKV
+from cacheblend_rag.models.gpu.pointer_table import KVPointers
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Rotary
 
@@ -30,7 +30,7 @@ class _Size:
     """What recordings for one number of rows read and write."""
 
     hidden: torch.Tensor  # [rows, hidden]
-    places: torch.Tensor  # [rows], long
+    row_positions: torch.Tensor  # [rows], long
     rotary: Rotary  # of the rows
     recordings: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = field(default_factory=dict)
     """By first layer and the one behind the last; None where they have run once."""
@@ -51,7 +51,7 @@ class LayerGraphs:
         self._layers, self._windows, self._kv_heads = layers, windows, kv_heads
         self.sizes: OrderedDict[int, _Size] = OrderedDict()
         device = layers[0].weights[0].device
-        self._listed = torch.zeros((len(layers), 3), dtype=torch.int64, device=device)  # see `ListedKV`
+        self._pointers = torch.zeros((len(layers), 3), dtype=torch.int64, device=device)  # see `KVPointers`
         self._pool: Any = None
         self._aside: torch.cuda.Stream | None = None
         self._addresses: list[int] = []
@@ -66,14 +66,14 @@ class LayerGraphs:
             self._addresses = found
 
     def run(
-        self, first: int, kvs: Sequence[LayerKV], hidden: torch.Tensor, places: torch.Tensor, rotary: Rotary
+        self, first: int, kvs: Sequence[LayerKV], hidden: torch.Tensor, row_positions: torch.Tensor, rotary: Rotary
     ) -> torch.Tensor:
         """Run layers from ``first`` on, one for each of ``kvs``, whose KV of the rows is overwritten.
 
         Parameters
         ----------
         hidden : Tensor, [rows, hidden]
-        places : Tensor, [rows], long
+        row_positions : Tensor, [rows], long
         rotary : Rotary
             Of the rows.
 
@@ -83,10 +83,10 @@ class LayerGraphs:
             To be used before the next call.
         """
         with self._lock:
-            size = self._filled(hidden, places, rotary)
+            size = self._filled(hidden, row_positions, rotary)
             span = (first, first + len(kvs))
-            entries = torch.tensor([ListedKV.written(kv) for kv in kvs])
-            self._listed[slice(*span)].copy_(entries, non_blocking=True)  # else the host would wait for all before
+            entries = torch.tensor([KVPointers.written(kv) for kv in kvs])
+            self._pointers[slice(*span)].copy_(entries, non_blocking=True)  # else the host would wait for all before
             self._replay(size, span)
             return size.hidden[: len(hidden)]
 
@@ -105,14 +105,14 @@ class LayerGraphs:
             self._plainly(size, span)
             size.recordings.setdefault(span, None)
 
-    def _filled(self, hidden: torch.Tensor, places: torch.Tensor, rotary: Rotary) -> _Size:
+    def _filled(self, hidden: torch.Tensor, row_positions: torch.Tensor, rotary: Rotary) -> _Size:
         """What belongs to so many rows, with these in it."""
         count = rounded(len(hidden))
         size = self.sizes.get(count)
         if size is None:
             cos, sin = (table.new_empty((count, table.shape[1])) for table in (rotary.cos, rotary.sin))
-            turned = Rotary(cos, sin, rotary.layout)
-            size = _Size(hidden.new_empty((count, hidden.shape[1])), places.new_empty(count), turned)
+            rotated = Rotary(cos, sin, rotary.layout)
+            size = _Size(hidden.new_empty((count, hidden.shape[1])), row_positions.new_empty(count), rotated)
             self.sizes[count] = size
             if len(self.sizes) > _SIZES:
                 self.sizes.popitem(last=False)
@@ -121,7 +121,7 @@ class LayerGraphs:
             return size  # they are there, from the layers before
         pairs = (
             (hidden, size.hidden),
-            (places, size.places),
+            (row_positions, size.row_positions),
             (rotary.cos, size.rotary.cos),
             (rotary.sin, size.rotary.sin),
         )
@@ -134,9 +134,9 @@ class LayerGraphs:
     def _plainly(self, size: _Size, span: tuple[int, int]) -> None:
         hidden = size.hidden
         for layer in range(*span):
-            mask = by_position(RowMask(size.places[:, None]), size.places, self._windows[layer])
-            kv = ListedKV(self._listed[layer], self._kv_heads)
-            hidden = self._layers[layer](hidden, kv, size.places, size.rotary, mask)
+            mask = by_position(RowMask(size.row_positions[:, None]), size.row_positions, self._windows[layer])
+            kv = KVPointers(self._pointers[layer], self._kv_heads)
+            hidden = self._layers[layer](hidden, kv, size.row_positions, size.rotary, mask)
         size.hidden.copy_(hidden)
 
     def _recorded(self, size: _Size, span: tuple[int, int]) -> torch.cuda.CUDAGraph:

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from cacheblend_rag.models.attention.rows import RowMask, attend_rows
 from cacheblend_rag.models.gpu.attention import attend_from
-from cacheblend_rag.models.gpu.pointer_table import ListedKV
+from cacheblend_rag.models.gpu.pointer_table import KVPointers
 from cacheblend_rag.models.gpu.rowwise import add_and_normalise, gate, normalise, place_rows
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.models.rope import Rotary
@@ -26,7 +26,7 @@ _NETWORK = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether a decoder layer is of the plain form, nothing in it replaced or quantised; all of a head must turn."""
+    """Whether a decoder layer is of the plain form, nothing in it replaced or quantised; all of a head must rotate."""
     if type(layer).__name__ not in _PLAIN or not type(layer).__module__.startswith("transformers.models."):
         return False
     network: Any = layer.mlp
@@ -79,14 +79,14 @@ class FusedLayer:
     def __call__(
         self,
         hidden: torch.Tensor,
-        kv: LayerKV | ListedKV,
+        kv: LayerKV | KVPointers,
         rows: torch.Tensor,
         rotary: Rotary,
         mask: RowMask | None,
     ) -> torch.Tensor:
         """Run the layer on some rows; parameters as in `ModelAdapter.run_layer`.
 
-        Behind listed KV only with a mask that tells positions.
+        Behind KV by pointers only with a mask that knows positions.
         """
         attention, second = self._attention, self._norms[1]
         normed = self.normed(hidden)
@@ -98,10 +98,10 @@ class FusedLayer:
             norms, eps = (self._head_norms[0].weight, self._head_norms[1].weight), self._head_norms[0].variance_epsilon
         place_rows(query, keys, values, (rotary.cos, rotary.sin), rows, kv, norms, eps)
         by_head = query.view(len(hidden), -1, rotary.cos.shape[-1]).transpose(0, 1)  # [heads, rows, head_dim]
-        if mask is not None and mask.places is not None:
-            seen = attend_from(by_head, kv, mask.places.rows, mask.places.window, attention.scaling)
-        elif isinstance(kv, ListedKV):
-            raise ValueError("listed KV needs a mask that tells positions")
+        if mask is not None and mask.positions is not None:
+            seen = attend_from(by_head, kv, mask.positions.rows, mask.positions.window, attention.scaling)
+        elif isinstance(kv, KVPointers):
+            raise ValueError("KV by pointers needs a mask that knows positions")
         else:
             seen = attend_rows(by_head[None], kv.keys, kv.values, mask, attention.scaling)
         mixed = _product(seen.reshape(len(hidden), -1), attention.o_proj)

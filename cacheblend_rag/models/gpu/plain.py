@@ -66,9 +66,9 @@ def plain_layers(
     rotaries: Rotaries,
     device: torch.device,
 ) -> PlainLayers | None:
-    """The layers, if all are plain and all turn whole heads in one way; ``rotaries`` of any position."""
+    """The layers, if all are plain and all rotate whole heads in one way; ``rotaries`` of any position."""
     rotary = rotaries.layer(0)
-    alike = len(rotaries.tables) == 1 and all(rotaries.turns) and rotary.layout == Layout()
+    alike = len(rotaries.tables) == 1 and all(rotaries.rotates) and rotary.layout == Layout()
     if not alike or rotary.cos.shape[-1] != head_dim or not all(map(is_plain, layers)):
         return None
     return PlainLayers(layers, windows, kv_heads, device)

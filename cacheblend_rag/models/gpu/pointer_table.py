@@ -10,7 +10,7 @@ from cacheblend_rag.models.kv import LayerKV
 
 
 @dataclass(frozen=True)
-class ListedKV:
+class KVPointers:
     """Keys and values of a layer, as kernels find them through a list.
 
     Parameters
@@ -29,8 +29,8 @@ class ListedKV:
         return kv.keys.data_ptr(), kv.values.data_ptr(), kv.keys.shape[2]
 
 
-def kernel_arguments(kv: LayerKV | ListedKV) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def kernel_arguments(kv: LayerKV | KVPointers) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """What kernels take as keys and values (or the list in place of both), and the strides of their heads."""
-    if isinstance(kv, ListedKV):
+    if isinstance(kv, KVPointers):
         return kv.entry, kv.entry, 0, 0
     return kv.keys, kv.values, kv.keys.stride(1), kv.values.stride(1)

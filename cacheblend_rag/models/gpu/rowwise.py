@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from cacheblend_rag.models.gpu.pointer_table import ListedKV, kernel_arguments
+from cacheblend_rag.models.gpu.pointer_table import KVPointers, kernel_arguments
 from cacheblend_rag.models.kv import LayerKV
 
-_TURNED = 32  # positions that a program turns
+_ROTATED = 32  # positions that a program rotates
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _place_rows(
     values,
     cos,
     sin,
-    places,
+    row_positions,
     all_keys,
     all_values,
     query_norm,
@@ -53,26 +53,26 @@ def _place_rows(
     WIDTH: tl.constexpr,
     HALF: tl.constexpr,
     PADDED: tl.constexpr,
-    LISTED: tl.constexpr,
+    BY_POINTER: tl.constexpr,
     NORMS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Some rows of one head: queries are turned in place, keys turned and values copied to their positions."""
+    """Some rows of one head: queries are rotated in place, keys rotated and values copied to their positions."""
     row, head = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     dim = tl.arange(0, PADDED)
     mask = (row < rows)[:, None] & (dim < HALF)[None, :]
     row = row.to(tl.int64)
-    if LISTED:
-        listed = all_keys
-        all_keys = tl.multiple_of(tl.load(listed).to(query.dtype), 16)
-        all_values = tl.multiple_of(tl.load(listed + 1).to(query.dtype), 16)
-        keys_head = tl.load(listed + 2) * WIDTH
+    if BY_POINTER:
+        pointers = all_keys
+        all_keys = tl.multiple_of(tl.load(pointers).to(query.dtype), 16)
+        all_values = tl.multiple_of(tl.load(pointers + 1).to(query.dtype), 16)
+        keys_head = tl.load(pointers + 2) * WIDTH
         values_head = keys_head
     if head >= heads + kv_heads:
         head -= heads + kv_heads
         source = values + (row * kv_heads + head)[:, None] * WIDTH + dim[None, :]
-        place = tl.load(places + row, mask=row < rows, other=0)
-        target = all_values + head.to(tl.int64) * values_head + place[:, None] * WIDTH + dim[None, :]
+        row_position = tl.load(row_positions + row, mask=row < rows, other=0)
+        target = all_values + head.to(tl.int64) * values_head + row_position[:, None] * WIDTH + dim[None, :]
         tl.store(target, tl.load(source, mask=mask, other=0.0), mask=mask)
         tl.store(target + HALF, tl.load(source + HALF, mask=mask, other=0.0), mask=mask)
     else:
@@ -83,8 +83,8 @@ def _place_rows(
         else:
             head -= heads
             source = keys + (row * kv_heads + head)[:, None] * WIDTH + dim[None, :]
-            place = tl.load(places + row, mask=row < rows, other=0)
-            target = all_keys + head.to(tl.int64) * keys_head + place[:, None] * WIDTH + dim[None, :]
+            row_position = tl.load(row_positions + row, mask=row < rows, other=0)
+            target = all_keys + head.to(tl.int64) * keys_head + row_position[:, None] * WIDTH + dim[None, :]
             norm = keys_norm
         first, second = tl.load(source, mask=mask, other=0.0), tl.load(source + HALF, mask=mask, other=0.0)
         kind = first.dtype
@@ -113,7 +113,7 @@ def _scheduler(gates, ups, out, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _turn(
+def _rotate(
     keys,
     cos,
     sin,
@@ -128,7 +128,7 @@ def _turn(
     PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Pairs of dimensions of one head at some positions, turned in place, in float32."""
+    """Pairs of dimensions of one head at some positions, rotated in place, in float32."""
     token, pair = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.arange(0, PADDED)
     mask = (token < tokens)[:, None] & (pair < PAIRS)[None, :]
     table = token[:, None].to(tl.int64) * table_row + pair[None, :] * table_step
@@ -180,21 +180,21 @@ def place_rows(
     keys: torch.Tensor,
     values: torch.Tensor,
     rotary: tuple[torch.Tensor, torch.Tensor],
-    places: torch.Tensor,
-    into: LayerKV | ListedKV,
+    row_positions: torch.Tensor,
+    into: LayerKV | KVPointers,
     norms: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
 ) -> None:
-    """Turn projected queries in place, and write projected keys, turned, and values to their positions.
+    """Rotate projected queries in place, and write projected keys, rotated, and values to their positions.
 
     Parameters
     ----------
     query : Tensor, [rows, heads * head_dim]
     keys, values : Tensor, [rows, kv_heads * head_dim]
     rotary : pair of Tensor, each [rows, head_dim]
-        Cosine and sine of the rows; dimension i turns with the one half the width further on.
-    places : Tensor, [rows], long
-    into : LayerKV or ListedKV
+        Cosine and sine of the rows; dimension i rotates with the one half the width further on.
+    row_positions : Tensor, [rows], long
+    into : LayerKV or KVPointers
         Keys and values of all positions, those of a head without gaps.
     norms : pair of Tensor, each [head_dim], or None
         Weights of the norms of each head's queries and keys.
@@ -214,7 +214,7 @@ def place_rows(
         values,
         cos,
         sin,
-        places,
+        row_positions,
         all_keys,
         all_values,
         query_norm,
@@ -228,7 +228,7 @@ def place_rows(
         WIDTH=width,
         HALF=width // 2,
         PADDED=triton.next_power_of_2(width // 2),
-        LISTED=isinstance(into, ListedKV),
+        BY_POINTER=isinstance(into, KVPointers),
         NORMS=norms is not None,
         ROWS=size,
         num_warps=1,
@@ -242,7 +242,7 @@ def gate(gates: torch.Tensor, ups: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def turn(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None:
+def rotate(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> None:
     """Rotate keys ``[1, kv_heads, tokens, head_dim]`` in place; what lies behind the pairs is left alone.
 
     Parameters
@@ -250,12 +250,12 @@ def turn(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: 
     cos, sin : Tensor, [tokens, pairs], float32
         Of like strides.
     interleaved : bool
-        Whether neighbouring dimensions turn together, rather than those half of ``2 * pairs`` apart.
+        Whether neighbouring dimensions rotate together, rather than those half of ``2 * pairs`` apart.
     """
     tokens, pairs = cos.shape
     if not tokens:
         return
-    _turn[(triton.cdiv(tokens, _TURNED), keys.shape[1])](
+    _rotate[(triton.cdiv(tokens, _ROTATED), keys.shape[1])](
         keys,
         cos,
         sin,
@@ -268,6 +268,6 @@ def turn(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: 
         2 if interleaved else 1,
         PAIRS=pairs,
         PADDED=triton.next_power_of_2(pairs),
-        TOKENS=_TURNED,
+        TOKENS=_ROTATED,
         num_warps=4,
     )

@@ -1,4 +1,4 @@
-"""Stored KV of several layers and records into the buffers of a prompt, keys turned on the way, by one call."""
+"""Stored KV of several layers and records into the buffers of a prompt, keys rotated on the way, by one call."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Source(NamedTuple):
     tokens : int
     start : int
         Position in the prompt at which the record begins.
-    turns : bool
+    rotates : bool
         Whether its keys still need their rotation.
     """
 
     address: int
     tokens: int
     start: int
-    turns: bool
+    rotates: bool
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _place(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     PADDED: tl.constexpr,
-    TURNS: tl.constexpr,
+    ROTATES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """Some tokens of one head of the keys or values of one layer of one record."""
@@ -57,11 +57,11 @@ def _place(
     source += ((layer * 2 * HEADS + head) * length + token)[:, None] * (2 * HALF) + dim[None, :]
     into = target + ((layer * 2 * HEADS + head) * tokens + start + token)[:, None] * (2 * HALF) + dim[None, :]
     first, second = tl.load(source, mask=mask), tl.load(source + HALF, mask=mask)
-    if TURNS:
-        turns = (tl.load(entry + 3) * (head < HEADS).to(tl.int64)).to(tl.float32)  # 0 for values and what is turned
+    if ROTATES:
+        rotates = (tl.load(entry + 3) * (head < HEADS).to(tl.int64)).to(tl.float32)  # 0 for values and what is rotated
         table = (start + token)[:, None] * table_row + dim[None, :]
-        c = tl.load(cos + table, mask=mask, other=1.0) * turns + (1.0 - turns)
-        s = tl.load(sin + table, mask=mask, other=0.0) * turns
+        c = tl.load(cos + table, mask=mask, other=1.0) * rotates + (1.0 - rotates)
+        s = tl.load(sin + table, mask=mask, other=0.0) * rotates
         x, y = first.to(tl.float32), second.to(tl.float32)
         first, second = (x * c - y * s).to(first.dtype), (y * c + x * s).to(second.dtype)
     tl.store(into, first, mask=mask)
@@ -69,7 +69,7 @@ def _place(
 
 
 def place(
-    sources: Sequence[Source], target: torch.Tensor, turning: tuple[torch.Tensor, torch.Tensor] | None = None
+    sources: Sequence[Source], target: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 ) -> None:
     """Copy records to their places.
 
@@ -79,16 +79,16 @@ def place(
         Of the type of the target and on its device.
     target : Tensor, [layers, 2, kv_heads, tokens, head_dim]
         Without gaps. Positions of no record are left as they are.
-    turning : pair of Tensor, each [tokens, head_dim / 2], float32, optional
-        Cosine and sine of all positions, of like strides, by which keys turn; each dimension with the one half the
-        width further on. Without them no key is turned.
+    rotation : pair of Tensor, each [tokens, head_dim / 2], float32, optional
+        Cosine and sine of all positions, of like strides, by which keys rotate; each dimension with the one half the
+        width further on. Without them no key is rotated.
     """
     if not sources:
         return
     layers, _, kv_heads, tokens, width = target.shape
     table = torch.tensor(sources, dtype=torch.int64)
     table = table.to(target.device, non_blocking=True)  # else the host would wait for all before
-    cos, sin = turning or (target, target)
+    cos, sin = rotation or (target, target)
     blocks = triton.cdiv(max(source.tokens for source in sources), _TOKENS)
     _place[(blocks, 2 * kv_heads, layers * len(sources))](
         table,
@@ -101,7 +101,7 @@ def place(
         HEADS=kv_heads,
         HALF=width // 2,
         PADDED=triton.next_power_of_2(width // 2),
-        TURNS=turning is not None,
+        ROTATES=rotation is not None,
         TOKENS=_TOKENS,
         num_warps=4,
     )
