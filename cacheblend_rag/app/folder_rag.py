@@ -90,11 +90,11 @@ class FolderRAG:
     def _load(self, folder: Path, config: BlendConfig, wrapped: Callable[[KVStore], KVStore] | None) -> None:
         options = self.options
         self._others: list[CacheBlendLLM] = []
-        self._store = wrapped and wrapped(open_store(options.store_places, config, beside_gpu=options.on_gpu))
+        self._store = wrapped and wrapped(open_store(options.store_locations, config, beside_gpu=options.on_gpu))
         self.engine = BlendEngine.from_pretrained(
             options.model,
             config=config,
-            store=self._store or options.store_places,
+            store=self._store or options.store_locations,
             device=options.device,
             dtype=options.dtype,
         )

@@ -120,7 +120,7 @@ class FolderRAGOptions:
         return Path(self.data_dir) if self.data_dir is not None else default_data_path()
 
     @property
-    def store_places(self) -> list[str]:
+    def store_locations(self) -> list[str]:
         """Where KV is kept, the nearest first."""
         return [str(self.data_path / "kv"), *filter(None, [self.shared_store])]
 

@@ -59,8 +59,8 @@ from cacheblend_rag.prompt import Fitted, ImagePrompt, Prompt, PromptTokenizer, 
 from cacheblend_rag.prompt.contexts import finder
 from cacheblend_rag.prompt.images import ImageLimits, image_prompt
 from cacheblend_rag.report import BlendReport, FusedKV, Generation, Seconds, WarmReport
-from cacheblend_rag.store import KVStore, StorePlaces, open_store
-from cacheblend_rag.store.factory import absolute_places, are_places
+from cacheblend_rag.store import KVStore, StoreLocations, open_store
+from cacheblend_rag.store.factory import absolute_locations, are_locations
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class BlendEngine:
         tokenizer: Any,
         *,
         config: BlendConfig | None = None,
-        store: KVStore | StorePlaces | None = None,
+        store: KVStore | StoreLocations | None = None,
         fingerprint: str | None = None,
         processor: Any = None,
         beside: BlendEngine | None = None,
@@ -123,7 +123,7 @@ class BlendEngine:
         self.config = config or BlendConfig()
         self.model, self.tokenizer = model, tokenizer
         self._processor: Callable[[], Any] = lambda: processor
-        self._owns_store = store is None or are_places(store)
+        self._owns_store = store is None or are_locations(store)
         adapter = ModelAdapter(model, like=self.config.like or None)
         self.store = open_store(store, self.config, beside_gpu=adapter.device.type == "cuda")
         segments = PromptTokenizer(tokenizer, self.config.separator)
@@ -146,7 +146,7 @@ class BlendEngine:
         model: str | os.PathLike[str],
         *,
         config: BlendConfig | None = None,
-        store: KVStore | StorePlaces | None = None,
+        store: KVStore | StoreLocations | None = None,
         device: str = "auto",
         dtype: str = "auto",
         beside: BlendEngine | None = None,
@@ -183,9 +183,9 @@ class BlendEngine:
         made._named = Named(os.fspath(model))
         made._processor = loaded.processor
         if made._owns_store:
-            places = absolute_places(store) if are_places(store) else None
+            locations = absolute_locations(store) if are_locations(store) else None
             made._reopen = partial(
-                cls.from_pretrained, os.fspath(model), store=places, device=device, dtype=dtype, **model_kwargs
+                cls.from_pretrained, os.fspath(model), store=locations, device=device, dtype=dtype, **model_kwargs
             )
         return made
 

@@ -25,9 +25,9 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import CallText, call_rests, calls_in_text, check_choice
 from cacheblend_rag.prompt.matching import known_chunks, written_forms
 from cacheblend_rag.report import AnswerStats, BlendReport, Generation, Tally, WarmReport
-from cacheblend_rag.store import StorePlaces
+from cacheblend_rag.store import StoreLocations
 from cacheblend_rag.store.base import UNLIMITED
-from cacheblend_rag.store.factory import are_places
+from cacheblend_rag.store.factory import are_locations
 
 # What users of other packages write, where it says what holds here anyway; anything else is refused with the remedy.
 _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
@@ -55,7 +55,7 @@ _DECODING = tuple(name for name in DecodeArguments.__annotations__ if name not i
 
 
 class AnswerFields(TypedDict, total=False):
-    """Fields that the models of every adapter take, whoever made their engine; `ModelFields` explains each."""
+    """Fields that the models of every adapter take, whoever made their engine; `LLMBase` explains each."""
 
     model_name: str
     max_new_tokens: int | None
@@ -78,7 +78,7 @@ class AnswerFields(TypedDict, total=False):
 
 
 class LoadFields(TypedDict, total=False):
-    """How a model is loaded; `ModelFields` explains each."""
+    """How a model is loaded; `LLMBase` explains each."""
 
     device: str
     dtype: str
@@ -86,14 +86,14 @@ class LoadFields(TypedDict, total=False):
 
 
 class MadeFields(BlendOptions, total=False):
-    """What classmethods make an engine of: options of `BlendConfig` one by one, and what `ModelFields` explains."""
+    """What classmethods make an engine of: options of `BlendConfig` one by one, and what `LLMBase` explains."""
 
     config: BlendConfig | None
-    store: StorePlaces | None
+    store: StoreLocations | None
 
 
 class EngineFields(LoadFields, BlendOptions, total=False):
-    """What an engine is made of; `ModelFields` explains each."""
+    """What an engine is made of; `LLMBase` explains each."""
 
     config: BlendConfig | None
     engine: BlendEngine
@@ -102,7 +102,7 @@ class EngineFields(LoadFields, BlendOptions, total=False):
     blend: dict[str, Any]
 
 
-class ModelFields(BaseModel):
+class LLMBase(BaseModel):
     """Fields of a framework's model over a `BlendEngine`.
 
     Parameters
@@ -259,7 +259,7 @@ class ModelFields(BaseModel):
         yield "store", str(self.engine.store.folder or self.engine.store.tier or "memory")
         yield from self.engine.config.changed().items()
         for name in (*_DECODING, "stop", "timeout"):
-            field = ModelFields.model_fields[name]
+            field = LLMBase.model_fields[name]
             if field.repr and (value := getattr(self, name)) != field.get_default(call_default_factory=True):
                 yield name, value
 
@@ -287,12 +287,12 @@ class ModelFields(BaseModel):
         )
 
     @classmethod
-    def _of_id(cls, model_id: str | os.PathLike[str], *, store: StorePlaces | None = None, **fields: Any) -> Self:
+    def _of_id(cls, model_id: str | os.PathLike[str], *, store: StoreLocations | None = None, **fields: Any) -> Self:
         """A model made by its id or path."""
         if not isinstance(model_id, (str, os.PathLike)):
             remedy = "give a path or an id; use from_model for a model with its tokenizer"
             raise ConfigError("model_id", type(model_id).__name__, remedy)
-        if store is not None and not are_places(store):
+        if store is not None and not are_locations(store):
             own = "from_engine(BlendEngine.from_pretrained(…, store=store))"
             remedy = f"give a folder, an address, or a list of them; for a store of your own use {own}"
             raise ConfigError("store", type(store).__name__, remedy)
@@ -308,7 +308,7 @@ class ModelFields(BaseModel):
         model: Any,
         tokenizer: Any,
         *,
-        store: StorePlaces | None = None,
+        store: StoreLocations | None = None,
         config: BlendConfig | None = None,
         processor: Any = None,
         **fields: Any,

@@ -18,7 +18,7 @@ from langchain_core.runnables import ensure_config
 
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, LoadFields, MadeFields, ModelFields
+from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, LLMBase, LoadFields, MadeFields
 from cacheblend_rag.engine.traces import below
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.tracking import begin_tracking, documents_of_run, note_found
@@ -45,7 +45,7 @@ class LangChainFields(AnswerFields, total=False):
     chat_template_kwargs: dict[str, Any]
 
 
-class _ModelFields(LangChainFields, MadeFields, total=False):
+class _GivenFields(LangChainFields, MadeFields, total=False):
     """Fields of a model that makes its engine of objects the user has."""
 
 
@@ -57,8 +57,8 @@ class AllFields(LangChainFields, EngineFields, total=False):
     """All fields from which a model can be made."""
 
 
-class BlendFields(ModelFields):
-    """Fields of a LangChain model over a `BlendEngine`: those of `ModelFields`, and those that LangChain's models have.
+class BlendFields(LLMBase):
+    """Fields of a LangChain model over a `BlendEngine`: those of `LLMBase`, and those that LangChain's models have.
 
     Constructing one turns on the tracking of retrievers. The documents in a prompt of any chain are then found by
     their texts.
@@ -71,7 +71,7 @@ class BlendFields(ModelFields):
     def from_model_id(cls, model_id: str | os.PathLike[str], **fields: Unpack[_LoadedFields]) -> Self:
         """Load a model and its tokenizer: from a folder, or by an id that transformers can resolve.
 
-        `ModelFields` explains the fields. Options of the engine are among them: ``store="kv"``, ``device="cuda"``,
+        `LLMBase` explains the fields. Options of the engine are among them: ``store="kv"``, ``device="cuda"``,
         ``recompute_ratio=0.2``.
 
         Raises
@@ -89,7 +89,7 @@ class BlendFields(ModelFields):
         return cls(engine=engine, **fields)
 
     @classmethod
-    def from_model(cls, model: Any, tokenizer: Any, *, processor: Any = None, **fields: Unpack[_ModelFields]) -> Self:
+    def from_model(cls, model: Any, tokenizer: Any, *, processor: Any = None, **fields: Unpack[_GivenFields]) -> Self:
         """Take a transformers model and its tokenizer that the user has; nothing is left behind on them.
 
         Messages with images need the model's ``processor`` too.
@@ -111,7 +111,7 @@ class BlendFields(ModelFields):
         return True
 
     @classmethod
-    def from_pipeline(cls, pipeline: Any, **fields: Unpack[_ModelFields]) -> Self:
+    def from_pipeline(cls, pipeline: Any, **fields: Unpack[_GivenFields]) -> Self:
         """Take over the model, the tokenizer and the settings of a transformers pipeline.
 
         Parameters

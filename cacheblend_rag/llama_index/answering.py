@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 from llama_index.core.instrumentation.events import BaseEvent
 
 from cacheblend_rag.engine.decode import DecodeArguments
-from cacheblend_rag.engine.llm_base import ModelFields
+from cacheblend_rag.engine.llm_base import LLMBase
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.prompt import Prompt
@@ -95,7 +95,7 @@ class ModelCall(Generic[R]):
 
     Parameters
     ----------
-    fields : ModelFields
+    fields : LLMBase
         The model.
     prompt : Prompt
     arguments : DecodeArguments
@@ -111,7 +111,7 @@ class ModelCall(Generic[R]):
         What traces call it: ``"chat"`` or ``"text_completion"``.
     """
 
-    fields: ModelFields
+    fields: LLMBase
     prompt: Prompt
     arguments: DecodeArguments
     options: dict[str, Any]

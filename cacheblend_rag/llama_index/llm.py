@@ -33,7 +33,7 @@ from llama_index.core.tools import BaseTool
 from llama_index.core.types import BaseOutputParser, Model, PydanticProgramMode
 
 from cacheblend_rag.engine.engine import BlendEngine
-from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, LoadFields, MadeFields, ModelFields
+from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, LLMBase, LoadFields, MadeFields
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.llama_index.answering import CacheBlendEvent, ModelCall, R, Said
@@ -67,7 +67,7 @@ class LlamaIndexFields(AnswerFields, total=False):
     normalise_lists: bool
 
 
-class _ModelFields(LlamaIndexFields, MadeFields, total=False):
+class _GivenFields(LlamaIndexFields, MadeFields, total=False):
     """Fields of a model that makes its engine of objects the user has."""
 
 
@@ -79,10 +79,10 @@ class _AllFields(LlamaIndexFields, EngineFields, total=False):
     """All fields from which a model can be made."""
 
 
-class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
+class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
     """A local model that reuses the KV cache of retrieved nodes.
 
-    Its parameters are those of `ModelFields` and those below. They are of two kinds:
+    Its parameters are those of `LLMBase` and those below. They are of two kinds:
 
     - the engine: ``engine``, or ``model_id``, ``store``, ``device``, ``dtype``, ``config`` or its options one by one
     - decoding: ``max_new_tokens``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``,
@@ -128,7 +128,7 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
     def from_model_id(cls, model_id: str | os.PathLike[str], **fields: Unpack[_LoadedFields]) -> Self:
         """Load a model and its tokenizer: from a folder, or by an id that transformers can resolve.
 
-        `ModelFields` explains the fields. Options of the engine are among them: ``store="kv"``, ``device="cuda"``,
+        `LLMBase` explains the fields. Options of the engine are among them: ``store="kv"``, ``device="cuda"``,
         ``recompute_ratio=0.2``.
 
         Raises
@@ -146,7 +146,7 @@ class CacheBlendLLM(ModelFields, CustomLLM, FunctionCallingLLM):
         return cls(engine=engine, **fields)
 
     @classmethod
-    def from_model(cls, model: Any, tokenizer: Any, *, processor: Any = None, **fields: Unpack[_ModelFields]) -> Self:
+    def from_model(cls, model: Any, tokenizer: Any, *, processor: Any = None, **fields: Unpack[_GivenFields]) -> Self:
         """Take a transformers model and its tokenizer that the user has; nothing is left behind on them.
 
         Messages with images need the model's ``processor`` too.

@@ -22,7 +22,7 @@ from cacheblend_rag.retrieval.vectors import Vectors, as_matrix
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
-Probes = npt.NDArray[np.float64]
+EmbedderFingerprint = npt.NDArray[np.float64]
 """Vectors of a few fixed texts, [texts, dimension]."""
 
 # An embedding model is known by what it does: these texts are embedded and the vectors kept, so
@@ -37,13 +37,13 @@ _TOLERANCE = 1e-3  # relative; leaves room for another device or batch size
 _BATCH, _BATCH_CHARS = 32, 8_000
 
 
-def probe(embed: Callable[[Sequence[str]], npt.NDArray[np.float32]]) -> Probes:
-    """What an embedding model makes of the fixed texts."""
+def embedder_fingerprint(embed: Callable[[Sequence[str]], npt.NDArray[np.float32]]) -> EmbedderFingerprint:
+    """What tells an embedding model from another: what it makes of the fixed texts."""
     return embed(_TEXTS).astype(np.float64)
 
 
-def same_model(kept: object, now: Probes) -> bool:
-    """Whether probes that were kept, as lists of numbers, are those of this model."""
+def same_model(kept: object, now: EmbedderFingerprint) -> bool:
+    """Whether a fingerprint that was kept, as lists of numbers, is that of this model."""
     try:
         saved = np.array(kept, dtype=np.float64)
     except (TypeError, ValueError):
@@ -148,13 +148,13 @@ class SharedEmbeddings(Embeddings):
             return self.inner.embed_query(text)
 
     @cached_property
-    def probes(self) -> Probes:
+    def fingerprint(self) -> EmbedderFingerprint:
         """What tells this model from another; see `cacheblend_rag.retrieval.embedder`."""
 
         def embed(texts: Sequence[str]) -> Vectors:
             return as_matrix(self.embed_documents(list(texts)), len(texts))
 
-        return probe(embed)
+        return embedder_fingerprint(embed)
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from cacheblend_rag.errors import ConfigError, DocumentError
 from cacheblend_rag.retrieval.documents import LEADS_OUT, check_on_error, list_files, parse, read_bytes
-from cacheblend_rag.retrieval.embedder import Probes, probe, same_model
+from cacheblend_rag.retrieval.embedder import EmbedderFingerprint, embedder_fingerprint, same_model
 from cacheblend_rag.retrieval.saved import IndexDamagedError, SavedIndex, has_index, read_index
 from cacheblend_rag.retrieval.splitting import SplitSettings, split
 from cacheblend_rag.retrieval.vectors import Vectors
@@ -274,7 +274,7 @@ class FolderIndex:
         """Why chunks and vectors made under this state are not what would be made now."""
         if state.get("splitter") != asdict(self.settings):
             return "the chunk sizes changed"
-        return "" if same_model(state.get("probes"), self._probes) else "the embedding model changed"
+        return "" if same_model(state.get("probes"), self._fingerprint) else "the embedding model changed"
 
     def _save(self) -> None:
         if not self._unsaved:
@@ -283,14 +283,14 @@ class FolderIndex:
             "kind": _KIND,
             "files": self._hashes,
             "splitter": asdict(self.settings),
-            "probes": self._probes.tolist(),
+            "probes": self._fingerprint.tolist(),
         }
         self.store.save(self.index_dir, state)
         self._unsaved = False
 
     @cached_property
-    def _probes(self) -> Probes:
-        return probe(self.store.embed)
+    def _fingerprint(self) -> EmbedderFingerprint:
+        return embedder_fingerprint(self.store.embed)
 
 
 def _nothing_read(folder: Path, skipped: Mapping[str, str]) -> str:

@@ -2,7 +2,7 @@
 
 from cacheblend_rag.store.base import BaseStore, KVRecord, KVStore, RecordInfo, StoredKV, StoreStats, record_key
 from cacheblend_rag.store.disk import DiskEntry, DiskStore
-from cacheblend_rag.store.factory import StorePlaces, open_store
+from cacheblend_rag.store.factory import StoreLocations, open_store
 from cacheblend_rag.store.memory import MemoryStore
 from cacheblend_rag.store.record import RecordFormat
 from cacheblend_rag.store.tiered import TieredStore
@@ -16,7 +16,7 @@ __all__ = [
     "MemoryStore",
     "RecordFormat",
     "RecordInfo",
-    "StorePlaces",
+    "StoreLocations",
     "StoreStats",
     "StoredKV",
     "TieredStore",

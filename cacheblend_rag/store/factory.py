@@ -18,7 +18,7 @@ from cacheblend_rag.store.s3 import S3_SCHEMES, S3Store
 from cacheblend_rag.store.tiered import TieredStore
 from cacheblend_rag.store.valkey import VALKEY_SCHEMES, ValkeyStore
 
-StorePlaces: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+StoreLocations: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """Where KV is kept: a folder, the address of a store that machines share, or several, the nearest first."""
 
 _SHARE = 4  # of the memory that is free, the part that holds copies of records for a GPU, unless told otherwise
@@ -27,8 +27,8 @@ _MEMORY = 256 * 2**20
 _REMEDY = 'name a folder, an address such as "s3://bucket/kv" or "valkey://host:6379/0", or a list, the nearest first'
 
 
-def open_store(store: KVStore | StorePlaces | None, config: BlendConfig, *, beside_gpu: bool = False) -> KVStore:
-    """A store in memory, in the places named (with memory above them, if there should be some), or the one given.
+def open_store(store: KVStore | StoreLocations | None, config: BlendConfig, *, beside_gpu: bool = False) -> KVStore:
+    """A store in memory, in the locations named (with memory above them, if there should be some), or the one given.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def open_store(store: KVStore | StorePlaces | None, config: BlendConfig, *, besi
     Raises
     ------
     ConfigError
-        If the store given lacks part of what `KVStore` names, or a place is none.
+        If the store given lacks part of what `KVStore` names, or a location is none.
     StoreError
         If a folder cannot be made or opened.
     MissingExtraError
@@ -49,11 +49,11 @@ def open_store(store: KVStore | StorePlaces | None, config: BlendConfig, *, besi
     """
     if store is None:
         return MemoryStore(config.store_bytes)
-    if not are_places(store):
+    if not are_locations(store):
         given = cast(KVStore, store)
         check_store(given)
         return given
-    tiers = [_opened(place, config) for place in _listed(store)]
+    tiers = [_opened(location, config) for location in _each(store)]
     memory = config.memory_bytes
     if config.memory_limit == "auto":
         remote = all(tier.remote for tier in tiers)
@@ -62,14 +62,14 @@ def open_store(store: KVStore | StorePlaces | None, config: BlendConfig, *, besi
     return TieredStore([*above, *tiers]) if len(above) + len(tiers) > 1 else tiers[0]
 
 
-def are_places(store: object) -> TypeGuard[StorePlaces]:
+def are_locations(store: object) -> TypeGuard[StoreLocations]:
     """Whether a store is described by where it is."""
     return isinstance(store, (str, os.PathLike, list, tuple))
 
 
-def absolute_places(store: StorePlaces) -> list[str]:
-    """The same places, whatever folder a process happens to be in."""
-    return [place if "://" in place else os.path.abspath(place) for place in [os.fspath(one) for one in _listed(store)]]
+def absolute_locations(store: StoreLocations) -> list[str]:
+    """The same locations, whatever folder a process happens to be in."""
+    return [path if "://" in path else os.path.abspath(path) for path in [os.fspath(one) for one in _each(store)]]
 
 
 def open_remote(address: str, form: RecordFormat | None = None) -> RemoteStore:
@@ -98,15 +98,17 @@ def check_remote(address: str, field: str = "store") -> None:
     check_address(address, (*S3_SCHEMES, *VALKEY_SCHEMES), "the environment", field)
 
 
-def _listed(store: StorePlaces) -> Sequence[str | os.PathLike[str]]:
-    places = [store] if isinstance(store, (str, os.PathLike)) else store
-    if not places or not all(isinstance(place, (str, os.PathLike)) and os.fspath(place) for place in places):
+def _each(store: StoreLocations) -> Sequence[str | os.PathLike[str]]:
+    locations = [store] if isinstance(store, (str, os.PathLike)) else store
+    if not locations or not all(
+        isinstance(location, (str, os.PathLike)) and os.fspath(location) for location in locations
+    ):
         raise ConfigError("store", store, _REMEDY)
-    return places
+    return locations
 
 
-def _opened(place: str | os.PathLike[str], config: BlendConfig) -> KVStore:
+def _opened(location: str | os.PathLike[str], config: BlendConfig) -> KVStore:
     form = RecordFormat(config.codec)
-    if "://" in os.fspath(place):
-        return open_remote(os.fspath(place), form)
-    return DiskStore(place, config.store_bytes, form=form)
+    if "://" in os.fspath(location):
+        return open_remote(os.fspath(location), form)
+    return DiskStore(location, config.store_bytes, form=form)

@@ -63,7 +63,7 @@ class CatalogueContract:
     def test_a_collection(self, catalogue: Catalogue) -> None:
         catalogue.create("other", "Ängste", [1.5, 2])
         assert sorted(catalogue.collections()) == [("mine", "Mine"), ("other", "Ängste")]
-        assert catalogue.probes("other") == [1.5, 2]
+        assert catalogue.embedder_fingerprint("other") == [1.5, 2]
 
     def test_documents_and_passages(self, catalogue: Catalogue) -> None:
         take(catalogue, "b", "one", "two ✓", name="B.txt")
@@ -89,7 +89,7 @@ class CatalogueContract:
         assert catalogue.held_by_others(["one", "three", "four"], ["b"]) == {"three"}
         catalogue.embed_anew("mine", [7], {ids[0]: np.full(4, 9, dtype=np.float32)})
         assert catalogue.vectors("mine", ["b"])[1][0].tolist() == [9, 9, 9, 9]
-        assert catalogue.probes("mine") == [7]
+        assert catalogue.embedder_fingerprint("mine") == [7]
 
     def test_an_upload_on_its_way(self, catalogue: Catalogue) -> None:
         catalogue.accept("job", "mine", [file("1"), file("2"), file("3")])

@@ -187,7 +187,7 @@ def terms_of(service: Service) -> dict[str, Any]:
         "salt": _digest(config.salt),
         "encryption": _digest(os.environ.get(ENV_PREFIX + "ENCRYPTION_KEY", "")),
         "tokenizer": _digest(engine.tokenizer.encode(_PROBE)),
-        "embedder": service.embeddings.probes.tolist(),
+        "embedder": service.embeddings.fingerprint.tolist(),
         "model": engine.fingerprint,
     }
 

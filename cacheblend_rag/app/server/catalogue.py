@@ -30,7 +30,7 @@ TABLES = """
 CREATE TABLE collections (
     id TEXT PRIMARY KEY,
     name TEXT NOT NULL,
-    probes TEXT NOT NULL  -- of the embedder that made its vectors
+    probes TEXT NOT NULL  -- fingerprint of the embedder that made its vectors
 );
 CREATE TABLE jobs (
     number INTEGER PRIMARY KEY,
@@ -308,12 +308,12 @@ class Catalogue:
         """Id and name of each."""
         return [(row[0], row[1]) for row in self._read("SELECT id, name FROM collections")]
 
-    def create(self, id: str, name: str, probes: Any) -> None:
+    def create(self, id: str, name: str, fingerprint: Any) -> None:
         """Make an empty collection."""
         with self._changing() as db:
-            db.execute("INSERT INTO collections VALUES (?, ?, ?)", (id, name, json.dumps(probes)))
+            db.execute("INSERT INTO collections VALUES (?, ?, ?)", (id, name, json.dumps(fingerprint)))
 
-    def probes(self, collection: str) -> Any:
+    def embedder_fingerprint(self, collection: str) -> Any:
         """What tells the embedder of a collection's vectors."""
         return json.loads(self._read("SELECT probes FROM collections WHERE id = ?", collection)[0][0])
 
@@ -529,12 +529,12 @@ class Catalogue:
         flat = np.frombuffer(b"".join(row[1] for row in rows), dtype=np.float32)
         return [row[0] for row in rows], flat.reshape(len(rows), -1) if rows else np.empty((0, 0), dtype=np.float32)
 
-    def embed_anew(self, collection: str, probes: Any, vectors: Mapping[int, Vectors]) -> None:
+    def embed_anew(self, collection: str, fingerprint: Any, vectors: Mapping[int, Vectors]) -> None:
         """Replace all vectors of a collection, by passage, and what tells the embedder."""
         with self._changing() as db:
             rows = [(vector.tobytes(), id) for id, vector in vectors.items()]
             db.executemany("UPDATE passages SET vector = ? WHERE id = ?", rows)
-            db.execute("UPDATE collections SET probes = ? WHERE id = ?", (json.dumps(probes), collection))
+            db.execute("UPDATE collections SET probes = ? WHERE id = ?", (json.dumps(fingerprint), collection))
 
     # Uploads -------------------------------------------------------------------------------------
 

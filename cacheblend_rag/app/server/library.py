@@ -246,7 +246,9 @@ class OwnCollection(Collection):
 
     def _renew(self) -> None:
         """Embed everything anew if another model made the vectors; a collection has those of one model."""
-        if self._index is not None or same_model(self._catalogue.probes(self.id), self._embeddings.probes):
+        if self._index is not None:
+            return
+        if same_model(self._catalogue.embedder_fingerprint(self.id), self._embeddings.fingerprint):
             return
         if not self._catalogue.only_here():
             message = "the vectors of this collection are of another embedding model; run all servers with the same one"
@@ -258,7 +260,7 @@ class OwnCollection(Collection):
             some = self._catalogue.passages(ids[start : start + _EMBEDDED])
             embedded = FaissVectorStore(self._embeddings).embed([one.text for one in some.values()])
             vectors.update(zip(some, embedded, strict=True))
-        self._catalogue.embed_anew(self.id, self._embeddings.probes.tolist(), vectors)
+        self._catalogue.embed_anew(self.id, self._embeddings.fingerprint.tolist(), vectors)
 
 
 def _put(index: FaissVectorStore, leaving: Sequence[int], ids: Sequence[int], vectors: Vectors) -> None:
@@ -483,7 +485,7 @@ class Library:
                 if len(self._collections) >= limit:
                     raise Problem(409, "too_many_collections", f"there may be {limit} collections; delete one first")
                 id = secrets.token_hex(8)
-                self.catalogue.create(id, name, self._embeddings.probes.tolist())
+                self.catalogue.create(id, name, self._embeddings.fingerprint.tolist())
             made = OwnCollection(id, name, self.catalogue, self._embeddings)
             return self._collections.setdefault(id, made)
 

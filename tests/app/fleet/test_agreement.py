@@ -30,7 +30,7 @@ TERMS: dict[str, object] = {
 
 def service(**options: Any) -> Any:
     """As much of a server as its terms are of."""
-    embeddings = SimpleNamespace(probes=np.array([[0.25, 0.5]]))
+    embeddings = SimpleNamespace(fingerprint=np.array([[0.25, 0.5]]))
     return SimpleNamespace(engine=engine_of(**options), embeddings=embeddings)
 
 
