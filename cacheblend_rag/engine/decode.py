@@ -365,7 +365,7 @@ class _Chance:
         if self._seed is None:
             return step
 
-        def apart(inputs: Mapping[str, Any]) -> torch.Tensor:
+        def separated(inputs: Mapping[str, Any]) -> torch.Tensor:
             own, others = self._state(), self._others
             self._set(others)
             self._others = []  # if the step fails, theirs is in place
@@ -374,7 +374,7 @@ class _Chance:
             self._set(own)
             return logits
 
-        return apart
+        return separated
 
     def _state(self) -> list[torch.Tensor]:
         on_gpu = [torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else []

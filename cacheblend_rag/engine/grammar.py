@@ -130,11 +130,11 @@ def form_of(response_format: Any) -> Form | None:
     if kind != "json_schema":
         remedy = "use {'type': 'text'}, {'type': 'json_object'} or {'type': 'json_schema', 'json_schema': …}"
         raise ConfigError("response_format", response_format, remedy)
-    told = response_format.get("json_schema")
-    schema = told.get("schema") if isinstance(told, Mapping) else None
+    given = response_format.get("json_schema")
+    schema = given.get("schema") if isinstance(given, Mapping) else None
     if not isinstance(schema, Mapping):
         raise ConfigError("response_format.json_schema.schema", schema, "give a JSON schema as a dict")
-    return Form(closed(schema) if told.get("strict") else schema)
+    return Form(closed(schema) if given.get("strict") else schema)
 
 
 def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,8 +208,8 @@ def fault_of(grammar: str) -> str:
 
 def refused(field: str, fault: str) -> ConfigError:
     """The error for a schema that llguidance finds a fault with."""
-    told = " ".join(_AROUND.sub("", fault).split())[:300]
-    return ConfigError(field, "…", f"use a schema that answers can be held to ({told})")
+    reason = " ".join(_AROUND.sub("", fault).split())[:300]
+    return ConfigError(field, "…", f"use a schema that answers can be held to ({reason})")
 
 
 def _limits() -> Any:

@@ -175,9 +175,9 @@ class TextStream(Iterator[str], AsyncIterator[str]):
 
     def _end(self) -> None:
         given_up, self._done = self._done, True
-        told, self.on_result = self.on_result, None
-        if told is not None and self._outcome.result is not None and not given_up:
-            told(self._outcome.result)
+        callback, self.on_result = self.on_result, None
+        if callback is not None and self._outcome.result is not None and not given_up:
+            callback(self._outcome.result)
         if self._thread is not None:
             self._thread.join()  # it put its last piece and has nothing more to do
         error = self._outcome.error

@@ -256,7 +256,7 @@ class _Traced(Untraced):
             "cacheblend.lost": report.lost,
         }
         by_layer = {**self._fused(report), "cacheblend.tokens_recomputed_by_layer": report.recomputed_tokens}
-        told = {
+        decoded = {
             "cacheblend.tokens_generated": report.generated_tokens,
             "cacheblend.seconds.first_token": seconds.first_token,
         }
@@ -265,7 +265,7 @@ class _Traced(Untraced):
             ("look up", seconds.look_up, tiers),
             ("load", seconds.load, loaded),
             ("fuse", seconds.fuse, by_layer),
-            ("decode", None, told),
+            ("decode", None, decoded),
         ):
             ends = self._took if took is None else at + took
             kind = {"openinference.span.kind": "CHAIN"}
@@ -286,11 +286,11 @@ class _Traced(Untraced):
     def _texts(self) -> dict[str, str]:
         """Prompt and answer, as they are."""
         asked, said = self._prompt.written(self._config.separator).text, self._answer
-        told = {"gen_ai.input.messages": _message("user", asked), "input.value": asked}
+        texts = {"gen_ai.input.messages": _message("user", asked), "input.value": asked}
         if said is not None:
             reason = {"finish_reason": said.report.finish_reason}
-            told |= {"gen_ai.output.messages": _message("assistant", said.text, **reason), "output.value": said.text}
-        return told
+            texts |= {"gen_ai.output.messages": _message("assistant", said.text, **reason), "output.value": said.text}
+        return texts
 
     def _measure(self, seconds: float, failed: str) -> None:
         """Count it in the metrics."""

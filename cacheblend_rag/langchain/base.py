@@ -146,8 +146,8 @@ class BlendFields(LLMBase):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         """Everything an answer depends on, so that a response cache never mixes settings up."""
-        apart = ("generation_config", "logits_processor", "stop", "grammar")
-        names = ("model_name", *(name for name in DecodeArguments.__annotations__ if name not in apart))
+        left_out = ("generation_config", "logits_processor", "stop", "grammar")
+        names = ("model_name", *(name for name in DecodeArguments.__annotations__ if name not in left_out))
         own: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.generation_config is not None:
             own["generation_config"] = self.generation_config.to_diff_dict()
@@ -187,8 +187,8 @@ def within_run(run: BaseRunManager | None, prompts: int = 1) -> AbstractContextM
     prompts : int
         Prompts that are answered with it. Of several only the first has this run, and all have its parent.
     """
-    told: Any = run or ensure_config().get("callbacks")
-    for one in getattr(told, "handlers", ()):
+    source: Any = run or ensure_config().get("callbacks")
+    for one in getattr(source, "handlers", ()):
         if type(one).__name__ == "OpenInferenceTracer":
-            return below(one.get_span(run.run_id if run is not None and prompts == 1 else told.parent_run_id))
+            return below(one.get_span(run.run_id if run is not None and prompts == 1 else source.parent_run_id))
     return nullcontext()

@@ -165,8 +165,8 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         if kwargs:
             raise ConfigError(*next(iter(kwargs.items())), "leave it out; give method, include_raw and strict")
         form = response_format(schema, method, strict is not False)
-        told = {"kwargs": {"method": method}, "schema": schema}
-        model = self.bind(response_format=form, ls_structured_output_format=told)
+        described = {"kwargs": {"method": method}, "schema": schema}
+        model = self.bind(response_format=form, ls_structured_output_format=described)
         own = schema if isinstance(schema, type) and issubclass(schema, BaseModel) else None
         parser = WholeJson(pydantic_object=own)
         if not include_raw:

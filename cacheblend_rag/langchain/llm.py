@@ -130,9 +130,9 @@ class CacheBlendLLM(BlendFields, BaseLLM):
         **kwargs: Any,
     ) -> list[str]:
         """`batch` without blocking the event loop."""
-        apart = await asyncio.to_thread(self._groups, inputs, kwargs) if return_exceptions else [range(len(inputs))]
+        groups = await asyncio.to_thread(self._groups, inputs, kwargs) if return_exceptions else [range(len(inputs))]
         answers: dict[int, str] = {}
-        for numbers in apart:
+        for numbers in groups:
             some, configs = _those(numbers, inputs, config)
             made = await super().abatch(some, configs, return_exceptions=return_exceptions, **kwargs)
             answers.update(zip(numbers, made, strict=True))

@@ -231,10 +231,10 @@ def response_format(schema: dict[str, Any] | type | None, method: str, strict: b
     if schema is None:
         raise ConfigError("schema", None, "give one, or use method='json_mode'")
     if isinstance(schema, type) and issubclass(schema, BaseModel):
-        told = schema.model_json_schema()  # LangChain's does not take what refers to itself
+        described = schema.model_json_schema()  # LangChain's does not take what refers to itself
     elif isinstance(schema, dict) and not {"parameters", "function", "input_schema"} & set(schema):
-        told = schema
+        described = schema
     else:
-        told = convert_to_json_schema(schema)
-    name = str(told.get("title", "answer"))
-    return {"type": "json_schema", "json_schema": {"name": name, "schema": told, "strict": strict}}
+        described = convert_to_json_schema(schema)
+    name = str(described.get("title", "answer"))
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": described, "strict": strict}}

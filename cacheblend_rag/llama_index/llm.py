@@ -295,11 +295,11 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
             if said.answer is None:
                 return None
             report = said.answer.report
-            told = self._info(report)
+            info = self._info(report)
             note(report)
-            _dispatcher.event(CacheBlendEvent.of(told, span))
+            _dispatcher.event(CacheBlendEvent.of(info, span))
             usage = {"prompt_tokens": report.prompt_tokens, "completion_tokens": report.generated_tokens}
-            return {**told, "usage": {**usage, "total_tokens": sum(usage.values())}}
+            return {**info, "usage": {**usage, "total_tokens": sum(usage.values())}}
 
         return info
 
@@ -327,8 +327,8 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         by_call = self.is_function_calling_model and self.pydantic_program_mode in _CALLING
         if by_call or find_spec("llguidance") is None:
             return options
-        told = {"name": output_cls.__name__, "schema": output_cls.model_json_schema(), "strict": True}
-        return {"response_format": {"type": "json_schema", "json_schema": told}, **(options or {})}
+        described = {"name": output_cls.__name__, "schema": output_cls.model_json_schema(), "strict": True}
+        return {"response_format": {"type": "json_schema", "json_schema": described}, **(options or {})}
 
     # Prompts ---------------------------------------------------------------------------------
 

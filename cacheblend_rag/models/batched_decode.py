@@ -53,32 +53,33 @@ class BatchedDecode:
         free = free_memory_on(self._adapter.device)
         return free is None or 2 * tokens * self._token_bytes <= free
 
-    def __call__(self, asked: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
+    def __call__(self, inputs: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
         """Logits of each step, ``[1, tokens, vocab]``; on a GPU one alone is the model's own pass.
 
         Parameters
         ----------
-        asked : sequence of mapping
+        inputs : sequence of mapping
             What transformers' generation hands to the model for each: ``input_ids`` ``[1, tokens]``, one token unless
             `takes_several`, the cache and more. The caches grow.
         """
         # On a CPU heads that share a key are faster as rows of one head. On a GPU it was not measured.
-        alone = len(asked) == 1 and not self._on_cpu
+        alone = len(inputs) == 1 and not self._on_cpu
         if alone or not self._in_one_pass:
             model = keeping_nothing(self._adapter.model)
-            return [model(**one, return_dict=True).logits for one in asked]
+            return [model(**one, return_dict=True).logits for one in inputs]
         with self._adapter.blending():
-            return [rows[None] for rows in self.one_pass(asked)]
+            return [rows[None] for rows in self.one_pass(inputs)]
 
-    def one_pass(self, asked: Sequence[Mapping[str, Any]]) -> Sequence[torch.Tensor]:
+    def one_pass(self, inputs: Sequence[Mapping[str, Any]]) -> Sequence[torch.Tensor]:
         """Logits of each, ``[tokens, vocab]``; every token is a row of its own."""
         adapter, name = self._adapter, cache_argument(self._adapter.model)
-        caches, counts = [one[name] for one in asked], [one["input_ids"].shape[1] for one in asked]
+        caches, counts = [one[name] for one in inputs], [one["input_ids"].shape[1] for one in inputs]
         before = [cache.get_seq_length() for cache in caches]
         spans = [range(length, length + count) for length, count in zip(before, counts, strict=True)]
         positions = torch.tensor([position for span in spans for position in span], device=adapter.device)
         rotaries = adapter.rotary(int(positions.max()) + 1).at(positions).to(adapter.dtype)
-        hidden = adapter.embed(torch.cat([one["input_ids"][0] for one in asked])[:, None])  # [tokens of all, 1, hidden]
+        ids = torch.cat([one["input_ids"][0] for one in inputs])
+        hidden = adapter.embed(ids[:, None])  # [tokens of all, 1, hidden]
         masks = [_causal(span, hidden) for span in spans]
         for number, layer in enumerate(adapter.running):
             rotary = rotaries.layer(number)

@@ -116,9 +116,9 @@ def interval(
         raise ConfigError("groups", len(groups), f"give one for each of the {len(values)} values")
     sample = torch.tensor(values, dtype=torch.float64)
     numbers: dict[Hashable, int] = {}
-    apart = range(len(values)) if groups is None or len(set(groups)) == 1 else groups
-    places = [numbers.setdefault(group, len(numbers)) for group in apart]
-    at = torch.tensor(places)
+    given = range(len(values)) if groups is None or len(set(groups)) == 1 else groups
+    clusters = [numbers.setdefault(group, len(numbers)) for group in given]
+    at = torch.tensor(clusters)
     sums = torch.zeros(len(numbers), dtype=torch.float64).index_add_(0, at, sample)
     counts = torch.zeros(len(numbers), dtype=torch.float64).index_add_(0, at, torch.ones_like(sample))
     drawn = _drawn(len(numbers), rounds, seed)

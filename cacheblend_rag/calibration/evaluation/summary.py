@@ -306,14 +306,14 @@ def _heading(row: MethodRow) -> str:
     return f"**{row.chunks} chunks{length}, {row.questions} questions**"
 
 
-def _table(rows: Sequence[MethodRow], lead: str) -> str:
+def _table(rows: Sequence[MethodRow], measure: str) -> str:
     taken = [name for name in _MEASURES if any(name in row.measures for row in rows)]
     columns: list[tuple[str, Callable[[MethodRow], str]]] = [("method", lambda row: row.label)]
     columns += [(_TITLES[name], _shower(name)) for name in taken]
-    columns.append((f"{_TITLES[lead]} against full", lambda row: _signed(row.differences.get(lead))))
+    columns.append((f"{_TITLES[measure]} against full", lambda row: _signed(row.differences.get(measure))))
     for label in rows[0].against:
-        shown = f"{_TITLES[lead]} against {label}"
-        columns.append((shown, lambda row, of=label: _signed(row.against[of].get(lead))))  # type: ignore[misc]
+        shown = f"{_TITLES[measure]} against {label}"
+        columns.append((shown, lambda row, of=label: _signed(row.against[of].get(measure))))  # type: ignore[misc]
     columns += [
         ("TTFT", lambda row: f"{row.ttft * 1e3:.1f} ms"),
         ("times faster", lambda row: f"{row.ttft_ratio.mean:.2f}"),

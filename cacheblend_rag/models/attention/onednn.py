@@ -110,5 +110,5 @@ def agrees() -> bool:
     except (RuntimeError, AttributeError, TypeError):
         return False
     # Two sums after each other, of as many terms; a wrong softmax is off by a good part of a value.
-    apart = (width + tokens) * torch.finfo(torch.float32).eps * float(value.abs().max())
-    return bool(torch.allclose(found, expected, rtol=0.0, atol=apart))
+    tolerance = (width + tokens) * torch.finfo(torch.float32).eps * float(value.abs().max())
+    return bool(torch.allclose(found, expected, rtol=0.0, atol=tolerance))

@@ -1,4 +1,4 @@
-"""KV whose place is told by a list on the GPU: what was recorded for one prompt's buffers then serves another's."""
+"""KV found through pointers on the GPU: what was recorded for one prompt's buffers then serves another's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cacheblend_rag.models.kv import LayerKV
 
 @dataclass(frozen=True)
 class KVPointers:
-    """Keys and values of a layer, as kernels find them through a list.
+    """Keys and values of a layer, as kernels find them through pointers.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ class KVPointers:
 
 
 def kernel_arguments(kv: LayerKV | KVPointers) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """What kernels take as keys and values (or the list in place of both), and the strides of their heads."""
+    """What kernels take as keys and values (or the pointers in place of both), and the strides of their heads."""
     if isinstance(kv, KVPointers):
         return kv.entry, kv.entry, 0, 0
     return kv.keys, kv.values, kv.keys.stride(1), kv.values.stride(1)

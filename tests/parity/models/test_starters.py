@@ -300,6 +300,7 @@ def begin(starter: Starter, said: Path) -> ForkServerProcess:
     return start_program(arguments, ROOT, said.with_suffix(".out"), said.with_suffix(".err"))
 
 
+@pytest.mark.slow
 def test_two_processes_fetch_once(starter: Starter, models: Path, tmp_path: Path) -> None:
     said = [tmp_path / "one", tmp_path / "two"]
     both = [begin(starter, one) for one in said]
