@@ -109,7 +109,6 @@ DEFAULT_EMBEDDER = "minilm"
 CONDITIONS = ("auto", "context", "learned", "sink", "prefix")
 MOST_CONTEXTS = 4
 _OVERFLOWS = ("error", "drop_chunks")
-METRICS = ("v", "k", "kv")
 _WRITE_BACKS = ("background", "inline", "off")
 LEAST_RATIO = 0.15
 """r* of the paper: no recompute ratio that a controller chooses is smaller, unless calibration found one."""
@@ -256,7 +255,6 @@ class BlendOptions(TypedDict, total=False):
     selection: Any
     check_layers: tuple[int, ...]
     recompute_ratios: tuple[float, ...]
-    metric: str
     selection_options: Mapping[str, Any]
     min_tokens: int
     overflow: str
@@ -309,8 +307,6 @@ class BlendConfig:
     recompute_ratios : tuple of float
         Shares that never rise, in place of ``recompute_ratio``: one for each check layer
         (``"hkvd"``), or for the first check layer and those after it (``"gradual"``).
-    metric : {"v", "k", "kv"}
-        What KV deviation compares: values, keys at their final positions, or both.
     selection_options : dict
         Options of single rules, such as ``{"score_layers": [28]}`` for ``"query"``; in the
         environment, as JSON.
@@ -398,7 +394,6 @@ class BlendConfig:
     selection: Any = _option("selection", "query", str, rule=True)  # noqa: RUF009
     check_layers: tuple[int, ...] = _option("check_layers", (1,), _layers, rule=True)
     recompute_ratios: tuple[float, ...] = _option("recompute_ratios", (), _ratios, like="'0.2,0.1'", rule=True)
-    metric: str = _option("metric", "v", str, rule=True)
     selection_options: Mapping[str, Any] = _option(
         "selection_options", {}, json.loads, like="""'{"seed": 1}'""", hashed=False, rule=True
     )
@@ -438,7 +433,6 @@ class BlendConfig:
             check_share("recompute_ratio", self.recompute_ratio)
         if not isinstance(self.selection, str) and not callable(getattr(self.selection, "keep", None)):
             raise ConfigError("selection", self.selection, "use the name of a rule, such as 'hkvd', or a rule")
-        check_choice("metric", self.metric, METRICS)
         check_choice("overflow", self.overflow, _OVERFLOWS)
         check_choice("condition", self.condition, CONDITIONS)
         check_choice("write_back", self.write_back, _WRITE_BACKS)

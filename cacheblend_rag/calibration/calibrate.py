@@ -261,7 +261,7 @@ def _described(settings: BlendSettings) -> str:
         return "nothing recomputed"
     share = f"{settings.recompute_ratio:.1%} of their tokens recomputed"
     if settings.selection == "hkvd":
-        return f"{share}, those of highest KV deviation (metric {settings.metric!r}, layer {settings.check_layers[0]})"
+        return f"{share}, those of highest KV deviation at layer {settings.check_layers[0]}"
     if settings.selection == "query":
         return f"{share}, those that the question attends to most"
     return f"{share}, the first of each chunk"

@@ -27,8 +27,7 @@ KINDS: Mapping[str, tuple[_Make, Sequence[float]]] = {
     "nothing recomputed": (SelectBoundary, (0.0,)),
     "chunk starts": (SelectBoundary, RATIOS),
     "the question's attention": (SelectQuery, RATIOS),
-    "KV deviation, by values": (partial(SelectHKVD, (1,), metric="v"), RATIOS),
-    "KV deviation, by keys": (partial(SelectHKVD, (1,), metric="k"), RATIOS),
+    "KV deviation": (partial(SelectHKVD, (1,)), RATIOS),
 }
 """Kinds of rules that are tried, by name, each with its shares from the least upward."""
 _SLACK = 1.5  # of the tolerance: the prompts of the search are too few to drop what is a little beyond it

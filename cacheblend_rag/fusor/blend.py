@@ -14,7 +14,7 @@ from cacheblend_rag.fusor.work import Projected, RowsDone
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.attention.rows import RowMask
 from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.models.rope import Rotaries, rotate_in_place
+from cacheblend_rag.models.rope import rotate_in_place
 
 _TOGETHER = 4  # layers in a call, where that is possible
 
@@ -255,12 +255,11 @@ class _Pass:
         """Let the rule drop rows before this layer."""
         before, positions = self._rows, self._chosen
         candidates = torch.searchsorted(before, positions)
-        measure = _Measure(self._adapter, layer, self.hidden[candidates], kv, positions, self._rotaries)
-        view = LayerView(**vars(self._view(positions)), layer=layer, measure=measure)
-        self._keep(positions[self._rule.keep(view)])
-        if measure.first is not None:
-            self.projected.append(Projected(layer, measure.keys, measure.values))
-            self._measured = self._measured or (positions, measure.first)
+        deviation = _Deviation(self._adapter, layer, self.hidden[candidates], kv, positions)
+        self._keep(positions[self._rule.keep(LayerView(**vars(self._view(positions)), layer=layer, measure=deviation))])
+        if deviation.measured is not None:
+            self.projected.append(Projected(layer, len(positions)))
+            self._measured = self._measured or (positions, deviation.measured)
         self.hidden = self.hidden[torch.searchsorted(before, self._rows)]
 
     def _mask(self, window: int | None) -> RowMask | None:
@@ -269,44 +268,18 @@ class _Pass:
         return self._masks[window]
 
 
-class _Measure:
-    """KV deviation of some rows on one layer; see `Measure`."""
+class _Deviation:
+    """KV deviation of some rows on one layer, measured once it is asked for; see `LayerView`."""
 
     def __init__(
-        self,
-        adapter: ModelAdapter,
-        layer: int,
-        hidden: torch.Tensor,
-        kv: LayerKV,
-        positions: torch.Tensor,
-        rotaries: Rotaries,
+        self, adapter: ModelAdapter, layer: int, hidden: torch.Tensor, kv: LayerKV, positions: torch.Tensor
     ) -> None:
-        self._adapter, self._layer, self._hidden = adapter, layer, hidden
-        self._kv, self._positions, self._rotaries = kv, positions, rotaries
-        self._known: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.first: torch.Tensor | None = None  # what was measured first
-        self.keys = self.values = 0  # rows projected
+        self._adapter, self._layer, self._hidden, self._kv, self._positions = adapter, layer, hidden, kv, positions
+        self.measured: torch.Tensor | None = None
 
-    def __call__(self, metric: str) -> torch.Tensor:
-        first, *more = (self._differences(part) for part in metric)
-        difference = (torch.stack([first, *more]).sum(dim=0) if more else first).sqrt()
-        if self.first is None:
-            self.first = difference
-        return difference
-
-    def _differences(self, part: str) -> torch.Tensor:
-        """Squared norms of the difference of what is new and what is stored, ``[candidates]``."""
-        new, stored = self._both(part)
-        return (new - stored[0].index_select(1, self._positions).float()).square().sum(dim=(0, 2))
-
-    def _both(self, part: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """New ``[kv_heads, candidates, head_dim]`` in float32, and stored of all positions."""
-        if part not in self._known:
-            if part == "k":
-                new = self._adapter.project_keys(self._layer, self._hidden, self._rotaries.at(self._positions))
-                stored, self.keys = self._kv.keys, len(self._positions)
-            else:
-                new = self._adapter.project_values(self._layer, self._hidden)
-                stored, self.values = self._kv.values, len(self._positions)
-            self._known[part] = new.float(), stored
-        return self._known[part]
+    def __call__(self) -> torch.Tensor:
+        if self.measured is None:
+            new = self._adapter.project_values(self._layer, self._hidden).float()  # [kv_heads, candidates, head_dim]
+            stored = self._kv.values[0].index_select(1, self._positions).float()
+            self.measured = (new - stored).square().sum(dim=(0, 2)).sqrt()
+        return self.measured

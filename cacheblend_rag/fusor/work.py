@@ -13,18 +13,10 @@ from cacheblend_rag.models.shape import LayerShape, ModelShape
 
 @dataclass(frozen=True)
 class Projected:
-    """Rows a check projected, besides those the layer then computed.
-
-    Parameters
-    ----------
-    layer : int
-    keys, values : int
-        Rows whose keys, and rows whose values were projected.
-    """
+    """Rows whose values a check projected, besides those the layer then computed."""
 
     layer: int
-    keys: int
-    values: int
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -81,7 +73,7 @@ def work_share(shape: ModelShape, tokens: int, done: RowsDone, layers: int | Non
     added = layers - depth
     seen = _Counted()
     spent = [_work(layer, seen[rows]) for layer, rows in zip(shape.layers, done.computed, strict=True)]
-    checks = sum(p.keys * shape.layers[p.layer].keys + p.values * shape.layers[p.layer].values for p in done.projected)
+    checks = sum(check.rows * shape.layers[check.layer].values for check in done.projected)
     scoring = sum(_work(layer, seen[rows]) for layer, rows in zip(shape.layers, done.scored, strict=False))
     total = sum(spent) - _spared(shape.layers[-1], seen[done.computed[-1]], done.ended) + added * spent[-1] + checks
     total += scoring * layers / depth + shape.head

@@ -28,8 +28,8 @@ from cacheblend_rag.langchain.messages import (
     answer_texts,
     artifact_texts,
     call_chunks,
+    message_spans,
     parse_answer,
-    places_of,
     response_format,
     turns_of,
 )
@@ -280,14 +280,14 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         """The prompt of a conversation of text, and the chunks that are found in it."""
         tokenizer = self.engine.tokenizer
         text = render_turns(tokenizer, turns_of(messages), tools, options) + begun
-        places = places_of(text, messages)
+        spans = message_spans(text, messages)
         prompt = match_chunks(
             text,
             self._known(),
             self.engine.config.text_separator,
             documents=self._retrieved(messages),
-            parts=places.parts,
-            questions_from=places.questions_from,
+            parts=spans.parts,
+            questions_from=spans.questions_from,
             quotes=answer_texts(messages) if self.reuse_answers else (),
         )
         note_found(messages, prompt)

@@ -47,7 +47,7 @@ def turns_of(messages: Sequence[BaseMessage], images: bool = False) -> list[dict
 
 
 @dataclass(frozen=True)
-class Places:
+class MessageSpans:
     """Where messages stand in a rendered prompt.
 
     Parameters
@@ -62,7 +62,7 @@ class Places:
     questions_from: int
 
 
-def places_of(text: str, messages: Sequence[BaseMessage]) -> Places:
+def message_spans(text: str, messages: Sequence[BaseMessage]) -> MessageSpans:
     """Find the contents of messages in the prompt that was rendered of them.
 
     A template may strip a content, move it or write it otherwise; one that is not found behind the
@@ -82,7 +82,7 @@ def places_of(text: str, messages: Sequence[BaseMessage]) -> Places:
         if not isinstance(message, SystemMessage):
             raw = _text(message)
             questions.append(text.find(raw if raw in text else content))  # wherever the template has put it first
-    return Places(tuple(parts), max(0, min(questions, default=len(text))))
+    return MessageSpans(tuple(parts), max(0, min(questions, default=len(text))))
 
 
 def artifact_texts(messages: Iterable[BaseMessage]) -> list[str]:

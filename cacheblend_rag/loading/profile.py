@@ -111,7 +111,7 @@ class BlendSettings:
     ----------
     selection : str
         Name of the rule; ``"all"`` for a model that does not tolerate blending.
-    check_layers, recompute_ratio, recompute_ratios, metric, selection_options
+    check_layers, recompute_ratio, recompute_ratios, selection_options
         Its options, as in `BlendConfig`.
     condition : str
         What chunks are computed behind, as in `BlendConfig`.
@@ -131,7 +131,6 @@ class BlendSettings:
     check_layers: tuple[int, ...] = BlendConfig.default("check_layers")
     recompute_ratio: float = 0.15
     recompute_ratios: tuple[float, ...] = ()
-    metric: str = BlendConfig.default("metric")
     selection_options: Mapping[str, Any] = field(default_factory=dict)
     condition: str = BlendConfig.default("condition")
     learned: str = ""

@@ -193,7 +193,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> EvalRun:
     """A run over two numbers and two lengths of chunks."""
     folder = tmp_path_factory.mktemp("run")
     cases = load_cases(write_questions(folder / "questions.jsonl", 6))
-    methods = ("prefix", "reuse", "hkvd", "hkvd:check_layers=2:metric=k", "query")
+    methods = ("prefix", "reuse", "hkvd", "hkvd:check_layers=2", "query")
     options = EvalOptions(methods=methods, ratios=(0.2, 1.0), chunks=(2, 4), chunk_tokens=(0, 60), max_new_tokens=4)
     with engine_of(tiny.model(num_hidden_layers=3)) as engine:
         return Evaluation(engine, lambda chunks: cases, options).run(folder / "out", progress=False)
@@ -250,7 +250,7 @@ def test_rows_and_table(run: EvalRun, tmp_path: Path) -> None:
     assert {kind: values["questions"] for kind, values in rows[0].kinds.items()} == {"a": 3, "b": 3}
     table = (tmp_path / "table.md").read_text(encoding="utf-8")
     assert table.count("questions**") == 4
-    assert "| hkvd:check_layers=2:metric=k 0.2 " in table
+    assert "| hkvd:check_layers=2 0.2 " in table
     nothing_right = sum(row.measures["f1"].mean == 0 for row in rows if row.label == "full")
     assert table.count("answers none of these questions") == nothing_right
     assert table.count("Least work that loses no more than 0.015 F1") == 4 - nothing_right
@@ -336,16 +336,20 @@ def test_prompts_that_do_not_fit_are_counted_not_cut(questions: Path, tmp_path: 
 
 
 def test_methods_by_name() -> None:
-    found = variants(["reuse", "gradual:metric=k:head=0.5+0.3", "query", "hkvd", "hkvd"], (0.05, 0.1), 6)
+    found = variants(["reuse", "gradual:head=0.5+0.3", "query", "hkvd", "hkvd"], (0.05, 0.1), 6)
     assert [variant.label for variant in found[:4]] == [
-        "full", "reuse", "gradual:metric=k:head=0.5+0.3 0.05", "gradual:metric=k:head=0.5+0.3 0.1",
+        "full", "reuse", "gradual:head=0.5+0.3 0.05", "gradual:head=0.5+0.3 0.1",
     ]  # fmt: skip
-    assert found[2].rule == SelectHKVD((1, 2, 3), 0.5, (0.5, 0.3, 0.05), "k")
+    assert found[2].rule == SelectHKVD((1, 2, 3), 0.5, (0.5, 0.3, 0.05))
     assert found[4].rule == SelectQuery(0.05).fit(6)
     assert len(found) == 8
     assert rule_of("gradual", 0.2) == SelectGradual((1,), 0.2)
-    own = variants(["hkvd:ratio=0.02+0.04:metric=k", "query"], (0.1,), 6)
-    assert [variant.label for variant in own[1:]] == ["hkvd:metric=k 0.02", "hkvd:metric=k 0.04", "query 0.1"]
+    own = variants(["hkvd:ratio=0.02+0.04:check_layers=2", "query"], (0.1,), 6)
+    assert [variant.label for variant in own[1:]] == [
+        "hkvd:check_layers=2 0.02",
+        "hkvd:check_layers=2 0.04",
+        "query 0.1",
+    ]
     assert {"full", "prefix", "reuse", "hkvd", "gradual", "boundary", "query", "random"} < set(METHODS)
 
 
@@ -355,9 +359,9 @@ def test_methods_by_name() -> None:
         "best",
         "hkvd:layer=2",
         "hkvd:check_layers=two",
-        "full:metric=k",
+        "full:check_layers=2",
         "calibrated",
-        "boundary:metric=k",
+        "boundary:check_layers=2",
         "hkvd:ratio=x",
     ],
 )

@@ -18,7 +18,7 @@ from cacheblend_rag.store import DiskStore, MemoryStore
 from tests import tiny
 from tests.probes import engine_of
 
-RULES = ["full reuse", "hkvd V 15%", "hkvd V 5%", "hkvd K 15%", "hkvd K 5%"]
+RULES = ["full reuse", "hkvd 15%", "hkvd 5%"]
 RULES += ["gradual 30, 3%", "gradual 50, 40, 30, 5%", "chunk starts 15%", "chunk starts 5%", "default"]
 SMALL = ["--chunks", "2", "--chunk-tokens", "40", "--threads", "1", "--device", "cpu"]
 
@@ -47,11 +47,10 @@ def test_every_method_is_measured_on_every_store_beside_its_bound(
         assert result["share_of_bound"][name] == bound[name] / seconds
     assert result["loaded_bytes"]["cold"] == result["loaded_bytes"]["prefix caching"] == 0
     assert result["loaded_bytes"]["full reuse, disk"] == result["loaded_bytes"]["full reuse, memory"] > 0
-    assert work["full reuse, disk"] < work["hkvd V 5%, disk"] < work["hkvd V 15%, disk"] < work["prefix caching"]
+    assert work["full reuse, disk"] < work["hkvd 5%, disk"] < work["hkvd 15%, disk"] < work["prefix caching"]
     starts = [work[f"chunk starts {share}, disk"] for share in ("5%", "15%")]
-    assert work["full reuse, disk"] < starts[0] < starts[1] < work["hkvd V 15%, disk"]
-    assert work["hkvd V 15%, disk"] == work["hkvd V 15%, memory"]
-    assert work["hkvd K 15%, disk"] == work["hkvd K 15%, memory"]
+    assert work["full reuse, disk"] < starts[0] < starts[1] < work["hkvd 15%, disk"]
+    assert work["hkvd 15%, disk"] == work["hkvd 15%, memory"]
     assert work["default, disk"] > starts[1], "a scoring pass is part of it"
     assert 5 / 6 < work["cold"] < work["full recompute"] == 1.0, "of the last layer only one row is needed"
 
@@ -60,11 +59,11 @@ def test_methods_and_places_can_be_left_out(
     tiny_shape: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MALLOC_ARENA_TEST", "8")  # what it would be anyway
-    chosen = ["--methods", "hkvd-k", "--ratios", "0.2", "--kv", "gpu"]
+    chosen = ["--methods", "hkvd", "--ratios", "0.2", "--kv", "gpu"]
     assert main(["bench", "ttft", "--shape", "tiny", "--rounds", "1", *SMALL, *chosen]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["machine"]["allocator"]["MALLOC_ARENA_TEST"] == "8"
-    assert list(result["ttft_seconds"]) == ["full recompute", "hkvd K 20%, gpu"]
+    assert list(result["ttft_seconds"]) == ["full recompute", "hkvd 20%, gpu"]
     assert list(result["stores"]) == ["gpu"]
 
 

@@ -30,7 +30,7 @@ from tests.probes import engine_of
 
 METHODS = [
     "sink/none", "sink/boundary@1.0", "prefix/none", "plain/none", "context/boundary@0.2", "context1/none",
-    "together/none", "sink/hkvd:metric=v:check_layers=1@0.2", "sink+int8/none", "sink+int4/none", "sink+raw/none",
+    "together/none", "sink/hkvd:check_layers=1@0.2", "sink+int8/none", "sink+int4/none", "sink+raw/none",
 ]  # fmt: skip
 
 

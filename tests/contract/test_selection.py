@@ -33,7 +33,7 @@ from cacheblend_rag.models.shape import LayerShape, ModelShape
 from cacheblend_rag.prompt import Span
 from cacheblend_rag.report import FusedKV
 from tests import tiny
-from tests.probes import engine_of, random_kv, rotate, tiny_double
+from tests.probes import engine_of, random_kv, tiny_double
 from tests.tolerance import assert_close, assert_logits_close, terms_of
 
 PROMPT = Prompt("Read this:", [tiny.text(23, 1), tiny.text(31, 2), tiny.text(17, 3)], "What fell in the end?")
@@ -42,11 +42,10 @@ LAYERS = 8
 # Every rule with every option that makes it choose otherwise. Rows fixed before layer 0, or a first check.
 CASES: dict[str, dict[str, Any]] = {
     "hkvd": {},
-    "hkvd, keys": {"metric": "k"},
-    "hkvd, both": {"metric": "kv", "check_layers": (2,)},
+    "hkvd, from layer 2": {"check_layers": (2,)},
     "hkvd, two checks": {"check_layers": (1, 4)},
     "gradual": {},
-    "gradual, from layer 3": {"check_layers": (3,), "metric": "k"},
+    "gradual, from layer 3": {"check_layers": (3,)},
     "boundary": {},
     "query": {},
     "query, chosen layers": {"selection_options": {"score_layers": [1, 2]}},
@@ -161,25 +160,17 @@ def projected(model: Any, hidden: torch.Tensor, layer: int, name: str) -> torch.
     return out.view(len(hidden), -1, model.config.head_dim)
 
 
-@pytest.mark.parametrize("metric", ["v", "k", "kv"])
-def test_deviation_equals_a_naive_twin(engine: Any, model: Any, metric: str) -> None:
-    fused = engine.with_config(metric=metric, recompute_ratio=0.1, check_layers=(1,)).fuse(PROMPT)
+def test_deviation_equals_a_naive_twin(engine: Any, model: Any) -> None:
+    fused = engine.with_config(recompute_ratio=0.1, check_layers=(1,)).fuse(PROMPT)
     ids, tokens = fused.input_ids, engine.tokenize(PROMPT)
     full = layer_inputs(model, ids)[1][0]
     expected = torch.full((len(ids),), float("nan"), dtype=torch.float64)
     for span in tokens.chunks:
         context = context_ids(engine, span)
         alone = layer_inputs(model, [*context, *ids[span.start : span.stop]])[1][0][len(context) :]
-        total = torch.zeros(len(span), dtype=torch.float64)
-        for part in metric:
-            new = projected(model, full[span.start : span.stop], 1, f"{part}_proj")
-            old = projected(model, alone, 1, f"{part}_proj")
-            for place, position in enumerate(range(span.start, span.stop)):
-                pair = new[place], old[place]
-                if part == "k":  # both at the final position
-                    pair = [torch.stack([rotate(head, position, model.config) for head in one]) for one in pair]
-                total[place] += (pair[0] - pair[1]).square().sum()
-        expected[span.start : span.stop] = total.sqrt()
+        new = projected(model, full[span.start : span.stop], 1, "v_proj")
+        old = projected(model, alone, 1, "v_proj")
+        expected[span.start : span.stop] = (new - old).double().square().sum(dim=(1, 2)).sqrt()
     assert_close(fused.deviation, expected, terms_of(model, len(ids), 2))
     rows = chunk_rows(engine)
     best = sorted(rows, key=lambda row: -float(expected[row]))[: int(0.1 * len(rows))]
@@ -279,7 +270,7 @@ def test_schedules_are_followed(engine: Any) -> None:
 
 
 def test_a_rule_can_be_an_object_and_chunks_not_stored_are_always_computed(model: Any) -> None:
-    with engine_of(model, selection=SelectHKVD((2,), 0.1, metric="k"), write_back="off") as engine:
+    with engine_of(model, selection=SelectHKVD((2,), 0.1), write_back="off") as engine:
         cold = engine.fuse(PROMPT).report
         assert cold.recomputed_tokens == (0,) * LAYERS
         # All rows on all layers, but for the last, which ends with the last row.
@@ -303,8 +294,8 @@ def test_work_equals_a_hand_count() -> None:
     full = (4 * 100 + 2 * (1 + 2 + 3 + 4)) + (4 * 100 + 2 * (1 + 2 + 3 + 3)) + 50
     every, last = torch.arange(4), torch.tensor([1, 3])
     assert work_share(shape, 4, RowsDone((every, every))) == 1.0
-    spent = (4 * 100 + 2 * 10) + (2 * 100 + 2 * (2 + 3)) + 50 + 3 * 10 + 3 * 20 + (100 + 2 * 4)
-    done = RowsDone((every, last), (Projected(1, keys=3, values=3),), (last[1:],))
+    spent = (4 * 100 + 2 * 10) + (2 * 100 + 2 * (2 + 3)) + 50 + 3 * 20 + (100 + 2 * 4)
+    done = RowsDone((every, last), (Projected(1, rows=3),), (last[1:],))
     assert work_share(shape, 4, done) == pytest.approx(spent / full)
     deeper = spent + 2 * (2 * 100 + 2 * (2 + 3)) + (100 + 2 * 4)
     assert work_share(shape, 4, done, layers=4) == pytest.approx(deeper / (full + 2 * (4 * 100 + 2 * 9)))
@@ -356,12 +347,12 @@ def test_the_report_counts_checks_and_scoring(engine: Any) -> None:
 
 
 def test_another_rule_does_not_inherit_the_options_of_the_one_before(model: Any) -> None:
-    options = {"selection_options": {"seed": 3}, "check_layers": (2,), "metric": "k"}
+    options = {"selection_options": {"seed": 3}, "check_layers": (2,)}
     with engine_of(model, selection="random", **options) as first:
         for rule in ("hkvd", "none", SelectNone()):
             config = first.with_config(selection=rule).config
             assert (config.selection, config.selection_options) == (rule, {})
-            assert (config.check_layers, config.metric) == ((2,), "k"), "what rules share is kept"
+            assert config.check_layers == (2,), "what rules share is kept"
         for kept in ({"recompute_ratio": 0.3}, {"selection": "random"}):
             assert first.with_config(**kept).config.selection_options == {"seed": 3}
         given = first.with_config(selection="query", selection_options={"score_layers": [1]})

@@ -33,7 +33,7 @@ def readable() -> Any:
 
 @pytest.fixture(scope="module")
 def engine() -> Any:
-    with engine_of(readable(), recompute_ratio=0.2, metric="k") as made:
+    with engine_of(readable(), recompute_ratio=0.4) as made:
         made.warm(PROMPT.chunks)
         made.fuse(PROMPT)
         yield made

@@ -188,7 +188,7 @@ def test_hkvd_keeps_at_most_its_share(ratio: float, check_layers: tuple[int, ...
 @pytest.mark.parametrize("ratio", [0.1, 0.4])
 def test_hkvd_keeps_the_rows_of_highest_value_deviation(name: str, ratio: float) -> None:
     model = model_named(name)
-    with engine_of(model, recompute_ratio=ratio, check_layers=(1,), metric="v") as engine:
+    with engine_of(model, recompute_ratio=ratio, check_layers=(1,)) as engine:
         engine.warm(PROMPT.chunks)
         fused = engine.fuse(PROMPT)
     ids = fused.input_ids
@@ -239,9 +239,9 @@ def test_equal_deviations_keep_the_first_rows() -> None:
     rule = SelectHKVD((1,), 0.5)
     places = torch.arange(10, 18)
     mixed, even = torch.tensor([1.0, 2, 2, 1, 2, 2, 1, 2]), torch.ones(8)
-    view = LayerView(places, places - 10, 8, layer=1, measure=lambda metric="v", relative=False: mixed)
+    view = LayerView(places, places - 10, 8, layer=1, measure=lambda: mixed)
     assert rule.keep(view).tolist() == [1, 2, 4, 5]
-    same = LayerView(places, places - 10, 8, layer=1, measure=lambda metric="v", relative=False: even)
+    same = LayerView(places, places - 10, 8, layer=1, measure=lambda: even)
     assert rule.keep(same).tolist() == [0, 1, 2, 3]
 
 

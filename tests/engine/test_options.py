@@ -48,7 +48,7 @@ def test_every_option_survives_json_and_says_when_it_was_changed(name: str) -> N
 def test_an_option_has_one_default() -> None:
     for kind in (BlendSettings, *RULES.values()):
         for option in fields(kind):  # type: ignore[arg-type]
-            if option.name in ("metric", "check_layers") and option.default is not dataclasses.MISSING:
+            if option.name == "check_layers" and option.default is not dataclasses.MISSING:
                 assert option.default == BlendConfig.default(option.name), (kind, option.name)
 
 

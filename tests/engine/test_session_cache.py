@@ -111,7 +111,6 @@ def test_another_beginning_is_another_prompt(other: Prompt) -> None:
         {"salt": "tenant"},
         {"session_cache": False},
         {"selection": "all"},
-        {"metric": "k"},
     ],
     ids=str,
 )

@@ -257,9 +257,11 @@ def test_what_cannot_be_opened_anew_says_so(kind: Any, again: Callable[[Any], An
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_repr_is_short_and_says_what_differs(kind: Any, saved: Path, tmp_path: Path) -> None:
-    model = kind.from_model_id(saved, store=tmp_path / "kv", recompute_ratio=0.2, max_new_tokens=7, metric="k", **QUICK)
+    model = kind.from_model_id(
+        saved, store=tmp_path / "kv", recompute_ratio=0.2, max_new_tokens=7, overflow="drop_chunks", **QUICK
+    )
     shown = repr(model)
-    for part in (str(saved), str(tmp_path / "kv"), "recompute_ratio=0.2", "metric='k'", "max_new_tokens=7"):
+    for part in (str(saved), str(tmp_path / "kv"), "recompute_ratio=0.2", "overflow='drop_chunks'", "max_new_tokens=7"):
         assert part in shown
     for absent in ("Linear", "tensor", "temperature", "codec", "BlendEngine"):
         assert absent not in shown

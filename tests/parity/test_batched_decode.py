@@ -42,7 +42,7 @@ def all_at_once(engine: BlendEngine, prompts: list[Prompt], **options: Any) -> l
 
 @pytest.fixture
 def engine() -> Iterator[BlendEngine]:
-    with engine_of(recompute_ratio=0.2, max_concurrent=4, metric="k") as made:
+    with engine_of(recompute_ratio=0.4, max_concurrent=4) as made:
         made.warm([chunk for prompt in PROMPTS for chunk in prompt.chunks])
         made.fuse(PROMPTS[0])  # stores the prefix
         yield made

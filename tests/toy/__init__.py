@@ -33,7 +33,6 @@ QUESTIONS_PATH = _HERE / "questions.jsonl"
 BLENDING: dict[str, Any] = {
     "selection": "hkvd",
     "check_layers": (3,),
-    "metric": "k",
     "recompute_ratio": 0.15,
     "condition": "sink",
 }
@@ -41,7 +40,6 @@ ARGUMENTS = ["--model", str(MODEL_PATH), "--embedder", str(EMBEDDER_PATH), "--do
 ENVIRONMENT = {
     "CACHEBLEND_RAG_SELECTION": BLENDING["selection"],
     "CACHEBLEND_RAG_CHECK_LAYERS": ",".join(map(str, BLENDING["check_layers"])),
-    "CACHEBLEND_RAG_METRIC": BLENDING["metric"],
     "CACHEBLEND_RAG_RECOMPUTE_RATIO": str(BLENDING["recompute_ratio"]),
     "CACHEBLEND_RAG_CONDITION": BLENDING["condition"],
 }

@@ -44,7 +44,7 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.report import WarmReport
 from cacheblend_rag.store import KVStore, MemoryStore
 
-METHODS = ("full", "prefix", "reuse", "hkvd-v", "hkvd-k", "gradual-30", "gradual-50", "starts", "default", "cold")
+METHODS = ("full", "prefix", "reuse", "hkvd", "gradual-30", "gradual-50", "starts", "default", "cold")
 _KV_PLACES = ("disk", "memory", "gpu")
 _SCHEDULES = {"gradual-30": (0.3, 0.03), "gradual-50": (0.5, 0.4, 0.3, 0.05)}
 _FLAT = {"selection": "hkvd", "check_layers": (1,), "recompute_ratios": ()}
@@ -247,19 +247,15 @@ def _rules(options: TTFTOptions) -> dict[str, dict[str, Any]]:
     wanted: dict[str, list[tuple[str, dict[str, Any]]]] = {
         "reuse": [(REUSE, {"selection": "none"})],
         "default": [("default", {})],
+        "hkvd": [(f"hkvd {100 * ratio:g}%", _FLAT | {"recompute_ratio": ratio}) for ratio in options.ratios],
     }
-    for metric in ("v", "k"):
-        flat = _FLAT | {"metric": metric}
-        wanted[f"hkvd-{metric}"] = [
-            (f"hkvd {metric.upper()} {100 * ratio:g}%", flat | {"recompute_ratio": ratio}) for ratio in options.ratios
-        ]
     wanted["starts"] = [
         (f"chunk starts {100 * ratio:g}%", {"selection": "boundary", "recompute_ratio": ratio})
         for ratio in options.ratios
     ]
     for name, ratios in _SCHEDULES.items():
         title = "gradual " + ", ".join(f"{100 * ratio:g}" for ratio in ratios) + "%"
-        falling = {"selection": "gradual", "check_layers": (1,), "metric": "v", "recompute_ratios": ratios}
+        falling = {"selection": "gradual", "check_layers": (1,), "recompute_ratios": ratios}
         wanted[name] = [(title, falling)]
     return dict(one for name in METHODS if name in options.methods for one in wanted.get(name, []))
 

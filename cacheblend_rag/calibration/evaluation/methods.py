@@ -26,7 +26,6 @@ _PARSED: dict[str, Callable[[str], Any]] = {
     "score_layers": _each(int),
     "head": _each(float),
     "ratio": _each(float),
-    "metric": str,
     "seed": int,
 }
 
@@ -63,7 +62,7 @@ def variants(
     ----------
     methods : sequence of str
         Names of `METHODS`; options of a rule follow behind colons, as in
-        ``"gradual:metric=k:head=0.5+0.4+0.3"`` (shares before the ratio) or ``"hkvd:check_layers=2"``.
+        ``"gradual:head=0.5+0.4+0.3"`` (shares before the ratio) or ``"hkvd:check_layers=2"``.
         With ``ratio`` among them a method has ratios of its own: ``"hkvd:ratio=0.05+0.1"``.
     ratios : sequence of float
         Of the other methods.

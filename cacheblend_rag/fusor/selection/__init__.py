@@ -7,7 +7,7 @@ from dataclasses import fields
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection.all import SelectAll
-from cacheblend_rag.fusor.selection.base import FixedRule, LayerView, Measure, SelectionRule, StartView, budget, top
+from cacheblend_rag.fusor.selection.base import FixedRule, LayerView, SelectionRule, StartView, budget, top
 from cacheblend_rag.fusor.selection.boundary import SelectBoundary
 from cacheblend_rag.fusor.selection.gradual import SelectGradual
 from cacheblend_rag.fusor.selection.hkvd import SelectHKVD
@@ -20,7 +20,6 @@ __all__ = [
     "SHARED_OPTIONS",
     "FixedRule",
     "LayerView",
-    "Measure",
     "SelectAll",
     "SelectBoundary",
     "SelectGradual",
@@ -44,7 +43,7 @@ RULES: dict[str, type[SelectionRule]] = {
     "none": SelectNone,
     "all": SelectAll,
 }
-SHARED_OPTIONS = ("check_layers", "recompute_ratio", "recompute_ratios", "metric")
+SHARED_OPTIONS = ("check_layers", "recompute_ratio", "recompute_ratios")
 """Options that rules share are options of the engine; the others are given as ``selection_options``."""
 
 

@@ -3,27 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-
-
-class Measure(Protocol):
-    """KV deviation of a layer's candidates."""
-
-    def __call__(self, metric: str) -> torch.Tensor:
-        """KV deviation of the candidates, ``[candidates]`` float32.
-
-        The L2 norm, over all heads, of the difference between stored and newly computed KV
-        (Table 1 of the paper).
-
-        Parameters
-        ----------
-        metric : {"v", "k", "kv"}
-            Compare values, keys at their final positions, or both.
-        """
 
 
 @dataclass(frozen=True)
@@ -60,12 +43,13 @@ class LayerView(StartView):
         As in `StartView`.
     layer : int
         Number of the layer.
-    measure : Measure
-        KV deviation of the candidates on this layer.
+    measure : callable
+        KV deviation of the candidates on this layer, ``[candidates]`` float32: the L2 norm, over all heads, of the
+        difference between stored and newly computed values (Table 1 of the paper).
     """
 
     layer: int = 0
-    measure: Measure = lambda metric: torch.empty(0)
+    measure: Callable[[], torch.Tensor] = lambda: torch.empty(0)
 
 
 class SelectionRule(ABC):

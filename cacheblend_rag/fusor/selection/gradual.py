@@ -8,9 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from cacheblend_rag.config import (
-    METRICS,
-    BlendConfig,
-    check_choice,
     check_layer_list,
     check_share,
     check_shares,
@@ -38,14 +35,11 @@ class SelectGradual(SelectionRule):
     recompute_ratios : sequence of float
         Shares for the first checked layer and those after it, never rising. The last one holds for all
         layers that follow. They replace `recompute_ratio`.
-    metric : {"v", "k", "kv"}
-        Compare values, keys at their final positions, or both.
     """
 
     check_layers: Sequence[int] = (1,)
     recompute_ratio: float = 0.15
     recompute_ratios: Sequence[float] = ()
-    metric: str = BlendConfig.default("metric")
 
     def __post_init__(self) -> None:
         check_layer_list("check_layers", self.check_layers)
@@ -54,7 +48,6 @@ class SelectGradual(SelectionRule):
         check_share("recompute_ratio", self.recompute_ratio)
         check_shares("recompute_ratios", self.recompute_ratios)
         flat_or_falling("recompute_ratios", self.recompute_ratios)
-        check_choice("metric", self.metric, METRICS)
 
     def fit(self, layers: int) -> SelectionRule:
         """See `SelectionRule.fit`."""
@@ -63,7 +56,7 @@ class SelectGradual(SelectionRule):
             name = "check_layers" if first >= layers else "recompute_ratios"
             raise ConfigError(name, getattr(self, name), f"this model has layers 0 to {layers - 1}")
         ratios = tuple(self.recompute_ratios) or falling(self.recompute_ratio, layers - first)
-        return SelectHKVD(tuple(range(first, first + len(ratios))), max(ratios), ratios, self.metric)
+        return SelectHKVD(tuple(range(first, first + len(ratios))), max(ratios), ratios)
 
     def checks(self, layer: int) -> bool:
         """See `SelectionRule.checks`."""

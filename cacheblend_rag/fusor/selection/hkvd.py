@@ -8,9 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from cacheblend_rag.config import (
-    METRICS,
-    BlendConfig,
-    check_choice,
     check_fit,
     check_layer_list,
     check_share,
@@ -33,21 +30,17 @@ class SelectHKVD(SelectionRule):
         Share of the reused chunk tokens that stays.
     recompute_ratios : sequence of float
         A share for each check layer, never rising. They replace `recompute_ratio`.
-    metric : {"v", "k", "kv"}
-        Compare values, keys at their final positions, or both.
     """
 
     check_layers: Sequence[int] = (1,)
     recompute_ratio: float = 0.15
     recompute_ratios: Sequence[float] = ()
-    metric: str = BlendConfig.default("metric")
 
     def __post_init__(self) -> None:
         check_layer_list("check_layers", self.check_layers)
         check_share("recompute_ratio", self.recompute_ratio)
         check_shares("recompute_ratios", self.recompute_ratios)
         flat_or_falling("recompute_ratios", self.recompute_ratios)
-        check_choice("metric", self.metric, METRICS)
         if self.recompute_ratios and len(self.recompute_ratios) != len(self.check_layers):
             remedy = f"use one ratio for each of the check layers {tuple(self.check_layers)}"
             raise ConfigError("recompute_ratios", self.recompute_ratios, remedy)
@@ -67,7 +60,7 @@ class SelectHKVD(SelectionRule):
 
     def keep(self, view: LayerView) -> torch.Tensor:
         """See `SelectionRule.keep`."""
-        return top(view.measure(self.metric), budget(self._ratio(view.layer), view.reused_tokens))
+        return top(view.measure(), budget(self._ratio(view.layer), view.reused_tokens))
 
     def _ratio(self, layer: int) -> float:
         if not self.recompute_ratios:

@@ -19,7 +19,6 @@ import torch
 
 from cacheblend_rag.calibration.bench.plots import import_pyplot, save_figure
 from cacheblend_rag.calibration.trials import PreparedPrompt
-from cacheblend_rag.config import METRICS, check_choice
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.scoring import attention_rows
 from cacheblend_rag.fusor.selection import SelectionRule, SelectNone
@@ -35,30 +34,27 @@ __all__ = [
 ]
 
 
-def kv_deviation(prepared: PreparedPrompt, metric: str = "v", rule: SelectionRule | None = None) -> torch.Tensor:
-    """How far a rule's KV is from full prefill's, token by token (Table 1 of the paper).
+def kv_deviation(prepared: PreparedPrompt, rule: SelectionRule | None = None) -> torch.Tensor:
+    """How far a rule's values are from full prefill's, token by token (Table 1 of the paper).
 
     Parameters
     ----------
     prepared : PreparedPrompt
-    metric : {"v", "k", "kv"}
-        Compare values, keys at their positions, or both.
     rule : SelectionRule, optional
         Full KV reuse by default.
 
     Returns
     -------
     Tensor, [layers, context], float32
-        L2 norm over all heads; ``context`` are the positions from the first chunk to the last.
+        L2 norm of the difference of values, over all heads; ``context`` are the positions from the first chunk to the
+        last.
     """
-    check_choice("metric", metric, METRICS)
     span = slice(prepared.context.start, prepared.context.stop)
     fused, full = prepared.fuse(rule or SelectNone()).fusion.layers, prepared.full.layers
     rows = []
     for ours, theirs in zip(fused, full, strict=True):
-        parts = {"v": ours.values - theirs.values, "k": ours.keys - theirs.keys}
-        squares = [parts[part][0, :, span].float().square().sum(dim=(0, 2)) for part in metric]
-        rows.append(torch.stack(squares).sum(dim=0).sqrt())
+        difference = (ours.values - theirs.values)[0, :, span].float()  # [kv_heads, context, head_dim]
+        rows.append(difference.square().sum(dim=(0, 2)).sqrt())
     return torch.stack(rows)
 
 

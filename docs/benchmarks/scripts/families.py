@@ -47,7 +47,7 @@ def _features(adapter: ModelAdapter) -> list[str]:
     found = {
         "experts": experts,
         "windows": family.window.__name__ != "_no_window",
-        "layers without positions": not all(rotaries.turns),
+        "layers without positions": not all(rotaries.rotates),
         "interleaved rotation": family.layout.interleaved,
         "partial rotation": not family.latent and min(widths) < adapter.head_dim,
         "several rotary bases": len(rotaries.tables) > 1,

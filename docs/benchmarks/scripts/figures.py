@@ -233,10 +233,9 @@ class FigureMaker:
 
     def _spread(self) -> list[Path]:
         shares = torch.linspace(0, 1, _SHARES, dtype=torch.float64)
-        metric = self.engine.config.metric
 
         def look(prepared: PreparedPrompt) -> torch.Tensor:
-            return torch.quantile(kv_deviation(prepared, metric, SelectNone()).double(), shares, dim=1).T
+            return torch.quantile(kv_deviation(prepared, SelectNone()).double(), shares, dim=1).T
 
         found = self._each(look)
         layers = range(1, len(found), max(1, len(found) // 5))  # on layer 0 nothing deviates
@@ -244,7 +243,7 @@ class FigureMaker:
         return self._curves(7, curves, ("KV deviation", "share of tokens"))
 
     def _correlation(self) -> list[Path]:
-        found = self._each(lambda prepared: rank_correlation(kv_deviation(prepared, self.engine.config.metric)[1:]))
+        found = self._each(lambda prepared: rank_correlation(kv_deviation(prepared)[1:]))
         pairs = list(range(1, len(found) + 1))
         curves = {"neighbouring layers": (pairs, found.tolist())}
         return self._curves(8, curves, ("layer, with the one after it", "rank correlation"))

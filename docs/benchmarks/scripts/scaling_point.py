@@ -93,7 +93,6 @@ def _blend(model: Any, tokenizer: Any, prompt: Prompt, options: PointOptions) ->
     rule: dict[str, Any] = {
         "selection": "hkvd",
         "check_layers": (CHECK_LAYER,),
-        "metric": "v",
         "recompute_ratio": options.ratio,
     }
     with (

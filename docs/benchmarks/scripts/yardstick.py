@@ -223,7 +223,7 @@ class _Method:
 
 
 def parse_method(text: str) -> _Method:
-    """``condition/rule@ratio``, a rule with options as ``hkvd:metric=v:check_layers=2``."""
+    """``condition/rule@ratio``, a rule with options as ``hkvd:check_layers=2``."""
     match = re.fullmatch(r"(\w+(?:\+\w+)?)/(\w+)((?::\w+=[\w.+-]+)*)(?:@([\d.]+))?", text)
     if match is None or match[2] not in RULES:
         raise ConfigError("methods", text, "write condition/rule@ratio, such as context/boundary@0.1")

@@ -67,7 +67,6 @@ def test_one_that_differs_is_refused_with_both_values(field: str, value: object)
         ("contexts", 1),
         ("selection", "boundary"),
         ("check_layers", (2,)),
-        ("metric", "k"),
         ("recompute_ratio", 0.3),
         ("recompute_ratios", (0.2,)),
         ("min_tokens", 7),

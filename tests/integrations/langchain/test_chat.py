@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.langchain import ChatCacheBlend, known_chunks
-from cacheblend_rag.langchain.messages import parse_answer, places_of, turns_of
+from cacheblend_rag.langchain.messages import message_spans, parse_answer, turns_of
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.chat import HeldBack, opening, render_turns
 from tests.integrations.langchain.models import Script, passages, tiny_engine, tiny_parts
@@ -126,14 +126,14 @@ def test_documents_that_a_tool_attached_are_noticed(chat: ChatCacheBlend) -> Non
     assert chat.invoke(turns).response_metadata["hits"] == 3
 
 
-def test_places_are_found_wherever_a_template_puts_them() -> None:
+def test_messages_are_found_wherever_a_template_puts_them() -> None:
     messages = [SystemMessage("Be kind."), HumanMessage(" hello "), AIMessage(""), HumanMessage("again")]
     text = "<s>hello|Be kind.|again"
-    places = places_of(text, messages)
-    assert [text[start:stop] for start, stop in places.parts] == ["Be kind.", "again"]
-    assert places.questions_from == 3
-    assert places_of("nothing of it", messages).questions_from == 0
-    assert places_of("Be kind.", messages[:1]).questions_from == 8
+    spans = message_spans(text, messages)
+    assert [text[start:stop] for start, stop in spans.parts] == ["Be kind.", "again"]
+    assert spans.questions_from == 3
+    assert message_spans("nothing of it", messages).questions_from == 0
+    assert message_spans("Be kind.", messages[:1]).questions_from == 8
 
 
 def test_the_template_gets_what_it_takes_besides(chat: ChatCacheBlend, monkeypatch: pytest.MonkeyPatch) -> None:
