@@ -10,7 +10,8 @@ A request goes ``ingress`` → ``router`` → ``replica``, and the answer stream
 ``routing``         its arithmetic: what each replica holds against how busy it is
 ``replica``         one server with its own folder, called without a socket, and what all must have in common
 ``calls``           a request as data, and an application that answers it
-``summaries``       the pieces of a text, and which of them a replica's memory and disk hold
+``pieces``          the pieces of a text: what chunks are called by
+``summaries``       which of them a replica's memory and disk hold
 ==================  ============================================================================================
 """
 

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from cacheblend_rag.app.fleet.calls import Call, Head
-from cacheblend_rag.app.fleet.summaries import texts_in, weighed_pieces
+from cacheblend_rag.app.fleet.pieces import texts_in, weighed_pieces
 from cacheblend_rag.app.server.problems import Problem, too_large
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.app.server.streams import event

@@ -1,4 +1,8 @@
-"""One replica: a whole server with a folder of its own, called without a socket, and what all replicas must share."""
+"""One replica: a whole server with a folder of its own, called without a socket, and what all replicas must share.
+
+The process that builds the application, Ray's controller and `_Agreement` import this file too. So what is heavy is
+imported where a replica starts.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +14,21 @@ import threading
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import ray
 
 from cacheblend_rag.app.cli.configuration import Given, server_settings
 from cacheblend_rag.app.data_lock import FolderInUseError
 from cacheblend_rag.app.fleet.calls import Call, Head, call_app
-from cacheblend_rag.app.fleet.summaries import SummarizedStore
-from cacheblend_rag.app.server.app import SWITCH_INTERVAL, create_app
-from cacheblend_rag.app.server.logs import configure_logs
-from cacheblend_rag.app.server.service import Service
 from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.config import ENV_PREFIX, RULE_OPTIONS
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.store.base import KVStore
+
+if TYPE_CHECKING:
+    from cacheblend_rag.app.fleet.summaries import SummarizedStore
+    from cacheblend_rag.app.server.service import Service
+    from cacheblend_rag.store.base import KVStore
 
 _NAMESPACE = "cacheblend-rag"
 # Options that decide what is stored and what is answered.
@@ -55,7 +58,9 @@ def check_agreed(agreed: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     ConfigError
         That names the first term that differs, and both values.
     """
-    from cacheblend_rag.retrieval.embedder import same_model  # for `_Agreement`, this file is light
+    import numpy as np
+
+    from cacheblend_rag.retrieval.embedder import same_model
 
     for name, here in own.items():
         there = agreed.get(name)
@@ -107,6 +112,9 @@ class Replica:
     """
 
     def __init__(self, given: Mapping[str, Given], version: str) -> None:
+        from cacheblend_rag.app.server.app import SWITCH_INTERVAL, create_app
+        from cacheblend_rag.app.server.logs import configure_logs
+
         sys.setswitchinterval(SWITCH_INTERVAL)
         settings = server_settings(given)
         self._place, self._service, self._store = _started(settings)
@@ -161,6 +169,9 @@ class Replica:
 
 def _started(settings: ServerSettings) -> tuple[int, Service, SummarizedStore]:
     """A server in the first folder that no other replica of this machine has: one that was there before is found."""
+    from cacheblend_rag.app.fleet.summaries import SummarizedStore
+    from cacheblend_rag.app.server.service import Service
+
     folder, stores = settings.rag.data_path / "replicas", list[SummarizedStore]()
 
     def wrapped(store: KVStore) -> KVStore:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +92,10 @@ def test_the_command_line_says_what_is_missing(arguments: list[str], capsys: pyt
 
 def test_arguments_are_json() -> None:
     assert FleetArguments.model_validate_json(json.dumps(FleetArguments().model_dump())) == FleetArguments()
+
+
+def test_only_replicas_import_what_is_heavy() -> None:
+    """Ray's controller, the ingress and whoever builds the application import these modules too."""
+    script = "import cacheblend_rag.app.fleet.application, sys; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split()[-1] == "False"

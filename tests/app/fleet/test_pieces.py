@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cacheblend_rag.app.fleet.summaries import piece_digests, texts_in, weighed_pieces
+from cacheblend_rag.app.fleet.pieces import piece_digests, texts_in, weighed_pieces
 
 CHUNK = "The harbour was dredged in 1912, and again in 1954.\n\nThe mill burned down in 1931, on a Sunday morning."
 OTHER = "The boathouse stands on oak piles, which were replaced in 1974."

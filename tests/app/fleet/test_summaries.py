@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag.app.fleet.pieces import piece_digests
 from cacheblend_rag.app.fleet.routing import HeldChunks
-from cacheblend_rag.app.fleet.summaries import SummarizedStore, piece_digests
+from cacheblend_rag.app.fleet.summaries import SummarizedStore
 from cacheblend_rag.store.disk import DiskStore
 from cacheblend_rag.store.memory import MemoryStore
 from cacheblend_rag.store.tiered import TieredStore
