@@ -26,6 +26,7 @@ from docs.benchmarks.scripts.remote_faults import Place, RemoteTrials, clients_a
 from docs.benchmarks.scripts.remote_reliability import main
 from docs.benchmarks.scripts.servers import Proxy, free_port, make_bucket, s3_environment, s3_server, valkey_server
 from tests.contract.store_contract import make, same
+from tests.probes import until
 
 TIMEOUT = 1.0
 # What a request may take at most when its store is away: the calls under way run into their deadline once.
@@ -63,8 +64,8 @@ def warm(place: Place, trials: RemoteTrials) -> Iterator[Any]:
     """An engine over the store alone, with all chunks in it."""
     with closing(place.opened()) as store, trials.engine(store) as engine:
         trials.warm(engine)
-        asked = trials.ask(engine)
-        assert (asked.hits, asked.right) == (3, True)
+        until(lambda: trials.ask(engine).hits == 3)  # on a busy machine a read may miss its short deadline
+        assert trials.ask(engine).right
         yield engine
 
 
