@@ -131,7 +131,7 @@ def test_keys_turn_as_they_do_on_a_cpu(interleaved: bool, pairs: int, dtype: str
     torch.manual_seed(0)
     whole = randn(1, 3, 50, 32, dtype=dtype)
     angles = torch.rand(40, pairs, device=DEVICE) * 6
-    tables = [torch.stack((of, of), -1).flatten(1) for of in (angles.cos(), angles.sin())]  # each pointers twice
+    tables = [torch.stack((of, of), -1).flatten(1) for of in (angles.cos(), angles.sin())]  # each listed twice
     cos, sin = (table[:, ::2] for table in tables)
     wanted = whole.clone()
     for start in range(0, 40, 10):  # in steps, which the plain form takes on a CPU
@@ -144,7 +144,7 @@ def test_keys_turn_as_they_do_on_a_cpu(interleaved: bool, pairs: int, dtype: str
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rotates", [False, True])
-def test_records_come_to_their_places_turned(rotates: bool, dtype: str) -> None:
+def test_records_come_to_their_places_rotated(rotates: bool, dtype: str) -> None:
     from cacheblend_rag.models.gpu.scatter import Source, place
 
     torch.manual_seed(0)
@@ -200,7 +200,7 @@ def test_layers_in_one_call_equal_layers_one_by_one(family: str) -> None:
         plain.graphs = None
         wanted = engine.fuse(PROMPT)
         plain.graphs = LayerGraphs(plain.layers, adapted.windows, adapted.kv_heads)
-        plain.graphs.failed = True  # rows are rounded up and KV is pointers, but nothing is recorded
+        plain.graphs.failed = True  # rows are rounded up and KV is found by pointers, but nothing is recorded
         found = engine.fuse(PROMPT)
     assert [list(size.recordings) for size in plain.graphs.sizes.values()] == [[(0, 1)], [(1, 2)]]
     assert found.report.computed_tokens == wanted.report.computed_tokens

@@ -83,7 +83,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "hobby": _pairs("pressed painted antique foreign tiny", "ferns buttons stamps maps bells spoons coins keys"),
     "street": _pairs(
         "Copper Rope Mill Church Bell Tanner Linden Harbour Castle Garden Rose Salt Smith Tower Water",
-        "_Copier Street Row Square Hill Walk",
+        "Lane Street Row Square Hill Walk",
     ),
     "goods": _pairs(
         "wooden silver woollen paper leather painted", "toys gloves lamps chairs boxes flutes clocks hats drums tiles"

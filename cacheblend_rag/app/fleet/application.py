@@ -117,7 +117,7 @@ def fleet(given: Mapping[str, Given], replicas: int, **build: Any) -> Iterator[s
         Options of the server.
     replicas : int
     **build
-        Further arguments of `_build_given`.
+        Another ``routing``, or further options of Ray Serve for the replicas.
 
     Raises
     ------

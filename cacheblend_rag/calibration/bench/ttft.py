@@ -126,7 +126,8 @@ class TTFTOptions(BenchOptions):
     methods : tuple of str
         Some of `METHODS`; full recompute is always measured, as the others are compared with it.
     kv : tuple of str
-        Where stored KV lies: some of `_KV_PLACES`; each method that reads it is measured on each.
+        Where stored KV lies: some of ``"disk"``, ``"memory"`` and ``"gpu"``. Each method that reads it is
+        measured on each.
     """
 
     ratios: tuple[float, ...] = (0.15, 0.05)

@@ -72,7 +72,7 @@ class MethodRow:
     chunks, chunk_tokens : int
     questions : int
     measures : dict of str to Interval
-        Means, of those of `_MEASURES` that were taken.
+        Means of what was measured, by name.
     differences : dict of str to Interval
         The same less full prefill's on the same questions, where more is better.
     against : dict of str to dict of str to Interval

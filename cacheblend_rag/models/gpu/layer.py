@@ -86,7 +86,7 @@ class FusedLayer:
     ) -> torch.Tensor:
         """Run the layer on some rows; parameters as in `ModelAdapter.run_layer`.
 
-        Behind KV by pointers only with a mask that knows positions.
+        Behind KV found by pointers only with a mask that knows positions.
         """
         attention, second = self._attention, self._norms[1]
         normed = self.normed(hidden)
@@ -101,7 +101,7 @@ class FusedLayer:
         if mask is not None and mask.positions is not None:
             seen = attend_from(by_head, kv, mask.positions.rows, mask.positions.window, attention.scaling)
         elif isinstance(kv, KVPointers):
-            raise ValueError("KV by pointers needs a mask that knows positions")
+            raise ValueError("KV found by pointers needs a mask that knows positions")
         else:
             seen = attend_rows(by_head[None], kv.keys, kv.values, mask, attention.scaling)
         mixed = _product(seen.reshape(len(hidden), -1), attention.o_proj)
