@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,11 @@ _CACHE_HOME = os.environ.get("XDG_CACHE_HOME")  # before any test sets another
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Processes that share the cores take one thread each; set before torch is imported, and for their children.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Every process that a test starts would compile all modules anew, wherever the environment forbids compiled files.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+gc.disable()  # until all tests are collected: what is imported stays
 
 if shutil.which("nvidia-smi") is None:
     os.environ["TRITON_INTERPRET"] = "1"  # kernels for GPUs run on the CPU; read when Triton is imported
@@ -32,6 +39,11 @@ def pytest_xdist_auto_num_workers() -> int:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_the_rest(items)
+
+
+def pytest_collection_finish() -> None:
+    """From here on there is garbage."""
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

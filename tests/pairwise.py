@@ -1,4 +1,4 @@
-"""Tests over many combinations of values: each pair of values by default, the other combinations among slow tests.
+"""Tests over many values: which of them run by default, and which are slow tests.
 
 A fault that needs three values at once is rare. So a test marked ``pairwise`` runs for few of its combinations, and
 every two values of two arguments stand together in one of them.
@@ -6,13 +6,19 @@ every two values of two arguments stand together in one of them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from itertools import combinations
 from typing import Any
 
 import pytest
 
-__all__ = ["cover", "mark_the_rest"]
+__all__ = ["cover", "mark_the_rest", "others_slow"]
+
+
+def others_slow(values: Sequence[str], by_default: Collection[str]) -> list[Any]:
+    """Values of a parameter; those that do not run by default are marked as slow."""
+    assert set(by_default) <= set(values)
+    return [value if value in by_default else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def cover(cases: Sequence[Sequence[Hashable]]) -> list[int]:

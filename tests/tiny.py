@@ -173,6 +173,24 @@ CONTAINERS = {
 # Families that there are only within a container.
 WITHIN = ("glm4v_moe_text", "glm4v_text", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text")
 ARCHITECTURES = [*sorted(set(KNOWN) - set(WITHIN)), *sorted(CONTAINERS)]
+# Families whose layers differ most: what hardly depends on the family is tried on these, and on all by slow tests.
+DIFFERENT = (
+    "cohere2",
+    "deepseek_v3",
+    "gemma2",
+    "gemma3",
+    "glm4",
+    "gpt_oss",
+    "granite",
+    "llama",
+    "ministral3",
+    "mixtral",
+    "phi3",
+    "qwen3",
+    "qwen3_vl",
+    "smollm3",
+    "stablelm",
+)
 # Sizes of the image part, under the names that the containers have for them.
 IMAGES = {
     "hidden_size": 16,
@@ -245,7 +263,7 @@ def model(architecture: str = "llama", rope: str = "default", seed: int = 0, **c
         "initializer_range": 0.3,
     }
     settings |= OWN_SETTINGS.get(family, {})
-    if "kv_lora_rank" in settings:  # half as wide is what turns, and all of that turns
+    if "kv_lora_rank" in settings:  # half as wide is what is rotated, and all of that is
         settings["rope_parameters"] = rope_parameters(rope, 0.5) | {"partial_rotary_factor": 1.0}
     if family in ("ministral3", "mistral4"):
         settings["rope_parameters"] |= {"original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.5}
@@ -255,7 +273,7 @@ def model(architecture: str = "llama", rope: str = "default", seed: int = 0, **c
             "sliding_attention": rope_parameters("default"),
         }
     if family in WITHIN:
-        # Pairs of dimensions that turn by time, height and width.
+        # Pairs of dimensions that rotate by time, height and width.
         settings["rope_parameters"]["mrope_section"] = [1, 1, 0] if family in PARTIAL_ROTARY else [2, 1, 1]
     config = CONFIG_MAPPING[family](**settings | changes)
     if architecture != family:

@@ -26,6 +26,7 @@ from cacheblend_rag.prompt import PromptTokenizer
 from cacheblend_rag.prompt.contexts import Contexts
 from cacheblend_rag.store.learned import keep_context, kept_context
 from tests import probes, tiny
+from tests.pairwise import others_slow
 from tests.tolerance import assert_close, assert_logits_close, terms_of
 
 DEFAULTS = {"condition": "auto", "selection": "query"}
@@ -68,7 +69,7 @@ def other_context(context: LearnedContext) -> LearnedContext:
 # Training --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("family", others_slow(tiny.ARCHITECTURES, tiny.DIFFERENT))
 def test_an_untrained_one_is_the_prose_it_begins_with(family: str) -> None:
     for rope in tiny.rope_types(family):
         adapter = ModelAdapter(tiny.model(family, rope))

@@ -18,7 +18,6 @@ import valkey
 
 from cacheblend_rag.errors import ConfigError, RecordError, StoreError
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore, TieredStore
-from cacheblend_rag.store.remote import RemoteStore
 from cacheblend_rag.store.s3 import S3Store
 from cacheblend_rag.store.tombstones import TombstonedStore
 from cacheblend_rag.store.valkey import ValkeyStore
@@ -28,6 +27,9 @@ from docs.benchmarks.scripts.servers import Proxy, free_port, make_bucket, s3_en
 from tests.contract.store_contract import make, same
 from tests.probes import until
 
+# Of stores that answer: a machine that does other work stands still for seconds at times.
+PATIENT = 10.0
+# Of stores that fall silent, so that nobody waits for long.
 TIMEOUT = 1.0
 # What a request may take at most when its store is away: the calls under way run into their deadline once.
 LONGEST = 8.0
@@ -55,8 +57,14 @@ def s3_port() -> Iterator[int]:
 def place(request: Any, valkey_port: int, s3_port: int) -> Iterator[Place]:
     opened = valkey_place(valkey_port) if request.param == "valkey" else s3_place(s3_port, f"faults-{next(_names)}")
     with opened as made:
-        made.timeout = TIMEOUT
+        made.timeout = PATIENT
         yield made
+
+
+@pytest.fixture
+def hasty(place: Place) -> None:
+    """Stores that wait for an answer for a second only."""
+    place.timeout = TIMEOUT
 
 
 @pytest.fixture
@@ -64,11 +72,12 @@ def warm(place: Place, trials: RemoteTrials) -> Iterator[Any]:
     """An engine over the store alone, with all chunks in it."""
     with closing(place.opened()) as store, trials.engine(store) as engine:
         trials.warm(engine)
-        until(lambda: trials.ask(engine).hits == 3)  # on a busy machine a read may miss its short deadline
+        until(lambda: trials.ask(engine).hits == 3)  # on a busy machine a read may miss a short deadline
         assert trials.ask(engine).right
         yield engine
 
 
+@pytest.mark.usefixtures("hasty")
 def test_a_store_that_falls_silent_costs_a_deadline_and_no_more(place: Place, trials: RemoteTrials, warm: Any) -> None:
     place.proxy.silent = True
     first, second = trials.ask(warm), trials.ask(warm)
@@ -79,6 +88,7 @@ def test_a_store_that_falls_silent_costs_a_deadline_and_no_more(place: Place, tr
     assert second.seconds < TIMEOUT, "nobody asks a store again that was just away"
 
 
+@pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("after", [0.0, 0.01, 0.03])
 def test_a_connection_that_is_cut_between_layers(after: float, place: Place, trials: RemoteTrials, warm: Any) -> None:
     place.proxy.rate = 10e6
@@ -90,6 +100,7 @@ def test_a_connection_that_is_cut_between_layers(after: float, place: Place, tri
     assert asked.seconds < LONGEST
 
 
+@pytest.mark.usefixtures("hasty")
 def test_seconds_of_latency(place: Place, trials: RemoteTrials, warm: Any, caplog: pytest.LogCaptureFixture) -> None:
     place.proxy.delay = 5.0
     with caplog.at_level(logging.WARNING):
@@ -100,6 +111,7 @@ def test_seconds_of_latency(place: Place, trials: RemoteTrials, warm: Any, caplo
     assert len(caplog.records) <= 4, "warnings do not pile up"
 
 
+@pytest.mark.usefixtures("hasty")
 def test_a_trickle(place: Place, trials: RemoteTrials, warm: Any) -> None:
     """Bytes come, but too few of them."""
     place.proxy.rate = 20_000
@@ -143,17 +155,19 @@ def test_a_flipped_bit_anywhere(place: Place, trials: RemoteTrials, warm: Any) -
         trials.warm(warm)
 
 
+@pytest.mark.usefixtures("hasty")
 def test_what_is_away_is_not_forgotten(place: Place, trials: RemoteTrials, warm: Any) -> None:
     """Forgetting says that it failed, and can be tried again."""
     place.proxy.silent = True
     with pytest.raises(StoreError):
         warm.forget(trials.chunks)
     place.proxy.silent = False
-    with closing(place.opened()) as store, trials.engine(store) as other:
+    with closing(place.opened(PATIENT)) as store, trials.engine(store) as other:
         assert other.forget(trials.chunks) == 3
         assert not list(store.infos(""))
 
 
+@pytest.mark.usefixtures("hasty")
 def test_a_tombstone_holds_while_the_store_is_away(place: Place) -> None:
     with closing(place.opened()) as store:
         buried = TombstonedStore(store, lasting=60)
@@ -167,6 +181,7 @@ def test_a_tombstone_holds_while_the_store_is_away(place: Place) -> None:
         place.proxy.silent = False
 
 
+@pytest.mark.usefixtures("hasty")
 def test_a_store_that_comes_back_is_used_again(place: Place, caplog: pytest.LogCaptureFixture) -> None:
     with closing(place.opened()) as store:
         store.reads.pause = 0.2  # in place of ten seconds
@@ -174,17 +189,16 @@ def test_a_store_that_comes_back_is_used_again(place: Place, caplog: pytest.LogC
         place.proxy.silent = True
         assert store.open("a") is None
         place.proxy.silent = False
-        time.sleep(0.3)
         with caplog.at_level(logging.WARNING):
+            until(lambda: store.contains("a"))
             assert same(store.open("a"), make(1))
         assert "answers again" in caplog.text
 
 
 def test_a_server_that_is_killed_while_it_is_read_and_started_anew(trials: RemoteTrials) -> None:
-    port, stores = free_port(), list[RemoteStore]()
+    port = free_port()
     with valkey_server(port) as server, Proxy(port) as proxy:
         store = ValkeyStore(f"valkey://127.0.0.1:{proxy.port}/0", timeout=TIMEOUT)
-        stores.append(store)
         store.reads.pause = store.writes.pause = 0.2
         with trials.engine(store) as engine:
             trials.warm(engine)
@@ -198,11 +212,20 @@ def test_a_server_that_is_killed_while_it_is_read_and_started_anew(trials: Remot
             assert trials.ask(engine).hits == 0
             proxy.rate = float("inf")
             server.start()
-            time.sleep(0.3)
-            assert trials.ask(engine).hits == 0, "its memory is gone"
-            trials.warm(engine)
-            asked = trials.ask(engine)
-            assert (asked.hits, asked.right) == (3, True)
+
+            def is_empty() -> bool:
+                with suppress(StoreError):
+                    return not list(store.infos(""))
+                return False
+
+            def is_full() -> bool:
+                with suppress(StoreError):
+                    trials.warm(engine)
+                return trials.ask(engine).hits == 3
+
+            until(is_empty)  # its memory is gone
+            until(is_full)
+            assert trials.ask(engine).right
         store.close()
 
 
@@ -335,10 +358,10 @@ def test_what_one_machine_computed_another_reads(place: Place, trials: RemoteTri
 def test_no_request_waits_for_a_write(place: Place, trials: RemoteTrials) -> None:
     store = TieredStore([MemoryStore("10MB"), place.opened()])
     with closing(store), trials.engine(store, write_back="background") as engine:
-        place.proxy.delay = 0.6
+        place.proxy.delay = 1.5
         asked = trials.ask(engine)
         assert asked.right
-        assert asked.seconds < 3.0, "four writes take longer, with two answers each"
+        assert asked.seconds < 8.0, "four writes take longer, with two answers each"
         place.proxy.delay = 0.0
 
 

@@ -18,6 +18,7 @@ from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.prompt import PromptTokenizer
 from cacheblend_rag.prompt.contexts import Contexts, context_tokens, finder, side_by_side
 from tests import tiny
+from tests.pairwise import others_slow
 from tests.probes import engine_of
 from tests.tolerance import assert_close, assert_logits_close, terms_of
 
@@ -55,7 +56,7 @@ def assert_same_kv(ours: SegmentKV, theirs: SegmentKV, model: Any) -> None:
 # The mean over contexts -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("family", others_slow(tiny.ARCHITECTURES, tiny.DIFFERENT))
 def test_kv_is_the_mean_of_plain_passes(family: str) -> None:
     for rope in tiny.rope_types(family):
         adapter = ModelAdapter(tiny.model(family, rope))

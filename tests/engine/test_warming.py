@@ -21,6 +21,7 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import SegmentKV
 from cacheblend_rag.store import DiskStore, KVRecord, MemoryStore
 from tests import tiny
+from tests.pairwise import others_slow
 from tests.parity.test_families import BY_LAYER_TYPE, WINDOWS, kernels
 from tests.probes import Hooked, engine_of, key_of, segments_of
 from tests.tolerance import assert_close, terms_of
@@ -54,7 +55,7 @@ def check_together(adapter: ModelAdapter, lengths: Sequence[int] = LENGTHS, cont
 # One pass -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("family", others_slow(tiny.ARCHITECTURES, tiny.DIFFERENT))
 def test_segments_in_one_pass_are_as_alone(family: str) -> None:
     for rope in tiny.rope_types(family):
         check_together(ModelAdapter(tiny.model(family, rope)))

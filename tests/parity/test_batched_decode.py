@@ -122,15 +122,17 @@ def check_together(model: Any, together: bool) -> None:
         assert_layers_close(cache.layers, alone.layers, model)
 
 
-@pytest.mark.parametrize(
-    ("family", "rope"),
-    [
-        (family, rope)
-        for family in tiny.ARCHITECTURES
-        for rope in tiny.rope_types(family)
+def decode_cases() -> list[Any]:
+    """Every family with its first RoPE type, one with all; the others are slow tests."""
+    cases = [(family, rope) for family in tiny.ARCHITECTURES for rope in tiny.rope_types(family)]
+    return [
+        pytest.param(family, rope, marks=pytest.mark.slow if rope != "default" and family != "llama" else ())
+        for family, rope in cases
         if rope not in ("dynamic", "longrope")
-    ],
-)
+    ]
+
+
+@pytest.mark.parametrize(("family", "rope"), decode_cases())
 def test_steps_together_are_those_of_each_alone(family: str, rope: str) -> None:
     check_together(tiny.model(family, rope), family not in (*EAGER_ONLY, *OF_LATENTS))
 

@@ -21,6 +21,7 @@ from cacheblend_rag.models.modules import cache_argument
 from cacheblend_rag.models.rope import rotate
 from docs.benchmarks.scripts.families import PAGE, described_of
 from tests import tiny
+from tests.pairwise import others_slow
 from tests.tolerance import assert_close, assert_layers_close, assert_logits_close, terms_of
 
 THREE_CHUNKS = Prompt("Read this:", [tiny.text(37, 1), tiny.text(20, 2), tiny.text(51, 3)], "What fell?")
@@ -197,11 +198,14 @@ def test_projections_are_those_of_the_layers(family: str) -> None:
             assert_close(adapter.project_values(number, inputs[number]), values, terms)
             found = adapter.project_keys(number, inputs[number], rotaries)
             assert_close(found, keys, terms)
-            turned = rotate(stored.keys[number], rotaries.of_keys(number))
-            assert_close(turned, keys, terms_of(model, len(ids), number + 1))
+            rotated = rotate(stored.keys[number], rotaries.of_keys(number))
+            assert_close(rotated, keys, terms_of(model, len(ids), number + 1))
 
 
-@pytest.mark.parametrize("family", sorted(set(tiny.ARCHITECTURES) - set(WINDOWS) - set(BY_LAYER_TYPE)))
+_WITHOUT_WINDOWS = sorted(set(tiny.ARCHITECTURES) - set(WINDOWS) - set(BY_LAYER_TYPE))
+
+
+@pytest.mark.parametrize("family", others_slow(_WITHOUT_WINDOWS, set(_WITHOUT_WINDOWS) & set(tiny.DIFFERENT)))
 def test_exact_with_attention_in_plain_steps(family: str) -> None:
     model = tiny.model(family)
     model.set_attn_implementation("eager")
@@ -233,7 +237,7 @@ def narrow_errors(family: str, dtype: torch.dtype) -> tuple[float, float]:
     return ours**0.5, theirs**0.5
 
 
-@pytest.mark.parametrize("family", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("family", others_slow(tiny.ARCHITECTURES, tiny.DIFFERENT))
 def test_bfloat16_is_as_good_as_the_plain_model(family: str) -> None:
     ours, theirs = narrow_errors(family, torch.bfloat16)
     assert ours <= 2 * theirs

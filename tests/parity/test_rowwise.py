@@ -13,6 +13,7 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.cpu.rowwise import computed_in_blocks, row_by_row
 from cacheblend_rag.prompt import Prompt
 from tests import tiny
+from tests.pairwise import others_slow
 from tests.probes import engine_of
 from tests.tolerance import assert_logits_close
 
@@ -88,7 +89,7 @@ def test_only_ordinary_parts_are_taken() -> None:
     assert row_by_row([norm, network, *others]) == [norm, network]
 
 
-@pytest.mark.parametrize("family", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("family", others_slow(tiny.ARCHITECTURES, tiny.DIFFERENT))
 def test_every_family_gives_the_same_in_blocks(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = Prompt("Read this:", [tiny.text(40, 1), tiny.text(30, 2)], "What fell in the end?")
     model = tiny.model(family)

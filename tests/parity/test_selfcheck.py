@@ -14,12 +14,13 @@ from cacheblend_rag.fusor.self_check import check_adapter
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.modules import cache_argument
 from tests import tiny
+from tests.pairwise import others_slow
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str
 )
-@pytest.mark.parametrize("family", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("family", others_slow(tiny.ARCHITECTURES, tiny.DIFFERENT))
 def test_passes_for_every_family(family: str, dtype: torch.dtype) -> None:
     model = tiny.model(family).to(dtype)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -350,6 +350,7 @@ def slow_index(tmp_path: Path, starter: Starter, monkeypatch: pytest.MonkeyPatch
     server.server_close()
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_is_swept_at_the_next_start(
     starter: Starter, models: Path, slow_index: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

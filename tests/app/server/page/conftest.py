@@ -21,7 +21,7 @@ from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expec
 from tests.app.server.page.driving import state_of
 
 ROOT = Path(__file__).parents[4]
-CHROMIUM = Path("/usr/bin/chromium")
+CHROMIUM = Path("/usr/bin/chromium-headless-shell")
 START_SECONDS = 120
 # Long, because other work may share the machine; nothing waits for it unless it fails.
 PATIENCE_MS = 20_000
@@ -29,15 +29,15 @@ PATIENCE_MS = 20_000
 
 @pytest.fixture(scope="package")
 def chromium() -> Path:
-    """Debian's Chromium, installed if it is not there."""
+    """Debian's Chromium without windows, installed if it is not there."""
     if not CHROMIUM.exists():
         apt = shutil.which("apt-get")
         if apt is None:
             pytest.skip(f"neither {CHROMIUM} nor apt-get to install it is there")
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        commands = ([apt, "update", "-qq"], [apt, "install", "-y", "-qq", "--no-install-recommends", "chromium"])
+        commands = ([apt, "update", "-qq"], [apt, "install", "-y", "-qq", "--no-install-recommends", CHROMIUM.name])
         done = [subprocess.run(one, env=environment, capture_output=True, text=True, check=False) for one in commands]
-        assert CHROMIUM.exists(), f"apt-get could not install chromium: {done[-1].stderr[-2000:]}"
+        assert CHROMIUM.exists(), f"apt-get could not install {CHROMIUM.name}: {done[-1].stderr[-2000:]}"
     return CHROMIUM
 
 
