@@ -63,9 +63,13 @@ EAGER_ONLY = ("gemma2", "gpt_oss", "vaultgemma")
 OF_LATENTS = [name for name, family in FAMILIES.items() if family.latent]
 
 
-def kernels(families: Sequence[str]) -> list[tuple[str, str]]:
-    """Each family with each attention kernel it runs on."""
-    return [(family, name) for family in families for name in ("sdpa", "eager")[family in EAGER_ONLY :]]
+def kernels(families: Sequence[str]) -> list[Any]:
+    """Each family with each attention kernel it runs on; two for families that differ, one by default for others."""
+    return [
+        pytest.param(family, name, marks=() if number == 0 or family in tiny.DIFFERENT else pytest.mark.slow)
+        for family in families
+        for number, name in enumerate(("sdpa", "eager")[family in EAGER_ONLY :])
+    ]
 
 
 def engine_of(model: Any, **options: Any) -> BlendEngine:
@@ -144,9 +148,9 @@ def test_every_family_is_in_the_table_of_the_documentation() -> None:
 
 
 def rope_cases(family: str) -> list[Any]:
-    """The family's RoPE types; of two, which share the code of other families, the second is for slow tests."""
+    """The RoPE types of a family: all for four families, one for each other, since they share their code."""
     types = tiny.rope_types(family)
-    later = pytest.mark.slow if len(types) == 2 else ()
+    later = () if family in ("gemma3_text", "glm4", "gpt_oss", "llama") else pytest.mark.slow
     return [pytest.param(family, rope, marks=later if rope != types[0] else ()) for rope in types]
 
 

@@ -19,6 +19,8 @@ from tests.app.server.test_crash import Served, whole_or_not_at_all
 from tests.tiny import text
 from tests.toy import ENVIRONMENT, MODEL_PATH
 
+pytestmark = pytest.mark.slow  # Ray and two replicas take a minute and both cores
+
 REPLICAS = 2
 
 
@@ -118,7 +120,6 @@ def test_a_client_that_leaves_is_not_answered_on(fleet: Fleet) -> None:
     wait_until(counted, 10)
 
 
-@pytest.mark.slow
 def test_a_killed_replica_is_answered_for_and_comes_back_with_its_kv(fleet: Fleet) -> None:
     asked: dict[str, list[list[str]]] = {"0": [], "1": []}
     for number in range(20, 32):
@@ -155,7 +156,6 @@ def test_a_killed_replica_is_answered_for_and_comes_back_with_its_kv(fleet: Flee
     assert found["cacheblend"][0]["tiers"] == ["disk"] * len(documents)
 
 
-@pytest.mark.slow
 def test_replicas_over_a_database_lose_no_upload(tmp_path: Path) -> None:
     """Files come while a replica is killed. What was answered is one document, and every replica finds it."""
     with pytest.MonkeyPatch.context() as patch, valkey_server() as store, PostgresServer() as postgres:

@@ -17,7 +17,7 @@ from cacheblend_rag.app.server.app import create_app
 from cacheblend_rag.app.server.settings import ServerSettings
 from tests.app.server.common import Running
 
-pytestmark = pytest.mark.pretrained
+pytestmark = [pytest.mark.pretrained, pytest.mark.slow]
 SUGGESTED = [one for one in map(json.loads, QUESTIONS_PATH.read_text("utf-8").splitlines()) if one["suggested"]]
 
 
@@ -35,7 +35,6 @@ def full(smollm2_folder: Path, minilm_folder: Path, tmp_path_factory: pytest.Tem
         yield rag
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("asked", SUGGESTED, ids=lambda one: one["question"])
 def test_full_prefill_answers_the_suggested_questions(asked: dict[str, Any], full: FolderRAG) -> None:
     answer = full.ask(asked["question"])

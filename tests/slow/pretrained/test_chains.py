@@ -58,6 +58,7 @@ class Seen(BaseCallbackHandler):
         return list(ids)
 
 
+@pytest.mark.slow
 def test_ratio_one_is_full_prefill_of_a_chat(engine: BlendEngine, loaded: Any, documents: Sequence[Document]) -> None:
     chunks = [one.page_content for one in documents[:3]]
     turns = question_turns(loaded.tokenizer, "<chunks>", QUESTION)

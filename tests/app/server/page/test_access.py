@@ -145,7 +145,7 @@ def test_a_screen_reader_is_told_when_an_answer_begins_and_ends(page: Page) -> N
     assert ended.startswith("Answered. First token after ")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
 def test_names_and_contrast(page: Page, scheme: Any) -> None:
     page.emulate_media(color_scheme=scheme)
     assert probe(page, "unnamed") == []

@@ -16,10 +16,10 @@ test_asking = test_page.test_a_question_is_answered_as_it_streams_with_sources_t
 test_documents = test_page.test_files_dropped_onto_the_archive_go_to_a_collection_of_ones_own
 test_stopping = test_states.test_an_answer_can_be_stopped
 test_markdown = test_states.test_markdown_is_shown_as_elements_and_never_as_markup
-test_keyboard = test_access.test_everything_can_be_done_by_keyboard
 
 
 SLOW = (
+    test_access.test_everything_can_be_done_by_keyboard,
     test_page.test_conversations_are_kept_opened_and_deleted,
     test_page.test_the_methods_are_compared_on_the_same_question,
     test_page.test_everything_is_there_again_after_a_reload,
