@@ -29,7 +29,7 @@ KEYS = {"ada": "ada-0123456789abcdef"}
 
 @pytest.fixture(scope="module")
 def careful(model: Path, docs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    limits = Limits(connections=60, address_connections=40, head_seconds=1.5, body_seconds=1.5)
+    limits = Limits(connections=60, address_connections=40, head_seconds=1.5, body_seconds=2.5)
     with running(settings_for(model, docs, tmp_path_factory.mktemp("data"), limits=limits, keys=KEYS)) as made:
         yield made
 
@@ -109,11 +109,11 @@ def test_a_body_that_stops_is_cut_off_and_one_that_goes_on_is_not(careful: Runni
     with connected(careful, head + b'{"query"') as one:
         started = time.monotonic()
         assert heard(one) == b""
-        assert 1 < time.monotonic() - started < 5
+        assert 2 < time.monotonic() - started < 8
     with connected(careful, head) as one:
         for byte in b'{"query":  "a leaf"}':
             one.sendall(bytes([byte]))
-            time.sleep(0.15)
+            time.sleep(0.2)  # all take longer than one may
         assert one.recv(12) == b"HTTP/1.1 200"
 
 
