@@ -70,8 +70,9 @@ def hasty(place: Place) -> None:
 @pytest.fixture
 def warm(place: Place, trials: RemoteTrials) -> Iterator[Any]:
     """An engine over the store alone, with all chunks in it."""
-    with closing(place.opened()) as store, trials.engine(store) as engine:
+    with closing(place.opened(PATIENT)) as store, trials.engine(store) as engine:
         trials.warm(engine)
+    with closing(place.opened()) as store, trials.engine(store) as engine:
         until(lambda: trials.ask(engine).hits == 3)  # on a busy machine a read may miss a short deadline
         assert trials.ask(engine).right
         yield engine

@@ -134,6 +134,12 @@ def test_background_work_waits_for_all_who_are_under_way() -> None:
 @pytest.mark.parametrize("kind", ["whole requests", "steps of one answer"])
 def test_background_work_has_a_share_of_a_model_that_is_never_idle(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.engine.scheduler._REQUESTS_FIRST", 0.1)
+    # A machine that stands still meanwhile spoils what is measured.
+    assert any(2 < requests_to_background(kind) < 8 for _ in range(3))
+
+
+def requests_to_background(kind: str) -> float:
+    """Seconds that requests had the model for each second that 15 pieces of background work had it."""
     scheduler, stop, spent = Scheduler(), threading.Event(), {"requests": 0.0, "background": 0.0}
 
     def work(who: str) -> None:
@@ -167,7 +173,7 @@ def test_background_work_has_a_share_of_a_model_that_is_never_idle(kind: str, mo
             stop.set()
         for one in asked:
             one.result(5)
-    assert 2 < spent["requests"] / spent["background"] < 8
+    return spent["requests"] / spent["background"]
 
 
 def test_who_gives_way_in_a_long_pass_lets_others_take_steps_for_as_long() -> None:
@@ -255,7 +261,7 @@ def test_who_waits_to_be_alone_does_not_keep_a_long_pass_from_ending() -> None:
 
 
 def test_the_time_of_a_request_is_that_of_its_own_work_and_its_part_of_common_steps() -> None:
-    scheduler, seconds = Scheduler(), {}
+    scheduler, seconds, alone = Scheduler(), {}, {}
 
     def run(given: Sequence[str]) -> list[str]:
         time.sleep(0.05)
@@ -263,7 +269,9 @@ def test_the_time_of_a_request_is_that_of_its_own_work_and_its_part_of_common_st
 
     def answer(name: str, prefill: float) -> None:
         with scheduler.entered(lambda: 3) as spent:
+            since = time.monotonic()
             time.sleep(prefill)
+            alone[name] = time.monotonic() - since  # longer, if the machine stands still
             for _ in range(4):
                 scheduler.step(name, run)
         seconds[name] = spent.seconds
@@ -277,7 +285,7 @@ def test_the_time_of_a_request_is_that_of_its_own_work_and_its_part_of_common_st
             one.result(5)
     took = time.monotonic() - began
     assert sum(seconds.values()) == pytest.approx(took, abs=0.1)
-    assert seconds["long"] - seconds["short"] == pytest.approx(0.4, abs=0.15)
+    assert seconds["long"] - seconds["short"] == pytest.approx(alone["long"] - alone["short"], abs=0.15)
 
 
 def test_who_wants_to_be_alone_is_let_in_before_later_ones() -> None:

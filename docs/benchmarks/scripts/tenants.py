@@ -70,6 +70,8 @@ class Phase:
     ----------
     name : str
         What it did.
+    begun : int
+        Requests of the three that began in this phase.
     seconds : list of float
         Of each request that began in this phase and was answered in full.
     refused : int
@@ -81,6 +83,7 @@ class Phase:
     """
 
     name: str
+    begun: int = 0
     seconds: list[float] = field(default_factory=list)
     refused: int = 0
     lost: int = 0
@@ -240,6 +243,7 @@ async def ask_on(client: httpx.AsyncClient, phases: list[Phase], ended: asyncio.
         if ended.is_set():
             return
         phase, began = phases[-1], time.monotonic()
+        phase.begun += 1
         try:
             answer = await asked(client, _QUESTIONS[at % len(_QUESTIONS)])
         except httpx.HTTPError:
@@ -270,6 +274,7 @@ async def abuse_on(one: Abuse, act: Callable[[Abuse], Awaitable[httpx.Response]]
 async def run_trial(url: str, seconds: float, names: Sequence[str]) -> list[Phase]:
     """The phases one after another, a quiet one before, behind every third, and at the end.
 
+    A phase takes so many seconds, and longer if none of the three has begun a request by then.
     Before each comes a while that is not counted, in which what was asked for in the one before can end.
     """
     phases, ended = [Phase(_FIRST)], asyncio.Event()
@@ -289,7 +294,7 @@ async def run_trial(url: str, seconds: float, names: Sequence[str]) -> list[Phas
             phases.append(Phase(name))
             count, act = ABUSES[name]
             fourth = [asyncio.create_task(abuse_on(one, act, phases[-1])) for one in abusers[:count]]
-            await asyncio.sleep(seconds)
+            await _passed(phases[-1], seconds)
             for task in fourth:
                 task.cancel()
             await asyncio.gather(*fourth, return_exceptions=True)
@@ -315,7 +320,13 @@ async def _quiet(phases: list[Phase], seconds: float) -> None:
     """A phase in which the fourth tenant does nothing."""
     await _after(phases, seconds)
     phases.append(Phase("quiet"))
+    await _passed(phases[-1], seconds)
+
+
+async def _passed(phase: Phase, seconds: float) -> None:
     await asyncio.sleep(seconds)
+    while not phase.begun:
+        await asyncio.sleep(_PAUSE)
 
 
 async def _after(phases: list[Phase], seconds: float) -> None:

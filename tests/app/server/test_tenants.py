@@ -262,6 +262,6 @@ def test_three_tenants_are_answered_whatever_a_fourth_does(
     monkeypatch.setattr(tenants, "_STILL", 0.2)
     done = ["answers without an end", "comparisons", "uploads and deletions", "128 texts to embed"]
     with running(settings_for(model, docs, tmp_path, keys=tenants.KEYS)) as server:
-        phases = asyncio.run(tenants.run_trial(server.url, 1.0, done))  # seconds; each client must begin a request
+        phases = asyncio.run(tenants.run_trial(server.url, 0.5, done))
     assert [phase.name for phase in phases if phase.name != "quiet"] == done
     assert [phase for phase in phases if phase.refused or phase.lost or not phase.seconds] == []
