@@ -119,11 +119,11 @@ def chunk_prompts(chunks: Sequence[Document], count: int, per_prompt: int = 6, s
         rest = [place for place in range(len(chunks)) if place != anchor and place not in beside]
         others = [*beside, *chooser.sample(rest, min(len(rest), max(0, per_prompt - 1 - len(beside))))]
         places = [anchor, *others][:per_prompt]
-        asked = chooser.choice(_QUESTIONS).format(
+        question = chooser.choice(_QUESTIONS).format(
             a=_subject(texts[anchor], words, chooser), b=_subject(texts[places[1]], words, chooser)
         )
         chooser.shuffle(places)
-        found.append(_prompt([texts[place] for place in places], asked))
+        found.append(_prompt([texts[place] for place in places], question))
     return found
 
 
@@ -135,12 +135,12 @@ def question_prompts(chunks: Sequence[Document], questions: Sequence[str], per_p
     ConfigError
         If there are no questions or no chunks.
     """
-    asked = [question.strip() for question in questions if question.strip()]
-    if not asked or not chunks:
+    queries = [question.strip() for question in questions if question.strip()]
+    if not queries or not chunks:
         raise ConfigError("questions", list(questions)[:3], "use at least one question and one chunk")
     texts = [chunk.page_content for chunk in chunks]
     words = WordRanker(texts)
-    return [_prompt([texts[place] for place in words.rank(one, texts)[:per_prompt]], one) for one in asked]
+    return [_prompt([texts[place] for place in words.rank(one, texts)[:per_prompt]], one) for one in queries]
 
 
 def case_prompts(data: str, count: int, per_prompt: int = 6, seed: int = 0, style: str = "paper") -> list[Prompt]:

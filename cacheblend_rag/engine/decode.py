@@ -138,7 +138,7 @@ class DecodeOptions:
         return (*self.stop, *((given,) if isinstance(given, str) else given))
 
     @property
-    def asked_tokens(self) -> int | None:
+    def requested_tokens(self) -> int | None:
         """Tokens of the answer that were asked for; None if no number was given."""
         return self.max_new_tokens or getattr(self.generation_config, "max_new_tokens", None)
 

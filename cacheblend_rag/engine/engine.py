@@ -865,8 +865,8 @@ def _never() -> bool:
 
 def _answer_room(options: DecodeOptions) -> tuple[int, int]:
     """Tokens of an answer that must fit, and those that room is made for where chunks are left out."""
-    asked = options.asked_tokens
-    return asked or 1, asked or DEFAULT_NEW_TOKENS
+    requested = options.requested_tokens
+    return requested or 1, requested or DEFAULT_NEW_TOKENS
 
 
 def _generation(fused: FusedKV, decoded: Decoded, fused_at: float) -> Generation:

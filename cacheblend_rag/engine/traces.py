@@ -164,7 +164,7 @@ class _Traced(Untraced):
         self._measure(seconds, failed)
         context.detach(self._token)
         if span.is_recording():
-            span.set_attributes(self._asked())
+            span.set_attributes(self._request())
             if self._given_up:
                 span.set_attribute("cacheblend.given_up", True)
             if self._answer is not None:
@@ -195,20 +195,20 @@ class _Traced(Untraced):
         """The time, in nanoseconds, so many seconds after it began."""
         return self._began + int(seconds * 1e9)
 
-    def _asked(self) -> dict[str, Any]:
+    def _request(self) -> dict[str, Any]:
         """What was asked for."""
         options = self._options
-        asked = {
+        attributes = {
             "openinference.span.kind": "LLM",
             "llm.model_name": self._model,
             "llm.provider": _OURS,
             "gen_ai.system": _OURS,
             "gen_ai.output.type": "json" if options.grammar is not None else None,
-            "gen_ai.request.max_tokens": options.asked_tokens,
+            "gen_ai.request.max_tokens": options.requested_tokens,
             **{f"gen_ai.request.{name}": getattr(options, name) for name in ("temperature", "top_p", "top_k", "seed")},
             "cacheblend.seconds.wait": self._waited,
         }
-        return {name: value for name, value in asked.items() if value is not None}
+        return {name: value for name, value in attributes.items() if value is not None}
 
     def _said(self, report: BlendReport) -> dict[str, Any]:
         """What became of it."""
@@ -285,8 +285,8 @@ class _Traced(Untraced):
 
     def _texts(self) -> dict[str, str]:
         """Prompt and answer, as they are."""
-        asked, said = self._prompt.written(self._config.separator).text, self._answer
-        texts = {"gen_ai.input.messages": _message("user", asked), "input.value": asked}
+        prompt, said = self._prompt.written(self._config.separator).text, self._answer
+        texts = {"gen_ai.input.messages": _message("user", prompt), "input.value": prompt}
         if said is not None:
             reason = {"finish_reason": said.report.finish_reason}
             texts |= {"gen_ai.output.messages": _message("assistant", said.text, **reason), "output.value": said.text}

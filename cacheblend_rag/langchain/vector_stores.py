@@ -115,8 +115,8 @@ class _Qdrant:
         return (Document(text) for text in self._texts())
 
     def holding(self, texts: Collection[str]) -> set[str]:
-        asked = list(texts)
-        parts = (asked[at : at + _TEXTS] for at in range(0, len(asked), _TEXTS))
+        wanted = list(texts)
+        parts = (wanted[at : at + _TEXTS] for at in range(0, len(wanted), _TEXTS))
         return {text for part in parts for text in self._texts(having(self._field, part))}
 
     def _texts(self, condition: Any = None) -> Iterator[str]:

@@ -34,7 +34,7 @@ CONTEXT_NAMES = ("context_str", "context_msg")
 """Variables of LlamaIndex's templates that hold retrieved text."""
 
 # Variables that hold what people ask or models answer; with templates of one's own, all others may hold context.
-_ASKED_NAMES = ("query_str", "query", "question", "input", "user_msg", "message", "existing_answer", "chat_history")
+_QUESTION_NAMES = ("query_str", "query", "question", "input", "user_msg", "message", "existing_answer", "chat_history")
 _FIXED = (MessageRole.SYSTEM, MessageRole.DEVELOPER)
 
 
@@ -46,28 +46,28 @@ class Hint:
     ----------
     contexts : tuple of (str or tuple of str)
         Retrieved text. A tuple stands in the prompt as Python writes lists.
-    asked : tuple of str
+    questions : tuple of str
         All other values: the question, an existing answer.
     """
 
     contexts: tuple[str | tuple[str, ...], ...] = ()
-    asked: tuple[str, ...] = ()
+    questions: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Hint:
         """Read the values of a template's variables."""
         usual = any(values.get(name) for name in CONTEXT_NAMES)
         contexts: list[str | tuple[str, ...]] = []
-        asked: list[str] = []
+        questions: list[str] = []
         for name, value in values.items():
-            holds = name in CONTEXT_NAMES if usual else name not in _ASKED_NAMES
+            holds = name in CONTEXT_NAMES if usual else name not in _QUESTION_NAMES
             if isinstance(value, str) and value.strip() and not holds:
-                asked.append(value)
+                questions.append(value)
             elif isinstance(value, str) and value.strip():
                 contexts.append(value)
             elif holds and isinstance(value, list) and value and all(isinstance(one, str) for one in value):
                 contexts.append(tuple(value))
-        return cls(tuple(contexts), tuple(asked))
+        return cls(tuple(contexts), tuple(questions))
 
 
 class MarkedText(str):
@@ -132,7 +132,7 @@ def see(
     """
     places = _places(text, hint) if hint else []
     begin = places[0].origins[0] if places else None
-    volatile = [*(hint.asked if hint else ()), *_said(text, messages, begin)]
+    volatile = [*(hint.questions if hint else ()), *_said(text, messages, begin)]
     questions_from = min((at for one in volatile if (at := text.find(one)) >= 0), default=None)
     if hint is None:
         return match_chunks(text, known_chunks, separator, questions_from=questions_from, documents=documents)
@@ -140,7 +140,7 @@ def see(
     for place in places:
         found |= _chunks(text, place, documents)
     if not places:
-        found = _outside(text, hint.asked, documents)
+        found = _outside(text, hint.questions, documents)
     if not found:
         # Of a template that joins documents by the separator, or no chunks at all.
         parts = [(place.origins[0], place.origins[-1]) for place in places] or None
@@ -201,11 +201,11 @@ def _chunks(text: str, place: _Place, documents: Iterable[Retrieved]) -> dict[Ma
     return chunks
 
 
-def _outside(text: str, asked: Sequence[str], documents: Iterable[Retrieved]) -> dict[Match, WrittenForm | None]:
+def _outside(text: str, questions: Sequence[str], documents: Iterable[Retrieved]) -> dict[Match, WrittenForm | None]:
     """Known chunks, and nodes in another form, anywhere but in a question."""
-    questions = [Match(*found.span()) for one in asked if one for found in re.finditer(re.escape(one), text)]
-    known = [m for m in known_chunks.find(text) if all(m.stop <= q.start or q.stop <= m.start for q in questions)]
-    return {**dict.fromkeys(known), **find_changed(text, [*known, *questions], documents)}
+    matches = [Match(*found.span()) for one in questions if one for found in re.finditer(re.escape(one), text)]
+    known = [m for m in known_chunks.find(text) if all(m.stop <= q.start or q.stop <= m.start for q in matches)]
+    return {**dict.fromkeys(known), **find_changed(text, [*known, *matches], documents)}
 
 
 def _unexplained(text: str, place: _Place, matches: Sequence[Match]) -> bool:

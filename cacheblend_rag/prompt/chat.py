@@ -176,13 +176,13 @@ def question_turns(
     instructions : str, optional
         What the model is told before it, in place of that of `CHAT`.
     """
-    told = CHAT.opening(instructions) + context
-    turns = [{"role": "system", "content": told}, {"role": "user", "content": question}]
+    system = CHAT.opening(instructions) + context
+    turns = [{"role": "system", "content": system}, {"role": "user", "content": question}]
     try:
         written = written_by_template(tokenizer, turns)
     except TemplateError:
         written = ""
-    return turns if told.strip() in written else [{"role": "user", "content": f"{told}\n\nQuestion: {question}"}]
+    return turns if system.strip() in written else [{"role": "user", "content": f"{system}\n\nQuestion: {question}"}]
 
 
 def check_choice(choice: Any, names: Sequence[str]) -> str | None:

@@ -210,8 +210,8 @@ def _csv(name: str, data: bytes) -> tuple[str, ...]:
     except csv.Error as error:
         raise DocumentError(f"{name} is no table of separated values: {error}") from None
     head, *others = [row for row in rows if any(row)] or [[]]
-    told = ["; ".join(filter(None, map(_cell, zip_longest(head, row, fillvalue="")))) for row in others]
-    return ("\n\n".join(told or ["; ".join(filter(None, head))]),)
+    paragraphs = ["; ".join(filter(None, map(_cell, zip_longest(head, row, fillvalue="")))) for row in others]
+    return ("\n\n".join(paragraphs or ["; ".join(filter(None, head))]),)
 
 
 def _cell(column_and_value: tuple[str, str]) -> str:

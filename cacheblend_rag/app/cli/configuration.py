@@ -100,13 +100,13 @@ def unused_variables() -> list[str]:
     variables = [*OTHER_VARIABLES, *(option.variable for options in SECTIONS.values() for option in options)]
     known = {name.removeprefix(ENV_PREFIX) for name in variables}
     given = {name.removeprefix(ENV_PREFIX) for name in os.environ if name.startswith(ENV_PREFIX)}
-    told = []
+    messages = []
     for name in sorted(given - known):
         nearest = get_close_matches(name, known, n=1)
-        told.append(
+        messages.append(
             f"{ENV_PREFIX}{name} is not used" + (f"; did you mean {ENV_PREFIX}{nearest[0]}?" if nearest else "")
         )
-    return told
+    return messages
 
 
 def server_settings(given: Mapping[str, Given]) -> ServerSettings:

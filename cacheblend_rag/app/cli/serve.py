@@ -38,8 +38,8 @@ def _serve(parsed: argparse.Namespace) -> int:
         raise ConfigError("--replicas", replicas, "use 1 or more")
     if parsed.replicas is not None and not parsed.ray:
         raise ConfigError("--replicas", replicas, "add --ray")
-    for told in unused_variables():
-        print(f"cacheblend-rag: {told}", file=sys.stderr)
+    for message in unused_variables():
+        print(f"cacheblend-rag: {message}", file=sys.stderr)
     given = given_options(parsed)
     settings = server_settings(given)
     if parsed.print_config:

@@ -177,9 +177,9 @@ def serve_fleet(given: Mapping[str, Given], replicas: int) -> int:
 
 def _reason() -> str:
     """The last error of replicas that do not start."""
-    told = "\n".join(one.message for one in serve.status().applications[_NAME].deployments.values())
-    errors = re.findall(r"^[\w.]*Error: (.+)$", told, re.MULTILINE)
-    return errors[-1] if errors else told.strip()
+    messages = "\n".join(one.message for one in serve.status().applications[_NAME].deployments.values())
+    errors = re.findall(r"^[\w.]*Error: (.+)$", messages, re.MULTILINE)
+    return errors[-1] if errors else messages.strip()
 
 
 def _free_port(host: str) -> int:

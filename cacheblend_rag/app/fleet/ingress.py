@@ -21,7 +21,7 @@ from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.app.server.streams import event
 
 _ANSWERED = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-_ASKED = re.compile(r"(/api/collections/[^/]+)/(?:ask|compare)")
+_QUESTION = re.compile(r"(/api/collections/[^/]+)/(?:ask|compare)")
 _READS = re.compile(r"/v1/.*|/api/collections/[^/]+/(?:ask|compare|search)")
 # Seconds that a search for the passages of a question may take; later ones go to any replica.
 _SEARCHING = 5.0
@@ -79,12 +79,12 @@ class Ingress:
 
     async def _chunks(self, call: Call) -> dict[int, int]:
         """The pieces of a request by which a replica is chosen."""
-        asked = _ASKED.fullmatch(call.path)
-        if call.method != "POST" or not (asked or call.path in _ANSWERED):
+        question = _QUESTION.fullmatch(call.path)
+        if call.method != "POST" or not (question or call.path in _ANSWERED):
             return {}
         try:
             body = json.loads(call.body)
-            if not asked:
+            if not question:
                 return weighed_pieces(texts_in(body), self._separator)
         except (ValueError, RecursionError):
             return {}  # a replica says what is wrong with it
@@ -92,7 +92,7 @@ class Ingress:
             return {}
         with contextlib.suppress(TimeoutError, RayActorError):
             async with asyncio.timeout(_SEARCHING):
-                return await self._found(call, asked[1], body)
+                return await self._found(call, question[1], body)
         return {}
 
     async def _found(self, call: Call, collection: str, body: dict[str, Any]) -> dict[int, int]:

@@ -124,8 +124,8 @@ class Replica:
         self._app.state.service = self._service
         engine = self._service.engine
         plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
-        told = partial(engine.tokenizer.decode, **plain), engine.fingerprint, engine.config.separator
-        threading.Thread(target=self._store.read, args=told, daemon=True).start()
+        arguments = partial(engine.tokenizer.decode, **plain), engine.fingerprint, engine.config.separator
+        threading.Thread(target=self._store.read, args=arguments, daemon=True).start()
 
     async def answer(self, call: Call, *, chunks: Mapping[int, int]) -> AsyncIterator[Head | bytes]:
         """Answer a request.

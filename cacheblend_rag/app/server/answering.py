@@ -245,14 +245,14 @@ class _TextChoice(Choice):
         return self._choice(answer.text, answer.report.finish_reason, self.rest(answer))
 
     def _choice(self, text: str, reason: str | None, tokens: Sequence[TokenLogProb] | None) -> dict[str, Any]:
-        told = tokens and {
+        logprobs = tokens and {
             "tokens": [one.token for one in tokens],
             "token_logprobs": [one.logprob for one in tokens],
             # The token that was taken is among them, and of several with one text the likeliest counts.
             "top_logprobs": [{**dict(reversed(one.top)), one.token: one.logprob} for one in tokens],
             "text_offset": [one.offset for one in tokens],
         }
-        return {"index": self.index, "text": text, "logprobs": told or None, "finish_reason": reason}
+        return {"index": self.index, "text": text, "logprobs": logprobs or None, "finish_reason": reason}
 
 
 class Chat(Work):
@@ -331,14 +331,14 @@ class _ChatChoice(Choice):
         if calls := _calls(found):
             message |= {"content": message["content"] or None, "tool_calls": calls}
         reason = "tool_calls" if calls else answer.report.finish_reason
-        told = _content_logprobs(self.rest(answer))
-        return {"index": self.index, "message": message, "logprobs": told, "finish_reason": reason}
+        logprobs = _content_logprobs(self.rest(answer))
+        return {"index": self.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def _delta(
         self, delta: dict[str, Any], tokens: Sequence[TokenLogProb] | None = None, reason: str | None = None
     ) -> dict[str, Any]:
-        told = _content_logprobs(tokens or None)
-        return {"index": self.index, "delta": delta, "logprobs": told, "finish_reason": reason}
+        logprobs = _content_logprobs(tokens or None)
+        return {"index": self.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _calls(message: AIMessage) -> list[dict[str, Any]]:

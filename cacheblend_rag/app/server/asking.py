@@ -118,8 +118,8 @@ class QuestionPrompt:
     def _written(self, context: str, said: Sequence[str], instructions: str | None) -> str:
         """The whole prompt's text: questions and answers in turn, the question that is asked last."""
         if not self._template:
-            told = [STUFF.suffix.replace("{q}", text) if at % 2 == 0 else f" {text}" for at, text in enumerate(said)]
-            return STUFF.opening(instructions) + context + "".join(told)
+            pieces = [STUFF.suffix.replace("{q}", text) if at % 2 == 0 else f" {text}" for at, text in enumerate(said)]
+            return STUFF.opening(instructions) + context + "".join(pieces)
         roles = ("user", "assistant")
         turns = question_turns(self._tokenizer, context, said[0], instructions)
         turns += [{"role": roles[at % 2], "content": text} for at, text in enumerate(said)][1:]

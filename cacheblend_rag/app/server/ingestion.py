@@ -56,19 +56,19 @@ class Job:
     def __init__(self, id: str, names: Mapping[str, str]) -> None:
         self.id, self.names = id, dict(names)
         self.ended = False
-        self.told = -1
-        """Files that waited when it was last told how many do."""
+        self.reported = -1
+        """Files that waited when progress was last reported."""
         self._events: list[dict[str, Any]] = []
         self._listeners: set[Callable[[], object]] = set()
         self._lock = threading.Lock()
 
     def say(self, stage: str, file: str, done: int, total: int, error: str = "", *, last: bool = False) -> None:
         """Tell how far it is; ``done`` of ``total`` chunks of this stage."""
-        told = {"stage": stage, "file": file, "done": done, "total": total, **({"error": error} if error else {})}
+        event = {"stage": stage, "file": file, "done": done, "total": total, **({"error": error} if error else {})}
         with self._lock:
             if self.ended:
                 return
-            self._events.append(told)
+            self._events.append(event)
             self.ended = last
             for wake in self._listeners:
                 with contextlib.suppress(RuntimeError):  # a loop that is closed
@@ -225,8 +225,8 @@ class Ingestion:
                 continue
             coming = [one for one in library.catalogue.files(job=id) if not one.error]
             total = max(len(job.names), 1)
-            if coming and len(coming) != job.told:
-                job.told = len(coming)
+            if coming and len(coming) != job.reported:
+                job.reported = len(coming)
                 job.say("reading", coming[0].name, total - len(coming), total)
 
     def wake(self) -> None:

@@ -99,8 +99,8 @@ class _TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """See `logging.Formatter.format`."""
         fields: dict[str, object] = getattr(record, "fields", {})
-        told = [f"{name}={value}" for name, value in fields.items() if value is not None]
-        return " ".join([self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"), *told, f"request={request_id.get()}"])
+        pairs = [f"{name}={value}" for name, value in fields.items() if value is not None]
+        return " ".join([self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"), *pairs, f"request={request_id.get()}"])
 
 
 def configure_logs(access: str = "json") -> None:

@@ -247,11 +247,11 @@ async def job_events(here: Here, job: str) -> EventStream:
     """How far an upload is, from its beginning; ends with the stage ``done`` or ``failed``."""
     found = await here.in_thread(here.service.ingestion.job, job, here.tenant.name)
 
-    async def told() -> AsyncIterator[str]:
+    async def progress() -> AsyncIterator[str]:
         async for one in found.events():
             yield event("progress", one)
 
-    return EventStream(told())
+    return EventStream(progress())
 
 
 @router.delete("/collections/{id}/documents/{document}", status_code=204)
@@ -326,14 +326,14 @@ async def ask(here: Here, request: Request, id: str, body: AskBody) -> Any:
     async with slot.kept():
         question = await unless_gone(request, _retrieved(here, model, collection, body, slot, most))
         here.charge([question.tokens + most])
-    asked = _Asked(here, question, engine, slot, most, body.show_prompt)
+    answering = _Answering(here, question, engine, slot, most, body.show_prompt)
     if body.stream:
-        return EventStream(_to_the_end(asked.events()), slot, here.service.longest)
+        return EventStream(_to_the_end(answering.events()), slot, here.service.longest)
     async with slot:
-        return await unless_gone(request, asked.whole())
+        return await unless_gone(request, answering.whole())
 
 
-class _Asked:
+class _Answering:
     """One question on its way."""
 
     def __init__(
@@ -351,8 +351,8 @@ class _Asked:
         self._here.service.answered(answer.report)
         await self._slot.leave()  # the model is not needed for what follows
         question = self._question
-        told = question.prompt, answer, question.turns, question.stands_alone, self._show_prompt
-        return await asyncio.to_thread(report_of, self._engine, *told)
+        answered = question.prompt, answer, question.turns, question.stands_alone, self._show_prompt
+        return await asyncio.to_thread(report_of, self._engine, *answered)
 
     async def events(self) -> AsyncIterator[str]:
         """The answer as events."""
@@ -482,9 +482,9 @@ def _continued(
     if not first:  # the client does not say what the turns before were answered from
         return None
     texts = [one.text for one in more.values()]
-    asked = model.asking.ask(body.question, [one.text for one in first], turns, texts, body.instructions)
+    prompt = model.asking.ask(body.question, [one.text for one in first], turns, texts, body.instructions)
     try:
-        fit = model.check_length(asked, most)
+        fit = model.check_length(prompt, most)
     except (Problem, ContextLengthError):
         return None
     if len(fit.prompt.chunks) < len(shown):
@@ -497,9 +497,9 @@ def _fitting(
 ) -> _Question:
     """The prompt with as many of the latest turns as there is room for beside the passages."""
     passages = [one.text for one in found]
-    asked = model.asking.ask(body.question, passages, earlier, instructions=body.instructions)
+    prompt = model.asking.ask(body.question, passages, earlier, instructions=body.instructions)
     try:
-        fit = model.check_length(asked, most)
+        fit = model.check_length(prompt, most)
     except (Problem, ContextLengthError):
         if not earlier:
             raise

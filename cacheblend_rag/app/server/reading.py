@@ -86,15 +86,15 @@ class Reader:
         if self._stopped:
             raise DocumentError("the server is stopping")
         process = self._process = self._process or self._started()
-        given, told = cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
+        requests, answers = cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
         ends = threading.Timer(self._limits.parse_seconds, process.kill)
         ends.daemon = True
         ends.start()
         try:
-            given.write(json.dumps({"suffix": suffix, "bytes": len(data)}).encode() + b"\n" + data)
-            given.flush()
+            requests.write(json.dumps({"suffix": suffix, "bytes": len(data)}).encode() + b"\n" + data)
+            requests.flush()
             # Six bytes for a character are the most that JSON takes; what goes on longer is no answer.
-            line = told.readline(12 * self._limits.document_chars + 1_000_000)
+            line = answers.readline(12 * self._limits.document_chars + 1_000_000)
             answer = json.loads(line)
             if not isinstance(answer, dict) or not isinstance(answer.get("pages", []), list):
                 raise ValueError
@@ -148,12 +148,13 @@ def main(arguments: list[str]) -> int:
     from cacheblend_rag.app.server.confinement import confine
 
     most, memory, seconds = int(arguments[0]), int(arguments[1]), float(arguments[2])
-    given, told = sys.stdin.buffer, sys.stdout.buffer
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
     confine(memory, seconds)
-    while head := given.readline(_LONGEST_HEAD):
-        asked = json.loads(head)
-        told.write(json.dumps(_parsed(asked["suffix"], given.read(asked["bytes"]), most)).encode() + b"\n")
-        told.flush()
+    while head := requests.readline(_LONGEST_HEAD):
+        request = json.loads(head)
+        parsed = _parsed(request["suffix"], requests.read(request["bytes"]), most)
+        answers.write(json.dumps(parsed).encode() + b"\n")
+        answers.flush()
     return 0
 
 

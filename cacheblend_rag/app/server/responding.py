@@ -99,7 +99,7 @@ class Response(Chat):
             return event(one["type"], {**one, "sequence_number": next(numbers)})
 
         try:
-            async for one in self._told(slot):
+            async for one in self._events(slot):
                 yield numbered(one)
         except Exception as error:
             for one in self._failed(error):
@@ -107,10 +107,10 @@ class Response(Chat):
 
     async def whole(self, slot: Slot) -> dict[str, Any]:
         """The answer at once, which is what the last event has."""
-        told = [one async for one in self._told(slot)]
-        return dict(told[-1]["response"])
+        events = [one async for one in self._events(slot)]
+        return dict(events[-1]["response"])
 
-    async def _told(self, slot: Slot) -> AsyncIterator[dict[str, Any]]:
+    async def _events(self, slot: Slot) -> AsyncIterator[dict[str, Any]]:
         """The events of an answer; an error ends them."""
         for kind in ("response.created", "response.in_progress"):
             yield {"type": kind, "response": self._response("in_progress")}
@@ -177,9 +177,9 @@ class Response(Chat):
     def _failed(self, error: Exception) -> Iterator[dict[str, Any]]:
         """What ends a stream that failed."""
         problem = noted_problem(error)
-        told = {"code": problem.code, "message": problem.message, "param": problem.field}
+        error_fields = {"code": problem.code, "message": problem.message, "param": problem.field}
         # As OpenAI documents it, and with the object that it sends: its clients raise an error for that alone.
-        yield {"type": "error", **told, **problem.body()}
+        yield {"type": "error", **error_fields, **problem.body()}
         code = "server_error" if problem.status >= 500 else "invalid_prompt"  # OpenAI's clients know these alone
         failure = {"code": code, "message": problem.message}
         yield {"type": "response.failed", "response": self._response("failed", error=failure)}
@@ -200,10 +200,10 @@ class _Message:
             yield self._event("content_part.added", part=empty["content"][0])
             self.begun = True
         if piece or tokens:
-            told = logprob_dicts(tokens or ())
+            logprobs = logprob_dicts(tokens or ())
             self.text += piece
-            self._logprobs += told
-            yield self._event("output_text.delta", delta=piece, logprobs=told)
+            self._logprobs += logprobs
+            yield self._event("output_text.delta", delta=piece, logprobs=logprobs)
 
     def ends(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Events of the end, with the whole message."""

@@ -203,7 +203,7 @@ class Service:
         """Seconds after which a stream is cut, whether its client has read it or not."""
         return self.limits.answer_seconds + 30.0
 
-    def answer_tokens(self, asked: int | None, field: str = "max_tokens") -> int:
+    def answer_tokens(self, requested: int | None, field: str = "max_tokens") -> int:
         """Most tokens of an answer, by what a request asks for.
 
         Raises
@@ -212,9 +212,9 @@ class Service:
             If that is more than this server allows; it names the field.
         """
         most = self.limits.answer_tokens
-        if asked is not None and asked > most:
-            raise ConfigError(field, asked, f"an answer may have {most:,} tokens here")
-        return asked or min(self.rag.options.max_new_tokens, most)
+        if requested is not None and requested > most:
+            raise ConfigError(field, requested, f"an answer may have {most:,} tokens here")
+        return requested or min(self.rag.options.max_new_tokens, most)
 
     def embedder_tokens(self, texts: Sequence[str]) -> int:
         """Tokens of texts as the embedder counts them; 0 if it does not tell."""

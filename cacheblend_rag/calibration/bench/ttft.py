@@ -263,10 +263,10 @@ def _rules(options: TTFTOptions) -> dict[str, dict[str, Any]]:
 
 def show(options: TTFTOptions, plot: str | None = None) -> None:
     """Measure and print a table, drawn into a file if one is named; the last line is JSON."""
-    show_result(plot, lambda: measure(options), told, draw_ttft)
+    show_result(plot, lambda: measure(options), ttft_table, draw_ttft)
 
 
-def told(result: Mapping[str, Any]) -> str:
+def ttft_table(result: Mapping[str, Any]) -> str:
     """What was measured, as a table."""
     options = result["options"]
     rates = ", ".join(f"{place} {at['read_rate'] / 1e9:.1f} GB/s" for place, at in result["stores"].items())

@@ -88,8 +88,8 @@ class VectorRanker:
         new = [text for text in dict.fromkeys(texts) if text not in self._known]
         if new:
             self._known.update(zip(new, self._embedder.embed_documents(new), strict=True))
-        asked = self._embedder.embed_query(question)
-        return sorted(range(len(texts)), key=lambda number: math.dist(asked, self._known[texts[number]]))
+        query = self._embedder.embed_query(question)
+        return sorted(range(len(texts)), key=lambda number: math.dist(query, self._known[texts[number]]))
 
 
 def _words(text: str) -> list[str]:

@@ -68,8 +68,8 @@ class Subject:
         Times are in seconds, ``work`` is a share of full prefill's (``work_24`` scaled to 24 layers),
         ``rows`` the mean share of the prompt's rows computed a layer.
         """
-        asked = _Asked(self, case, prompt)
-        return [asked.measure(one) for one in variants]
+        trial = _Trial(self, case, prompt)
+        return [trial.measure(one) for one in variants]
 
     def view(self, variant: Variant) -> BlendEngine:
         """The engine with a variant's rule."""
@@ -78,7 +78,7 @@ class Subject:
         return self._views[variant.label]
 
 
-class _Asked:
+class _Trial:
     """One prompt under measurement."""
 
     def __init__(self, subject: Subject, case: EvalCase, prompt: Prompt) -> None:

@@ -29,7 +29,7 @@ from cacheblend_rag.app.cli.bench import add_ttft_arguments, options_from
 from cacheblend_rag.calibration.bench.benching import show_result
 from cacheblend_rag.calibration.bench.plots import draw_ttft
 from cacheblend_rag.calibration.bench.shapes import bench_device
-from cacheblend_rag.calibration.bench.ttft import TTFTOptions, told
+from cacheblend_rag.calibration.bench.ttft import TTFTOptions, ttft_table
 from cacheblend_rag.calibration.bench.ttft import measure as measure_ttft
 from cacheblend_rag.calibration.comparison import Prefilled, kept_ids
 from cacheblend_rag.engine.engine import BlendEngine
@@ -299,7 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def show() -> None:
         options = options_from(TTFTOptions, parsed)
-        show_result(parsed.plot, lambda: measure(options), told, draw_ttft)
+        show_result(parsed.plot, lambda: measure(options), ttft_table, draw_ttft)
 
     return reported(parser, show)
 

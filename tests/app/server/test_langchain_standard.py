@@ -62,6 +62,7 @@ class TestChatCompletions(_Suite):
     """Over chat completions."""
 
 
+@pytest.mark.slow
 class TestResponses(_Suite):
     """Over responses."""
 

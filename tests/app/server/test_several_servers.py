@@ -287,7 +287,8 @@ def test_limits_hold_for_all_servers_together(
         assert len(b.get("/api/state").json()["collections"]) == 6
 
 
-@pytest.mark.parametrize("waits", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", [False, True])
 def test_what_a_killed_server_was_reading_another_takes_up(
     model: Path, docs: Path, tmp_path: Path, postgres: PostgresServer, waits: bool
 ) -> None:

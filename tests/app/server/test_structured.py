@@ -207,6 +207,7 @@ def test_a_schema_that_cannot_be_kept_to_is_refused(client: openai.OpenAI, schem
         client.chat.completions.create(**asked(client), tools=TOOLS)
 
 
+@pytest.mark.slow
 def test_a_schema_without_an_end_stops_nobody(client: openai.OpenAI) -> None:
     """It would take hours or all memory; others are answered meanwhile, and it is refused soon."""
     quick = asked(client, max_tokens=4)

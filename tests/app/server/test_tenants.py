@@ -255,6 +255,7 @@ def test_vectors_that_are_not_used_leave_memory(
             assert sum(one.in_memory for one in library.collections()) <= 5
 
 
+@pytest.mark.slow
 def test_three_tenants_are_answered_whatever_a_fourth_does(
     model: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

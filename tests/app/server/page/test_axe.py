@@ -138,6 +138,7 @@ def test_a_conversation_and_what_happened(opened: Page, check: Callable[[Page], 
     check(opened)
 
 
+@pytest.mark.slow
 def test_documents_and_history(opened: Page, check: Callable[[Page], None]) -> None:
     compare_switch = opened.locator("#compare-switch")
     show(opened, "What happened")

@@ -15,6 +15,7 @@ from tests.app.server.page.conftest import open_page, serving
 from tests.app.server.page.driving import ask, compare_off, easy_questions, probe, state_of, stream
 from tests.integrations.langchain.models import TEMPLATE
 
+pytestmark = pytest.mark.slow  # a server with two models is started for it
 ASK, COMPARE = re.compile("/ask$"), re.compile("/compare$")
 DEEP = "house/deep-model-with-a-name-that-is-longer-than-any-picker"
 
@@ -100,7 +101,7 @@ def test_a_chosen_model_that_is_gone_gives_way_to_the_first(context: BrowserCont
     assert [one["model"] for one in bodies] == ["toy"]
 
 
-@pytest.mark.parametrize("width", [320, *(pytest.param(width, marks=pytest.mark.slow) for width in (375, 900)), 1280])
+@pytest.mark.parametrize("width", [320, 375, 900, 1280])
 def test_the_picker_has_its_place_at_every_width(page: Page, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 720})
     expect(page.get_by_role("combobox", name="Model")).to_be_in_viewport(ratio=1)
