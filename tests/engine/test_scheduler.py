@@ -135,7 +135,7 @@ def test_background_work_waits_for_all_who_are_under_way() -> None:
 def test_background_work_has_a_share_of_a_model_that_is_never_idle(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.engine.scheduler._REQUESTS_FIRST", 0.1)
     # A machine that stands still meanwhile spoils what is measured.
-    assert any(2 < requests_to_background(kind) < 8 for _ in range(3))
+    assert any(2 < requests_to_background(kind) < 8 for _ in range(5))
 
 
 def requests_to_background(kind: str) -> float:
@@ -177,6 +177,13 @@ def requests_to_background(kind: str) -> float:
 
 
 def test_who_gives_way_in_a_long_pass_lets_others_take_steps_for_as_long() -> None:
+    # A machine that stands still meanwhile spoils what is measured.
+    tries = (steps_between_parts_of_long_passes() for _ in range(5))
+    assert any(all(len(steps) <= 6 and sum(steps) > 0.06 for steps in between[:-1]) for between in tries)
+
+
+def steps_between_parts_of_long_passes() -> list[list[float]]:
+    """Seconds of each step that an answer takes while two passes with parts of 0.07 s give way."""
     scheduler, events = Scheduler(), list[tuple[str, float]]()
 
     def run(given: Sequence[str]) -> list[str]:
@@ -208,10 +215,8 @@ def test_who_gives_way_in_a_long_pass_lets_others_take_steps_for_as_long() -> No
     between = [[took for _, took in run] for token, run in groupby(events, lambda event: event[0] == "token") if token]
     assert sum(map(len, between)) == 12
     assert len(between) >= 3
-    for tokens in between[:-1]:
-        assert len(tokens) <= 6
-        assert sum(tokens) > 0.06
     scheduler.give_way(9.0)  # nobody waits
+    return between
 
 
 def test_a_long_pass_takes_no_more_than_its_part_from_those_who_come_back_at_once() -> None:

@@ -72,7 +72,11 @@ def run_interpreter(
     )
 
 
-@pytest.mark.parametrize("number", range(len(CODE)))
+@pytest.mark.parametrize(
+    "number",
+    # What makes a server of its own takes long.
+    [pytest.param(at, marks=pytest.mark.slow if "FolderRAGOptions" in CODE[at] else ()) for at in range(len(CODE))],
+)
 def test_examples_in_python_run(toy: Running, number: int, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     # Options have their defaults from import on, so what makes a server is run by an interpreter of its own.
