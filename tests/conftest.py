@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Every process that a test starts would compile all modules anew, wherever the environment forbids compiled files.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-gc.disable()  # until all tests are collected: what is imported stays
 
 if shutil.which("nvidia-smi") is None:
     os.environ["TRITON_INTERPRET"] = "1"  # kernels for GPUs run on the CPU; read when Triton is imported
@@ -41,9 +40,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_the_rest(items)
 
 
-def pytest_collection_finish() -> None:
-    """From here on there is garbage."""
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """No garbage is collected while tests are: what they import stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

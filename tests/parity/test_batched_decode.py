@@ -21,7 +21,7 @@ from cacheblend_rag.models.modules import cache_argument
 from cacheblend_rag.models.shape import LayerShape, ModelShape
 from cacheblend_rag.report import Generation
 from tests import tiny
-from tests.parity.test_families import EAGER_ONLY, OF_LATENTS, WINDOWS
+from tests.parity.test_families import EAGER_ONLY, OF_LATENTS, WINDOWS, rope_cases
 from tests.probes import engine_of, until
 from tests.tolerance import assert_layers_close, assert_logits_close
 
@@ -122,17 +122,15 @@ def check_together(model: Any, together: bool) -> None:
         assert_layers_close(cache.layers, alone.layers, model)
 
 
-def decode_cases() -> list[Any]:
-    """Every family with its first RoPE type, one with all; the others are slow tests."""
-    cases = [(family, rope) for family in tiny.ARCHITECTURES for rope in tiny.rope_types(family)]
-    return [
-        pytest.param(family, rope, marks=pytest.mark.slow if rope != "default" and family != "llama" else ())
-        for family, rope in cases
-        if rope not in ("dynamic", "longrope")
-    ]
-
-
-@pytest.mark.parametrize(("family", "rope"), decode_cases())
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        case
+        for family in tiny.ARCHITECTURES
+        for case in rope_cases(family)
+        if case.values[1] not in ("dynamic", "longrope")
+    ],
+)
 def test_steps_together_are_those_of_each_alone(family: str, rope: str) -> None:
     check_together(tiny.model(family, rope), family not in (*EAGER_ONLY, *OF_LATENTS))
 
