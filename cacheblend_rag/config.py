@@ -172,7 +172,7 @@ def _ratios(text: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of an option, of `BlendConfig` or of the server, besides its type.
+    """Description of an option, of `BlendConfig` or of the server, besides its type.
 
     Parameters
     ----------
@@ -214,7 +214,7 @@ class Option:
 
     @property
     def help_line(self) -> str:
-        """What the command line says of it, with its default."""
+        """Its line in the help of the command line, with its default."""
         return f"{self.help} (default: {self.shown or self.default})"
 
     def from_environment(self) -> Any:
@@ -357,8 +357,8 @@ class BlendConfig:
         What is rounded differs then with what else runs. With 1, requests are answered one after another.
     prompt_lookup : int
         Most tokens of an answer that are tried at once where the prompt, or the answer so far, seems to have them
-        already; 0 for none. What is tried and not chosen changes nothing but the time, so answers stay the same up to
-        rounding. On a CPU, while one answer alone is under way.
+        already; 0 for none. A way that is tried and not chosen changes nothing but the time, so answers stay the same
+        up to rounding. On a CPU, while one answer alone is under way.
     guard_share : float
         Share of requests that a quality guard checks: a full prefill in the background, when nothing
         else waits, and how far the blended answer was from it. 0 checks none.
@@ -488,12 +488,12 @@ class BlendConfig:
 
     @classmethod
     def options(cls) -> tuple[Option, ...]:
-        """What is known of each option, in their order."""
+        """Description of each option, in their order."""
         return tuple(_OPTIONS[name] for name in cls.names())
 
     @classmethod
     def default(cls, name: str) -> Any:
-        """What an option is when neither the caller nor the environment says anything."""
+        """Value of an option that neither the caller nor the environment sets."""
         return _OPTIONS[name].default
 
     def asdict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the engine says of its work."""
+"""Reports of the engine's work."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Seconds:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the loading controller expected of a request, in seconds.
+    """The loading controller's expectations of a request, in seconds.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class DocumentUse:
-    """What became of a retrieved document in one prompt.
+    """The use of a retrieved document in one prompt.
 
     Parameters
     ----------
@@ -107,8 +107,8 @@ class BlendReport:
         Of each chunk, in the order of the prompt, what it was read from, such as ``"disk"`` or
         ``"memory"``; ``""`` if it was not there.
     left_out : tuple of int
-        Chunks that the context window had no room for, by their number in the prompt as it was given, from 0. What
-        else the report says of chunks is of the others.
+        Chunks that the context window had no room for, by their number in the prompt as it was given, from 0. All other
+        figures of chunks are of the others.
     prefix_hit : bool
         Whether the prefix was read from the store.
     reused_tokens : int
@@ -241,7 +241,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class WarmReport:
-    """What warming did.
+    """Result of warming.
 
     Parameters
     ----------
@@ -269,7 +269,7 @@ class WarmReport:
 
 @dataclass(frozen=True)
 class AnswerStats:
-    """What was asked of a model, and how much of it was found in the store.
+    """Counts of a model's requests, and how much of them was found in the store.
 
     Parameters
     ----------

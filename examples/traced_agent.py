@@ -32,7 +32,7 @@ retriever = store.as_retriever(search_kwargs={"k": 3})
 
 
 class Answer(BaseModel, extra="forbid"):
-    """What the agent says."""
+    """The agent's answer."""
 
     sentence: str = Field(max_length=80)
 

@@ -49,7 +49,7 @@ def file_of(image: Any, kind: str = "PNG") -> bytes:
 
 
 class QwenLike:
-    """What a processor of Qwen's models makes of images; their own needs a reader of videos."""
+    """Stands in for the processor of Qwen's models, which needs a reader of videos."""
 
     image_token = MARKS["qwen2_vl"]
 

@@ -1,4 +1,4 @@
-"""What the engine's tests look through: a naive twin of the blended pass, and stores that tell or fail."""
+"""Tools of the engine's tests: a naive twin of the blended pass, and stores that report or fail."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def key_of(engine: BlendEngine, text: str) -> str:
 
 
 def segments_of(engine: BlendEngine) -> PromptTokenizer:
-    """What cuts an engine's prompts."""
+    """The tokenizer of an engine's prompts."""
     return PromptTokenizer(engine.tokenizer, engine.config.separator)
 
 

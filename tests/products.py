@@ -1,4 +1,4 @@
-"""What tests of oneDNN's products share: whether there are any, and which were made."""
+"""Shared by tests of oneDNN's products: whether there are any, and which were made."""
 
 from __future__ import annotations
 

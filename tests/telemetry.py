@@ -1,4 +1,4 @@
-"""What OpenTelemetry was told, for tests of spans and metrics."""
+"""The spans and metrics that OpenTelemetry got, for tests."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Told:
         return sorted(found, key=lambda one: (one.start_time or 0, one.end_time or 0))
 
     def points(self, name: str) -> list[Any]:
-        """What a metric has for each set of attributes."""
+        """The values of a metric for each set of attributes."""
         data = self._reader.get_metrics_data()
         scopes = [scope for one in (data.resource_metrics if data else ()) for scope in one.scope_metrics]
         found = [metric for scope in scopes for metric in scope.metrics if metric.name == name]

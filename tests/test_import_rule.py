@@ -105,7 +105,7 @@ def imports_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def breaches(module: str, imported: str) -> str | None:
-    """What is wrong with one module importing another, if anything."""
+    """The fault of one module importing another, if there is one."""
     outside = imported.split(".")[0]
     if outside != NAME:
         homes = HOMES.get(outside)

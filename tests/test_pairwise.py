@@ -1,4 +1,4 @@
-"""What of many combinations is run by default."""
+"""Which of many combinations run by default."""
 
 from __future__ import annotations
 

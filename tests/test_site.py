@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "docs" / "site" / "mkdocs.yml"
-# What a browser would fetch by itself.
+# Addresses that a browser would fetch by itself.
 FETCHED = re.compile(r"""<(?:script|img|link|iframe|source)\b[^>]*\b(?:src|href)=["']?(https?:)?//""")
 
 

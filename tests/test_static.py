@@ -1,4 +1,4 @@
-"""Style and types."""
+"""Style. Types are checked by `mypy`, which `.ci/run` runs too."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.mark.parametrize(
     "command",
-    ["ruff check --output-format concise .", "ruff format --check .", "mypy"],
-    ids=["lint", "format", "types"],
+    ["ruff check --output-format concise .", "ruff format --check ."],
+    ids=["lint", "format"],
 )
 def test_clean(command: str) -> None:
     done = subprocess.run(

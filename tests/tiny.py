@@ -56,7 +56,7 @@ LATENT = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 16,
 }
-# What a family needs beyond the common settings, so that all it has is in use.
+# Settings of a family beyond the common ones, so that all it has is in use.
 OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "apertus": {"attention_bias": True},
     "cohere": {"logit_scale": 0.5},

@@ -1,1 +1,1 @@
-"""What a newcomer runs: the documents that come with the package."""
+"""The programs: command line, server, replicas, and questions to a folder of documents."""

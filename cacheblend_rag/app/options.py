@@ -1,4 +1,4 @@
-"""What ``ask`` and ``serve`` answer from, and with what; checked before anything heavy is loaded."""
+"""Documents and models of ``ask`` and ``serve``; checked before anything heavy is loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ALIKE = 0.7
 
 @dataclass(frozen=True, kw_only=True)
 class FolderRAGOptions:
-    """What to answer from, and with what.
+    """Documents to answer from, and models to answer with.
 
     Parameters
     ----------

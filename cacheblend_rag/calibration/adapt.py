@@ -225,7 +225,7 @@ class ContextTraining:
         return float(answer.detach())
 
     def context(self) -> LearnedContext:
-        """What was learned so far."""
+        """The context as learned so far."""
         rotaries, dtype = self._adapter.rotary(self._options.tokens), self._adapter.dtype
         keys = tuple(
             unrotate(layer.detach()[0], rotaries.of_keys(number)).to(dtype) for number, layer in enumerate(self._keys)
@@ -305,7 +305,7 @@ def _cache_of(layers: Sequence[LayerKV]) -> Any:
 
 
 def adapt_report(adapted: Adapted) -> str:
-    """What was learned, in words."""
+    """The result of adapting, in words."""
     prompts = len(adapted.learned.blended.divergences)
     lines = [
         f"KL divergence from full prefill, nats a token, on {prompts} prompts that were held back",

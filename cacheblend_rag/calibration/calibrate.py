@@ -138,7 +138,7 @@ def calibrate(
 
 
 def _computes(engine: BlendEngine, tokenizer: PromptTokenizer, chunks: Sequence[str]) -> dict[str, ComputeKV | None]:
-    """What computes chunks under each condition that is tried."""
+    """Corpora that compute chunks under each condition that is tried."""
     count, found = engine.config.contexts, dict[str, ComputeKV | None](sink=None)
     if count:
         found["context"] = Corpus(engine.adapter, tokenizer, chunks, count).compute
@@ -158,7 +158,7 @@ def _divided(prompts: Sequence[Prompt], check_share: float) -> tuple[list[Prompt
 
 
 def _search_settings(engine: BlendEngine, prompts: Sequence[Prompt], options: CalibrationOptions) -> dict[str, Any]:
-    """What a trial's result depends on."""
+    """Settings on which a trial's result depends."""
     return {
         "version": _VERSION,
         "model": engine.fingerprint,
@@ -183,7 +183,7 @@ def end_ids_of(engine: BlendEngine) -> list[int]:
 
 
 def settings_of(found: Finding, tolerance: float) -> BlendSettings:
-    """What a finding says about how to blend."""
+    """The options that a finding stands for."""
     if found.chosen is None or found.checked is None:
         prompts = len(found.reuse[found.condition].divergences)
         return BlendSettings("all", recompute_ratio=1.0, tolerance=tolerance, prompts=prompts)
@@ -227,7 +227,7 @@ def keep_settings(engine: BlendEngine, settings: BlendSettings) -> Path:
 
 
 def report(settings: BlendSettings, found: Finding) -> str:
-    """What was found, in words."""
+    """The findings in words."""
     lines = []
     for condition, tried in found.reuse.items():
         lost = tried.divergence.mean

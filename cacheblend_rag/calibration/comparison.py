@@ -109,7 +109,7 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class MethodResult:
-    """What one method made of a prompt.
+    """The result of one method for a prompt.
 
     Parameters
     ----------

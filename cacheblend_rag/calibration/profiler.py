@@ -40,7 +40,7 @@ _LAYERS, _HEADS, _DIM = 16, 8, 64
 
 @dataclass(frozen=True)
 class BlendTime:
-    """What a blended pass took.
+    """Time of a blended pass.
 
     Parameters
     ----------

@@ -34,7 +34,7 @@ _QUESTIONS = (
 
 
 class Corpus:
-    """What computes the chunks of a corpus behind contexts.
+    """A corpus whose chunks are computed behind contexts.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class Corpus:
         beside = contexts_beside(tokenizer, texts, sizes, count, adapter.context_window)
         self._contexts = dict(zip(texts, beside, strict=True))
         self._known: OrderedDict[str, ContextKV] = OrderedDict()
-        # What a prompt still holds, for other prompts with the same chunk.
+        # Rows that a prompt still holds, for other prompts with the same chunk.
         self._held: WeakValueDictionary[tuple[object, ...], SegmentKV] = WeakValueDictionary()
 
     def compute(self, text: str, before: tuple[int, ...], ids: tuple[int, ...], regime: int = 0) -> SegmentKV:

@@ -1,9 +1,9 @@
 """The search: the cheapest rule that keeps a model's answers within a tolerance of full prefill's.
 
-1. Chunks are computed behind contexts and behind the start of a text alone; where full KV reuse is nearer to full
-   prefill is where rules are tried.
-2. Kind by kind, the least share that keeps the tolerance on the prompts of the search. What does more work than the
-   best kind so far is left after a prompt.
+1. Chunks are computed behind contexts and behind the start of a text alone. Rules are tried on the side where full KV
+   reuse is nearer to full prefill.
+2. For each kind of rule, the least share is found that keeps the tolerance on the prompts of the search. A rule that
+   does more work than the best kind so far is left after one prompt.
 3. The cheapest is checked on prompts that were held back until then. If it fails there, its share is too small, and
    the search goes on.
 """
@@ -53,7 +53,7 @@ class TrialSets:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a search found.
+    """Result of a search.
 
     Parameters
     ----------

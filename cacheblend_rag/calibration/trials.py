@@ -179,7 +179,7 @@ class Tried:
 
 @dataclass(frozen=True, eq=False)
 class FullAnswer:
-    """What full prefill answers to a prompt.
+    """Full prefill's answer to a prompt.
 
     Parameters
     ----------
@@ -194,7 +194,7 @@ class FullAnswer:
 
 
 class FullAnswers:
-    """What full prefill answers to prompts, shared by sets of the same prompts for as long as one of them holds it.
+    """Full prefill's answers to prompts, shared by sets of the same prompts for as long as one of them holds it.
 
     Parameters
     ----------
@@ -321,7 +321,7 @@ class TrialSet:
         return Tried(rule, tuple(known["divergences"]), known["work"], known["whole"])
 
     def measure(self, rule: SelectionRule, tolerance: float, below: float) -> dict[str, Any]:
-        """What `try_rule` says of a rule that has not been tried: divergences, mean work, and if on all."""
+        """Measures a rule that has not been tried: divergences, mean work, and whether on all prompts."""
         found: list[tuple[float, _Trial]] = []
         divergences: list[float] = []
         works: list[float] = []
@@ -353,7 +353,7 @@ class TrialSet:
 def greedy_answer(
     adapter: ModelAdapter, cache: Any, logits: torch.Tensor, count: int, end_ids: Collection[int]
 ) -> tuple[list[int], torch.Tensor]:
-    """What greedy decoding writes behind a prompt.
+    """The answer to a prompt by greedy decoding.
 
     Parameters
     ----------

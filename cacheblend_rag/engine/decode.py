@@ -174,7 +174,7 @@ def _check(name: str, value: Any, kind: type, fits: Callable[[Any], bool], remed
 
 @dataclass(frozen=True)
 class Decoded:
-    """What was generated.
+    """A generated answer.
 
     Parameters
     ----------

@@ -72,8 +72,8 @@ class BlendEngine:
     ----------
     model : transformers PreTrainedModel or PeftModel
         A causal language model, perhaps with LoRA adapters, or a model that takes images too.
-        Nothing is left behind on it. Several engines may share one: their requests wait for one another. Who runs it
-        without an engine, on whatever thread, gets what the model itself gives.
+        Nothing is left behind on it. Several engines may share one: their requests wait for one another. A call without
+        an engine, on whatever thread, gets the model's own results.
     tokenizer : transformers tokenizer
         Its tokenizer.
     config : BlendConfig, optional
@@ -265,12 +265,12 @@ class BlendEngine:
 
     @property
     def condition(self) -> str:
-        """What chunks are computed behind; ``"auto"`` of the options is decided."""
+        """The condition that chunks are computed behind; ``"auto"`` of the options is decided."""
         return self._pipeline.condition
 
     @property
     def learned(self) -> LearnedContext | None:
-        """What ``cacheblend-rag adapt`` learned for the model, or `use_learned` was given; None if nothing was."""
+        """The context learned by ``cacheblend-rag adapt``, or given to `use_learned`; None without one."""
         return self._pipeline.learned
 
     def use_learned(self, context: LearnedContext | None) -> None:
@@ -319,7 +319,7 @@ class BlendEngine:
         return image_prompt(processor, self.tokenizer, turns, tools, options, begun=begun, limits=limits)
 
     def fitted(self, prompt: Prompt | str, max_new_tokens: int | None = None) -> Fitted:
-        """What of a prompt is answered: with ``overflow="drop_chunks"`` perhaps fewer chunks than it has.
+        """The prompt that is answered: with ``overflow="drop_chunks"`` perhaps with fewer chunks.
 
         Parameters
         ----------
@@ -567,7 +567,7 @@ class BlendEngine:
         """Bring stored KV of chunks closer on a thread of its own, as soon as they are retrieved.
 
         With tiers, records rise to the nearest; of a single folder, the system is asked to read
-        their files. What is not stored is left alone. Never waits and never fails.
+        their files. Chunks that are not stored are left alone. Never waits and never fails.
 
         Parameters
         ----------
@@ -582,7 +582,7 @@ class BlendEngine:
         Returns
         -------
         int
-            Records that were erased. What waited to be stored never was, and is not counted.
+            Records that were erased. Records that waited to be stored never were, and are not counted.
 
         Raises
         ------
@@ -741,13 +741,13 @@ class BlendEngine:
     # Helpers -------------------------------------------------------------------------------
 
     def _segments(self, chunks: Iterable[str], prefix: str = "") -> Iterator[Segment]:
-        """What is stored of chunks; texts too short to have tokens of their own are left out."""
+        """Stored segments of chunks; texts too short to have tokens of their own are left out."""
         self._pipeline.look_at_model()
         found = (self._pipeline.chunk_segment(text, prefix) for text in _texts(chunks))
         return (segment for segment in found if segment is not None)
 
     def _fitting_segment(self, text: str, prefix: str) -> Segment | None:
-        """What is stored of a chunk, if it is not too long for the model."""
+        """The stored segment of a chunk, if it is not too long for the model."""
         segment, window = self._pipeline.chunk_segment(text, prefix), self.context_window
         tokens = len(segment.context_ids) + len(segment.token_ids) if segment else 0
         if window is not None and tokens > window:
@@ -806,7 +806,7 @@ class BlendEngine:
 
     @contextlib.contextmanager
     def _steps(self, fused: FusedKV) -> Iterator[Step]:
-        """What takes the steps of an answer."""
+        """The function that takes each step of an answer."""
         if not (self.config.prompt_lookup and self._batched_decode.takes_several and all_preallocated(fused.cache)):
             yield self._step
             return
@@ -828,7 +828,7 @@ class BlendEngine:
         return self._scheduler.step(inputs, self._batched_decode)
 
     def _pauses(self, cancelled: Callable[[], bool]) -> Pauses:
-        """What lets others use the model while a prompt is prefilled."""
+        """Pauses of a prefill, in which others use the model."""
         on_cpu = self.adapter.device.type == "cpu"
 
         def going_on() -> None:

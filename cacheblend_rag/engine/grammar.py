@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "coerce_one_of": False}
 # States of the lexer take memory; a schema that needs more of them ends its answer.
 _LEXER_STATES = 20_000
-# What messages of llguidance have around what they say: places in the grammar, and its lines.
+# Surroundings of llguidance's messages: places in the grammar, and its lines.
 _AROUND = re.compile(
     r"^at \d+\(\d+\): |failed to compile JSON schema: |^ *\d+ \|.*$|^ *\^.*$|<non-verbose/>", re.MULTILINE
 )
@@ -69,7 +69,7 @@ class InText:
 
 
 class Grammar:
-    """What an answer must follow, compiled for one tokenizer; any number of answers may use it at once.
+    """A grammar for answers, compiled for one tokenizer; any number of answers may use it at once.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ class Grammar:
         return self._compiled.deep_copy()
 
     def failed(self, error: str) -> ConfigError:
-        """What an answer ends with that can be followed no longer."""
+        """The error of an answer that can follow the grammar no longer."""
         return refused(self.field, error)
 
 
@@ -202,7 +202,7 @@ def _among_text(forms: Sequence[Form], style: InText, tokenizer: Any, known: LLT
 
 
 def fault_of(grammar: str) -> str:
-    """What is wrong with a grammar whatever the tokenizer; empty if nothing is."""
+    """The fault of a grammar whatever the tokenizer; empty if there is none."""
     return str(_library().LLMatcher.validate_grammar(grammar, None, limits=_limits()))
 
 

@@ -35,7 +35,7 @@ _WINDOW, _LEAST = 8, 3
 
 @dataclass(frozen=True)
 class GuardStatus:
-    """What a guard has seen so far.
+    """State of a guard.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ class QualityGuard:
 
     @property
     def status(self) -> GuardStatus:
-        """What was seen so far."""
+        """State of the guard."""
         return self._status
 
     def watch(

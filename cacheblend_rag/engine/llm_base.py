@@ -1,4 +1,4 @@
-"""What the models of every adapter share: their fields, and how an engine answers for them."""
+"""Base of the models of every adapter: their fields, and how an engine answers for them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cacheblend_rag.store import StoreLocations
 from cacheblend_rag.store.base import UNLIMITED
 from cacheblend_rag.store.factory import are_locations
 
-# What users of other packages write, where it says what holds here anyway; anything else is refused with the remedy.
+# Arguments of other packages whose value holds here anyway; any other value is refused with the remedy.
 _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
     "n": ((1,), "a prompt has one answer here; ask for more by a batch with other seeds"),
     "num_return_sequences": ((1,), "a prompt has one answer here; ask for more by a batch with other seeds"),
@@ -86,14 +86,14 @@ class LoadFields(TypedDict, total=False):
 
 
 class MadeFields(BlendOptions, total=False):
-    """What classmethods make an engine of: options of `BlendConfig` one by one, and what `LLMBase` explains."""
+    """Arguments of classmethods that make an engine: options of `BlendConfig` one by one, and those of `LLMBase`."""
 
     config: BlendConfig | None
     store: StoreLocations | None
 
 
 class EngineFields(LoadFields, BlendOptions, total=False):
-    """What an engine is made of; `LLMBase` explains each."""
+    """Parts of an engine; `LLMBase` explains each."""
 
     config: BlendConfig | None
     engine: BlendEngine
@@ -166,8 +166,8 @@ class LLMBase(BaseModel):
     Notes
     -----
     A model made by its id can be copied and pickled: the copy loads it anew. Calls take the options from
-    ``max_new_tokens`` to ``logits_processor`` and ``timeout``, too; those of a call win. What is not known is refused.
-    A call also takes ``response_format`` in OpenAI's form: the answer is then JSON, by a schema if it has one.
+    ``max_new_tokens`` to ``logits_processor`` and ``timeout``, too; those of a call win. An unknown argument is
+    refused. A call also takes ``response_format`` in OpenAI's form: the answer is then JSON, by a schema if it has one.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=(), populate_by_name=True)
@@ -367,7 +367,7 @@ class LLMBase(BaseModel):
     # Answering -------------------------------------------------------------------------------
 
     def stats(self) -> AnswerStats:
-        """What was asked of this model so far, and how much of it was found in the store."""
+        """Counts of this model's requests so far, and how much of them was found in the store."""
         return self._tally.stats()
 
     @property
@@ -412,7 +412,7 @@ class LLMBase(BaseModel):
         return cast(DecodeArguments, {"stop": [*self.stop, *(stop or [])], **own})
 
     def _grammar(self, response_format: Any, tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> Grammar | None:
-        """What an answer must follow: its response format, or the arguments of the call that it must be."""
+        """The grammar of an answer: its response format, or the arguments of the call that it must be."""
         form = None if response_format is None else form_of(response_format)
         if form is not None:
             if tools:
@@ -494,7 +494,7 @@ class LLMBase(BaseModel):
         )
 
     def _info(self, report: BlendReport) -> dict[str, Any]:
-        """What a trace shows of an answer; times in seconds."""
+        """The info of an answer in traces; times in seconds."""
         info = {
             "model_name": self.model_name,
             "finish_reason": report.finish_reason,
@@ -516,7 +516,7 @@ class LLMBase(BaseModel):
 
 
 def _form_of_call(call: CallText, forced: bool) -> Form:
-    """What a call must follow: its schema if it is strict; else what of it can be kept to, if it must be called."""
+    """The grammar of a call: its strict schema; else as much of it as can be followed, if it must be called."""
     if call.strict or forced:
         return Form(closed(call.schema), call.before, call.after, lenient=not call.strict)
     return Form({"type": "object"}, call.before, call.after)

@@ -1,4 +1,4 @@
-"""What is asked of the logits: penalties, a bias for single tokens, log-probabilities, a grammar."""
+"""Options of the logits: penalties, a bias for single tokens, log-probabilities, a grammar."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Segment:
 
     @property
     def own_ids(self) -> tuple[int, ...]:
-        """What is computed behind `shared_ids`: the rest of its context, then its ids."""
+        """Ids that are computed behind `shared_ids`: the rest of its context, then its own."""
         return self.context_ids[len(self.context_ids) - self.head :] + self.token_ids
 
 
@@ -117,7 +117,7 @@ class Found:
     records: dict[str, StoredKV]
 
     def tier(self, key: str) -> str:
-        """What a segment is read from; empty if it is not stored."""
+        """The tier that a segment is read from; empty if it is not stored."""
         return self.records[key].tier if key in self.records else ""
 
     def without(self, key: str) -> Found:
@@ -126,7 +126,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Lookup:
-    """What is stored of a prompt. Used as a context manager, it closes the records that were opened for it.
+    """The stored segments of a prompt. Used as a context manager, it closes the records that were opened for it.
 
     Parameters
     ----------
@@ -185,7 +185,7 @@ class Loading:
 
 
 def reader_of(adapter: ModelAdapter, split: TokenizedPrompt, found: Found, clock: ReadClock) -> LayerReader:
-    """What reads the stored KV of a prompt; it may turn keys to their positions on the way."""
+    """Reader of the stored KV of a prompt; it may rotate keys to their positions on the way."""
     spans = zip(split.chunks, found.chunks, strict=True)
     places = [*([(split.prefix, found.prefix)] if found.prefix else []), *spans]
     return LayerReader(
@@ -317,7 +317,7 @@ class Pipeline:
     ) -> None:
         """Take over a learned context, and choose the condition and the rule by it."""
         self.learned = learned
-        """What the model was adapted to; None if it was not."""
+        """The context that the model was adapted to; None if it was not."""
         layers, digest = self.adapter.num_layers, self._learned_digest
         self._ratio_policy = RatioPolicy(config, layers, self.fingerprint, controller, minimum, digest)
         if self.condition == "context" and not config.contexts:
@@ -333,7 +333,7 @@ class Pipeline:
 
     @property
     def condition(self) -> str:
-        """What chunks are computed behind: as the options say, as calibration found best, or as was learned."""
+        """The condition of chunks: as the options say, as calibration found best, or as was learned."""
         chosen = self._ratio_policy.config.condition
         if chosen != "auto":
             return chosen
@@ -449,7 +449,7 @@ class Pipeline:
         return [self._record(segment, kv) for segment, kv in zip(segments, computed, strict=True)]
 
     def _kv_of(self, contexts: Contexts | None, learned: LearnedContext | None) -> ContextKV:
-        """What computes chunks behind contexts; that of the last ones is kept, since more chunks of theirs may come."""
+        """The KV of contexts, to compute chunks behind; the last one is kept, since more of its chunks may come."""
         digests = [one.digest for one in (contexts, learned) if one is not None]
         wanted, last = (self.fingerprint, *digests), self._latest_contexts
         if last.kv is None or last.identity != wanted:
@@ -465,7 +465,7 @@ class Pipeline:
             raise StoreError("the model's adapter was switched before this was computed; warm chunks once it is active")
 
     def record_info(self, segment: Segment) -> RecordInfo:
-        """What the record of a segment says of itself."""
+        """Info for the record of a segment."""
         adapter = self.adapter
         behind = segment.contexts
         contexts = () if behind is None else sum((behind.ids[at] for at in behind.of(segment.token_ids)), ())
@@ -569,7 +569,7 @@ class Pipeline:
         return Blend(fused, {})
 
     def plain_report(self, split: TokenizedPrompt) -> BlendReport:
-        """What is said of a prompt that is prefilled in full."""
+        """Report of a prompt that is prefilled in full."""
         layers = self.adapter.num_layers
         return dataclasses.replace(
             self._counts(split),
@@ -620,7 +620,7 @@ class Pipeline:
         return lookup, dataclasses.replace(loading, found=found, layers=layers)
 
     def _whole(self, report: BlendReport, whole: TokenizedPrompt, kept: Resumed | None) -> BlendReport:
-        """What the report of a resumed prompt says of the whole one."""
+        """Report of a resumed prompt, as that of the whole one."""
         if kept is None:
             return report
         counts, resumed = self._counts(whole), len(whole.chunks) - len(kept.split.chunks)
@@ -777,7 +777,7 @@ class Pipeline:
         )
 
     def _write_back(self, split: TokenizedPrompt, found: Found, fusion: Fusion) -> dict[str, Job]:
-        """What computes and stores each segment that was missing."""
+        """Jobs that compute and store each missing segment."""
         if not self._ratio_policy.rule.reads_store or self.config.write_back == "off":
             return {}
         jobs: dict[str, Job] = {}
@@ -805,7 +805,7 @@ class Pipeline:
 
 
 def _uses(documents: Sequence[DocumentPlace], tiers: Sequence[str]) -> tuple[DocumentUse, ...]:
-    """What became of each document, by what the chunk that holds it was read from."""
+    """The use of each document, by the tier from which its chunk was read."""
     uses = []
     for one in documents:
         begins = " ".join(one.text[: 2 * _BEGINS].split())[:_BEGINS]
@@ -826,7 +826,7 @@ def _numbers(segment: Segment) -> tuple[int, ...]:
 
 
 def _learned_context(store: KVStore, fingerprint: str, adapter: ModelAdapter) -> LearnedContext | None:
-    """What a model was adapted to beside this store; what cannot be used is logged, as if it were not there."""
+    """The learned context beside this store; one that cannot be used is logged, and counts as none."""
     try:
         return kept_context(store.folder, fingerprint, adapter)
     except StoreError as error:

@@ -94,7 +94,7 @@ class _Text:
         self._ids.append(token)
 
     def continuation(self, most: int) -> list[int]:
-        """What followed when the newest tokens stood in the text before."""
+        """Tokens that followed when the newest tokens stood in the text before."""
         if most < 1:
             return []
         for length in _LENGTHS:

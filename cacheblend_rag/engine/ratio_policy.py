@@ -1,4 +1,4 @@
-"""What the loading controller decides for a request: its rule, and which records are worth reading."""
+"""Decisions of the loading controller for a request: its rule, and which records are worth reading."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ class RatioPolicy:
         return (scored[-1] + 1) / self._layers if scored else 0.0
 
     def head_share(self) -> float:
-        """What the layers up to the last check do beyond the rule's last share."""
+        """Work of the layers up to the last check beyond the rule's last share."""
         checks: Any = getattr(self.rule, "check_layers", None)
         if not checks:
             return 0.0
@@ -205,7 +205,7 @@ class RatioPolicy:
 def _calibrated(
     config: BlendConfig, model: str, controller: LoadingController | None, learned: str
 ) -> BlendSettings | None:
-    """What was calibrated for a model, if the choice is left to us."""
+    """The calibrated options of a model, if the choice is left to us."""
     settings = controller.blends.get(model) if controller is not None else None
     if settings is None or config.recompute_ratio != "auto":
         return None

@@ -43,7 +43,7 @@ class ModelTime:
 
 
 class _Step(Generic[_Given, _Result]):
-    """What an answer under way waits for."""
+    """The next step of an answer under way."""
 
     def __init__(self, given: _Given, run: Callable[[Sequence[_Given]], Sequence[_Result]], spent: ModelTime) -> None:
         self.given, self.run, self.spent = given, run, spent

@@ -22,7 +22,7 @@ from cacheblend_rag.store.base import KVRecord, KVStore, RecordInfo, StoredKV, r
 
 _log = logging.getLogger(__name__)
 KEY_PREFIX = "session-"
-# What the KV of a blended prompt depends on, apart from its ids and the model.
+# Settings on which the KV of a blended prompt depends, apart from its ids and the model.
 _BLENDED_BY = (*RULE_OPTIONS, "recompute_ratio", "condition", "contexts")
 
 
@@ -104,7 +104,7 @@ class SessionCache:
     def job(
         self, split: TokenizedPrompt, answer_ids: Sequence[int], layers: Sequence[LayerKV]
     ) -> tuple[str, Job] | None:
-        """What keeps a finished prompt and its answer; None if the model's cache does not hold it whole.
+        """Job that keeps a finished prompt and its answer; None if the model's cache does not hold it whole.
 
         Parameters
         ----------
@@ -143,7 +143,7 @@ class _Beginning:
 
 
 def keys_begin(salt: str) -> str:
-    """What the keys of a tenant's kept prompts begin with."""
+    """Beginning of the keys of a tenant's kept prompts."""
     return f"{KEY_PREFIX}{hashlib.sha256(salt.encode()).hexdigest()[:16]}-"
 
 

@@ -22,7 +22,7 @@ class Cancelled:
     def __init__(self) -> None:
         self.queue: queue.Queue[str | None] = queue.Queue()
         self.model_time: ModelTime | None = None
-        """What the model has spent on the answer; None before its turn."""
+        """Seconds that the model has spent on the answer; None before its turn."""
         self.late = False
         """Whether it was not complete in time."""
         self._event = threading.Event()
@@ -181,7 +181,7 @@ class TextStream(Iterator[str], AsyncIterator[str]):
         if self._thread is not None:
             self._thread.join()  # it put its last piece and has nothing more to do
         error = self._outcome.error
-        # Who gave the stream up, perhaps from another thread while this one waited, asked for it to end early.
+        # The stream was given up, perhaps by another thread while this one waited: an early end was asked for.
         if error is not None and not (given_up and isinstance(error, GenerationError)):
             raise error
 

@@ -32,7 +32,7 @@ CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 """Environment variable that lets spans hold the text of prompts and answers."""
 
 Operation = Literal["chat", "text_completion"]
-"""What the conventions call an answer to a conversation, and one to a text."""
+"""Names in the conventions of an answer to a conversation, and of one to a text."""
 
 _OURS = "cacheblend_rag"
 # Bucket boundaries that the conventions ask for.
@@ -44,7 +44,7 @@ _EACH_TOKEN = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.
 
 @dataclass(frozen=True)
 class Named:
-    """What an engine's answers are called in traces.
+    """Names of an engine's answers in traces.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ def below(span: Any) -> Iterator[None]:
 
 
 def below_this(answer: Callable[[Cancelled], Generation]) -> Callable[[Cancelled], Generation]:
-    """What generates an answer, below the span that is current now: a stream may be read after it has ended."""
+    """Context manager around an answer, below the span that is current now: a stream may be read after it has ended."""
     here = trace and trace.get_current_span().get_span_context()
     if not here or not here.is_valid:
         return answer
@@ -196,7 +196,7 @@ class _Traced(Untraced):
         return self._began + int(seconds * 1e9)
 
     def _request(self) -> dict[str, Any]:
-        """What was asked for."""
+        """Attributes of the request."""
         options = self._options
         attributes = {
             "openinference.span.kind": "LLM",
@@ -211,7 +211,7 @@ class _Traced(Untraced):
         return {name: value for name, value in attributes.items() if value is not None}
 
     def _said(self, report: BlendReport) -> dict[str, Any]:
-        """What became of it."""
+        """Attributes of the answer."""
         stored = tokens_to_store(self._prompt, report, self._config)
         return {
             "gen_ai.response.model": self._model,
@@ -312,7 +312,7 @@ class _Traced(Untraced):
 
 @dataclass(frozen=True)
 class _Instruments:
-    """What answers are counted in."""
+    """Instruments that count answers."""
 
     duration: metrics.Histogram
     tokens: metrics.Histogram

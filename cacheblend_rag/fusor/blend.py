@@ -21,7 +21,7 @@ _TOGETHER = 4  # layers in a call, where that is possible
 
 @dataclass(frozen=True)
 class FusionPlan:
-    """What is reused and what must be computed.
+    """Rows that are reused, and rows that must be computed.
 
     Parameters
     ----------
@@ -183,7 +183,7 @@ class _Pass:
         return deviation
 
     def _view(self, positions: torch.Tensor) -> StartView:
-        """What a rule sees of some positions."""
+        """A rule's view of some positions."""
         attention = None if self._attention is None else self._attention[positions]
         return StartView(positions, self._offsets[positions], self.reused_tokens, attention)
 

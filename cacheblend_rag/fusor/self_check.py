@@ -44,7 +44,7 @@ def check_adapter(adapter: ModelAdapter) -> None:
 
 
 def _wrong(adapter: ModelAdapter, ids: list[int]) -> list[str]:
-    """What differs over some tokens, and by how much."""
+    """Each kind of result that differs over some tokens, and by how much."""
     try:
         errors = errors_of(adapter, ids)
     except (AttributeError, TypeError, RuntimeError, ValueError, IndexError, KeyError) as error:

@@ -124,7 +124,7 @@ class _Counted:
 
 
 def _spared(last: LayerShape, rows: _Seen, ended: int | None) -> float:
-    """What the rows of the last layer did not do."""
+    """Work that the rows of the last layer did not do."""
     stopped = _Seen(rows.positions[: 0 if ended is None else len(rows.positions) - ended])
     return _work(last, stopped) - len(stopped.positions) * (last.keys + last.values)
 

@@ -157,7 +157,7 @@ class BlendFields(LLMBase):
         return {**own, "stop_texts": list(self.stop), "model_fingerprint": self.engine.fingerprint, **self.blend}
 
     def _tracing_params(self, params: LangSmithParams, overrides: dict[str, Any]) -> LangSmithParams:
-        """What LangSmith calls this model and a call's settings, those given with the call first."""
+        """LangSmith's names for this model and a call's settings, those given with the call first."""
         temperature = overrides.get("temperature", self.temperature)
         most = overrides.get("max_tokens", overrides.get("max_new_tokens", self.max_new_tokens))
         stop = [*self.stop, *(params.get("ls_stop") or [])]

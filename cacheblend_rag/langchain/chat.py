@@ -40,7 +40,7 @@ from cacheblend_rag.prompt.images import ImageLimits, holds_image
 from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved, known_chunks, match_chunks
 from cacheblend_rag.report import Generation
 
-# What a call may be given beside options of decoding.
+# Arguments that a call may have beside options of decoding.
 _CALL = ("tools", "tool_choice", "chat_template_kwargs")
 
 
@@ -86,7 +86,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return {**super()._identifying_params, **own}
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
-        # What a response cache tells models apart by; the serialised form alone lacks the weights.
+        # Parameters by which a response cache tells models apart; the serialised form alone lacks the weights.
         return f"{super()._get_llm_string(stop=stop, **kwargs)}---{sorted(self._identifying_params.items())}"
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
@@ -248,7 +248,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         yield self._last_chunk(request, stream, held)
 
     def _request(self, messages: Sequence[BaseMessage], stop: list[str] | None, overrides: dict[str, Any]) -> _Request:
-        """What the engine is asked for a conversation."""
+        """The engine's request for a conversation."""
         tokenizer, tools = self.engine.tokenizer, overrides.get("tools")
         names = [tool["function"]["name"] for tool in tools or []]
         begun = opening(check_choice(overrides.get("tool_choice"), names), tokenizer)
@@ -294,7 +294,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return prompt
 
     def _retrieved(self, messages: Sequence[BaseMessage]) -> list[Retrieved]:
-        """What was retrieved for a conversation: documents that tools have attached, and those of its run."""
+        """Retrieved documents of a conversation: those that tools have attached, and those of its run."""
         attached = dict.fromkeys(artifact_texts(messages))
         known_chunks.add(attached)
         of_run = [one for one in documents_of_run(messages) if one.texts[0] not in attached]
@@ -311,7 +311,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return message
 
     def _last_chunk(self, request: _Request, stream: TextStream, held: HeldBack) -> ChatGenerationChunk:
-        """What is known only at the end: usage, how it was made, tool calls, text held back for them."""
+        """The last chunk of a stream: usage, how the answer was made, tool calls, text held back for them."""
         answer = stream.result
         if answer is None:
             return ChatGenerationChunk(message=AIMessageChunk(content="", chunk_position="last"))
@@ -358,5 +358,5 @@ class _Request:
     opening: str
 
     def begun(self, held: HeldBack, piece: str) -> str:
-        """What of a piece may be handed out; nothing of an answer that is a call from its start."""
+        """The part of a piece that may be handed out; nothing of an answer that is a call from its start."""
         return "" if self.opening else held.feed(piece)

@@ -89,8 +89,8 @@ def track(vectorstore: S) -> S:
     Returns
     -------
     VectorStore
-        Behaves as the store that was given, also to ``isinstance``, and keeps everything in it. What its search methods
-        return is known from then on, whether tracking is switched on or off.
+        Behaves as the store that was given, also to ``isinstance``, and keeps everything in it. Documents that its
+        search methods return are known from then on, whether tracking is switched on or off.
 
     Raises
     ------

@@ -37,7 +37,7 @@ _ASYNCHRONOUS = ("adelete", "aadd_documents", "aadd_texts")
 
 
 class Contents(Protocol):
-    """What can be read of a vector store as a whole."""
+    """Readable contents of a whole vector store."""
 
     def documents(self) -> Iterable[Document]:
         """All documents."""
@@ -47,7 +47,7 @@ class Contents(Protocol):
 
 
 def contents_of(store: Any) -> Contents | None:
-    """What reads a whole vector store; None if there is no way to.
+    """Reader of a whole vector store; None if there is no way to read it.
 
     Parameters
     ----------

@@ -65,7 +65,7 @@ class CacheBlendEvent(BaseEvent):
 
 @dataclass(frozen=True)
 class Said:
-    """What a model has said so far.
+    """The text of an answer so far.
 
     Parameters
     ----------
@@ -178,6 +178,6 @@ class _Pieces(Generic[R]):
             yield self._call.respond(Said(self._text, new))
 
     def last(self, answer: Generation | None) -> Iterator[R]:
-        """What is known only at the end: how the answer was made, tool calls, text held back for them."""
+        """The end of an answer: how it was made, tool calls, text held back for them."""
         if answer is not None:
             yield self._call.respond(Said(self._call.opening + answer.text, None, answer, len(self._text)))

@@ -40,7 +40,7 @@ _FIXED = (MessageRole.SYSTEM, MessageRole.DEVELOPER)
 
 @dataclass(frozen=True)
 class Hint:
-    """What a template was filled with.
+    """The values that a template was filled with.
 
     Parameters
     ----------
@@ -217,7 +217,7 @@ def _unexplained(text: str, place: _Place, matches: Sequence[Match]) -> bool:
 
 
 def _said(text: str, messages: Sequence[ChatMessage], context_at: int | None) -> Iterator[str]:
-    """What was said in a conversation, but for the message that holds the context."""
+    """The messages of a conversation, but for the one that holds the context."""
     for message in messages:
         content = message.content or ""
         if message.role in _FIXED or not content.strip():

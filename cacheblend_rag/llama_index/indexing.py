@@ -190,7 +190,7 @@ def _gone(before: Iterable[BaseNode], after: Iterable[BaseNode]) -> list[str]:
     return [text for node in before for text in node_texts(node) if text not in there]
 
 
-# What may leave the store by each call.
+# Reads the documents that a call may remove from the store.
 _READINGS: dict[str, Callable[..., _Reading]] = {
     "delete": _OfDocument,
     "adelete": _OfDocument,
@@ -336,7 +336,7 @@ class CacheBlendPrecompute(TransformComponent):
         return "CacheBlendPrecompute"
 
     def to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        """What a pipeline's cache knows this step by: never the same twice."""
+        """Key of this step in a pipeline's cache: never the same twice."""
         return {"class_name": self.class_name(), "run": uuid4().hex}
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:

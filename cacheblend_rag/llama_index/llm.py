@@ -172,7 +172,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        """What LlamaIndex plans prompts by."""
+        """The metadata by which LlamaIndex plans prompts."""
         window = self.context_window or self.engine.context_window
         return LLMMetadata(
             context_window=window or DEFAULT_CONTEXT_WINDOW,
@@ -288,7 +288,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         return ModelCall(self, seen, self._arguments(stops, given, also), given, respond, tools, begun, operation)
 
     def _teller(self) -> Any:
-        """What makes ``raw`` of an answer, and tells tracing of it once."""
+        """Function that makes ``raw`` of an answer, and reports it to tracing once."""
         span, note = active_span_id.get(), answers_noted()
 
         def info(said: Said) -> dict[str, Any] | None:
@@ -333,7 +333,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
     # Prompts ---------------------------------------------------------------------------------
 
     def _get_prompt(self, prompt: BasePromptTemplate, **prompt_args: Any) -> str:
-        """What `predict` and its like make of a template; it is marked with the context in it."""
+        """The prompt that `predict` and its like make of a template; it is marked with the context in it."""
         values = self._values(prompt_args)
         return MarkedText(super()._get_prompt(prompt, **values), Hint.of({**prompt.kwargs, **values}))
 

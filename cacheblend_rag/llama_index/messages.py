@@ -70,8 +70,8 @@ def answer_message(text: str, tools: Collection[str] = ()) -> ChatMessage:
     ----------
     text : str
     tools : collection of str
-        Tools that were offered: calls of them are read. What looks like a call and cannot be
-        understood stays text.
+        Tools that were offered: calls of them are read. Text that looks like a call and cannot be understood stays
+        text.
     """
     parsed = parse_calls(text, tools) if tools else None
     if parsed is None or not parsed.calls:

@@ -216,7 +216,7 @@ _synthesis: ContextVar[_Synthesis | None] = ContextVar("cacheblend_rag_llama_ind
 
 
 def answers_noted() -> Callable[[BlendReport], None]:
-    """What takes note of answers for the synthesizer that now calls the model; streams answer after it has ended."""
+    """Callback that notes answers for the synthesizer that now calls the model; streams answer after it has ended."""
     under_way = _synthesis.get()
     return under_way.note if under_way is not None else lambda report: None
 

@@ -149,7 +149,7 @@ class FaissVectorStore(BasePydanticVectorStore):
         ]
 
     def _filtered_by(self, node_id: str) -> dict[str, Any]:
-        """What filters see of a node: its document, as in other stores, and its metadata."""
+        """The values of a node for filters: its document, as in other stores, and its metadata."""
         node = self._index.items[self._index.keys[node_id]]
         return {"ref_doc_id": node.ref_doc_id, **node.metadata}
 

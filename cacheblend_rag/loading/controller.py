@@ -69,7 +69,7 @@ class ChunkKV:
 
 @dataclass(frozen=True)
 class LoadingPlan:
-    """What to do with the stored KV of a prompt.
+    """Decision about the stored KV of a prompt.
 
     Parameters
     ----------

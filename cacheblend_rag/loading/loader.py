@@ -341,8 +341,8 @@ def load_plainly(reader: LayerReader, start: int = 0) -> Iterator[LayerKV]:
 def load_as_it_pays(reader: LayerReader) -> Iterator[LayerKV]:
     """Read the first layer, for which the pass waits in any case, and the others ahead if that was slow.
 
-    On a device that is no CPU, reading costs the pass nothing, and all layers are read ahead. What lies in
-    memory is never read ahead on a CPU: if its first layer was slow, that was the memory it is copied to.
+    On a device that is no CPU, reading costs the pass nothing, and all layers are read ahead. KV in memory is never
+    read ahead on a CPU: if its first layer was slow, that was the memory it is copied to.
     """
     if reader.device.type != "cpu":
         blocks = _blocks_of(reader)

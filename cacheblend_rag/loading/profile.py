@@ -1,4 +1,4 @@
-"""What was measured of this machine, and which storage devices there are: numbers, no measuring."""
+"""Measurements of this machine and its storage devices: numbers, no measuring."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class BlendSettings:
 
 @dataclass(frozen=True)
 class MachineProfile:
-    """What was measured.
+    """Measurements of a machine.
 
     Parameters
     ----------

@@ -73,7 +73,7 @@ class _Blending:
 
 
 class _Here(threading.local):
-    """What holds on the thread that asks."""
+    """State of the thread that asks."""
 
     blending: _Blending | None = None
 
@@ -127,7 +127,7 @@ class ModelAdapter:
         self._here = _Here()
 
     def _by_layer(self, read: Callable[[Any, int], Any]) -> list[Any]:
-        """What the config says of each layer."""
+        """The config's value for each layer."""
         try:
             return [read(self.config, layer) for layer in range(self.num_layers)]
         except AttributeError as error:
@@ -237,7 +237,7 @@ class ModelAdapter:
 
     @cached_property
     def row_by_row(self) -> ForwardOverrides[Any]:
-        """What is computed block by block: on other devices a call costs more than it saves."""
+        """Operations computed block by block: on other devices a call costs more than it saves."""
         attention = {self._attention(layer) for layer in range(self.num_layers)}
         parts = row_by_row(part for layer in self.layers for part in layer.children() if part not in attention)
         left = self.device.type != "cpu" or is_compiled(self.model)
@@ -295,7 +295,7 @@ class ModelAdapter:
         kv.write(rows, keys[None], values[None])
 
     def _normed(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """What a layer projects: its input, behind a norm where the family has one there."""
+        """The rows that a layer projects: its input, behind a norm where the family has one there."""
         norm = self.family.norm
         if (kernels := self._in_use) is not None:
             return kernels[layer].normed(hidden)

@@ -98,7 +98,7 @@ class BatchedDecode:
 
 
 def _causal(span: range, like: torch.Tensor) -> torch.Tensor:
-    """What the newest tokens of an answer see, added to scores: ``[tokens, positions]``, or ``[1, 0]`` for all."""
+    """Mask of an answer's newest tokens, added to scores: ``[tokens, positions]``, or ``[1, 0]`` if they see all."""
     if len(span) == 1:
         return like.new_zeros(1, 0)
     hidden = torch.full((len(span), span.stop), float("-inf"), dtype=like.dtype, device=like.device)

@@ -246,7 +246,7 @@ _RECURRENT = (
     "zamba",
     "zamba2",
 )
-# What else the makers of such models offer.
+# For an architecture that mixes other layers with attention: models of the same makers that only attend.
 _ATTENDING = {
     "bamba": "Granite 3",
     "falcon_h1": "Falcon 3",

@@ -41,12 +41,12 @@ ARCHITECTURES = {
     "stablelm": "stablelm",
     "starcoder2": "starcoder2",
 }
-"""What both transformers' reader and the blended pass know: the file's name of an architecture, and the family."""
+"""Architectures that both transformers' reader and the blended pass know: the file's name, and the family."""
 _SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Splits every digit from the rest before merging; transformers knows these names not.
 _DIGITS_APART = ("smollm", "starcoder", "refact")
-# What ends a turn in a chat, where a file names the end of a text only.
+# Tokens that end a turn in a chat, where a file names the end of a text only.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
 # Of Llama 3.1 and all that follow it.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

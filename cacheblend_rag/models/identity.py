@@ -126,7 +126,7 @@ def _paths(layers: Sequence[AdaptedLayer]) -> frozenset[str]:
 
 
 def _merged_state(layers: Sequence[AdaptedLayer]) -> bytes:
-    """What the model's own weights depend on, as far as adapters change them."""
+    """State on which the model's own weights depend, as far as adapters change them."""
     return _state([layer for layer in layers if layer.merged])
 
 
@@ -165,7 +165,7 @@ def _tensors(name: str, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
 
 
 def content_of(tensor: torch.Tensor) -> bytes:
-    """What goes into a fingerprint: the sum of each row's bits, and the first and last elements."""
+    """Contents of a fingerprint: the sum of each row's bits, and the first and last elements."""
     data = tensor.detach().contiguous()
     rows = data.shape[0] if data.dim() > 1 and data.numel() else 1
     data = data.flatten()

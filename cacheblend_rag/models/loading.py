@@ -31,12 +31,12 @@ from cacheblend_rag.models.starters import starter_folder, starter_named
 _IN_HARDWARE = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 # Largest share of the machine's memory that float32 weights take without being asked for; KV and passes need the rest.
 _SHARE = 0.75
-# What holds for every method.
+# Options of every method.
 _INSTEAD = (
     "or load weights that are not quantised, with quantization_config=BitsAndBytesConfig(load_in_4bit=True) or "
     "TorchAoConfig(Int8WeightOnlyConfig()): both run on CPUs and GPUs"
 )
-# What of the arguments of from_pretrained says where files are found.
+# Arguments of from_pretrained that say where files are.
 _WHERE = ("cache_dir", "code_revision", "local_files_only", "revision", "subfolder", "token", "trust_remote_code")
 
 
@@ -98,7 +98,7 @@ def _parameters(config: Any) -> int:
 
 
 def auto_class(config: Any) -> Any:
-    """What of transformers loads a model: a container is loaded whole, and needs no image processor for text."""
+    """Transformers' class that loads a model: a container is loaded whole, and needs no image processor for text."""
     return AutoModelForImageTextToText if config.model_type in _CONTAINERS else AutoModelForCausalLM
 
 
@@ -233,7 +233,7 @@ def _where(model_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_processor(name: str, model_kwargs: dict[str, Any]) -> Any:
-    """What makes inputs of images for a container."""
+    """The processor that makes inputs of images for a container."""
     from transformers import AutoProcessor  # it imports what reads images, which text does not need
 
     try:
@@ -267,7 +267,7 @@ def _load(
         method = _quantised_by(config, model_kwargs)
         if dtype == "auto" and not model_kwargs:
             dtype = type_to_load(config, target)
-        # What becomes of quantised weights depends on the devices and packages that are there, too.
+        # The form of quantised weights also depends on the devices and packages that are there.
         before = None if model_kwargs or method else files_identity(name, dtype)
         with _refused(method):
             loaded = _weights(config, name, target, dtype, method, model_kwargs)
@@ -281,7 +281,7 @@ def _load(
             f"model {said!r} could not be loaded: {error}; name a folder written by save_pretrained, a GGUF file, "
             "an id that is in the local cache or can be downloaded, or the starter model 'smollm2'"
         ) from error
-    # What was downloaded just now, or changed meanwhile, is known from the next load on.
+    # Files that were downloaded just now, or changed meanwhile, are known from the next load on.
     unchanged = before is not None and before == files_identity(name, dtype)
     return loaded.eval(), tokenizer, before if unchanged else None
 

@@ -125,7 +125,7 @@ def _files(folder: Path) -> list[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Nobody else makes or deletes this folder meanwhile. What a killed process left of it is removed."""
+    """Nobody else makes or deletes this folder meanwhile. Remains of a killed process are removed."""
     lock = FileLock(folder.parent / f".{folder.name}.lock")
     try:
         lock.acquire(timeout=0)

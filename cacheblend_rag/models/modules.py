@@ -73,7 +73,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 class _Kept:
-    """What was put aside of a model."""
+    """State of a model that is put aside while it is in use."""
 
     def __init__(self) -> None:
         self.users = 0
@@ -105,8 +105,8 @@ _NOWHERE = Here()
 class ForwardOverride:
     """Stands for the ``forward`` of a module between `put` and `remove`; subclasses say what `instead` does.
 
-    It acts on threads that are within `ForwardOverrides.in_use`. Whoever else calls the module meanwhile gets what the
-    module itself gives. What others have put in that place is left alone.
+    It acts on threads that are within `ForwardOverrides.in_use`. Others who call the module meanwhile get the module's
+    own result. A forward that others have put in that place is left alone.
     """
 
     __slots__ = ("here", "module")
@@ -119,7 +119,7 @@ class ForwardOverride:
         return self.instead(*args, **kwargs) if self.here.users else self.plainly(*args, **kwargs)
 
     def instead(self, *args: Any, **kwargs: Any) -> Any:
-        """What a call gives on a thread that wants it."""
+        """Result of a call on a thread that has switched the override on."""
         raise NotImplementedError
 
     def put(self) -> None:
@@ -132,7 +132,7 @@ class ForwardOverride:
             del self.module.__dict__["forward"]
 
     def plainly(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module itself gives."""
+        """The module's own result."""
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -163,7 +163,7 @@ class ForwardOverrides(Generic[_Forward]):
 
     @property
     def modules(self) -> list[nn.Module]:
-        """What they stand for."""
+        """The modules whose forward is overridden."""
         return [forward.module for forward in self._forwards]
 
     @contextmanager

@@ -54,7 +54,7 @@ class PlainKV:
         return self._keys(attention, keys, rotary), self._values(values)
 
     def cached(self, kv: LayerKV) -> tuple[torch.Tensor, torch.Tensor]:
-        """What transformers caches of a layer."""
+        """The tensors that transformers caches of a layer."""
         return kv.keys, kv.values
 
     def held(self, keys: torch.Tensor, values: torch.Tensor) -> LayerKV:

@@ -65,7 +65,7 @@ class Rotary:
         return Rotary(self.cos.to(dtype), self.sin.to(dtype), self.layout)
 
     def for_layer(self) -> Any:
-        """What a decoder layer takes of a batch of one."""
+        """Rotations as a decoder layer takes them, for a batch of one."""
         if self.layout.cosines == "complex":
             return torch.complex(self.cos, self.sin)[None]
         return self.cos[None], self.sin[None]
@@ -99,7 +99,7 @@ class Rotaries:
     rotates: Sequence[bool]
 
     def layer(self, layer: int) -> Rotary:
-        """What the model gives a layer, whether the layer uses it or not."""
+        """Rotations as the model gives them to a layer, whether the layer uses them or not."""
         return self.tables[self.names[layer]]
 
     def of_keys(self, layer: int) -> Rotary | None:

@@ -139,7 +139,7 @@ def context_window(config: Any) -> int | None:
 
 
 def _stretched(kind: dict[str, Any], given: int) -> int:
-    """What RoPE parameters stretch a window to; 0 for types whose window is as given."""
+    """Window that RoPE parameters stretch to; 0 for types whose window is as given."""
     factor = kind.get("factor") or 1.0
     if kind.get("rope_type") == "dynamic":
         return int(given * factor)

@@ -66,7 +66,7 @@ class Starter:
         return f"{self.package}=={self.version}"
 
     def about(self) -> Mapping[str, str]:
-        """What the model's folder is made from."""
+        """Source of the model's folder."""
         from cacheblend_rag.models.gguf import CONVERTER
 
         return {"package": self.requirement, "weights": self.weights_sha256, "converter": str(CONVERTER)}

@@ -124,7 +124,7 @@ def render_turns(
 
 
 def written_by_template(tokenizer: Any, turns: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """What a tokenizer's chat template makes of messages.
+    """Messages as a tokenizer's chat template writes them.
 
     Some templates of models that take images read a list of blocks, and pass over a message that is a text. They are
     given lists.
@@ -228,7 +228,7 @@ def opening(choice: str | None, tokenizer: Any) -> str:
 
 
 def call_rests(choice: str, tools: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[CallText]:
-    """What may stand behind `opening`, for each tool that may be called.
+    """Texts that may stand behind `opening`, for each tool that may be called.
 
     Parameters
     ----------
@@ -322,7 +322,7 @@ class HeldBack:
         self.sent = 0
 
     def feed(self, piece: str) -> str:
-        """What may be handed out now."""
+        """Text that may be handed out now."""
         if not self._holds:
             self.sent += len(piece)
             return piece
@@ -358,7 +358,7 @@ class PromptFormat:
     suffix: str
 
     def opening(self, instructions: str | None = None) -> str:
-        """What stands before the chunks: the prefix, or instructions in its place."""
+        """Text before the chunks: the prefix, or instructions in its place."""
         return f"{instructions}\n\n" if instructions else self.prefix
 
 
@@ -370,4 +370,4 @@ STUFF = PromptFormat(
 """The prompt of LangChain's ``RetrievalQA.from_chain_type`` for models that take plain text."""
 
 CHAT = PromptFormat("Use the following pieces of context to answer the question. Answer in a few words.\n\n", "{q}")
-"""What a chat model is told before the chunks, and asked after them."""
+"""A chat model's instructions before the chunks, and the question after them."""

@@ -17,10 +17,10 @@ from cacheblend_rag.prompt.prompt import ImagePrompt
 IMAGE = "image"
 """The type of a block with an image. Beside it stands ``bytes``, ``base64`` or ``url``."""
 
-# What is read. Other formats of Pillow run other programs, or are rarely sent.
+# Formats that are read. Others of Pillow run other programs, or are rarely sent.
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _NOT_FETCHED = "no image is fetched from an address: send its bytes, as a URL that begins data:image/png;base64,"
-# What processors raise of a conversation that they cannot read has no narrower base.
+# The errors of processors that cannot read a conversation have no narrower base.
 _REFUSALS = (ValueError, TypeError, LookupError, RuntimeError, AttributeError, StopIteration)
 
 

@@ -19,9 +19,9 @@ from typing import Any
 from cacheblend_rag.errors import ContextLengthError, PromptError
 from cacheblend_rag.prompt.prompt import ImagePrompt, Prompt
 
-# What stands around a chunk in usual prompts. Tokens that are the same within all of them are its own.
+# Texts around a chunk in usual prompts. Tokens that are the same within all of them are its own.
 _SURROUNDINGS = (" ", '"')
-# What the beginning of a text does not merge with.
+# Tokenizers do not merge the beginning of a text with the end of a line.
 _LINE_END = "\n"
 # Chunks whose tokens are remembered: they come back again and again, and a tokenizer takes milliseconds for each.
 _REMEMBERED = 1024
@@ -184,7 +184,7 @@ class PromptTokenizer:
         self._chunks.cache_clear()
 
     def chunk(self, text: str) -> ChunkTokens:
-        """What of a chunk can be reused; white space around it counts as what stands around it."""
+        """The part of a chunk that can be reused; white space around it counts as its surroundings."""
         return self._chunks(text.strip())
 
     def context_ids(self, text: str, prefix: str = "") -> tuple[int, ...]:

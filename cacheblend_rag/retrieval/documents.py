@@ -1,6 +1,7 @@
 """The documents of a folder, and the text of each by its kind: text, Markdown, HTML, Word and PDF.
 
-Files may come from anywhere. Nothing they name is opened or fetched. What does not fit its kind is a `DocumentError`.
+Files may come from anywhere. Nothing they name is opened or fetched. A file that does not fit its kind is a
+`DocumentError`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _MOST_XML = 20_000_000
 _DEEPEST = 200
 # Share of characters that may be damaged in text.
 _BROKEN = 0.05
-# What a browser does not show.
+# Elements that a browser does not show.
 _UNSEEN = ("head", "script", "style", "template", "noscript", "iframe", "object", "svg", "math", "select", "textarea")
 _HIDING = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
 _ON_ERROR = ("raise", "skip")

@@ -38,7 +38,7 @@ _BATCH, _BATCH_CHARS = 32, 8_000
 
 
 def embedder_fingerprint(embed: Callable[[Sequence[str]], npt.NDArray[np.float32]]) -> EmbedderFingerprint:
-    """What tells an embedding model from another: what it makes of the fixed texts."""
+    """Fingerprint of an embedding model: its vectors of the fixed texts."""
     return embed(_TEXTS).astype(np.float64)
 
 
@@ -149,7 +149,7 @@ class SharedEmbeddings(Embeddings):
 
     @cached_property
     def fingerprint(self) -> EmbedderFingerprint:
-        """What tells this model from another; see `cacheblend_rag.retrieval.embedder`."""
+        """Fingerprint of this model; see `cacheblend_rag.retrieval.embedder`."""
 
         def embed(texts: Sequence[str]) -> Vectors:
             return as_matrix(self.embed_documents(list(texts)), len(texts))

@@ -33,7 +33,7 @@ _EMBEDDED = 128
 
 @dataclass(frozen=True, kw_only=True)
 class IndexReport:
-    """What bringing an index up to date did.
+    """Changes made to bring an index up to date.
 
     Parameters
     ----------
@@ -303,7 +303,7 @@ def _nothing_read(folder: Path, skipped: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class BuiltIndex:
-    """What `build_index` returns.
+    """Result of `build_index`.
 
     Parameters
     ----------

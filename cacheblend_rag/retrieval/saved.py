@@ -41,7 +41,7 @@ class IndexDamagedError(DocumentError):
 
 @dataclass(frozen=True)
 class SavedIndex:
-    """What a folder holds.
+    """Contents of a folder.
 
     Parameters
     ----------

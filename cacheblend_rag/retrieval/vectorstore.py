@@ -52,7 +52,7 @@ class FaissVectorStore(VectorStore):
 
     @property
     def embeddings(self) -> Embeddings:
-        """What embeds documents and questions."""
+        """The embedder of documents and questions."""
         return self._embedding
 
     @property

@@ -35,7 +35,7 @@ class Wrapper:
 
     @staticmethod
     def _seen(name: str, found: Any, inner: Any, **state: Any) -> Any:
-        """What an attribute of the wrapped store is to those who use the wrapper."""
+        """An attribute of the wrapped store, as users of the wrapper see it."""
         raise NotImplementedError
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -145,7 +145,7 @@ class StoredKV(Protocol):
 
     @property
     def tier(self) -> str:
-        """What it is read from: ``"disk"``, ``"memory"``."""
+        """The tier that it is read from: ``"disk"``, ``"memory"``."""
         ...
 
     def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -250,7 +250,7 @@ class KVStore(Protocol):
 
     @property
     def tier(self) -> str:
-        """What records lie on, as a profile names it: ``"disk"``, ``"memory"``; empty if it has no name."""
+        """The tier of the records, as a profile names it: ``"disk"``, ``"memory"``; empty if it has no name."""
         ...
 
     @property
@@ -352,7 +352,7 @@ class KVStore(Protocol):
         ...
 
     def stats(self) -> StoreStats | None:
-        """What it holds and what was asked of it; None if it does not count.
+        """Its contents and requests, counted; None if it does not count.
 
         Raises
         ------

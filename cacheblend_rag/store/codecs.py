@@ -178,7 +178,7 @@ class GroupedCodec(Codec):
         return tuple(shape)
 
     def _spread(self, per_group: torch.Tensor, length: int, axis: int) -> torch.Tensor:
-        """What belongs to a group, for each of its elements."""
+        """A group's value for each of its elements."""
         return per_group.float().repeat_interleave(self._groups[axis], dim=axis).narrow(axis, 0, length)
 
 

@@ -417,7 +417,7 @@ class DiskStore(BaseStore):
                 path.unlink()  # whoever waits sees that it is gone and makes another
             lock.release()
 
-    # What is in it ---------------------------------------------------------------------------
+    # Contents ------------------------------------------------------------------------------
 
     def entries(self, beginning: str = "") -> Iterator[DiskEntry]:
         """All records whose key begins so, most recently used first; looking does not count as use."""

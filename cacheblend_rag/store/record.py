@@ -41,7 +41,7 @@ _SEALED_MAGIC = b"CBRAGKS\x02"
 _PAGE = 4096
 START_BYTES = 16
 """Bytes of a record before its header."""
-# What entries of the layer table are counted as, so that a header's size does not depend on them.
+# Entries of the layer table count as this, so that a header's size does not depend on them.
 _WIDEST = [2**48, 2**48, 2**64 - 1]
 _Piece: TypeAlias = bytes | memoryview
 # Pieces of memory one read may fill on every system (IOV_MAX).
@@ -400,7 +400,7 @@ def _check_layout(header: _Header, first: int, size: int | None, extra: int) -> 
 
 
 def _place(key: str, part: int | str) -> str:
-    """What a sealed piece is bound to."""
+    """The place to which a sealed piece is bound."""
     return f"{key} {part}"
 
 

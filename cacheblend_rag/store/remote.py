@@ -1,4 +1,4 @@
-"""What stores on other machines have in common: one that is away, slow or full costs a miss and a warning."""
+"""Base of stores on other machines: one that is away, slow or full costs a miss and a warning."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class RemoteStore(Claims, BaseStore):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
 
-    # What a subclass says ------------------------------------------------------------------
+    # Implemented by subclasses --------------------------------------------------------------
 
     def _opened(self, key: str) -> EncodedRecord | None:
         """The record of a key, its header read and checked; None if there is none."""

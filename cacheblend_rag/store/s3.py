@@ -285,7 +285,7 @@ def _key(path: str) -> str | None:
 
 
 def _said(error: BaseException) -> str:
-    """What a client's error says, without addresses that may hold a signature and without its inner workings."""
+    """Message of a client's error, without addresses that may hold a signature and without its inner workings."""
     first = str(error).partition("\n")[0].partition(": <?xml")[0]
     return re.sub(r"(//)[^/@\s]+@|\?\S+", r"\1…", first)
 

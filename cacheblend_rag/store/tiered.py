@@ -40,8 +40,8 @@ class TieredStore(BaseStore):
     A codec that loses bits changes the copies in the tiers above, too: a record is the same, whichever tier it is read
     from.
 
-    Tiers on other machines get every record that is put, on a thread of their own. What is read from there is copied to
-    the first persistent tier of this machine, too.
+    Tiers on other machines get every record that is put, on a thread of their own. A record that is read from there is
+    copied to the first persistent tier of this machine, too.
 
     Parameters
     ----------
@@ -151,7 +151,7 @@ class TieredStore(BaseStore):
         stored, failed = False, StoreError("no tier takes the record")
         keeps = any(tier.persistent for tier in self._own)
         tiers = self._own or self.tiers
-        # What lies above is what will be read from below, when it is no longer above.
+        # Memory gets the record as it will be read from the disk, so that both give the same.
         above = record if tiers[0].persistent else self.as_kept(record)
         for tier in tiers:
             try:

@@ -148,7 +148,7 @@ class ValkeyStore(RemoteStore):
 
     @property
     def size_limit(self) -> int:
-        """What the server may take for all that it holds (``maxmemory``); `UNLIMITED` if it does not say."""
+        """Bytes that the server may take for all its contents (``maxmemory``); `UNLIMITED` if it does not say."""
         try:
             return int(self._memory().get("maxmemory", 0)) or UNLIMITED
         except StoreError:

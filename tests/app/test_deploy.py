@@ -167,7 +167,7 @@ def test_the_unit_runs_the_server_with_its_hands_tied(tmp_path: Path) -> None:
     calls = service["SystemCallFilter"].split()
     assert {"seccomp", "landlock_restrict_self"} <= set(calls), "the process that parses confines itself"
     if shutil.which("systemd-analyze"):
-        # What it starts must be there to be verified.
+        # The program it starts must be there to be verified.
         there = tmp_path / "cacheblend-rag.service"
         there.write_text(text.replace(program, "/bin/true"), encoding="utf-8")
         done = subprocess.run(["systemd-analyze", "verify", there], capture_output=True, text=True, check=False)

@@ -188,7 +188,7 @@ RESULTS: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 
 def said(plot: Path) -> set[str]:
-    """What is written in an SVG; matplotlib notes every text beside its glyphs."""
+    """The texts in an SVG; matplotlib notes every text beside its glyphs."""
     return set(re.findall(r"<!-- (.*?) -->", plot.read_text(encoding="utf-8")))
 
 

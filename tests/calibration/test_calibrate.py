@@ -72,7 +72,7 @@ def found(models: dict[str, Any]) -> dict[str, tuple[BlendSettings, Finding]]:
 
 
 def full_of(adapter: ModelAdapter, answer_tokens: int = 8) -> FullAnswers:
-    """What full prefill answers, in so many tokens."""
+    """Full prefill's answer, in so many tokens."""
     return FullAnswers(adapter, answer_tokens, [2])
 
 
@@ -247,7 +247,7 @@ def test_of_many_prompts_the_hard_ones_decide(models: dict[str, Any]) -> None:
     others = seen.divergences[3:]
     assert all(min(abs(one - other) for other in reuse.divergences) < 1e-6 for one in others)
     assert max(others) <= seen.divergences[2]
-    # What is sure to fail is left as soon as that is sure, which with the hard ones first is soon.
+    # A rule is left as soon as it is sure to fail, which with the hard prompts first is soon.
     given_up = few.try_rule(SelectHKVD((1,), 0.0), sum(seen.divergences[:2]) / 20 - 1e-6)
     assert not given_up.whole
     assert len(given_up.divergences) == 2
@@ -407,7 +407,7 @@ def test_slow_loading_raises_what_was_calibrated_and_never_lowers_it() -> None:
     assert slow.plan is not None
     assert 0.3 < slow.ratio <= 0.5
     assert slow.rule.recompute_ratios == (0.5, max(0.4, slow.ratio), slow.ratio)  # type: ignore[attr-defined]
-    # What the first layers do beyond the last share counts as done at any ratio: of 24 layers
+    # Work of the first layers beyond the last share counts as done at any ratio: of 24 layers
     # 1 + 0.5 + 0.4 + 21 * 0.05 are computed.
     head = policy_of(SETTINGS).head_share()
     assert head + 0.05 * (1 - head) == pytest.approx((1 + 0.5 + 0.4 + 21 * 0.05) / 24)

@@ -20,7 +20,7 @@ CHUNKS = ["The owl slept.", "The fox ran to the river.", "Leaves fell."]
 
 
 def said(prompt: str) -> str:
-    """What a larger model would write."""
+    """The text that a larger model would write."""
     if "score" in prompt:
         asked = prompt.rpartition("Begin!")[2]
         return " to the river\nScore: 90" if "fox" in asked else " unknown\nScore: 0"

@@ -185,7 +185,7 @@ def test_parts_of_a_journal_are_written_side_by_side(tmp_path: Path) -> None:
             pass
 
 
-# What is measured ---------------------------------------------------------------------------
+# Measures --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -121,7 +121,7 @@ def test_the_work_of_methods_is_what_one_counts_by_hand() -> None:
         work = by_hand(first) + split.chunk_tokens * VALUES + (LAYERS - 2) * by_hand(kept)
         work += (len(kept) - 1) * (KEYS + VALUES) + by_hand([tokens - 1]) + HEAD
         cost = cost_of(engine.adapter, tokens, blended(engine, prompt)())
-        # What lies between chunks, and their first tokens, is computed in each prompt.
+        # Text between chunks, and their first tokens, are computed in each prompt.
         always = tokens - len(split.prefix) - split.chunk_tokens
         assert always > len(split.suffix)
         assert len(kept) == int(0.2 * split.chunk_tokens) + always

@@ -1,4 +1,4 @@
-"""What every store keeps to. A new one inherits `StoreContract`; one that evicts, `BoundedStoreContract`."""
+"""The contract of every store. A new one inherits `StoreContract`; one that evicts, `BoundedStoreContract`."""
 
 from __future__ import annotations
 

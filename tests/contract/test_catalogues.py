@@ -1,4 +1,4 @@
-"""What every catalogue does: that in a file of its own, and that in a database which servers share."""
+"""The contract of every catalogue: that in a file of its own, and that in a database which servers share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens when a record that was found cannot be read after all: it is a miss, and nothing else changes."""
+"""A record that was found and cannot be read after all is a miss, and nothing else changes."""
 
 from __future__ import annotations
 

@@ -244,7 +244,7 @@ def test_two_models_in_one_folder_keep_to_their_own(tmp_path: Path) -> None:
     store.close()
 
 
-# What others put there ----------------------------------------------------------------------
+# Foreign files -----------------------------------------------------------------------------
 
 
 def test_files_and_folders_are_private(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ CASES = {"inline": ("inline", "0"), "background": ("background", "0"), "below me
 
 
 class Kept(NamedTuple):
-    """What the script said of a folder, and the folder's files with their times before and after."""
+    """The script's output for a folder, and the folder's files with their times before and after."""
 
     said: dict[str, Any]
     before: list[tuple[str, int]]
@@ -108,7 +108,7 @@ def may_not_write_everything() -> None:
 
 
 def run(cases: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
-    """What the script says of folders, each with its way of writing back and its limit of memory."""
+    """The script's output for folders, each with its way of writing back and its limit of memory."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(cases)],
         cwd=Path(__file__).parents[2],

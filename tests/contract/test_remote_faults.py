@@ -31,7 +31,7 @@ from tests.probes import until
 PATIENT = 10.0
 # Of stores that fall silent, so that nobody waits for long.
 TIMEOUT = 1.0
-# What a request may take at most when its store is away: the calls under way run into their deadline once.
+# The longest time of a request whose store is away: the calls under way run into their deadline once.
 LONGEST = 8.0
 _names = count()
 

@@ -45,7 +45,7 @@ def valkey() -> Iterator[int]:
 
 
 class RemoteStoreContract(StoreContract):
-    """What is said otherwise of stores that are elsewhere."""
+    """The contract where it differs for stores elsewhere."""
 
     def test_an_open_record_outlives_its_deletion(self, store: KVStore) -> None:
         """It is read whole, or lost; never another's."""

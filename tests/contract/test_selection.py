@@ -143,7 +143,7 @@ def test_every_rule_has_a_case_here() -> None:
     assert set(RULES) == {case.split(",")[0] for case in CASES} | {"none", "all"}
 
 
-# What single rules choose ---------------------------------------------------------------------
+# Choices of single rules ---------------------------------------------------------------------
 
 
 def layer_inputs(model: Any, ids: list[int]) -> tuple[torch.Tensor, ...]:
@@ -229,7 +229,7 @@ def test_question_attention_equals_the_plain_model_over_the_same_kv(family: str,
 
 
 def test_of_rows_before_the_question_nothing_undefined_is_read() -> None:
-    """What stands between chunks is computed before the question, whose KV may then hold whatever was in memory."""
+    """Text between chunks is computed before the question, whose KV may then hold whatever was in memory."""
     adapter = ModelAdapter(tiny.model())
     ids, rows = list(range(5, 45)), torch.tensor([0, 1, 12, 13, *range(30, 40)])
     rotaries, scores = adapter.rotary(len(ids)), []

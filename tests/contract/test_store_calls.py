@@ -1,4 +1,4 @@
-"""What stores call while they work: never under a lock, never quietly failing, and all of it named by the protocol."""
+"""Calls of stores while they work: never under a lock, never quietly failing, and all named by the protocol."""
 
 from __future__ import annotations
 

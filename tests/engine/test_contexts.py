@@ -86,7 +86,7 @@ def test_a_context_that_would_change_the_frequencies_is_left_out(rope: str) -> N
     assert_same_kv(found, adapter.segment_kv((), own), adapter.model)
 
 
-# What contexts are made of --------------------------------------------------------------------
+# Making contexts ----------------------------------------------------------------------------
 
 
 def contexts(chunks: list[str], count: int = 2, tokens: int = 60) -> Contexts:
@@ -106,7 +106,7 @@ def test_contexts_hold_chunks_whatever_their_order_and_each_in_one_only() -> Non
 
 
 def test_every_chunk_in_a_context_can_be_found_there() -> None:
-    """What is erased must be found wherever other chunks were computed behind it."""
+    """A chunk to be erased must be found wherever other chunks were computed behind it."""
     tokenizer = PromptTokenizer(tiny.tokenizer(), "\n\n")
     texts = [tiny.text(words, seed) for seed, words in enumerate((23, 31, 17, 28, 40, 35, 26, 33, 29, 38))]
     for tokens in range(60, 200, 7):

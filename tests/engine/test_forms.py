@@ -30,7 +30,7 @@ def seen(text: str, *documents: str, known: tuple[str, ...] = ()) -> Prompt:
 
 
 def changes(prompt: Prompt) -> list[str | None]:
-    """What was changed of each document; None of one that was not found."""
+    """The change of each document; None of one that was not found."""
     return [None if one.chunk is None else one.change for one in prompt.documents]
 
 

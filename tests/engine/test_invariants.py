@@ -1,4 +1,4 @@
-"""What a blended pass may show each row, and which rows it may choose."""
+"""The positions that a blended pass may show each row, and the rows it may choose."""
 
 from __future__ import annotations
 

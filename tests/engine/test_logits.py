@@ -67,7 +67,7 @@ def test_what_ends_an_answer_is_no_part_of_it() -> None:
 
 
 def note(tokenizer: object, prompt: list[int], ids: list[int]) -> LogProbs:
-    """What is noted while these ids are generated, one step past the end included, as a GPU may run it."""
+    """The notes taken while these ids are generated, one step past the end included, as a GPU may run it."""
     noted = LogProbs(tokenizer, 2)
     torch.manual_seed(0)
     for made in range(len(ids) + 1):

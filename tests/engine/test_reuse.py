@@ -1,4 +1,4 @@
-"""What is found again, and by whom; what is computed and what is stored."""
+"""Which records are found again, and by whom; which are computed and stored."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_chunk_right_behind_the_sink_is_exact_too() -> None:
         assert_logits_close(fused.logits, plain.logits[0, -1], model, len(fused.input_ids))
 
 
-# What is computed, what is stored -----------------------------------------------------------
+# Computing and storing -------------------------------------------------------------------
 
 
 def test_missing_chunks_and_the_suffix_are_always_computed() -> None:

@@ -37,7 +37,7 @@ class Failing(LogitsProcessor):
 
 
 def plain_answer(model: Any) -> torch.Tensor:
-    """What the user's own call gives: logits of every token, and those it decodes."""
+    """The user's own call: logits of every token, and the tokens it decodes."""
     with torch.no_grad():
         logits = model(IDS).logits
         ids = model.generate(

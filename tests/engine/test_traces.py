@@ -258,7 +258,7 @@ def test_time_that_ran_out_is_an_error(told: Told) -> None:
     assert number(span, "error.type") == "cacheblend_rag.errors.GenerationTimeoutError"
 
 
-# What they hold -----------------------------------------------------------------------------
+# Contents ---------------------------------------------------------------------------------
 
 
 class Saying(LogitsProcessor):

@@ -1,4 +1,4 @@
-"""What a request had to compute is stored afterwards, while no request waits."""
+"""KV that a request had to compute is stored afterwards, while no request waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies in the folder of a KV store, read apart from the engine that wrote it."""
+"""The files in the folder of a KV store, read apart from the engine that wrote them."""
 
 from __future__ import annotations
 

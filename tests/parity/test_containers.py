@@ -78,7 +78,7 @@ def test_identity_covers_the_text_weights(container: str) -> None:
 
 
 def of_image(model: Any) -> list[int]:
-    """What the model itself says of a picture."""
+    """The model's own answer to a picture."""
     vision, image = model.config.vision_config, model.config.image_token_id
     ids = torch.tensor([[5, 6, 7, *[image] * 4, 8, 9, 10]])
     width = 3 * vision.temporal_patch_size * vision.patch_size**2

@@ -85,7 +85,7 @@ def assert_equals_plain(fused: Any, model: Any) -> None:
 
 
 def plain_tokens(model: Any, ids: list[int], count: int) -> list[int]:
-    """What the model itself generates."""
+    """The model's own generation."""
     inputs = torch.tensor([ids])
     out = model.generate(
         inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count, do_sample=False, pad_token_id=0
@@ -95,7 +95,7 @@ def plain_tokens(model: Any, ids: list[int], count: int) -> list[int]:
 
 @contextmanager
 def gives_back(model: Any) -> Iterator[None]:
-    """Whoever runs the model within this leaves its attention as it was, and no hook."""
+    """The model's attention is as it was after this, and no hook is left."""
     attention = model.config._attn_implementation
     yield
     assert model.config._attn_implementation == attention

@@ -56,7 +56,7 @@ def asked(block: dict[str, Any] = FORMS["openai"]) -> list[Any]:
 
 
 def plainly(container: str, model: Any, processor: Any, count: int = 8, **options: Any) -> tuple[list[int], list[int]]:
-    """What transformers makes of `asked`: the ids of the prompt, and those of the answer."""
+    """Transformers' results for `asked`: the ids of the prompt, and those of the answer."""
     text = f"system: Be brief.\nuser: What is this?{MARKS[container]}\nassistant:"
     inputs = processor(text=text, images=[[picture()]], return_tensors="pt")
     out = model.generate(**inputs, max_new_tokens=count, pad_token_id=2, **{"do_sample": False} | options)

@@ -110,7 +110,7 @@ def test_bfloat16_is_rounded_at_the_end_alone(masked: bool) -> None:
     expected = plainly(query.float(), key.float(), value.float(), seen).bfloat16()
     assert found.dtype is torch.bfloat16
     assert found.is_contiguous()
-    # What two sums in float32 are apart may fall to either side of a rounding.
+    # The difference of two sums in float32 may fall to either side of a rounding.
     apart = (8 + TOKENS) * torch.finfo(torch.float32).eps * float(expected.abs().max())
     torch.testing.assert_close(found, expected, rtol=torch.finfo(torch.bfloat16).eps, atol=apart)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-# What PyTorch, oneDNN and MKL read; of the last two, one multiplies float32 (`PRODUCTS`).
+# Variables of PyTorch, oneDNN and MKL; of the last two, one multiplies float32 (`PRODUCTS`).
 PROCESSORS = {
     "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
     "SSE": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},

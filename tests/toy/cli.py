@@ -41,10 +41,15 @@ def write_questions(path: Path) -> None:
 
 
 def stand_in() -> None:
-    """Put the toy in the place of starter models and bundled articles, before anything reads their names."""
+    """Put the toy in the place of starter models and bundled articles.
+
+    Defaults of options that have been read before stay, so a command in a fork names the toy in its arguments.
+    """
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
     config.DEFAULT_MODEL, config.DEFAULT_EMBEDDER = str(MODEL_PATH), str(EMBEDDER_PATH)
     collection.ARTICLES_PATH = DOCUMENTS_PATH
+    if service := sys.modules.get("cacheblend_rag.app.server.service"):
+        vars(service).update(DEFAULT_MODEL=config.DEFAULT_MODEL, ARTICLES_PATH=DOCUMENTS_PATH)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -149,12 +149,12 @@ def add_arguments(parser: argparse.ArgumentParser, *names: str, **helps: str) ->
 
 
 def add_rag_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is read, with which model, and where what is made of it is kept."""
+    """Arguments for the documents, the models and the data folder."""
     add_arguments(parser, "docs", "model", "embedder", "size-limit", "data-dir", "shared-store", "device", "dtype")
 
 
 def rag_options(parsed: argparse.Namespace) -> FolderRAGOptions:
-    """What the arguments of `add_rag_arguments` say, with ``top_k``, ``max_new_tokens`` and ``ratio`` if given."""
+    """Options from the arguments of `add_rag_arguments`, with ``top_k``, ``max_new_tokens`` and ``ratio`` if given."""
     from cacheblend_rag.app.options import FolderRAGOptions
 
     given = {name: value for name, value in vars(parsed).items() if value is not None}

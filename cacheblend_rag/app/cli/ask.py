@@ -145,7 +145,7 @@ def _time(seconds: float) -> str:
 
 
 def _hints(rag: FolderRAG, answer: Answer) -> Iterator[str]:
-    """What is worth knowing about an answer."""
+    """Hints about an answer."""
     info, report = answer.info, answer.report
     if not answer.sources:
         yield "No passage was found for this question."

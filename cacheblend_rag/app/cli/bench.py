@@ -57,7 +57,7 @@ def add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def add_ttft_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `TTFTOptions` says, and a file for the plot."""
+    """Arguments for `TTFTOptions`, and a file for the plot."""
     add_prompt_arguments(parser, shape="qwen2.5-0.5b", rounds=5)
     parser.add_argument(
         "--ratios", type=float, nargs="+", metavar="R", help="of flat HKVD and chunk starts (default 0.15 0.05)"
@@ -76,7 +76,7 @@ def add_ttft_arguments(parser: argparse.ArgumentParser) -> None:
 def add_prompt_arguments(
     parser: argparse.ArgumentParser, *, shape: str, rounds: int, chunks: int = 4, chunk_tokens: int = 512
 ) -> None:
-    """What `BenchOptions` says, and a file for the plot."""
+    """Arguments for `BenchOptions`, and a file for the plot."""
     add_machine_arguments(parser, shape=shape, rounds=rounds)
     parser.add_argument("--chunks", type=int, default=chunks)
     parser.add_argument("--chunk-tokens", type=int, default=chunk_tokens)
@@ -98,7 +98,7 @@ def options_from(kind: type[_Options], parsed: argparse.Namespace) -> _Options:
     Parameters
     ----------
     kind : type
-        A dataclass. What no argument gives keeps its default; lists become tuples.
+        A dataclass. An option without an argument keeps its default; lists become tuples.
     parsed : Namespace
     """
     names = {option.name for option in fields(kind)}  # type: ignore[arg-type]

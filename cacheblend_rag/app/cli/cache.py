@@ -189,7 +189,7 @@ def _estimate(parsed: argparse.Namespace) -> int:
 
 
 def _infos(store: DiskStore) -> Iterator[tuple[DiskEntry, RecordInfo | None]]:
-    """What each record says of itself; None if it cannot be read."""
+    """The info of each record; None if it cannot be read."""
     from cacheblend_rag.errors import RecordError
 
     for entry in store.entries():

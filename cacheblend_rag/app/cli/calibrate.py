@@ -63,7 +63,7 @@ def add_calibrate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, chunks: int) -> None:
-    """What prompts are made of, with so many chunks in each by default."""
+    """Arguments for the prompts, with so many chunks in each by default."""
     parser.add_argument(
         "--questions", metavar="FILE", help="your own questions, one a line; by default made from names"
     )

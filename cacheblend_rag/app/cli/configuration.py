@@ -1,4 +1,4 @@
-"""What ``serve`` runs with: its flags, above the environment, above a TOML file, above the defaults."""
+"""The configuration of ``serve``: its flags, above the environment, above a TOML file, above the defaults."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def given_options(parsed: argparse.Namespace | None, file: Mapping[str, Given] |
 
 
 def unused_variables() -> list[str]:
-    """What there is to say of variables that look like options and are none; without their values."""
+    """Warnings of variables that look like options and are none; without their values."""
     variables = [*OTHER_VARIABLES, *(option.variable for options in SECTIONS.values() for option in options)]
     known = {name.removeprefix(ENV_PREFIX) for name in variables}
     given = {name.removeprefix(ENV_PREFIX) for name in os.environ if name.startswith(ENV_PREFIX)}
@@ -162,7 +162,7 @@ def shown_settings(settings: ServerSettings, given: Mapping[str, Given]) -> str:
 
 
 def _of_file(path: Path) -> dict[str, Given]:
-    """What a file gives."""
+    """The options in a file."""
     try:
         sections = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -174,7 +174,7 @@ def _of_file(path: Path) -> dict[str, Given]:
 
 
 def given_sections(sections: Mapping[str, Any], source: str) -> dict[str, Given]:
-    """What sections of options give; every key of them is an option in its section.
+    """The options in some sections; every key is an option in its section.
 
     Parameters
     ----------
@@ -208,7 +208,7 @@ def _shown(name: str, value: object) -> object:
 
 
 def _remedy(name: str, section: str, known: Mapping[str, Any] | list[str]) -> str:
-    """What to write in place of what is unknown."""
+    """What to write in place of an unknown key."""
     if name in _SECTION_OF:
         return f"write it under [{_SECTION_OF[name]}]"
     if nearest := get_close_matches(name, known, n=1) or get_close_matches(name, _SECTION_OF, n=1):

@@ -33,7 +33,7 @@ def add_eval(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is made of a run."""
+    """Arguments for the output of a run."""
     parser.add_argument(
         "--against", type=_names, default=(), metavar="LABEL,…", help='pair all with more methods, such as "hkvd 0.15"'
     )
@@ -139,7 +139,7 @@ def _run_eval(parsed: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Opened:
-    """What the arguments of `add_eval_arguments` name.
+    """The model, store and prompts that the arguments of `add_eval_arguments` name.
 
     Parameters
     ----------

@@ -133,7 +133,7 @@ def fleet(given: Mapping[str, Given], replicas: int, **build: Any) -> Iterator[s
         import torch
 
         actor["num_gpus"] = torch.cuda.device_count() / replicas
-    # What keeps a replica from starting here keeps it from starting again.
+    # An error that keeps a replica from starting here keeps it from starting again.
     build = {"max_constructor_retry_count": replicas, **build}
     application = _build_given(FleetArguments(replicas=replicas, actor=actor), given, **build)
     port = settings.port or _free_port(settings.host)

@@ -10,7 +10,7 @@ from cacheblend_rag.app.fleet.routing import RoutingRule
 
 
 class FleetArguments(BaseModel):
-    """What a configuration of Ray Serve gives under ``args``.
+    """The arguments that a configuration of Ray Serve gives under ``args``.
 
     Parameters
     ----------

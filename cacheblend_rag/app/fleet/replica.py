@@ -144,11 +144,11 @@ class Replica:
         return b"x-replica", str(self._place).encode()
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """What the router is told at once: the number of the replica's folder."""
+        """The number of the replica's folder, which the router gets at once."""
         return {"place": self._place}
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """What the router is told every second."""
+        """A summary of the chunks held here, which the router gets every second."""
         return {"held": self._store.summary()}
 
     async def check_health(self) -> None:
@@ -188,7 +188,7 @@ def _started(settings: ServerSettings) -> tuple[int, Service, SummarizedStore]:
 
 
 def terms_of(service: Service) -> dict[str, Any]:
-    """What a server works with, now that its model is loaded; secrets as digests."""
+    """The settings of a server whose model is loaded; secrets as digests."""
     engine, config = service.engine, service.engine.config
     return {
         "dtype": str(engine.adapter.dtype).removeprefix("torch."),

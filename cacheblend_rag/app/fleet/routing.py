@@ -42,7 +42,7 @@ def chunk_digest(text: str, salt: str = "") -> int:
 
 @dataclass(frozen=True)
 class HeldChunks:
-    """What a replica holds: the upper 4 bytes of each chunk's digest.
+    """The chunks that a replica holds: the upper 4 bytes of each digest.
 
     Two chunks are rarely taken for each other: with 64 replicas of 10,000 chunks, a chunk that nobody holds seems to be
     held once in 6,700 times. The request is then answered as if the record had been evicted.

@@ -20,9 +20,9 @@ _KINDS = ("chunk", "prefix")
 class SummarizedStore(WrappedStore):
     """A KV store that says which pieces of chunks lie on this machine.
 
-    It notes what is put, read, erased and evicted. What a folder held before is read from its records, so a replica
-    that is started again knows it. The token ids of a record are decoded; of a tokenizer that does not give the text
-    back, the router then knows less.
+    It notes what is put, read, erased and evicted. Earlier records of a folder are read, so a replica that is started
+    again knows them. The token ids of a record are decoded; of a tokenizer that does not give the text back, the router
+    then knows less.
 
     Parameters
     ----------

@@ -19,7 +19,7 @@ from cacheblend_rag.engine.streaming import TextStream
 
 _T = TypeVar("_T")
 Alone: TypeAlias = Literal["", "tenant", "server"]
-"""Who is not served meanwhile: nobody, others of the tenant, or all others."""
+"""Those who are not served meanwhile: nobody, others of the tenant, or all others."""
 
 # Weight of the newest request in the mean time of one.
 _NEWEST = 0.2
@@ -108,7 +108,7 @@ class Slot:
 
 @dataclass(eq=False)
 class _Tenant:
-    """What one tenant wants, has and had."""
+    """Waiting and served requests of one tenant, and the time it has used."""
 
     waiting: deque[_Place] = field(default_factory=deque)
     served: list[_Place] = field(default_factory=list)
@@ -144,8 +144,8 @@ class AdmissionQueue:
     Notes
     -----
     This is start-time fair queuing (Goyal, Vin and Cheng, SIGCOMM 1996) by seconds of the model. A tenant that was
-    away has no claim to the time that it did not use. What a request will take is not known before: it counts as
-    much as those of its tenant took on average, until it is over.
+    away has no claim to the time that it did not use. The time of a request is not known before. Until it is over, it
+    counts as the mean of its tenant's requests.
     """
 
     def __init__(self, places: int, limit: int, patience: float, tenants: Callable[[], int] = lambda: 1) -> None:
@@ -266,7 +266,7 @@ class AdmissionQueue:
             self._give(place)
 
     def _next(self) -> _Place | None:
-        """Who is let in now; None if all who wait must wait longer."""
+        """The next one to be let in; None if all who wait must wait longer."""
         for tenant in sorted((one for one in self._tenants.values() if one.waiting), key=lambda one: one.spent):
             first = tenant.waiting[0]
             if self._can_come(first):

@@ -34,7 +34,7 @@ _COLDEST = 0.01
 
 
 class Work:
-    """What all requests for answers have in common: each prompt has ``n`` answers, made one after the other."""
+    """A request for answers: each prompt has ``n``, made one after the other."""
 
     kind, chunk_kind, mark = "", "", ""
     most_field = "max_tokens"
@@ -82,7 +82,7 @@ class Work:
         )
 
     def own_arguments(self, number: int) -> tuple[DecodeArguments, LogProbs | None]:
-        """What the answer with this number among the ``n`` has of its own."""
+        """Arguments of one answer alone, such as its seed, by its number among the ``n``."""
         body, top = self.body, self.body.top_of_each
         noted = None if top is None else LogProbs(self.engine.tokenizer, top)
         processors: list[Any] = [] if noted is None else [noted]

@@ -255,7 +255,7 @@ def _add_plain_routes(app: FastAPI) -> None:
 
 
 def _end() -> None:
-    """End the process: something runs on that cannot be stopped. What was answered is on the disk."""
+    """End the process: something runs on that cannot be stopped. Everything that was answered is on the disk."""
     _log.error("the server ends while something still runs")
     sys.stderr.flush()
     os._exit(1)

@@ -17,7 +17,7 @@ from cacheblend_rag.prompt import Prompt, TokenizedPrompt
 from cacheblend_rag.prompt.chat import CHAT, STUFF, question_turns, render_turns
 from cacheblend_rag.report import Generation
 
-# What a "stuff" chain joins documents with.
+# A "stuff" chain joins documents with this.
 _CHUNK_SEPARATOR = "\n\n"
 _SEARCHED = 3  # earlier questions that a search takes into account
 _SHORT = {"full recompute": "full", "prefix caching": "prefix", "full reuse": "reuse", "blended": "blend"}
@@ -112,7 +112,7 @@ class QuestionPrompt:
 
     @property
     def instructions(self) -> str:
-        """What the model is told before the passages unless a request says otherwise."""
+        """The default instructions before the passages."""
         return (CHAT if self._template else STUFF).prefix.strip()
 
     def _written(self, context: str, said: Sequence[str], instructions: str | None) -> str:
@@ -165,7 +165,7 @@ def report_of(
     stands_alone: bool = True,
     show_prompt: bool = True,
 ) -> dict[str, Any]:
-    """What the page shows of how an answer came about; times in seconds, sizes in bytes.
+    """The figures of an answer that the page shows; times in seconds, sizes in bytes.
 
     Parameters
     ----------
@@ -223,7 +223,7 @@ def report_of(
 
 
 def rule_name(engine: BlendEngine) -> str:
-    """What an engine's selection rule is called."""
+    """The name of an engine's selection rule."""
     rule = engine.config.selection
     return rule if isinstance(rule, str) else type(rule).__name__
 

@@ -113,7 +113,7 @@ class CatalogueDamagedError(Exception):
 
 
 class Statements(Protocol):
-    """What a transaction gives; parameters stand as ``?``."""
+    """Statements within a transaction; parameters stand as ``?``."""
 
     def execute(self, statement: str, values: Sequence[Any] = (), /) -> Any:
         """Run a statement; its rows are fetched from what is returned."""
@@ -215,7 +215,7 @@ class Catalogue:
             raise CatalogueDamagedError(f"{path} is cut off")
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None, timeout=10)
         try:
-            # What is deleted is overwritten: no text of it stays in the file.
+            # Deleted text is overwritten: none of it stays in the file.
             for setting in (
                 "journal_mode = WAL",
                 "synchronous = FULL",
@@ -314,7 +314,7 @@ class Catalogue:
             db.execute("INSERT INTO collections VALUES (?, ?, ?)", (id, name, json.dumps(fingerprint)))
 
     def embedder_fingerprint(self, collection: str) -> Any:
-        """What tells the embedder of a collection's vectors."""
+        """The fingerprint of the embedder that made a collection's vectors."""
         return json.loads(self._read("SELECT probes FROM collections WHERE id = ?", collection)[0][0])
 
     # Documents -----------------------------------------------------------------------------------

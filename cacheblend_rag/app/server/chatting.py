@@ -23,7 +23,7 @@ from cacheblend_rag.prompt.chat import CALL_END, HeldBack
 from cacheblend_rag.prompt.images import ImageLimits
 from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved
 
-# What stands before documents that come without a system message.
+# Instructions before documents that come without a system message.
 _INSTRUCTIONS = (
     "You are an assistant for question-answering tasks. Use the following pieces of retrieved context to "
     "answer the question. If you don't know the answer, say that you don't know. Keep the answer concise."
@@ -70,7 +70,7 @@ class ServedChat(ChatCacheBlend):
         return super()._compiled(forms, field, in_text)
 
     def asked(self, body: ChatBody) -> Any:
-        """What the engine is asked for a conversation; nothing is generated yet.
+        """The engine's request for a conversation; nothing is generated yet.
 
         Raises
         ------

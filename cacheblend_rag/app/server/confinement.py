@@ -48,7 +48,7 @@ _REFUSED = {
 # Opening is refused for anything but reading; the place of the flags among the arguments.
 _OPENING = {"open": ((2, None), 1), "openat": ((257, 56), 2)}
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
-# What the kernel calls the machines, and its own number for the call that sets a filter.
+# The kernel's names of the machines, and its number for the call that sets a filter.
 _MACHINES = {"x86_64": (0, 0xC000003E, 317), "aarch64": (1, 0xC00000B7, 277)}
 
 # Instructions of the filter: load a word, compare, test bits, return.

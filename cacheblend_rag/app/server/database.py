@@ -51,7 +51,7 @@ _SETTINGS = {
     "client_encoding": "utf8",
     "autocommit": True,
 }
-# What the database does by itself with the connection of a server that has lost its power.
+# The database itself ends the connection of a server that has lost its power.
 _OPTIONS = (
     f"-c statement_timeout={int(SLOW_SECONDS)}s -c idle_in_transaction_session_timeout=600s "
     "-c tcp_keepalives_idle=10 -c tcp_keepalives_interval=3 -c tcp_keepalives_count=3 -c cacheblend_rag.server="

@@ -39,7 +39,7 @@ class Follower:
         self._database, self._libraries, self._ingestion = database, libraries, ingestion
         self._stopping = threading.Event()
         work = ((database.register, _OFTEN), (self._follow, _OFTEN), (self._look_after, _SELDOM), (self._tidy, _TIDY))
-        # What takes long keeps nobody from hearing that the server runs.
+        # Registering has a thread of its own, so long work does not delay it.
         self._threads = [
             threading.Thread(target=self._run, args=(work[:1],), daemon=True),
             threading.Thread(target=self._run, args=(work[1:],), daemon=True),

@@ -1,4 +1,4 @@
-"""What is checked before anything else runs: sizes, hosts, origins; and headers of every answer."""
+"""Checks before anything else runs: sizes, hosts, origins, keys; and headers of every answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.app.server.tenants import Keys, RequestQuota
 
 _SAFE = ("GET", "HEAD", "OPTIONS")
-# What needs a key, where there are keys.
+# Paths that need a key, where there are keys.
 _GUARDED = ("/api/", "/v1/", "/metrics")
 # Scripts come from the server's own files only, and none may parse HTML: text of documents can never become one.
 _POLICY = (

@@ -1,7 +1,7 @@
 """Schemas of strangers, compiled in a process of its own before they are compiled here.
 
 Some small schemas take hours or all memory to compile, and nothing can stop that within a process. So a schema comes
-first to one that holds itself within limits (`confinement`). What passes there passes here, too.
+first to one that holds itself within limits (`confinement`). A grammar that passes there passes here, too.
 """
 
 from __future__ import annotations

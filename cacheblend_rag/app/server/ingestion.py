@@ -103,7 +103,7 @@ class Job:
 
 @dataclass
 class Warmed:
-    """What is warmed besides documents: texts that all may read.
+    """Texts that all tenants may read; they are warmed like documents.
 
     Parameters
     ----------
@@ -171,7 +171,7 @@ class Ingestion:
         for id, _ in library.catalogue.jobs():
             self._jobs[name, id] = Job(id, {one.id: one.name for one in library.catalogue.files(job=id)})
 
-    # What requests ask of it ---------------------------------------------------------------------
+    # For requests --------------------------------------------------------------------------
 
     def join(self, name: str, library: Library) -> None:
         """A tenant has come while the server runs."""

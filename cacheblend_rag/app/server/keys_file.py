@@ -23,14 +23,14 @@ KEYS_FILE = "keys.json"
 """Name of the file in the data folder."""
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-"""What keys and tenants may be called; tenants are names of folders."""
+"""Allowed names of keys and tenants; tenants are names of folders."""
 _VERSION = 1
 _LOOKED = 1.0  # seconds between two looks at the file
 
 
 @dataclass(frozen=True)
 class KeyEntry:
-    """What is kept of a key.
+    """An entry of the file: a key's digest and its tenant.
 
     The hash is a salted SHA-256. A slow one such as scrypt is for passwords, which can be guessed. A key is 256 random
     bits, which cannot, and a slow hash would let anybody keep the server busy with wrong keys.
@@ -128,7 +128,7 @@ def change_keys(path: Path, change: Callable[[Sequence[KeyEntry]], Sequence[KeyE
 
 
 def secret_kept(path: Path, size: int) -> str:
-    """What a file has, or if it is not there or empty so many bytes drawn by chance, which it then has; as hex."""
+    """The secret in a file, as hex. A missing or empty file gets one of so many random bytes."""
     try:
         kept = path.read_text(encoding="ascii").strip()
     except FileNotFoundError:
@@ -186,7 +186,7 @@ class KeysFile:
 
     @property
     def tenants(self) -> list[str]:
-        """Who has a key."""
+        """All tenants that have a key."""
         return list(dict.fromkeys(one.tenant for one in self._keys.values() if one.tenant is not None))
 
     def find(self, key: str) -> KeyEntry | None:
@@ -212,7 +212,7 @@ class KeysFile:
             _log.info("the file of keys was read again: %d keys", len(self._keys))
 
     def state(self) -> tuple[int, ...]:
-        """What differs once the file was changed, or its permissions."""
+        """A value that differs once the file or its permissions were changed."""
         try:
             seen = self._path.stat()
         except OSError:

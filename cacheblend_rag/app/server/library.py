@@ -63,7 +63,7 @@ class Found:
 
 
 class Collection:
-    """What both kinds of collections can do: be listed and searched."""
+    """The base of both kinds of collections: they can be listed and searched."""
 
     writable = False
 
@@ -321,7 +321,7 @@ class Library:
         """Whether something that was deleted is still to be erased."""
 
     def _recall(self) -> None:
-        """What there is before anything changes."""
+        """Load the collections and the keys that are still to be erased."""
         self._store.bury(self.catalogue.tombstones())
         self._collections = {
             id: OwnCollection(id, name, self.catalogue, self._embeddings) for id, name in self.catalogue.collections()
@@ -425,7 +425,7 @@ class Library:
             self._common.tidy()
 
     def look_after(self) -> None:
-        """What is to be done from time to time because of other servers.
+        """Take up from time to time what other servers have left.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""What is said of a request: its id, a line of JSON in the log, its span, and the counts of its tenant.
+"""Each request's id, its line of JSON in the log, its span, and the counts of its tenant.
 
 The log goes to standard error, without text of documents or questions. The id is in a header of the answer, and in
 every line that is logged meanwhile.

@@ -1,4 +1,4 @@
-"""What is counted, in Prometheus' form."""
+"""Counts in Prometheus' form."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class _Tenants:
                 counts[name] = counts.get(name, 0) + more
 
     def families(self, only: str | None) -> Iterable[Metric]:
-        """What is scraped, of one tenant or of all."""
+        """The metrics of one tenant or of all."""
         with self._lock:
             shown = {whose: dict(counts) for whose, counts in self._counts.items() if only in (None, whose[0])}
         for name, text, label in self.FAMILIES:

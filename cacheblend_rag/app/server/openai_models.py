@@ -1,4 +1,4 @@
-"""What the OpenAI-compatible API takes; a field that is not named here is refused, unless it is null."""
+"""Bodies of the OpenAI-compatible API; a field that is not named here is refused, unless it is null."""
 
 from __future__ import annotations
 
@@ -47,22 +47,22 @@ class DocumentText(_Taken):
 
 
 class StreamOptions(_Taken):
-    """What a stream holds besides the answer."""
+    """Contents of a stream besides the answer."""
 
     include_obfuscation: Literal[False] = False
 
 
 class UsageOptions(StreamOptions):
-    """What a stream tells at its end."""
+    """Contents of a stream's end."""
 
     include_usage: bool = False
 
 
 class AnswerBody(_Taken):
-    """What all requests for answers have in common.
+    """The common fields of requests for answers.
 
-    Decoding is greedy unless ``temperature``, ``top_p``, ``top_k`` or ``n`` asks for sampling. What stands last has no
-    part in an answer: labels, and fields that say of something this server does not do that it need not be done.
+    Decoding is greedy unless ``temperature``, ``top_p``, ``top_k`` or ``n`` asks for sampling. The last fields have no
+    part in an answer: they are labels, or they decline what this server does not do.
     """
 
     model: Annotated[str, StringConstraints(max_length=500)]
@@ -91,7 +91,7 @@ class AnswerBody(_Taken):
 
 
 class Sampling(AnswerBody):
-    """What completions and conversations have in common."""
+    """The common fields of completions and conversations."""
 
     stream_options: UsageOptions | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
@@ -319,7 +319,7 @@ class CallItem(_Item):
 
 
 class CallOutputItem(_Item):
-    """What the function gave that was called."""
+    """The output of a function that was called."""
 
     type: Literal["function_call_output"]
     call_id: str

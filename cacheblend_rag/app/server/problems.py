@@ -30,7 +30,7 @@ _FORMS = ("str", "int", "float", "bool", "none")
 
 
 class ProblemDetail(BaseModel):
-    """What went wrong; ``type`` and ``param`` are there for OpenAI clients."""
+    """An error; ``type`` and ``param`` are there for OpenAI clients."""
 
     code: str
     message: str
@@ -90,7 +90,7 @@ class Problem(Exception):  # noqa: N818 - it is an answer
 
 
 def problem_of(error: BaseException) -> Problem:
-    """What a client is told of an error; of an unexpected one, nothing but that it happened."""
+    """The problem that a client gets for an error; it says nothing of an unexpected one but that it happened."""
     if isinstance(error, Problem):
         return error
     if isinstance(error, ConfigError):
@@ -131,7 +131,7 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         where, message = _first_fault(error)
-        # What OpenAI answers; its clients raise their BadRequestError for nothing else.
+        # As OpenAI answers; its clients raise their BadRequestError for nothing else.
         status = 400 if request.url.path.startswith("/v1/") else 422
         return Problem(status, "invalid", f"{where or 'body'}: {message}", field=where or None).response()
 

@@ -1,4 +1,4 @@
-"""What the RAG API takes and gives, as pydantic models."""
+"""Bodies and responses of the RAG API, as pydantic models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class NewCollection(_Given):
 
 
 class SearchBody(_Given):
-    """What to search for."""
+    """A search."""
 
     query: _Question
     k: Annotated[int, Field(ge=1, le=MOST_PASSAGES)] = 6
@@ -129,7 +129,7 @@ class DiskInfo(BaseModel):
 
 
 class LimitsInfo(BaseModel):
-    """What the page should not try to pass."""
+    """Limits that the page respects."""
 
     upload_bytes: int
     upload_suffixes: list[str]
@@ -163,7 +163,7 @@ class DocumentInfo(BaseModel):
 
 
 class KVEstimate(BaseModel):
-    """What the KV of all passages of a collection takes, stored or not; of many passages a sample is looked at."""
+    """Size of the KV of all passages of a collection, stored or not; of many passages, estimated from a sample."""
 
     passages: int
     kv_bytes: int

@@ -38,7 +38,7 @@ from cacheblend_rag.engine.logits import TokenLogProb
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.messages import call_chunks
 
-# What a conversation calls fields that a response names otherwise.
+# Fields of a response by their names in a conversation.
 _FIELDS = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
@@ -129,7 +129,7 @@ class Response(Chat):
     def _end(
         self, message: _Message, found: AIMessage, tokens: Sequence[TokenLogProb] | None, cut: bool
     ) -> Iterator[dict[str, Any]]:
-        """What is known once the whole answer is there: text held back for calls, the calls, the response.
+        """The last events of a whole answer: text held back for calls, the calls, the response.
 
         Parameters
         ----------
@@ -175,7 +175,7 @@ class Response(Chat):
         }
 
     def _failed(self, error: Exception) -> Iterator[dict[str, Any]]:
-        """What ends a stream that failed."""
+        """The last event of a stream that failed."""
         problem = noted_problem(error)
         error_fields = {"code": problem.code, "message": problem.message, "param": problem.field}
         # As OpenAI documents it, and with the object that it sends: its clients raise an error for that alone.

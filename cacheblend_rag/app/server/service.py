@@ -1,4 +1,4 @@
-"""What all requests share: the models and their store, tenants, the queue, ingestion, counts."""
+"""Objects that all requests share: the models and their store, tenants, the queue, ingestion, counts."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ class Service:
 
     @property
     def model_name(self) -> str:
-        """What clients call the first model, which answers where a request names none."""
+        """Public name of the first model, which answers where a request names none."""
         return next(iter(self.models))
 
     def model_of(self, name: str | None = None) -> ServedModel:
@@ -195,7 +195,7 @@ class Service:
 
     @property
     def embedder_name(self) -> str:
-        """What clients call the embedder."""
+        """Public name of the embedder."""
         return without_folders(os.fspath(self.settings.rag.embedder))
 
     @property
@@ -242,7 +242,7 @@ class Service:
             return math.nan
 
     def store_stats(self) -> StoreStats | None:
-        """What the KV store says of itself; None if it cannot."""
+        """Statistics of the KV store; None if it has none."""
         try:
             return self.engine.store.stats()
         except CacheBlendError:
@@ -407,7 +407,7 @@ class Session:
 
 
 def service_of(request: Request) -> Service:
-    """What all requests share."""
+    """The service behind a request."""
     return cast(Service, request.app.state.service)
 
 

@@ -151,7 +151,7 @@ def keys_from_environment() -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """What ``cacheblend-rag serve`` runs with.
+    """Settings of ``cacheblend-rag serve``.
 
     Parameters
     ----------

@@ -1,9 +1,8 @@
 """A tenant's catalogue in a PostgreSQL database that several servers share.
 
-A tenant has a schema with the tables of `catalogue.TABLES`, and a few more. Whoever changes something holds the
-tenant's lock, so that changes are written down in the order in which they are seen (``changes``). Files and documents
-belong to the server that has taken them up. A deletion is over when each server has erased its own KV (``leaving``,
-``tombstones``).
+A tenant has a schema with the tables of `catalogue.TABLES`, and a few more. A change is made under the tenant's lock,
+so changes are written down in the order in which others see them (``changes``). Files and documents belong to the
+server that has taken them up. A deletion is over when each server has erased its own KV (``leaving``, ``tombstones``).
 """
 
 from __future__ import annotations
@@ -279,7 +278,7 @@ class SharedCatalogue(Catalogue):
             db.execute("INSERT INTO contents VALUES (?, ?)", (file, data))
 
     def bytes_of(self, file: str) -> bytes:
-        """What was uploaded; nothing if it is gone."""
+        """Bytes of an upload; empty if it is gone."""
         with self._statements(SLOW_SECONDS) as db:
             rows = db.execute("SELECT bytes FROM contents WHERE file = ?", (file,)).fetchall()
         return bytes(rows[0][0]) if rows else b""

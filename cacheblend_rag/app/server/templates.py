@@ -16,7 +16,7 @@ from jinja2.parser import Parser
 
 from cacheblend_rag.app.server.problems import Problem
 
-# What transformers gives every template, besides the arguments of `apply_chat_template`.
+# Names that transformers gives every template, besides the arguments of `apply_chat_template`.
 _GIVEN = {"messages", "raise_exception", "strftime_now", *DEFAULT_NAMESPACE}
 
 
@@ -31,7 +31,7 @@ class _Generation(Extension):
 
 
 def template_arguments(tokenizer: Any) -> frozenset[str]:
-    """What the tokenizer's own chat template reads that a request may set, such as ``enable_thinking``."""
+    """Arguments of the tokenizer's own chat template that a request may set, such as ``enable_thinking``."""
     environment = Environment(extensions=[_Generation, "jinja2.ext.loopcontrols"])
     try:
         read = meta.find_undeclared_variables(environment.parse(str(tokenizer.chat_template or "")))

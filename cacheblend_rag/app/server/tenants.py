@@ -48,7 +48,7 @@ class _Buckets:
             return int(left), 0
 
     def give_back(self, tenant: str, amount: int) -> None:
-        """What was taken and not used."""
+        """Return an amount that was taken and not used."""
         if self.size is not None:
             with self._lock:
                 self._levels[tenant] = min(self.size, self._left(tenant, self.size) + amount), self._clock()
@@ -100,7 +100,7 @@ class TokenQuota(_Buckets):
 
 
 class Tenant:
-    """Whoever holds a key.
+    """One who holds a key, with a folder and a salt of its own.
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ class Tenant:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sent a request.
+    """The sender of a request.
 
     Parameters
     ----------
@@ -185,7 +185,7 @@ class Keys:
         return tuple(dict.fromkeys([*self._keys, *(self._file.tenants if self._file else ())]))
 
     def caller_of(self, authorization: str | None) -> Caller:
-        """Who sent a request, by its ``Authorization`` header.
+        """The sender of a request, by its ``Authorization`` header.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""What benchmarks share: a clock, their model and prompt, a store that holds it, tables, and where they ran."""
+"""Shared parts of benchmarks: a clock, model and prompt, a store that holds it, tables, and the machine."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def timed_result(options: BenchOptions, report: BlendReport, seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """What a benchmark of one prompt says, whatever it times; fit for JSON.
+    """The result of a benchmark of one prompt, whatever it times; fit for JSON.
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ def show_result(
     Parameters
     ----------
     plot : str, optional
-        File to draw the result into. What is missing for that shows before anything is measured.
+        File to draw the result into. If a package or the folder is missing, this shows before anything is measured.
     measure, tell : callable
     draw : callable
         Takes pyplot, the result and the file.

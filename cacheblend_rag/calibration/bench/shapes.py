@@ -90,7 +90,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What all benchmarks over one prompt share.
+    """Options of all benchmarks over one prompt.
 
     Parameters
     ----------

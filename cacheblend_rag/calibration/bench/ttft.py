@@ -53,7 +53,7 @@ _HEAD = ("method", "time to first token", "faster", "work", "bound", "of bound")
 
 @dataclass(frozen=True)
 class Cost:
-    """What a method had to do for a prompt.
+    """The work of a method for a prompt.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ class Cost:
 
 
 def cost_of(adapter: ModelAdapter, tokens: int, done: Prefilled) -> Cost:
-    """What a method did for a prompt of so many tokens.
+    """The work of a method for a prompt of so many tokens.
 
     Without a report, it computed the last rows of the prompt, on each layer to its end.
     """
@@ -117,7 +117,7 @@ Others = Callable[[BlendEngine, Prompt], AbstractContextManager[Mapping[str, Cal
 
 @dataclass(frozen=True)
 class TTFTOptions(BenchOptions):
-    """What is measured.
+    """Options of the benchmark.
 
     Parameters
     ----------
@@ -267,7 +267,7 @@ def show(options: TTFTOptions, plot: str | None = None) -> None:
 
 
 def ttft_table(result: Mapping[str, Any]) -> str:
-    """What was measured, as a table."""
+    """The measurements as a table."""
     options = result["options"]
     rates = ", ".join(f"{place} {at['read_rate'] / 1e9:.1f} GB/s" for place, at in result["stores"].items())
     return "\n".join(

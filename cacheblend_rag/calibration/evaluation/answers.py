@@ -1,4 +1,4 @@
-"""What greedy decoding writes, most of it read off one pass over an answer that is known already."""
+"""Answers by greedy decoding, most of each read off one pass over an answer that is known already."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class GreedyAnswers:
         return str(self._engine.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _followed(self, guess: Sequence[int], says: Sequence[int]) -> tuple[list[int], bool]:
-        """What is certain of the answer: up to the first token that differs, and whether that is all of it."""
+        """The certain part of the answer, up to the first token that differs, and whether that is all of it."""
         ids: list[int] = []
         for guessed, said in zip(guess, says, strict=True):
             ids.append(said)

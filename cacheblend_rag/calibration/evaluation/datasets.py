@@ -305,7 +305,7 @@ def _read(path: Path) -> str:
 
 
 def _records(path: Path) -> tuple[str, Iterator[tuple[int, Any]]]:
-    """What a number counts, and numbered records."""
+    """The noun for a count, and numbered records."""
     text = _read(path)
     if text.lstrip().startswith("["):
         try:

@@ -49,7 +49,7 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """What it is called in tables."""
+        """Its name in tables."""
         return self.method if self.ratio is None else f"{self.method} {self.ratio:.4g}"
 
 
@@ -134,7 +134,7 @@ def rule_of(method: str, ratio: float) -> SelectionRule:
 
 
 def _options(method: str) -> dict[str, Any]:
-    """What stands behind a method's name."""
+    """The options behind a method's name."""
     options: dict[str, Any] = {}
     _, *given = method.split(":")
     for part in given:

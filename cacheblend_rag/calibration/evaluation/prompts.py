@@ -175,7 +175,7 @@ def _pieces(text: str, tokenizer: Any, tokens: int) -> list[tuple[str, int]]:
 
 
 class ChatFrame:
-    """What a chat template puts before and after what the user says.
+    """Text of a chat template before and after the user's message.
 
     Parameters
     ----------

@@ -70,7 +70,7 @@ class Journal:
     def __init__(self, folder: Path, settings: Mapping[str, Any], part: str = "") -> None:
         self.folder = folder
         self.lines: list[dict[str, Any]] = []
-        """What was finished, this time and before, by all parts."""
+        """Answers finished by all parts, this time and before."""
         self._settings = json.loads(json.dumps(settings))
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -162,7 +162,7 @@ _Place = tuple[int, int, str]  # number of chunks, their tokens, question
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """What is measured.
+    """Options of a run.
 
     Parameters
     ----------
@@ -258,7 +258,7 @@ class Part:
 
 @dataclass(frozen=True)
 class EvalRun:
-    """What came out.
+    """The results of a run.
 
     Parameters
     ----------
@@ -317,7 +317,7 @@ class Evaluation:
         self.settings = self._settings(retrieval, calibrated)
 
     def _settings(self, retrieval: str, calibrated: BlendSettings | None) -> dict[str, Any]:
-        """What the results depend on."""
+        """Settings on which the results depend."""
         used = calibrated if "calibrated" in self._options.methods else None
         return {
             "version": _VERSION,

@@ -137,7 +137,7 @@ class _Trial:
 
 
 def scored(case: EvalCase, text: str) -> dict[str, Any]:
-    """What was written as an answer, and how good it is."""
+    """The text of an answer, and how good it is."""
     answer = text.strip() if case.task == "summary" else first_line(text)
     try:
         rouge = best_rouge_l(answer, case.answers)

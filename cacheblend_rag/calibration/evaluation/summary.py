@@ -1,4 +1,4 @@
-"""What a run says: a row for each method, paired with full prefill, as a table and as JSON."""
+"""Summary of a run: a row for each method, paired with full prefill, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _QUALITY = ("f1", "em", "rouge_l", "forced_exact")
 """Measures that say how good an answer is: what a run is led by is one of these."""
 _COMPARED = (*_QUALITY, "agreement")
 LOSS = 0.015
-"""What a method may lose to count as no worse, as in Fig. 15 of the paper."""
+"""The loss up to which a method counts as no worse, as in Fig. 15 of the paper."""
 _MARGIN = 0.01
-"""What a method may lose, with the whole interval, to be called not inferior: one point."""
+"""The loss that the whole interval may reach for a method to be called not inferior: one point."""
 # With fewer questions, divided by the margin, not even a method that loses none is shown to be within it: where the
 # true loss is at the margin, none in so many is seen once in 40 times.
 _NONE_LOST = 3.7
@@ -113,7 +113,7 @@ class MethodRow:
 
 
 def main_measure(run: EvalRun, wanted: str | None = None) -> str:
-    """What leads the table: what is wanted, or F1, Rouge-L for summaries, or what teacher forcing says.
+    """The first measure of the table: the one asked for, or F1, Rouge-L for summaries, or teacher forcing's.
 
     Raises
     ------

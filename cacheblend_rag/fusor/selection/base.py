@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class StartView:
-    """What a rule sees before layer 0.
+    """A rule's view before layer 0.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class StartView:
 
 @dataclass(frozen=True)
 class LayerView(StartView):
-    """What a rule sees before a layer runs. Candidates are the rows that were not dropped yet.
+    """A rule's view before a layer runs. Candidates are the rows that were not dropped yet.
 
     Parameters
     ----------

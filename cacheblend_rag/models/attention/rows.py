@@ -77,7 +77,7 @@ class RowPositions:
 
 @dataclass(frozen=True)
 class RowMask:
-    """What some rows see, in every form that attention here takes.
+    """The positions that some rows see, in every form that attention here takes.
 
     Parameters
     ----------
@@ -152,7 +152,7 @@ def with_mask(what: RowMask | PerSequenceKV | None) -> Iterator[None]:
         _mask_here.reset(token)
 
 
-# What transformers hands to attention functions that can do with it: soft caps, attention sinks, learned biases.
+# Optional arguments of transformers to attention functions: soft caps, attention sinks, learned biases.
 _NOT_FUSED = ("softcap", "s_aux", "position_bias")
 
 
@@ -172,7 +172,7 @@ def row_attention(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers' ``sdpa`` computes, for rows that need not be all positions.
+    """Attention as transformers' ``sdpa`` computes it, for rows that need not be all positions.
 
     Parameters
     ----------
@@ -344,7 +344,7 @@ def as_added(
 
 
 def as_positions(rows: torch.Tensor, tokens: int, window: int | None, trailing: bool) -> RowMask | None:
-    """What stands for a mask where layers are `ModelAdapter.takes_positions`.
+    """Stands for a mask where layers are `ModelAdapter.takes_positions`.
 
     Parameters
     ----------

@@ -22,7 +22,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides, OneForEach, is_compiled
 
 ANY_ROWS = sys.maxsize
-"""What `most_rows` gives where oneDNN multiplies any number of rows."""
+"""Value of `most_rows` where oneDNN multiplies any number of rows."""
 
 ONEDNN_VARIABLE = ENV_PREFIX + "ONEDNN"
 """Environment variable that says who multiplies float32: ``auto`` (by the processor), ``on`` or ``off``."""
@@ -115,7 +115,7 @@ def most_rows() -> int:
 
 @cache
 def rows_worth_it() -> int:
-    """What `most_rows` says wherever oneDNN is switched on; the variable is read once a process."""
+    """`most_rows`, wherever oneDNN is switched on; the variable is read once a process."""
     text = os.environ.get(ONEDNN_VARIABLE, "auto")
     if text not in ("auto", "on", "off"):
         raise ConfigError(ONEDNN_VARIABLE, text, "use 'auto', 'on' or 'off'")

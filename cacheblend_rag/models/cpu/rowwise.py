@@ -1,4 +1,4 @@
-"""What a decoder layer does to each row by itself, computed block by block on a CPU.
+"""Operations of a decoder layer on each row by itself, computed block by block on a CPU.
 
 A feed-forward network between its two products is several times as wide as the model. Over a whole prompt that is
 tens of megabytes of fresh memory a layer, which cost more than what is computed in them; over a block of rows

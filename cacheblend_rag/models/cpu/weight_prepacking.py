@@ -81,7 +81,7 @@ def packed_products(model: nn.Module, parts: Iterable[nn.Module], option: bool |
 
 
 def _ordinary_products(model: nn.Module, layers: Sequence[nn.Linear], option: bool | str, anew: bool) -> Prepacking:
-    """What is gained with weights that are not quantised."""
+    """Prepacking for layers whose weights are not quantised."""
     if option == "auto" and multiplies_directly(model, layers):
         return direct_products.of(model, layers).in_use
     with _table_lock:
@@ -127,7 +127,7 @@ def _why_not_unasked(needed: int) -> str | None:
 
 
 class _Seen:
-    """What a weight was when it was looked at, without keeping it alive."""
+    """Identity of a weight when it was looked at, without keeping it alive."""
 
     __slots__ = ("_address", "_form", "_storage", "_version", "_weight")
 

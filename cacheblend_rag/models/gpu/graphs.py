@@ -27,7 +27,7 @@ _SIZES = 8  # numbers of rows whose recordings are kept
 
 @dataclass
 class _Size:
-    """What recordings for one number of rows read and write."""
+    """Tensors that recordings for one number of rows read and write."""
 
     hidden: torch.Tensor  # [rows, hidden]
     row_positions: torch.Tensor  # [rows], long
@@ -106,7 +106,7 @@ class LayerGraphs:
             size.recordings.setdefault(span, None)
 
     def _filled(self, hidden: torch.Tensor, row_positions: torch.Tensor, rotary: Rotary) -> _Size:
-        """What belongs to so many rows, with these in it."""
+        """The tensors for so many rows, filled with these."""
         count = rounded(len(hidden))
         size = self.sizes.get(count)
         if size is None:

@@ -73,7 +73,7 @@ class FusedLayer:
         return [held[name] for held, name in self._held]
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the layer projects, ``[rows, hidden]``."""
+        """The rows that the layer projects, ``[rows, hidden]``."""
         return normalise(hidden, self._norms[0].weight, self._norms[0].variance_epsilon)
 
     def __call__(

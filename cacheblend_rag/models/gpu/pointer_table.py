@@ -30,7 +30,7 @@ class KVPointers:
 
 
 def kernel_arguments(kv: LayerKV | KVPointers) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """What kernels take as keys and values (or the pointers in place of both), and the strides of their heads."""
+    """Arguments of kernels for keys and values (or the pointers in place of both), and the strides of their heads."""
     if isinstance(kv, KVPointers):
         return kv.entry, kv.entry, 0, 0
     return kv.keys, kv.values, kv.keys.stride(1), kv.values.stride(1)

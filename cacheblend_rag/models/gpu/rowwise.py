@@ -1,4 +1,4 @@
-"""What a decoder layer does row by row between its products: Triton kernels that read and write each row once.
+"""Operations of a decoder layer on each row between its products: Triton kernels that read and write each row once.
 
 transformers spells a norm, a rotation or a gate out in five to ten calls of PyTorch. A GPU computes the few rows that
 blending keeps faster than that many calls are made.

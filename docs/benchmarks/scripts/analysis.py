@@ -1,4 +1,4 @@
-"""What full KV reuse gets wrong, and where: the measures behind Fig. 4 and 6 to 8 of the paper.
+"""The errors of full KV reuse, and their place: the measures behind Fig. 4 and 6 to 8 of the paper.
 
 ::
 

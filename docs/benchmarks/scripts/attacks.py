@@ -28,7 +28,7 @@ __all__ = ["Line", "fuzzed_uploads", "generated_requests", "main", "slow_clients
 
 KEY = "ada-0123456789abcdef"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
-# What no answer of the server is allowed to be, whatever it is sent.
+# Forbidden answers of the server, whatever it is sent.
 _CHECKS = (
     "not_a_server_error",
     "status_code_conformance",

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ChainAnswer:
-    """What a chain made of a question.
+    """The result of a chain for a question.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ class DocumentChains:
 
 
 class _Calls(BaseCallbackHandler):
-    """What the model said of each call, and when the last one began."""
+    """The model's report of each call, and when the last one began."""
 
     def __init__(self) -> None:
         self.infos: list[dict[str, Any]] = []
@@ -152,7 +152,7 @@ def with_chains(engine: BlendEngine, evaluation: Evaluation, run: EvalRun, folde
 
 
 def _spent(engine: BlendEngine, kind: str, found: ChainAnswer, tokens: int) -> dict[str, Any]:
-    """What a chain took, beside full prefill of a prompt of so many tokens."""
+    """Time of a chain, beside full prefill of a prompt of so many tokens."""
     calls = list(found.calls)
     if kind == "map_reduce" and calls:
         calls[-1] = (calls[-1][0], 0)  # what the last call writes is the answer itself

@@ -1,4 +1,4 @@
-"""What scripts of benchmarks share: arguments, errors, ways that are timed in turn, and how these are shown."""
+"""Shared by scripts of benchmarks: arguments, errors, ways that are timed in turn, and how these are shown."""
 
 from __future__ import annotations
 

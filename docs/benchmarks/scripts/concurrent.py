@@ -40,7 +40,7 @@ _FIGURES = ("first", "last_first", "answer", "last_answer", "tokens_a_second")
 
 @dataclass(frozen=True)
 class ConcurrentOptions(BenchOptions):
-    """What is measured.
+    """Options of the measurement.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ def in_other_order(prompt: Prompt, number: int) -> Prompt:
 
 
 def _at_once(engine: BlendEngine, prompts: Sequence[Prompt], config: GenerationConfig) -> dict[str, float]:
-    """What requests that come at the same moment wait."""
+    """Waiting times of requests that come at the same moment."""
     together = Barrier(len(prompts) + 1)
 
     def answer(prompt: Prompt) -> tuple[float, float]:

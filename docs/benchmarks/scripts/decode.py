@@ -59,7 +59,7 @@ _NOT_KEPT, _KEPT = "cold, nothing kept", "cold, kept"
 
 @dataclass(frozen=True)
 class DecodingOptions(BenchOptions):
-    """What is measured.
+    """Options of the measurement.
 
     Parameters
     ----------

@@ -31,7 +31,7 @@ def described_of(architecture: str) -> tuple[str, str, str, str]:
 
 
 def _by_kernels(adapter: ModelAdapter) -> str:
-    """What the kernels of this package would run on a GPU, as `ModelAdapter.blending` chooses."""
+    """Families that the kernels of this package would run on a GPU, as `ModelAdapter.blending` chooses."""
     if not (adapter.attends_by_kernel and adapter.form.as_attended):
         return "—"
     form = (adapter.windows, adapter.kv_heads, adapter.head_dim, adapter.rotary(1), adapter.device)

@@ -1,4 +1,4 @@
-"""What is done to a KV store to see whether it can be trusted: damage, kills, crowds."""
+"""Faults of a KV store that show whether it can be trusted: damage, kills, crowds."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def only_from(level: int, name: str = "cacheblend_rag") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a request over a damaged record gave.
+    """The result of a request over a damaged record.
 
     Parameters
     ----------
@@ -248,7 +248,7 @@ def _write(folder: str, seed: int, count: Any) -> None:
 
 @dataclass(frozen=True)
 class Crowd:
-    """What processes over one folder did and saw.
+    """The results of processes over one folder.
 
     Parameters
     ----------

@@ -169,7 +169,7 @@ class FigureMaker:
         return [*files, draw_over_chunks(rows, measure, "chunks", self.folder / "fig2.svg")]
 
     def _usual(self, name: str) -> tuple[str, list[MethodRow], list[Path]]:
-        """What figures 12 and 16 show, run once for both."""
+        """The runs of figures 12 and 16, once for both."""
         methods = ("prefix", "reuse", *self._blended)
         return self._run(name, "fig12-16", methods=methods, chunks=self._one)
 

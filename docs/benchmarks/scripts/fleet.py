@@ -95,7 +95,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answered:
-    """What became of it.
+    """The outcome.
 
     Parameters
     ----------
@@ -185,7 +185,7 @@ def ask(client: httpx.Client, asked: Asked, new_tokens: int) -> Answered:
 
 
 def probed(url: str, options: argparse.Namespace) -> Iterator[Answered]:
-    """What becomes of requests that come one by one; their chunks are in no other request."""
+    """The outcome of requests that come one by one; their chunks are in no other request."""
     own = argparse.Namespace(**vars(options) | {"requests": _PROBES, "topics": 1, "seed": options.seed + 10_000})
     with httpx.Client(base_url=url, timeout=600) as client:
         for one in traffic(own):
@@ -357,7 +357,7 @@ def kill(url: str, data: Path, requests: Sequence[Asked]) -> dict[str, Any]:
 
 
 def timed(options: argparse.Namespace, chunk_tokens: int) -> dict[str, Any]:
-    """What `service_times` finds of the engine as a replica has it."""
+    """Measurements of `service_times` for the engine as a replica has it."""
     if options.times:
         ServiceTimes.read(options.times)  # says what is wrong with it
         found: dict[str, Any] = json.loads(options.times.read_text(encoding="utf-8"))
@@ -399,7 +399,7 @@ def run_all(options: argparse.Namespace) -> dict[str, Any]:
                         results["kill"] = kill(url, data, traffic(options, 99))
                         print(json.dumps({"kill": results["kill"]}), flush=True)
                 runs[name].append(run)
-        # What ends late of a start is no part of what is always taken.
+        # The late end of a start is no part of the time that is always taken.
         idle = statistics.median(run.idle for found in runs.values() for run in found)
         at = Path(options.out) if options.out else Path(folder, "run")
         for name, found in runs.items():

@@ -78,7 +78,7 @@ class FleetOptions:
 
 @dataclass(frozen=True)
 class Request:
-    """What arrives: chunks with their tokens by digest, and tokens in no chunk and of the answer.
+    """A request: chunks with their tokens by digest, and tokens in no chunk and of the answer.
 
     ``prefix`` of those in no chunk are the same in all requests, as routers see them.
     """

@@ -36,7 +36,7 @@ _WAYS = {"between layers": True, "after the pass": False}
 
 @dataclass(frozen=True)
 class GapOptions(BenchOptions):
-    """What is measured.
+    """Options of the measurement.
 
     Parameters
     ----------

@@ -24,7 +24,7 @@ _PAUSE = 0.5
 
 @dataclass
 class LoadReport:
-    """What a load test saw.
+    """The result of a load test.
 
     Parameters
     ----------

@@ -50,7 +50,7 @@ _HEAD = (
 
 @dataclass(frozen=True)
 class OverlapOptions(BenchOptions):
-    """What is measured.
+    """Options of the measurement.
 
     Parameters
     ----------

@@ -44,7 +44,7 @@ _QUESTION = "What does the second passage say about the mill, and who rebuilt it
 
 @dataclass(frozen=True)
 class MigrationOptions(BenchOptions):
-    """What is measured; the chunks are retrieved documents.
+    """Options of the measurement; the chunks are retrieved documents.
 
     Parameters
     ----------

@@ -31,7 +31,7 @@ __all__ = ["LookupOptions", "main", "measure"]
 
 @dataclass(frozen=True, kw_only=True)
 class LookupOptions:
-    """What is measured.
+    """Options of the measurement.
 
     Parameters
     ----------

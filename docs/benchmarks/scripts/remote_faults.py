@@ -1,4 +1,4 @@
-"""What is done to stores on other machines to see whether they can be trusted: away, slow, altered, crowded."""
+"""Faults of stores on other machines that show whether they can be trusted: away, slow, altered, crowded."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def valkey_place(port: int) -> Iterator[Place]:
 
 @dataclass(frozen=True)
 class Answered:
-    """What a request gave.
+    """The result of a request.
 
     Parameters
     ----------

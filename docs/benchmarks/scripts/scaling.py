@@ -34,7 +34,7 @@ _HEAD = ("tokens", "method", "time to first token", "faster", "after the check",
 
 @dataclass(frozen=True)
 class ScalingOptions:
-    """What is measured.
+    """Options of the measurement.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ class ScalingOptions:
             raise ConfigError("lengths", self.lengths, "use at least 32 tokens a chunk")
 
     def points(self) -> Iterator[PointOptions]:
-        """What is measured, the shortest prompts first."""
+        """The measurements, the shortest prompts first."""
         for length in self.lengths:
             methods = [("full", self.chunks[0]), *(("blended", count) for count in self.chunks)]
             for method, count in methods:
@@ -98,7 +98,7 @@ def measure(options: ScalingOptions) -> dict[str, Any]:
         else:
             row["after_check"] = statistics.median(found["seconds_after_check"])
             row["times_faster"] = full["ttft"] / row["ttft"]
-            # What plain prefill takes, the KV itself, and one layer's buffers.
+            # Memory of plain prefill, the KV itself, and one layer's buffers.
             row["allowed"] = full["peak"] + row["kv_bytes"] * (layers + 1) // layers
         rows.append(row)
         print(_line(row), file=sys.stderr)

@@ -39,7 +39,7 @@ CHECK_LAYER = 1
 
 @dataclass(frozen=True)
 class PointOptions(BenchOptions):
-    """What is measured.
+    """Options of the measurement.
 
     Parameters
     ----------

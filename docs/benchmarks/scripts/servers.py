@@ -257,7 +257,7 @@ class Proxy:
         """Seconds until so many bytes are through; pieces of all connections go one after another."""
         with self._lock:
             now = time.perf_counter()
-            # Who has slept a little too long catches up.
+            # After a sleep that was a little too long, it catches up.
             self._free = max(self._free, now - _LATE) + size / self.rate
             return max(0.0, self._free - now)
 

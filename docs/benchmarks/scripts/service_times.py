@@ -1,4 +1,4 @@
-"""What a replica takes for each part of a request, measured with a starter model and fitted by straight lines.
+"""Times of a replica for each part of a request, measured with a starter model and fitted by straight lines.
 
 ``python -m docs.benchmarks.scripts.service_times --out docs/benchmarks/service-times.json``
 

@@ -49,7 +49,7 @@ _HEAD = ("KV in", "hits", "reading alone", "TTFT", "to memory", "to disk", "of t
 
 @dataclass(frozen=True)
 class SharedOptions(BenchOptions):
-    """What is measured.
+    """Options of the measurement.
 
     Parameters
     ----------

@@ -76,7 +76,7 @@ SIZES = (1, 4, 16, 64, 256)
 _WARM_UP = 0.25  # of the requests, which are not counted
 
 
-# What arrives ---------------------------------------------------------------------------------
+# Arrivals -----------------------------------------------------------------------------------
 
 
 def questions(count: int, rate: float, seed: int) -> list[Request]:
@@ -122,7 +122,7 @@ def _arriving(count: int, rate: float, chooser: random.Random, chunks: Callable[
     return found
 
 
-# What is reported -----------------------------------------------------------------------------
+# Reports --------------------------------------------------------------------------------------
 
 
 def possible(requests: Sequence[Request], capacity: float, warm_up: int) -> float:
@@ -139,7 +139,7 @@ def possible(requests: Sequence[Request], capacity: float, warm_up: int) -> floa
 
 
 def figures(simulation: Simulation, jobs: Sequence[Job]) -> dict[str, float]:
-    """What is reported of the jobs that count."""
+    """Report of the jobs that count."""
     asked = max(1, sum(job.request.tokens for job in jobs))
     busy = [replica.busy for name, replica in simulation.replicas.items() if name in simulation.first]
     return {
@@ -162,7 +162,7 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a fleet meets: requests of a kind, so many a second for each replica, and what changes."""
+    """The load of a fleet: requests of a kind, so many a second for each replica, and changes."""
 
     kind: str
     rate: float

@@ -41,7 +41,7 @@ _PARTS = ("write", "first read", "read")
 
 @dataclass(frozen=True)
 class StoreOptions(BenchOptions):
-    """What is measured; chunks are records.
+    """Options of the measurement; chunks are records.
 
     Parameters
     ----------

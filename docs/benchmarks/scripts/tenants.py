@@ -64,7 +64,7 @@ _QUESTIONS = (
 
 @dataclass
 class Phase:
-    """What the three tenants saw while the fourth did one thing.
+    """The answers of three tenants while the fourth did one thing.
 
     Parameters
     ----------
@@ -221,7 +221,7 @@ ABUSES: dict[str, tuple[int, Callable[[Abuse], Awaitable[httpx.Response]]]] = {
     "bodies of 4 MB": (CLIENTS, Abuse.large_body),
     "800 half-sent requests": (CLIENTS, Abuse.half_request),
 }
-"""What the fourth tenant does, by how many clients."""
+"""The load of the fourth tenant, by its number of clients."""
 
 
 async def asked(client: httpx.AsyncClient, question: str) -> httpx.Response:

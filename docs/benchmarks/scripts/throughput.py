@@ -69,7 +69,7 @@ _PREFIX_ROOM = 2**20
 
 @dataclass(frozen=True)
 class ThroughputOptions(BenchOptions):
-    """What is measured; ``rounds`` is the number of arrival sequences drawn for each rate.
+    """Options of the measurement; ``rounds`` is the number of arrival sequences drawn for each rate.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ class ThroughputOptions(BenchOptions):
 
 @dataclass(frozen=True)
 class Served:
-    """What one request took.
+    """Times of one request.
 
     Parameters
     ----------

@@ -42,7 +42,7 @@ _BEHIND: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class WarmOptions(BenchOptions):
-    """What is measured."""
+    """Options of the measurement."""
 
     chunks: int = 8
 

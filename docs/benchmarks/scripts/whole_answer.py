@@ -52,7 +52,7 @@ _Answer = Callable[[int], list[float]]
 
 @dataclass(frozen=True)
 class Case:
-    """What is answered.
+    """Options of the measurement.
 
     Parameters
     ----------
@@ -285,7 +285,7 @@ def measure(
 
 
 def _in_turn(case: Case, rounds: int, ways: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-    """What each way says of its answers, a round each."""
+    """The report of each way on its answers, a round each."""
     workers = {way: _Worker(way, case) for way in ways}
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     for _ in range(rounds):

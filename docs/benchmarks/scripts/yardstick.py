@@ -142,7 +142,7 @@ def in_prompt(case: EvalCase, chunks: int, order: str = "0") -> EvalCase:
 
 
 class Conditions:
-    """What computes the chunks of a prompt, by the name of a condition.
+    """The corpus that computes the chunks of a prompt, by the name of a condition.
 
     Parameters
     ----------
@@ -233,7 +233,7 @@ def parse_method(text: str) -> _Method:
 
 @dataclass(frozen=True)
 class FullAnswer:
-    """What full prefill does on a prompt.
+    """Full prefill's result for a prompt.
 
     Parameters
     ----------
@@ -324,7 +324,7 @@ class Yardstick:
         return PreparedPrompt(self.adapter, self.tokenizer, prompt, compute)
 
     def measure(self, case: EvalCase, order: str) -> dict[str, Any]:
-        """What each method does on a prompt."""
+        """The results of each method for a prompt."""
         asked = in_prompt(case, self._chunks, order)
         prompt = self.prompt(asked)
         full = self.full_answer(prompt)

@@ -104,7 +104,7 @@ class Running:
 
     @property
     def service(self) -> Any:
-        """What its requests share."""
+        """The service behind its requests."""
         return self.app.state.service
 
 

@@ -1,4 +1,4 @@
-"""What must be refused, or do no harm."""
+"""Requests that must be refused, or do no harm."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ METHODS = ["full", "prefix", "reuse", "blend"]
 
 
 class Passes:
-    """What runs in the place of `time_once`: calls ``before`` with the number of each pass, and says what it took."""
+    """Stands in for `time_once`: calls ``before`` with the number of each pass, and gives the time it took."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -51,7 +51,7 @@ class Served:
 
     @property
     def log(self) -> str:
-        """What it has written."""
+        """Its log."""
         return self._log.read_text("utf-8") if self._log.exists() else ""
 
     def end(self, how: signal.Signals) -> int:

@@ -74,7 +74,7 @@ def run_interpreter(
 
 @pytest.mark.parametrize(
     "number",
-    # What makes a server of its own takes long.
+    # Code that makes a server of its own takes long.
     [pytest.param(at, marks=pytest.mark.slow if "FolderRAGOptions" in CODE[at] else ()) for at in range(len(CODE))],
 )
 def test_examples_in_python_run(toy: Running, number: int, tmp_path: Path) -> None:

@@ -558,7 +558,7 @@ async def test_langchains_chat_openai(chatty: Running, chat: openai.OpenAI) -> N
 
 
 def test_langchains_options_are_kept(chatty: Running, chat: openai.OpenAI) -> None:
-    """What ChatOpenAI sends for its own parameters."""
+    """The body that ChatOpenAI sends for its own parameters."""
     common: dict[str, Any] = {"base_url": chatty.url + "/v1", "api_key": KEY, "model": name_of(chat), "max_retries": 0}
     llm = ChatOpenAI(**common, max_tokens=6, temperature=1.2, seed=5, n=2, logprobs=True, top_logprobs=2)
     two = llm.generate([[HumanMessage("Which leaf fell?")]])

@@ -1,4 +1,4 @@
-"""What the page on operating the server says, tried and computed."""
+"""The page on operating the server, tried and computed."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Quota(TokenQuota):
         super().__init__(size, self.clock)
 
     def left(self, tenant: str = "ada") -> int:
-        """What a tenant could take now: what is there is told where more is asked for."""
+        """Tokens that a tenant could take now: a refusal of more names them."""
         return self.take(tenant, 10**9)[0]
 
 

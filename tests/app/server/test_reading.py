@@ -38,7 +38,7 @@ except OSError as error:
 
 
 def confined(attack: str) -> tuple[set[str], str]:
-    """What holds, and what became of an attack."""
+    """The limits in force, and the outcome of an attack."""
     program = CONFINED.replace("{attack}", "\n".join("    " + line for line in attack.splitlines()))
     command = [sys.executable, "-c", program]
     environment = {"PYTHONPATH": str(ROOT)}

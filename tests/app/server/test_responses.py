@@ -79,7 +79,7 @@ def streamed(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def without_times(response: dict[str, Any]) -> dict[str, Any]:
-    """What two responses to one question have in common."""
+    """The common part of two responses to one question."""
     plain = {k: v for k, v in response.items() if k not in ("id", "created_at", "completed_at", "cacheblend")}
     plain["output"] = [{k: v for k, v in one.items() if k not in ("id", "call_id")} for one in plain["output"]]
     return plain

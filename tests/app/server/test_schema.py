@@ -27,7 +27,7 @@ CHECKS = [not_a_server_error, content_type_conformance, response_schema_conforma
 TRIES = {GenerationMode.POSITIVE: 6, GenerationMode.NEGATIVE: 3}
 # Requests that a mode must have sent by itself; some endpoints have nothing to get wrong.
 LEAST = {GenerationMode.POSITIVE: 40, GenerationMode.NEGATIVE: 20}
-# What is generated at random need not hold one request that makes sense, so each of these is sent besides.
+# Random requests need not hold one that makes sense, so each of these is sent besides.
 SENSIBLE: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "", "prompt": "Once"},
     "/v1/chat/completions": {"model": "", "messages": [{"role": "user", "content": "Who?"}]},

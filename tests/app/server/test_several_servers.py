@@ -129,7 +129,7 @@ def test_what_is_deleted_on_one_is_not_read_on_the_other(two: tuple[Any, Any]) -
         records = [key for key, _ in store.inner.infos("")]
         keys = service_of(one).sessions["local"].engines()[0].records_of([passage(910).strip()], dependent=True)
         assert not keys & set(records)
-    # What comes again is read again, on both.
+    # A file that comes again is read again, on both.
     upload(b, id, {"a.txt": passage(910)})
     settle(service_of(b))
     for one in two:

@@ -32,7 +32,7 @@ TEMPLATE = (
 )
 
 
-# What the model would have to know to call each tool of LangChain's suites.
+# Knowledge that the model would need to call each tool of LangChain's suites.
 CALLS: dict[str, dict[str, Any]] = {
     "magic_function": {"input": 3},
     "magic_function_no_args": {},
@@ -125,7 +125,7 @@ class Script(LogitsProcessor):
 
 
 def standard_call(prompt: str) -> str | None:
-    """What LangChain's suites want of a model: the rest of a call that was begun for it; it writes freely otherwise."""
+    """A model for LangChain's suites: it writes the rest of a call that was begun for it, and freely otherwise."""
     *_, begun = prompt.split("[assistant] ")
     if begun.endswith('"name": "'):
         return f'magic_function", "arguments": {json.dumps(CALLS["magic_function"])}}}'
@@ -144,7 +144,7 @@ def standard_call(prompt: str) -> str | None:
 def plain_answer(
     ids: list[int], count: int, tokens: str = "byte-level BPE", processors: Sequence[LogitsProcessor] = ()
 ) -> str:
-    """What transformers' own greedy generation writes behind these ids."""
+    """Transformers' own greedy generation behind these ids."""
     model, tokenizer = tiny_parts(tokens)
     out = model.generate(
         torch.tensor([ids]),

@@ -232,7 +232,7 @@ def test_tools_are_offered_to_the_template(chat: ChatCacheBlend) -> None:
 
 
 class Found(BaseModel):
-    """What was found."""
+    """A finding."""
 
     what: str
 

@@ -67,7 +67,7 @@ EMBEDDING = DeterministicFakeEmbedding(size=8)
 
 
 def script(prompt: str) -> str | None:
-    """What a larger model would write at the steps between."""
+    """The text that a larger model would write at the steps between."""
     if "different versions of the given user question" in prompt:
         return "What fell?\nWhich thing fell?"
     if '"look_up"' in prompt and "[tool]" not in prompt:

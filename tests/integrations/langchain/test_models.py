@@ -1,4 +1,4 @@
-"""What both models do in every mode: stop, time out, end when they are left, and say what they did."""
+"""Both models in every mode: they stop, time out, end when they are left, and report."""
 
 from __future__ import annotations
 

@@ -23,10 +23,10 @@ FOUND = passages(3, seed=6)
 for one in FOUND:
     one.page_content += " It's <b>far</b> & near."
 DOCUMENTS = [one.page_content for one in FOUND]
-# What chains make of documents, and people may quote.
+# Forms of documents that chains write, and people may quote.
 REWRITTEN = [write(one) for one in DOCUMENTS for write in (lambda text: json.dumps(text)[1:-1], html.escape)]
 CUT = [*(one[:90] for one in (*DOCUMENTS, *REWRITTEN)), *(one[-90:] for one in (*DOCUMENTS, *REWRITTEN))]
-# What a question may be made of.
+# Parts of a question.
 PARTS = [DOCUMENTS[0][:40], DOCUMENTS[1][30:], DOCUMENTS[2].replace("\n\n", " "), tiny.text(20, 77)]
 MARKS = ["\n\n", " # # ", "\n", " ", '"', "[system] ", "[assistant] ", "<s>"]
 PIECES = st.sampled_from([*MARKS, "secret river", "What fell?", *DOCUMENTS, *PARTS])

@@ -85,7 +85,7 @@ def chain_of(model: Any, write: Any, documents: list[Document] = DOCUMENTS) -> A
 
 
 def asked(chain: Runnable[Any, Any], question: str = QUESTION) -> dict[str, Any]:
-    """What the model said of its only answer."""
+    """The model's report of its only answer."""
     ended = Ended()
     chain.invoke({"input": question}, {"callbacks": [ended]})
     (info,) = ended.infos

@@ -102,7 +102,7 @@ def plain_text_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def plain_chat(tokenizer: Any, messages: Sequence[ChatMessage], tools: Any = None, tokenize: bool = True) -> Any:
-    """What the tokenizer's chat template alone makes of a conversation: ids, or text."""
+    """A conversation by the tokenizer's chat template alone: ids, or text."""
     turns = []
     for message in messages:
         turn: dict[str, Any] = {"role": message.role.value, "content": message.content or ""}

@@ -1,4 +1,4 @@
-"""What of a prompt is a chunk: repacked, cut, cited, listed and rewritten nodes, and never a question."""
+"""The chunks of a prompt: repacked, cut, cited, listed and rewritten nodes, and never a question."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def text_of(response: Any) -> str:
 
 
 def fed(llm: CacheBlendLLM, response: Any) -> str:
-    """What the model was fed, as text."""
+    """The model's input, as text."""
     return str(llm.engine.tokenizer.decode(response.raw["input_ids"]))
 
 

@@ -54,7 +54,7 @@ FORCED = {
 
 
 def force(prompt: str) -> str | None:
-    """What the tiny model cannot write: JSON, and a question of known words."""
+    """Text that the tiny model cannot write: JSON, and a question of known words."""
     if "sub-questions in json" in prompt:
         return FORCED["question list"]
     if "Some choices are given below" in prompt:
@@ -157,7 +157,7 @@ CHAT_CASES = [(name, mode) for name, (_, modes) in CHAT_ENGINES.items() for mode
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     llm = make_llm(
         request.param == "chat",
-        # What misses keeps missing, so that no test covers up for another.
+        # A chunk that misses keeps missing, so that no test covers up for another.
         {"recompute_ratio": 1.0, "write_back": "off"},
         logits_processor=[Script(tiny_parts()[1], force, free=FREE)],
         max_new_tokens=100,

@@ -105,7 +105,7 @@ def put_zip(tmp_path: Path, members: dict[str, bytes]) -> Starter:
 
 
 def left(models: Path) -> list[str]:
-    """What lies in the folder of models, locks aside."""
+    """The files in the folder of models, but for locks."""
     return sorted(path.name for path in models.glob("*") if path.suffix != ".lock") if models.exists() else []
 
 
@@ -285,7 +285,7 @@ def test_an_embedder_is_unpacked_as_it_is(models: Path, tmp_path: Path, monkeypa
     assert sorted(path.name for path in folder.iterdir()) == ["1_Pooling", "manifest.json", "model.safetensors"]
 
 
-# What several processes do; the starter comes as arguments.
+# The program of several processes; the starter comes as arguments.
 SCRIPT = """
 import json, sys
 from cacheblend_rag.models.starters import STARTERS, Starter, starter_folder

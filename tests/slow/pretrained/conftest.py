@@ -50,7 +50,7 @@ def engine(loaded: Any, tmp_path: Path) -> Iterator[BlendEngine]:
 
 
 def plain_answer(loaded: Any, ids: list[int]) -> str:
-    """What transformers' own greedy generation writes behind these ids."""
+    """Transformers' own greedy generation behind these ids."""
     greedy = GenerationConfig(do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=2, pad_token_id=2)
     with torch.no_grad():
         written = loaded.model.generate(torch.tensor([ids]), generation_config=greedy)

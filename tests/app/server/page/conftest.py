@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, Playwright, expect, sync_playwright
 
 from tests.app.server.page.driving import state_of
+from tests.programs import start_program
+from tests.toy import DOCUMENTS_PATH, EMBEDDER_PATH, MODEL_PATH
 
 ROOT = Path(__file__).parents[4]
 CHROMIUM = Path("/usr/bin/chromium-headless-shell")
@@ -47,16 +48,10 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def serve_command(port: int, folder: Path) -> list[str]:
-    """The command line of the server."""
-    options = ["--port", str(port), "--data-dir", str(folder / "data"), "--device", "cpu"]
-    return [sys.executable, "-m", "tests.toy.cli", "serve", *options]
-
-
-def _wait_until_up(process: subprocess.Popen[bytes], address: str, log: Path) -> None:
+def _wait_until_up(process: BaseProcess, address: str, log: Path) -> None:
     until = time.monotonic() + START_SECONDS
     while time.monotonic() < until:
-        assert process.poll() is None, log.read_text(encoding="utf-8")[-4000:]
+        assert process.is_alive(), log.read_text(encoding="utf-8")[-4000:]
         try:
             with urllib.request.urlopen(f"{address}healthz", timeout=5):
                 return
@@ -71,24 +66,18 @@ def serving(folder: Path, *options: str) -> Iterator[str]:
     port = _free_port()
     found, log = f"http://127.0.0.1:{port}/", folder / "log"
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*serve_command(port, folder), *options],
-            cwd=folder,
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            _wait_until_up(process, found, log)
-            yield found
-        finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    arguments = ["--docs", str(DOCUMENTS_PATH), "--model", str(MODEL_PATH), "--embedder", str(EMBEDDER_PATH)]
+    arguments += ["--port", str(port), "--data-dir", str(folder / "data"), "--device", "cpu", *options]
+    command = ["-m", "tests.toy.cli", "serve", *arguments]
+    process = start_program(command, folder, Path(os.devnull), log, environment)
+    try:
+        _wait_until_up(process, found, log)
+        yield found
+    finally:
+        process.terminate()
+        process.join(30)
+        process.kill()
+        process.join()
 
 
 @pytest.fixture(scope="package")
@@ -111,7 +100,7 @@ def address(served: str) -> Iterator[str]:
 
 @pytest.fixture(scope="package")
 def playwright() -> Iterator[Playwright]:
-    """What drives the browsers."""
+    """The driver of the browsers."""
     expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as started:
         yield started
@@ -128,7 +117,7 @@ def browser(playwright: Playwright, chromium: Path) -> Iterator[Browser]:
 
 @pytest.fixture
 def problems() -> list[str]:
-    """What the browser's console complained of; a test that provokes something takes it out."""
+    """Complaints of the browser's console; a test that provokes one takes it out."""
     return []
 
 

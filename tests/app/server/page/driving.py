@@ -1,4 +1,4 @@
-"""What tests do with the page again and again."""
+"""Steps on the page that many tests take."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class File:
 
 
 def state_of(address: str) -> dict[str, Any]:
-    """What the server says of itself."""
+    """The server's state."""
     with urllib.request.urlopen(f"{address}api/state", timeout=30) as response:
         found: dict[str, Any] = json.load(response)
     return found

@@ -26,7 +26,7 @@ PAIRS = [
 
 
 def focused(page: Page) -> dict[str, Any]:
-    """What has the focus; that it can be seen is asserted."""
+    """The focused element, which must be seen."""
     found: dict[str, Any] = probe(page, "focused")
     assert found["ring"] >= 2 or found["name"] == "", found
     return found

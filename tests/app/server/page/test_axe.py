@@ -42,7 +42,7 @@ def high(peak: str) -> int:
 
 @pytest.fixture(params=["desktop", *(pytest.param(name, marks=pytest.mark.slow) for name in ("phone", "phone, dark"))])
 def screen(request: pytest.FixtureRequest) -> str:
-    """What somebody looks at."""
+    """The parts of the page that are looked at."""
     return str(request.param)
 
 

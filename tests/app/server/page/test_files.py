@@ -33,7 +33,7 @@ MARKUP = (
 
 
 class References(HTMLParser):
-    """What the page's HTML loads, and whether anything stands inline."""
+    """Files that the page's HTML loads, and whether anything stands inline."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -206,7 +206,7 @@ def test_passages_length_and_instructions_are_settings(page: Page) -> None:
     assert asked.value.post_data_json["max_tokens"] == 8
     expect(page.locator(".turn")).to_have_count(2)
     expect(page.locator(".turn").last).to_have_attribute("data-status", "done")
-    # What is out of bounds becomes the nearest that is within.
+    # A number out of bounds becomes the nearest within.
     passages.fill("900")
     passages.press("Tab")
     expect(passages).to_have_value("50")
