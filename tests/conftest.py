@@ -38,16 +38,29 @@ def pytest_xdist_auto_num_workers() -> int:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_the_rest(items)
+    # Tests that start programs come first. So one worker has them all, and torch is imported once for their forks.
+    items.sort(key=lambda item: "tests.programs" not in _imported_by(item))
+
+
+def _imported_by(item: pytest.Item) -> set[str]:
+    """Modules from which an item's own module has a function."""
+    return {getattr(value, "__module__", "") for value in vars(getattr(item, "module", None) or item).values()}
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """No garbage is collected while tests are: what they import stays."""
+    """No garbage is collected while tests are: modules that they import stay, and are not looked through later."""
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

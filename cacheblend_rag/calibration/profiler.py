@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from cacheblend_rag.calibration.bench.benching import bench_prompt, least_squares, medians, timed
+from cacheblend_rag.calibration.bench.common import bench_prompt, least_squares, medians, timed
 from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.calibration.comparison import blended, time_rounds
 from cacheblend_rag.config import BlendConfig

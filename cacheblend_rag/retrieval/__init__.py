@@ -5,14 +5,14 @@ load only where they are used.
 
 ===============  =======================================================================================
 ``documents``    read the files of a folder: plain text, Markdown, HTML, Word, PDF
-``splitting``    split what was read into chunks
+``splitting``    split documents into chunks
 ``embedder``     a sentence-transformers model as LangChain embeddings, and whether it is still the same
 ``exact_index``  items with vectors in memory, searched by faiss
 ``vectorstore``  a LangChain vector store over it
 ``wrapping``     wrappers around vector stores, which see some of the calls
 ``qdrant``       reading a Qdrant collection page by page
 ``vectors``      checks of vectors, and the choice of diverse ones
-``saved``        a vector store on disk
+``saved_index``  a vector store on disk
 ``index``        an index of a folder, kept up to date file by file
 ===============  =======================================================================================
 """

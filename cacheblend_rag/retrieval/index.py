@@ -19,7 +19,7 @@ from tqdm import tqdm
 from cacheblend_rag.errors import ConfigError, DocumentError
 from cacheblend_rag.retrieval.documents import LEADS_OUT, check_on_error, list_files, parse, read_bytes
 from cacheblend_rag.retrieval.embedder import EmbedderFingerprint, embedder_fingerprint, same_model
-from cacheblend_rag.retrieval.saved import IndexDamagedError, SavedIndex, has_index, read_index
+from cacheblend_rag.retrieval.saved_index import IndexDamagedError, SavedIndex, has_index, read_index
 from cacheblend_rag.retrieval.splitting import SplitSettings, split
 from cacheblend_rag.retrieval.vectors import Vectors
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore

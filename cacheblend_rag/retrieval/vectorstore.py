@@ -20,7 +20,7 @@ from langchain_core.vectorstores import VectorStore
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt.matching import known_chunks
 from cacheblend_rag.retrieval.exact_index import ExactIndex, Hit
-from cacheblend_rag.retrieval.saved import IndexDamagedError, SavedIndex, read_index, write_index
+from cacheblend_rag.retrieval.saved_index import IndexDamagedError, SavedIndex, read_index, write_index
 from cacheblend_rag.retrieval.vectors import NONE, Vectors, as_matrix, check_count, marginal_relevance
 
 Filter = Mapping[str, Any] | Callable[[Document], bool]
@@ -336,7 +336,7 @@ class FaissVectorStore(VectorStore):
         Parameters
         ----------
         folder : path
-            Where to write. See `cacheblend_rag.retrieval.saved` for the files.
+            Where to write. See `cacheblend_rag.retrieval.saved_index` for the files.
         state : mapping, optional
             Plain JSON to keep with it.
 

@@ -9,7 +9,7 @@ import pytest
 
 from cacheblend_rag import Prompt
 from cacheblend_rag.app.cli import main
-from cacheblend_rag.calibration.bench.benching import bench_model
+from cacheblend_rag.calibration.bench.common import bench_model
 from cacheblend_rag.calibration.bench.ttft import METHODS, Cost, TTFTOptions, cost_of, kv_rate
 from cacheblend_rag.calibration.comparison import blended, prefill_methods
 from cacheblend_rag.errors import ConfigError

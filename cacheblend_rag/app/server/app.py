@@ -24,7 +24,7 @@ from fastapi.staticfiles import StaticFiles
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cacheblend_rag import __version__
-from cacheblend_rag.app.server.gatekeeping import Gatekeeper
+from cacheblend_rag.app.server.gatekeeper import Gatekeeper
 from cacheblend_rag.app.server.logs import RequestIds, Served, configure_logs
 from cacheblend_rag.app.server.openai_api import router as openai_router
 from cacheblend_rag.app.server.problems import Problem, ProblemBody, add_handlers

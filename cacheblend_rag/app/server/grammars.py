@@ -1,7 +1,7 @@
 """Schemas of strangers, compiled in a process of its own before they are compiled here.
 
 Some small schemas take hours or all memory to compile, and nothing can stop that within a process. So a schema comes
-first to one that holds itself within limits (`confinement`). A grammar that passes there passes here, too.
+first to one that holds itself within limits (`sandbox`). A grammar that passes there passes here, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from cacheblend_rag.app.server.confinement import confine, isolated
+from cacheblend_rag.app.server.sandbox import confine, isolated
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.grammar import Form, fault_of, refused, written
 from cacheblend_rag.errors import ConfigError

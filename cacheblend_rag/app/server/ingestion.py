@@ -20,10 +20,10 @@ import numpy as np
 from langchain_core.documents import Document
 
 from cacheblend_rag.app.server.catalogue import Incoming, stored_bytes
+from cacheblend_rag.app.server.file_reader import Reader
 from cacheblend_rag.app.server.library import Library
 from cacheblend_rag.app.server.metrics import Metrics
 from cacheblend_rag.app.server.problems import Problem, problem_of
-from cacheblend_rag.app.server.reading import Reader
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, DocumentError, StoreError

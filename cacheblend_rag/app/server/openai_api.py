@@ -8,11 +8,11 @@ from typing import Annotated, Any
 import numpy as np
 from fastapi import APIRouter, Depends, Request
 
-from cacheblend_rag.app.server.answering import Chat, Completion, Work
+from cacheblend_rag.app.server.completions import Chat, Completion, Work
 from cacheblend_rag.app.server.logs import served
 from cacheblend_rag.app.server.openai_models import ChatBody, CompletionBody, EmbeddingBody, ResponsesBody
 from cacheblend_rag.app.server.problems import Problem
-from cacheblend_rag.app.server.responding import Response
+from cacheblend_rag.app.server.responses import Response
 from cacheblend_rag.app.server.served_model import check_model
 from cacheblend_rag.app.server.service import Session, session_of
 from cacheblend_rag.app.server.streams import EventStream, unless_gone

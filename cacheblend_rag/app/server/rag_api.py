@@ -18,10 +18,11 @@ from fastapi import APIRouter, Depends, File, Request, Response, UploadFile
 from fastapi.responses import StreamingResponse
 
 from cacheblend_rag.app.server.admission_queue import Slot
-from cacheblend_rag.app.server.asking import EarlierTurn, compare_all, report_of, rule_name, search
 from cacheblend_rag.app.server.catalogue import Incoming
+from cacheblend_rag.app.server.file_reader import suffix_of
 from cacheblend_rag.app.server.library import Collection, Found, OwnCollection
 from cacheblend_rag.app.server.problems import Problem, noted_problem
+from cacheblend_rag.app.server.questions import EarlierTurn, compare_all, report_of, rule_name, search
 from cacheblend_rag.app.server.rag_models import (
     AskBody,
     ChunkText,
@@ -43,7 +44,6 @@ from cacheblend_rag.app.server.rag_models import (
     Suggestion,
     WholeAnswer,
 )
-from cacheblend_rag.app.server.reading import suffix_of
 from cacheblend_rag.app.server.served_model import ServedModel
 from cacheblend_rag.app.server.service import Session, session_of
 from cacheblend_rag.app.server.settings import MOST_PASSAGES

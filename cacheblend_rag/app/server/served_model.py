@@ -6,8 +6,8 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
-from cacheblend_rag.app.server.asking import QuestionPrompt
 from cacheblend_rag.app.server.problems import Problem
+from cacheblend_rag.app.server.questions import QuestionPrompt
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.prompt import Prompt

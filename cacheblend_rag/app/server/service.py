@@ -17,7 +17,7 @@ from fastapi import Request
 from cacheblend_rag.app.collection import ARTICLES_PATH, manual_path
 from cacheblend_rag.app.folder_rag import FolderRAG
 from cacheblend_rag.app.server.admission_queue import AdmissionQueue
-from cacheblend_rag.app.server.following import Follower
+from cacheblend_rag.app.server.follower import Follower
 from cacheblend_rag.app.server.grammars import SchemaCheck
 from cacheblend_rag.app.server.ingestion import Ingestion, Warmed
 from cacheblend_rag.app.server.library import BaseCollection, Collection, Found, Library, OwnCollection

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.bench.benching import (
+from cacheblend_rag.calibration.bench.common import (
     bench_model,
     bench_prompt,
     medians,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.calibration.bench.benching import machine, table
+from cacheblend_rag.calibration.bench.common import machine, table
 from cacheblend_rag.calibration.evaluation.runner import EvalRun
 from cacheblend_rag.calibration.evaluation.statistics import Interval, interval, paired
 from cacheblend_rag.config import check_choice

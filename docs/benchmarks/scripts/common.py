@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from transformers.generation import LogitsProcessor
 
 from cacheblend_rag.app.cli.bench import add_machine_arguments, add_prompt_arguments, options_from
-from cacheblend_rag.calibration.bench.benching import shown_seconds, table
+from cacheblend_rag.calibration.bench.common import shown_seconds, table
 from cacheblend_rag.calibration.bench.plots import EDGE, bar_rows
 from cacheblend_rag.errors import CacheBlendError
 

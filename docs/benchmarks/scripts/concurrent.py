@@ -22,7 +22,7 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from cacheblend_rag.calibration.bench.benching import bench_model, bench_prompt, machine, show_result, table, warmed
+from cacheblend_rag.calibration.bench.common import bench_model, bench_prompt, machine, show_result, table, warmed
 from cacheblend_rag.calibration.bench.plots import save_figure, titled
 from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.config import check_whole

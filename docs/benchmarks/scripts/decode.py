@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cacheblend_rag.calibration.bench.benching import (
+from cacheblend_rag.calibration.bench.common import (
     bench_model,
     bench_prompt,
     medians,

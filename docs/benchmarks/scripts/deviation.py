@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.bench.benching import table
+from cacheblend_rag.calibration.bench.common import table
 from cacheblend_rag.calibration.bench.plots import pyplot_for, save_figure
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.fusor.selection import SelectNone

@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from cacheblend_rag.app.cli.evaluate import add_eval_arguments, open_evaluation
-from cacheblend_rag.calibration.bench.benching import machine
+from cacheblend_rag.calibration.bench.common import machine
 from cacheblend_rag.calibration.bench.plots import import_pyplot
 from cacheblend_rag.calibration.evaluation.datasets import Cases
 from cacheblend_rag.calibration.evaluation.methods import BLENDED, own_ratios, rule_of

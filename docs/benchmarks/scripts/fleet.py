@@ -42,7 +42,7 @@ from ray.serve.request_router import PendingRequest
 from cacheblend_rag.app.cli.configuration import Given
 from cacheblend_rag.app.fleet.application import fleet
 from cacheblend_rag.app.fleet.routing import chunk_digest
-from cacheblend_rag.calibration.bench.benching import machine, table
+from cacheblend_rag.calibration.bench.common import machine, table
 from cacheblend_rag.config import DEFAULT_EMBEDDER
 from cacheblend_rag.models.loading import load_geometry
 from docs.benchmarks.scripts.common import reported, script_parser

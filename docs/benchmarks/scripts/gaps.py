@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.calibration.bench.benching import bench_model, bench_prompt, machine, show_result, table, warmed
+from cacheblend_rag.calibration.bench.common import bench_model, bench_prompt, machine, show_result, table, warmed
 from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.scheduler import scheduler_of

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.app.cli.bench import add_ttft_arguments, options_from
-from cacheblend_rag.calibration.bench.benching import show_result
+from cacheblend_rag.calibration.bench.common import show_result
 from cacheblend_rag.calibration.bench.plots import draw_ttft
 from cacheblend_rag.calibration.bench.shapes import bench_device
 from cacheblend_rag.calibration.bench.ttft import TTFTOptions, ttft_table

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.calibration.bench.benching import bench_model, bench_prompt, machine, medians, show_result, table
+from cacheblend_rag.calibration.bench.common import bench_model, bench_prompt, machine, medians, show_result, table
 from cacheblend_rag.calibration.bench.plots import save_figure
 from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.calibration.comparison import Prefilled, blended, time_rounds

@@ -27,7 +27,7 @@ from langchain_core.runnables import Runnable, RunnableLambda
 from transformers import pipeline
 from transformers.generation import LogitsProcessorList
 
-from cacheblend_rag.calibration.bench.benching import bench_model, chunk_texts, machine, medians, table
+from cacheblend_rag.calibration.bench.common import bench_model, chunk_texts, machine, medians, table
 from cacheblend_rag.calibration.bench.shapes import SHAPES, BenchOptions
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.langchain import CacheBlendLLM

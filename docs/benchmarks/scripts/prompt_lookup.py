@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.bench.benching import machine, table
+from cacheblend_rag.calibration.bench.common import machine, table
 from cacheblend_rag.calibration.evaluation.statistics import interval
 from cacheblend_rag.config import BlendConfig, check_whole
 from cacheblend_rag.engine.engine import BlendEngine

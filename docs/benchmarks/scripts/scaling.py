@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.calibration.bench.benching import machine, show_result, shown_seconds, table
+from cacheblend_rag.calibration.bench.common import machine, show_result, shown_seconds, table
 from cacheblend_rag.calibration.bench.plots import save_figure
 from cacheblend_rag.calibration.bench.shapes import shape_config
 from cacheblend_rag.config import check_share, check_whole

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.bench.benching import bench_model, bench_prompt, timed, warmed
+from cacheblend_rag.calibration.bench.common import bench_model, bench_prompt, timed, warmed
 from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.config import BlendConfig, check_choice, check_share
 from cacheblend_rag.engine.engine import BlendEngine

@@ -30,7 +30,7 @@ import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.app.collection import ARTICLES_PATH
-from cacheblend_rag.calibration.bench.benching import machine
+from cacheblend_rag.calibration.bench.common import machine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.store import DiskStore, KVStore, MemoryStore
 from cacheblend_rag.store.valkey import ValkeyStore

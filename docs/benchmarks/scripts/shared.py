@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.bench.benching import bench_model, bench_prompt, machine, medians, show_result, table
+from cacheblend_rag.calibration.bench.common import bench_model, bench_prompt, machine, medians, show_result, table
 from cacheblend_rag.calibration.bench.plots import save_figure
 from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.calibration.comparison import blended, time_rounds

@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.app.fleet.routing import RoutingRule, chunk_digest
-from cacheblend_rag.calibration.bench.benching import table
+from cacheblend_rag.calibration.bench.common import table
 from cacheblend_rag.calibration.bench.plots import pyplot_for, save_figure
 from cacheblend_rag.errors import ConfigError
 from docs.benchmarks.scripts.common import reported, script_parser

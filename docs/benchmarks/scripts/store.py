@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.bench.benching import machine, medians, show_result, shown_seconds, table, timed
+from cacheblend_rag.calibration.bench.common import machine, medians, show_result, shown_seconds, table, timed
 from cacheblend_rag.calibration.bench.plots import EDGE, bar_rows, save_figure, titled, unboxed
 from cacheblend_rag.calibration.bench.shapes import BenchOptions, shape_config
 from cacheblend_rag.calibration.profiler import drop_cache

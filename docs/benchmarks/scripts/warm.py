@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.bench.benching import bench_model, bench_prompt, machine, medians, show_result, timed
+from cacheblend_rag.calibration.bench.common import bench_model, bench_prompt, machine, medians, show_result, timed
 from cacheblend_rag.calibration.bench.plots import save_figure, titled
 from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.config import BlendConfig

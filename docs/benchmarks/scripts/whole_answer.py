@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.app.collection import ARTICLES_PATH
-from cacheblend_rag.calibration.bench.benching import bench_prompt, bench_tokenizer, machine
+from cacheblend_rag.calibration.bench.common import bench_prompt, bench_tokenizer, machine
 from cacheblend_rag.calibration.bench.shapes import SHAPES, BenchOptions, random_model
 from cacheblend_rag.models.starters import STARTERS, starter_folder
 from cacheblend_rag.prompt.chat import question_turns, render_turns

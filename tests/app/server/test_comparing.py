@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from cacheblend_rag.app.server.asking import compare_all
 from cacheblend_rag.app.server.library import BaseCollection
+from cacheblend_rag.app.server.questions import compare_all
 from cacheblend_rag.app.server.streams import EventStream
 from cacheblend_rag.calibration import comparison
 from cacheblend_rag.calibration.comparison import ROUNDS, Prefilled, time_once

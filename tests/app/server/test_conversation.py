@@ -10,8 +10,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
-from cacheblend_rag.app.server.asking import EarlierTurn, QuestionPrompt, search
 from cacheblend_rag.app.server.library import Found
+from cacheblend_rag.app.server.questions import EarlierTurn, QuestionPrompt, search
 from cacheblend_rag.errors import PromptError
 from tests import tiny
 from tests.app.server.common import BASE, new_collection, passage, read_events, settings_for, settle, upload

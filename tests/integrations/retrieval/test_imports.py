@@ -25,7 +25,7 @@ HEAVY = (
         ("cacheblend_rag.retrieval.documents", ()),
         ("cacheblend_rag.retrieval.splitting", ()),
         ("cacheblend_rag.retrieval.embedder", ()),
-        ("cacheblend_rag.retrieval.saved", ()),
+        ("cacheblend_rag.retrieval.saved_index", ()),
         ("cacheblend_rag.retrieval.index", ("faiss",)),
     ],
 )

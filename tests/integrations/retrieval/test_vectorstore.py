@@ -18,7 +18,7 @@ from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from cacheblend_rag.errors import ConfigError, DocumentError, EmbedderError
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
-from cacheblend_rag.retrieval.saved import IndexDamagedError, SavedIndex, read_index
+from cacheblend_rag.retrieval.saved_index import IndexDamagedError, SavedIndex, read_index
 from cacheblend_rag.retrieval.vectors import marginal_relevance
 from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
 

@@ -1,4 +1,4 @@
-"""Answers to requests for completions and conversations: what is asked, and how its answers are told."""
+"""Completions and conversations of OpenAI's API: the request, and its answers as a body or as a stream."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 from langchain_core.messages import AIMessage
 
 from cacheblend_rag.app.server.admission_queue import Slot
-from cacheblend_rag.app.server.chatting import Conversation, ServedChat
 from cacheblend_rag.app.server.openai_models import ChatBody, CompletionBody, Sampling, document_texts
 from cacheblend_rag.app.server.problems import noted_problem
+from cacheblend_rag.app.server.served_chat import Conversation, ServedChat
 from cacheblend_rag.app.server.service import Session
 from cacheblend_rag.app.server.streams import event
 from cacheblend_rag.app.server.templates import within

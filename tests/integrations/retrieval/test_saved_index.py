@@ -11,8 +11,8 @@ import pytest
 from langchain_core.documents import Document
 
 from cacheblend_rag.errors import ConfigError, DocumentError
-from cacheblend_rag.retrieval import saved as module
-from cacheblend_rag.retrieval.saved import IndexDamagedError, SavedIndex, has_index, read_index, write_index
+from cacheblend_rag.retrieval import saved_index as module
+from cacheblend_rag.retrieval.saved_index import IndexDamagedError, SavedIndex, has_index, read_index, write_index
 
 
 def make(text: str) -> SavedIndex:

@@ -13,7 +13,7 @@ from langchain_core.messages import AIMessage
 from langchain_core.messages.tool import ToolCallChunk
 
 from cacheblend_rag.app.server.admission_queue import Slot
-from cacheblend_rag.app.server.answering import Chat, logprob_dicts
+from cacheblend_rag.app.server.completions import Chat, logprob_dicts
 from cacheblend_rag.app.server.openai_models import (
     AnswerBody,
     CallItem,
