@@ -188,9 +188,9 @@ class Option:
     flag : str
         Its name on the command line, without dashes; empty if it has none there.
     metavar, help, shown : str
-        What the command line shows of it, and of its default if that is not as it is written.
+        Its parts in the help of the command line: the metavar, and its default if that is shown otherwise.
     prefix : str
-        What stands before its name in the environment, behind ``CACHEBLEND_RAG_``.
+        Prefix of its name in the environment, behind ``CACHEBLEND_RAG_``.
     repeats : bool
         Whether the command line takes it several times; ``parse`` then gets a list of texts, too.
     """
@@ -272,7 +272,7 @@ class BlendOptions(TypedDict, total=False):
     prompt_lookup: int
     guard_share: float
     guard_bound: float
-    pack_weights: bool | str
+    prepack_weights: bool | str
     check_model: bool
 
 
@@ -313,18 +313,18 @@ class BlendConfig:
     min_tokens : int
         A prompt with fewer chunk tokens than this is answered by plain prefill.
     overflow : {"error", "drop_chunks"}
-        What becomes of a prompt that the model's context window does not hold: it is refused, or whole chunks are
-        left out from the end until it fits. Change it where a shorter context is better than no answer, and
+        For a prompt that the model's context window does not hold: refuse it, or leave out whole chunks from the end
+        until it fits. Change it where a shorter context is better than no answer, and
         retrieval gives the best chunks first.
     condition : {"auto", "context", "learned", "sink", "prefix"}
-        What a chunk is computed behind before it is stored. ``"context"``: stretches of chunks that it belongs with,
-        those beside it where chunks are warmed, those retrieved with it otherwise; they are dropped afterwards, and
-        the chunk hits wherever it stands. ``"learned"``: these, and one more context that ``cacheblend-rag adapt``
-        learned for this model and keeps beside the store. ``"sink"``: only the fixed tokens that open every text, as in
-        the paper; chunks are stored in half of the time, and answers are further from full prefill. ``"prefix"``: the
-        actual prefix, which is exact directly behind it; another prefix is another record. ``"auto"``: what
-        ``cacheblend-rag calibrate`` found, else ``"learned"`` where the model was adapted, else ``"context"``. Change
-        it where storing takes too long, or where every prompt has one chunk behind one prefix.
+        The tokens that a chunk is computed behind before it is stored. ``"context"``: stretches of chunks that it
+        belongs with, those beside it where chunks are warmed, those retrieved with it otherwise; they are dropped
+        afterwards, and the chunk hits wherever it stands. ``"learned"``: these, and one more context that
+        ``cacheblend-rag adapt`` learned for this model and keeps beside the store. ``"sink"``: only the fixed tokens
+        that open every text, as in the paper; chunks are stored in half of the time, and answers are further from full
+        prefill. ``"prefix"``: the actual prefix, which is exact directly behind it; another prefix is another record.
+        ``"auto"``: what ``cacheblend-rag calibrate`` found, else ``"learned"`` where the model was adapted, else
+        ``"context"``. Change it where storing takes too long, or where every prompt has one chunk behind one prefix.
     contexts : int
         Over how many stretches of other chunks the KV of a chunk is averaged, from 1 to 4. More are a little nearer to
         full prefill, and storing takes as many times longer. Beside a learned context, which counts as one more, it
@@ -354,7 +354,7 @@ class BlendConfig:
     max_concurrent : int
         Most answers that are under way at once. A request that comes is then let in between two tokens of the others,
         as long as memory has room for its KV, and they take their steps together: each weight is read once for all.
-        What is rounded differs then with what else runs. With 1, requests are answered one after another.
+        Rounding then differs with the other requests. With 1, requests are answered one after another.
     prompt_lookup : int
         Most tokens of an answer that are tried at once where the prompt, or the answer so far, seems to have them
         already; 0 for none. A way that is tried and not chosen changes nothing but the time, so answers stay the same
@@ -364,7 +364,7 @@ class BlendConfig:
         else waits, and how far the blended answer was from it. 0 checks none.
     guard_bound : float
         Mean KL divergence, in nats a token, past which the guard raises the recompute ratio.
-    pack_weights : bool or "auto"
+    prepack_weights : bool or "auto"
         Keep copies of linear weights in the order in which oneDNN multiplies by them: faster for few rows, on a
         CPU in bfloat16, for as much memory again. ``"auto"`` does where the processor has such arithmetic of its
         own and copies take at most a quarter of the machine's memory. True refuses a model that cannot gain. In
@@ -421,7 +421,9 @@ class BlendConfig:
     prompt_lookup: int = _option("prompt_lookup", 6, int)
     guard_share: float = _option("guard_share", 0.0, float)
     guard_bound: float = _option("guard_bound", 0.1, float)
-    pack_weights: bool | str = _option("pack_weights", "auto", lambda text: _flag_or_auto(text), like="auto, on or off")
+    prepack_weights: bool | str = _option(
+        "prepack_weights", "auto", lambda text: _flag_or_auto(text), like="auto, on or off"
+    )
     check_model: bool = _option("check_model", True, lambda text: _flag(text))
 
     def __post_init__(self) -> None:
@@ -447,8 +449,8 @@ class BlendConfig:
         for name in ("split_at_separator", "session_cache", "prefetch", "check_model"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "use True or False")
-        if self.pack_weights != "auto" and not isinstance(self.pack_weights, bool):
-            raise ConfigError("pack_weights", self.pack_weights, "use True, False or 'auto'")
+        if self.prepack_weights != "auto" and not isinstance(self.prepack_weights, bool):
+            raise ConfigError("prepack_weights", self.prepack_weights, "use True, False or 'auto'")
         for name, remedy in (("salt", "an empty one is shared by all who set none"), ("like", "a family's name")):
             if not isinstance(getattr(self, name), str):
                 raise ConfigError(name, getattr(self, name), f"use a text; {remedy}")

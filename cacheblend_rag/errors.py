@@ -38,7 +38,7 @@ class ConfigError(CacheBlendError, ValueError):
     value : object
         The value that was given.
     remedy : str
-        What would be accepted, as a phrase: "use a number from 0 to 1".
+        An accepted value, as a phrase: "use a number from 0 to 1".
     """
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
@@ -64,9 +64,9 @@ class ContextLengthError(PromptError):
     window : int
         Most tokens there may be.
     remedy : str
-        What helps, as a phrase: "retrieve fewer chunks".
+        The remedy, as a phrase: "retrieve fewer chunks".
     what : str
-        What is too long, as the message calls it.
+        The noun in the message.
     """
 
     def __init__(self, tokens: int, new_tokens: int, window: int, remedy: str, what: str = "the prompt") -> None:
@@ -89,7 +89,7 @@ class ImageError(PromptError):
     message : int
         The message that holds it, from 0.
     why : str
-        What is wrong with it, and the remedy.
+        The fault, and the remedy.
     """
 
     def __init__(self, message: int, why: str) -> None:
@@ -120,7 +120,7 @@ class ForgetError(StoreError):
     texts : list of str
         Whose KV was to be erased. Their documents are no longer there to be read.
     reason : object
-        What went wrong.
+        Why it was not.
     """
 
     def __init__(self, texts: list[str], reason: object) -> None:

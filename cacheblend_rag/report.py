@@ -131,7 +131,7 @@ class BlendReport:
     recompute_ratio : float
         Share of the reused chunk tokens that was to be recomputed.
     expected : Expected or None
-        What the loading controller expected, if it chose the ratio.
+        The loading controller's expectations, if it chose the ratio.
     seconds : Seconds
         Where the time to first token went.
     generated_tokens : int
@@ -139,7 +139,7 @@ class BlendReport:
     finish_reason : str
         ``"stop"``, ``"length"``, or ``""`` before generation.
     documents : tuple of DocumentUse
-        What became of each document that was retrieved for the prompt; empty where that is not known.
+        The use of each document that was retrieved for the prompt; empty where that is not known.
     """
 
     input_ids: tuple[int, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,3 +22,15 @@ def test_clean(command: str) -> None:
         [sys.executable, "-m", *command.split()], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_docstrings_and_comments_name_their_subject() -> None:
+    """A sentence that begins with "What ..." or "Who ..." leaves the noun to the reader."""
+    begins = re.compile(r'^\s*(?:#|""")? ?(?:What|Who|Whoever|Whatever) (?!.*\?)')
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in sorted((ROOT / "cacheblend_rag").rglob("*.py"))
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if begins.match(line)
+    ]
+    assert found == []

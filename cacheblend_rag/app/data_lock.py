@@ -21,7 +21,7 @@ class FolderInUseError(ConfigError):
 
 
 class DataLock:
-    """Held by whoever writes a data folder; a process that ends, however it ends, gives it up.
+    """Held by the process that writes a data folder; its end, of whatever kind, frees the lock.
 
     Two that write one folder would each save an index without what the other has added.
 

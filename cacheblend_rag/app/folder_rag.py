@@ -44,7 +44,7 @@ class Answer:
     sources : list of Document
         The retrieved chunks.
     info : dict
-        What the model says of its work: ``ttft`` in seconds, ``hits``, ``misses`` and more.
+        The model's report: ``ttft`` in seconds, ``hits``, ``misses`` and more.
     prompt : Prompt
         The segments the model was given.
     report : BlendReport
@@ -82,12 +82,12 @@ class FolderRAG:
         # Before anything is loaded, so that it is known at once.
         self._lock = DataLock(folder)
         try:
-            self._load(folder, config, wrapped)
+            self._load(config, wrapped)
         except BaseException:
             self._lock.release()
             raise
 
-    def _load(self, folder: Path, config: BlendConfig, wrapped: Callable[[KVStore], KVStore] | None) -> None:
+    def _load(self, config: BlendConfig, wrapped: Callable[[KVStore], KVStore] | None) -> None:
         options = self.options
         self._others: list[CacheBlendLLM] = []
         self._store = wrapped and wrapped(open_store(options.store_locations, config, beside_gpu=options.on_gpu))

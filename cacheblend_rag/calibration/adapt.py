@@ -235,7 +235,7 @@ class ContextTraining:
     def divergence(self, prompt: Prompt, starts: float = 0.0) -> tuple[torch.Tensor, int]:
         """KL divergence from full prefill behind each token of question and answer.
 
-        What stands between chunks is taken from full prefill.
+        Rows between chunks are taken from full prefill.
 
         Parameters
         ----------

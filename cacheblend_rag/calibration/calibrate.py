@@ -88,7 +88,7 @@ def calibrate(
     Returns
     -------
     BlendSettings, Finding
-        What to use, which is full prefill for a model that does not tolerate blending, and all that was seen.
+        The settings to use (full prefill for a model that does not tolerate blending), and all findings.
 
     Raises
     ------

@@ -67,7 +67,7 @@ class FullAnswer:
     logits : Tensor, [vocab]
         Of the prompt's last position.
     answer_ids : sequence of int
-        What full prefill wrote, at least one token.
+        Full prefill's answer, at least one token.
     text : str
         The same as text.
     """
@@ -95,7 +95,7 @@ class Prefilled:
     computed : tuple of int
         Rows computed on each layer.
     report : BlendReport or None
-        What the engine says of it, if that made it.
+        The engine's report, if the engine made it.
     done : RowsDone or None
         All rows that were worked on; None if these are the whole prompt's.
     """
@@ -227,7 +227,7 @@ def time_once(method: Callable[[], _Made]) -> tuple[float, _Made]:
 def time_rounds(methods: Mapping[str, Callable[[], Prefilled]], rounds: int) -> Timed:
     """Time methods in turn, round after round, to the first token; a first round warms up and does not count.
 
-    What the last round gave comes without its cache: those of many methods take much memory.
+    The last round's results come without their caches: those of many methods take much memory.
     """
     timed = Timed({name: [] for name in methods}, {})
     for number in range(rounds + 1):

@@ -114,7 +114,7 @@ def fit_blend(prefill: PrefillProfile, found: Sequence[BlendTime]) -> PrefillPro
     ----------
     prefill : PrefillProfile
     found : sequence of BlendTime
-        What was measured.
+        The measured times.
     """
     whole = [prefill.seconds(one.tokens) for one in found]
     beyond = [max(1e-9, one.seconds - one.fixed_share * full) for one, full in zip(found, whole, strict=True)]
@@ -317,7 +317,7 @@ def profile_machine(
     Returns
     -------
     MachineProfile, path
-        What is known now, and where it is kept. Engines that are made from now on use it.
+        The whole profile, and its file. Engines that are made from now on use it.
 
     Raises
     ------
@@ -341,7 +341,7 @@ def keep_profile(store: KVStore, found: MachineProfile) -> tuple[MachineProfile,
     Returns
     -------
     MachineProfile, path
-        What is known now, and where it is kept. Engines that are made from now on use it.
+        The whole profile, and its file. Engines that are made from now on use it.
 
     Raises
     ------

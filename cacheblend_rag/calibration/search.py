@@ -58,7 +58,7 @@ class Finding:
     Parameters
     ----------
     condition : str
-        What chunks are best computed behind, as in `BlendConfig`.
+        The best condition for chunks, as in `BlendConfig`.
     reuse : mapping of str to Tried
         By condition, what is lost without any recompute.
     chosen : Tried or None
@@ -66,7 +66,7 @@ class Finding:
     checked : Tried or None
         The same on prompts that had no part in the search.
     candidates : sequence of (str, Tried)
-        What was checked, the chosen one last: the name of its kind, and what the prompts of the search said of it.
+        Rules that were checked, the chosen one last: the name of the kind, and its result on the prompts of the search.
     """
 
     condition: str

@@ -186,7 +186,7 @@ class FullAnswer:
     ids : sequence of int
         The greedy answer.
     log_probs : Tensor, [ids, vocab]
-        What its tokens were taken from.
+        The log-probabilities that its tokens were taken from.
     """
 
     ids: Sequence[int]
@@ -246,7 +246,7 @@ class TrialSet:
     on_prompt : callable
         Called after each prompt that was prepared or tried.
     known : iterable of mapping
-        What ``on_tried`` was given before, of these prompts: rules that need not be tried again.
+        Earlier arguments of ``on_tried`` for these prompts: rules that need not be tried again.
     on_tried : callable
         Called with what was found of a rule, fit for JSON.
     """

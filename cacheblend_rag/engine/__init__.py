@@ -1,1 +1,1 @@
-"""The engine: who runs when, and the five verbs split, look up, load, fuse, decode."""
+"""The engine: the five verbs split, look up, load, fuse, decode, and the scheduler of requests."""

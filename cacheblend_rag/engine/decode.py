@@ -72,7 +72,7 @@ class DecodeOptions:
     logits_processor : sequence of callable
         transformers logits processors applied to each step.
     grammar : Grammar or None
-        What the answer must follow, such as a JSON schema; see `BlendEngine.grammar`.
+        The grammar of the answer, such as a JSON schema; see `BlendEngine.grammar`.
 
     Raises
     ------
@@ -270,7 +270,7 @@ def generate(
     Parameters
     ----------
     inputs : mapping
-        What the model takes: ``input_ids``, and whatever belongs to them.
+        Inputs of the model: ``input_ids``, and whatever belongs to them.
     model, tokenizer, options, on_text, cancelled, window
         As for `decode`.
     **how

@@ -278,8 +278,8 @@ class BlendEngine:
         self._pipeline = self._pipeline.with_learned(context)
 
     def products(self) -> contextlib.AbstractContextManager[None]:
-        """Within this the model multiplies as it does while the engine runs it; see ``pack_weights``."""
-        return self._pipeline.packed()
+        """Within this the model multiplies as it does while the engine runs it; see ``prepack_weights``."""
+        return self._pipeline.prepacked()
 
     def tokenize(self, prompt: Prompt | str) -> TokenizedPrompt:
         """The ids of a prompt and where its segments lie, however long it is."""
@@ -604,7 +604,7 @@ class BlendEngine:
     def drop_waiting(self, chunks: Iterable[str], *, prefix: str = "") -> None:
         """Let no record be stored that waits to be and that `forget` would erase.
 
-        What is being stored at this moment is waited for, if it is such a record. Other records are stored as they
+        A record of them that is being stored at this moment is waited for. Other records are stored as they
         would have been.
 
         Parameters
@@ -695,7 +695,8 @@ class BlendEngine:
         self._prefetcher.close()
         self._write_back.close()
         with self._scheduler:  # a request on another thread may still be under way
-            self._pipeline.packed = contextlib.nullcontext  # packed weights go with the last engine over the model
+            # Prepacked weights go with the last engine over the model.
+            self._pipeline.prepacked = contextlib.nullcontext
             if self._owns_store:
                 self.store.close()
 

@@ -42,7 +42,7 @@ class Form:
     schema : dict
         A JSON schema.
     before, after : str
-        What stands around the JSON.
+        Text around the JSON.
     lenient : bool
         Leave out keywords that answers cannot be held to. Otherwise they are an error.
     """
@@ -78,7 +78,7 @@ class Grammar:
     forms : sequence of Form
         The answer has one of them.
     field : str
-        What errors call the schema.
+        Name of the schema in errors.
     in_text : InText, optional
         Where the forms may stand; by default the answer is one of them.
 

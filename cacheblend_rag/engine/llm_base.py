@@ -108,7 +108,7 @@ class LLMBase(BaseModel):
     Parameters
     ----------
     engine : BlendEngine
-        What answers. Without one, it is made of the fields that follow.
+        The engine. Without one, it is made of the fields that follow.
     model_id : str
         Model that an engine is made of: a folder, or an id that transformers can resolve.
     store : str or list of str, optional
@@ -385,7 +385,7 @@ class LLMBase(BaseModel):
         stop : list of str
             Texts that end this answer, too.
         overrides : dict
-            What the call was given.
+            Arguments of the call.
         also : sequence of str
             Other names that the call takes.
 

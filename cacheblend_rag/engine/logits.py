@@ -20,7 +20,7 @@ def logit_bias(bias: Mapping[int, float]) -> SequenceBiasLogitsProcessor:
     Parameters
     ----------
     bias : mapping of int to float
-        What is added, by token id; at least one.
+        The addends by token id; at least one.
     """
     return SequenceBiasLogitsProcessor({(token,): float(value) for token, value in bias.items()})
 
@@ -111,7 +111,7 @@ class TokenLogProb:
     token : str
         Its text, special tokens and incomplete characters included.
     text : str
-        What it adds to the answer. A character of several tokens is added by the last of them.
+        Its text in the answer. A character of several tokens is added by the last of them.
     offset : int
         Where in the answer that begins.
     logprob : float

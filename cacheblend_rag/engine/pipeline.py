@@ -24,7 +24,7 @@ from cacheblend_rag.loading import ChunkKV, LayerReader, LoadingController, Plac
 from cacheblend_rag.loading.loader import ReadClock, RecordLost
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import ContextKV, LearnedContext
-from cacheblend_rag.models.cpu.weight_prepacking import Prepacking, packed_products
+from cacheblend_rag.models.cpu.weight_prepacking import Prepacking, prepacked_products
 from cacheblend_rag.models.identity import fingerprint_in
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import (
@@ -141,7 +141,7 @@ class Lookup:
     opened : list of StoredKV
         All records that were opened on the way.
     seconds : float
-        What looking up took.
+        Seconds of looking up.
     """
 
     fit: Fitted
@@ -290,7 +290,7 @@ class Pipeline:
         self._identity = adapter.identity(fingerprint)
         self._latest_contexts = _LatestContexts()
         self._hold(_learned_context(store, self.fingerprint, adapter), config, controller_beside(store))
-        self.packed = self._prepacking(anew=True)
+        self.prepacked = self._prepacking(anew=True)
 
     def with_config(self, config: BlendConfig, tokenizer: PromptTokenizer) -> Pipeline:
         """The same model, store and minimum ratio with other options; the model is not hashed again."""
@@ -298,8 +298,8 @@ class Pipeline:
         other.__dict__.update(self.__dict__)
         other.config, other.tokenizer = config, tokenizer
         other._hold(self.learned, config, self._ratio_policy.controller, self._ratio_policy.minimum)
-        if config.pack_weights != self.config.pack_weights:
-            other.packed = other._prepacking(anew=False)
+        if config.prepack_weights != self.config.prepack_weights:
+            other.prepacked = other._prepacking(anew=False)
         return other
 
     def with_learned(self, context: LearnedContext | None) -> Pipeline:
@@ -356,7 +356,7 @@ class Pipeline:
     def _prepacking(self, anew: bool) -> Prepacking:
         """The context within which the model is run here."""
         model = self.adapter.model
-        return packed_products(model, (*self.adapter.layers, model.lm_head), self.config.pack_weights, anew=anew)
+        return prepacked_products(model, (*self.adapter.layers, model.lm_head), self.config.prepack_weights, anew=anew)
 
     def raise_ratio(self, ratio: float) -> None:
         """Let no prompt be blended with a smaller recompute ratio from now on, whatever the options."""
@@ -437,7 +437,7 @@ class Pipeline:
         self._check_model(segments)
         first, ids = segments[0], [segment.own_ids for segment in segments]
         heads = [segment.head for segment in segments]
-        with self.packed():
+        with self.prepacked():
             if first.exact_in_place:
                 computed = self.adapter.segments_kv(first.shared_ids, ids, first.regime, heads)
             else:
@@ -560,7 +560,7 @@ class Pipeline:
     def _plain(self, lookup: Lookup, pauses: Pauses | None) -> Blend:
         """Answer by the model's own prefill."""
         started, split = time.perf_counter(), lookup.split
-        with self.packed():
+        with self.prepacked():
             result = self.adapter.prefill(split.input_ids, *(pauses or ()))
         rows = torch.arange(len(split.input_ids), device=self.adapter.device)
         report = dataclasses.replace(self.plain_report(split), seconds=Seconds(fuse=time.perf_counter() - started))
@@ -586,7 +586,7 @@ class Pipeline:
         lost = 0
         while True:
             try:
-                with contextlib.closing(loading.layers), self.packed():
+                with contextlib.closing(loading.layers), self.prepacked():
                     plan = self._plan(lookup.split, loading.found)
                     each_layer = pauses.each_layer if pauses else None
                     fusion = fuse(self.adapter, plan, loading.layers, loading.choice.rule, each_layer)

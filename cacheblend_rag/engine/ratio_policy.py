@@ -38,7 +38,7 @@ class RatioChoice:
     ratio : float
         Its recompute ratio.
     plan : LoadingPlan or None
-        What the controller made of it; None where nothing was measured.
+        The controller's plan; None where nothing was measured.
     """
 
     rule: SelectionRule
@@ -135,7 +135,7 @@ class RatioPolicy:
         computed : int
             Tokens that are computed whatever is chosen.
         tier : str
-            What the chunks are stored on.
+            The device that the chunks are stored on.
         """
         controller = self.controller
         if controller is None or not chunks or not controller.knows(self._model, tier):

@@ -77,8 +77,8 @@ class Scheduler:
 
     Notes
     -----
-    Who has not begun goes before those under way, as long as he agrees to their number: somebody waits for his
-    first token. Those under way take their steps together, once none of them has anything else to do; those of one
+    A request that has not begun goes before those under way, as long as it agrees to their number: somebody waits for
+    its first token. Those under way take their steps together, once none of them has anything else to do; those of one
     engine together, those of another over the same model in a pass of their own. A long pass goes on once each of the
     others has had the model for as long as its last part took, or none of them wants it. Between two layers of a pass
     those under way may take a step.
@@ -93,7 +93,7 @@ class Scheduler:
         self._owner: int | None = None
         self._depth = 0
         self._begun = 0  # requests under way, the holder's included
-        self._line: deque[ModelTime] = deque()  # who has not begun, the first to ask first
+        self._queue: deque[ModelTime] = deque()  # requests that have not begun, the first to ask first
         self._steps: list[_Step[Any, Any]] = []  # of those under way but the holder, the first to ask first
         self._long: list[_LongPass] = []  # that give way now, the first to do so first
         self._background: deque[ModelTime] = deque()
@@ -129,7 +129,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """How many requests wait to begin."""
-        return len(self._line)
+        return len(self._queue)
 
     @property
     def under_way(self) -> int:
@@ -144,7 +144,7 @@ class Scheduler:
     @property
     def alone(self) -> bool:
         """Whether no other request is under way or waits, besides the holder's own."""
-        return self._begun <= 1 and not self._line
+        return self._begun <= 1 and not self._queue
 
     def step(self, given: _Given, run: Callable[[Sequence[_Given]], Sequence[_Result]]) -> _Result:
         """Let others in, then take a step together with all who wait for theirs.
@@ -154,7 +154,7 @@ class Scheduler:
         Parameters
         ----------
         given : object
-            What the step is about.
+            Input of the step.
         run : callable
             Takes the steps of several that gave the same one, on the thread of one of them; a result for each.
 
@@ -193,7 +193,7 @@ class Scheduler:
         if self._nobody_waits:
             return
         with self._condition:
-            others = self._begun - 1 + (len(self._line) if self._first_may_come else 0)
+            others = self._begun - 1 + (len(self._queue) if self._first_may_begin else 0)
             self._release()
             due, pause = self._used + seconds * others, seconds * _PAUSE if others else 0.0
             self._wait_out(_LongPass(self._holder, due=due, pause=pause))
@@ -217,7 +217,7 @@ class Scheduler:
         self._long.append(mine)
         try:
             while self._busy or self._next() is not mine:
-                self._condition.wait(None if self._busy or self._somebody_wants else mine.pause)
+                self._condition.wait(None if self._busy or self._is_wanted else mine.pause)
         finally:
             self._long.remove(mine)
             self._condition.notify_all()
@@ -225,8 +225,8 @@ class Scheduler:
 
     @property
     def _nobody_waits(self) -> bool:
-        """Whether the holder need not give way; who has entered twice cannot."""
-        return self._depth > 1 or not (self._line or self._steps or self._long or self._background_is_due)
+        """Whether the holder need not give way; one that has entered twice cannot."""
+        return self._depth > 1 or not (self._queue or self._steps or self._long or self._background_is_due)
 
     @contextmanager
     def background(self) -> Iterator[None]:
@@ -243,7 +243,7 @@ class Scheduler:
                 finally:
                     self._background.remove(mine)
                     self._condition.notify_all()
-                self._owed = 0.0 if self._line or self._begun else _REQUESTS_FIRST
+                self._owed = 0.0 if self._queue or self._begun else _REQUESTS_FIRST
                 self._begun += 1
         try:
             yield
@@ -254,7 +254,7 @@ class Scheduler:
                     self._used -= mine.seconds
                     self._owed = max(self._owed, _REQUESTS_SHARE * mine.seconds)
 
-    # Turns --------------------------------------------------------------------------------------
+    # Holding ------------------------------------------------------------------------------------
 
     def _enter(self, beside: Callable[[], int]) -> ModelTime:
         with self._condition:
@@ -262,12 +262,12 @@ class Scheduler:
                 self._depth += 1
                 return self._holder
             mine = ModelTime(beside)
-            self._line.append(mine)
+            self._queue.append(mine)
             try:
                 self._take(mine, mine)
             finally:
-                self._line.remove(mine)
-                self._condition.notify_all()  # who is first now may have been waiting for this one
+                self._queue.remove(mine)
+                self._condition.notify_all()  # the first one now may have been waiting for this one
             self._begun += 1
             return mine
 
@@ -300,36 +300,37 @@ class Scheduler:
                 step.spent.seconds += took / len(steps)
 
     def _next(self) -> object:
-        """Whose turn it is.
+        """The next holder.
 
-        Background work whose share is due, then a long pass that is due, then who has not begun and may, then who can
-        go on, then who takes the steps of all, then a long pass that has waited for others, then background work.
+        Background work whose share is due, then a long pass that is due, then the first request that may begin, then
+        one whose step is done, then the one that takes the steps of all, then a long pass that has waited for others,
+        then background work.
         """
         if self._background_is_due:
             return self._background[0]
         for one in self._long:
             if one.due <= self._used or one.steps < self._steps_taken:
                 return one
-        if self._first_may_come:
-            return self._line[0]
+        if self._first_may_begin:
+            return self._queue[0]
         if self._steps:
             return next((step for step in self._steps if step.done), self._steps[0])
         if self._long:
             idle = time.monotonic() - self._freed
             return next((one for one in self._long if one.pause <= idle), None)
-        return next(iter(self._background), None) if not (self._line or self._begun) else None
+        return next(iter(self._background), None) if not (self._queue or self._begun) else None
 
     @property
-    def _first_may_come(self) -> bool:
-        """Whether somebody waits to begin who agrees to how many are under way, and no pass lets steps alone in."""
-        if not self._line or any(one.to_steps for one in self._long):
+    def _first_may_begin(self) -> bool:
+        """Whether a waiting request agrees to the number of those under way, and no pass lets in steps alone."""
+        if not self._queue or any(one.to_steps for one in self._long):
             return False
-        return not self._begun or self._begun <= self._line[0].beside()
+        return not self._begun or self._begun <= self._queue[0].beside()
 
     @property
-    def _somebody_wants(self) -> bool:
+    def _is_wanted(self) -> bool:
         """Whether any request could use the model now, but for long passes."""
-        return self._first_may_come or bool(self._steps)
+        return self._first_may_begin or bool(self._steps)
 
     @property
     def _background_is_due(self) -> bool:
@@ -358,8 +359,8 @@ class Scheduler:
         self._condition.notify_all()
 
 
-_gates: weakref.WeakKeyDictionary[object, Scheduler] = weakref.WeakKeyDictionary()
-_gates_lock = threading.Lock()
+_schedulers: weakref.WeakKeyDictionary[object, Scheduler] = weakref.WeakKeyDictionary()
+_schedulers_lock = threading.Lock()
 
 
 def scheduler_of(model: object, shared: Scheduler | None = None) -> Scheduler:
@@ -376,8 +377,8 @@ def scheduler_of(model: object, shared: Scheduler | None = None) -> Scheduler:
     ConfigError
         If the model has a scheduler of its own already.
     """
-    with _gates_lock:
-        found = _gates.setdefault(model, shared or Scheduler())
+    with _schedulers_lock:
+        found = _schedulers.setdefault(model, shared or Scheduler())
     if shared is not None and found is not shared:
         raise ConfigError("beside", "an engine of another model", "give it to the first engine over this model")
     return found

@@ -58,7 +58,7 @@ class SessionCache:
     store : KVStore
     config : BlendConfig
     like : RecordInfo
-        What a record of this model says of itself, apart from its ids.
+        Info of a record of this model, apart from its ids.
     learned : str
         Digest of the learned context that chunks are computed behind; empty for none.
     """
@@ -112,7 +112,7 @@ class SessionCache:
             The whole prompt, as it was given.
         answer_ids : sequence of int
         layers : sequence of LayerKV
-            What the cache of prompt and answer holds; of sliding layers that is the window alone.
+            KV of prompt and answer; of sliding layers that is the window alone.
         """
         ids = (*split.input_ids, *answer_ids)[: layers[0].keys.shape[2]]
         if len(ids) < len(split.input_ids) or any(layer.keys.shape[2] != len(ids) for layer in layers):

@@ -31,7 +31,7 @@ class Job:
     held : int
         Bytes it keeps in memory until then.
     info : callable, optional
-        What the record will say of itself; None where no chunk is in it.
+        Info of the record; None where no chunk is in it.
     """
 
     run: Callable[[], object]

@@ -92,7 +92,7 @@ def fuse(
     adapter : ModelAdapter
         The model.
     plan : FusionPlan
-        What is reused.
+        The reused rows.
     layers : iterable of LayerKV
         Stored KV, layer by layer; its buffers are taken over and filled.
     rule : SelectionRule

@@ -28,7 +28,7 @@ class RowsDone:
     computed : tuple of Tensor, each [rows] long
         Positions computed on each layer.
     projected : tuple of Projected
-        What the checks did.
+        The checks.
     scored : tuple of Tensor, each [rows] long
         Positions a scoring pass computed, layer by layer as far as it went.
     ended : int or None
@@ -56,7 +56,7 @@ def work_share(shape: ModelShape, tokens: int, done: RowsDone, layers: int | Non
     tokens : int
         Positions of the prompt.
     done : RowsDone
-        What the pass did.
+        The rows of the pass.
     layers : int, optional
         Scale to a model of so many layers of this kind: checks stay on their layers, the last
         layer stands for all that are added, and a scoring pass goes as far into the depth.

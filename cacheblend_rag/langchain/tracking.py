@@ -89,7 +89,7 @@ class RunDocuments:
     def add(self, run: UUID | None, parent: UUID | None, texts: Iterable[str]) -> None:
         """Documents were retrieved in a run; others that it was given, or that runs within found, it has left out.
 
-        What is found by a call that is no run belongs to its parent.
+        Documents found by a call that is no run belong to its parent.
         """
         if parent is None:
             return  # it was retrieved on its own: no model is called in this run
@@ -257,7 +257,7 @@ def documents_in(value: Any, depth: int = 4) -> list[str]:
     Parameters
     ----------
     value : any
-        QueriedLayer into are lists, tuples, mappings, what tools attached to their answers, and LangGraph's commands.
+        Documents are also found in lists, tuples, mappings, artifacts of tools and LangGraph's commands.
     depth : int
         How deep.
     """

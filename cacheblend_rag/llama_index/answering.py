@@ -108,7 +108,7 @@ class ModelCall(Generic[R]):
     opening : str
         Beginning of the answer that was written for the model.
     operation : str
-        What traces call it: ``"chat"`` or ``"text_completion"``.
+        Its name in traces: ``"chat"`` or ``"text_completion"``.
     """
 
     fields: LLMBase

@@ -118,7 +118,7 @@ def see(
     separator : str
         Where texts are split that hold no known chunk; empty for nowhere.
     hint : Hint, optional
-        What its template was filled with.
+        The values that its template was filled with.
     messages : sequence of ChatMessage
         The conversation it was made of, if any.
     documents : sequence of Retrieved

@@ -97,7 +97,7 @@ class LoadingController:
     Parameters
     ----------
     profile : MachineProfile
-        What was measured.
+        Measurements of the machine.
     devices : mapping of str to Device
         Further devices to choose from; those of the profile come first.
     """

@@ -69,7 +69,7 @@ class _PinnedCopier:
     Parameters
     ----------
     records : sequence of StoredKV
-        What will be read; the buffers hold a layer of the largest.
+        Readers to come; the buffers hold a layer of the largest.
     dtype : torch.dtype
         Element type of the model.
     device : torch.device
@@ -120,7 +120,7 @@ class RecordLost(RecordError):  # noqa: N818 - an event the engine recovers from
     key : str
         Key of the record.
     reason : str
-        What went wrong.
+        The error.
     damaged : bool
         Whether the record is no good, and not only out of reach for now.
     """
@@ -251,9 +251,9 @@ def _load_to_gpu(reader: LayerReader, blocks: Sequence[torch.Tensor]) -> Iterato
     Parameters
     ----------
     reader : LayerReader
-        What to read.
+        The KV to read.
     blocks : sequence of Tensor
-        What `_blocks_of` found.
+        Results of `_blocks_of`.
     """
     stream, pass_stream = _side_stream(reader.device), torch.cuda.current_stream(reader.device)
     stream.wait_stream(pass_stream)  # records may only now be written by what was queued before
@@ -366,7 +366,7 @@ def load_ahead(reader: LayerReader, ahead: int = _AHEAD, first: LayerKV | None =
     Parameters
     ----------
     reader : LayerReader
-        What to read.
+        The KV to read.
     ahead : int
         Most layers held in memory before they are asked for.
     first : LayerKV, optional

@@ -28,7 +28,7 @@ class PrefillProfile:
         Of a blended pass, beside the rows it computes: seconds, and seconds a token (stored KV is
         put in place and rotated).
     row_cost : float
-        What computing a share of the rows takes, as a multiple of this share of a full prefill.
+        Time to compute a share of the rows, as a multiple of this share of a full prefill.
 
     Notes
     -----
@@ -114,13 +114,13 @@ class BlendSettings:
     check_layers, recompute_ratio, recompute_ratios, selection_options
         Its options, as in `BlendConfig`.
     condition : str
-        What chunks are computed behind, as in `BlendConfig`.
+        The condition of chunks, as in `BlendConfig`.
     learned : str
         Digest of the learned context, where they are computed behind it.
     tolerance : float
         Mean KL divergence from full prefill that was allowed, in nats a token.
     divergence, highest : float
-        What it was, and the upper end of its 95% interval over prompts.
+        The divergence, and the upper end of its 95% interval over prompts.
     work : float
         Mean work as a share of full prefill's.
     prompts : int

@@ -64,7 +64,7 @@ class _Blending:
     fused : bool
         Whether they attend by `row_attention`; otherwise in the plain form.
     kernels : PlainLayers or None
-        What runs in their place, where it does.
+        The kernels in their place, if there are any.
     """
 
     layers: Sequence[torch.nn.Module]
@@ -348,7 +348,7 @@ class ModelAdapter:
         rotaries : Rotaries
             Of the kept rows, in the model's element type.
         mask : RowMask or None
-            What `kernel_mask` made of what the rows see.
+            The mask by `kernel_mask`.
 
         Returns
         -------

@@ -59,7 +59,7 @@ class BatchedDecode:
         Parameters
         ----------
         inputs : sequence of mapping
-            What transformers' generation hands to the model for each: ``input_ids`` ``[1, tokens]``, one token unless
+            Inputs by transformers' generation for each: ``input_ids`` ``[1, tokens]``, one token unless
             `takes_several`, the cache and more. The caches grow.
         """
         # On a CPU heads that share a key are faster as rows of one head. On a GPU it was not measured.

@@ -59,7 +59,7 @@ class LearnedContext:
 class ContextKV:
     """Computes chunks behind contexts, whose own KV is computed once and kept in memory.
 
-    What will stand before a chunk is not known when it is stored. The mean over contexts is the estimate of its KV with
+    The text before a chunk is not known when it is stored. The mean over contexts is the estimate of its KV with
     the least squared error.
 
     Parameters

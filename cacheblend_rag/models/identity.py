@@ -87,8 +87,8 @@ class ModelIdentity:
     def refresh(self) -> bool:
         """Look at the adapters again; whether the model's own weights are others now.
 
-        What is looked at for every request is how adapters stand and where and of which version their tensors are, with
-        a few elements of each. All of them are read only in a state that was not met before.
+        Each request looks at the state of adapters, at the place and version of their tensors, and at a few elements of
+        each. All of them are read only in a state that was not met before.
         """
         layers = adapted_layers(self._model)
         merged, paths = _merged_state(layers), _paths(layers)

@@ -1,4 +1,4 @@
-"""Plain containers of KV that every room may use, and queries in the form of KV layers."""
+"""Plain containers of KV that every room may use."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class JoinedKV(SegmentKV):
     Parameters
     ----------
     block : Tensor, [layers, 2, kv_heads, tokens, head_dim]
-        What ``keys`` and ``values`` are views of.
+        The tensor of which ``keys`` and ``values`` are views.
     """
 
     block: torch.Tensor

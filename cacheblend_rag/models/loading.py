@@ -110,7 +110,7 @@ class LoadedModel:
     ----------
     model, tokenizer
     name : str
-        What it was loaded by.
+        Arguments that it was loaded by.
     identity : str or None
         Of the files of its own weights, if these are nothing but what is in them; see `files_identity`.
     processor : callable

@@ -28,7 +28,7 @@ class AdaptedLayer:
     path : str
         Where it stands in the model.
     facts : tuple
-        What its pass depends on besides tensors: scaling and the like, for each active adapter.
+        Values beside tensors on which its pass depends: scaling and the like, for each active adapter.
     tensors : tuple of (str, Tensor)
         Those of the active adapters, and of the merged ones.
     merged : tuple of str

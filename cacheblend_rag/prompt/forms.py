@@ -62,7 +62,7 @@ class Squeezed:
     ----------
     text : str
     between : str
-        What stands for white space: a space, or nothing.
+        Replaces white space: a space, or nothing.
     """
 
     def __init__(self, text: str, between: str = " ") -> None:

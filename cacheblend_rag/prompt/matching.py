@@ -70,7 +70,7 @@ class WrittenForm:
     document : str
         Its own text.
     change : str
-        What was changed, in the words of `DocumentPlace`.
+        The changes, in the words of `DocumentPlace`.
     """
 
     document: str
@@ -300,7 +300,7 @@ def find_changed(text: str, found: Iterable[Match], documents: Iterable[Retrieve
     text : str
         Where to look.
     found : iterable of Match
-        What was found in it before; nothing is looked for there.
+        Earlier matches in it; nothing is looked for there.
     documents : iterable of Retrieved
         Those that stand within a chunk that was found are passed over, and so are those that were left out.
 
@@ -396,10 +396,10 @@ def match_chunks(
     known : ChunkRegistry or sequence of ChunkRegistry
         Known chunks; with several registries, those of the first win over those of the next.
     separator : str
-        What stands between two of these is a chunk too; empty for no such chunks. See
+        Text between two of these is a chunk too; empty for no such chunks. See
         `BlendConfig.split_at_separator`.
     documents : iterable of Retrieved
-        What was retrieved for this request. It is looked for before all else, and in other forms, too; the
+        Documents retrieved for this request. They are looked for before all else, and in other forms, too; the
         prompt's ``documents`` say where each stands.
     parts : sequence of (int, int), optional
         The stretches within which separators count (the contents of messages); by default the
@@ -481,7 +481,7 @@ def rebuild(
     questions_from : int, optional
         Nothing from this character on becomes part of the prefix.
     documents : iterable of DocumentPlace
-        What was retrieved for the prompt, and which chunk holds it.
+        Documents retrieved for the prompt, and which chunk holds each.
     """
     if not matches:
         return Prompt(suffix=text, documents=documents)

@@ -166,7 +166,7 @@ class ImagePrompt(Prompt):
     text : str
         The prompt as the chat template wrote it.
     inputs : transformers BatchFeature
-        What the model's ``generate`` takes: ``input_ids`` and the images.
+        Arguments of the model's ``generate``: ``input_ids`` and the images.
     seconds : float
         Time it took to make it.
     """

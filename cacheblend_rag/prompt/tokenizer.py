@@ -337,7 +337,7 @@ class Fitted:
     left_out : tuple of int
         Chunks that were left out, by their number in the prompt as it was given, from 0.
     seconds : float
-        What it took to split the prompt and to see that it fits.
+        Seconds to split the prompt and to see that it fits.
     """
 
     prompt: Prompt

@@ -391,7 +391,7 @@ def read_folder(folder: str | os.PathLike[str], *, on_error: str = "raise") -> t
     folder : path
         The folder to read.
     on_error : {"raise", "skip"}
-        What to do about a file that cannot be read: raise, or leave it out with a logged warning.
+        For a file that cannot be read: raise, or leave it out with a logged warning.
         A missing package is always raised, since it concerns every file of a kind.
 
     Raises

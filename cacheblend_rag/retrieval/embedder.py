@@ -122,7 +122,7 @@ class SharedEmbeddings(Embeddings):
     Parameters
     ----------
     inner : Embeddings
-        What embeds.
+        The embedding model.
     turn : callable, optional
         Gives the context in which documents may be embedded; it is left after every batch. Something that uses all
         cores, such as a language model, may then run between them and not beside them.

@@ -101,7 +101,7 @@ class FolderIndex:
     settings : SplitSettings, optional
         Chunk sizes.
     on_error : {"raise", "skip"}
-        What to do about a file that cannot be read: raise, or leave it out with a logged warning.
+        For a file that cannot be read: raise, or leave it out with a logged warning.
     on_delete : callable, optional
         Called with the texts of chunks that are in no file any more, before the index forgets
         them: if the call fails, or the process ends before the index is saved, the next update
@@ -310,7 +310,7 @@ class BuiltIndex:
     index : FolderIndex
         The index, up to date.
     report : IndexReport
-        What bringing it up to date did.
+        The changes made to bring it up to date.
     """
 
     index: FolderIndex

@@ -50,7 +50,7 @@ class SavedIndex:
     documents : mapping of int to Document
         Each document, with its id, under the key that its vector has in the faiss index.
     state : mapping
-        Whatever the writer kept with the index.
+        Data that the writer kept with the index.
     """
 
     vectors: bytes

@@ -59,7 +59,7 @@ def split(sources: Iterable[SourceFile], settings: SplitSettings | None = None) 
     Parameters
     ----------
     sources : iterable of SourceFile
-        What to split.
+        Documents to split.
     settings : SplitSettings, optional
         Sizes; the defaults of `SplitSettings` if left out.
 

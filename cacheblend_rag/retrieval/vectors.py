@@ -53,7 +53,7 @@ def marginal_relevance(query: Vectors, vectors: Vectors, k: int, lambda_mult: fl
     query : ndarray of float32
         Vector of the question, [dimension].
     vectors : ndarray of float32
-        What to choose from, [candidates, dimension], at least one.
+        The candidates, [candidates, dimension], at least one.
     k : int
         How many to choose.
     lambda_mult : float

@@ -76,7 +76,7 @@ class FaissVectorStore(VectorStore):
         Parameters
         ----------
         texts : iterable of str
-            What to add.
+            Documents to add.
         metadatas : list of dict, optional
             One for each text.
         ids : list of str, optional

@@ -62,7 +62,7 @@ def wrapped(kind: type[Wrapper], store: T, **state: Any) -> T:
     store : object
         Not changed.
     **state
-        What the wrapper's ``_seen`` gets, beside the store.
+        Arguments of the wrapper's ``_seen``, beside the store.
 
     Returns
     -------

@@ -217,7 +217,7 @@ def copy_layer(record: StoredKV, layer: int, keys: torch.Tensor, values: torch.T
     record : StoredKV
     layer : int
     keys, values : Tensor, each [kv_heads, tokens, head_dim]
-        What is written; may be views with strides.
+        The tensors to write; may be views with strides.
 
     Raises
     ------
@@ -342,7 +342,7 @@ class KVStore(Protocol):
         ----------
         key : str
         wait : float
-            Seconds to wait for whoever has it.
+            Seconds to wait for the one that holds it.
 
         Returns
         -------
@@ -408,7 +408,7 @@ class BaseStore:
         except (OSError, StoreError) as error:
             _log.warning("KV record %s is evicted for good: %s", key, error)
         except Exception:  # the caller's record is stored, whatever happened to another
-            _log.exception("KV record %s is evicted; whoever was told of it failed", key)
+            _log.exception("KV record %s is evicted; a callback for it failed", key)
 
 
 def check_store(store: KVStore, field: str = "store") -> None:
@@ -479,7 +479,7 @@ def record_key(
     kind : str
         ``"chunk"`` or ``"prefix"``.
     context_ids, token_ids : sequence of int
-        What the segment is computed behind, and the segment.
+        The ids that the segment is computed behind, and its own.
     contexts : int
         Over how many contexts its KV is averaged; which ones they are is no part of the key.
     learned : str

@@ -258,7 +258,7 @@ def check_address(url: str, schemes: Sequence[str], variables: str, field: str =
     ----------
     url : str
     schemes : sequence of str
-        What it may begin with.
+        Its allowed beginnings.
     variables : str
         Where credentials belong.
     field : str

@@ -22,7 +22,7 @@ def compute_if_missing(
     ----------
     store : KVStore
     wanted : mapping of str to item
-        What each record is made from, by its key.
+        Source of each record, by its key.
     make : callable
         Makes the records of several items.
 
@@ -34,7 +34,7 @@ def compute_if_missing(
     Raises
     ------
     Exception
-        What the first item that failed raised. The others are stored all the same.
+        The error of the first item that failed. The others are stored all the same.
     """
     done: dict[str, bool | None] = {}
     ours: dict[str, _Item] = {}

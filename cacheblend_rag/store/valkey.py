@@ -194,7 +194,7 @@ class ValkeyRecord(EncodedRecord):
     ----------
     store : ValkeyStore
     head : bytes
-        What lies under the key of the header.
+        The value under the key of the header.
     key : str
     """
 

@@ -271,7 +271,7 @@ class BoundedStoreContract(StoreContract):
         assert not store.contains(keys[0])
         error = ZeroDivisionError("a fault of the user's")
         fill(store, 20)
-        assert "whoever was told of it failed" in caplog.text
+        assert "a callback for it failed" in caplog.text
         assert store.volume() <= store.size_limit
         store.close()
 

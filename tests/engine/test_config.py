@@ -36,7 +36,7 @@ FROM_ENVIRONMENT: dict[str, tuple[str, Any]] = {
     "prompt_lookup": ("0", 0),
     "guard_share": ("0.25", 0.25),
     "guard_bound": ("0.5", 0.5),
-    "pack_weights": ("off", False),
+    "prepack_weights": ("off", False),
     "check_model": ("0", False),
 }
 
@@ -129,8 +129,8 @@ def test_unreadable_environment_value_names_variable_and_value(
         ("memory_limit", False),
         ("codec", "int5"),
         ("codec", None),
-        ("pack_weights", "on"),
-        ("pack_weights", 1),
+        ("prepack_weights", "on"),
+        ("prepack_weights", 1),
     ],
 )
 def test_bad_value_names_option_value_and_remedy(name: str, value: object) -> None:

@@ -95,7 +95,7 @@ def test_answers_are_decoded_by_codes_and_nothing_is_left_behind(tmp_path: Path,
         layers = len(coded_layers(model, linears(model)))
         assert asked.count(1) >= 3 * layers, "each token after the first"
         before = len(asked)
-        plain = engine.with_config(pack_weights=False).generate(THREE_CHUNKS, max_new_tokens=4)
+        plain = engine.with_config(prepack_weights=False).generate(THREE_CHUNKS, max_new_tokens=4)
         assert len(asked) == before, "False leaves all products as they are"
         assert len(plain.token_ids) == len(answer.token_ids)
         model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)

@@ -46,7 +46,7 @@ def test_results_are_the_models_own(preferred: None, products: list[tuple[int, .
     model = tiny.model(family)
     expected: dict[float, Any] = {}
     for option in (False, "auto"):
-        with engine_of(model, pack_weights=option, recompute_ratio=0.3) as engine:
+        with engine_of(model, prepack_weights=option, recompute_ratio=0.3) as engine:
             engine.warm(CHUNKS)
             fused, answer = engine.fuse(PROMPT), engine.generate(PROMPT, max_new_tokens=8)
             assert bool(products) == (option == "auto")

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize, prune
 
 from cacheblend_rag import BlendEngine
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.models.cpu import weight_prepacking as packing
+from cacheblend_rag.models.cpu import weight_prepacking as prepacking
 from cacheblend_rag.models.memory import free_memory, total_memory
 from tests import tiny
 from tests.probes import CHUNKS, PROMPT, engine_of, untouched
@@ -38,7 +38,7 @@ needs_bfloat16 = pytest.mark.skipif(not _has_bfloat16(), reason="oneDNN has no b
 
 @pytest.fixture(autouse=True)
 def even_small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_LEAST", 0)
+    monkeypatch.setattr(prepacking, "_LEAST", 0)
 
 
 @pytest.fixture
@@ -58,20 +58,20 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[int]]:
 
 
 def _at_each_product(monkeypatch: pytest.MonkeyPatch, called: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
-    inner = packing.onednn_product
+    inner = prepacking.onednn_product
 
     def product(given: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         called(given, packed)
         return inner(given, packed, bias)
 
-    monkeypatch.setattr(packing, "onednn_product", product)
+    monkeypatch.setattr(prepacking, "onednn_product", product)
 
 
 def model_of(family: str = "llama", **changes: Any) -> Any:
     return tiny.model(family, initializer_range=0.1, **changes).to(torch.bfloat16)
 
 
-def packs(engine: BlendEngine) -> bool:
+def prepacks(engine: BlendEngine) -> bool:
     return not isinstance(engine.products(), contextlib.nullcontext)
 
 
@@ -105,7 +105,7 @@ def test_a_fused_prompt_is_that_of_plain_products(
             nn.init.normal_(parameter)
     fused, tokens, used = {}, {}, {}
     for option in (False, True):
-        with engine_of(model, recompute_ratio=ratio, pack_weights=option) as engine:
+        with engine_of(model, recompute_ratio=ratio, prepack_weights=option) as engine:
             engine.warm(CHUNKS)
             fused[option] = engine.fuse(PROMPT)
             tokens[option] = engine.generate(PROMPT, max_new_tokens=4).token_ids
@@ -124,7 +124,7 @@ def test_a_fused_prompt_is_that_of_plain_products(
 @needs_bfloat16
 def test_every_way_the_engine_runs_the_model_gains(products: list[int]) -> None:
     model = model_of()
-    with engine_of(model, pack_weights=True, write_back="background") as engine:
+    with engine_of(model, prepack_weights=True, write_back="background") as engine:
         ways: dict[str, Callable[[], object]] = {
             "plain": lambda: engine.with_config(min_tokens=10_000).fuse(PROMPT),
             "cold": lambda: engine.fuse(PROMPT),
@@ -141,7 +141,7 @@ def test_every_way_the_engine_runs_the_model_gains(products: list[int]) -> None:
         products.clear()
         engine.adapter.prefill(engine.tokenize(PROMPT).input_ids)
         model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
-        with engine.with_config(pack_weights=False) as plain:
+        with engine.with_config(prepack_weights=False) as plain:
             plain.fuse(PROMPT)
         assert products == []
 
@@ -149,7 +149,7 @@ def test_every_way_the_engine_runs_the_model_gains(products: list[int]) -> None:
 @needs_bfloat16
 def test_a_tied_output_head_is_packed_and_the_embedding_is_not_disturbed(products: list[int]) -> None:
     model = model_of(tie_word_embeddings=True)
-    with engine_of(model, pack_weights=True) as engine:
+    with engine_of(model, prepack_weights=True) as engine:
         fused = engine.fuse(PROMPT)
         with engine.products():
             assert "forward" in vars(model.lm_head)
@@ -228,7 +228,7 @@ def test_a_weight_that_has_changed_is_never_computed_with_as_it_was(
     change: Callable[[Any], None], products: list[int]
 ) -> None:
     model = model_of()
-    with engine_of(model, pack_weights=True, min_tokens=10_000) as engine:
+    with engine_of(model, prepack_weights=True, min_tokens=10_000) as engine:
         before = engine.fuse(PROMPT)
         change(model)
         expected = tiny.full_prefill(model, before.input_ids).logits[0, -1]
@@ -243,7 +243,7 @@ def test_a_weight_that_has_changed_is_never_computed_with_as_it_was(
 def test_a_weight_that_changes_during_a_pass_is_computed_with_as_it_is() -> None:
     model = model_of()
     layer, rows = model.lm_head, torch.randn(2, 32).bfloat16()
-    with engine_of(model, pack_weights=True) as engine, engine.products(), torch.no_grad():
+    with engine_of(model, prepack_weights=True) as engine, engine.products(), torch.no_grad():
         assert "forward" in vars(layer)
         layer.weight.mul_(-3)
         assert torch.equal(layer(rows), nn.functional.linear(rows, layer.weight))
@@ -252,11 +252,11 @@ def test_a_weight_that_changes_during_a_pass_is_computed_with_as_it_is() -> None
 @needs_bfloat16
 def test_weights_written_before_an_engine_is_made_are_packed_anew_for_it() -> None:
     model = model_of()
-    with engine_of(model, pack_weights=True, min_tokens=10_000) as engine:
+    with engine_of(model, prepack_weights=True, min_tokens=10_000) as engine:
         engine.fuse(PROMPT)
         with torch.no_grad():  # between the elements that are compared when a pass begins
             model.lm_head.weight.data[1, 3] = 50.0
-        with engine_of(model, pack_weights=True, min_tokens=10_000) as other:
+        with engine_of(model, prepack_weights=True, min_tokens=10_000) as other:
             expected = tiny.full_prefill(model, other.tokenize(PROMPT).input_ids).logits[0, -1]
             assert error(other.fuse(PROMPT).logits, expected) < narrow_error(model)
             assert error(engine.fuse(PROMPT).logits, expected) < narrow_error(model)
@@ -265,7 +265,7 @@ def test_weights_written_before_an_engine_is_made_are_packed_anew_for_it() -> No
 @needs_bfloat16
 def test_weights_that_change_before_every_pass_are_not_packed(products: list[int]) -> None:
     model = model_of()
-    with engine_of(model, pack_weights=True, min_tokens=10_000) as engine:
+    with engine_of(model, prepack_weights=True, min_tokens=10_000) as engine:
         engine.fuse(PROMPT)
         products.clear()
         for _ in range(3):
@@ -280,7 +280,7 @@ def test_weights_that_change_before_every_pass_are_not_packed(products: list[int
 @needs_bfloat16
 def test_contexts_nest_and_leave_nothing_even_when_one_fails() -> None:
     model = model_of()
-    with engine_of(model, pack_weights=True) as engine:
+    with engine_of(model, prepack_weights=True) as engine:
         packed = engine.products
 
         def fail() -> None:
@@ -318,7 +318,7 @@ def test_who_else_uses_the_model_meanwhile_gets_what_it_would_get(products: list
     expected.loss.backward()
     gradient = model.lm_head.weight.grad.clone()
     model.zero_grad()
-    with engine_of(model, pack_weights=True) as engine, engine.products():
+    with engine_of(model, prepack_weights=True) as engine, engine.products():
         products.clear()  # one for each shape of weight, to see that products are right
         found = model(ids, labels=ids)
         found.loss.backward()
@@ -341,7 +341,7 @@ def test_who_else_uses_the_model_meanwhile_gets_what_it_would_get(products: list
 def test_layers_that_others_have_changed_are_left_alone() -> None:
     model = model_of()
     parametrize.register_parametrization(model.lm_head, "weight", nn.Identity())
-    engine = engine_of(model, pack_weights=True)
+    engine = engine_of(model, prepack_weights=True)
     with engine:
         engine.fuse(PROMPT)
         with engine.products():
@@ -358,7 +358,7 @@ def test_layers_that_others_have_changed_are_left_alone() -> None:
 @needs_bfloat16
 def test_engines_over_a_model_share_copies_which_go_with_the_last(copies: Callable[[], set[int]]) -> None:
     model = model_of()
-    first, second = engine_of(model, pack_weights=True), engine_of(model, pack_weights=True)
+    first, second = engine_of(model, prepack_weights=True), engine_of(model, prepack_weights=True)
     first.fuse(PROMPT)
     made = copies()
     second.fuse(PROMPT)
@@ -375,26 +375,26 @@ def test_engines_over_a_model_share_copies_which_go_with_the_last(copies: Callab
 
 
 def test_a_model_that_gains_nothing_is_refused_only_if_packing_was_asked_for() -> None:
-    with pytest.raises(ConfigError, match=r"pack_weights=True is not usable: use 'auto' or False here: .* bfloat16"):
-        engine_of(tiny.model(), pack_weights=True)
+    with pytest.raises(ConfigError, match=r"prepack_weights=True is not usable: use 'auto' or False here: .* bfloat16"):
+        engine_of(tiny.model(), prepack_weights=True)
     with engine_of(tiny.model()) as engine:
-        assert not packs(engine)
-        with pytest.raises(ConfigError, match="pack_weights"):
-            engine.with_config(pack_weights=True)
+        assert not prepacks(engine)
+        with pytest.raises(ConfigError, match="prepack_weights"):
+            engine.with_config(prepack_weights=True)
 
 
 def test_small_layers_are_not_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "_LEAST", 2**15)
+    monkeypatch.setattr(prepacking, "_LEAST", 2**15)
     with engine_of(model_of()) as engine:
-        assert not packs(engine)
+        assert not prepacks(engine)
 
 
 def test_a_processor_without_such_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     with engine_of(model_of()) as engine:
-        assert not packs(engine)
+        assert not prepacks(engine)
     with pytest.raises(ConfigError, match="processor"):
-        engine_of(model_of(), pack_weights=True)
+        engine_of(model_of(), prepack_weights=True)
 
 
 @needs_bfloat16
@@ -403,24 +403,24 @@ def test_copies_must_fit_into_memory_unless_they_were_asked_for(
     total: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    monkeypatch.setattr(packing, "total_memory", lambda: total)
+    monkeypatch.setattr(prepacking, "total_memory", lambda: total)
     with engine_of(model_of()) as engine:
-        assert not packs(engine)
-    monkeypatch.setattr(packing, "total_memory", lambda: 10**9)
+        assert not prepacks(engine)
+    monkeypatch.setattr(prepacking, "total_memory", lambda: 10**9)
     with engine_of(model_of()) as engine:
-        assert packs(engine)
-    monkeypatch.setattr(packing, "total_memory", lambda: total)
-    with engine_of(model_of(), pack_weights=True) as engine:
-        assert packs(engine)
+        assert prepacks(engine)
+    monkeypatch.setattr(prepacking, "total_memory", lambda: total)
+    with engine_of(model_of(), prepack_weights=True) as engine:
+        assert prepacks(engine)
 
 
 @needs_bfloat16
 def test_a_processor_that_imitates_bfloat16_is_packed_for_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     with engine_of(model_of()) as engine:
-        assert not packs(engine)
-        with engine.with_config(pack_weights=True) as other:
-            assert packs(other)
+        assert not prepacks(engine)
+        with engine.with_config(prepack_weights=True) as other:
+            assert prepacks(other)
 
 
 def _raise(*arguments: object) -> torch.Tensor:
@@ -428,26 +428,26 @@ def _raise(*arguments: object) -> torch.Tensor:
 
 
 @needs_bfloat16
-@pytest.mark.parametrize("broken", ["packing", "product", "later product", "wrong product"])
+@pytest.mark.parametrize("broken", ["prepacking", "product", "later product", "wrong product"])
 def test_operations_that_have_gone_leave_the_plain_path(
     broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = model_of()
-    with engine_of(model, pack_weights=True, min_tokens=10_000) as engine, caplog.at_level(logging.WARNING):
+    with engine_of(model, prepack_weights=True, min_tokens=10_000) as engine, caplog.at_level(logging.WARNING):
         expected = tiny.full_prefill(model, engine.tokenize(PROMPT).input_ids).logits[0, -1]
-        if broken == "packing":
+        if broken == "prepacking":
             monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", _raise)
         if broken == "later product":
             engine.fuse(PROMPT)
         if broken == "wrong product":
             monkeypatch.setattr(
-                packing, "onednn_product", lambda rows, packed, bias: rows.new_zeros(len(rows), len(packed))
+                prepacking, "onednn_product", lambda rows, packed, bias: rows.new_zeros(len(rows), len(packed))
             )
-        elif broken != "packing":
-            monkeypatch.setattr(packing, "onednn_product", _raise)
+        elif broken != "prepacking":
+            monkeypatch.setattr(prepacking, "onednn_product", _raise)
         for _ in range(2):
             assert error(engine.fuse(PROMPT).logits, expected) < narrow_error(model)
-        assert caplog.text.count("weights are not packed") == 1
+        assert caplog.text.count("weights are not prepacked") == 1
         with engine.products():
             assert "forward" not in vars(model.lm_head)
 
@@ -455,7 +455,7 @@ def test_operations_that_have_gone_leave_the_plain_path(
 @needs_bfloat16
 def test_switching_onednn_off_is_respected(products: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    with engine_of(model_of(), pack_weights=True) as engine:
+    with engine_of(model_of(), prepack_weights=True) as engine:
         engine.fuse(PROMPT)
     assert products == []
 

@@ -57,7 +57,7 @@ class Given:
     ----------
     value : object
     origin : str
-        Who gave it, as an error names it: ``--port``, ``CACHEBLEND_RAG_PORT`` or ``serve.toml, [server] port``.
+        Its source, as an error names it: ``--port``, ``CACHEBLEND_RAG_PORT`` or ``serve.toml, [server] port``.
     """
 
     value: Any
@@ -208,7 +208,7 @@ def _shown(name: str, value: object) -> object:
 
 
 def _remedy(name: str, section: str, known: Mapping[str, Any] | list[str]) -> str:
-    """What to write in place of an unknown key."""
+    """The remedy for an unknown option."""
     if name in _SECTION_OF:
         return f"write it under [{_SECTION_OF[name]}]"
     if nearest := get_close_matches(name, known, n=1) or get_close_matches(name, _SECTION_OF, n=1):

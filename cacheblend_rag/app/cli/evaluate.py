@@ -148,7 +148,7 @@ class Opened:
     options : EvalOptions
     ranker : Ranker or None
     calibrated : BlendSettings or None
-        What ``cacheblend-rag calibrate`` found for the model.
+        The model's settings from ``cacheblend-rag calibrate``.
     """
 
     engine: BlendEngine

@@ -37,7 +37,7 @@ class Ingress:
     replicas : DeploymentHandle
     limits : Limits
     separator : str
-        What stands between chunks in prompts that come as one text.
+        Text between chunks in prompts that come as one text.
     passages : int
         Passages of a question that does not say how many.
     collections : bool

@@ -42,7 +42,7 @@ def weighed_pieces(texts: Iterable[str], separator: str = "") -> dict[int, int]:
     ----------
     texts : iterable of str
     separator : str
-        What else than a blank line stands between chunks.
+        Text between chunks, if it is not a blank line.
     """
     found = (piece for text in texts for piece in _pieces(text, separator))
     return {chunk_digest(piece): len(piece) // _CHARS_A_TOKEN for piece in islice(found, _MOST)}

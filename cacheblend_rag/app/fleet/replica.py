@@ -50,8 +50,8 @@ def check_agreed(agreed: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     Parameters
     ----------
     agreed, own : mapping of str to object
-        What the first replica works with, and what this one does. Another machine may round ``"embedder"`` differently,
-        what the embedding model makes of some texts.
+        The settings of the first replica, and those of this one. Another machine may round ``"embedder"`` differently,
+        the vectors of some texts.
 
     Raises
     ------

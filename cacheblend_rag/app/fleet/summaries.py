@@ -51,7 +51,7 @@ class SummarizedStore(WrappedStore):
         fingerprint : str
             Identity of the model.
         separator : str
-            What stands between chunks.
+            Text between chunks.
         """
         self._fingerprint, self._separator, self._decode = fingerprint, separator, decode
         try:

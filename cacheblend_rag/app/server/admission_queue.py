@@ -25,15 +25,15 @@ Alone: TypeAlias = Literal["", "tenant", "server"]
 _NEWEST = 0.2
 # Seconds that a request counts for at least, so that those that take no time take turns, too.
 _LEAST = 0.01
-# Seconds in which a request that must be alone keeps others waiting while those that are served come to their end.
+# Seconds for which a request that must be alone keeps others waiting until those that are served have ended.
 _DRAIN = 10.0
 
 
 class Slot:
-    """A place at the model, or all of them; leaving ends what still runs there and lets the next one in."""
+    """A slot at the model, or all of them. Leaving ends all that still runs in it, and lets the next request in."""
 
-    def __init__(self, line: AdmissionQueue, tenant: str, place: _Place) -> None:
-        self._queue, self._tenant, self._place = line, tenant, place
+    def __init__(self, queue: AdmissionQueue, tenant: str, request: _Request) -> None:
+        self._queue, self._tenant, self._request = queue, tenant, request
         self._streams: list[TextStream] = []
         self._threads: list[asyncio.Future[Any]] = []
         self._began = time.monotonic()
@@ -41,12 +41,12 @@ class Slot:
         self._left = False
 
     def holds(self, stream: TextStream) -> TextStream:
-        """End this stream before the place is given on."""
+        """End this stream before the slot is left."""
         self._streams.append(stream)
         return stream
 
     async def in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        """Run something in a thread; the place is not given on before it has ended."""
+        """Run something in a thread; the slot is not left before it has ended."""
         running = asyncio.ensure_future(asyncio.to_thread(self._timed, work, *arguments))
         self._threads.append(running)
         return await asyncio.shield(running)
@@ -60,7 +60,7 @@ class Slot:
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
-        """Leave only if what is done here fails."""
+        """Leave if the work within this fails."""
         try:
             yield
         except BaseException:
@@ -68,7 +68,7 @@ class Slot:
             raise
 
     async def leave(self) -> None:
-        """Give the place on; doing so twice is harmless."""
+        """Free the slot; doing so twice is harmless."""
         if self._left:
             return
         self._left = True
@@ -80,20 +80,20 @@ class Slot:
             finally:
                 spent = self._in_threads + sum(stream.model_seconds for stream in self._streams)
                 self._streams, self._threads, self._in_threads = [], [], 0.0
-                self._queue.passed_on(self._place, time.monotonic() - self._began, spent)
+                self._queue.release(self._request, time.monotonic() - self._began, spent)
 
     async def give_way(self) -> bool:
-        """Let others who wait have their turn, and come back in one of its own; whether anybody waited.
+        """Leave the slot to requests that wait, and wait for another one; False if nobody waited.
 
         Raises
         ------
         Problem
-            503 if that took too long; the place is lost then.
+            503 if that took too long; the slot is lost then.
         """
         if self._left or not self._queue.waiting:
             return False
         await self.leave()
-        self._place = await self._queue.place(self._tenant, self._place.alone)
+        self._request = await self._queue.admit(self._tenant, self._request.alone)
         self._began, self._left = time.monotonic(), False
         return True
 
@@ -108,21 +108,21 @@ class Slot:
 
 @dataclass(eq=False)
 class _Tenant:
-    """Waiting and served requests of one tenant, and the time it has used."""
+    """Waiting and served requests of one tenant, and the time that it has used."""
 
-    waiting: deque[_Place] = field(default_factory=deque)
-    served: list[_Place] = field(default_factory=list)
+    waiting: deque[_Request] = field(default_factory=deque)
+    served: list[_Request] = field(default_factory=list)
     spent: float = 0.0  # seconds of the model; of requests that are served, what they are expected to take
     mean: float = 1.0  # of one request
 
 
 @dataclass(eq=False)
-class _Place:
-    """A place that is waited for, or held."""
+class _Request:
+    """A request that waits or is served."""
 
     tenant: _Tenant
     alone: Alone
-    come: asyncio.Future[None]
+    admitted: asyncio.Future[None]
     expected: float = 0.0  # seconds of the model
 
 
@@ -131,15 +131,15 @@ class AdmissionQueue:
 
     Parameters
     ----------
-    places : int
+    slots : int
         Requests that are served at once.
     limit : int
         Requests of one tenant that may wait.
     patience : float
         Seconds a request may wait.
     tenants : callable, optional
-        How many tenants there are. One of several has at most half of the places, and its even part where more of
-        them want some: with long answers it could hold all of them, however seldom its turn comes.
+        How many tenants there are. One of several has at most half of the slots, and its even part where more of
+        them want some: with long answers it could hold all of them, however rarely it is admitted.
 
     Notes
     -----
@@ -148,14 +148,14 @@ class AdmissionQueue:
     counts as the mean of its tenant's requests.
     """
 
-    def __init__(self, places: int, limit: int, patience: float, tenants: Callable[[], int] = lambda: 1) -> None:
-        self._places, self._limit, self._patience, self._known = places, limit, patience, tenants
-        self._free = places
+    def __init__(self, slots: int, limit: int, patience: float, tenants: Callable[[], int] = lambda: 1) -> None:
+        self._slots, self._limit, self._patience, self._known = slots, limit, patience, tenants
+        self._free = slots
         self.served = 0
         """Requests that are served now."""
         self._tenants: dict[str, _Tenant] = {}
-        self._level = 0.0  # what the tenant had spent that was let in last
-        self._drain: tuple[_Place, float] | None = None  # for whom the places are emptied, and since when
+        self._level = 0.0  # time that the tenant had spent whose request was started last
+        self._drain: tuple[_Request, float] | None = None  # for which the slots are emptied, and since when
         self._mean, self._moved = 1.0, time.monotonic()
 
     @property
@@ -165,21 +165,21 @@ class AdmissionQueue:
 
     @property
     def still(self) -> float:
-        """Seconds for which all places have been taken by the same requests; 0 if one is free."""
+        """Seconds for which all slots have been taken by the same requests; 0 if one is free."""
         return 0.0 if self._free else time.monotonic() - self._moved
 
     def retry_after(self) -> int:
         """Seconds after which there will probably be room again."""
-        return max(1, min(300, math.ceil(self._mean * (self.waiting + 1) / self._places)))
+        return max(1, min(300, math.ceil(self._mean * (self.waiting + 1) / self._slots)))
 
     async def slot(self, tenant: str, *, alone: Alone = "") -> Slot:
-        """Wait for a place.
+        """Wait for a slot.
 
         Parameters
         ----------
         tenant : str
         alone : {"", "tenant", "server"}
-            Who is not served meanwhile. ``"server"`` takes all places.
+            Those who are not served meanwhile. ``"server"`` takes all slots.
 
         Raises
         ------
@@ -191,10 +191,10 @@ class AdmissionQueue:
             raise Problem(
                 429, "busy", "too many requests wait already; try again later", retry_after=self.retry_after()
             )
-        return Slot(self, tenant, await self.place(tenant, alone))
+        return Slot(self, tenant, await self.admit(tenant, alone))
 
-    async def place(self, tenant: str, alone: Alone) -> _Place:
-        """Wait for a place behind all of this tenant's who wait, however many they are.
+    async def admit(self, tenant: str, alone: Alone) -> _Request:
+        """Wait for a slot behind all waiting requests of this tenant, however many they are.
 
         Raises
         ------
@@ -204,30 +204,30 @@ class AdmissionQueue:
         mine = self._tenants.setdefault(tenant, _Tenant())
         if not mine.waiting and not mine.served:
             mine.spent = max(mine.spent, self._level)
-        one = _Place(mine, alone, asyncio.get_running_loop().create_future())
+        one = _Request(mine, alone, asyncio.get_running_loop().create_future())
         mine.waiting.append(one)
-        self._let_in()
+        self._admit_next()
         try:
             async with asyncio.timeout(self._patience):
-                await one.come
+                await one.admitted
         except BaseException as error:
-            if one in mine.served:  # a place came, but nobody is there to take it
-                self._take_back(one, 0.0)
+            if one in mine.served:  # it was admitted, but nobody is there to use the slot
+                self._withdraw(one, 0.0)
             else:
                 mine.waiting.remove(one)
-            self._let_in()
+            self._admit_next()
             if isinstance(error, TimeoutError):
                 retry = self.retry_after()
-                raise Problem(503, "overloaded", "no place at the model in time", retry_after=retry) from None
+                raise Problem(503, "overloaded", "no slot at the model in time", retry_after=retry) from None
             raise
         return one
 
-    def passed_on(self, place: _Place, seconds: float, spent: float) -> None:
-        """A place is free again.
+    def release(self, request: _Request, seconds: float, spent: float) -> None:
+        """Free the slot of a request.
 
         Parameters
         ----------
-        place : _Place
+        request : _Request
         seconds : float
             For which it was held.
         spent : float
@@ -235,69 +235,69 @@ class AdmissionQueue:
         """
         spent = max(spent, _LEAST)
         self._mean += _NEWEST * (seconds - self._mean)
-        place.tenant.mean += _NEWEST * (spent - place.tenant.mean)
-        self._take_back(place, spent)
-        self._let_in()
+        request.tenant.mean += _NEWEST * (spent - request.tenant.mean)
+        self._withdraw(request, spent)
+        self._admit_next()
 
-    def _give(self, place: _Place) -> None:
-        tenant = place.tenant
+    def _start(self, request: _Request) -> None:
+        tenant = request.tenant
         tenant.waiting.popleft()
-        tenant.served.append(place)
-        self._free -= self._places if place.alone == "server" else 1
+        tenant.served.append(request)
+        self._free -= self._slots if request.alone == "server" else 1
         self.served += 1
         self._level = max(self._level, tenant.spent)
-        if self._drain is not None and self._drain[0] is place:  # nobody else could use the places meanwhile
+        if self._drain is not None and self._drain[0] is request:  # nobody else could use the slots meanwhile
             tenant.spent += time.monotonic() - self._drain[1]
-        place.expected = tenant.mean
-        tenant.spent += place.expected
+        request.expected = tenant.mean
+        tenant.spent += request.expected
         self._moved = time.monotonic()
-        if not place.come.done():  # else whoever waited is just about to leave, and takes it back
-            place.come.set_result(None)
+        if not request.admitted.done():  # else its client is just about to leave, and withdraws it
+            request.admitted.set_result(None)
 
-    def _take_back(self, place: _Place, spent: float) -> None:
-        place.tenant.served.remove(place)
-        self._free += self._places if place.alone == "server" else 1
+    def _withdraw(self, request: _Request, spent: float) -> None:
+        request.tenant.served.remove(request)
+        self._free += self._slots if request.alone == "server" else 1
         self.served -= 1
-        place.tenant.spent += spent - place.expected
+        request.tenant.spent += spent - request.expected
 
-    def _let_in(self) -> None:
-        """Let in who is next, as long as there are places."""
-        while self._free and (place := self._next()) is not None:
-            self._give(place)
+    def _admit_next(self) -> None:
+        """Start the next requests, as long as there are slots."""
+        while self._free and (request := self._next()) is not None:
+            self._start(request)
 
-    def _next(self) -> _Place | None:
-        """The next one to be let in; None if all who wait must wait longer."""
+    def _next(self) -> _Request | None:
+        """The request to be started next; None if all must wait longer."""
         for tenant in sorted((one for one in self._tenants.values() if one.waiting), key=lambda one: one.spent):
             first = tenant.waiting[0]
-            if self._can_come(first):
+            if self._fits(first):
                 return first
             if first.alone == "server" and self._drains_for(first):
                 return None
         return None
 
-    def _can_come(self, place: _Place) -> bool:
-        served = place.tenant.served
-        if place.alone == "server":
-            return self._free == self._places
-        if place.alone == "tenant":
+    def _fits(self, request: _Request) -> bool:
+        served = request.tenant.served
+        if request.alone == "server":
+            return self._free == self._slots
+        if request.alone == "tenant":
             return not served
         return len(served) < self._most() and not any(one.alone for one in served)
 
     def _most(self) -> int:
         """Places that one tenant may have now."""
         if self._known() < 2:
-            return self._places
+            return self._slots
         wanting = sum(bool(one.waiting or one.served) for one in self._tenants.values())
-        return max(1, min(self._places // 2, math.ceil(self._places / wanting)))
+        return max(1, min(self._slots // 2, math.ceil(self._slots / wanting)))
 
-    def _drains_for(self, place: _Place) -> bool:
-        """Whether others wait until all places are free; not for long, since an answer may take minutes."""
+    def _drains_for(self, request: _Request) -> bool:
+        """Whether others wait until all slots are free; not for long, since an answer may take minutes."""
         now = time.monotonic()
-        if self._drain is None or self._drain[0] is not place:
-            self._drain = place, now
-            asyncio.get_running_loop().call_later(_DRAIN, self._let_in)
+        if self._drain is None or self._drain[0] is not request:
+            self._drain = request, now
+            asyncio.get_running_loop().call_later(_DRAIN, self._admit_next)
         if now < self._drain[1] + _DRAIN:
             return True
         self._drain = None
-        place.tenant.spent = max(place.tenant.spent, self._level) + _DRAIN  # others go first before it is tried again
+        request.tenant.spent = max(request.tenant.spent, self._level) + _DRAIN  # others go first
         return False

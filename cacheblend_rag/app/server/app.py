@@ -181,7 +181,7 @@ def create_app(settings: ServerSettings, service: Service | None = None) -> Fast
     ----------
     settings : ServerSettings
     service : Service, optional
-        What its requests share; by default it is made when the application starts up.
+        The service behind its requests; by default it is made when the application starts up.
     """
 
     @asynccontextmanager
@@ -274,7 +274,7 @@ class _Announcing(uvicorn.Server):
             print(f"Open http://{shown}:{port}", file=sys.stderr, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Tell the background too, so that who waits for it is not kept."""
+        """Stop the background work too, so that no request waits for it."""
         super().handle_exit(sig, frame)
         if not self._ending:
             self._ending = True

@@ -252,7 +252,7 @@ class Catalogue:
         return [self._read(statement, *some) for some in values]
 
     def _lines(self, statement: str) -> Generator[tuple[Any, ...], None, None]:
-        """Rows one by one, for who may not want all; to be closed."""
+        """Rows one by one, for a caller that may not want all; to be closed."""
         with self._lock, contextlib.closing(self._db.execute(statement)) as rows:
             yield from rows
 

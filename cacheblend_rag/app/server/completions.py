@@ -286,7 +286,7 @@ class Chat(Work):
     def prepare(self) -> None:
         """See `Work.prepare`."""
         with within(self.here.service.limits.prompt_seconds):
-            self._request = self._model.asked(self._conversation)
+            self._request = self._model.request_of(self._conversation)
             self.charge([self._request.prompt])
 
     def choices(self, slot: Slot) -> Iterator[_ChatChoice]:

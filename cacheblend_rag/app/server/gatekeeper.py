@@ -51,7 +51,7 @@ class Gatekeeper:
     def __init__(self, app: ASGIApp, settings: ServerSettings, seen: Callable[[Served], None]) -> None:
         self._app, self._settings, self._seen = app, settings, seen
         self._keys, self._uploads = Keys(settings), Counter[str | None]()
-        # Without keys everyone is one tenant, on his own machine.
+        # Without keys all requests are those of one tenant, on its own machine.
         self._requests = RequestQuota(settings.limits.requests_per_minute if settings.guarded else None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

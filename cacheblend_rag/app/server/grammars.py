@@ -43,7 +43,7 @@ class SchemaCheck:
         ----------
         forms : sequence of Form
         field : str
-            What the request calls them.
+            Its name in the request.
 
         Raises
         ------

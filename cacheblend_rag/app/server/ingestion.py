@@ -1,6 +1,6 @@
 """Uploads read, split, embedded, saved and warmed in the background, tenants in turns.
 
-What is to be done stands in the catalogue of each tenant, so a server that is started again goes on with it. A turn
+Pending work stands in the catalogue of each tenant, so a server that is started again goes on with it. A turn
 takes a batch of files of one tenant. KV is stored when no tenant has files to be read.
 """
 
@@ -41,7 +41,7 @@ _EMBEDDED = 32
 _WARMED, _WARMED_CHARS = 4, 8_000
 # Documents whose texts are read ahead for that.
 _AHEAD = 32
-# Events of one stage of one file, about; all are kept for who comes later.
+# Events of one stage of one file, about; all are kept for later readers.
 _TOLD = 100
 # Seconds until what failed for want of disk space is tried again.
 _RETRY = 5.0
@@ -50,7 +50,7 @@ _RETRY = 5.0
 class Job:
     """One upload and how far it is.
 
-    Events are kept, so that who comes later reads all of them.
+    Events are kept, so that a later reader gets all of them.
     """
 
     def __init__(self, id: str, names: Mapping[str, str]) -> None:
@@ -286,7 +286,7 @@ class Ingestion:
         self._reader.close()
 
     def _next(self, turns: deque[str]) -> Iterable[str]:
-        """All whose turn can come; who had one goes to the end."""
+        """Tenants whose turn can come; one that had its turn goes to the end."""
         now = time.monotonic()
         for name in list(turns):
             if self._not_before.get(name, 0.0) <= now:

@@ -162,7 +162,7 @@ class Served:
     stages : dict
         Seconds of the parts of the time to first token, summed over its answers.
     ttft : float, optional
-        Time to first token of the first answer, in seconds, from its place at the model on.
+        Time to first token of the first answer, in seconds, from its slot at the model on.
     """
 
     method: str

@@ -27,7 +27,7 @@ class Metrics:
     waiting, served : callable
         Requests that wait, and that are served, now.
     stats : callable
-        What the KV store says of itself, or None.
+        Statistics of the KV store, or None.
     disk : callable
         Bytes that the documents of a tenant take.
     """
@@ -42,7 +42,7 @@ class Metrics:
         self.registry = one = CollectorRegistry()
         name = "cacheblend_rag_"
         self.requests = Counter(name + "requests", "Requests by path and status.", ["path", "status"], registry=one)
-        self.refused = Counter(name + "refused", "Requests that found no place at the model.", registry=one)
+        self.refused = Counter(name + "refused", "Requests that found no slot at the model.", registry=one)
         self.gone = Counter(name + "clients_gone", "Clients that went away before the end.", registry=one)
         self.ttft = Histogram(name + "ttft_seconds", "Time to first token.", buckets=_SECONDS, registry=one)
         self.parts = Histogram(

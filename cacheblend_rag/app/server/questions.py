@@ -74,7 +74,7 @@ class QuestionPrompt:
         more : sequence of str
             Passages that stand with the question. The prompt then begins as that of the turn before did, word for word.
         instructions : str, optional
-            What the model is told before the passages; by default `CHAT` or `STUFF` says it.
+            Text before the passages; by default that of `CHAT` or `STUFF`.
 
         Raises
         ------
@@ -172,7 +172,7 @@ def report_of(
     engine : BlendEngine
         The engine that answered.
     prompt : Prompt
-        What it was asked.
+        The prompt.
     answer : Generation
     turns : int
         Earlier turns of the conversation that the prompt holds.

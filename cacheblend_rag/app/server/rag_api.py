@@ -78,7 +78,7 @@ async def state(here: Here) -> State:
         settings=SettingsInfo(
             ratio=_shown_ratio(config.recompute_ratio),
             rule=rule,
-            rules=_usable(service.engine),
+            rules=list(RULES),
             passages=service.settings.rag.top_k,
             answer_tokens=service.answer_tokens(None),
         ),
@@ -106,7 +106,7 @@ def _shown_ratio(ratio: float | str) -> float | Literal["auto"]:
 
 
 def _model_info(one: ServedModel) -> ModelInfo:
-    layers, instructions = one.engine.adapter.num_layers, one.asking.instructions
+    layers, instructions = one.engine.adapter.num_layers, one.question_prompt.instructions
     return ModelInfo(name=one.name, layers=layers, starter=one.starter, instructions=instructions)
 
 
@@ -482,7 +482,7 @@ def _continued(
     if not first:  # the client does not say what the turns before were answered from
         return None
     texts = [one.text for one in more.values()]
-    prompt = model.asking.ask(body.question, [one.text for one in first], turns, texts, body.instructions)
+    prompt = model.question_prompt.ask(body.question, [one.text for one in first], turns, texts, body.instructions)
     try:
         fit = model.check_length(prompt, most)
     except (Problem, ContextLengthError):
@@ -497,7 +497,7 @@ def _fitting(
 ) -> _Question:
     """The prompt with as many of the latest turns as there is room for beside the passages."""
     passages = [one.text for one in found]
-    prompt = model.asking.ask(body.question, passages, earlier, instructions=body.instructions)
+    prompt = model.question_prompt.ask(body.question, passages, earlier, instructions=body.instructions)
     try:
         fit = model.check_length(prompt, most)
     except (Problem, ContextLengthError):
@@ -523,14 +523,9 @@ async def _to_the_end(events: AsyncIterator[str]) -> AsyncIterator[str]:
 def _engine(
     here: Session, model: ServedModel, collection: Collection, body: CompareBody, sessions: bool = False
 ) -> BlendEngine:
-    if body.rule is not None and body.rule not in (rules := _usable(model.engine)):
-        raise ConfigError("rule", body.rule, "use one of " + ", ".join(rules))
+    if body.rule is not None and body.rule not in RULES:
+        raise ConfigError("rule", body.rule, "use one of " + ", ".join(RULES))
     return here.engine_of(model, collection, body.ratio, body.rule, sessions)
-
-
-def _usable(engine: BlendEngine) -> list[str]:
-    """Rules that a request may name: one looks at queries, which must be stored."""
-    return list(RULES)
 
 
 def _check_texts(here: Session, body: CompareBody) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 # Files that one process may parse, at most, each as long as one may take.
 _FILES = 64
-# How much its priority is lowered: whoever is answered goes before what is parsed or compiled.
+# How much its priority is lowered: answers go before parsing and compiling.
 _BEHIND = 10
 
 # Numbers of system calls on x86-64 and on 64-bit ARM, which lacks some.
@@ -59,7 +59,7 @@ _READ_FILE, _READ_FOLDER = 1 << 2, 1 << 3
 
 
 def isolated(module: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """What `subprocess.Popen` is given for ``main`` of a module in a process without environment and folder.
+    """Arguments of `subprocess.Popen` that run ``main`` of a module in a process without environment and folder.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ def confine(memory: int, seconds: float, files: int = _FILES) -> frozenset[str]:
     Returns
     -------
     frozenset of str
-        What holds here: ``"limits"`` of time and memory, ``"calls"`` filtered, ``"reading"`` of code alone.
+        The limits in force: ``"limits"`` of time and memory, ``"calls"`` filtered, ``"reading"`` of code alone.
     """
     held = set()
     if hasattr(os, "nice"):

@@ -69,7 +69,7 @@ class ServedChat(ChatCacheBlend):
         self.schemas.check(forms, field)
         return super()._compiled(forms, field, in_text)
 
-    def asked(self, body: ChatBody) -> Any:
+    def request_of(self, body: ChatBody) -> Any:
         """The engine's request for a conversation; nothing is generated yet.
 
         Raises
@@ -105,14 +105,14 @@ class ServedChat(ChatCacheBlend):
             raise PromptError(f"the model's chat template refuses this conversation: {kind}") from error
 
     def answer(self, request: Any, options: DecodeArguments, timeout: float) -> Conversation:
-        """One answer to what is asked.
+        """One answer to a request.
 
         Parameters
         ----------
         request : object
-            What `asked` gave.
+            From `request_of`.
         options : DecodeArguments
-            What this answer has of its own, such as its seed.
+            Arguments of this answer alone, such as its seed.
         timeout : float
             Seconds it may take.
         """

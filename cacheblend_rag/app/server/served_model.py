@@ -1,4 +1,4 @@
-"""A model that answers: its name, its engines, and how it is asked."""
+"""A model that answers: its name, its engines, and its prompts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ServedModel:
     Parameters
     ----------
     name : str
-        What clients call it.
+        Its public name.
     engine : BlendEngine
     limits : Limits
     starter : bool
@@ -53,7 +53,7 @@ class ServedModel:
         template = getattr(engine.tokenizer, "chat_template", None)
         if not template:
             engine.tokenizer.chat_template = _PLAIN_TEMPLATE  # a tokenizer of our own
-        self.asking = QuestionPrompt(engine.tokenizer, template)
+        self.question_prompt = QuestionPrompt(engine.tokenizer, template)
         self._engines: OrderedDict[tuple[Any, ...], BlendEngine] = OrderedDict()
         self._making = threading.Lock()
 
@@ -79,7 +79,7 @@ class ServedModel:
         Returns
         -------
         Fitted
-            What of the prompt is answered, and its ids.
+            The prompt that is answered, and its ids.
 
         Raises
         ------

@@ -311,7 +311,7 @@ class Session:
         self._thread = asyncio.Lock()
 
     async def in_thread(self, work: Callable[..., _T], *arguments: Any) -> _T:
-        """Run something short that needs no place at the model in a thread; one at a time of each tenant.
+        """Run something short that needs no slot at the model in a thread; one at a time of each tenant.
 
         Threads that run Python take the interpreter from the model.
         """

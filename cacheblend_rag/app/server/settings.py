@@ -1,4 +1,4 @@
-"""Where the server listens, who may use it, and how much it takes."""
+"""Settings of the server: its address, its users and its limits."""
 
 from __future__ import annotations
 
@@ -163,12 +163,12 @@ class ServerSettings:
         Key of each tenant, by its name.
     keys_file : path, optional
         More keys, as `cacheblend-rag keys` writes them; by default ``keys.json`` in the data folder, if it is there.
-        Without any keys, whoever reaches the server is one tenant.
+        Without any keys, all who reach the server are one tenant.
     limits : Limits
     concurrent : int, optional
         Answers that may be under way at once (`BlendConfig.max_concurrent`); by default 4 on a CPU, else 1.
     served_model_name : str, optional
-        What clients call the model; by default its id, or the last part of its path.
+        Public name of the model; by default its id, or the last part of its path.
     also_models : sequence of str
         Further models that requests can name, each as ``"PATH_OR_ID"`` or ``"NAME=PATH_OR_ID"``, where clients call it
         NAME. A path with ``=`` in it needs a name before it.

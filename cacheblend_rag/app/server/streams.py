@@ -24,16 +24,16 @@ def event(name: str | None, data: Any) -> str:
 
 
 class EventStream(StreamingResponse):
-    """A stream of events that gives its place at the model on when it ends, however it ends.
+    """A stream of events that leaves its slot at the model when it ends, however it ends.
 
     Parameters
     ----------
     events : async iterator of str
-        What `event` made.
+        Events made by `event`.
     slot : Slot, optional
-        The place; left also if the client goes before the first event.
+        The slot; left also if the client goes before the first event.
     longest : float, optional
-        Seconds after which the stream is cut: a client that does not read must not keep its place.
+        Seconds after which the stream is cut: a client that does not read must not keep its slot.
     """
 
     media_type = "text/event-stream"

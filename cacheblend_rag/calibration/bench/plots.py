@@ -128,7 +128,7 @@ def titled(figure: Any, title: str, result: Mapping[str, Any], detail: str) -> N
     result : mapping
         Of a benchmark.
     detail : str
-        What else it depended on.
+        Further conditions of the measurement.
     """
     options, machine = result["options"], result["machine"]
     device = machine["processor"] if machine["device"] == "cpu" else machine["device"]

@@ -57,7 +57,7 @@ class EvalCase:
     answers : tuple of str
         Gold answers; the first is the one whose tokens are looked at.
     passages : tuple of Passage
-        What the prompt's chunks are chosen from.
+        The prompt's chunks are chosen from these.
     kind : str
         Question kind, for results by kind; may be empty.
     task : {"qa", "summary", "examples"}

@@ -40,7 +40,7 @@ class Variant:
         As it was asked for, options included.
     ratio : float or None
     rule : SelectionRule or None
-        What blends; None for ``full`` and ``prefix``.
+        The rule; None for ``full`` and ``prefix``.
     """
 
     method: str
@@ -69,7 +69,7 @@ def variants(
     layers : int
         Of the model.
     calibrated : BlendSettings, optional
-        What the method ``calibrated`` uses.
+        Settings of the method ``calibrated``.
 
     Raises
     ------

@@ -20,10 +20,10 @@ def draw_run(run: EvalRun, rows: Sequence[MethodRow], folder: Path, measure: str
     ----------
     run : EvalRun
     rows : sequence of MethodRow
-        What `summarise` made of it.
+        The summary by `summarise`.
     folder : path
     measure : str, optional
-        What is drawn, see `main_measure`.
+        The measure to draw, see `main_measure`.
 
     Raises
     ------

@@ -55,7 +55,7 @@ class Journal:
     folder : path
         Made if it is not there.
     settings : mapping
-        What the results depend on, fit for JSON. A folder with those of another run is refused.
+        Settings on which the results depend, fit for JSON. A folder with those of another run is refused.
     part : str
         Name of a file of its own, so that several processes can write to one folder. Each reads what the others
         had finished when it began.
@@ -263,7 +263,7 @@ class EvalRun:
     Parameters
     ----------
     settings : dict
-        What it depends on.
+        Settings on which it depends.
     lines : list of dict
         One for each question and each number and length of chunks: ``chunks``, ``chunk_tokens``,
         ``case``, ``kind``, ``group``, ``task`` and ``results``, one for each method.
@@ -288,7 +288,7 @@ class Evaluation:
     ranker : Ranker, optional
         How passages are retrieved; by default the order of the file is that of retrieval.
     calibrated : BlendSettings, optional
-        What the method ``calibrated`` uses.
+        Settings of the method ``calibrated``.
     retrieval : str
         Name of the ranker, for the settings.
 
@@ -381,7 +381,7 @@ class Evaluation:
             for number, case in enumerate(self.pools[count])
         }
 
-    def asked(self, case: EvalCase, count: int, length: int) -> tuple[EvalCase, Prompt]:
+    def prompt_of(self, case: EvalCase, count: int, length: int) -> tuple[EvalCase, Prompt]:
         """A question with the chunks of its prompt, and the prompt."""
         options = self._options
         if length:
@@ -397,7 +397,7 @@ class Evaluation:
         return chosen, build_prompt(chosen, options.style, self._chat)
 
     def _measure(self, subject: Subject, case: EvalCase, count: int, length: int, number: int) -> dict[str, Any]:
-        chosen, prompt = self.asked(case, count, length)
+        chosen, prompt = self.prompt_of(case, count, length)
         about = {"case": case.id, "kind": case.kind, "group": case.group, "task": case.task}
         limit = self._engine.context_window
         tokens = len(self._engine.tokenize(prompt).input_ids)

@@ -101,7 +101,7 @@ def interval(
     seed : int
         The same values and seed give the same interval.
     groups : sequence of hashable, optional
-        What each value belongs to; whole groups are drawn then, because the values of one are not
+        The group of each value; whole groups are drawn then, because the values of one are not
         independent (several questions about one set of documents). Of a single group nothing would differ
         from draw to draw: its values are drawn one by one.
 

@@ -365,7 +365,7 @@ def write_summary(
     against : sequence of str
         See `summarise`.
     measure : str, optional
-        What leads the table, see `main_measure`.
+        The first measure of the table, see `main_measure`.
     """
     rows, measure = summarise(run, against), main_measure(run, measure)
     best = [

@@ -86,7 +86,7 @@ class RowMask:
     blocks : tuple of Block
         In which a CPU's kernels take it; by default whole.
     positions : RowPositions or None
-        What a GPU's kernel wants to know in its place.
+        Arguments of a GPU's kernel in its place.
     """
 
     added: torch.Tensor

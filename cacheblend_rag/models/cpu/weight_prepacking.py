@@ -28,13 +28,13 @@ from cacheblend_rag.models.modules import ForwardOverride, ForwardOverrides, is_
 _log = logging.getLogger(__name__)
 
 Prepacking = Callable[[], AbstractContextManager[None]]
-"""Gives a context within which a model multiplies by packed weights, by codes of 8 bits, or by oneDNN."""
+"""Gives a context within which a model multiplies by prepacked weights, by codes of 8 bits, or by oneDNN."""
 
 # Float16 gains nothing on processors without arithmetic for it; float32 too little (docs/explanation/performance.md).
 _DTYPE = torch.bfloat16
 # Rows that the order of a copy is chosen for; it then serves any number well, where 1 serves only few.
 _ROWS = 256
-# Elements of the smallest weight that is packed; below, the call itself is the time.
+# Elements of the smallest weight that is prepacked; below, the call itself is the time.
 _LEAST = 2**15
 # Elements of each weight that are compared when a pass begins.
 _SAMPLES = 8
@@ -44,8 +44,8 @@ _SHARE = 0.25
 _TOLERANCE = 0.02
 
 
-def packed_products(model: nn.Module, parts: Iterable[nn.Module], option: bool | str, *, anew: bool) -> Prepacking:
-    """Let the linear layers of a model multiply by packed weights, by codes of 8 bits or by oneDNN, where that helps.
+def prepacked_products(model: nn.Module, parts: Iterable[nn.Module], option: bool | str, *, anew: bool) -> Prepacking:
+    """Let the linear layers of a model multiply by prepacked weights, by codes of 8 bits or by oneDNN, if that helps.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def packed_products(model: nn.Module, parts: Iterable[nn.Module], option: bool |
     parts : iterable of Module
         Whose linear layers are meant.
     option : bool or "auto"
-        `BlendConfig.pack_weights`.
+        `BlendConfig.prepack_weights`.
     anew : bool
         Whether copies that others have made are made again: weights may have changed since in ways that
         leave no trace.
@@ -62,7 +62,7 @@ def packed_products(model: nn.Module, parts: Iterable[nn.Module], option: bool |
     Raises
     ------
     ConfigError
-        If weights cannot be packed though they should be.
+        If weights cannot be prepacked though they should be.
     """
     if option is False:
         return nullcontext
@@ -86,23 +86,25 @@ def _ordinary_products(model: nn.Module, layers: Sequence[nn.Linear], option: bo
         return direct_products.of(model, layers).in_use
     with _table_lock:
         known = _by_model.get(model)
-        packed = known() if known is not None else None
-        if packed is None:
-            packed = _PackedWeights(layers)
-            reason = _why_not(model, packed.nbytes) or (_why_not_unasked(packed.nbytes) if option == "auto" else None)
+        prepacked = known() if known is not None else None
+        if prepacked is None:
+            prepacked = _PrepackedWeights(layers)
+            reason = _why_not(model, prepacked.nbytes) or (
+                _why_not_unasked(prepacked.nbytes) if option == "auto" else None
+            )
             if reason is not None:
                 if option == "auto":
-                    _log.debug("weights are not packed: %s", reason)
+                    _log.debug("weights are not prepacked: %s", reason)
                     return nullcontext
-                raise ConfigError("pack_weights", option, f"use 'auto' or False here: {reason}")
-            _by_model[model] = weakref.ref(packed)
+                raise ConfigError("prepack_weights", option, f"use 'auto' or False here: {reason}")
+            _by_model[model] = weakref.ref(prepacked)
         elif anew:
-            packed.renew(layers)
-    return packed.in_use
+            prepacked.renew(layers)
+    return prepacked.in_use
 
 
 def _why_not(model: nn.Module, needed: int) -> str | None:
-    """Why weights of so many bytes cannot be packed."""
+    """Why weights of so many bytes cannot be prepacked."""
     if not needed:
         return "the model has no ordinary linear layers of some size in bfloat16 on a CPU"
     if is_compiled(model):
@@ -116,7 +118,7 @@ def _why_not(model: nn.Module, needed: int) -> str | None:
 
 
 def _why_not_unasked(needed: int) -> str | None:
-    """Why packing so many bytes may cost more than it gains."""
+    """Why prepacking so many bytes may cost more than it gains."""
     # Where bfloat16 is not multiplied in hardware, arranging a weight is little beside multiplying by it.
     if not getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)():
         return "this processor has no bfloat16 arithmetic of its own"
@@ -163,15 +165,15 @@ def _form(weight: torch.Tensor) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A packed weight, with what it is a copy of: one object, so that no thread sees half of a change."""
+    """A prepacked weight, with what it is a copy of: one object, so that no thread sees half of a change."""
 
-    packed: torch.Tensor
+    prepacked: torch.Tensor
     seen: _Seen
     width: int
 
 
 class _Forward(ForwardOverride):
-    """Multiplies by a linear layer's packed weight; all that it does not know is computed plainly."""
+    """Multiplies by a linear layer's prepacked weight; all that it does not know is computed plainly."""
 
     __slots__ = ("_trouble", "copy", "seen")
 
@@ -180,7 +182,7 @@ class _Forward(ForwardOverride):
     def __init__(self, module: nn.Linear, trouble: _Trouble) -> None:
         super().__init__(module)
         self._trouble = trouble
-        self.seen: _Seen | None = None  # the weight as it was when a pass last began, if it can be packed
+        self.seen: _Seen | None = None  # the weight as it was when a pass last began, if it can be prepacked
         self.copy: _Copy | None = None
 
     def instead(self, input: torch.Tensor) -> torch.Tensor:
@@ -189,7 +191,7 @@ class _Forward(ForwardOverride):
             bias = module.bias
             if are_ordinary(input, _DTYPE, copy.width) and input.numel() > 0 and (bias is None or bias.dtype is _DTYPE):
                 try:
-                    return onednn_product(input, copy.packed, bias)
+                    return onednn_product(input, copy.prepacked, bias)
                 except (RuntimeError, AttributeError, TypeError) as error:
                     self.copy = None
                     self._trouble.note(error)
@@ -197,7 +199,7 @@ class _Forward(ForwardOverride):
         return output
 
     def weight(self) -> nn.Parameter | None:
-        """The layer's weight, if it can be packed."""
+        """The layer's weight, if it can be prepacked."""
         module = self.module
         # Adapters, hooks and quantisation give a layer another class, another weight or a forward of its own.
         ordinary = type(module) is nn.Linear and module.__dict__.get("forward", self) is self
@@ -209,7 +211,7 @@ class _Forward(ForwardOverride):
 
 
 class _Trouble:
-    """Whether a product by a packed weight has failed; it is said once."""
+    """Whether a product by a prepacked weight has failed; it is said once."""
 
     def __init__(self) -> None:
         self.seen = False
@@ -217,11 +219,11 @@ class _Trouble:
     def note(self, error: object) -> None:
         if not self.seen:
             self.seen = True
-            _log.warning("weights are not packed any more, products are plain: %s", error)
+            _log.warning("weights are not prepacked any more, products are plain: %s", error)
 
 
-class _PackedWeights(ForwardOverrides[_Forward]):
-    """Packed copies of the linear weights of one model."""
+class _PrepackedWeights(ForwardOverrides[_Forward]):
+    """Prepacked copies of the linear weights of one model."""
 
     def __init__(self, layers: Iterable[nn.Linear]) -> None:
         super().__init__(())
@@ -284,26 +286,26 @@ class _PackedWeights(ForwardOverrides[_Forward]):
             if seen is None or weight is None or forward.copy is not None:
                 continue
             try:
-                packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
-                if weight.shape not in checked and not _agrees(weight, packed):
-                    raise RuntimeError("a packed product differs from the plain one")
+                prepacked = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
+                if weight.shape not in checked and not _agrees(weight, prepacked):
+                    raise RuntimeError("a prepacked product differs from the plain one")
             except (RuntimeError, AttributeError, TypeError) as error:
                 self._trouble.note(error)
                 self._drop()
                 return
             checked.add(weight.shape)
-            forward.copy = _Copy(packed, seen, weight.shape[1])
+            forward.copy = _Copy(prepacked, seen, weight.shape[1])
 
 
-_by_model: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_PackedWeights]] = weakref.WeakKeyDictionary()
+_by_model: weakref.WeakKeyDictionary[nn.Module, weakref.ref[_PrepackedWeights]] = weakref.WeakKeyDictionary()
 _table_lock = threading.Lock()
 
 
-def _agrees(weight: torch.Tensor, packed: torch.Tensor) -> bool:
-    """Whether the packed form gives the product that the weight gives."""
+def _agrees(weight: torch.Tensor, prepacked: torch.Tensor) -> bool:
+    """Whether the prepacked form gives the product that the weight gives."""
     rows = torch.arange(3 * weight.shape[1], dtype=torch.float32, device="cpu").cos().view(3, -1).to(_DTYPE)
     plain = nn.functional.linear(rows, weight).float()
-    return bool((onednn_product(rows, packed, None).float() - plain).norm() <= _TOLERANCE * plain.norm())
+    return bool((onednn_product(rows, prepacked, None).float() - plain).norm() <= _TOLERANCE * plain.norm())
 
 
 def _samples(weights: list[nn.Parameter]) -> torch.Tensor:

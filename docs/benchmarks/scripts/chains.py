@@ -140,7 +140,7 @@ def with_chains(engine: BlendEngine, evaluation: Evaluation, run: EvalRun, folde
             most = subject.answer_tokens(case)
             if most not in known:
                 known[most] = DocumentChains(engine, most)
-            chosen, prompt = evaluation.asked(case, count, length)
+            chosen, prompt = evaluation.prompt_of(case, count, length)
             tokens, question = len(engine.tokenize(prompt).input_ids), case.question or "Summarize the news."
             results = []
             for kind in CHAINS if line["results"] else ():

@@ -204,7 +204,7 @@ class FigureMaker:
         picked = cases[:: max(1, len(cases) // self.prompts)][: self.prompts]
         found = []
         for case in tqdm(picked, desc="prompts", disable=None if self.progress is None else not self.progress):
-            _, prompt = evaluation.asked(case, count, 0)
+            _, prompt = evaluation.prompt_of(case, count, 0)
             found.append(look(PreparedPrompt(self.engine.adapter, segments, prompt)).double())
         return torch.stack(found).mean(dim=0)
 

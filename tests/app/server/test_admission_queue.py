@@ -28,78 +28,78 @@ class Answer(TextStream):
 
 
 async def test_tenants_take_turns_and_each_keeps_its_order() -> None:
-    line, served = AdmissionQueue(1, 10, 10.0), []
+    queue, served = AdmissionQueue(1, 10, 10.0), []
 
     async def ask(name: str, tenant: str) -> None:
-        async with await line.slot(tenant):
+        async with await queue.slot(tenant):
             served.append(name)
 
-    first = await line.slot("a")
+    first = await queue.slot("a")
     waiting = [asyncio.create_task(ask(name, name[0])) for name in ("a1", "a2", "a3", "b1", "c1", "b2")]
     await soon()
-    assert line.waiting == 6
+    assert queue.waiting == 6
     await first.leave()
     await asyncio.gather(*waiting)
     assert served == ["b1", "c1", "a1", "b2", "a2", "a3"]  # a has had one before
-    assert (line.waiting, line.served) == (0, 0)
+    assert (queue.waiting, queue.served) == (0, 0)
 
 
 async def test_who_finds_the_line_full_is_told_when_to_come_again() -> None:
-    line = AdmissionQueue(1, 2, 10.0)
-    slot = await line.slot("a")
-    waiting = [asyncio.create_task(line.slot("a")) for _ in range(2)]
+    queue = AdmissionQueue(1, 2, 10.0)
+    slot = await queue.slot("a")
+    waiting = [asyncio.create_task(queue.slot("a")) for _ in range(2)]
     await soon()
     with pytest.raises(Problem) as refused:
-        await line.slot("a")
+        await queue.slot("a")
     assert refused.value.status == 429
-    assert refused.value.response().headers["retry-after"] == str(line.retry_after())
-    other = asyncio.create_task(line.slot("b"))  # another tenant's room is its own
+    assert refused.value.response().headers["retry-after"] == str(queue.retry_after())
+    other = asyncio.create_task(queue.slot("b"))  # another tenant's room is its own
     await soon()
-    assert line.waiting == 3
+    assert queue.waiting == 3
     await slot.leave()
     for task in (other, *waiting):
         await (await task).leave()
-    assert line.served == 0
+    assert queue.served == 0
 
 
 async def test_who_waits_too_long_or_goes_away_leaves_no_gap() -> None:
-    line = AdmissionQueue(1, 10, 0.05)
-    slot = await line.slot("a")
+    queue = AdmissionQueue(1, 10, 0.05)
+    slot = await queue.slot("a")
     with pytest.raises(Problem) as late:
-        await line.slot("a")
+        await queue.slot("a")
     assert late.value.status == 503
-    gone = asyncio.create_task(line.slot("a"))
-    stays = asyncio.create_task(line.slot("a"))
+    gone = asyncio.create_task(queue.slot("a"))
+    stays = asyncio.create_task(queue.slot("a"))
     await soon()
     gone.cancel()
     await slot.leave()
     await slot.leave()  # twice is harmless
     await (await stays).leave()
-    assert (line.waiting, line.served) == (0, 0)
+    assert (queue.waiting, queue.served) == (0, 0)
 
 
 async def test_a_place_given_to_someone_just_leaving_goes_on_to_the_next() -> None:
-    line = AdmissionQueue(1, 10, 10.0)
-    slot = await line.slot("a")
-    gone, stays = asyncio.create_task(line.slot("a")), asyncio.create_task(line.slot("a"))
+    queue = AdmissionQueue(1, 10, 10.0)
+    slot = await queue.slot("a")
+    gone, stays = asyncio.create_task(queue.slot("a")), asyncio.create_task(queue.slot("a"))
     await soon()
     await slot.leave()  # the place is gone's now; it has not run since
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):
         await gone
     assert (await stays) is not slot
-    assert line.waiting == 0
+    assert queue.waiting == 0
 
 
 async def test_a_tenant_whose_requests_take_longer_has_fewer_of_them() -> None:
-    line, served = AdmissionQueue(1, 50, 10.0), []
+    queue, served = AdmissionQueue(1, 50, 10.0), []
 
     async def ask(tenant: str, seconds: float) -> None:
-        async with await line.slot(tenant) as slot:
+        async with await queue.slot(tenant) as slot:
             slot.holds(Answer(seconds))
             served.append(tenant)
 
-    first = await line.slot("c")
+    first = await queue.slot("c")
     waiting = [asyncio.create_task(ask(*one)) for one in [("long", 9.0)] * 10 + [("short", 1.0)] * 30]
     await soon()
     await first.leave()
@@ -108,17 +108,17 @@ async def test_a_tenant_whose_requests_take_longer_has_fewer_of_them() -> None:
 
 
 async def test_a_tenant_that_was_away_has_no_claim_to_what_it_did_not_use() -> None:
-    line, served = AdmissionQueue(1, 50, 10.0), []
+    queue, served = AdmissionQueue(1, 50, 10.0), []
 
     async def ask(tenant: str) -> None:
-        async with await line.slot(tenant) as slot:
+        async with await queue.slot(tenant) as slot:
             slot.holds(Answer(1.0))
             served.append(tenant)
 
     await ask("away")
     for _ in range(20):
         await ask("here")
-    first = await line.slot("here")
+    first = await queue.slot("here")
     waiting = [asyncio.create_task(ask(one)) for one in ["here"] * 5 + ["away"] * 5]
     await soon()
     await first.leave()
@@ -129,21 +129,21 @@ async def test_a_tenant_that_was_away_has_no_claim_to_what_it_did_not_use() -> N
 async def test_one_of_several_tenants_has_half_of_the_places() -> None:
     alone = AdmissionQueue(4, 10, 0.05)
     assert [await alone.slot("a") for _ in range(4)]
-    line = AdmissionQueue(4, 10, 0.05, lambda: 2)
-    first = [await line.slot("a") for _ in range(2)]
+    queue = AdmissionQueue(4, 10, 0.05, lambda: 2)
+    first = [await queue.slot("a") for _ in range(2)]
     with pytest.raises(Problem):
-        await line.slot("a")
-    assert [await line.slot("b") for _ in range(2)]
-    more = asyncio.create_task(line.slot("a"))
+        await queue.slot("a")
+    assert [await queue.slot("b") for _ in range(2)]
+    more = asyncio.create_task(queue.slot("a"))
     await first[0].leave()
     await more
 
 
 async def test_a_tenant_has_an_even_part_of_the_places_where_others_want_some() -> None:
     """Long prompts would have half of the places for as long as they take, and so half of the model."""
-    line = AdmissionQueue(4, 10, 10.0, lambda: 4)
-    held = {tenant: await line.slot(tenant) for tenant in "abcd"}
-    waiting = {tenant: asyncio.create_task(line.slot(tenant)) for tenant in "abcd"}
+    queue = AdmissionQueue(4, 10, 10.0, lambda: 4)
+    held = {tenant: await queue.slot(tenant) for tenant in "abcd"}
+    waiting = {tenant: asyncio.create_task(queue.slot(tenant)) for tenant in "abcd"}
     await soon()
     held["b"].holds(Answer(9.0))  # so that all others have had less
     await held["b"].leave()
@@ -158,14 +158,14 @@ async def test_a_tenant_has_an_even_part_of_the_places_where_others_want_some() 
 
 
 async def test_who_must_be_alone_among_its_tenants_keeps_no_other_waiting() -> None:
-    line, events = AdmissionQueue(2, 10, 10.0), []
+    queue, events = AdmissionQueue(2, 10, 10.0), []
 
     async def ask(name: str, alone: Alone = "") -> None:
-        async with await line.slot(name[0], alone=alone):
+        async with await queue.slot(name[0], alone=alone):
             events.append(name)
             await soon()
 
-    first = await line.slot("a")
+    first = await queue.slot("a")
     mine = [asyncio.create_task(ask(*one)) for one in (("a alone", "tenant"), ("a later",))]
     await soon()
     await asyncio.gather(*(ask(f"b{number}") for number in range(3)))
@@ -177,109 +177,109 @@ async def test_who_must_be_alone_among_its_tenants_keeps_no_other_waiting() -> N
 
 async def test_who_must_be_alone_does_not_keep_others_waiting_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cacheblend_rag.app.server.admission_queue._DRAIN", 0.05)
-    line = AdmissionQueue(2, 10, 10.0)
-    long = await line.slot("a")
-    alone = asyncio.create_task(line.slot("a", alone="server"))
+    queue = AdmissionQueue(2, 10, 10.0)
+    long = await queue.slot("a")
+    alone = asyncio.create_task(queue.slot("a", alone="server"))
     await soon()
     began = time.monotonic()
     for _ in range(20):
-        async with await line.slot("b") as slot:
+        async with await queue.slot("b") as slot:
             slot.holds(Answer(1.0))
             assert not alone.done()
     assert 0.04 < time.monotonic() - began < 5
     await long.leave()
     await (await alone).leave()
-    assert (line.waiting, line.served) == (0, 0)
+    assert (queue.waiting, queue.served) == (0, 0)
 
 
 async def test_who_gives_way_comes_back_when_others_have_had_their_turn() -> None:
-    line, served = AdmissionQueue(1, 1, 10.0), []
-    slot = await line.slot("a")
+    queue, served = AdmissionQueue(1, 1, 10.0), []
+    slot = await queue.slot("a")
     assert not await slot.give_way()  # nobody waits
 
     async def ask(name: str) -> None:
-        async with await line.slot(name):
+        async with await queue.slot(name):
             served.append(name)
 
     waiting = [asyncio.create_task(ask(name)) for name in ("a", "b")]
     await slot.in_thread(time.sleep, 0.05)
     assert await slot.give_way()  # though its tenant's queue was full
     assert served == ["b", "a"]
-    assert line.served == 1
+    assert queue.served == 1
     await slot.leave()
     await asyncio.gather(*waiting)
-    assert (line.waiting, line.served) == (0, 0)
+    assert (queue.waiting, queue.served) == (0, 0)
 
 
 async def test_who_goes_away_while_giving_way_leaves_no_gap() -> None:
-    line = AdmissionQueue(1, 10, 0.05)
-    slot = await line.slot("a")
-    stays = asyncio.create_task(line.slot("b"))
+    queue = AdmissionQueue(1, 10, 0.05)
+    slot = await queue.slot("a")
+    stays = asyncio.create_task(queue.slot("b"))
     await soon()
     gone = asyncio.create_task(slot.give_way())
     other = await stays
     gone.cancel()
     await soon()
     await slot.leave()  # it has none to leave
-    assert (line.waiting, line.served) == (0, 1)
+    assert (queue.waiting, queue.served) == (0, 1)
     await other.leave()
-    late, stays = await line.slot("a"), asyncio.create_task(line.slot("b"))
+    late, stays = await queue.slot("a"), asyncio.create_task(queue.slot("b"))
     await soon()
     with pytest.raises(Problem) as refused:
         await late.give_way()  # the other stays longer than it may wait
     assert refused.value.status == 503
     await (await stays).leave()
-    assert (line.waiting, line.served) == (0, 0)
+    assert (queue.waiting, queue.served) == (0, 0)
 
 
 async def test_several_places_are_taken_at_once_and_all_of_them_by_who_must_be_alone() -> None:
-    line, events = AdmissionQueue(2, 10, 10.0), []
+    queue, events = AdmissionQueue(2, 10, 10.0), []
 
     async def ask(name: str, alone: Alone = "") -> None:
-        async with await line.slot("a", alone=alone):
-            events.append((name, line.served))
+        async with await queue.slot("a", alone=alone):
+            events.append((name, queue.served))
 
-    first, second = await line.slot("a"), await line.slot("a")
-    assert line.served == 2
+    first, second = await queue.slot("a"), await queue.slot("a")
+    assert queue.served == 2
     waiting = [asyncio.create_task(ask(*one)) for one in (("alone", "server"), ("later",), ("last",))]
     await soon()
     await first.leave()
     await soon()
-    assert (events, line.waiting) == ([], 3)  # a place is free, and nobody goes before who waits for all
+    assert (events, queue.waiting) == ([], 3)  # a slot is free, and nobody goes before who waits for all
     await second.leave()
     await asyncio.gather(*waiting)
     assert [name for name, _ in events] == ["alone", "later", "last"]
     assert events[0] == ("alone", 1)
-    assert (line.waiting, line.served) == (0, 0)
+    assert (queue.waiting, queue.served) == (0, 0)
 
 
 async def test_who_must_be_alone_and_goes_away_lets_the_others_in() -> None:
-    line = AdmissionQueue(2, 10, 0.05)
-    first = await line.slot("a")
-    alone = asyncio.create_task(line.slot("a", alone="server"))
-    later = asyncio.create_task(line.slot("a"))
+    queue = AdmissionQueue(2, 10, 0.05)
+    first = await queue.slot("a")
+    alone = asyncio.create_task(queue.slot("a", alone="server"))
+    later = asyncio.create_task(queue.slot("a"))
     await soon()
-    assert line.waiting == 2
+    assert queue.waiting == 2
     alone.cancel()
     other = await later
     with pytest.raises(Problem) as late:
-        await line.slot("a", alone="server")
+        await queue.slot("a", alone="server")
     assert late.value.status == 503
     await first.leave()
     await other.leave()
-    assert (line.waiting, line.served) == (0, 0)
-    async with await line.slot("a", alone="server") as slot:
-        assert line.served == 1
-        waiting = asyncio.create_task(line.slot("a"))
+    assert (queue.waiting, queue.served) == (0, 0)
+    async with await queue.slot("a", alone="server") as slot:
+        assert queue.served == 1
+        waiting = asyncio.create_task(queue.slot("a"))
         back = asyncio.create_task(slot.give_way())
         other = await waiting
         await soon()
-        assert (line.served, back.done()) == (1, False)
+        assert (queue.served, back.done()) == (1, False)
         await other.leave()
         assert await back
-        assert line.served == 1
-        last = asyncio.create_task(line.slot("a"))
+        assert queue.served == 1
+        last = asyncio.create_task(queue.slot("a"))
         await soon()
-        assert line.waiting == 1, "alone again"
+        assert queue.waiting == 1, "alone again"
     await (await last).leave()
-    assert (line.waiting, line.served) == (0, 0)
+    assert (queue.waiting, queue.served) == (0, 0)
