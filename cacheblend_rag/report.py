@@ -38,7 +38,7 @@ class Seconds:
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedTimes:
     """The loading controller's expectations of a request, in seconds.
 
     Parameters
@@ -130,7 +130,7 @@ class BlendReport:
         Records that failed while they were loaded; the pass began again without them.
     recompute_ratio : float
         Share of the reused chunk tokens that was to be recomputed.
-    expected : Expected or None
+    expected : ExpectedTimes or None
         The loading controller's expectations, if it chose the ratio.
     seconds : Seconds
         Where the time to first token went.
@@ -160,7 +160,7 @@ class BlendReport:
     plain_reason: str = ""
     lost: int = 0
     recompute_ratio: float = 0.0
-    expected: Expected | None = None
+    expected: ExpectedTimes | None = None
     seconds: Seconds = field(default_factory=Seconds)
     generated_tokens: int = 0
     finish_reason: str = ""

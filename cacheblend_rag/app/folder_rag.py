@@ -159,12 +159,12 @@ class FolderRAG:
         """Answer a question through the chain."""
         if not question.strip():
             raise ConfigError("question", question, "ask something")
-        seen = _Seen()
+        seen = _SeenPrompt()
         result = self._chain().invoke({"query": question}, {"callbacks": [seen]})
         report = self.llm.last_report or BlendReport(())
         return Answer(result["result"].strip(), result["source_documents"], seen.info, self._segments(seen), report)
 
-    def _segments(self, seen: _Seen) -> Prompt:
+    def _segments(self, seen: _SeenPrompt) -> Prompt:
         return (
             self.llm.segments(seen.messages)
             if isinstance(self.llm, ChatCacheBlend)
@@ -207,7 +207,7 @@ class FolderRAG:
         self.close()
 
 
-class _Seen(BaseCallbackHandler):
+class _SeenPrompt(BaseCallbackHandler):
     """Keeps the finished prompt and what the model said of its work."""
 
     def __init__(self) -> None:

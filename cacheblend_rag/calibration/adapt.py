@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from cacheblend_rag.calibration.calibrate import end_ids_of
 from cacheblend_rag.calibration.prompts import Corpus
-from cacheblend_rag.calibration.trials import FullAnswers, TrialSet, Tried, greedy_answer
+from cacheblend_rag.calibration.trials import FullAnswers, TrialSet, TriedRule, greedy_answer
 from cacheblend_rag.config import BlendConfig, check_above_zero, check_whole
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
@@ -74,16 +74,16 @@ class Nearness:
 
     Parameters
     ----------
-    reuse, blended : Tried
+    reuse, blended : TriedRule
         With nothing recomputed, and by the engine's rule and recompute ratio.
     """
 
-    reuse: Tried
-    blended: Tried
+    reuse: TriedRule
+    blended: TriedRule
 
 
 @dataclass(frozen=True)
-class Adapted:
+class AdaptResult:
     """A learned context, and what it is worth.
 
     Parameters
@@ -116,7 +116,7 @@ def adapt(
     *,
     corpus: Sequence[str] = (),
     progress: bool | None = None,
-) -> Adapted:
+) -> AdaptResult:
     """Learn a context for a model.
 
     Parameters
@@ -168,7 +168,7 @@ def adapt(
                 for one in (neighbours, behind)
             ]
             before, after = (_nearness(one, rule) for one in sets)
-        return Adapted(context, losses, before, after, engine.config.ratio)
+        return AdaptResult(context, losses, before, after, engine.config.ratio)
 
 
 def _nearness(trials: TrialSet, rule: SelectionRule) -> Nearness:
@@ -304,7 +304,7 @@ def _cache_of(layers: Sequence[LayerKV]) -> Any:
     return cache
 
 
-def adapt_report(adapted: Adapted) -> str:
+def adapt_report(adapted: AdaptResult) -> str:
     """The result of adapting, in words."""
     prompts = len(adapted.learned.blended.divergences)
     lines = [

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from cacheblend_rag.calibration.evaluation.answers import shared_cache
-from cacheblend_rag.engine.decode import Decoded, DecodeOptions, decode
+from cacheblend_rag.engine.decode import DecodedAnswer, DecodeOptions, decode
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.teacher_forcing import answer_log_probs, kl_divergence
@@ -85,7 +85,7 @@ class FullAnswer:
 
 
 @dataclass(frozen=True)
-class Prefilled:
+class PrefillResult:
     """A prompt's KV and last logits, by whichever method.
 
     Parameters
@@ -135,7 +135,7 @@ class MethodResult:
     rounds: int = 0
 
 
-def prefill_methods(engine: BlendEngine, prompt: Prompt) -> dict[str, Callable[[], Prefilled]]:
+def prefill_methods(engine: BlendEngine, prompt: Prompt) -> dict[str, Callable[[], PrefillResult]]:
     """One prefill a method, each from text to the logits of the first token.
 
     "Full recompute" is transformers' own forward pass. "Prefix caching" is the same behind an
@@ -147,28 +147,28 @@ def prefill_methods(engine: BlendEngine, prompt: Prompt) -> dict[str, Callable[[
     return dict(zip(METHODS, (*plain, blended(reuse, prompt), blended(engine, prompt)), strict=True))
 
 
-def full_recompute(engine: BlendEngine, prompt: Prompt) -> Callable[[], Prefilled]:
+def full_recompute(engine: BlendEngine, prompt: Prompt) -> Callable[[], PrefillResult]:
     """Transformers' own prefill."""
 
-    def run() -> Prefilled:
+    def run() -> PrefillResult:
         ids = engine.tokenize(prompt).input_ids
         result = engine.adapter.prefill(ids)
-        return Prefilled(result.cache, result.logits, (len(ids),) * engine.adapter.num_layers)
+        return PrefillResult(result.cache, result.logits, (len(ids),) * engine.adapter.num_layers)
 
     return run
 
 
-def prefix_caching(engine: BlendEngine, prompt: Prompt) -> Callable[[], Prefilled]:
+def prefix_caching(engine: BlendEngine, prompt: Prompt) -> Callable[[], PrefillResult]:
     """The same behind prefix and first chunk, whose cache is made now."""
     known = kept_ids(engine, prompt)
     ready = engine.adapter.prefill(known).cache
 
-    def run() -> Prefilled:
+    def run() -> PrefillResult:
         ids, layers = engine.tokenize(prompt).input_ids, engine.adapter.num_layers
         cache = shared_cache(ready)
         logits = engine.adapter.extend(cache, ids[len(known) :], logits_to_keep=1)[-1]
         done = RowsDone((torch.arange(len(known), len(ids)),) * layers)
-        return Prefilled(cache, logits, (len(ids) - len(known),) * layers, done=done)
+        return PrefillResult(cache, logits, (len(ids) - len(known),) * layers, done=done)
 
     return run
 
@@ -190,22 +190,22 @@ def kept_ids(engine: BlendEngine, prompt: Prompt) -> Sequence[int]:
     return known
 
 
-def blended(engine: BlendEngine, prompt: Prompt) -> Callable[[], Prefilled]:
+def blended(engine: BlendEngine, prompt: Prompt) -> Callable[[], PrefillResult]:
     """The prefill of an engine, by whichever rule its config names."""
 
-    def run() -> Prefilled:
+    def run() -> PrefillResult:
         fused = engine.fuse(prompt)
-        return Prefilled(fused.cache, fused.logits, fused.report.computed_tokens, fused.report, fused.done)
+        return PrefillResult(fused.cache, fused.logits, fused.report.computed_tokens, fused.report, fused.done)
 
     return run
 
 
 @dataclass(frozen=True)
-class Timed:
+class Timings:
     """Seconds of each method in every timed round, and what its last round gave."""
 
     seconds: dict[str, list[float]]
-    last: dict[str, Prefilled]
+    last: dict[str, PrefillResult]
 
 
 class _HasLogits(Protocol):
@@ -224,12 +224,12 @@ def time_once(method: Callable[[], _Made]) -> tuple[float, _Made]:
     return time.perf_counter() - started, result
 
 
-def time_rounds(methods: Mapping[str, Callable[[], Prefilled]], rounds: int) -> Timed:
+def time_rounds(methods: Mapping[str, Callable[[], PrefillResult]], rounds: int) -> Timings:
     """Time methods in turn, round after round, to the first token; a first round warms up and does not count.
 
     The last round's results come without their caches: those of many methods take much memory.
     """
-    timed = Timed({name: [] for name in methods}, {})
+    timed = Timings({name: [] for name in methods}, {})
     for number in range(rounds + 1):
         for name, method in methods.items():
             took, result = time_once(method)
@@ -289,7 +289,9 @@ def compare(
         yield [replace(one, ttft=statistics.median(times[name]), rounds=number) for name, one in found.items()]
 
 
-def decode_from(engine: BlendEngine, ids: Sequence[int], result: Prefilled, options: DecodeOptions) -> Decoded:
+def decode_from(
+    engine: BlendEngine, ids: Sequence[int], result: PrefillResult, options: DecodeOptions
+) -> DecodedAnswer:
     """The answer that a method's KV leads to; its cache grows by it."""
     return decode(
         engine.model, engine.tokenizer, input_ids=ids, cache=result.cache, logits=result.logits, options=options

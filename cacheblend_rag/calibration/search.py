@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from cacheblend_rag.calibration.trials import TrialSet, Tried
+from cacheblend_rag.calibration.trials import TrialSet, TriedRule
 from cacheblend_rag.fusor.selection import SelectBoundary, SelectHKVD, SelectionRule, SelectNone, SelectQuery
 
 _log = logging.getLogger(__name__)
@@ -59,21 +59,21 @@ class Finding:
     ----------
     condition : str
         The best condition for chunks, as in `BlendConfig`.
-    reuse : mapping of str to Tried
+    reuse : mapping of str to TriedRule
         By condition, what is lost without any recompute.
-    chosen : Tried or None
+    chosen : TriedRule or None
         The cheapest rule within the tolerance, on the prompts of the search; None if none is.
-    checked : Tried or None
+    checked : TriedRule or None
         The same on prompts that had no part in the search.
-    candidates : sequence of (str, Tried)
+    candidates : sequence of (str, TriedRule)
         Rules that were checked, the chosen one last: the name of the kind, and its result on the prompts of the search.
     """
 
     condition: str
-    reuse: Mapping[str, Tried]
-    chosen: Tried | None
-    checked: Tried | None
-    candidates: Sequence[tuple[str, Tried]]
+    reuse: Mapping[str, TriedRule]
+    chosen: TriedRule | None
+    checked: TriedRule | None
+    candidates: Sequence[tuple[str, TriedRule]]
 
 
 class Search:
@@ -104,7 +104,7 @@ class Search:
         condition = min(reuse, key=lambda name: reuse[name].divergence.mean)
         sets = self._conditions[condition]
         checks: TrialSet | None = None
-        candidates: list[tuple[str, Tried]] = []
+        candidates: list[tuple[str, TriedRule]] = []
         while (found := self._cheapest(sets.searched)) is not None:
             kind, one = found
             candidates.append(found)
@@ -117,15 +117,15 @@ class Search:
             self._too_small[kind] = self._rules[kind].index(one.rule) + 1
         return Finding(condition, reuse, None, None, candidates)
 
-    def _cheapest(self, trials: TrialSet) -> tuple[str, Tried] | None:
+    def _cheapest(self, trials: TrialSet) -> tuple[str, TriedRule] | None:
         """The least work that may keep the tolerance, by the prompts of the search, and the kind of its rule."""
-        best: tuple[str, Tried] | None = None
+        best: tuple[str, TriedRule] | None = None
         for kind in KINDS:
             found = self._least(kind, trials, best[1].work if best else _MOST_WORK)
             best = best if found is None else (kind, found)
         return best
 
-    def _least(self, kind: str, trials: TrialSet, below: float) -> Tried | None:
+    def _least(self, kind: str, trials: TrialSet, below: float) -> TriedRule | None:
         """The least share of a kind that keeps the tolerance with less work than ``below``, by halving, if any does."""
         rules, allowed, found = self._rules[kind], _SLACK * self._tolerance, None
         low, high = self._too_small[kind], len(rules)

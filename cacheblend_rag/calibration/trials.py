@@ -145,7 +145,7 @@ class PreparedPrompt:
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedRule:
     """A rule on some prompts.
 
     Parameters
@@ -170,11 +170,11 @@ class Tried:
         """Mean with its 95% interval over prompts."""
         return interval(self.divergences)
 
-    def joined(self, other: Tried) -> Tried:
+    def joined(self, other: TriedRule) -> TriedRule:
         """The same rule on these prompts and on others."""
         counts = len(self.divergences), len(other.divergences)
         work = (counts[0] * self.work + counts[1] * other.work) / sum(counts)
-        return Tried(self.rule, (*self.divergences, *other.divergences), work, self.whole and other.whole)
+        return TriedRule(self.rule, (*self.divergences, *other.divergences), work, self.whole and other.whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -305,7 +305,7 @@ class TrialSet:
         others = [replace(trial, count=each + (place < over)) for place, trial in enumerate(drawn)]
         return [trial for _, _, trial in sorted(worst, key=lambda one: -one[0])] + others
 
-    def try_rule(self, rule: SelectionRule, tolerance: float = float("inf"), below: float = float("inf")) -> Tried:
+    def try_rule(self, rule: SelectionRule, tolerance: float = float("inf"), below: float = float("inf")) -> TriedRule:
         """Fuse every prompt by a rule.
 
         It is given up early if its mean divergence is sure to pass a tolerance, or if it does clearly more work than it
@@ -318,7 +318,7 @@ class TrialSet:
         ):
             known = self._known[key] = {"rule": key, **self.measure(rule, tolerance, below)}
             self._on_tried(known)
-        return Tried(rule, tuple(known["divergences"]), known["work"], known["whole"])
+        return TriedRule(rule, tuple(known["divergences"]), known["work"], known["whole"])
 
     def measure(self, rule: SelectionRule, tolerance: float, below: float) -> dict[str, Any]:
         """Measures a rule that has not been tried: divergences, mean work, and whether on all prompts."""

@@ -38,7 +38,7 @@ def by_common_chunks(prompts: Sequence[Sequence[str]]) -> list[int]:
     return order
 
 
-class ReadOnce(WrappedStore):
+class ReadOnceStore(WrappedStore):
     """A KV store in front of another that keeps what was read for the prompts that follow.
 
     All but `open` and `delete` is the other store's. Several threads may use it.
@@ -56,7 +56,7 @@ class ReadOnce(WrappedStore):
     def __init__(self, store: KVStore, limit: int = 10**9, records: int = 128) -> None:
         super().__init__(store)
         self._limit, self._records = limit, records
-        self._held: OrderedDict[str, _Held] = OrderedDict()
+        self._held: OrderedDict[str, _HeldRecord] = OrderedDict()
         self._lock = threading.Lock()
 
     def open(self, key: str) -> StoredKV | None:
@@ -67,7 +67,7 @@ class ReadOnce(WrappedStore):
                 record = self.inner.open(key)
                 if record is None:
                     return None
-                held = self._held[key] = _Held(record)
+                held = self._held[key] = _HeldRecord(record)
             self._held.move_to_end(key)
             held.borrow()
             return held
@@ -89,7 +89,7 @@ class ReadOnce(WrappedStore):
                 size -= held.size
                 held.let_go()
 
-    def __enter__(self) -> ReadOnce:
+    def __enter__(self) -> ReadOnceStore:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -98,7 +98,7 @@ class ReadOnce(WrappedStore):
                 self._held.popitem()[1].let_go()
 
 
-class _Held:
+class _HeldRecord:
     """An open record whose layers stay in memory; closed when it is let go and nobody reads it."""
 
     def __init__(self, record: StoredKV) -> None:

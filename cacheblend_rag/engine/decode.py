@@ -173,7 +173,7 @@ def _check(name: str, value: Any, kind: type, fits: Callable[[Any], bool], remed
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecodedAnswer:
     """A generated answer.
 
     Parameters
@@ -206,7 +206,7 @@ def decode(
     cancelled: Callable[[], bool] = lambda: False,
     step: Step | None = None,
     window: int | None = None,
-) -> Decoded:
+) -> DecodedAnswer:
     """Generate from a fused cache; its logits give the first token without a second pass.
 
     Parameters
@@ -238,9 +238,9 @@ def decode(
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), cache_argument(model): cache}
 
     def continue_from_fused(model: Any, input_ids: torch.Tensor, **arguments: Any) -> Any:
-        return type(model)._sample(_Prefilled(model, logits, cache, own_step), input_ids, **arguments)
+        return type(model)._sample(_PrefilledModel(model, logits, cache, own_step), input_ids, **arguments)
 
-    with _Chance(options.seed, logits.device) as chance:
+    with _RandomState(options.seed, logits.device) as chance:
         own_step = chance.apart_from(step) if step is not None else None
         return generate(
             model,
@@ -264,7 +264,7 @@ def generate(
     cancelled: Callable[[], bool] = lambda: False,
     window: int | None = None,
     **how: Any,
-) -> Decoded:
+) -> DecodedAnswer:
     """Prefill and decode by transformers' own generation.
 
     Parameters
@@ -291,7 +291,7 @@ def generate(
     processors = list(options.logits_processor)
     if options.grammar is not None:
         processors.append(TokenMask(options.grammar, end_ids))
-    with evaluating(model), _Chance(options.seed, ids.device):
+    with evaluating(model), _RandomState(options.seed, ids.device):
         keeping_nothing(model).generate(
             **inputs,
             generation_config=config,
@@ -310,7 +310,7 @@ def _end_within(config: GenerationConfig, window: int, prompt_tokens: int) -> No
         config.max_new_tokens = min(config.max_new_tokens, max(1, window - prompt_tokens))
 
 
-class _Prefilled:
+class _PrefilledModel:
     """A model whose prefill is already done.
 
     transformers' sampling loop asks the model for its prefill and then for one token at a time;
@@ -335,7 +335,7 @@ class _Prefilled:
         return CausalLMOutputWithPast(logits=logits, **{CACHE_FIELD: self._cache})
 
 
-class _Chance:
+class _RandomState:
     """PyTorch's random numbers, begun anew for one answer; what others draw meanwhile is theirs.
 
     Parameters
@@ -350,7 +350,7 @@ class _Chance:
         self._seed, self._device = seed, device
         self._others: list[torch.Tensor] = []  # their state, while this answer draws
 
-    def __enter__(self) -> _Chance:
+    def __enter__(self) -> _RandomState:
         if self._seed is not None:
             self._others = self._state()
             torch.manual_seed(self._seed)
@@ -426,14 +426,14 @@ class _TextAssembler(StoppingCriteria):  # type: ignore[misc]
         done = self._stopped or self._cancelled()
         return torch.full((len(input_ids),), done, dtype=torch.bool, device=input_ids.device)
 
-    def result(self) -> Decoded:
+    def result(self) -> DecodedAnswer:
         """The whole answer; what was held back is handed out now."""
         if not self._ids:
             raise GenerationError("transformers returned no token; check the generation config")
         self._take_text(final=True)
         self._send(len(self._text))
         reason = "stop" if self._ended() else "length"
-        return Decoded(self._text, self._ids, reason, self._first_token_at)
+        return DecodedAnswer(self._text, self._ids, reason, self._first_token_at)
 
     def _ended(self) -> bool:
         # On a GPU transformers may run one step past the end; that token is not part of the answer.

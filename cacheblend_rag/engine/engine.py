@@ -19,11 +19,11 @@ from typing import Any, Unpack
 import torch
 
 from cacheblend_rag.config import BlendConfig, check_model_and_tokenizer
-from cacheblend_rag.engine.batch import ReadOnce, by_common_chunks
+from cacheblend_rag.engine.batch import ReadOnceStore, by_common_chunks
 from cacheblend_rag.engine.decode import (
     DEFAULT_NEW_TOKENS,
     DecodeArguments,
-    Decoded,
+    DecodedAnswer,
     DecodeOptions,
     Step,
     decode,
@@ -36,8 +36,8 @@ from cacheblend_rag.engine.prompt_lookup import PromptLookup
 from cacheblend_rag.engine.scheduler import ModelTime, Scheduler, scheduler_of
 from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds, keys_begin
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead
-from cacheblend_rag.engine.traces import Named, Operation, below_this, traced
-from cacheblend_rag.engine.warm_up import Warming, behind_each_other
+from cacheblend_rag.engine.traces import Operation, SpanNames, below_this, traced
+from cacheblend_rag.engine.warm_up import WarmUp, behind_each_other
 from cacheblend_rag.engine.write_back import Job, WriteBack
 from cacheblend_rag.errors import (
     CacheBlendError,
@@ -55,7 +55,7 @@ from cacheblend_rag.models.cache import all_preallocated
 from cacheblend_rag.models.contexts import LearnedContext
 from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.models.lora import unwrapped
-from cacheblend_rag.prompt import Fitted, ImagePrompt, Prompt, PromptTokenizer, TokenizedPrompt
+from cacheblend_rag.prompt import FittedPrompt, ImagePrompt, Prompt, PromptTokenizer, TokenizedPrompt
 from cacheblend_rag.prompt.contexts import finder
 from cacheblend_rag.prompt.images import ImageLimits, image_prompt
 from cacheblend_rag.report import BlendReport, FusedKV, Generation, Seconds, WarmReport
@@ -137,7 +137,7 @@ class BlendEngine:
         self._write_back = WriteBack(self._scheduler)
         self.guard = QualityGuard()
         self._viewed: BlendEngine | None = None
-        self._named = Named(str(getattr(model.config, "_name_or_path", "") or "local"))
+        self._named = SpanNames(str(getattr(model.config, "_name_or_path", "") or "local"))
         weakref.finalize(self, self._write_back.stop).atexit = False
 
     @classmethod
@@ -180,7 +180,7 @@ class BlendEngine:
         loaded = load_model(model, device=device, dtype=dtype, **model_kwargs)
         fingerprint = loaded.fingerprint()
         made = cls(loaded.model, loaded.tokenizer, config=config, store=store, fingerprint=fingerprint, beside=beside)
-        made._named = Named(os.fspath(model))
+        made._named = SpanNames(os.fspath(model))
         made._processor = loaded.processor
         if made._owns_store:
             locations = absolute_locations(store) if are_locations(store) else None
@@ -233,7 +233,7 @@ class BlendEngine:
             ``"chat"`` if prompts are conversations, else ``"text_completion"``.
         """
         other = self._view()
-        other._named = Named(model, operation)
+        other._named = SpanNames(model, operation)
         return other
 
     def _view(self) -> BlendEngine:
@@ -318,7 +318,7 @@ class BlendEngine:
             raise ConfigError("processor", None, remedy)
         return image_prompt(processor, self.tokenizer, turns, tools, options, begun=begun, limits=limits)
 
-    def fitted(self, prompt: Prompt | str, max_new_tokens: int | None = None) -> Fitted:
+    def fitted(self, prompt: Prompt | str, max_new_tokens: int | None = None) -> FittedPrompt:
         """The prompt that is answered: with ``overflow="drop_chunks"`` perhaps with fewer chunks.
 
         Parameters
@@ -425,7 +425,7 @@ class BlendEngine:
         return begun_ahead(streams, self.config.max_concurrent if self._several else 1)
 
     def _streams(self, prompts: list[Prompt], options: DecodeOptions, timeout: float | None) -> NumberedStreams:
-        with ReadOnce(self.store) as shared:
+        with ReadOnceStore(self.store) as shared:
             pipeline = copy.copy(self._pipeline)
             pipeline.store = shared
             for number in by_common_chunks([prompt.chunks for prompt in prompts]):
@@ -473,7 +473,7 @@ class BlendEngine:
         return answer
 
     def _plain_answer(
-        self, prompt: ImagePrompt, fit: Fitted, options: DecodeOptions, sink: Cancelled | None
+        self, prompt: ImagePrompt, fit: FittedPrompt, options: DecodeOptions, sink: Cancelled | None
     ) -> Generation:
         """The answer to a prompt that holds images: the model's own, from its own prefill."""
         started = time.perf_counter()
@@ -554,7 +554,7 @@ class BlendEngine:
         self._pipeline.look_at_model()
         pairs = [(text, found) for text in texts if (found := self._fitting_segment(text, prefix)) is not None]
         segments = behind_each_other(self._pipeline, [text for text, _ in pairs], [found for _, found in pairs])
-        return Warming(self._pipeline, self.in_background).run(segments, progress)
+        return WarmUp(self._pipeline, self.in_background).run(segments, progress)
 
     def estimate_bytes(self, chunks: Iterable[str]) -> int:
         """Bytes the KV of chunks will take in the store; nothing is computed."""
@@ -870,13 +870,13 @@ def _answer_room(options: DecodeOptions) -> tuple[int, int]:
     return requested or 1, requested or DEFAULT_NEW_TOKENS
 
 
-def _generation(fused: FusedKV, decoded: Decoded, fused_at: float) -> Generation:
+def _generation(fused: FusedKV, decoded: DecodedAnswer, fused_at: float) -> Generation:
     seconds = dataclasses.replace(fused.report.seconds, first_token=decoded.first_token_at - fused_at)
     report = _completed(dataclasses.replace(fused.report, seconds=seconds), decoded)
     return Generation(decoded.text, decoded.token_ids, report, fused.recomputed, fused.deviation)
 
 
-def _completed(report: BlendReport, decoded: Decoded) -> BlendReport:
+def _completed(report: BlendReport, decoded: DecodedAnswer) -> BlendReport:
     return dataclasses.replace(report, generated_tokens=len(decoded.token_ids), finish_reason=decoded.finish_reason)
 
 

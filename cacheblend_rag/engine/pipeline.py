@@ -15,7 +15,7 @@ import torch
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.ratio_policy import MinimumRatio, RatioChoice, RatioPolicy, controller_beside
-from cacheblend_rag.engine.session_cache import Resumed, SessionCache
+from cacheblend_rag.engine.session_cache import ResumedPrompt, SessionCache
 from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.errors import ConfigError, GenerationError, StoreError
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
@@ -29,7 +29,7 @@ from cacheblend_rag.models.identity import fingerprint_in
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import (
     DocumentPlace,
-    Fitted,
+    FittedPrompt,
     Prompt,
     PromptTokenizer,
     Span,
@@ -109,7 +109,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Found:
+class LookupResult:
     """Records of a prompt: a segment and its place, with what is stored of it."""
 
     prefix: Segment | None
@@ -120,7 +120,7 @@ class Found:
         """The tier that a segment is read from; empty if it is not stored."""
         return self.records[key].tier if key in self.records else ""
 
-    def without(self, key: str) -> Found:
+    def without(self, key: str) -> LookupResult:
         return dataclasses.replace(self, records={k: r for k, r in self.records.items() if k != key})
 
 
@@ -130,13 +130,13 @@ class Lookup:
 
     Parameters
     ----------
-    fit : Fitted
+    fit : FittedPrompt
         The prompt as it is answered.
     split : TokenizedPrompt
         Its ids; what is kept from an earlier turn is its prefix.
-    found : Found or None
+    found : LookupResult or None
         The records; None if the prompt is better prefilled in full.
-    kept : Resumed or None
+    kept : ResumedPrompt or None
         The kept prompt that this one goes on from.
     opened : list of StoredKV
         All records that were opened on the way.
@@ -144,10 +144,10 @@ class Lookup:
         Seconds of looking up.
     """
 
-    fit: Fitted
+    fit: FittedPrompt
     split: TokenizedPrompt
-    found: Found | None = None
-    kept: Resumed | None = None
+    found: LookupResult | None = None
+    kept: ResumedPrompt | None = None
     opened: list[StoredKV] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -160,16 +160,16 @@ class Lookup:
 
 
 @dataclass(frozen=True)
-class Loading:
+class LoadingKV:
     """The KV of a prompt on its way from the store.
 
     Parameters
     ----------
-    found : Found
+    found : LookupResult
         The records that are read; the controller may have left some to be recomputed.
     choice : RatioChoice
         The rule and its recompute ratio.
-    layers : Waited
+    layers : TimedIterator
         KV of each layer, in order.
     clock : ReadClock
         Counts the time of reading.
@@ -177,14 +177,14 @@ class Loading:
         When loading began, by ``time.perf_counter``.
     """
 
-    found: Found
+    found: LookupResult
     choice: RatioChoice
-    layers: Waited
+    layers: TimedIterator
     clock: ReadClock
     started: float
 
 
-def reader_of(adapter: ModelAdapter, split: TokenizedPrompt, found: Found, clock: ReadClock) -> LayerReader:
+def reader_of(adapter: ModelAdapter, split: TokenizedPrompt, found: LookupResult, clock: ReadClock) -> LayerReader:
     """Reader of the stored KV of a prompt; it may rotate keys to their positions on the way."""
     spans = zip(split.chunks, found.chunks, strict=True)
     places = [*([(split.prefix, found.prefix)] if found.prefix else []), *spans]
@@ -205,7 +205,7 @@ def reader_of(adapter: ModelAdapter, split: TokenizedPrompt, found: Found, clock
     )
 
 
-class Waited:
+class TimedIterator:
     """An iterator that notes how long its reader waited for it, and ends when nobody wants the answer."""
 
     def __init__(self, layers: Iterator[LayerKV], cancelled: Callable[[], bool]) -> None:
@@ -520,12 +520,12 @@ class Pipeline:
             loading = self.load(lookup, cancelled)
             return self.fuse(lookup, loading)
 
-    def split(self, prompt: Prompt, new_tokens: int = 0, room: int | None = None) -> Fitted:
+    def split(self, prompt: Prompt, new_tokens: int = 0, room: int | None = None) -> FittedPrompt:
         """The prompt as it is answered, with the ids of its segments; see `fitted`."""
         drops = self.config.overflow == "drop_chunks"
         return fitted(self.tokenizer, prompt, self.adapter.context_window, new_tokens, room, drops)
 
-    def look_up(self, fit: Fitted) -> Lookup:
+    def look_up(self, fit: FittedPrompt) -> Lookup:
         """Open what is stored of a prompt; of one that is better prefilled in full, nothing."""
         started, split = time.perf_counter(), fit.split
         few = not split.chunks or split.chunk_tokens < self.config.min_tokens
@@ -535,15 +535,15 @@ class Pipeline:
         lookup = self._opened(fit, kept, [])
         return dataclasses.replace(lookup, seconds=time.perf_counter() - started)
 
-    def load(self, lookup: Lookup, cancelled: Callable[[], bool]) -> Loading | None:
+    def load(self, lookup: Lookup, cancelled: Callable[[], bool]) -> LoadingKV | None:
         """Choose the recompute ratio and begin to read what is worth it; None if the prompt is prefilled in full."""
         if lookup.found is None:
             return None
         started, clock = time.perf_counter(), ReadClock()
         choice, found = self._choose(lookup.split, lookup.found)
-        return Loading(found, choice, self._layers(lookup.split, found, clock, cancelled), clock, started)
+        return LoadingKV(found, choice, self._layers(lookup.split, found, clock, cancelled), clock, started)
 
-    def fuse(self, lookup: Lookup, loading: Loading | None, pauses: Pauses | None = None) -> Blend:
+    def fuse(self, lookup: Lookup, loading: LoadingKV | None, pauses: Pauses | None = None) -> Blend:
         """The KV of the whole prompt, and the logits of its last position."""
         blend = self._plain(lookup, pauses) if loading is None else self._blended(lookup, loading, pauses)
         fit, report = lookup.fit, blend.fused.report
@@ -581,7 +581,7 @@ class Pipeline:
             work=1.0,
         )
 
-    def _blended(self, lookup: Lookup, loading: Loading, pauses: Pauses | None) -> Blend:
+    def _blended(self, lookup: Lookup, loading: LoadingKV, pauses: Pauses | None) -> Blend:
         """Answer by the blended pass; a record that fails on the way counts as never stored."""
         lost = 0
         while True:
@@ -609,7 +609,7 @@ class Pipeline:
         fused = dataclasses.replace(fused, report=report)
         return Blend(fused, write_back, whole if keep else None)
 
-    def _without(self, key: str, lookup: Lookup, loading: Loading) -> tuple[Lookup, Loading]:
+    def _without(self, key: str, lookup: Lookup, loading: LoadingKV) -> tuple[Lookup, LoadingKV]:
         """The same prompt without a record; without a kept prompt, its chunks are looked up instead."""
         found = loading.found.without(key)
         if lookup.kept is not None and key == lookup.kept.key:
@@ -619,7 +619,7 @@ class Pipeline:
         layers = self._layers(lookup.split, found, loading.clock, loading.layers.cancelled)
         return lookup, dataclasses.replace(loading, found=found, layers=layers)
 
-    def _whole(self, report: BlendReport, whole: TokenizedPrompt, kept: Resumed | None) -> BlendReport:
+    def _whole(self, report: BlendReport, whole: TokenizedPrompt, kept: ResumedPrompt | None) -> BlendReport:
         """Report of a resumed prompt, as that of the whole one."""
         if kept is None:
             return report
@@ -656,7 +656,7 @@ class Pipeline:
         key, job = found
         return dataclasses.replace(blend, write_back={**blend.write_back, key: job})
 
-    def _choose(self, split: TokenizedPrompt, found: Found) -> tuple[RatioChoice, Found]:
+    def _choose(self, split: TokenizedPrompt, found: LookupResult) -> tuple[RatioChoice, LookupResult]:
         """Let the loading controller, where there is one, choose the ratio and what is worth reading."""
         if self._ratio_policy.controller is None:
             return self._ratio_policy.choose((), len(split.input_ids), 0, ""), found
@@ -673,7 +673,7 @@ class Pipeline:
             found = found.without(keys[number])
         return choice, found
 
-    def _opened(self, fit: Fitted, kept: Resumed | None, opened: list[StoredKV]) -> Lookup:
+    def _opened(self, fit: FittedPrompt, kept: ResumedPrompt | None, opened: list[StoredKV]) -> Lookup:
         """Open what is stored of the prefix and the chunks, or of what stands behind a kept prompt."""
         split = fit.split if kept is None else kept.split
         prefix_ids = split.ids(split.prefix)
@@ -690,14 +690,14 @@ class Pipeline:
             for chunk in split.located
         )
         if not self._ratio_policy.rule.reads_store:
-            return Lookup(fit, split, Found(None, chunks, {}))
+            return Lookup(fit, split, LookupResult(None, chunks, {}))
         wanted = {one.key: one for one in (*([prefix] if prefix else []), *chunks) if one.token_ids}
         stored = self.store.open_all([key for key in wanted if key not in records])
         for key, segment in wanted.items():  # in the order of the prompt
             if key in stored and self._is_of(stored[key], segment):
                 records[key] = stored[key]
         opened += records.values()
-        return Lookup(fit, split, Found(prefix, chunks, records), kept, opened)
+        return Lookup(fit, split, LookupResult(prefix, chunks, records), kept, opened)
 
     def _located(
         self, chunk: TokenizedChunk, ids: tuple[int, ...], context: tuple[int, ...] | None, regime: int
@@ -721,13 +721,15 @@ class Pipeline:
         discard(self.store, segment.key)
         return False
 
-    def _layers(self, split: TokenizedPrompt, found: Found, clock: ReadClock, cancelled: Callable[[], bool]) -> Waited:
+    def _layers(
+        self, split: TokenizedPrompt, found: LookupResult, clock: ReadClock, cancelled: Callable[[], bool]
+    ) -> TimedIterator:
         """Stored KV, layer by layer."""
         reader = reader_of(self.adapter, split, found, clock)
         ahead = self.config.prefetch and reader.stored_layer_bytes >= _WORTH_A_THREAD
-        return Waited(load_as_it_pays(reader) if ahead else load_plainly(reader), cancelled)
+        return TimedIterator(load_as_it_pays(reader) if ahead else load_plainly(reader), cancelled)
 
-    def _plan(self, split: TokenizedPrompt, found: Found) -> FusionPlan:
+    def _plan(self, split: TokenizedPrompt, found: LookupResult) -> FusionPlan:
         """Sort the stored segments into exact and reused ones."""
         exact: list[range] = []
         reused: list[range] = []
@@ -747,7 +749,7 @@ class Pipeline:
         question = _range(split.suffix) if len(split.suffix) else None
         return FusionPlan(split.input_ids, exact, reused, turn, question)
 
-    def _fused(self, split: TokenizedPrompt, found: Found, fusion: Fusion, choice: RatioChoice) -> FusedKV:
+    def _fused(self, split: TokenizedPrompt, found: LookupResult, fusion: Fusion, choice: RatioChoice) -> FusedKV:
         read = tuple(segment.key in found.records for segment in found.chunks)
         hits = [span for span, hit in zip(split.chunks, read, strict=True) if hit]
         prefix_hit = found.prefix is not None and found.prefix.key in found.records
@@ -776,7 +778,7 @@ class Pipeline:
             suffix_tokens=len(split.suffix),
         )
 
-    def _write_back(self, split: TokenizedPrompt, found: Found, fusion: Fusion) -> dict[str, Job]:
+    def _write_back(self, split: TokenizedPrompt, found: LookupResult, fusion: Fusion) -> dict[str, Job]:
         """Jobs that compute and store each missing segment."""
         if not self._ratio_policy.rule.reads_store or self.config.write_back == "off":
             return {}

@@ -48,7 +48,7 @@ class PromptLookup:
         take: Callable[[Mapping[str, Any]], torch.Tensor],
         wanted: Callable[[], bool],
     ) -> None:
-        self._text, self._cache, self._take, self._wanted = _Text(ids), cache, take, wanted
+        self._text, self._cache, self._take, self._wanted = _TokenText(ids), cache, take, wanted
         self._most, self._window = most, window
         self._tried: deque[tuple[int, torch.Tensor]] = deque()  # tokens and the logits behind each
 
@@ -73,7 +73,7 @@ class PromptLookup:
             self._tried.clear()
 
 
-class _Text:
+class _TokenText:
     """The tokens so far, and where each few of them stood last."""
 
     def __init__(self, ids: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ from cacheblend_rag.loading import (
     MachineProfile,
     RatioBounds,
 )
-from cacheblend_rag.report import Expected
+from cacheblend_rag.report import ExpectedTimes
 from cacheblend_rag.store.base import KVStore
 
 _log = logging.getLogger(__name__)
@@ -46,11 +46,11 @@ class RatioChoice:
     plan: LoadingPlan | None = None
 
     @property
-    def expected(self) -> Expected | None:
+    def expected(self) -> ExpectedTimes | None:
         """For the report."""
         if self.plan is None:
             return None
-        return Expected(self.plan.load_seconds, self.plan.recompute_seconds, self.plan.prefill_seconds)
+        return ExpectedTimes(self.plan.load_seconds, self.plan.recompute_seconds, self.plan.prefill_seconds)
 
 
 class MinimumRatio:

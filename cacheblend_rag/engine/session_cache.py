@@ -27,7 +27,7 @@ _BLENDED_BY = (*RULE_OPTIONS, "recompute_ratio", "condition", "contexts")
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumedPrompt:
     """A prompt whose first tokens are those of a kept one.
 
     Parameters
@@ -76,7 +76,7 @@ class SessionCache:
         key = record_key(fingerprint=fingerprint, salt=self._salt, kind=kind, context_ids=(), token_ids=anchor)
         return keys_begin(self._salt) + key
 
-    def find(self, split: TokenizedPrompt) -> Resumed | None:
+    def find(self, split: TokenizedPrompt) -> ResumedPrompt | None:
         """The kept prompt that has most in common with the beginning of this one."""
         for span in reversed(split.chunks):
             key = self.key(split.input_ids[: span.stop])
@@ -87,7 +87,7 @@ class SessionCache:
             if tokens < span.stop:
                 record.close()
                 continue
-            return Resumed(_resumed(split, tokens), key, _Beginning(record, tokens))
+            return ResumedPrompt(_resumed(split, tokens), key, _Beginning(record, tokens))
         return None
 
     def _in_common(self, info: RecordInfo, split: TokenizedPrompt) -> int:

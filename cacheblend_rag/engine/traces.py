@@ -43,7 +43,7 @@ _EACH_TOKEN = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.
 
 
 @dataclass(frozen=True)
-class Named:
+class SpanNames:
     """Names of an engine's answers in traces.
 
     Parameters
@@ -82,13 +82,13 @@ class Untraced:
 
 
 def traced(
-    named: Named, prompt: Prompt, options: DecodeOptions, config: BlendConfig, sink: Cancelled | None
+    named: SpanNames, prompt: Prompt, options: DecodeOptions, config: BlendConfig, sink: Cancelled | None
 ) -> Untraced:
     """The span of an answer as a context manager, current for all that is done within.
 
     Parameters
     ----------
-    named : Named
+    named : SpanNames
     prompt : Prompt
     options : DecodeOptions
     config : BlendConfig
@@ -129,7 +129,7 @@ class _Traced(Untraced):
     """
 
     def __init__(
-        self, named: Named, prompt: Prompt, options: DecodeOptions, config: BlendConfig, sink: Cancelled | None
+        self, named: SpanNames, prompt: Prompt, options: DecodeOptions, config: BlendConfig, sink: Cancelled | None
     ) -> None:
         self._prompt, self._options, self._config, self._sink = prompt, options, config, sink
         self._model, self._operation = named.shown, named.operation

@@ -85,7 +85,7 @@ def _length(segment: Segment) -> int:
     return len(segment.context_ids) + len(segment.token_ids)
 
 
-class Warming:
+class WarmUp:
     """Computes and stores what is not stored of some segments.
 
     Parameters

@@ -10,7 +10,7 @@ import torch
 from cacheblend_rag.fusor.mask import kept_mask
 from cacheblend_rag.fusor.scoring import question_attention
 from cacheblend_rag.fusor.selection.base import LayerView, SelectionRule, StartView
-from cacheblend_rag.fusor.work import Projected, RowsDone
+from cacheblend_rag.fusor.work import ProjectedRows, RowsDone
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.attention.rows import RowMask
 from cacheblend_rag.models.kv import LayerKV
@@ -125,7 +125,7 @@ class _Pass:
         self._rotaries = adapter.rotary(self._tokens)  # of all positions, float32
         self.computed: list[torch.Tensor] = []
         self.recomputed: list[int] = []
-        self.projected: list[Projected] = []
+        self.projected: list[ProjectedRows] = []
         self.scored: tuple[torch.Tensor, ...] = ()
         self._measured: tuple[torch.Tensor, torch.Tensor] | None = None
         self._begin()
@@ -258,7 +258,7 @@ class _Pass:
         deviation = _Deviation(self._adapter, layer, self.hidden[candidates], kv, positions)
         self._keep(positions[self._rule.keep(LayerView(**vars(self._view(positions)), layer=layer, measure=deviation))])
         if deviation.measured is not None:
-            self.projected.append(Projected(layer, len(positions)))
+            self.projected.append(ProjectedRows(layer, len(positions)))
             self._measured = self._measured or (positions, deviation.measured)
         self.hidden = self.hidden[torch.searchsorted(before, self._rows)]
 

@@ -12,7 +12,7 @@ from cacheblend_rag.models.shape import LayerShape, ModelShape
 
 
 @dataclass(frozen=True)
-class Projected:
+class ProjectedRows:
     """Rows whose values a check projected, besides those the layer then computed."""
 
     layer: int
@@ -27,7 +27,7 @@ class RowsDone:
     ----------
     computed : tuple of Tensor, each [rows] long
         Positions computed on each layer.
-    projected : tuple of Projected
+    projected : tuple of ProjectedRows
         The checks.
     scored : tuple of Tensor, each [rows] long
         Positions a scoring pass computed, layer by layer as far as it went.
@@ -37,7 +37,7 @@ class RowsDone:
     """
 
     computed: tuple[torch.Tensor, ...]
-    projected: tuple[Projected, ...] = ()
+    projected: tuple[ProjectedRows, ...] = ()
     scored: tuple[torch.Tensor, ...] = ()
     ended: int | None = None
 
@@ -71,7 +71,7 @@ def work_share(shape: ModelShape, tokens: int, done: RowsDone, layers: int | Non
     if layers < depth:
         raise ConfigError("layers", layers, f"use {depth} or more, the layers of the model")
     added = layers - depth
-    seen = _Counted()
+    seen = _CountCache()
     spent = [_work(layer, seen[rows]) for layer, rows in zip(shape.layers, done.computed, strict=True)]
     checks = sum(check.rows * shape.layers[check.layer].values for check in done.projected)
     scoring = sum(_work(layer, seen[rows]) for layer, rows in zip(shape.layers, done.scored, strict=False))
@@ -90,13 +90,13 @@ def prefill_work(shape: ModelShape, tokens: int, layers: int | None = None) -> f
     layers : int, optional
         Scale to a model of so many layers, as in `work_share`.
     """
-    every = _Seen(range(tokens))
+    every = _RowCounts(range(tokens))
     full = [_work(layer, every) for layer in shape.layers]
     added = 0 if layers is None else layers - len(full)
     return sum(full) + added * full[-1] + shape.head
 
 
-class _Seen:
+class _RowCounts:
     """How many rows there are and how many keys they see, counted once for all layers that share them."""
 
     def __init__(self, positions: Sequence[int]) -> None:
@@ -111,24 +111,24 @@ class _Seen:
         return self._keys[window]
 
 
-class _Counted:
-    """Caches `_Seen` by tensor. Each tensor is copied from a GPU once, since a copy waits for queued work."""
+class _CountCache:
+    """Caches `_RowCounts` by tensor. Each tensor is copied from a GPU once, since a copy waits for queued work."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Seen] = {}
+        self._known: dict[int, _RowCounts] = {}
 
-    def __getitem__(self, rows: torch.Tensor) -> _Seen:
+    def __getitem__(self, rows: torch.Tensor) -> _RowCounts:
         if id(rows) not in self._known:
-            self._known[id(rows)] = _Seen(rows.tolist())
+            self._known[id(rows)] = _RowCounts(rows.tolist())
         return self._known[id(rows)]
 
 
-def _spared(last: LayerShape, rows: _Seen, ended: int | None) -> float:
+def _spared(last: LayerShape, rows: _RowCounts, ended: int | None) -> float:
     """Work that the rows of the last layer did not do."""
-    stopped = _Seen(rows.positions[: 0 if ended is None else len(rows.positions) - ended])
+    stopped = _RowCounts(rows.positions[: 0 if ended is None else len(rows.positions) - ended])
     return _work(last, stopped) - len(stopped.positions) * (last.keys + last.values)
 
 
-def _work(layer: LayerShape, rows: _Seen) -> float:
+def _work(layer: LayerShape, rows: _RowCounts) -> float:
     """Multiply-adds of some rows on a layer."""
     return layer.linear * len(rows.positions) + layer.attention * rows.keys(layer.window)

@@ -37,7 +37,7 @@ from cacheblend_rag.langchain.tracking import documents_of_run, note_found
 from cacheblend_rag.prompt import ImagePrompt, Prompt
 from cacheblend_rag.prompt.chat import CALL_END, HeldBack, check_choice, offers_tools, opening, render_turns
 from cacheblend_rag.prompt.images import ImageLimits, holds_image
-from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved, known_chunks, match_chunks
+from cacheblend_rag.prompt.matching import ChunkRegistry, RetrievedDocument, known_chunks, match_chunks
 from cacheblend_rag.report import Generation
 
 # Arguments that a call may have beside options of decoding.
@@ -293,12 +293,12 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         note_found(messages, prompt)
         return prompt
 
-    def _retrieved(self, messages: Sequence[BaseMessage]) -> list[Retrieved]:
+    def _retrieved(self, messages: Sequence[BaseMessage]) -> list[RetrievedDocument]:
         """Retrieved documents of a conversation: those that tools have attached, and those of its run."""
         attached = dict.fromkeys(artifact_texts(messages))
         known_chunks.add(attached)
         of_run = [one for one in documents_of_run(messages) if one.texts[0] not in attached]
-        return [*(Retrieved((text,)) for text in attached), *of_run]
+        return [*(RetrievedDocument((text,)) for text in attached), *of_run]
 
     def _known(self) -> ChunkRegistry:
         """Where other chunks of a conversation are looked for."""

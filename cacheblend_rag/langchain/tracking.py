@@ -28,7 +28,13 @@ from langchain_core.runnables.config import var_child_runnable_config
 from langchain_core.tracers.context import register_configure_hook
 
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved, known_chunks, note_rewritten, warn_of_missing
+from cacheblend_rag.prompt.matching import (
+    ChunkRegistry,
+    RetrievedDocument,
+    known_chunks,
+    note_rewritten,
+    warn_of_missing,
+)
 
 # Runs that never end (streams left early) are forgotten after so many others.
 _RUNS, _PROMPTS = 16_384, 256
@@ -83,7 +89,7 @@ class RunDocuments:
             found = self._found.get(run)
             self._forget(run)
         if found is not None:
-            looked_for = [text for text in handed_on if Retrieved((text,)).looked_for]
+            looked_for = [text for text in handed_on if RetrievedDocument((text,)).looked_for]
             warn_of_missing(sum(text not in found for text in looked_for), len(looked_for))
 
     def add(self, run: UUID | None, parent: UUID | None, texts: Iterable[str]) -> None:
@@ -122,11 +128,11 @@ class RunDocuments:
             while len(self._prompts) > _PROMPTS:
                 self._prompts.popitem(last=False)
 
-    def of(self, prompt: int) -> tuple[Retrieved, ...]:
+    def of(self, prompt: int) -> tuple[RetrievedDocument, ...]:
         """Documents of the run in which a prompt was made."""
         with self._lock:
             _, texts = self._prompts.get(prompt, (None, {}))
-        return tuple(Retrieved((text,), left_out=left_out) for text, left_out in texts.items())
+        return tuple(RetrievedDocument((text,), left_out=left_out) for text, left_out in texts.items())
 
     def found(self, prompt: int, texts: Iterable[str]) -> None:
         """A prompt for a model of ours holds these documents of its run."""
@@ -148,7 +154,7 @@ class RunDocuments:
         self._found.pop(root, None)
 
 
-class _Done:
+class _DoneAwaitable:
     """An awaitable of work that is already done."""
 
     def __await__(self) -> Iterator[None]:
@@ -173,9 +179,9 @@ class _AtOnce:
         self.__defaults__ = self.__kwdefaults__ = None
         self.__annotations__ = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> _Done:
+    def __call__(self, *args: Any, **kwargs: Any) -> _DoneAwaitable:
         self._note(*args, **kwargs)
-        return _Done()
+        return _DoneAwaitable()
 
 
 class _Tracker(BaseCallbackHandler):
@@ -341,7 +347,7 @@ def prompt_key(prompt: str | Sequence[BaseMessage]) -> int:
     return hash(tuple(str(message.content) for message in prompt))
 
 
-def documents_of_run(prompt: str | Sequence[BaseMessage]) -> tuple[Retrieved, ...]:
+def documents_of_run(prompt: str | Sequence[BaseMessage]) -> tuple[RetrievedDocument, ...]:
     """Documents retrieved in the run in which a prompt was made, as far as that is known."""
     return _tracker.runs.of(prompt_key(prompt))
 

@@ -56,9 +56,9 @@ def contents_of(store: Any) -> Contents | None:
     if all(callable(getattr(store, name, None)) for name in ("documents", "holding")):
         return cast(Contents, store)
     if isinstance(store, InMemoryVectorStore):
-        return _Held(lambda: [Document(str(entry["text"])) for entry in store.store.values()])
+        return _HeldDocuments(lambda: [Document(str(entry["text"])) for entry in store.store.values()])
     if isinstance(held := getattr(getattr(store, "docstore", None), "_dict", None), dict):
-        return _Held(held.values)  # the FAISS store of LangChain's community
+        return _HeldDocuments(held.values)  # the FAISS store of LangChain's community
     if callable(getattr(getattr(store, "client", None), "scroll", None)) and hasattr(store, "content_payload_key"):
         return _Qdrant(store)
     if callable(get := getattr(store, "get", None)) and "where_document" in signature(get).parameters:
@@ -66,7 +66,7 @@ def contents_of(store: Any) -> Contents | None:
     return None
 
 
-class _Held:
+class _HeldDocuments:
     """Documents in the memory of this process."""
 
     def __init__(self, documents: Callable[[], Iterable[Document]]) -> None:

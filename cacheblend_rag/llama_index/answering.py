@@ -64,7 +64,7 @@ class CacheBlendEvent(BaseEvent):
 
 
 @dataclass(frozen=True)
-class Said:
+class AnswerText:
     """The text of an answer so far.
 
     Parameters
@@ -115,7 +115,7 @@ class ModelCall(Generic[R]):
     prompt: Prompt
     arguments: DecodeArguments
     options: dict[str, Any]
-    respond: Callable[[Said], R]
+    respond: Callable[[AnswerText], R]
     tools: bool = False
     opening: str = ""
     operation: Operation = "text_completion"
@@ -160,7 +160,7 @@ class ModelCall(Generic[R]):
             yield response
 
     def _done(self, answer: Generation) -> R:
-        return self.respond(Said(self.opening + answer.text, None, answer))
+        return self.respond(AnswerText(self.opening + answer.text, None, answer))
 
 
 class _Pieces(Generic[R]):
@@ -175,9 +175,9 @@ class _Pieces(Generic[R]):
         new = "" if self._call.opening else self._held.feed(piece)
         if new:
             self._text += new
-            yield self._call.respond(Said(self._text, new))
+            yield self._call.respond(AnswerText(self._text, new))
 
     def last(self, answer: Generation | None) -> Iterator[R]:
         """The end of an answer: how it was made, tool calls, text held back for them."""
         if answer is not None:
-            yield self._call.respond(Said(self._call.opening + answer.text, None, answer, len(self._text)))
+            yield self._call.respond(AnswerText(self._call.opening + answer.text, None, answer, len(self._text)))

@@ -20,7 +20,7 @@ from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.forms import CUT_LEAST, change_of, solid
 from cacheblend_rag.prompt.matching import (
     Match,
-    Retrieved,
+    RetrievedDocument,
     WrittenForm,
     find_changed,
     known_chunks,
@@ -107,7 +107,7 @@ def see(
     *,
     hint: Hint | None = None,
     messages: Sequence[ChatMessage] = (),
-    documents: Sequence[Retrieved] = (),
+    documents: Sequence[RetrievedDocument] = (),
 ) -> Prompt:
     """The segments of a finished prompt.
 
@@ -121,7 +121,7 @@ def see(
         The values that its template was filled with.
     messages : sequence of ChatMessage
         The conversation it was made of, if any.
-    documents : sequence of Retrieved
+    documents : sequence of RetrievedDocument
         Nodes that were retrieved for it. Those that do not stand in it as they are are looked for in other forms.
 
     Returns
@@ -183,7 +183,7 @@ def _listed(contexts: Sequence[str], start: int) -> Iterator[_Place]:
         at += len(written) + 2
 
 
-def _chunks(text: str, place: _Place, documents: Iterable[Retrieved]) -> dict[Match, WrittenForm | None]:
+def _chunks(text: str, place: _Place, documents: Iterable[RetrievedDocument]) -> dict[Match, WrittenForm | None]:
     """Known chunks in a piece of context, nodes in another form, and parts of nodes that were split again."""
     whole = known_chunks.find(place.text)
     changed = find_changed(place.text, whole, documents)
@@ -201,7 +201,9 @@ def _chunks(text: str, place: _Place, documents: Iterable[Retrieved]) -> dict[Ma
     return chunks
 
 
-def _outside(text: str, questions: Sequence[str], documents: Iterable[Retrieved]) -> dict[Match, WrittenForm | None]:
+def _outside(
+    text: str, questions: Sequence[str], documents: Iterable[RetrievedDocument]
+) -> dict[Match, WrittenForm | None]:
     """Known chunks, and nodes in another form, anywhere but in a question."""
     matches = [Match(*found.span()) for one in questions if one for found in re.finditer(re.escape(one), text)]
     known = [m for m in known_chunks.find(text) if all(m.stop <= q.start or q.stop <= m.start for q in matches)]

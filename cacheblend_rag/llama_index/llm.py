@@ -36,7 +36,7 @@ from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.llm_base import AnswerFields, EngineFields, LLMBase, LoadFields, MadeFields
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.llama_index.answering import CacheBlendEvent, ModelCall, R, Said
+from cacheblend_rag.llama_index.answering import AnswerText, CacheBlendEvent, ModelCall, R
 from cacheblend_rag.llama_index.context import CONTEXT_NAMES, Hint, MarkedMessages, MarkedText, see
 from cacheblend_rag.llama_index.messages import ByTemplate, answer_message, turns_of
 from cacheblend_rag.llama_index.tracking import answers_noted, documents_retrieved, switch_on
@@ -240,7 +240,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         seen = see(text, self.engine.config.text_separator, hint=hint, documents=documents_retrieved())
         info = self._teller()
 
-        def respond(said: Said) -> CompletionResponse:
+        def respond(said: AnswerText) -> CompletionResponse:
             return CompletionResponse(text=said.text, delta=said.rest(said.text), raw=info(said))
 
         return self._call(seen, options, respond)
@@ -252,7 +252,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         seen = self._with_images(messages, tools, begun) or self._matched(messages, tools, begun)
         info = self._teller()
 
-        def respond(said: Said) -> ChatResponse:
+        def respond(said: AnswerText) -> ChatResponse:
             message = answer_message(said.text, names if said.answer is not None else ())
             return ChatResponse(message=message, delta=said.rest(message.content or ""), raw=info(said))
 
@@ -276,7 +276,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         self,
         seen: Prompt,
         options: dict[str, Any],
-        respond: Callable[[Said], R],
+        respond: Callable[[AnswerText], R],
         also: Sequence[str] = (),
         begun: str = "",
         operation: Operation = "text_completion",
@@ -291,7 +291,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         """Function that makes ``raw`` of an answer, and reports it to tracing once."""
         span, note = active_span_id.get(), answers_noted()
 
-        def info(said: Said) -> dict[str, Any] | None:
+        def info(said: AnswerText) -> dict[str, Any] | None:
             if said.answer is None:
                 return None
             report = said.answer.report

@@ -23,7 +23,7 @@ from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore
 from cacheblend_rag.prompt.matching import (
     ChunkRegistry,
     Match,
-    Retrieved,
+    RetrievedDocument,
     chunk_text,
     known_chunks,
     note_form,
@@ -162,7 +162,7 @@ recent_nodes = RecentNodes()
 class _Synthesis:
     """The answer that a synthesizer makes of some documents, and the sums of its calls of the model."""
 
-    def __init__(self, outer: _Synthesis | None, documents: tuple[Retrieved, ...] = ()) -> None:
+    def __init__(self, outer: _Synthesis | None, documents: tuple[RetrievedDocument, ...] = ()) -> None:
         self.outer, self.documents = outer, documents
         self.sums: dict[str, Any] = {**dict.fromkeys(("answers", *_SUMMED), 0), "documents": []}
         self._uses: list[DocumentUse] = []
@@ -221,7 +221,7 @@ def answers_noted() -> Callable[[BlendReport], None]:
     return under_way.note if under_way is not None else lambda report: None
 
 
-def documents_retrieved() -> tuple[Retrieved, ...]:
+def documents_retrieved() -> tuple[RetrievedDocument, ...]:
     """Documents of which the synthesizer that now calls the model makes an answer."""
     under_way = _synthesis.get()
     return under_way.documents if under_way is not None else ()
@@ -293,10 +293,10 @@ class _Synthesized(BaseSpanHandler[BaseSpan]):
         return None
 
 
-def _documents(nodes: Sequence[BaseNode]) -> tuple[Retrieved, ...]:
+def _documents(nodes: Sequence[BaseNode]) -> tuple[RetrievedDocument, ...]:
     """The documents among a synthesizer's nodes; if all are parts of others, as for citations, those retrieved."""
     known = [(node, original) for node in nodes if (original := recent_nodes.text_of(node.node_id)) is not None]
-    retrieved = [Retrieved(texts) for node in _retrieved.get() if (texts := tuple(node_texts(node)))]
+    retrieved = [RetrievedDocument(texts) for node in _retrieved.get() if (texts := tuple(node_texts(node)))]
     _retrieved.set(())
     if not known:
         whole = "\n".join(node.get_content() for node in nodes)
@@ -305,7 +305,7 @@ def _documents(nodes: Sequence[BaseNode]) -> tuple[Retrieved, ...]:
     found = []
     for node, original in known:
         texts = tuple(node_texts(node))
-        found.append(Retrieved(texts) if original in texts else Retrieved((original,), texts))
+        found.append(RetrievedDocument(texts) if original in texts else RetrievedDocument((original,), texts))
     return tuple(found)
 
 

@@ -72,7 +72,7 @@ class _Blending:
     kernels: PlainLayers | None = None
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """State of the thread that asks."""
 
     blending: _Blending | None = None
@@ -124,7 +124,7 @@ class ModelAdapter:
             if name is not None:
                 part_of(owner, name)
         self.mixes_rows = mixes_rows(model)
-        self._here = _Here()
+        self._here = _ThreadState()
 
     def _by_layer(self, read: Callable[[Any, int], Any]) -> list[Any]:
         """The config's value for each layer."""

@@ -46,7 +46,7 @@ _ROWS = 128
 
 
 @dataclass
-class _Room:
+class _Buffers:
     """Buffers with space behind the rows that are used."""
 
     keys: torch.Tensor  # [batch, kv_heads, rows and room, head_dim]
@@ -54,7 +54,7 @@ class _Room:
     used: int
 
     @classmethod
-    def holding(cls, keys: torch.Tensor, values: torch.Tensor, rows: int) -> _Room:
+    def holding(cls, keys: torch.Tensor, values: torch.Tensor, rows: int) -> _Buffers:
         """Room for some rows and then some, with what there is copied into it."""
         return cls(_enlarged(keys, rows), _enlarged(values, rows), keys.shape[2])
 
@@ -84,7 +84,7 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
     values: torch.Tensor
     before_update: Callable[[], object] | None = None
     """Called before rows are added: a place between two layers of a pass."""
-    _room: _Room | None = None
+    _room: _Buffers | None = None
 
     def hold(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Begin with these keys and values, which are taken over."""
@@ -104,7 +104,7 @@ class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]
             return keys, values
         rows = self.keys.shape[2] + key_states.shape[2]
         if self._room is None or not self._room.follows(self.keys, rows):
-            self._room = _Room.holding(self.keys, self.values, rows)
+            self._room = _Buffers.holding(self.keys, self.values, rows)
         self.keys, self.values = self._room.add(key_states, value_states)
         return self.keys, self.values
 

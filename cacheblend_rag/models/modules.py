@@ -55,7 +55,7 @@ def evaluating(model: Any) -> Iterator[None]:
     Contexts may nest, and overlap in several threads: the last to end puts all back.
     """
     with _lock:
-        kept = _kept.setdefault(model, _Kept())
+        kept = _kept.setdefault(model, _EvalState())
         kept.users += 1
         training = [module for module in model.modules() if module.training]
         if training:
@@ -72,7 +72,7 @@ def evaluating(model: Any) -> Iterator[None]:
                 _kept.pop(model, None)
 
 
-class _Kept:
+class _EvalState:
     """State of a model that is put aside while it is in use."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class _Kept:
         self.training: list[Any] = []
 
 
-_kept: weakref.WeakKeyDictionary[Any, _Kept] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[Any, _EvalState] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -93,13 +93,13 @@ _Forward = TypeVar("_Forward", bound="ForwardOverride")
 _Shared = TypeVar("_Shared", bound="ForwardOverrides[Any]")
 
 
-class Here(threading.local):
+class ThreadDepth(threading.local):
     """How many contexts the thread that asks is within."""
 
     users = 0
 
 
-_NOWHERE = Here()
+_NOWHERE = ThreadDepth()
 
 
 class ForwardOverride:
@@ -149,7 +149,7 @@ class ForwardOverrides(Generic[_Forward]):
     """
 
     def __init__(self, forwards: Iterable[_Forward]) -> None:
-        self._here = Here()
+        self._here = ThreadDepth()
         self._forwards = self._ours(forwards)
         self._lock = threading.Lock()
         self._users = 0

@@ -2,7 +2,7 @@
 
 from cacheblend_rag.prompt.prompt import DocumentPlace, ImagePrompt, Prompt
 from cacheblend_rag.prompt.tokenizer import (
-    Fitted,
+    FittedPrompt,
     PromptTokenizer,
     Span,
     TokenizedChunk,
@@ -13,7 +13,7 @@ from cacheblend_rag.prompt.tokenizer import (
 
 __all__ = [
     "DocumentPlace",
-    "Fitted",
+    "FittedPrompt",
     "ImagePrompt",
     "Prompt",
     "PromptTokenizer",

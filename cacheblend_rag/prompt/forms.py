@@ -55,7 +55,7 @@ def solid(text: str) -> str:
     return "".join(text.split())
 
 
-class Squeezed:
+class SqueezedText:
     """A text whose white space is squeezed to one space or to nothing, and the place of each character in the original.
 
     Parameters
@@ -115,12 +115,12 @@ def solid_forms(text: str) -> dict[str, str]:
     return solid_text
 
 
-def may_hold(text: Squeezed, document: str) -> bool:
+def may_hold(text: SqueezedText, document: str) -> bool:
     """Whether the beginning or the end of a document stands in a prompt in any form; quickly, and rarely yes in vain.
 
     Parameters
     ----------
-    text : Squeezed
+    text : SqueezedText
         The prompt, without white space.
     document : str
         Without white space around it.
@@ -131,12 +131,12 @@ def may_hold(text: Squeezed, document: str) -> bool:
     return any(probe in text.text for probe in probes)
 
 
-def find_whole(text: Squeezed, forms: dict[str, str], free: Callable[[int, int], bool]) -> tuple[int, int] | None:
+def find_whole(text: SqueezedText, forms: dict[str, str], free: Callable[[int, int], bool]) -> tuple[int, int] | None:
     """Where a document stands whole, in any of its forms.
 
     Parameters
     ----------
-    text : Squeezed
+    text : SqueezedText
         The prompt, without white space.
     forms : dict
         Of the document, from `solid_forms`.
@@ -155,7 +155,7 @@ def find_whole(text: Squeezed, forms: dict[str, str], free: Callable[[int, int],
     return None
 
 
-def find_cut(text: Squeezed, forms: dict[str, str], free: Callable[[int, int], bool]) -> tuple[int, int] | None:
+def find_cut(text: SqueezedText, forms: dict[str, str], free: Callable[[int, int], bool]) -> tuple[int, int] | None:
     """Where the longest beginning or end of a document stands; as `find_whole`.
 
     Of its characters besides white space at least `CUT_LEAST` must be there. A word that goes on otherwise in
@@ -209,14 +209,14 @@ def _places(text: str, part: str) -> Iterator[int]:
         at = text.find(part, at + 1)
 
 
-def _beginnings(text: Squeezed, form: str) -> Iterator[tuple[int, int]]:
+def _beginnings(text: SqueezedText, form: str) -> Iterator[tuple[int, int]]:
     """Stretches of the prompt with which a form begins, as long as they can be."""
     for at in _places(text.text, form[:CUT_LEAST]):
         stop = at + _common(text.text[at : at + len(form)], form)
         yield at, text.word_start(stop - 1) if text.splits_word(stop) else stop
 
 
-def _ends(text: Squeezed, form: str) -> Iterator[tuple[int, int]]:
+def _ends(text: SqueezedText, form: str) -> Iterator[tuple[int, int]]:
     """Stretches of the prompt with which a form ends."""
     for at in _places(text.text, form[-CUT_LEAST:]):
         stop = at + CUT_LEAST

@@ -27,7 +27,16 @@ from itertools import pairwise
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import DocumentPlace, Prompt
-from cacheblend_rag.prompt.forms import Squeezed, change_of, find_cut, find_whole, may_hold, solid, solid_forms, squeeze
+from cacheblend_rag.prompt.forms import (
+    SqueezedText,
+    change_of,
+    find_cut,
+    find_whole,
+    may_hold,
+    solid,
+    solid_forms,
+    squeeze,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +87,7 @@ class WrittenForm:
 
 
 @dataclass(frozen=True)
-class Retrieved:
+class RetrievedDocument:
     """A document that was retrieved for a request.
 
     Parameters
@@ -159,11 +168,11 @@ class ChunkRegistry:
 
         White space within a chunk may differ; the chunk is then the text as it stands here.
         """
-        taken = _Taken()
-        taken.offer(self.matches(Squeezed(text)))
+        taken = _TakenMatches()
+        taken.offer(self.matches(SqueezedText(text)))
         return taken.matches
 
-    def matches(self, squeezed: Squeezed) -> list[Match]:
+    def matches(self, squeezed: SqueezedText) -> list[Match]:
         """All places of known chunks, the longest first; they may overlap."""
         text, found, used = squeezed.text, [], []
         by_head = self._by_head
@@ -269,7 +278,7 @@ def _head(text: str) -> str:
     return head if len(head) == _HEAD else ""
 
 
-class _Taken:
+class _TakenMatches:
     """Matches that do not overlap, in the order in which they stand."""
 
     def __init__(self, matches: Iterable[Match] = ()) -> None:
@@ -292,7 +301,7 @@ class _Taken:
                 self._starts.insert(at, match.start)
 
 
-def find_changed(text: str, found: Iterable[Match], documents: Iterable[Retrieved]) -> dict[Match, WrittenForm]:
+def find_changed(text: str, found: Iterable[Match], documents: Iterable[RetrievedDocument]) -> dict[Match, WrittenForm]:
     """Documents that do not stand in a text as they are, in the forms in which chains write them.
 
     Parameters
@@ -301,7 +310,7 @@ def find_changed(text: str, found: Iterable[Match], documents: Iterable[Retrieve
         Where to look.
     found : iterable of Match
         Earlier matches in it; nothing is looked for there.
-    documents : iterable of Retrieved
+    documents : iterable of RetrievedDocument
         Those that stand within a chunk that was found are passed over, and so are those that were left out.
 
     Returns
@@ -309,13 +318,13 @@ def find_changed(text: str, found: Iterable[Match], documents: Iterable[Retrieve
     dict of Match to WrittenForm
         Where a document stands, and how. Each is remembered as one of its written forms.
     """
-    taken, changed = _Taken(found), dict[Match, WrittenForm]()
+    taken, changed = _TakenMatches(found), dict[Match, WrittenForm]()
     held = [squeeze(text[match.start : match.stop]) for match in taken.matches]
     wanted = [one for one in documents if not one.left_out]
     missing = [one for one in wanted if not any(form in chunk for form in one.looked_for for chunk in held)]
     if not missing:
         return changed
-    solid_text = Squeezed(text, between="")
+    solid_text = SqueezedText(text, between="")
     texts = [[one.strip() for one in each.texts if len(squeeze(one)) >= _HEAD] for each in missing]
     forms = [{one: solid_forms(one) for one in each if may_hold(solid_text, one)} for each in texts]
     for find in (find_whole, find_cut):  # a whole document before a part of any
@@ -334,7 +343,7 @@ def find_changed(text: str, found: Iterable[Match], documents: Iterable[Retrieve
 def places_of_documents(
     text: str,
     matches: Sequence[Match],
-    documents: Iterable[Retrieved],
+    documents: Iterable[RetrievedDocument],
     changed: Mapping[Match, WrittenForm] | None = None,
 ) -> list[DocumentPlace]:
     """Which chunk of a prompt holds each document.
@@ -345,7 +354,7 @@ def places_of_documents(
         The prompt.
     matches : sequence of Match
         All chunks in it, in order.
-    documents : iterable of Retrieved
+    documents : iterable of RetrievedDocument
     changed : mapping of Match to WrittenForm
         Chunks that are documents in another form.
     """
@@ -362,7 +371,7 @@ def places_of_documents(
     return places
 
 
-def _place(document: Retrieved, written: Sequence[str], held: Sequence[str]) -> DocumentPlace:
+def _place(document: RetrievedDocument, written: Sequence[str], held: Sequence[str]) -> DocumentPlace:
     """Where a document stands that is in no form of its own known to stand anywhere."""
     looked_for, name = document.looked_for, document.texts[0]
     if not looked_for:
@@ -382,7 +391,7 @@ def match_chunks(
     known: ChunkRegistry | Sequence[ChunkRegistry],
     separator: str = "",
     *,
-    documents: Iterable[Retrieved] = (),
+    documents: Iterable[RetrievedDocument] = (),
     parts: Sequence[tuple[int, int]] | None = None,
     questions_from: int | None = None,
     quotes: Iterable[str] = (),
@@ -398,7 +407,7 @@ def match_chunks(
     separator : str
         Text between two of these is a chunk too; empty for no such chunks. See
         `BlendConfig.split_at_separator`.
-    documents : iterable of Retrieved
+    documents : iterable of RetrievedDocument
         Documents retrieved for this request. They are looked for before all else, and in other forms, too; the
         prompt's ``documents`` say where each stands.
     parts : sequence of (int, int), optional
@@ -416,7 +425,12 @@ def match_chunks(
         A text without any chunk is all suffix.
     """
     sources = (known,) if isinstance(known, ChunkRegistry) else known
-    squeezed, taken, documents, changed = Squeezed(text), _Taken(), tuple(documents), dict[Match, WrittenForm]()
+    squeezed, taken, documents, changed = (
+        SqueezedText(text),
+        _TakenMatches(),
+        tuple(documents),
+        dict[Match, WrittenForm](),
+    )
     if documents:
         taken.offer(ChunkRegistry(texts=(one for each in documents for one in each.texts)).matches(squeezed))
         changed = find_changed(text, taken.matches, documents)

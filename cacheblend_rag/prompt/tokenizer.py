@@ -325,7 +325,7 @@ def _longest_run(flags: Sequence[bool]) -> range:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedPrompt:
     """A prompt that fits.
 
     Parameters
@@ -353,7 +353,7 @@ def fitted(
     needed: int = 0,
     wanted: int | None = None,
     drops_chunks: bool = False,
-) -> Fitted:
+) -> FittedPrompt:
     """Tokenise a prompt and see to it that it fits.
 
     Parameters
@@ -377,7 +377,7 @@ def fitted(
     started = time.perf_counter()
     split = tokenizer.tokenize(prompt)
     if window is None or len(split.input_ids) + needed <= window:
-        return Fitted(prompt, split, seconds=time.perf_counter() - started)
+        return FittedPrompt(prompt, split, seconds=time.perf_counter() - started)
     count, room = len(prompt.chunks), window - (needed if wanted is None else wanted)
     if drops_chunks and count > 1:
         kept = bisect_right(
@@ -386,7 +386,7 @@ def fitted(
         if kept:
             shorter = prompt.first_chunks(kept)
             split, left_out = tokenizer.tokenize(shorter), tuple(range(kept, count))
-            return Fitted(shorter, split, left_out, time.perf_counter() - started)
+            return FittedPrompt(shorter, split, left_out, time.perf_counter() - started)
     raise ContextLengthError(len(split.input_ids), needed, window, _remedy(count, needed, drops_chunks))
 
 

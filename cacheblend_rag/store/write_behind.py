@@ -15,7 +15,7 @@ _MOST_BYTES = 2**30
 
 
 @dataclass
-class _Waiting:
+class _WaitingRecord:
     """A record, where it is to be written, and what is to be done afterwards."""
 
     record: KVRecord
@@ -35,7 +35,7 @@ class WriteBehind:
 
     def __init__(self, moving: Callable[[str], AbstractContextManager[bool]]) -> None:
         self._moving, self._held = moving, 0
-        self._waiting: dict[str, _Waiting] = {}
+        self._waiting: dict[str, _WaitingRecord] = {}
         self._busy = self._closed = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -51,7 +51,7 @@ class WriteBehind:
                 return False
             before = self._waiting.get(key)
             self._drop(key)
-            waiting = _Waiting(record, tiers, size)
+            waiting = _WaitingRecord(record, tiers, size)
             if before is not None:  # it goes where the other was to go, too
                 waiting.tiers = tuple(dict.fromkeys((*before.tiers, *tiers)))
                 waiting.afterwards = before.afterwards

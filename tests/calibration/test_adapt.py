@@ -12,7 +12,7 @@ import torch
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.app.cli import main
-from cacheblend_rag.calibration.adapt import Adapted, AdaptOptions, ContextTraining, adapt, adapt_report
+from cacheblend_rag.calibration.adapt import AdaptOptions, AdaptResult, ContextTraining, adapt, adapt_report
 from cacheblend_rag.calibration.calibrate import CalibrationOptions, calibrate, keep_settings
 from cacheblend_rag.calibration.prompts import Corpus
 from cacheblend_rag.calibration.trials import FullAnswers, PreparedPrompt, TrialSet
@@ -51,7 +51,7 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def adapted(model: Any) -> Adapted:
+def adapted(model: Any) -> AdaptResult:
     with engine_of(model) as engine:
         return adapt(engine, prompts(0, 8), OPTIONS, progress=False)
 
@@ -124,7 +124,7 @@ def test_training_brings_answers_nearer_and_leaves_the_model_as_it_is(model: Any
     assert all(weight.grad is None for weight in model.parameters())
 
 
-def test_what_is_judged_had_no_part_in_training(adapted: Adapted) -> None:
+def test_what_is_judged_had_no_part_in_training(adapted: AdaptResult) -> None:
     for seen in (adapted.neighbours, adapted.learned):
         assert len(seen.reuse.divergences) == len(seen.blended.divergences) == OPTIONS.held_back
     said = adapt_report(adapted)
@@ -146,7 +146,7 @@ def test_what_cannot_be_learned_from_is_named(model: Any, count: int, changes: d
 # Engines over it -------------------------------------------------------------------------------
 
 
-def test_an_engine_computes_chunks_behind_it(model: Any, adapted: Adapted, tmp_path: Path) -> None:
+def test_an_engine_computes_chunks_behind_it(model: Any, adapted: AdaptResult, tmp_path: Path) -> None:
     prompt = prompts(50, 1)[0]
     with engine_of(model, store=tmp_path, selection="none") as engine:
         assert (engine.condition, engine.learned) == ("context", None)
@@ -166,7 +166,7 @@ def test_an_engine_computes_chunks_behind_it(model: Any, adapted: Adapted, tmp_p
         assert engine.warm(prompt.chunks).present == len(prompt.chunks)
 
 
-def test_recomputing_everything_is_full_prefill(model: Any, adapted: Adapted) -> None:
+def test_recomputing_everything_is_full_prefill(model: Any, adapted: AdaptResult) -> None:
     for prompt in (prompts(60, 1)[0], Prompt("", prompts(61, 1)[0].chunks, "What fell?")):
         with engine_of(model, selection="boundary", recompute_ratio=1.0) as engine:
             engine.use_learned(adapted.context)
@@ -177,7 +177,7 @@ def test_recomputing_everything_is_full_prefill(model: Any, adapted: Adapted) ->
             assert_logits_close(fused.logits, full.logits, model, len(fused.input_ids))
 
 
-def test_a_chunk_that_opens_a_prompt_is_not_taken_for_exact(model: Any, adapted: Adapted) -> None:
+def test_a_chunk_that_opens_a_prompt_is_not_taken_for_exact(model: Any, adapted: AdaptResult) -> None:
     prompt = Prompt("", [tiny.text(20, 3)], "What fell?")
     with engine_of(model, selection="none") as engine:
         engine.use_learned(adapted.context)
@@ -188,7 +188,7 @@ def test_a_chunk_that_opens_a_prompt_is_not_taken_for_exact(model: Any, adapted:
         assert not torch.allclose(fused.logits, full.logits, atol=1e-3), "it is KV of another text before it"
 
 
-def test_another_context_is_another_record(model: Any, adapted: Adapted) -> None:
+def test_another_context_is_another_record(model: Any, adapted: AdaptResult) -> None:
     chunks = prompts(70, 1)[0].chunks
     with engine_of(model) as engine:
         engine.use_learned(adapted.context)
@@ -199,7 +199,7 @@ def test_another_context_is_another_record(model: Any, adapted: Adapted) -> None
         assert engine.warm(chunks).present == len(chunks)
 
 
-def test_forgetting_a_chunk_erases_what_was_computed_behind_it_before(model: Any, adapted: Adapted) -> None:
+def test_forgetting_a_chunk_erases_what_was_computed_behind_it_before(model: Any, adapted: AdaptResult) -> None:
     chunks = [tiny.text(40, seed) for seed in range(4)]
     with engine_of(model, contexts=2) as engine:
         engine.warm(chunks)
@@ -212,7 +212,7 @@ def test_forgetting_a_chunk_erases_what_was_computed_behind_it_before(model: Any
         assert alone.warm(chunks).computed == 1, "behind a learned context alone no chunk depends on another"
 
 
-def test_without_neighbours_it_is_computed_behind_the_context_alone(model: Any, adapted: Adapted) -> None:
+def test_without_neighbours_it_is_computed_behind_the_context_alone(model: Any, adapted: AdaptResult) -> None:
     with pytest.raises(ConfigError, match="contexts=0"):
         engine_of(model, contexts=0)
     with engine_of(model, selection="none") as engine:
@@ -242,7 +242,7 @@ def test_learned_without_a_context_is_refused(model: Any, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("key", [None, "MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDE="])
 def test_it_is_kept_as_it_was_and_encrypted_where_records_are(
-    model: Any, adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str | None
+    model: Any, adapted: AdaptResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str | None
 ) -> None:
     if key:
         monkeypatch.setenv("CACHEBLEND_RAG_ENCRYPTION_KEY", key)
@@ -258,7 +258,7 @@ def test_it_is_kept_as_it_was_and_encrypted_where_records_are(
 
 @pytest.mark.parametrize("damage", ["cut", "altered", "another model"])
 def test_a_damaged_one_is_logged_and_neighbours_stand_in(
-    model: Any, adapted: Adapted, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
+    model: Any, adapted: AdaptResult, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     with engine_of(model, store=tmp_path) as engine:
         path = keep_context(engine.store, engine.fingerprint, adapted.context)
@@ -283,7 +283,7 @@ def test_a_damaged_one_is_logged_and_neighbours_stand_in(
 
 
 def test_calibration_tries_it_and_what_it_finds_holds_for_this_one_alone(
-    model: Any, adapted: Adapted, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model: Any, adapted: AdaptResult, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with engine_of(model, store=tmp_path) as engine:
         keep_context(engine.store, engine.fingerprint, adapted.context)
@@ -311,7 +311,7 @@ def test_calibration_tries_it_and_what_it_finds_holds_for_this_one_alone(
 
 
 def test_the_command_adapts_and_engines_use_it(
-    adapted: Adapted, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    adapted: AdaptResult, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, docs = tmp_path / "model", tmp_path / "docs"
     tiny.model(num_hidden_layers=4, initializer_range=0.1).save_pretrained(folder)

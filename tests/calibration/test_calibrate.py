@@ -26,7 +26,7 @@ from cacheblend_rag.calibration.evaluation.methods import settings_rule, variant
 from cacheblend_rag.calibration.evaluation.statistics import interval
 from cacheblend_rag.calibration.prompts import Corpus, case_prompts, chunk_prompts, question_prompts
 from cacheblend_rag.calibration.search import KINDS, Finding, Search, TrialSets
-from cacheblend_rag.calibration.trials import FullAnswers, PreparedPrompt, TrialSet, Tried
+from cacheblend_rag.calibration.trials import FullAnswers, PreparedPrompt, TrialSet, TriedRule
 from cacheblend_rag.engine.ratio_policy import RatioPolicy
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusor.selection import SelectBoundary, SelectHKVD, SelectionRule, SelectNone
@@ -111,11 +111,11 @@ def test_a_mean_within_the_tolerance_is_not_enough(models: dict[str, Any], monke
     searched, checks = stubbed(models)
     few_bad, even = (0.01, 0.01, 0.01, 0.01, 0.01, 0.2), (0.03,) * 6
 
-    def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0, below: float = 1.0) -> Tried:
+    def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0, below: float = 1.0) -> TriedRule:
         share = rule.recompute_ratio if isinstance(rule, SelectBoundary) else 0.0
         if trials is searched:
-            return Tried(rule, (0.02 if share >= 0.05 else 1.0,) * 6, 0.1 + share, True)
-        return Tried(rule, even if share >= 0.15 else few_bad, 0.1 + share, True)
+            return TriedRule(rule, (0.02 if share >= 0.05 else 1.0,) * 6, 0.1 + share, True)
+        return TriedRule(rule, even if share >= 0.15 else few_bad, 0.1 + share, True)
 
     monkeypatch.setattr(TrialSet, "try_rule", looked_up)
     assert sum(few_bad) / 6 < TOLERANCE < interval(few_bad).high
@@ -162,10 +162,10 @@ def test_where_a_rule_fails_the_next_share_is_tried(models: dict[str, Any], monk
     """The search halves, and so passes over most shares; those that only other prompts tell apart must not be lost."""
     searched, checks = stubbed(models)
 
-    def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0, below: float = 1.0) -> Tried:
+    def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0, below: float = 1.0) -> TriedRule:
         share = rule.recompute_ratio if isinstance(rule, SelectBoundary) else 0.0
         good = share >= (0.05 if trials is searched else 0.2)
-        return Tried(rule, (0.0 if good else 1.0,) * 6, 0.1 + share, True)
+        return TriedRule(rule, (0.0 if good else 1.0,) * 6, 0.1 + share, True)
 
     monkeypatch.setattr(TrialSet, "try_rule", looked_up)
     finding = Search({"sink": TrialSets(searched, lambda: checks)}, 6, TOLERANCE).run()
@@ -182,11 +182,11 @@ def test_rules_are_tried_where_reuse_is_nearer(
     sets = {"context": stubbed(models), "sink": stubbed(models)}
     ruled: list[TrialSet] = []
 
-    def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0, below: float = 1.0) -> Tried:
+    def looked_up(trials: TrialSet, rule: SelectionRule, tolerance: float = 1.0, below: float = 1.0) -> TriedRule:
         if isinstance(rule, SelectNone):
-            return Tried(rule, (0.1 if trials is sets[nearer][0] else 0.3,) * 6, 0.05, True)
+            return TriedRule(rule, (0.1 if trials is sets[nearer][0] else 0.3,) * 6, 0.05, True)
         ruled.append(trials)
-        return Tried(rule, (0.0,) * 6, 0.1, True)
+        return TriedRule(rule, (0.0,) * 6, 0.1, True)
 
     monkeypatch.setattr(TrialSet, "try_rule", looked_up)
     conditions = {name: TrialSets(of[0], lambda of=of: of[1]) for name, of in sets.items()}  # type: ignore[misc]
@@ -202,7 +202,7 @@ def test_rules_are_tried_where_reuse_is_nearer(
 
 def test_nothing_that_saves_work_is_no_blending(models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     searched, checks = stubbed(models)
-    monkeypatch.setattr(TrialSet, "try_rule", lambda trials, rule, *bounds: Tried(rule, (1.0,) * 6, 0.1, True))
+    monkeypatch.setattr(TrialSet, "try_rule", lambda trials, rule, *bounds: TriedRule(rule, (1.0,) * 6, 0.1, True))
     finding = Search({"sink": TrialSets(searched, lambda: checks)}, 6, TOLERANCE).run()
     assert (finding.chosen, finding.checked, finding.candidates) == (None, None, [])
     assert settings_of(finding, TOLERANCE).selection == "all"

@@ -11,7 +11,7 @@ import pytest
 from langchain_core.documents import Document
 
 from cacheblend_rag.app.folder_rag import FolderRAGOptions
-from cacheblend_rag.app.server.catalogue import Catalogue, Incoming
+from cacheblend_rag.app.server.catalogue import Catalogue, PendingFile
 from cacheblend_rag.app.server.database import Database
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.settings import ServerSettings
@@ -39,8 +39,8 @@ def database_of(server: PostgresServer | Proxy, folder: Path) -> Database:
     return made
 
 
-def file(id: str, name: str = "", job: str = "job", size: int = 10) -> Incoming:
-    return Incoming(id, name or f"{id}.txt", size, "5a", job, "mine")
+def file(id: str, name: str = "", job: str = "job", size: int = 10) -> PendingFile:
+    return PendingFile(id, name or f"{id}.txt", size, "5a", job, "mine")
 
 
 def read(*texts: str) -> tuple[list[Document], Vectors]:

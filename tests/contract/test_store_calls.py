@@ -12,7 +12,7 @@ import pytest
 
 import cacheblend_rag
 from cacheblend_rag import BlendConfig, BlendEngine
-from cacheblend_rag.engine.batch import ReadOnce
+from cacheblend_rag.engine.batch import ReadOnceStore
 from cacheblend_rag.engine.session_cache import KEY_PREFIX
 from cacheblend_rag.errors import ConfigError, RecordError, StoreError
 from cacheblend_rag.store import BaseStore, DiskStore, KVStore, MemoryStore, StoredKV, TieredStore, open_store
@@ -182,11 +182,11 @@ def test_a_record_that_cannot_be_used_nor_erased_is_a_miss(caplog: pytest.LogCap
 def test_every_store_has_all_that_the_protocol_names(tmp_path: Path) -> None:
     memory, disk = MemoryStore(), DiskStore(tmp_path / "kv")
     stores: list[KVStore] = [
-        memory, disk, TieredStore([memory, disk]), ReadOnce(disk), ThrottledStore(disk, 1e9), Hooked(disk),
+        memory, disk, TieredStore([memory, disk]), ReadOnceStore(disk), ThrottledStore(disk, 1e9), Hooked(disk),
     ]  # fmt: skip
     for store in stores:
         check_store(store)
-    tiers, once = stores[2], ReadOnce(stores[2])
+    tiers, once = stores[2], ReadOnceStore(stores[2])
     assert (tiers.persistent, tiers.tier, tiers.folder, tiers.tiers) == (True, "disk", disk.folder, (memory, disk))
     assert (once.persistent, once.tier, once.folder, once.tiers) == (True, "disk", disk.folder, (memory, disk))
     assert (memory.persistent, memory.tier, memory.folder, memory.tiers) == (False, "memory", None, ())

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.engine.batch import ReadOnce, by_common_chunks
+from cacheblend_rag.engine.batch import ReadOnceStore, by_common_chunks
 from cacheblend_rag.store import MemoryStore
 from tests import tiny
 from tests.probes import engine_of, key_of
@@ -65,7 +65,7 @@ def filled(texts: list[str]) -> tuple[Counting, list[str]]:
 
 def test_a_record_is_opened_and_read_once_and_closed_at_the_end() -> None:
     store, (first, second) = filled([tiny.text(9, 1), tiny.text(9, 2)])
-    with ReadOnce(store) as shared:  # type: ignore[arg-type]
+    with ReadOnceStore(store) as shared:  # type: ignore[arg-type]
         for _ in range(3):
             shared.next_prompt()
             for key in (first, second):
@@ -83,7 +83,7 @@ def test_a_record_is_opened_and_read_once_and_closed_at_the_end() -> None:
 
 def test_what_is_too_much_is_let_go_but_not_while_it_is_read() -> None:
     store, (first, second) = filled([tiny.text(9, 1), tiny.text(9, 2)])
-    with ReadOnce(store, limit=1) as shared:  # type: ignore[arg-type]
+    with ReadOnceStore(store, limit=1) as shared:  # type: ignore[arg-type]
         held = shared.open(first)
         assert held is not None
         before = held.read_layer(0)[0].clone()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.forms import CUT_LEAST, change_of
-from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved, known_chunks, match_chunks, written_forms
+from cacheblend_rag.prompt.matching import ChunkRegistry, RetrievedDocument, known_chunks, match_chunks, written_forms
 from tests import tiny
 
 DOCUMENT = f'Passage.\n\n{tiny.text(40, 1)} "caf\u00e9" & <b>far-off</b> it\'s'
@@ -24,7 +24,7 @@ OTHER = f"Another passage.\n\n{tiny.text(40, 2)}"
 
 
 def seen(text: str, *documents: str, known: tuple[str, ...] = ()) -> Prompt:
-    prompt = match_chunks(text, ChunkRegistry(texts=known), documents=[Retrieved((one,)) for one in documents])
+    prompt = match_chunks(text, ChunkRegistry(texts=known), documents=[RetrievedDocument((one,)) for one in documents])
     assert prompt.written("<separator>").text == text
     return prompt
 
@@ -61,7 +61,9 @@ def test_of_a_document_that_was_cut_enough_must_be_left(left: int) -> None:
 def test_nothing_before_a_part_becomes_prefix_unless_questions_are_known_to_come_later() -> None:
     text = f"Use: {DOCUMENT[:120]}...\nWho?"
     assert (seen(text, DOCUMENT).prefix, seen(text, DOCUMENT).preamble) == ("", "Use: ")
-    prompt = match_chunks(text, ChunkRegistry(), documents=[Retrieved((DOCUMENT,))], questions_from=len(text) - 4)
+    prompt = match_chunks(
+        text, ChunkRegistry(), documents=[RetrievedDocument((DOCUMENT,))], questions_from=len(text) - 4
+    )
     assert (prompt.prefix, prompt.preamble) == ("Use: ", "")
     assert seen(f"Use: {json.dumps(DOCUMENT)}", DOCUMENT).prefix == 'Use: "'
 
@@ -80,7 +82,9 @@ def test_a_document_within_another_is_found_there() -> None:
 
 def test_only_documents_of_the_request_are_looked_for_in_other_forms() -> None:
     assert seen(f"Use: {json.dumps(DOCUMENT)}", OTHER, known=(DOCUMENT,)).chunks == ()
-    left_out = match_chunks(json.dumps(DOCUMENT), ChunkRegistry(), documents=[Retrieved((DOCUMENT,), left_out=True)])
+    left_out = match_chunks(
+        json.dumps(DOCUMENT), ChunkRegistry(), documents=[RetrievedDocument((DOCUMENT,), left_out=True)]
+    )
     assert (left_out.chunks, left_out.documents[0].left_out) == ((), True)
 
 
@@ -109,7 +113,7 @@ def test_changes_have_names() -> None:
 def test_twenty_missing_documents_cost_little() -> None:
     random.seed(1)
     made = [f"Passage \u201c{n}\u201d.\n\n{tiny.text(170, 100 + n)} <b>\"x\"</b> & 'y'" for n in range(40)]
-    text, missing = "Use:\n\n" + "\n\n".join(made[20:]), [Retrieved((one,)) for one in made[:20]]
+    text, missing = "Use:\n\n" + "\n\n".join(made[20:]), [RetrievedDocument((one,)) for one in made[:20]]
     text = (text * 2)[:20_000]
     costs = []
     for _ in range(10):

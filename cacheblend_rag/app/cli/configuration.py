@@ -50,7 +50,7 @@ _TYPES: dict[Any, tuple[Any, str]] = {
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenValue:
     """The value of an option that somebody gave.
 
     Parameters
@@ -64,14 +64,16 @@ class Given:
     origin: str
 
 
-def given_options(parsed: argparse.Namespace | None, file: Mapping[str, Given] | None = None) -> dict[str, Given]:
+def given_options(
+    parsed: argparse.Namespace | None, file: Mapping[str, GivenValue] | None = None
+) -> dict[str, GivenValue]:
     """Every option of `SECTIONS` that is given, by its name.
 
     Parameters
     ----------
     parsed : Namespace, optional
         Arguments of the command line.
-    file : mapping of str to Given, optional
+    file : mapping of str to GivenValue, optional
         In place of the file that the arguments name.
 
     Raises
@@ -82,14 +84,14 @@ def given_options(parsed: argparse.Namespace | None, file: Mapping[str, Given] |
     if file is None:
         config = getattr(parsed, "config", None)
         file = {} if config is None else _of_file(Path(config))
-    found: dict[str, Given] = {}
+    found: dict[str, GivenValue] = {}
     for option in (option for options in SECTIONS.values() for option in options):
         flag = getattr(parsed, option.flag.replace("-", "_"), None) if option.flag else None
         text = os.environ.get(option.variable)
         if flag is not None:
-            found[option.name] = Given(option.read(flag, f"--{option.flag}"), f"--{option.flag}")
+            found[option.name] = GivenValue(option.read(flag, f"--{option.flag}"), f"--{option.flag}")
         elif text is not None:
-            found[option.name] = Given(option.read(text, option.variable), option.variable)
+            found[option.name] = GivenValue(option.read(text, option.variable), option.variable)
         elif option.name in file:
             found[option.name] = file[option.name]
     return found
@@ -109,7 +111,7 @@ def unused_variables() -> list[str]:
     return messages
 
 
-def server_settings(given: Mapping[str, Given]) -> ServerSettings:
+def server_settings(given: Mapping[str, GivenValue]) -> ServerSettings:
     """The server's settings, all checked.
 
     Raises
@@ -129,7 +131,7 @@ def server_settings(given: Mapping[str, Given]) -> ServerSettings:
 
 
 @contextmanager
-def origins_named(given: Mapping[str, Given]) -> Iterator[None]:
+def origins_named(given: Mapping[str, GivenValue]) -> Iterator[None]:
     """Let an error about an option say where its value comes from."""
     try:
         yield
@@ -140,7 +142,7 @@ def origins_named(given: Mapping[str, Given]) -> Iterator[None]:
         raise ConfigError(given[error.field].origin, value, error.remedy) from error
 
 
-def shown_settings(settings: ServerSettings, given: Mapping[str, Given]) -> str:
+def shown_settings(settings: ServerSettings, given: Mapping[str, GivenValue]) -> str:
     """All settings as a file of options, with where each comes from. Secrets are not in it."""
     owners = {"rag": settings.rag, "server": settings, "limits": settings.limits, "engine": settings.rag.config}
     lines = []
@@ -161,7 +163,7 @@ def shown_settings(settings: ServerSettings, given: Mapping[str, Given]) -> str:
     return "\n".join([*secret, *lines]).lstrip("\n")
 
 
-def _of_file(path: Path) -> dict[str, Given]:
+def _of_file(path: Path) -> dict[str, GivenValue]:
     """The options in a file."""
     try:
         sections = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -173,7 +175,7 @@ def _of_file(path: Path) -> dict[str, Given]:
     return given_sections(sections, str(path))
 
 
-def given_sections(sections: Mapping[str, Any], source: str) -> dict[str, Given]:
+def given_sections(sections: Mapping[str, Any], source: str) -> dict[str, GivenValue]:
     """The options in some sections; every key is an option in its section.
 
     Parameters
@@ -199,7 +201,7 @@ def given_sections(sections: Mapping[str, Any], source: str) -> dict[str, Given]
                 names = [option.name for option in SECTIONS[section]]
                 raise ConfigError(origin, _shown(key, value), _remedy(key, section, names))
             option = next(one for one in SECTIONS[section] if one.name == key)
-            found[key] = Given(_typed(option, value, origin), origin)
+            found[key] = GivenValue(_typed(option, value, origin), origin)
     return found
 
 

@@ -138,7 +138,7 @@ def _run_eval(parsed: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True)
-class Opened:
+class EvalSetup:
     """The model, store and prompts that the arguments of `add_eval_arguments` name.
 
     Parameters
@@ -159,7 +159,7 @@ class Opened:
 
 
 @contextmanager
-def open_evaluation(parsed: argparse.Namespace, cases: Cases | None = None) -> Iterator[Opened]:
+def open_evaluation(parsed: argparse.Namespace, cases: Cases | None = None) -> Iterator[EvalSetup]:
     """Read the questions, unless they are given, and load the model."""
     from cacheblend_rag.calibration.evaluation.datasets import load_cases
     from cacheblend_rag.config import DEFAULT_MODEL, BlendConfig, parse_bytes
@@ -183,7 +183,7 @@ def open_evaluation(parsed: argparse.Namespace, cases: Cases | None = None) -> I
     ) as engine:
         engine.use_learned(kept_context(kept, engine.fingerprint, engine.adapter))
         ranker = _ranker(parsed.retrieve, cases, max(options.chunks))
-        yield Opened(engine, cases, options, ranker, _calibrated(kept, engine))
+        yield EvalSetup(engine, cases, options, ranker, _calibrated(kept, engine))
 
 
 def _options(parsed: argparse.Namespace) -> EvalOptions:

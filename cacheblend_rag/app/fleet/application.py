@@ -21,7 +21,7 @@ import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from cacheblend_rag.app.cli.configuration import Given, given_options, given_sections, server_settings
+from cacheblend_rag.app.cli.configuration import GivenValue, given_options, given_sections, server_settings
 from cacheblend_rag.app.fleet.arguments import FleetArguments
 from cacheblend_rag.app.fleet.ingress import Ingress
 from cacheblend_rag.app.fleet.replica import Replica
@@ -52,7 +52,7 @@ def build(arguments: FleetArguments) -> serve.Application:
 
 def _build_given(
     arguments: FleetArguments,
-    given: Mapping[str, Given],
+    given: Mapping[str, GivenValue],
     routing: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> serve.Application:
@@ -61,7 +61,7 @@ def _build_given(
     Parameters
     ----------
     arguments : FleetArguments
-    given : mapping of str to Given
+    given : mapping of str to GivenValue
     routing : mapping, optional
         Class and arguments of another router, as `RequestRouterConfig` takes them.
     **options
@@ -108,12 +108,12 @@ def _build_given(
 
 
 @contextmanager
-def fleet(given: Mapping[str, Given], replicas: int, **build: Any) -> Iterator[str]:
+def fleet(given: Mapping[str, GivenValue], replicas: int, **build: Any) -> Iterator[str]:
     """Replicas on this machine, in a cluster of Ray's of its own; the address they answer at.
 
     Parameters
     ----------
-    given : mapping of str to Given
+    given : mapping of str to GivenValue
         Options of the server.
     replicas : int
     **build
@@ -161,7 +161,7 @@ def fleet(given: Mapping[str, Given], replicas: int, **build: Any) -> Iterator[s
             ray.shutdown()
 
 
-def serve_fleet(given: Mapping[str, Given], replicas: int) -> int:
+def serve_fleet(given: Mapping[str, GivenValue], replicas: int) -> int:
     """Serve until interrupted; the process's exit status."""
     stopped = threading.Event()
     logging.getLogger("ray.serve").setLevel(logging.WARNING)

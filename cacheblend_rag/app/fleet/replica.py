@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from cacheblend_rag.app.cli.configuration import Given, server_settings
+from cacheblend_rag.app.cli.configuration import GivenValue, server_settings
 from cacheblend_rag.app.data_lock import FolderInUseError
 from cacheblend_rag.app.fleet.calls import Call, Head, call_app
 from cacheblend_rag.app.server.settings import ServerSettings
@@ -100,7 +100,7 @@ class Replica:
 
     Parameters
     ----------
-    given : mapping of str to Given
+    given : mapping of str to GivenValue
         Options of the server.
     version : str
         Name of the configuration. All replicas of one must agree.
@@ -111,7 +111,7 @@ class Replica:
         If the server cannot be started, or differs from the other replicas.
     """
 
-    def __init__(self, given: Mapping[str, Given], version: str) -> None:
+    def __init__(self, given: Mapping[str, GivenValue], version: str) -> None:
         from cacheblend_rag.app.server.app import SWITCH_INTERVAL, create_app
         from cacheblend_rag.app.server.logs import configure_logs
 

@@ -25,7 +25,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cacheblend_rag import __version__
 from cacheblend_rag.app.server.gatekeeper import Gatekeeper
-from cacheblend_rag.app.server.logs import RequestIds, Served, configure_logs
+from cacheblend_rag.app.server.logs import RequestIds, ServedRequest, configure_logs
 from cacheblend_rag.app.server.openai_api import router as openai_router
 from cacheblend_rag.app.server.problems import Problem, ProblemBody, add_handlers
 from cacheblend_rag.app.server.rag_api import router as rag_router
@@ -208,7 +208,7 @@ def create_app(settings: ServerSettings, service: Service | None = None) -> Fast
     mimetypes.add_type("text/javascript", ".js")  # some systems know it by another name, which browsers refuse
     app.mount("/static", StaticFiles(directory=_PAGE_PATH, check_dir=False), name="static")
 
-    def seen(one: Served) -> None:
+    def seen(one: ServedRequest) -> None:
         service: Service | None = getattr(app.state, "service", None)
         if service is not None:
             service.ended(one)
@@ -261,7 +261,7 @@ def _end() -> None:
     os._exit(1)
 
 
-class _Announcing(uvicorn.Server):
+class _AnnouncingServer(uvicorn.Server):
     """Says where it listens, once it does, and ends when it is told to."""
 
     _ending = False
@@ -323,7 +323,7 @@ def serve(settings: ServerSettings) -> int:
     # Before anything listens, so that what cannot be loaded ends the command with its reason.
     service = Service(settings)
     configure_logs(settings.access_log)
-    server = _Announcing(server_config(create_app(settings, service), settings))
+    server = _AnnouncingServer(server_config(create_app(settings, service), settings))
     try:
         server.run()
     except KeyboardInterrupt:  # what uvicorn raises again once all is closed

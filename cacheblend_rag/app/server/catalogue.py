@@ -147,7 +147,7 @@ class DocumentEntry:
 
 
 @dataclass(frozen=True)
-class Incoming:
+class PendingFile:
     """An uploaded file on its way in.
 
     Parameters
@@ -347,7 +347,7 @@ class Catalogue:
 
     def add(
         self,
-        taken: Sequence[tuple[Incoming, Sequence[Document], Vectors]],
+        taken: Sequence[tuple[PendingFile, Sequence[Document], Vectors]],
         replaced: Sequence[str] = (),
         tombstones: Iterable[str] = (),
         allowed: Iterable[str] = (),
@@ -356,7 +356,7 @@ class Catalogue:
 
         Parameters
         ----------
-        taken : sequence of (Incoming, passages, vectors)
+        taken : sequence of (PendingFile, passages, vectors)
         replaced : sequence of str
             Documents that give way to them.
         tombstones : iterable of str
@@ -538,7 +538,7 @@ class Catalogue:
 
     # Uploads -------------------------------------------------------------------------------------
 
-    def accept(self, job: str, collection: str, files: Sequence[Incoming]) -> None:
+    def accept(self, job: str, collection: str, files: Sequence[PendingFile]) -> None:
         """Take an upload in; its files lie on the disk already."""
         with self._changing() as db:
             db.execute("INSERT INTO jobs (id, collection) VALUES (?, ?)", (job, collection))
@@ -569,20 +569,20 @@ class Catalogue:
         with self._changing() as db:
             db.execute("UPDATE jobs SET ended = 1 WHERE id = ?", (id,))
 
-    def files(self, *, collection: str | None = None, job: str | None = None) -> list[Incoming]:
+    def files(self, *, collection: str | None = None, job: str | None = None) -> list[PendingFile]:
         """Files of a collection or an upload that are no documents yet, or cannot become any."""
         where, value = ("collection = ?", collection) if job is None else ("job = ?", job)
         rows = self._read(f"SELECT {_INCOMING} FROM files WHERE {where} ORDER BY rowid", value)
-        return [Incoming(*row) for row in rows]
+        return [PendingFile(*row) for row in rows]
 
     def own(self, collection: str) -> set[str]:
         """Ids of a collection's files that this server is to make documents of."""
         return {one.id for one in self.files(collection=collection)}
 
-    def waiting(self, most: int) -> list[Incoming]:
+    def waiting(self, most: int) -> list[PendingFile]:
         """The next files to be read, in the order in which they came."""
         rows = self._read(f"SELECT {_INCOMING} FROM files WHERE error = '' ORDER BY rowid LIMIT ?", most)
-        return [Incoming(*row) for row in rows]
+        return [PendingFile(*row) for row in rows]
 
     def jobs_waiting(self) -> int:
         """Uploads of which files wait."""

@@ -33,7 +33,7 @@ _DONE = "data: [DONE]\n\n"
 _COLDEST = 0.01
 
 
-class Work:
+class AnswerRequest:
     """A request for answers: each prompt has ``n``, made one after the other."""
 
     kind, chunk_kind, mark = "", "", ""
@@ -197,7 +197,7 @@ class Choice:
         return None if self.noted is None or answer is None else self.noted.rest(answer.token_ids, answer.text)
 
 
-class Completion(Work):
+class Completion(AnswerRequest):
     """One request for completions."""
 
     kind = chunk_kind = "text_completion"
@@ -209,7 +209,7 @@ class Completion(Work):
         self._prompts: list[Prompt] = []
 
     def prepare(self) -> None:
-        """See `Work.prepare`."""
+        """See `AnswerRequest.prepare`."""
         with within(self.here.service.limits.prompt_seconds):
             self._prompts = [self._prompt(text) for text in self._texts]
             self.charge(self._prompts)
@@ -220,7 +220,7 @@ class Completion(Work):
         return match_chunks(text, self.here.tenant.known, self.engine.config.text_separator)
 
     def choices(self, slot: Slot) -> Iterator[Choice]:
-        """See `Work.choices`."""
+        """See `AnswerRequest.choices`."""
         for at, prompt in enumerate(self._prompts):
             for number in range(self.body.n):
                 own, noted = self.own_arguments(number)
@@ -255,7 +255,7 @@ class _TextChoice(Choice):
         return {"index": self.index, "text": text, "logprobs": logprobs or None, "finish_reason": reason}
 
 
-class Chat(Work):
+class Chat(AnswerRequest):
     """One request for a conversation."""
 
     kind, chunk_kind, mark = "chat.completion", "chat.completion.chunk", "chatcmpl-"
@@ -284,13 +284,13 @@ class Chat(Work):
         self._request: Any = None
 
     def prepare(self) -> None:
-        """See `Work.prepare`."""
+        """See `AnswerRequest.prepare`."""
         with within(self.here.service.limits.prompt_seconds):
             self._request = self._model.request_of(self._conversation)
             self.charge([self._request.prompt])
 
     def choices(self, slot: Slot) -> Iterator[_ChatChoice]:
-        """See `Work.choices`."""
+        """See `AnswerRequest.choices`."""
         for number in range(self.body.n):
             own, noted = self.own_arguments(number)
             conversation = self._model.answer(self._request, own, self.left())

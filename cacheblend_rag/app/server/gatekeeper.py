@@ -13,7 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cacheblend_rag.app.server.logs import Served, add_to_span, log_access, served
+from cacheblend_rag.app.server.logs import ServedRequest, add_to_span, log_access, served
 from cacheblend_rag.app.server.problems import Problem, noted_problem, too_large
 from cacheblend_rag.app.server.settings import ServerSettings
 from cacheblend_rag.app.server.tenants import Keys, RequestQuota
@@ -48,7 +48,7 @@ class Gatekeeper:
         Gets each request once it has ended.
     """
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, seen: Callable[[Served], None]) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings, seen: Callable[[ServedRequest], None]) -> None:
         self._app, self._settings, self._seen = app, settings, seen
         self._keys, self._uploads = Keys(settings), Counter[str | None]()
         # Without keys all requests are those of one tenant, on its own machine.
@@ -59,7 +59,7 @@ class Gatekeeper:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        started, one = time.perf_counter(), Served(scope["method"])
+        started, one = time.perf_counter(), ServedRequest(scope["method"])
         served.set(one)
 
         async def noted(message: Message) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from langchain_core.documents import Document
 
-from cacheblend_rag.app.server.catalogue import Incoming, stored_bytes
+from cacheblend_rag.app.server.catalogue import PendingFile, stored_bytes
 from cacheblend_rag.app.server.file_reader import Reader
 from cacheblend_rag.app.server.library import Library
 from cacheblend_rag.app.server.metrics import Metrics
@@ -102,7 +102,7 @@ class Job:
 
 
 @dataclass
-class Warmed:
+class SharedTexts:
     """Texts that all tenants may read; they are warmed like documents.
 
     Parameters
@@ -116,7 +116,7 @@ class Warmed:
 
 
 @dataclass(frozen=True)
-class _Text:
+class _PassageText:
     """A passage whose KV is to be stored."""
 
     document: str
@@ -139,7 +139,7 @@ class Ingestion:
         By tenant.
     engine : callable
         The engine of a tenant.
-    base : Warmed
+    base : SharedTexts
         Warmed like the documents of a tenant.
     """
 
@@ -150,12 +150,12 @@ class Ingestion:
         embeddings: SharedEmbeddings,
         libraries: Mapping[str, Library],
         engine: Callable[[str], BlendEngine],
-        base: Warmed,
+        base: SharedTexts,
     ) -> None:
         self._limits, self._metrics, self._embeddings = limits, metrics, embeddings
         self._libraries, self._engine, self._base = libraries, engine, base
         self._indexing, self._warming = deque[str](), deque([""])  # whose turn is next
-        self._texts: dict[str, deque[_Text]] = {}  # read ahead to be warmed
+        self._texts: dict[str, deque[_PassageText]] = {}  # read ahead to be warmed
         self._begun: dict[str, Iterator[None]] = {}  # work of a tenant that is more than a turn
         self._not_before: dict[str, float] = {}
         self._jobs: OrderedDict[tuple[str, str], Job] = OrderedDict()
@@ -179,7 +179,7 @@ class Ingestion:
         self._libraries = {**self._libraries, name: library}  # the thread may be looking through it
         self.wake()
 
-    def accepted(self, tenant: str, job: str, files: Iterable[Incoming]) -> None:
+    def accepted(self, tenant: str, job: str, files: Iterable[PendingFile]) -> None:
         """An upload was taken in: get to it."""
         self._jobs[tenant, job] = Job(job, {one.id: one.name for one in files})
         ended = [key for key, one in self._jobs.items() if one.ended]
@@ -329,9 +329,9 @@ class Ingestion:
             return True
         return False
 
-    def _take_in(self, name: str, library: Library, files: Sequence[Incoming]) -> Iterator[None]:
+    def _take_in(self, name: str, library: Library, files: Sequence[PendingFile]) -> Iterator[None]:
         """Make documents of some files; gives way after each turn's share of the work."""
-        read: list[tuple[Incoming, list[Document]]] = []
+        read: list[tuple[PendingFile, list[Document]]] = []
         for file in files:
             if self._stopping.is_set() or sum(len(chunks) for _, chunks in read) >= _CHUNKS:
                 break
@@ -347,7 +347,7 @@ class Ingestion:
         for job in dict.fromkeys(file.job for file in files):
             self._end_if_done(library, job)
 
-    def _read(self, name: str, library: Library, file: Incoming) -> list[Document]:
+    def _read(self, name: str, library: Library, file: PendingFile) -> list[Document]:
         self._say(name, file.job, "reading", file.name, 0, 1)
         if name != self._read_for:
             self._reader.close()  # each tenant's files are parsed in a process of their own
@@ -361,14 +361,14 @@ class Ingestion:
         return chunks
 
     def _embed_and_save(
-        self, name: str, library: Library, read: Sequence[tuple[Incoming, list[Document]]]
+        self, name: str, library: Library, read: Sequence[tuple[PendingFile, list[Document]]]
     ) -> Iterator[None]:
         try:
             taken = yield from self._embedded(name, read)
             if self._stopping.is_set():
                 return
             taken = self._with_room(library, taken)
-            came: list[Incoming] = []
+            came: list[PendingFile] = []
             for id in dict.fromkeys(file.collection for file, _ in read):
                 if (collection := library.get(id)) is not None:
                     came += library.add(
@@ -386,8 +386,8 @@ class Ingestion:
         self._metrics.ingested.labels("ready").inc(len(came))
 
     def _with_room(
-        self, library: Library, taken: Sequence[tuple[Incoming, list[Document], Vectors]]
-    ) -> list[tuple[Incoming, list[Document], Vectors]]:
+        self, library: Library, taken: Sequence[tuple[PendingFile, list[Document], Vectors]]
+    ) -> list[tuple[PendingFile, list[Document], Vectors]]:
         """Those documents that the tenant has room for; they may take more than their files did."""
         used, most, fit = library.catalogue.bytes_used(), self._limits.disk_bytes, []
         for file, chunks, vectors in taken:
@@ -401,8 +401,8 @@ class Ingestion:
         return fit
 
     def _embedded(
-        self, name: str, read: Sequence[tuple[Incoming, list[Document]]]
-    ) -> Generator[None, None, list[tuple[Incoming, list[Document], Vectors]]]:
+        self, name: str, read: Sequence[tuple[PendingFile, list[Document]]]
+    ) -> Generator[None, None, list[tuple[PendingFile, list[Document], Vectors]]]:
         """Embed the chunks of several files together."""
         places = [(file, number, len(chunks)) for file, chunks in read for number in range(len(chunks))]
         texts = [chunk.page_content for _, chunks in read for chunk in chunks]
@@ -425,7 +425,7 @@ class Ingestion:
             at += len(chunks)
         return taken
 
-    def _fail(self, library: Library, file: Incoming, error: BaseException) -> None:
+    def _fail(self, library: Library, file: PendingFile, error: BaseException) -> None:
         """Note that a file cannot become a document; nothing failed if it was taken back or deleted meanwhile."""
         if not library.waits(file):
             _log.info("an upload is not read: it was taken back")
@@ -458,14 +458,14 @@ class Ingestion:
             self._base.texts.clear()
         return bool(some)
 
-    def _ahead(self, library: Library) -> Iterable[_Text]:
+    def _ahead(self, library: Library) -> Iterable[_PassageText]:
         for id, name, job in library.catalogue.to_warm(_AHEAD):
             found = library.catalogue.texts_of(id)
-            yield from (_Text(id, name, job, text, number, len(found)) for number, text in enumerate(found))
+            yield from (_PassageText(id, name, job, text, number, len(found)) for number, text in enumerate(found))
             if len(found) > _CHUNKS:
                 return
 
-    def _warm_some(self, name: str, library: Library, texts: deque[_Text]) -> None:
+    def _warm_some(self, name: str, library: Library, texts: deque[_PassageText]) -> None:
         """Store the KV of some passages; a document that is deleted meanwhile gets none."""
         some = _step(texts, lambda one: len(one.text))
         there = {id for id in dict.fromkeys(one.document for one in some) if library.catalogue.holds(id)}

@@ -24,7 +24,7 @@ from cacheblend_rag.app.server.catalogue import (
     Catalogue,
     CatalogueDamagedError,
     DocumentEntry,
-    Incoming,
+    PendingFile,
     stored_bytes,
 )
 from cacheblend_rag.app.server.problems import Problem, problem_of
@@ -51,7 +51,7 @@ _ERASED, _PURGED = 200, 2_000
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchHit:
     """A chunk that a search found; ``score`` is its L2 distance, ``page`` that of a PDF, from 1."""
 
     document_id: str
@@ -78,11 +78,11 @@ class Collection:
         """How many documents and passages there are."""
         raise NotImplementedError
 
-    def search(self, query: str, k: int) -> list[Found]:
+    def search(self, query: str, k: int) -> list[SearchHit]:
         """The chunks nearest to a question."""
         raise NotImplementedError
 
-    def chunk(self, document_id: str, number: int) -> Found:
+    def chunk(self, document_id: str, number: int) -> SearchHit:
         """One chunk of a document.
 
         Raises
@@ -126,7 +126,7 @@ class BaseCollection(Collection):
         """See `Collection.counts`."""
         return len(self._entries), len(self.store)
 
-    def search(self, query: str, k: int) -> list[Found]:
+    def search(self, query: str, k: int) -> list[SearchHit]:
         """See `Collection.search`."""
         if not len(self.store):
             return []
@@ -136,7 +136,7 @@ class BaseCollection(Collection):
             for one, far in self.store.similarity_search_with_score_by_vector(vector, k)
         ]
 
-    def chunk(self, document_id: str, number: int) -> Found:
+    def chunk(self, document_id: str, number: int) -> SearchHit:
         """See `Collection.chunk`."""
         entry = self._entries.get(document_id)
         found = self.store.get_by_ids([f"{entry.name}#{number}"]) if entry else []
@@ -144,9 +144,9 @@ class BaseCollection(Collection):
             raise Problem(404, "no_chunk", "there is no such chunk")
         return self._found(document_id, found[0], 0.0)
 
-    def _found(self, id: str, one: Document, score: float) -> Found:
+    def _found(self, id: str, one: Document, score: float) -> SearchHit:
         about = one.metadata
-        return Found(id, about["source"], about["chunk"], one.page_content, score, about.get("page"))
+        return SearchHit(id, about["source"], about["chunk"], one.page_content, score, about.get("page"))
 
     def texts(self) -> list[str]:
         """Texts of all chunks."""
@@ -180,14 +180,14 @@ class OwnCollection(Collection):
         """See `Collection.counts`."""
         return self._catalogue.counts(self.id)
 
-    def chunk(self, document_id: str, number: int) -> Found:
+    def chunk(self, document_id: str, number: int) -> SearchHit:
         """See `Collection.chunk`."""
         found = self._catalogue.passage(self.id, document_id, number)
         if found is None:
             raise Problem(404, "no_chunk", "there is no such chunk")
-        return Found(found.document_id, found.document, found.number, found.text, 0.0, found.page)
+        return SearchHit(found.document_id, found.document, found.number, found.text, 0.0, found.page)
 
-    def search(self, query: str, k: int) -> list[Found]:
+    def search(self, query: str, k: int) -> list[SearchHit]:
         """See `Collection.search`."""
         vector = self._embeddings.embed_query(query)
         with self._lock:
@@ -196,7 +196,7 @@ class OwnCollection(Collection):
         far = {int(str(one.id)): distance for one, distance in hits}
         passages = self._catalogue.passages(far)
         return [
-            Found(one.document_id, one.document, one.number, one.text, distance, one.page)
+            SearchHit(one.document_id, one.document, one.number, one.text, distance, one.page)
             for id, distance in far.items()
             if (one := passages.get(id)) is not None
         ]
@@ -462,7 +462,7 @@ class Library:
             raise self._unknown.with_traceback(None)
         return found
 
-    def search(self, collection: OwnCollection, query: str, k: int) -> list[Found]:
+    def search(self, collection: OwnCollection, query: str, k: int) -> list[SearchHit]:
         """The chunks nearest to a question; other collections let go of their vectors if all take too much."""
         self.follow()
         found = collection.search(query, k)
@@ -542,21 +542,21 @@ class Library:
     def add(
         self,
         collection: OwnCollection,
-        taken: Sequence[tuple[Incoming, Sequence[Document], Vectors]],
+        taken: Sequence[tuple[PendingFile, Sequence[Document], Vectors]],
         most: float = math.inf,
-    ) -> list[Incoming]:
+    ) -> list[PendingFile]:
         """Make documents of uploads that were read; documents of their names give way to them, in the same step.
 
         Parameters
         ----------
         collection : OwnCollection
-        taken : sequence of (Incoming, passages, vectors)
+        taken : sequence of (PendingFile, passages, vectors)
         most : float
             Bytes that the tenant may have. Another server may have used what there was room for.
 
         Returns
         -------
-        list of Incoming
+        list of PendingFile
             Those that came in: what was taken back or deleted meanwhile does not.
 
         Raises
@@ -659,7 +659,7 @@ class Library:
 
     # Uploads -------------------------------------------------------------------------------------
 
-    def accept(self, job: str, collection: OwnCollection, files: Sequence[Incoming], limits: Limits) -> None:
+    def accept(self, job: str, collection: OwnCollection, files: Sequence[PendingFile], limits: Limits) -> None:
         """Take an upload in whose files were written by `part_of`; from now on it outlives the process.
 
         Raises
@@ -683,7 +683,7 @@ class Library:
                     self._common.keep_bytes(one.id, self.part_of(one.id).read_bytes())
                 self.discard(files)
 
-    def fetched(self, file: Incoming) -> Path:
+    def fetched(self, file: PendingFile) -> Path:
         """Where an upload that waits can be read.
 
         Raises
@@ -699,7 +699,7 @@ class Library:
                 raise Problem(507, "disk_full", "the server's disk is full, or fails; make room on it") from error
         return path
 
-    def check_room(self, collection: OwnCollection, files: Sequence[Incoming], limits: Limits) -> None:
+    def check_room(self, collection: OwnCollection, files: Sequence[PendingFile], limits: Limits) -> None:
         """Refuse an upload that is too much.
 
         Raises
@@ -725,11 +725,11 @@ class Library:
         """Where an upload is written that is not taken in yet."""
         return self.incoming / f".{id}"
 
-    def waits(self, file: Incoming) -> bool:
+    def waits(self, file: PendingFile) -> bool:
         """Whether an upload is still to become a document; one that was taken back is not."""
         return file.id in {one.id for one in self.catalogue.files(job=file.job) if not one.error}
 
-    def dismiss(self, collection: str, file: str) -> Incoming | None:
+    def dismiss(self, collection: str, file: str) -> PendingFile | None:
         """Take a file that failed or waits off the list, and give it, if there is one."""
         with self._lock:  # it may just be becoming a document
             found = [one for one in self.catalogue.files(collection=collection) if one.id == file]
@@ -738,7 +738,7 @@ class Library:
         self.discard(found)
         return found[0]
 
-    def discard(self, files: Iterable[Incoming]) -> None:
+    def discard(self, files: Iterable[PendingFile]) -> None:
         """Remove uploaded files."""
         for one in files:
             for path in (self.incoming / one.id, self.part_of(one.id)):

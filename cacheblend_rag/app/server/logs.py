@@ -133,7 +133,7 @@ except ModuleNotFoundError:  # an older FastAPI, which makes no spans
 
 
 @dataclass
-class Served:
+class ServedRequest:
     """A request that is being served. It holds nothing that a client wrote.
 
     Parameters
@@ -207,11 +207,11 @@ class Served:
         return 0 if self.unfinished else self.charged - self.prompt_tokens - self.generated_tokens
 
 
-served: ContextVar[Served] = ContextVar("served")
+served: ContextVar[ServedRequest] = ContextVar("served")
 """The request that is served here."""
 
 
-def log_access(one: Served) -> None:
+def log_access(one: ServedRequest) -> None:
     """Write the line of a request; its id is added as to every line."""
     fields: dict[str, Any] = {
         "method": one.shown_method,
@@ -232,7 +232,7 @@ def log_access(one: Served) -> None:
     _log.info("request", extra={"fields": fields})
 
 
-def add_to_span(one: Served) -> None:
+def add_to_span(one: ServedRequest) -> None:
     """Add to the span that FastAPI makes of a request what it took, if OpenTelemetry is set up.
 
     The span ends with the last of the answer's body, so this must come before it. Each answer has a span of its own

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cacheblend_rag.app.server.logs import STAGES, Served
+from cacheblend_rag.app.server.logs import STAGES, ServedRequest
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store.base import StoreStats
 
@@ -65,7 +65,7 @@ class Metrics:
         ProcessCollector(registry=one)  # memory and time of the process
         self._tenants = _Tenants(name + "tenant_", disk)
 
-    def request(self, one: Served) -> None:
+    def request(self, one: ServedRequest) -> None:
         """Count one request."""
         self.requests.labels(one.path, str(one.status)).inc()
         if one.status in (429, 503):
@@ -90,7 +90,7 @@ class Metrics:
     def text(self, tenant: str | None = None) -> bytes:
         """Everything, as it is scraped; of tenants, only this one if one is named."""
         mine = CollectorRegistry()
-        mine.register(_Shown(self._tenants, tenant))
+        mine.register(_VisibleCounts(self._tenants, tenant))
         return generate_latest(self.registry) + generate_latest(mine)
 
 
@@ -129,7 +129,7 @@ class _Tenants:
         self._counts: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
         self._lock = threading.Lock()
 
-    def count(self, one: Served) -> None:
+    def count(self, one: ServedRequest) -> None:
         """Count one request."""
         if one.caller is None or one.caller.tenant is None:
             return
@@ -170,7 +170,7 @@ class _Tenants:
         yield disk
 
 
-class _Shown(Collector):
+class _VisibleCounts(Collector):
     """The counts that one who scrapes may see."""
 
     def __init__(self, tenants: _Tenants, only: str | None) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import numpy as np
 from fastapi import APIRouter, Depends, Request
 
-from cacheblend_rag.app.server.completions import Chat, Completion, Work
+from cacheblend_rag.app.server.completions import AnswerRequest, Chat, Completion
 from cacheblend_rag.app.server.logs import served
 from cacheblend_rag.app.server.openai_models import ChatBody, CompletionBody, EmbeddingBody, ResponsesBody
 from cacheblend_rag.app.server.problems import Problem
@@ -76,7 +76,7 @@ async def responses(here: Here, request: Request, body: ResponsesBody) -> Any:
     return await _answered(Response(here, body), request)
 
 
-async def _answered(work: Work, request: Request) -> Any:
+async def _answered(work: AnswerRequest, request: Request) -> Any:
     """All of a request's answers, or their pieces."""
     here = work.here
     here.check_quota(work.most * work.body.n)

@@ -29,7 +29,7 @@ _TemplateArguments = Annotated[dict[str, bool | int | float | _Argument], Field(
 _TopLogProbs = Annotated[int, Field(ge=0, le=20)]
 
 
-class _Taken(BaseModel):
+class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
 
     @model_validator(mode="before")
@@ -39,14 +39,14 @@ class _Taken(BaseModel):
         return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
-class DocumentText(_Taken):
+class DocumentText(_Body):
     """A document as some clients write it: its text, and perhaps a title that stands before it."""
 
     text: _Text
     title: str | None = None
 
 
-class StreamOptions(_Taken):
+class StreamOptions(_Body):
     """Contents of a stream besides the answer."""
 
     include_obfuscation: Literal[False] = False
@@ -58,7 +58,7 @@ class UsageOptions(StreamOptions):
     include_usage: bool = False
 
 
-class AnswerBody(_Taken):
+class AnswerBody(_Body):
     """The common fields of requests for answers.
 
     Decoding is greedy unless ``temperature``, ``top_p``, ``top_k`` or ``n`` asks for sampling. The last fields have no
@@ -142,21 +142,21 @@ class CompletionBody(Sampling):
         return prompt
 
 
-class TextPart(_Taken):
+class TextPart(_Body):
     """A piece of a message."""
 
     type: Literal["text"]
     text: _Text
 
 
-class ImageAddress(_Taken):
+class ImageAddress(_Body):
     """An image as a URL that holds its bytes; how finely it is looked at is the processor's to say."""
 
     url: _Text
     detail: Literal["auto"] = "auto"
 
 
-class ImagePart(_Taken):
+class ImagePart(_Body):
     """An image of a message."""
 
     type: Literal["image_url"]
@@ -181,14 +181,14 @@ _AnyPart = Annotated[
 ]
 
 
-class FunctionCall(_Taken):
+class FunctionCall(_Body):
     """A call the model made in an earlier turn."""
 
     name: str
     arguments: _Text = "{}"
 
 
-class ToolCall(_Taken):
+class ToolCall(_Body):
     """A call with its id."""
 
     id: str
@@ -196,7 +196,7 @@ class ToolCall(_Taken):
     function: FunctionCall
 
 
-class ChatMessage(_Taken):
+class ChatMessage(_Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -207,7 +207,7 @@ class ChatMessage(_Taken):
     annotations: Annotated[list[Any], Field(max_length=0, exclude=True)] = []
 
 
-class FunctionDefinition(_Taken):
+class FunctionDefinition(_Body):
     """A function the model may call."""
 
     name: Annotated[str, StringConstraints(min_length=1, max_length=200)]
@@ -216,26 +216,26 @@ class FunctionDefinition(_Taken):
     strict: bool = False
 
 
-class ToolDefinition(_Taken):
+class ToolDefinition(_Body):
     """A tool the model may call."""
 
     type: Literal["function"] = "function"
     function: FunctionDefinition
 
 
-class PlainText(_Taken):
+class PlainText(_Body):
     """An answer is text."""
 
     type: Literal["text"]
 
 
-class AnyObject(_Taken):
+class AnyObject(_Body):
     """An answer is a JSON object."""
 
     type: Literal["json_object"]
 
 
-class NamedSchema(_Taken):
+class NamedSchema(_Body):
     """A JSON schema with its name."""
 
     name: Annotated[str, StringConstraints(min_length=1, max_length=200)]
@@ -244,7 +244,7 @@ class NamedSchema(_Taken):
     strict: bool = False
 
 
-class BySchema(_Taken):
+class BySchema(_Body):
     """An answer is JSON by a schema."""
 
     type: Literal["json_schema"]
@@ -285,7 +285,7 @@ class ChatBody(Sampling):
         return most
 
 
-class TextItem(_Taken):
+class TextItem(_Body):
     """A piece of a message's content, or of what a function gave."""
 
     type: Literal["input_text", "output_text"]
@@ -294,7 +294,7 @@ class TextItem(_Taken):
     logprobs: Any = None
 
 
-class _Item(_Taken):
+class _Item(_Body):
     """One item of a conversation; clients send back what an answer had, with its labels."""
 
     id: Any = None
@@ -348,7 +348,7 @@ _AnyItem = Annotated[
 ]
 
 
-class _Function(_Taken):
+class _Function(_Body):
     type: Literal["function"]
 
 
@@ -368,7 +368,7 @@ class FlatSchema(NamedSchema):
     type: Literal["json_schema"]
 
 
-class TextOptions(_Taken):
+class TextOptions(_Body):
     """Which form an answer has."""
 
     format: Annotated[PlainText | AnyObject | FlatSchema, Field(discriminator="type")] = PlainText(type="text")
@@ -402,7 +402,7 @@ class ResponsesBody(AnswerBody):
         return given
 
 
-class EmbeddingBody(_Taken):
+class EmbeddingBody(_Body):
     """Texts to be embedded."""
 
     model: Annotated[str, StringConstraints(max_length=500)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-from cacheblend_rag.app.server.library import Found
+from cacheblend_rag.app.server.library import SearchHit
 from cacheblend_rag.calibration.comparison import compare
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import PromptError
@@ -127,8 +127,8 @@ class QuestionPrompt:
 
 
 def search(
-    find: Callable[[str, int], list[Found]], question: str, earlier: Sequence[EarlierTurn], k: int
-) -> tuple[list[Found], bool]:
+    find: Callable[[str, int], list[SearchHit]], question: str, earlier: Sequence[EarlierTurn], k: int
+) -> tuple[list[SearchHit], bool]:
     """The ``k`` passages that a question is answered from, and whether it stands by itself.
 
     A question such as "And when was it built?" names nothing, so that it is also searched for together with the latest
@@ -151,7 +151,7 @@ def search(
     together = find(" ".join([question, *before]), k)
     if not together or (alone and alone[0].score < together[0].score):
         return alone, True
-    found: dict[tuple[str, int], Found] = {}
+    found: dict[tuple[str, int], SearchHit] = {}
     for one in (one for both in zip_longest(together, alone) for one in both if one is not None):
         found.setdefault((one.document_id, one.chunk), one)
     return list(found.values())[:k], False

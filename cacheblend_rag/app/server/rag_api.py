@@ -18,9 +18,9 @@ from fastapi import APIRouter, Depends, File, Request, Response, UploadFile
 from fastapi.responses import StreamingResponse
 
 from cacheblend_rag.app.server.admission_queue import Slot
-from cacheblend_rag.app.server.catalogue import Incoming
+from cacheblend_rag.app.server.catalogue import PendingFile
 from cacheblend_rag.app.server.file_reader import suffix_of
-from cacheblend_rag.app.server.library import Collection, Found, OwnCollection
+from cacheblend_rag.app.server.library import Collection, OwnCollection, SearchHit
 from cacheblend_rag.app.server.problems import Problem, noted_problem
 from cacheblend_rag.app.server.questions import EarlierTurn, compare_all, report_of, rule_name, search
 from cacheblend_rag.app.server.rag_models import (
@@ -37,9 +37,9 @@ from cacheblend_rag.app.server.rag_models import (
     ModelInfo,
     Name,
     NewCollection,
+    PageState,
     SearchBody,
     SettingsInfo,
-    State,
     StoreInfo,
     Suggestion,
     WholeAnswer,
@@ -65,13 +65,13 @@ _COMPARED = 4  # answers that a comparison counts as, one of each method
 
 
 @router.get("/state")
-async def state(here: Here) -> State:
+async def state(here: Here) -> PageState:
     """Models, collections and settings."""
     service, config = here.service, here.service.engine.config
     stats = await here.in_thread(service.store_stats)
     alone = len(service.sessions) == 1  # sizes would tell one tenant what another does
     rule = rule_name(service.engine)
-    return State(
+    return PageState(
         models=[_model_info(one) for one in service.models.values()],
         embedder=service.embedder_name,
         collections=await here.in_thread(lambda: [_collection_info(here, one) for one in here.collections()]),
@@ -206,10 +206,10 @@ def _taken_in(here: Session, collection: OwnCollection, names: list[str], files:
     """Copy uploads to files whose names the server draws, and take them in; the id of the job."""
     library, limits, job = here.library, here.service.limits, secrets.token_hex(8)
     library.check_room(collection, [], limits)
-    taken: list[Incoming] = []
+    taken: list[PendingFile] = []
     try:
         for one, name in zip(files, names, strict=True):
-            file = Incoming(secrets.token_hex(8), name, 0, "", job, collection.id)
+            file = PendingFile(secrets.token_hex(8), name, 0, "", job, collection.id)
             taken.append(file)
             taken[-1] = _copied(one, file, library.part_of(file.id), limits.upload_bytes)
         library.accept(job, collection, taken, limits)
@@ -223,7 +223,7 @@ def _taken_in(here: Session, collection: OwnCollection, names: list[str], files:
     return job
 
 
-def _copied(upload: UploadFile, file: Incoming, path: Path, most: int) -> Incoming:
+def _copied(upload: UploadFile, file: PendingFile, path: Path, most: int) -> PendingFile:
     """An upload written to a file, and on the disk."""
     size, digest = 0, hashlib.sha256()
     with path.open("xb") as target:
@@ -408,7 +408,7 @@ async def compare(here: Here, request: Request, id: str, body: CompareBody) -> E
     return EventStream(_to_the_end(rows()), slot, service.longest)
 
 
-def _check_there(here: Session, id: str, found: list[Found]) -> None:
+def _check_there(here: Session, id: str, found: list[SearchHit]) -> None:
     """Refuse to go on with passages that were deleted meanwhile: their KV would be stored again.
 
     Raises
@@ -427,7 +427,7 @@ class _Question:
 
     Parameters
     ----------
-    found : list of Found
+    found : list of SearchHit
         The passages in the prompt.
     prompt : Prompt
     tokens : int
@@ -438,7 +438,7 @@ class _Question:
         Whether it begins with passages of its own, not with those of the turns before it.
     """
 
-    found: list[Found]
+    found: list[SearchHit]
     prompt: Prompt
     tokens: int
     turns: int
@@ -458,15 +458,15 @@ async def _retrieved(
 
 
 def _continued(
-    model: ServedModel, collection: Collection, body: CompareBody, found: list[Found], most: int
+    model: ServedModel, collection: Collection, body: CompareBody, found: list[SearchHit], most: int
 ) -> _Question | None:
     """A prompt that begins as that of the turn before did, so that its KV is there; None if it cannot.
 
     Passages that the conversation has already are not repeated; new ones stand with the question.
     """
-    history, refs = body.history, dict[tuple[str, int], Found]()
+    history, refs = body.history, dict[tuple[str, int], SearchHit]()
     began = max((at for at, turn in enumerate(history) if turn.stands_alone), default=0)
-    turns, first = list[EarlierTurn](), list[Found]()
+    turns, first = list[EarlierTurn](), list[SearchHit]()
     try:
         for at, turn in enumerate(history):
             new = dict.fromkeys((one.document_id, one.chunk) for one in turn.sources if at >= began)
@@ -493,7 +493,7 @@ def _continued(
 
 
 def _fitting(
-    model: ServedModel, body: CompareBody, found: list[Found], earlier: list[EarlierTurn], most: int
+    model: ServedModel, body: CompareBody, found: list[SearchHit], earlier: list[EarlierTurn], most: int
 ) -> _Question:
     """The prompt with as many of the latest turns as there is room for beside the passages."""
     passages = [one.text for one in found]

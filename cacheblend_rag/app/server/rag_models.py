@@ -12,31 +12,31 @@ Name = Annotated[str, StringConstraints(max_length=500)]
 _Question = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=100_000)]
 
 
-class _Given(BaseModel):
+class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class NewCollection(_Given):
+class NewCollection(_Body):
     """A collection to be made."""
 
     name: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=200)]
 
 
-class SearchBody(_Given):
+class SearchBody(_Body):
     """A search."""
 
     query: _Question
     k: Annotated[int, Field(ge=1, le=MOST_PASSAGES)] = 6
 
 
-class PassageRef(_Given):
+class PassageRef(_Body):
     """Which passage of the collection it is."""
 
     document_id: Annotated[str, StringConstraints(max_length=200)]
     chunk: Annotated[int, Field(ge=0)]
 
 
-class HistoryTurn(_Given):
+class HistoryTurn(_Body):
     """A question that was asked before in the conversation, and its answer.
 
     With its ``sources``, and ``stands_alone`` of its report, the prompt can go on from the one that it had.
@@ -48,7 +48,7 @@ class HistoryTurn(_Given):
     stands_alone: bool = True
 
 
-class CompareBody(_Given):
+class CompareBody(_Body):
     """A question to be answered by every method.
 
     ``model`` is the name of one of the models, by default of the first.
@@ -138,7 +138,7 @@ class LimitsInfo(BaseModel):
     answer_tokens: int
 
 
-class State(BaseModel):
+class PageState(BaseModel):
     """Everything the page needs to begin; the first model answers where a request names none."""
 
     models: list[ModelInfo]

@@ -21,7 +21,7 @@ from cacheblend_rag.errors import CacheBlendError, ConfigError, ImageError, Prom
 from cacheblend_rag.langchain import ChatCacheBlend
 from cacheblend_rag.prompt.chat import CALL_END, HeldBack
 from cacheblend_rag.prompt.images import ImageLimits
-from cacheblend_rag.prompt.matching import ChunkRegistry, Retrieved
+from cacheblend_rag.prompt.matching import ChunkRegistry, RetrievedDocument
 
 # Instructions before documents that come without a system message.
 _INSTRUCTIONS = (
@@ -55,8 +55,8 @@ class ServedChat(ChatCacheBlend):
     images: ImageLimits | None = Field(default=None, exclude=True, repr=False)
     track: bool = False
 
-    def _retrieved(self, messages: Sequence[BaseMessage]) -> list[Retrieved]:
-        return [Retrieved((text,)) for text in dict.fromkeys(self.given)]
+    def _retrieved(self, messages: Sequence[BaseMessage]) -> list[RetrievedDocument]:
+        return [RetrievedDocument((text,)) for text in dict.fromkeys(self.given)]
 
     def _known(self) -> ChunkRegistry:
         mine: ChunkRegistry = self.mine

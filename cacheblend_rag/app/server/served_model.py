@@ -11,7 +11,7 @@ from cacheblend_rag.app.server.questions import QuestionPrompt
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.prompt import Prompt
-from cacheblend_rag.prompt.tokenizer import Fitted
+from cacheblend_rag.prompt.tokenizer import FittedPrompt
 
 # For models without a chat template.
 _PLAIN_TEMPLATE = (
@@ -73,12 +73,12 @@ class ServedModel:
                     self._engines.popitem(last=False)
             return self._engines[key]
 
-    def check_length(self, prompt: Prompt, answer_tokens: int) -> Fitted:
+    def check_length(self, prompt: Prompt, answer_tokens: int) -> FittedPrompt:
         """Refuse what the model cannot take; see `BlendEngine.fitted`.
 
         Returns
         -------
-        Fitted
+        FittedPrompt
             The prompt that is answered, and its ids.
 
         Raises

@@ -19,9 +19,9 @@ from cacheblend_rag.app.folder_rag import FolderRAG
 from cacheblend_rag.app.server.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.follower import Follower
 from cacheblend_rag.app.server.grammars import SchemaCheck
-from cacheblend_rag.app.server.ingestion import Ingestion, Warmed
-from cacheblend_rag.app.server.library import BaseCollection, Collection, Found, Library, OwnCollection
-from cacheblend_rag.app.server.logs import Served, served
+from cacheblend_rag.app.server.ingestion import Ingestion, SharedTexts
+from cacheblend_rag.app.server.library import BaseCollection, Collection, Library, OwnCollection, SearchHit
+from cacheblend_rag.app.server.logs import ServedRequest, served
 from cacheblend_rag.app.server.metrics import Metrics
 from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.served_model import ServedModel, check_model
@@ -102,7 +102,7 @@ class Service:
             self.embeddings,
             {name: session.library for name, session in self.sessions.items()},
             lambda name: self.joined(name).engine(self.model_of()),
-            Warmed(self.engine, deque(self.base.texts())),
+            SharedTexts(self.engine, deque(self.base.texts())),
         )
         self.follower = None if self.database is None else Follower(self.database, self._libraries, self.ingestion)
 
@@ -229,7 +229,7 @@ class Service:
         self.metrics.answered(report)
         served.get().answered(report)
 
-    def ended(self, one: Served) -> None:
+    def ended(self, one: ServedRequest) -> None:
         """Count a request, and give back what it was charged too much."""
         self.metrics.request(one)
         if one.caller is not None and one.caller.tenant is not None and one.unused > 0:
@@ -373,7 +373,7 @@ class Session:
         """All that this tenant may read."""
         return [*self.service.fixed, *self.library.collections()]
 
-    def search(self, collection: Collection, query: str, k: int) -> list[Found]:
+    def search(self, collection: Collection, query: str, k: int) -> list[SearchHit]:
         """The passages of a collection that are nearest to a question."""
         if isinstance(collection, OwnCollection):
             return self.library.search(collection, query, k)

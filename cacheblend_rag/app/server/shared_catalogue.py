@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from cacheblend_rag.app.server.catalogue import TABLES, Catalogue, Incoming, Statements
+from cacheblend_rag.app.server.catalogue import TABLES, Catalogue, PendingFile, Statements
 from cacheblend_rag.app.server.database import ALIVE_SECONDS, AWAY_SECONDS, SECONDS, SLOW_SECONDS, Database
 
 _ME = "current_setting('cacheblend_rag.server')"
@@ -289,9 +289,11 @@ class SharedCatalogue(Catalogue):
             row[0] for row in self._read(f"SELECT id FROM files WHERE collection = ? AND server = {_ME}", collection)
         }
 
-    def waiting(self, most: int) -> list[Incoming]:
+    def waiting(self, most: int) -> list[PendingFile]:
         """The next files to be read; from now on they are this server's."""
-        return [Incoming(*row) for row in self._taken_up("files", "error = ''", Incoming.__dataclass_fields__, most)]
+        return [
+            PendingFile(*row) for row in self._taken_up("files", "error = ''", PendingFile.__dataclass_fields__, most)
+        ]
 
     def to_warm(self, most: int) -> list[tuple[str, str, str]]:
         """The next documents whose KV is to be stored; from now on they are this server's."""

@@ -32,7 +32,7 @@ from cacheblend_rag.calibration.bench.common import (
 from cacheblend_rag.calibration.bench.plots import draw_ttft
 from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.calibration.comparison import METHODS as WAYS
-from cacheblend_rag.calibration.comparison import Prefilled, blended, prefill_methods, time_rounds
+from cacheblend_rag.calibration.comparison import PrefillResult, blended, prefill_methods, time_rounds
 from cacheblend_rag.calibration.profiler import measure_gpu_copy, measure_memory, read_files
 from cacheblend_rag.config import BlendConfig, check_choice, check_share
 from cacheblend_rag.engine.engine import BlendEngine
@@ -82,7 +82,7 @@ class Cost:
         return max(self.work * full, self.loaded / rate)
 
 
-def cost_of(adapter: ModelAdapter, tokens: int, done: Prefilled) -> Cost:
+def cost_of(adapter: ModelAdapter, tokens: int, done: PrefillResult) -> Cost:
     """The work of a method for a prompt of so many tokens.
 
     Without a report, it computed the last rows of the prompt, on each layer to its end.
@@ -111,7 +111,7 @@ def kv_rate(engine: BlendEngine) -> float:
 
 
 FULL, PREFIX, REUSE, _ = WAYS
-Others = Callable[[BlendEngine, Prompt], AbstractContextManager[Mapping[str, Callable[[], Prefilled]]]]
+Others = Callable[[BlendEngine, Prompt], AbstractContextManager[Mapping[str, Callable[[], PrefillResult]]]]
 """Opens more ways to prefill an engine's prompt, by name."""
 
 
@@ -150,7 +150,7 @@ class TTFTOptions(BenchOptions):
 class _Method:
     """A prefill, and where the KV it reads lies; empty if it reads none from a store."""
 
-    run: Callable[[], Prefilled]
+    run: Callable[[], PrefillResult]
     place: str = ""
 
 
@@ -162,7 +162,7 @@ class _Bench:
     engines: dict[str, BlendEngine]
     warming: dict[str, WarmReport]
     cold: BlendEngine
-    others: Mapping[str, Callable[[], Prefilled]]
+    others: Mapping[str, Callable[[], PrefillResult]]
 
 
 def measure(options: TTFTOptions, others: Others | None = None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.calibration.comparison import Prefilled, blended, full_recompute, prefix_caching, time_once
+from cacheblend_rag.calibration.comparison import PrefillResult, blended, full_recompute, prefix_caching, time_once
 from cacheblend_rag.calibration.evaluation.answers import GreedyAnswers, shared_cache
 from cacheblend_rag.calibration.evaluation.datasets import EvalCase
 from cacheblend_rag.calibration.evaluation.methods import Variant
@@ -116,7 +116,7 @@ class _Trial:
             **self._answered(made, says),
         }
 
-    def _prefill(self, variant: Variant) -> Callable[[], Prefilled]:
+    def _prefill(self, variant: Variant) -> Callable[[], PrefillResult]:
         if variant.method == "full":
             return full_recompute(self._engine, self._prompt)
         if variant.method == "prefix":
@@ -130,7 +130,7 @@ class _Trial:
         deep = max(DEPTH, self._engine.adapter.num_layers)
         return {"work": work_share(shape, tokens, done), "work_24": work_share(shape, tokens, done, deep)}
 
-    def _answered(self, made: Prefilled, says: torch.Tensor) -> dict[str, Any]:
+    def _answered(self, made: PrefillResult, says: torch.Tensor) -> dict[str, Any]:
         if not self._subject.answers:
             return {}
         return scored(self._case, self._answers.text(made.cache, made.logits, self._gold, says.tolist()))

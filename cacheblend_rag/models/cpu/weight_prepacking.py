@@ -128,7 +128,7 @@ def _why_not_unasked(needed: int) -> str | None:
     return None
 
 
-class _Seen:
+class _WeightState:
     """Identity of a weight when it was looked at, without keeping it alive."""
 
     __slots__ = ("_address", "_form", "_storage", "_version", "_weight")
@@ -168,7 +168,7 @@ class _Copy:
     """A prepacked weight, with what it is a copy of: one object, so that no thread sees half of a change."""
 
     prepacked: torch.Tensor
-    seen: _Seen
+    seen: _WeightState
     width: int
 
 
@@ -179,10 +179,10 @@ class _Forward(ForwardOverride):
 
     module: nn.Linear
 
-    def __init__(self, module: nn.Linear, trouble: _Trouble) -> None:
+    def __init__(self, module: nn.Linear, trouble: _FailureNote) -> None:
         super().__init__(module)
         self._trouble = trouble
-        self.seen: _Seen | None = None  # the weight as it was when a pass last began, if it can be prepacked
+        self.seen: _WeightState | None = None  # the weight as it was when a pass last began, if it can be prepacked
         self.copy: _Copy | None = None
 
     def instead(self, input: torch.Tensor) -> torch.Tensor:
@@ -210,7 +210,7 @@ class _Forward(ForwardOverride):
         return weight if dense and weight.numel() >= max(_LEAST, _SAMPLES) else None
 
 
-class _Trouble:
+class _FailureNote:
     """Whether a product by a prepacked weight has failed; it is said once."""
 
     def __init__(self) -> None:
@@ -227,7 +227,7 @@ class _PrepackedWeights(ForwardOverrides[_Forward]):
 
     def __init__(self, layers: Iterable[nn.Linear]) -> None:
         super().__init__(())
-        self._trouble = _Trouble()
+        self._trouble = _FailureNote()
         self.renew(layers)
 
     @property
@@ -275,7 +275,7 @@ class _PrepackedWeights(ForwardOverrides[_Forward]):
             return True
         self._drop()
         for forward, weight in zip(self._forwards, weights, strict=True):
-            forward.seen = None if weight is None else _Seen(weight)
+            forward.seen = None if weight is None else _WeightState(weight)
         self._samples = samples
         return False
 

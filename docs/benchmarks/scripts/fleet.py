@@ -39,7 +39,7 @@ import psutil
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import PrefixCacheAffinityRouter
 from ray.serve.request_router import PendingRequest
 
-from cacheblend_rag.app.cli.configuration import Given
+from cacheblend_rag.app.cli.configuration import GivenValue
 from cacheblend_rag.app.fleet.application import fleet
 from cacheblend_rag.app.fleet.routing import chunk_digest
 from cacheblend_rag.calibration.bench.common import machine, table
@@ -229,7 +229,7 @@ def started(options: argparse.Namespace, routing: dict[str, Any] | None) -> Iter
             "condition": options.condition,
         }
         with fleet(
-            {name: Given(value, name) for name, value in given.items()}, options.replicas, routing=routing
+            {name: GivenValue(value, name) for name, value in given.items()}, options.replicas, routing=routing
         ) as at:
             time.sleep(2)  # until every replica has told of itself
             yield at, Path(folder, "data")

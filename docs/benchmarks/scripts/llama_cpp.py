@@ -31,7 +31,7 @@ from cacheblend_rag.calibration.bench.plots import draw_ttft
 from cacheblend_rag.calibration.bench.shapes import bench_device
 from cacheblend_rag.calibration.bench.ttft import TTFTOptions, ttft_table
 from cacheblend_rag.calibration.bench.ttft import measure as measure_ttft
-from cacheblend_rag.calibration.comparison import Prefilled, kept_ids
+from cacheblend_rag.calibration.comparison import PrefillResult, kept_ids
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.prompt import Prompt
@@ -234,7 +234,7 @@ def measure(options: TTFTOptions) -> dict[str, Any]:
     about: dict[str, Any] = {}
 
     @contextmanager
-    def theirs(engine: BlendEngine, prompt: Prompt) -> Iterator[dict[str, Callable[[], Prefilled]]]:
+    def theirs(engine: BlendEngine, prompt: Prompt) -> Iterator[dict[str, Callable[[], PrefillResult]]]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.gguf"
             write_gguf(engine.model, path, file_dtype(engine.model.dtype))
@@ -252,7 +252,7 @@ def measure(options: TTFTOptions) -> dict[str, Any]:
 
 def _methods(
     llama: LlamaCpp, engine: BlendEngine, prompt: Prompt, settings: LlamaSettings
-) -> dict[str, Callable[[], Prefilled]]:
+) -> dict[str, Callable[[], PrefillResult]]:
     """Its prefill of the whole prompt, and the same with prefix and first chunk kept in its KV cache from before.
 
     Each goes from text to the logits of the first token; token ids are made by the engine's tokenizer.
@@ -264,10 +264,10 @@ def _methods(
     return dict(zip(NAMES, runs, strict=True))
 
 
-def _prefill(context: LlamaContext, engine: BlendEngine, prompt: Prompt, kept: int) -> Callable[[], Prefilled]:
-    def run() -> Prefilled:
+def _prefill(context: LlamaContext, engine: BlendEngine, prompt: Prompt, kept: int) -> Callable[[], PrefillResult]:
+    def run() -> PrefillResult:
         ids = engine.tokenize(prompt).input_ids
-        return Prefilled(None, context.prefill(ids, kept), (len(ids) - kept,) * engine.adapter.num_layers)
+        return PrefillResult(None, context.prefill(ids, kept), (len(ids) - kept,) * engine.adapter.num_layers)
 
     return run
 

@@ -19,7 +19,7 @@ from typing import Any
 from cacheblend_rag.calibration.bench.common import bench_model, bench_prompt, machine, medians, show_result, table
 from cacheblend_rag.calibration.bench.plots import save_figure
 from cacheblend_rag.calibration.bench.shapes import BenchOptions
-from cacheblend_rag.calibration.comparison import Prefilled, blended, time_rounds
+from cacheblend_rag.calibration.comparison import PrefillResult, blended, time_rounds
 from cacheblend_rag.calibration.profiler import fit_blend, time_blends
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.engine import BlendEngine
@@ -147,7 +147,7 @@ class _Bench:
             "auto_to_load": seconds["auto"] / load,
         }
 
-    def _medians(self, methods: Mapping[str, Callable[[], Prefilled]]) -> dict[str, float]:
+    def _medians(self, methods: Mapping[str, Callable[[], PrefillResult]]) -> dict[str, float]:
         return medians(time_rounds(methods, self._rounds).seconds)
 
 

@@ -36,7 +36,7 @@ from cacheblend_rag.calibration.bench.common import (
 )
 from cacheblend_rag.calibration.bench.plots import save_figure, titled
 from cacheblend_rag.calibration.bench.shapes import BenchOptions
-from cacheblend_rag.calibration.comparison import Prefilled, decode_from
+from cacheblend_rag.calibration.comparison import PrefillResult, decode_from
 from cacheblend_rag.config import BlendConfig, check_whole
 from cacheblend_rag.engine.decode import DecodeOptions
 from cacheblend_rag.engine.engine import BlendEngine
@@ -204,7 +204,7 @@ def _methods(engine: BlendEngine, options: ThroughputOptions) -> Mapping[str, Ca
     def full(prompt: Prompt) -> tuple[float, float]:
         ids = engine.tokenize(prompt).input_ids
         result = engine.adapter.prefill(ids)
-        return decode_from(engine, ids, Prefilled(result.cache, result.logits, ()), decoding).first_token_at, 0.0
+        return decode_from(engine, ids, PrefillResult(result.cache, result.logits, ()), decoding).first_token_at, 0.0
 
     def prefix_caching(prompt: Prompt) -> tuple[float, float]:
         ids = engine.tokenize(prompt).input_ids
@@ -232,7 +232,7 @@ class PrefixCache:
         self._engine, self._limit, self.held = engine, limit, 0
         self._kept: OrderedDict[tuple[int, ...], tuple[torch.Tensor, list[LayerKV], int]] = OrderedDict()
 
-    def prefill(self, ids: Sequence[int]) -> tuple[Prefilled, int]:
+    def prefill(self, ids: Sequence[int]) -> tuple[PrefillResult, int]:
         """KV and last logits of a prompt, and how many of its tokens were there."""
         wanted, known = torch.tensor(ids), 0
         best: tuple[int, ...] | None = None
@@ -245,11 +245,13 @@ class PrefixCache:
         computed = (rows,) * adapter.num_layers
         if best is None:
             result = adapter.prefill(ids)
-            return Prefilled(result.cache, result.logits, computed), 0
+            return PrefillResult(result.cache, result.logits, computed), 0
         self._kept.move_to_end(best)
         layers = self._kept[best][1]
         cache = adapter.new_cache([LayerKV(kv.keys[:, :, :known], kv.values[:, :, :known]) for kv in layers])
-        return Prefilled(cache, self._engine.adapter.extend(cache, ids[known:], logits_to_keep=1)[-1], computed), known
+        return PrefillResult(
+            cache, self._engine.adapter.extend(cache, ids[known:], logits_to_keep=1)[-1], computed
+        ), known
 
     def keep(self, ids: Sequence[int], cache: Any, known: int) -> None:
         """Keep a prompt's KV, the least recently used dropped first."""

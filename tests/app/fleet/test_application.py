@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from cacheblend_rag.app.cli import main
-from cacheblend_rag.app.cli.configuration import Given
+from cacheblend_rag.app.cli.configuration import GivenValue
 from cacheblend_rag.app.fleet import FleetArguments, app
 from cacheblend_rag.app.server.settings import KEYS_VARIABLE
 from cacheblend_rag.errors import ConfigError
@@ -53,7 +53,7 @@ def test_the_example_is_a_configuration_of_ray_serve(tmp_path: Path) -> None:
     router = replicas._deployment_config.request_router_config
     assert router.request_router_class.endswith("ChunkRouter")
     assert found["ingress"].init_args[-1] is True  # collections can be changed
-    given: dict[str, Given] = replicas.init_args[0]
+    given: dict[str, GivenValue] = replicas.init_args[0]
     assert given["dtype"].value == "bfloat16"
 
 

@@ -17,7 +17,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cacheblend_rag.app.server import metrics
 from cacheblend_rag.app.server.keys_file import change_keys, new_key
-from cacheblend_rag.app.server.logs import ACCESS_LOG, Served, add_to_span, configure_logs, log_access, request_id
+from cacheblend_rag.app.server.logs import (
+    ACCESS_LOG,
+    ServedRequest,
+    add_to_span,
+    configure_logs,
+    log_access,
+    request_id,
+)
 from cacheblend_rag.app.server.metrics import Metrics
 from cacheblend_rag.app.server.tenants import Caller
 from tests.app.server.common import Running, client_of, new_collection, passage, running, settings_for, settle, upload
@@ -128,7 +135,7 @@ def logs() -> Iterator[None]:
 
 @pytest.mark.usefixtures("logs")
 def test_the_form_of_the_log_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    one = Served("GET", "/v1/models", 200, 0.25, Caller("ada-2", "ada"), hits=3)
+    one = ServedRequest("GET", "/v1/models", 200, 0.25, Caller("ada-2", "ada"), hits=3)
     token = request_id.set("mine-17")
     seen = {}
     for form in ("json", "text", "off", "json"):
@@ -179,8 +186,10 @@ def test_the_number_of_names_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(metrics, "_MOST_KEYS", 3)
     made = Metrics(lambda: 0, lambda: 0, lambda: None, lambda tenant: 5)
     for number in range(50):
-        made.request(Served("GET", status=200, caller=Caller(f"key-{number}", f"tenant-{number}"), prompt_tokens=2))
-    made.request(Served("GET", status=401))
+        made.request(
+            ServedRequest("GET", status=200, caller=Caller(f"key-{number}", f"tenant-{number}"), prompt_tokens=2)
+        )
+    made.request(ServedRequest("GET", status=401))
     text = made.text().decode()
     assert len(set(re.findall(r'tenant="([^"]+)"', text))) == 4
     together = re.findall(r"^cacheblend_rag_tenant_requests_total{.*\(others\).*} (\S+)$", text, re.MULTILINE)
@@ -213,7 +222,7 @@ def test_the_span_of_a_request_says_what_it_took(server: Running, monkeypatch: p
     assert attributes["cacheblend_rag.tokens_out"] > 0
     assert "pineapple" not in told.text()
     monkeypatch.setattr("cacheblend_rag.app.server.logs.trace", None)
-    add_to_span(Served("GET"))  # without the package there is no span
+    add_to_span(ServedRequest("GET"))  # without the package there is no span
 
 
 @pytest.mark.parametrize("kind", ["completion", "chat", "ask", "stream"])

@@ -15,7 +15,7 @@ from cacheblend_rag.app.server.library import BaseCollection
 from cacheblend_rag.app.server.questions import compare_all
 from cacheblend_rag.app.server.streams import EventStream
 from cacheblend_rag.calibration import comparison
-from cacheblend_rag.calibration.comparison import ROUNDS, Prefilled, time_once
+from cacheblend_rag.calibration.comparison import ROUNDS, PrefillResult, time_once
 from cacheblend_rag.prompt import Prompt
 from tests.app.server.common import Running, client_of, new_collection, passage, read_events, upload
 
@@ -31,7 +31,7 @@ class Passes:
         self.before: Callable[[int], None] = lambda number: None
         self.seconds: list[float] = []
 
-    def __call__(self, method: Callable[[], Prefilled]) -> tuple[float, Prefilled]:
+    def __call__(self, method: Callable[[], PrefillResult]) -> tuple[float, PrefillResult]:
         self.count += 1
         self.before(self.count)
         took, made = time_once(method)

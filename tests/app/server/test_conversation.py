@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server.app import create_app
-from cacheblend_rag.app.server.library import Found
+from cacheblend_rag.app.server.library import SearchHit
 from cacheblend_rag.app.server.questions import EarlierTurn, QuestionPrompt, search
 from cacheblend_rag.errors import PromptError
 from tests import tiny
@@ -28,11 +28,11 @@ class Shelf:
     def __init__(self, **rankings: tuple[float, list[int]]) -> None:
         self.rankings, self.asked = rankings, list[str]()
 
-    def search(self, query: str, k: int) -> list[Found]:
+    def search(self, query: str, k: int) -> list[SearchHit]:
         """See `Collection.search`."""
         self.asked.append(query)
         distance, numbers = next((found for word, found in self.rankings.items() if word in query), (0.0, []))
-        return [Found("d", "d.md", number, "", distance + at / 10) for at, number in enumerate(numbers[:k])]
+        return [SearchHit("d", "d.md", number, "", distance + at / 10) for at, number in enumerate(numbers[:k])]
 
     def found(self, earlier: list[EarlierTurn], k: int) -> list[int]:
         """Passages for a question that follows these."""
@@ -109,7 +109,7 @@ def turn_of(client: Any, collection: str, question: str, history: list[Any], **m
 def following(monkeypatch: pytest.MonkeyPatch, stands_alone: bool = False) -> None:
     """Questions follow those before them, or stand by themselves."""
 
-    def found(find: Any, question: str, earlier: Any, k: int) -> tuple[list[Found], bool]:
+    def found(find: Any, question: str, earlier: Any, k: int) -> tuple[list[SearchHit], bool]:
         return find(question, k), stands_alone or not earlier
 
     monkeypatch.setattr("cacheblend_rag.app.server.rag_api.search", found)

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from cacheblend_rag.app.server import catalogue
 from cacheblend_rag.app.server.app import create_app
-from cacheblend_rag.app.server.catalogue import Incoming
+from cacheblend_rag.app.server.catalogue import PendingFile
 from cacheblend_rag.app.server.library import Library
 from cacheblend_rag.app.server.service import Service
 from cacheblend_rag.engine.engine import BlendEngine
@@ -198,7 +198,7 @@ def test_a_file_that_is_taken_back_before_it_is_read_is_no_fault(
 ) -> None:
     begun, goes_on, fetched = threading.Event(), threading.Event(), Library.fetched
 
-    def slow(self: Library, file: Incoming) -> Path:
+    def slow(self: Library, file: PendingFile) -> Path:
         begun.set()
         assert goes_on.wait(30)
         return fetched(self, file)
