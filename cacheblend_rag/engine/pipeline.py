@@ -109,8 +109,8 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class LookupResult:
-    """Records of a prompt: a segment and its place, with what is stored of it."""
+class StoredSegments:
+    """The segments of a prompt, with the records of those that are stored."""
 
     prefix: Segment | None
     chunks: tuple[Segment, ...]
@@ -120,13 +120,13 @@ class LookupResult:
         """The tier that a segment is read from; empty if it is not stored."""
         return self.records[key].tier if key in self.records else ""
 
-    def without(self, key: str) -> LookupResult:
+    def without(self, key: str) -> StoredSegments:
         return dataclasses.replace(self, records={k: r for k, r in self.records.items() if k != key})
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """The stored segments of a prompt. Used as a context manager, it closes the records that were opened for it.
+    """Result of looking up a prompt. Used as a context manager, it closes the records that were opened for it.
 
     Parameters
     ----------
@@ -134,7 +134,7 @@ class Lookup:
         The prompt as it is answered.
     split : TokenizedPrompt
         Its ids; what is kept from an earlier turn is its prefix.
-    found : LookupResult or None
+    found : StoredSegments or None
         The records; None if the prompt is better prefilled in full.
     kept : ResumedPrompt or None
         The kept prompt that this one goes on from.
@@ -146,7 +146,7 @@ class Lookup:
 
     fit: FittedPrompt
     split: TokenizedPrompt
-    found: LookupResult | None = None
+    found: StoredSegments | None = None
     kept: ResumedPrompt | None = None
     opened: list[StoredKV] = field(default_factory=list)
     seconds: float = 0.0
@@ -165,7 +165,7 @@ class LoadingKV:
 
     Parameters
     ----------
-    found : LookupResult
+    found : StoredSegments
         The records that are read; the controller may have left some to be recomputed.
     choice : RatioChoice
         The rule and its recompute ratio.
@@ -177,14 +177,14 @@ class LoadingKV:
         When loading began, by ``time.perf_counter``.
     """
 
-    found: LookupResult
+    found: StoredSegments
     choice: RatioChoice
     layers: TimedIterator
     clock: ReadClock
     started: float
 
 
-def reader_of(adapter: ModelAdapter, split: TokenizedPrompt, found: LookupResult, clock: ReadClock) -> LayerReader:
+def reader_of(adapter: ModelAdapter, split: TokenizedPrompt, found: StoredSegments, clock: ReadClock) -> LayerReader:
     """Reader of the stored KV of a prompt; it may rotate keys to their positions on the way."""
     spans = zip(split.chunks, found.chunks, strict=True)
     places = [*([(split.prefix, found.prefix)] if found.prefix else []), *spans]
@@ -289,7 +289,7 @@ class Pipeline:
         self.adapter, self.tokenizer, self.config, self.store = adapter, tokenizer, config, store
         self._identity = adapter.identity(fingerprint)
         self._latest_contexts = _LatestContexts()
-        self._hold(_learned_context(store, self.fingerprint, adapter), config, controller_beside(store))
+        self._set_learned(_learned_context(store, self.fingerprint, adapter), config, controller_beside(store))
         self.prepacked = self._prepacking(anew=True)
 
     def with_config(self, config: BlendConfig, tokenizer: PromptTokenizer) -> Pipeline:
@@ -297,7 +297,7 @@ class Pipeline:
         other = object.__new__(Pipeline)
         other.__dict__.update(self.__dict__)
         other.config, other.tokenizer = config, tokenizer
-        other._hold(self.learned, config, self._ratio_policy.controller, self._ratio_policy.minimum)
+        other._set_learned(self.learned, config, self._ratio_policy.controller, self._ratio_policy.minimum)
         if config.prepack_weights != self.config.prepack_weights:
             other.prepacked = other._prepacking(anew=False)
         return other
@@ -305,10 +305,10 @@ class Pipeline:
     def with_learned(self, context: LearnedContext | None) -> Pipeline:
         """The same with another learned context."""
         other = self.with_config(self.config, self.tokenizer)
-        other._hold(context, self.config, self._ratio_policy.controller, self._ratio_policy.minimum)
+        other._set_learned(context, self.config, self._ratio_policy.controller, self._ratio_policy.minimum)
         return other
 
-    def _hold(
+    def _set_learned(
         self,
         learned: LearnedContext | None,
         config: BlendConfig,
@@ -656,7 +656,7 @@ class Pipeline:
         key, job = found
         return dataclasses.replace(blend, write_back={**blend.write_back, key: job})
 
-    def _choose(self, split: TokenizedPrompt, found: LookupResult) -> tuple[RatioChoice, LookupResult]:
+    def _choose(self, split: TokenizedPrompt, found: StoredSegments) -> tuple[RatioChoice, StoredSegments]:
         """Let the loading controller, where there is one, choose the ratio and what is worth reading."""
         if self._ratio_policy.controller is None:
             return self._ratio_policy.choose((), len(split.input_ids), 0, ""), found
@@ -690,14 +690,14 @@ class Pipeline:
             for chunk in split.located
         )
         if not self._ratio_policy.rule.reads_store:
-            return Lookup(fit, split, LookupResult(None, chunks, {}))
+            return Lookup(fit, split, StoredSegments(None, chunks, {}))
         wanted = {one.key: one for one in (*([prefix] if prefix else []), *chunks) if one.token_ids}
         stored = self.store.open_all([key for key in wanted if key not in records])
         for key, segment in wanted.items():  # in the order of the prompt
             if key in stored and self._is_of(stored[key], segment):
                 records[key] = stored[key]
         opened += records.values()
-        return Lookup(fit, split, LookupResult(prefix, chunks, records), kept, opened)
+        return Lookup(fit, split, StoredSegments(prefix, chunks, records), kept, opened)
 
     def _located(
         self, chunk: TokenizedChunk, ids: tuple[int, ...], context: tuple[int, ...] | None, regime: int
@@ -722,14 +722,14 @@ class Pipeline:
         return False
 
     def _layers(
-        self, split: TokenizedPrompt, found: LookupResult, clock: ReadClock, cancelled: Callable[[], bool]
+        self, split: TokenizedPrompt, found: StoredSegments, clock: ReadClock, cancelled: Callable[[], bool]
     ) -> TimedIterator:
         """Stored KV, layer by layer."""
         reader = reader_of(self.adapter, split, found, clock)
         ahead = self.config.prefetch and reader.stored_layer_bytes >= _WORTH_A_THREAD
         return TimedIterator(load_as_it_pays(reader) if ahead else load_plainly(reader), cancelled)
 
-    def _plan(self, split: TokenizedPrompt, found: LookupResult) -> FusionPlan:
+    def _plan(self, split: TokenizedPrompt, found: StoredSegments) -> FusionPlan:
         """Sort the stored segments into exact and reused ones."""
         exact: list[range] = []
         reused: list[range] = []
@@ -749,7 +749,7 @@ class Pipeline:
         question = _range(split.suffix) if len(split.suffix) else None
         return FusionPlan(split.input_ids, exact, reused, turn, question)
 
-    def _fused(self, split: TokenizedPrompt, found: LookupResult, fusion: Fusion, choice: RatioChoice) -> FusedKV:
+    def _fused(self, split: TokenizedPrompt, found: StoredSegments, fusion: Fusion, choice: RatioChoice) -> FusedKV:
         read = tuple(segment.key in found.records for segment in found.chunks)
         hits = [span for span, hit in zip(split.chunks, read, strict=True) if hit]
         prefix_hit = found.prefix is not None and found.prefix.key in found.records
@@ -778,7 +778,7 @@ class Pipeline:
             suffix_tokens=len(split.suffix),
         )
 
-    def _write_back(self, split: TokenizedPrompt, found: LookupResult, fusion: Fusion) -> dict[str, Job]:
+    def _write_back(self, split: TokenizedPrompt, found: StoredSegments, fusion: Fusion) -> dict[str, Job]:
         """Jobs that compute and store each missing segment."""
         if not self._ratio_policy.rule.reads_store or self.config.write_back == "off":
             return {}

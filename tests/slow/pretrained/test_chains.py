@@ -128,8 +128,7 @@ def test_the_next_turn_of_a_conversation_hits_the_same_chunks(engine: BlendEngin
     assert second.content
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_llama_index_query_engine_asks_in_its_own_words_and_hits(
     streaming: bool,
     engine: BlendEngine,
