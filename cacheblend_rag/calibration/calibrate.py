@@ -138,7 +138,7 @@ def calibrate(
 
 
 def _computes(engine: BlendEngine, tokenizer: PromptTokenizer, chunks: Sequence[str]) -> dict[str, ComputeKV | None]:
-    """Corpora that compute chunks under each condition that is tried."""
+    """Functions that compute chunks, by condition; None where the engine does it by itself."""
     count, found = engine.config.contexts, dict[str, ComputeKV | None](sink=None)
     if count:
         found["context"] = Corpus(engine.adapter, tokenizer, chunks, count).compute

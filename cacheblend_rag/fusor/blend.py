@@ -92,7 +92,7 @@ def fuse(
     adapter : ModelAdapter
         The model.
     plan : FusionPlan
-        The reused rows.
+        Reused and computed rows.
     layers : iterable of LayerKV
         Stored KV, layer by layer; its buffers are taken over and filled.
     rule : SelectionRule

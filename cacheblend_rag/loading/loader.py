@@ -69,7 +69,7 @@ class _PinnedCopier:
     Parameters
     ----------
     records : sequence of StoredKV
-        Readers to come; the buffers hold a layer of the largest.
+        Records to be read; the buffers hold a layer of the largest.
     dtype : torch.dtype
         Element type of the model.
     device : torch.device

@@ -110,7 +110,7 @@ class LoadedModel:
     ----------
     model, tokenizer
     name : str
-        Arguments that it was loaded by.
+        The id or path that it was loaded by.
     identity : str or None
         Of the files of its own weights, if these are nothing but what is in them; see `files_identity`.
     processor : callable

@@ -425,12 +425,8 @@ def match_chunks(
         A text without any chunk is all suffix.
     """
     sources = (known,) if isinstance(known, ChunkRegistry) else known
-    squeezed, taken, documents, changed = (
-        SqueezedText(text),
-        _TakenMatches(),
-        tuple(documents),
-        dict[Match, WrittenForm](),
-    )
+    squeezed, taken = SqueezedText(text), _TakenMatches()
+    documents, changed = tuple(documents), dict[Match, WrittenForm]()
     if documents:
         taken.offer(ChunkRegistry(texts=(one for each in documents for one in each.texts)).matches(squeezed))
         changed = find_changed(text, taken.matches, documents)
