@@ -39,12 +39,7 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_the_rest(items)
     # Tests that start programs come first. So one worker has them all, and torch is imported once for their forks.
-    items.sort(key=lambda item: "tests.programs" not in _imported_by(item))
-
-
-def _imported_by(item: pytest.Item) -> set[str]:
-    """Modules from which an item's own module has a function."""
-    return {getattr(value, "__module__", "") for value in vars(getattr(item, "module", None) or item).values()}
+    items.sort(key=lambda item: not hasattr(item.module, "run_program") and not hasattr(item.module, "start_program"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -48,8 +48,6 @@ def stand_in() -> None:
     os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
     config.DEFAULT_MODEL, config.DEFAULT_EMBEDDER = str(MODEL_PATH), str(EMBEDDER_PATH)
     collection.ARTICLES_PATH = DOCUMENTS_PATH
-    if service := sys.modules.get("cacheblend_rag.app.server.service"):
-        vars(service).update(DEFAULT_MODEL=config.DEFAULT_MODEL, ARTICLES_PATH=DOCUMENTS_PATH)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

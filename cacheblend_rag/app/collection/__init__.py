@@ -14,7 +14,12 @@ from pathlib import Path
 ARTICLES_PATH = Path(__file__).parent / "articles"
 QUESTIONS_PATH = Path(__file__).parent / "questions.jsonl"
 
-__all__ = ["ARTICLES_PATH", "QUESTIONS_PATH", "manual_path"]
+__all__ = ["ARTICLES_PATH", "QUESTIONS_PATH", "is_bundled", "manual_path"]
+
+
+def is_bundled(folder: Path) -> bool:
+    """Whether a folder is that of the bundled articles."""
+    return folder.resolve() == ARTICLES_PATH.resolve()
 
 
 def manual_path() -> Path | None:

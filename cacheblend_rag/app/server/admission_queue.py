@@ -284,7 +284,7 @@ class AdmissionQueue:
         return len(served) < self._most() and not any(one.alone for one in served)
 
     def _most(self) -> int:
-        """Places that one tenant may have now."""
+        """Slots that one tenant may have now."""
         if self._known() < 2:
             return self._slots
         wanting = sum(bool(one.waiting or one.served) for one in self._tenants.values())

@@ -105,7 +105,7 @@ _RESERVE = 2**20
 _REMEMBERED, _FAILED = 500, 5_000
 _FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 _ALL = 2**62
-_INCOMING = "id, name, bytes, sha256, job, collection, error"
+_PENDING = "id, name, bytes, sha256, job, collection, error"
 
 
 class CatalogueDamagedError(Exception):
@@ -572,7 +572,7 @@ class Catalogue:
     def files(self, *, collection: str | None = None, job: str | None = None) -> list[PendingFile]:
         """Files of a collection or an upload that are no documents yet, or cannot become any."""
         where, value = ("collection = ?", collection) if job is None else ("job = ?", job)
-        rows = self._read(f"SELECT {_INCOMING} FROM files WHERE {where} ORDER BY rowid", value)
+        rows = self._read(f"SELECT {_PENDING} FROM files WHERE {where} ORDER BY rowid", value)
         return [PendingFile(*row) for row in rows]
 
     def own(self, collection: str) -> set[str]:
@@ -581,7 +581,7 @@ class Catalogue:
 
     def waiting(self, most: int) -> list[PendingFile]:
         """The next files to be read, in the order in which they came."""
-        rows = self._read(f"SELECT {_INCOMING} FROM files WHERE error = '' ORDER BY rowid LIMIT ?", most)
+        rows = self._read(f"SELECT {_PENDING} FROM files WHERE error = '' ORDER BY rowid LIMIT ?", most)
         return [PendingFile(*row) for row in rows]
 
     def jobs_waiting(self) -> int:

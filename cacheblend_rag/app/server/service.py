@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from fastapi import Request
 
-from cacheblend_rag.app.collection import ARTICLES_PATH, manual_path
+from cacheblend_rag import config
+from cacheblend_rag.app.collection import is_bundled, manual_path
 from cacheblend_rag.app.folder_rag import FolderRAG
 from cacheblend_rag.app.server.admission_queue import AdmissionQueue
 from cacheblend_rag.app.server.follower import Follower
@@ -27,7 +28,6 @@ from cacheblend_rag.app.server.problems import Problem
 from cacheblend_rag.app.server.served_model import ServedModel, check_model
 from cacheblend_rag.app.server.settings import ServerSettings, without_folders
 from cacheblend_rag.app.server.tenants import Keys, Tenant, TokenQuota
-from cacheblend_rag.config import DEFAULT_MODEL
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.report import BlendReport
@@ -112,7 +112,7 @@ class Service:
         for name, model in self.settings.models.items():
             engine = self.rag.also(model) if made else self.rag.engine
             engine = engine.with_config(max_concurrent=concurrent)
-            made[name] = ServedModel(name, engine, self.limits, starter=model == DEFAULT_MODEL)
+            made[name] = ServedModel(name, engine, self.limits, starter=model == config.DEFAULT_MODEL)
         return made
 
     def _shared_database(self) -> Database | None:
@@ -174,7 +174,7 @@ class Service:
     @property
     def bundled(self) -> bool:
         """Whether the base documents are the bundled articles."""
-        return Path(self.settings.rag.docs).resolve() == ARTICLES_PATH
+        return is_bundled(Path(self.settings.rag.docs))
 
     @property
     def model_name(self) -> str:

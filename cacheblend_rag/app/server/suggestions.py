@@ -17,7 +17,7 @@ def suggestions_for(documents: Path) -> list[dict[str, str]]:
     DatasetError
         If the file of questions is there and cannot be read.
     """
-    if documents.resolve() != collection.ARTICLES_PATH.resolve() or not collection.QUESTIONS_PATH.exists():
+    if not collection.is_bundled(documents) or not collection.QUESTIONS_PATH.exists():
         return []
     found = []
     try:

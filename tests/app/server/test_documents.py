@@ -53,7 +53,6 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cacheblend_rag.app.collection.ARTICLES_PATH", DOCUMENTS_PATH)
         patch.setattr("cacheblend_rag.app.collection.QUESTIONS_PATH", folder / "questions.jsonl")
-        patch.setattr("cacheblend_rag.app.server.service.ARTICLES_PATH", DOCUMENTS_PATH)
         with running(ServerSettings(rag=options, port=0, api_keys={})) as made:
             yield made
 
