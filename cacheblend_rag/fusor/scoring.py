@@ -40,8 +40,17 @@ def question_attention(
     score_layers: Sequence[int],
 ) -> Scores:
     """Mean attention of the last rows over some layers; parameters as in `attention_rows`."""
-    found = attention_rows(adapter, ids, rows, watched, layer_kv, rotaries, score_layers)
-    mean = torch.stack([found[layer].float().mean(dim=(0, 1)) for layer in score_layers]).mean(dim=0)
+    mean = adapter.sum_attention(
+        torch.tensor(ids, dtype=torch.long).to(adapter.device),
+        rows,
+        range(len(rows) - watched, len(rows)),
+        layer_kv,
+        rotaries.at(rows).to(adapter.dtype),
+        score_layers,
+    )
+    if mean is None:  # the plain twin
+        found = attention_rows(adapter, ids, rows, watched, layer_kv, rotaries, score_layers)
+        mean = torch.stack([found[layer].float().mean(dim=(0, 1)) for layer in score_layers]).mean(dim=0)
     return Scores(mean, (rows,) * (score_layers[-1] + 1))
 
 

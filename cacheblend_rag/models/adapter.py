@@ -18,6 +18,7 @@ from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.models.attention.rows import RowMask, as_added, use_row_attention, with_mask
 from cacheblend_rag.models.cache import (
     Enough,
+    JoinedLayers,
     LastLayer,
     PreallocatedLayer,
     ScatterCache,
@@ -49,6 +50,8 @@ from cacheblend_rag.models.shape import ModelShape, context_window, layer_shape
 if TYPE_CHECKING:
     from cacheblend_rag.models.gpu.plain import PlainLayers
 
+TOGETHER = 4
+"""Layers that are run by one call, where that is possible."""
 # Tokens of one slice of a prefill that others may interrupt.
 _SLICE = 1024
 
@@ -394,6 +397,71 @@ class ModelAdapter:
     def replays(self, rows: int) -> bool:
         """Whether several layers in a row are one call for so many rows."""
         return (kernels := self._in_use) is not None and kernels.replays(rows)
+
+    def sum_attention(
+        self,
+        ids: torch.Tensor,
+        rows: torch.Tensor,
+        watched: range,
+        layer_kv: Callable[[int], LayerKV],
+        rotaries: Rotaries,
+        layers: Sequence[int],
+    ) -> torch.Tensor | None:
+        """Mean attention of some rows over given KV, by kernels that never hold single weights; None without them.
+
+        Parameters
+        ----------
+        ids : Tensor, [tokens], long
+            Ids of the prompt, on the model's device.
+        rows : Tensor, [rows], long
+            Positions that are computed, rising; their KV is overwritten.
+        watched : range
+            Which of them count, by their numbers.
+        layer_kv : callable
+            Rotated KV of all positions of a layer; asked for each layer once, in order.
+        rotaries : Rotaries
+            Of the rows, in the model's element type.
+        layers : sequence of int
+            Layers whose attention counts, rising; nothing beyond the last is computed.
+
+        Returns
+        -------
+        Tensor, [tokens], float32, or None
+        """
+        if (kernels := self._in_use) is None:
+            return None
+        sums, hidden = kernels.begin_sums(len(ids), watched), self.embed(ids[rows])
+        for first in range(0, layers[-1] + 1, TOGETHER):
+            kvs = [layer_kv(layer) for layer in range(first, min(first + TOGETHER, layers[-1] + 1))]
+            hidden = kernels.run_scored(first, kvs, hidden, rows, rotaries.layer(first), sums, layers)
+        weights = len(watched) * len(layers) * self.kv_heads * self.form.sharing
+        return sums.totals[:, : len(ids)].sum(dim=0) / weights
+
+    def step(self, ids: torch.Tensor, answers: Sequence[JoinedLayers]) -> torch.Tensor:
+        """The next token of some answers through all layers, where layers are `takes_positions`.
+
+        Parameters
+        ----------
+        ids : Tensor, [answers], long
+            The newest token of each.
+        answers : sequence of JoinedLayers
+            The KV of each, with room for a row; it grows by one.
+
+        Returns
+        -------
+        Tensor, [answers, hidden]
+            To be used before the next call.
+        """
+        if (kernels := self._in_use) is None:
+            raise ValueError("layers run by transformers here")
+        at = [answer.used for answer in answers]
+        positions = torch.tensor(at).to(self.device, non_blocking=True)
+        rotaries = self.rotary(max(at) + 1).at(positions).to(self.dtype)
+        entries = torch.stack([answer.entries for answer in answers], dim=1)
+        hidden = kernels.step(entries, self.embed(ids), positions, rotaries.layer(0))
+        for answer in answers:
+            answer.used += 1
+        return hidden
 
     @contextmanager
     def watching(self, layer: int, seen: list[torch.Tensor]) -> Iterator[None]:

@@ -106,6 +106,67 @@ def test_a_row_sees_all_up_to_its_position(
     near(attend_from(query, pointers, places, window, width**-0.5), wanted)
 
 
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), SHAPES)
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 70), (20, 131), (70, 200)])
+def test_weights_of_watched_rows_are_summed(
+    rows: int, tokens: int, heads: int, kv_heads: int, width: int, window: int | None, dtype: str
+) -> None:
+    from cacheblend_rag.models.gpu.attention import WeightSums, attend_from
+
+    torch.manual_seed(rows)
+    query = randn(rows, heads, width, dtype=dtype).transpose(0, 1)
+    keys, values = (randn(kv_heads, tokens, width, dtype=dtype) for _ in range(2))
+    places = torch.cat(
+        (torch.randperm(tokens - 1, device=DEVICE)[: rows - 1].sort().values, torch.tensor([tokens - 1]).to(DEVICE))
+    )
+    columns = torch.arange(tokens, device=DEVICE)
+    seen = columns[None] <= places[:, None]
+    if window:
+        seen &= columns[None] > places[:, None] - window
+    spread = keys.double().repeat_interleave(heads // kv_heads, 0)
+    scores = (query.double() @ spread.transpose(1, 2) * width**-0.5).masked_fill(~seen, float("-inf"))
+    watched = range(rows // 3, rows)
+    wanted = scores.softmax(-1)[:, watched.start :].unflatten(0, (kv_heads, -1)).sum(dim=(1, 2))
+    sums = WeightSums.empty(kv_heads, tokens, query.device)
+    sums.begin(watched)
+    kv = LayerKV(keys[None], values[None])
+    plain = attend_from(query, kv, places, window, width**-0.5)
+    for _ in range(2):  # of two layers
+        assert torch.equal(attend_from(query, kv, places, window, width**-0.5, sums), plain)
+    near(sums.totals[:, :tokens].to(query.dtype), 2 * wanted)
+    assert not sums.totals[:, tokens:].any()
+    sums.begin(range(0, 1))
+    assert not sums.totals.any()
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), SHAPES)
+@pytest.mark.parametrize("lengths", [(1,), (70,), (5, 131, 64)])
+def test_each_row_sees_its_own_answer(
+    lengths: tuple[int, ...], heads: int, kv_heads: int, width: int, dtype: str
+) -> None:
+    from cacheblend_rag.models.gpu.attention import attend_by_row
+    from cacheblend_rag.models.gpu.pointer_table import KVPointers
+
+    torch.manual_seed(len(lengths))
+    query = randn(len(lengths), heads, width, dtype=dtype).transpose(0, 1)
+    held = [randn(2, kv_heads, length + 9, width, dtype=dtype) for length in lengths]
+    for kv, length in zip(held, lengths, strict=True):
+        kv[:, :, length:] = float("nan")  # room is not read
+    entries = [KVPointers.written(LayerKV(kv[None, 0], kv[None, 1])) for kv in held]
+    pointers = KVPointers(torch.tensor(entries, device=DEVICE), kv_heads)
+    newest = torch.tensor(lengths, device=DEVICE) - 1
+    found = attend_by_row(query, pointers, newest, width**-0.5)
+    for row, (kv, length) in enumerate(zip(held, lengths, strict=True)):
+        keys, values = kv[:, :, :length].double().repeat_interleave(heads // kv_heads, 1)
+        weights = (query[:, row, None].double() @ keys.transpose(1, 2) * width**-0.5).softmax(-1)
+        near(found[row], (weights @ values)[:, 0])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_and_gates(dtype: str) -> None:
     from cacheblend_rag.models.gpu.rowwise import add_and_normalise, gate, normalise
@@ -200,11 +261,43 @@ def test_layers_in_one_call_equal_layers_one_by_one(family: str) -> None:
         plain.graphs = None
         wanted = engine.fuse(PROMPT)
         plain.graphs = LayerGraphs(plain.layers, adapted.windows, adapted.kv_heads)
-        plain.graphs.failed = True  # rows are rounded up and KV is found by pointers, but nothing is recorded
+        plain.graphs.recorder.failed = True  # rows are rounded up and KV is found by pointers, but nothing is recorded
         found = engine.fuse(PROMPT)
-    assert [list(size.recordings) for size in plain.graphs.sizes.values()] == [[(0, 1)], [(1, 2)]]
+    recordings = [[name[:2] for name in size.recordings] for size in plain.graphs.sizes.values()]
+    assert recordings == [[(0, 1)], [(1, 2)]]
     assert found.report.computed_tokens == wanted.report.computed_tokens
     _same(found, wanted.logits, wanted.cache.layers)
+
+
+@pytest.mark.parametrize("family", ["qwen3", _long("llama"), _long("mistral, window"), _long("qwen2")])
+def test_the_question_attends_as_by_transformers_layers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def scored() -> tuple[Any, torch.Tensor]:
+        fused = fused_by(family, recompute_ratio=0.3, selection="query")
+        return fused, fused.recomputed[0]
+
+    found, ours = scored()
+    monkeypatch.setattr(adapter.ModelAdapter, "sum_attention", lambda *given: None)
+    wanted, theirs = scored()
+    assert torch.equal(ours, theirs)
+    assert found.report.work == wanted.report.work
+    _same(found, wanted.logits, wanted.cache.layers)
+
+
+@pytest.mark.parametrize("family", ["qwen3", _long("llama"), _long("qwen2"), _long("llama, one key for all heads")])
+def test_answers_by_kernels_equal_those_by_transformers(family: str) -> None:
+    """One alone and several of different lengths together, beyond the room that is kept behind rows."""
+    model, tokenizer = _model(family), tiny.tokenizer()
+    config = BlendConfig(min_tokens=0, write_back="inline", recompute_ratio=1.0, max_concurrent=3, prompt_lookup=0)
+    prompts = [Prompt("Read this:", [tiny.text(words, words)], "What fell?") for words in (9, 30, 14)]
+    count = 12
+    with BlendEngine(model, tokenizer, config=config, store=MemoryStore(device=DEVICE)) as engine:
+        alone = [engine.generate(prompt, max_new_tokens=count) for prompt in prompts]
+        together = engine.generate_batch(prompts, max_new_tokens=count)
+        for ours, also in zip(alone, together, strict=True):
+            ids = torch.tensor([ours.report.input_ids], device=DEVICE)
+            with torch.no_grad():
+                theirs = model.generate(ids, max_new_tokens=count, do_sample=False, pad_token_id=0)
+            assert ours.token_ids == also.token_ids == theirs[0, ids.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("family", ["llama", _long("mistral, window"), _long("qwen3")])
@@ -253,7 +346,7 @@ def _model(family: str) -> Any:
 
 
 def fused_by(family: str, **options: Any) -> Any:
-    config = BlendConfig(min_tokens=0, write_back="inline", selection="hkvd", **options)
+    config = BlendConfig(**{"min_tokens": 0, "write_back": "inline", "selection": "hkvd", **options})
     with BlendEngine(_model(family), tiny.tokenizer(), config=config, store=MemoryStore(device=DEVICE)) as engine:
         engine.warm(PROMPT.chunks)
         fused = engine.fuse(PROMPT)
