@@ -110,7 +110,7 @@ def test_a_row_sees_all_up_to_its_position(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), SHAPES)
-@pytest.mark.parametrize(("rows", "tokens"), [(1, 70), (20, 131), (70, 200)])
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 70), (20, 131)] + [(70, 200)] * (DEVICE == "cuda"))
 def test_weights_of_watched_rows_are_summed(
     rows: int, tokens: int, heads: int, kv_heads: int, width: int, window: int | None, dtype: str
 ) -> None:
@@ -289,7 +289,7 @@ def test_answers_by_kernels_equal_those_by_transformers(family: str) -> None:
     model, tokenizer = _model(family), tiny.tokenizer()
     config = BlendConfig(min_tokens=0, write_back="inline", recompute_ratio=1.0, max_concurrent=3, prompt_lookup=0)
     prompts = [Prompt("Read this:", [tiny.text(words, words)], "What fell?") for words in (9, 30, 14)]
-    count = 12
+    count = 12 if DEVICE == "cuda" else 3
     with BlendEngine(model, tokenizer, config=config, store=MemoryStore(device=DEVICE)) as engine:
         alone = [engine.generate(prompt, max_new_tokens=count) for prompt in prompts]
         together = engine.generate_batch(prompts, max_new_tokens=count)

@@ -25,6 +25,7 @@ _LOG2E = 1.4426950408889634
 _BUSY = 3
 _MOST_SPLITS = 8
 _MOST_PARTS = 32  # of one answer's positions: a GPU has more multiprocessors than one row has heads
+_LEAST = 4096  # positions that there is room for on a GPU: recordings for another number are made anew
 _SUMMED = 64  # positions of a program that sums weights
 
 
@@ -234,6 +235,7 @@ def _add_weights(
     position = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
     tokens = tl.load(row_positions + rows - 1).to(tl.int32) + 1
     first, stop = tl.load(watched), tl.load(watched + 1)
+    stop = tl.where(tl.program_id(0) * POSITIONS < tokens, stop, first)  # nothing is behind the last row
     inside, wide = position < tokens, dim < WIDTH
     if BY_POINTER:
         pointers = keys
@@ -282,7 +284,7 @@ class WeightSums:
     @classmethod
     def empty(cls, kv_heads: int, tokens: int, device: torch.device) -> WeightSums:
         """For prompts of so many tokens and some more."""
-        capacity = max(4096, triton.next_power_of_2(tokens))
+        capacity = triton.next_power_of_2(max(tokens, _LEAST if device.type == "cuda" else 1))
         totals = torch.zeros((kv_heads, capacity), dtype=torch.float32, device=device)
         return cls(totals, torch.zeros(2, dtype=torch.int32, device=device))
 
@@ -383,7 +385,7 @@ def attend_from(
             query.stride(1),
             keys_head,
             HEADS=heads,
-            ROWS=16,
+            ROWS=min(64, max(16, triton.next_power_of_2(rows))),
             POSITIONS=_SUMMED,
             **alike,
         )
