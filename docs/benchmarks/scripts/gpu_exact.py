@@ -27,7 +27,7 @@ from tests import tiny
 if TYPE_CHECKING:
     from docs.benchmarks.scripts.gpu_parts import Findings, Sizes
 
-__all__ = ["FAMILIES", "exact", "without_kernels"]
+__all__ = ["FAMILIES", "METHODS", "difference", "exact", "without_kernels"]
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -76,7 +76,7 @@ def exact(findings: Findings, sizes: Sizes) -> None:
         cases["recorded passes"] = partial(_again, device, sizes)
         for family in families:
             cases[f"bfloat16, {family}"] = partial(_narrow, family, device, sizes)
-        cases |= {f"weights, {name}": partial(_quantised, name, device) for name in _METHODS}
+        cases |= {f"weights, {name}": partial(_quantised, name, device) for name in METHODS}
         for name, work in cases.items():
             findings.case(name, work, seconds=30)
         findings.case("tests of kernels", partial(_tested, tests, printed, findings), seconds=300)
@@ -280,7 +280,7 @@ def _made(config: str, family: str, options: Mapping[str, Any], folder: Path, de
     return load_model(path, device=str(device), dtype="bfloat16", quantization_config=chosen).model
 
 
-_METHODS: dict[str, tuple[str, Callable[[Path, torch.device], Any]]] = {
+METHODS: dict[str, tuple[str, Callable[[Path, torch.device], Any]]] = {
     "fp8, saved": ("langchain_core", partial(_saved, "of_float8")),
     "mxfp4, saved": ("langchain_core", partial(_saved, "of_mxfp4")),
     "fp8": ("torch", partial(_made, "FineGrainedFP8Config", "qwen3", {})),
@@ -292,7 +292,7 @@ _METHODS: dict[str, tuple[str, Callable[[Path, torch.device], Any]]] = {
 
 
 def _quantised(name: str, device: torch.device) -> dict[str, Any]:
-    needed, make = _METHODS[name]
+    needed, make = METHODS[name]
     if find_spec(needed) is None:
         return {"rows": [[f"weights, {name}", "left out", f"{needed} is not installed"]]}
     prompt = Prompt("Read this:", [tiny.text(words, words) for words in (37, 20, 51)], "What fell?")
