@@ -17,7 +17,7 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.prompt import PromptTokenizer
 from cacheblend_rag.report import FusedKV
-from cacheblend_rag.store import KVRecord, KVStore, MemoryStore, StoredKV
+from cacheblend_rag.store import BaseRecord, KVRecord, KVStore, MemoryStore, StoredKV
 from cacheblend_rag.store.wrapped import WrappedStore
 from tests import tiny
 
@@ -117,7 +117,7 @@ class Hooked(WrappedStore):
         return [record.info.token_ids for record in self.kept.values()]
 
 
-class _HookedRecord:
+class _HookedRecord(BaseRecord):
     def __init__(self, store: Hooked, key: str, inner: StoredKV) -> None:
         self._store, self._key, self._inner = store, key, inner
         self.info, self.tier = inner.info, inner.tier
@@ -125,6 +125,15 @@ class _HookedRecord:
     def read_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._store.reading(self._key, layer)
         return self._inner.read_layer(layer)
+
+    @property
+    def codec(self) -> str | None:
+        return self._inner.codec
+
+    def read_written(self, layers: slice, pinned: bool = False) -> torch.Tensor:
+        for layer in range(layers.start, layers.stop):
+            self._store.reading(self._key, layer)
+        return self._inner.read_written(layers, pinned)
 
     def close(self) -> None:
         if self._key in self._store.still_open:

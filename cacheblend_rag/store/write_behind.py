@@ -43,7 +43,7 @@ class WriteBehind:
 
     def put(self, key: str, record: KVRecord, tiers: Sequence[KVStore]) -> bool:
         """Write a record to tiers as soon as possible; False if there is no room for it to wait."""
-        size = sum(tensor.nbytes for tensor in record.kv.keys + record.kv.values)
+        size = record.kv.nbytes
         with self._changed:
             if self._closed or (self._waiting and self._held + size > _MOST_BYTES):
                 name = ", ".join(tier.tier for tier in tiers)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.engine.batch import ReadOnceStore, by_common_chunks
-from cacheblend_rag.store import MemoryStore
+from cacheblend_rag.store import BaseRecord, MemoryStore
 from tests import tiny
 from tests.probes import engine_of, key_of
 
@@ -36,7 +36,7 @@ class Counting:
         return None
 
 
-class _Record:
+class _Record(BaseRecord):
     def __init__(self, counts: Counting, record: Any) -> None:
         self._counts, self._record, self.tier = counts, record, "memory"
 

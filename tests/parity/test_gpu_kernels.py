@@ -14,7 +14,8 @@ from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.models import adapter, gpu, rope
 from cacheblend_rag.models.attention import rows as attention
 from cacheblend_rag.models.kv import LayerKV
-from cacheblend_rag.store import MemoryStore
+from cacheblend_rag.store import MemoryStore, RecordInfo
+from cacheblend_rag.store.codecs import CODECS
 from tests import tiny
 
 pytest.importorskip("triton")
@@ -203,32 +204,46 @@ def test_keys_turn_as_they_do_on_a_cpu(interleaved: bool, pairs: int, dtype: str
     near(whole, wanted)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("rotates", [False, True])
-def test_records_come_to_their_places_rotated(rotates: bool, dtype: str) -> None:
+def test_records_come_to_their_places_decoded_and_rotated(rotates: bool, dtype: str) -> None:
     from cacheblend_rag.models.gpu.scatter import Source, place
 
     torch.manual_seed(0)
-    layers, heads, tokens, width = 3, 2, 200, 24
-    records = [randn(layers, 2, heads, count, width, dtype=dtype) for count in (5, 70, 64)]
-    starts, rotated = (3, 20, 100), (True, False, False)
+    layers, heads, tokens, width = 3, 2, 260, 24
+    kind = getattr(torch, dtype)
     angles = torch.rand(tokens, width // 2, device=DEVICE) * 6
     rotation = (angles.cos(), angles.sin()) if rotates else None
-    found = torch.full((layers, 2, heads, tokens, width), 7.0, device=DEVICE).to(getattr(torch, dtype))
+    found = torch.full((layers, 2, heads, tokens, width), 7.0, device=DEVICE).to(kind)
     wanted = found.clone()
-    for record, start, kept in zip(records, starts, rotated, strict=True):
-        span = slice(start, start + record.shape[3])
-        wanted[:, :, :, span] = record
-        if rotates and not kept:
-            x, y = record[:, 0].double().chunk(2, dim=-1)
-            cos, sin = (table[span].double() for table in (angles.cos(), angles.sin()))
-            wanted[:, 0, :, span] = torch.cat((x * cos - y * sin, y * cos + x * sin), -1).to(wanted.dtype)
-    sources = [
-        Source(record.data_ptr(), record.shape[3], start, not kept)
-        for record, start, kept in zip(records, starts, rotated, strict=True)
-    ]
+    sources, kept = [], []
+    records = [(5, 3, "raw", False), (70, 20, "int8", True), (64, 100, "raw", True), (67, 180, "int8", True)]
+    for count, start, name, turned in (*records, (3, 250, "int8", True)):
+        info = RecordInfo("f", (), tuple(range(count)), layers, heads, width, dtype, not turned)
+        codec, stride = CODECS[name], 16 * (CODECS[name].layer_bytes(info) // 16 + 3)
+        block = torch.randint(0, 255, (layers, stride), dtype=torch.uint8)  # what pads a layer is not read
+        for layer in range(layers):
+            parts = [
+                torch.randn(heads, count, width).mul_(10.0 ** torch.randint(-2, 3, (1, 1, width))).to(kind)
+                for _ in range(2)
+            ]
+            parts[0][0, 0, 0] = parts[1][0, 0] = 0
+            data = bytearray().join(codec.encode(*parts))
+            block[layer, : len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+            keys, values = (part.to(DEVICE) for part in codec.decode(data, info))
+            if rotates and turned:
+                rope.turn_pairs(
+                    *rope.pairs_of(keys, width // 2, False), *(of[start : start + count] for of in rotation or ())
+                )
+            wanted[layer, 0, :, start : start + count], wanted[layer, 1, :, start : start + count] = keys, values
+        kept.append(block.to(DEVICE))
+        sources.append(Source(kept[-1].data_ptr(), stride, count, start, turned, name == "int8"))
     place(sources, found, rotation)
-    near(found, wanted)
+    if rotates:
+        near(found[:, 0], wanted[:, 0])
+        assert torch.equal(found[:, 1], wanted[:, 1])
+    else:
+        assert torch.equal(found, wanted)
 
 
 # Biases, groups of heads, norms of queries and windows are each in one that the interpreter runs, too.

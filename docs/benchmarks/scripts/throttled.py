@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.store import KVStore, StoredKV
+from cacheblend_rag.store import BaseRecord, KVStore, StoredKV
 from cacheblend_rag.store.base import copy_layer
 from cacheblend_rag.store.codecs import CODECS
 from cacheblend_rag.store.wrapped import WrappedStore
@@ -52,7 +52,7 @@ class ThrottledStore(WrappedStore):
             return result
 
 
-class _ThrottledRecord:
+class _ThrottledRecord(BaseRecord):
     def __init__(self, store: ThrottledStore, inner: StoredKV) -> None:
         self._store, self._inner = store, inner
         self.info, self.tier = inner.info, store.tier
