@@ -175,7 +175,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return took
 
 
-@pytest.mark.parametrize("codec", ["int8", "raw"])
+@pytest.mark.parametrize("codec", ["int8", pytest.param("raw", marks=pytest.mark.slow)])
 def test_a_pass_gives_the_same_from_a_folder_and_from_memory(
     codec: str, as_on_a_gpu: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
