@@ -223,3 +223,4 @@ def test_a_pass_without_a_record_that_failed_on_the_way(as_on_a_gpu: list[bool],
         assert as_on_a_gpu == [True, True]
         assert not store.contains(key_of_second)
         assert_same(fused, engine.fuse(PROMPT))
+    store.close()
