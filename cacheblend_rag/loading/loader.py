@@ -251,11 +251,9 @@ def _gpu_decodes(reader: LayerReader) -> bool:
 
 def _fits(record: StoredKV, reader: LayerReader) -> bool:
     codec, info = record.codec, record.info
-    if codec is None or not CODECS[codec].on_gpu or info.layers < reader.layers:
-        return False
-    return (
-        DTYPES.get(info.dtype) == reader.dtype and info.head_dim % 8 == 0
-    )  # all parts begin where a GPU can read them
+    aligned = info.head_dim % 8 == 0  # then all parts of a layer begin where a GPU can read them
+    alike = DTYPES.get(info.dtype) == reader.dtype and info.layers >= reader.layers
+    return codec is not None and CODECS[codec].on_gpu and alike and aligned
 
 
 class _Streams:
@@ -270,7 +268,7 @@ class _Streams:
         return torch.cuda.stream(self._copies)
 
     def queued(self) -> torch.cuda.Event:
-        """What says that all copies queued so far are done."""
+        """Event of the moment when all copies queued so far are done."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._copies)
         return event

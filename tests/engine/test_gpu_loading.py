@@ -175,7 +175,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return took
 
 
-@pytest.mark.parametrize("codec", ["int8", "raw"])
+@pytest.mark.parametrize("codec", ["int8", pytest.param("raw", marks=pytest.mark.slow)])
 def test_a_pass_gives_the_same_from_a_folder_and_from_memory(
     codec: str, as_on_a_gpu: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,3 +223,4 @@ def test_a_pass_without_a_record_that_failed_on_the_way(as_on_a_gpu: list[bool],
         assert as_on_a_gpu == [True, True]
         assert not store.contains(key_of_second)
         assert_same(fused, engine.fuse(PROMPT))
+    store.close()
