@@ -19,7 +19,7 @@ from typing import Any, Unpack
 import torch
 
 from cacheblend_rag.config import BlendConfig, check_model_and_tokenizer
-from cacheblend_rag.engine.batch import ReadOnceStore, by_common_chunks
+from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.engine.decode import (
     DEFAULT_NEW_TOKENS,
     DecodeArguments,
@@ -49,6 +49,7 @@ from cacheblend_rag.errors import (
 )
 from cacheblend_rag.fusor.self_check import check_adapter
 from cacheblend_rag.loading import Prefetcher
+from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.cache import all_preallocated
@@ -421,17 +422,18 @@ class BlendEngine:
         parsed, chosen = [self._prompt(prompt) for prompt in prompts], DecodeOptions(**options)
         if len(parsed) > 1:  # one alone is refused when it is answered, and its span tells so
             self._pipeline.check_all_fit(parsed, _answer_room(chosen)[0])
-        streams = self._streams(parsed, chosen, timeout)
-        return begun_ahead(streams, self.config.max_concurrent if self._several else 1)
+        return self._streams(parsed, chosen, timeout)
 
     def _streams(self, prompts: list[Prompt], options: DecodeOptions, timeout: float | None) -> NumberedStreams:
-        with ReadOnceStore(self.store) as shared:
-            pipeline = copy.copy(self._pipeline)
-            pipeline.store = shared
-            for number in by_common_chunks([prompt.chunks for prompt in prompts]):
-                shared.next_prompt()
-                answer = partial(self._answer, prompts[number], options, pipeline=pipeline)
-                yield number, TextStream(answer, timeout)
+        if len(prompts) == 1:
+            yield 0, TextStream(partial(self._answer, prompts[0], options), timeout)
+            return
+        with contextlib.closing(SharedKV([(one.prefix, *one.chunks) for one in prompts])) as shared:
+            streams = (
+                (number, TextStream(partial(self._answer, prompts[number], options, shared=shared), timeout))
+                for number in by_common_chunks([prompt.chunks for prompt in prompts])
+            )
+            yield from begun_ahead(streams, self.config.max_concurrent if self._several else 1)
 
     def fuse(self, prompt: Prompt | str) -> FusedKV:
         """Make the KV of a prompt and the logits of its last position, without generating."""
@@ -444,12 +446,13 @@ class BlendEngine:
         return blend.fused
 
     def _answer(
-        self, prompt: Prompt, options: DecodeOptions, sink: Cancelled | None, pipeline: Pipeline | None = None
+        self, prompt: Prompt, options: DecodeOptions, sink: Cancelled | None, shared: SharedKV | None = None
     ) -> Generation:
         """Split, look up, load, fuse, decode."""
-        pipeline = pipeline or self._pipeline
+        pipeline = self._pipeline
         cancelled = sink.cancelled if sink else _never
         with (
+            shared.read_by((prompt.prefix, *prompt.chunks)) if shared else contextlib.nullcontext(),
             traced(self._named, prompt, options, self.config, sink) as trace,
             self._held(prompt, options.max_new_tokens) as spent,
         ):
@@ -464,12 +467,12 @@ class BlendEngine:
                 trace.answered(answer)
                 return answer
             with pipeline.look_up(fit) as lookup:
-                loading = pipeline.load(lookup, cancelled)
+                loading = pipeline.load(lookup, cancelled, shared)
                 blend = pipeline.fuse(lookup, loading, self._pauses(cancelled) if self._several else None)
             answer = self._decode(blend, options, sink)
             trace.answered(answer)
             self._keep(pipeline.keep_session(blend, answer.token_ids))
-        self.guard.watch(fit.prompt, answer, self._pipeline, self._scheduler, self._write_back)
+        self.guard.watch(fit.prompt, answer, pipeline, self._scheduler, self._write_back)
         return answer
 
     def _plain_answer(

@@ -22,6 +22,7 @@ from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
 from cacheblend_rag.fusor.work import work_share
 from cacheblend_rag.loading import ChunkKV, LayerReader, LoadingController, Placement, load_as_it_pays, load_plainly
 from cacheblend_rag.loading.loader import ReadClock, RecordLost
+from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.contexts import ContextKV, LearnedContext
 from cacheblend_rag.models.cpu.weight_prepacking import Prepacking, prepacked_products
@@ -175,6 +176,8 @@ class LoadingKV:
         Counts the time of reading.
     started : float
         When loading began, by ``time.perf_counter``.
+    shared : SharedKV or None
+        What other prompts of a batch read, too.
     """
 
     found: StoredSegments
@@ -182,18 +185,22 @@ class LoadingKV:
     layers: TimedIterator
     clock: ReadClock
     started: float
+    shared: SharedKV | None = None
 
 
-def reader_of(adapter: ModelAdapter, split: TokenizedPrompt, found: StoredSegments, clock: ReadClock) -> LayerReader:
+def reader_of(
+    adapter: ModelAdapter, lookup: Lookup, found: StoredSegments, clock: ReadClock, shared: SharedKV | None = None
+) -> LayerReader:
     """Reader of the stored KV of a prompt; it may rotate keys to their positions on the way."""
-    spans = zip(split.chunks, found.chunks, strict=True)
-    places = [*([(split.prefix, found.prefix)] if found.prefix else []), *spans]
+    split, placements = lookup.split, []
+    located = [(split.prefix, lookup.fit.prompt.prefix), *((chunk.span, chunk.text) for chunk in split.located)]
+    for (span, text), segment in zip(located, (found.prefix, *found.chunks), strict=True):
+        if segment is not None and segment.key in found.records:
+            key, record = segment.key, found.records[segment.key]
+            sharing = shared if shared is not None and shared.takes(key, text, record) else None
+            placements.append(Placement(key, record, span.start, sharing))
     return LayerReader(
-        placements=[
-            Placement(segment.key, found.records[segment.key], span.start)
-            for span, segment in places
-            if segment.key in found.records
-        ],
+        placements=placements,
         layers=adapter.num_layers,
         kv_heads=adapter.kv_heads,
         tokens=len(split.input_ids),
@@ -535,13 +542,14 @@ class Pipeline:
         lookup = self._opened(fit, kept, [])
         return dataclasses.replace(lookup, seconds=time.perf_counter() - started)
 
-    def load(self, lookup: Lookup, cancelled: Callable[[], bool]) -> LoadingKV | None:
+    def load(self, lookup: Lookup, cancelled: Callable[[], bool], shared: SharedKV | None = None) -> LoadingKV | None:
         """Choose the recompute ratio and begin to read what is worth it; None if the prompt is prefilled in full."""
         if lookup.found is None:
             return None
         started, clock = time.perf_counter(), ReadClock()
         choice, found = self._choose(lookup.split, lookup.found)
-        return LoadingKV(found, choice, self._layers(lookup.split, found, clock, cancelled), clock, started)
+        layers = self._layers(lookup, found, clock, cancelled, shared)
+        return LoadingKV(found, choice, layers, clock, started, shared)
 
     def fuse(self, lookup: Lookup, loading: LoadingKV | None, pauses: Pauses | None = None) -> Blend:
         """The KV of the whole prompt, and the logits of its last position."""
@@ -599,7 +607,8 @@ class Pipeline:
                 lookup, loading = self._without(error.key, lookup, loading)
         took, clock = time.perf_counter() - loading.started, loading.clock
         seconds = Seconds(load=loading.layers.seconds, fuse=took - loading.layers.seconds, read=clock.seconds)
-        if not lost and not self.store.tiers:  # what came from memory says nothing of the disk
+        # What came from memory says nothing of the disk.
+        if not lost and not self.store.tiers and loading.shared is None:
             self._ratio_policy.note(loading.choice, clock.seconds)
         fused = self._fused(lookup.split, loading.found, fusion, loading.choice)
         whole = lookup.fit.split
@@ -616,7 +625,7 @@ class Pipeline:
             again = self._opened(lookup.fit, None, lookup.opened)
             lookup = dataclasses.replace(again, seconds=lookup.seconds)
             found = lookup.found or found
-        layers = self._layers(lookup.split, found, loading.clock, loading.layers.cancelled)
+        layers = self._layers(lookup, found, loading.clock, loading.layers.cancelled, loading.shared)
         return lookup, dataclasses.replace(loading, found=found, layers=layers)
 
     def _whole(self, report: BlendReport, whole: TokenizedPrompt, kept: ResumedPrompt | None) -> BlendReport:
@@ -722,10 +731,15 @@ class Pipeline:
         return False
 
     def _layers(
-        self, split: TokenizedPrompt, found: StoredSegments, clock: ReadClock, cancelled: Callable[[], bool]
+        self,
+        lookup: Lookup,
+        found: StoredSegments,
+        clock: ReadClock,
+        cancelled: Callable[[], bool],
+        shared: SharedKV | None,
     ) -> TimedIterator:
         """Stored KV, layer by layer."""
-        reader = reader_of(self.adapter, split, found, clock)
+        reader = reader_of(self.adapter, lookup, found, clock, shared)
         ahead = self.config.prefetch and reader.stored_layer_bytes >= _WORTH_A_THREAD
         return TimedIterator(load_as_it_pays(reader) if ahead else load_plainly(reader), cancelled)
 
@@ -841,7 +855,7 @@ def _range(span: Span) -> range:
 
 
 def _first_rows(layers: tuple[LayerKV, ...], tokens: int) -> SegmentKV:
-    """A copy of the first positions of a fused prompt, keys rotated."""
-    keys = tuple(layer.keys[0, :, :tokens].cpu().clone() for layer in layers)
-    values = tuple(layer.values[0, :, :tokens].cpu().clone() for layer in layers)
+    """A copy of the first positions of a fused prompt, keys rotated, where the prompt is: a store moves it."""
+    keys = tuple(layer.keys[0, :, :tokens].clone() for layer in layers)
+    values = tuple(layer.values[0, :, :tokens].clone() for layer in layers)
     return SegmentKV(keys, values, rotated=True)

@@ -22,6 +22,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from cacheblend_rag.errors import RecordError, StoreError, StoreUnreachableError
+from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.models.gpu import has_kernels
 from cacheblend_rag.models.kv import LayerKV
 from cacheblend_rag.store.base import StoredKV, copy_layer, reads_ahead, reads_in_place
@@ -31,6 +32,8 @@ from cacheblend_rag.store.codecs import CODECS, DTYPES
 _GROUPS = (1, 1, 2, 4, 8)
 # Groups that are under way before their layers are asked for.
 _GROUPS_AHEAD = 3
+# Groups that threads read from files at most before they are copied: a scoring pass wants most layers at once.
+_READ_AHEAD = 6
 # Threads that read files for a GPU, at most: memory hardly gives more to further ones.
 _MOST_READERS = 6
 # Bytes a second from which reading is a CPU's own work, with hardly a wait in it to be hidden. On two cores, KV in the
@@ -50,7 +53,7 @@ class _Copier(Protocol):
         """Within it buffers are made and filled; behind it they are whole, for every stream."""
         ...
 
-    def put(self, record: StoredKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def put(self, place: Placement, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Bring one layer of a record into place; see `copy_layer`."""
         ...
 
@@ -62,9 +65,9 @@ class _PlainCopier:
         """See `_Copier.open`."""
         return nullcontext()
 
-    def put(self, record: StoredKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def put(self, place: Placement, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """See `_Copier.put`."""
-        copy_layer(record, layer, keys, values)
+        place.copy_layer(layer, keys, values)
 
 
 class _PinnedCopier:
@@ -96,17 +99,17 @@ class _PinnedCopier:
             yield
         self._stream.synchronize()
 
-    def put(self, record: StoredKV, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def put(self, place: Placement, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """See `_Copier.put`."""
-        if not reads_in_place(record):
+        if not reads_in_place(place.record):
             # In memory already, and if that is the GPU's, perhaps only now being written by what was queued before.
             self._stream.wait_stream(torch.cuda.default_stream(self._device))
-            copy_layer(record, layer, keys, values)
+            place.copy_layer(layer, keys, values)
             return
         buffer, sent = next(self._buffers)
         sent.synchronize()  # what it held before has left it
-        held = buffer[:, :, : record.info.tokens]
-        copy_layer(record, layer, held[0], held[1])
+        held = buffer[:, :, : place.record.info.tokens]
+        place.copy_layer(layer, held[0], held[1])
         keys.copy_(held[0], non_blocking=True)
         values.copy_(held[1], non_blocking=True)
         sent.record(self._stream)
@@ -138,11 +141,29 @@ class RecordLost(RecordError):  # noqa: N818 - an event the engine recovers from
 
 @dataclass(frozen=True)
 class Placement:
-    """A stored record and the position in the prompt at which it begins."""
+    """A stored record and the position in the prompt at which it begins.
+
+    Parameters
+    ----------
+    key : str
+        Key of the record.
+    record : StoredKV
+    start : int
+    shared : SharedKV or None
+        Keeps its layers for other prompts of a batch; None if no other needs them.
+    """
 
     key: str
     record: StoredKV
     start: int
+    shared: SharedKV | None = None
+
+    def copy_layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write one layer into place; see `copy_layer`."""
+        if self.shared is None:
+            copy_layer(self.record, layer, keys, values)
+        else:
+            self.shared.copy_layer(self.key, self.record, layer, keys, values)
 
 
 class ReadClock:
@@ -214,7 +235,7 @@ class LayerReader:
                 stop = place.start + place.record.info.tokens
                 span = slice(place.start, stop)
                 try:
-                    self._copier.put(place.record, layer, keys[0, :, span], values[0, :, span])
+                    self._copier.put(place, layer, keys[0, :, span], values[0, :, span])
                 except (StoreError, OSError) as error:
                     raise _lost(place, error) from error
         self.took(time.perf_counter() - started)
@@ -223,7 +244,7 @@ class LayerReader:
     def _read_ahead(self, layer: int) -> None:
         """Let every record on another machine come while the first is waited for."""
         for place in self.placements:
-            if reads_ahead(place.record):
+            if reads_ahead(place.record) and not (place.shared and place.shared.holds(place.key, layer)):
                 try:
                     place.record.read_ahead(layer)
                 except StoreError as error:
@@ -309,9 +330,9 @@ def _load_to_gpu(reader: LayerReader, streams: _Streams) -> Iterator[LayerKV]:
     with ThreadPoolExecutor(_readers(), thread_name_prefix="kv-loader") as pool:
         try:
             while True:
-                while len(reading) + len(copied) < _GROUPS_AHEAD and (layers := next(groups, None)):
+                while len(reading) < _READ_AHEAD and (layers := next(groups, None)):
                     reading.append(_read(reader, layers, pool))
-                while reading and (reading[0].is_read() if begun else not copied):
+                while reading and len(copied) < _GROUPS_AHEAD and (reading[0].is_read() if begun else not copied):
                     copied.append(_copied(reader, reading.popleft(), streams))
                 if not ready:
                     if not copied and not reading:

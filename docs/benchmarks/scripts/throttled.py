@@ -35,10 +35,9 @@ class ThrottledStore(WrappedStore):
         self.read_bytes = 0
         self._device = threading.Lock()
 
-    def open(self, key: str) -> StoredKV | None:
-        """See `KVStore.open`."""
-        record = self.inner.open(key)
-        return None if record is None else _ThrottledRecord(self, record)
+    def handed_out(self, key: str, record: StoredKV) -> StoredKV:
+        """See `WrappedStore.handed_out`."""
+        return _ThrottledRecord(self, record)
 
     def delayed(self, size: int, read: Callable[[], Any]) -> Any:
         """Do a read of so many bytes, and wait until the device would be done with it."""
