@@ -8,6 +8,7 @@ the last row of a block; query heads that share a key read it where it is. The s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -370,26 +371,42 @@ def attend_from(
     if form.splits > 1:
         _join[(rows * heads,)](parts, sizes, out, WIDTH=width, PADDED=padded, SPLITS=form.splits, num_warps=1)
     if sums is not None:
-        _add_weights[(triton.cdiv(sums.capacity, _SUMMED), kv.kv_heads)](
-            query,
-            keys,
-            row_positions,
-            sizes,
-            sums.totals,
-            sums.watched,
-            rows,
-            sums.capacity,
-            scaling * _LOG2E,
-            window or 0,
-            query.stride(0),
-            query.stride(1),
-            keys_head,
-            HEADS=heads,
-            ROWS=min(64, max(16, triton.next_power_of_2(rows))),
-            POSITIONS=_SUMMED,
-            **alike,
-        )
+        _sum(sums, query, keys, keys_head, row_positions, sizes, window, scaling, alike)
     return out
+
+
+def _sum(
+    sums: WeightSums,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    keys_head: int,
+    row_positions: torch.Tensor,
+    sizes: torch.Tensor,
+    window: int | None,
+    scaling: float,
+    alike: Mapping[str, Any],
+) -> None:
+    """Add the weights of watched rows, whose sums of exponentials are known; parameters as `attend_from` has them."""
+    heads, rows, _ = query.shape
+    _add_weights[(triton.cdiv(sums.capacity, _SUMMED), len(sums.totals))](
+        query,
+        keys,
+        row_positions,
+        sizes,
+        sums.totals,
+        sums.watched,
+        rows,
+        sums.capacity,
+        scaling * _LOG2E,
+        window or 0,
+        query.stride(0),
+        query.stride(1),
+        keys_head,
+        HEADS=heads,
+        ROWS=min(64, max(16, triton.next_power_of_2(rows))),
+        POSITIONS=_SUMMED,
+        **alike,
+    )
 
 
 def attend_by_row(query: torch.Tensor, kv: KVPointers, row_positions: torch.Tensor, scaling: float) -> torch.Tensor:
