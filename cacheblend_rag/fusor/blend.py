@@ -126,9 +126,10 @@ class _Pass:
         self.projected: list[ProjectedRows] = []
         self.scored: tuple[torch.Tensor, ...] = ()
         self._measured: tuple[torch.Tensor, torch.Tensor] | None = None
+        # Copied before anything is queued: later, the host would wait for that.
+        self._ids = torch.tensor(plan.input_ids, dtype=torch.long).to(adapter.device)
         self._begin()
-        ids = torch.tensor(plan.input_ids, dtype=torch.long).to(adapter.device)
-        self.hidden = adapter.embed(ids[self._rows])  # [rows, hidden]
+        self.hidden = adapter.embed(self._ids[self._rows])  # [rows, hidden]
 
     def _begin(self) -> None:
         """Sort the positions, and ask the rule which of the reused ones layer 0 computes."""
@@ -162,7 +163,7 @@ class _Pass:
         watched = max(1, int(always[first:].sum()))
         scores = question_attention(
             self._adapter,
-            self._plan.input_ids,
+            self._ids,
             self._always,
             watched,
             self._kv,

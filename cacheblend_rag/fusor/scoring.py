@@ -32,7 +32,7 @@ class Scores:
 
 def question_attention(
     adapter: ModelAdapter,
-    ids: Sequence[int],
+    ids: torch.Tensor,
     rows: torch.Tensor,
     watched: int,
     layer_kv: Callable[[int], LayerKV],
@@ -41,7 +41,7 @@ def question_attention(
 ) -> Scores:
     """Mean attention of the last rows over some layers; parameters as in `attention_rows`."""
     mean = adapter.sum_attention(
-        torch.tensor(ids, dtype=torch.long).to(adapter.device),
+        ids,
         rows,
         range(len(rows) - watched, len(rows)),
         layer_kv,
@@ -56,7 +56,7 @@ def question_attention(
 
 def attention_rows(
     adapter: ModelAdapter,
-    ids: Sequence[int],
+    ids: torch.Tensor,
     rows: torch.Tensor,
     watched: int,
     layer_kv: Callable[[int], LayerKV],
@@ -69,8 +69,8 @@ def attention_rows(
     ----------
     adapter : ModelAdapter
         Within its `ModelAdapter.blending`.
-    ids : sequence of int
-        Ids of the prompt.
+    ids : Tensor, [tokens], long
+        Ids of the prompt, on the model's device.
     rows : Tensor, [rows], long
         Positions that are computed, rising; their KV is overwritten.
     watched : int
@@ -88,7 +88,7 @@ def attention_rows(
     """
     found: dict[int, torch.Tensor] = {}
     cut, positions = len(rows) - watched, rows.tolist()
-    hidden = adapter.embed([ids[row] for row in positions])
+    hidden = adapter.embed(ids[rows])
     at_rows = rotaries.at(rows).to(adapter.dtype)
     masks: dict[tuple[int | None, int | None], RowMask | None] = {}
 

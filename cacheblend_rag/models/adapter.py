@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,17 +62,22 @@ class _Blending:
 
     Parameters
     ----------
-    layers : sequence of Module
-        Twins of the model's.
+    twins : callable
+        Makes twins of the model's layers; not asked where kernels stand for them.
     fused : bool
         Whether they attend by `row_attention`; otherwise in the plain form.
     kernels : PlainLayers or None
         The kernels in their place, if there are any.
     """
 
-    layers: Sequence[torch.nn.Module]
+    twins: Callable[[], Sequence[torch.nn.Module]]
     fused: bool
     kernels: PlainLayers | None = None
+
+    @cached_property
+    def layers(self) -> Sequence[torch.nn.Module]:
+        """The layers to run."""
+        return self.twins()
 
 
 class _ThreadState(threading.local):
@@ -198,10 +203,10 @@ class ModelAdapter:
         fused = self.attends_by_kernel and (self.form.as_attended or not has_kernels(self.device))
         plain = self.plain_layers if fused else None
         kernels = plain if plain is not None and plain.as_they_were() else None
-        with evaluating(self.model), torch.no_grad(), self.row_by_row.in_use():
-            layers = self._twins(use_row_attention() if fused else "eager")
-            with self._as(_Blending(layers, fused, kernels)):
-                yield
+        implementation = use_row_attention() if fused else "eager"
+        blending = _Blending(partial(self._twins, implementation), fused, kernels)
+        with evaluating(self.model), torch.no_grad(), self.row_by_row.in_use(), self._as(blending):
+            yield
 
     def _twins(self, implementation: str) -> list[torch.nn.Module]:
         return twins_of(self.layers, self.family.attention, implementation)
@@ -437,8 +442,10 @@ class ModelAdapter:
         weights = len(watched) * len(layers) * self.kv_heads * self.form.sharing
         return sums.totals[:, : len(ids)].sum(dim=0) / weights
 
-    def step(self, ids: torch.Tensor, answers: Sequence[JoinedLayers]) -> torch.Tensor:
-        """The next token of some answers through all layers, where layers are `takes_positions`.
+    def step(self, ids: torch.Tensor, answers: Sequence[JoinedLayers]) -> torch.Tensor | None:
+        """The next token of some answers through all layers by kernels; None where layers have no kernels now.
+
+        Nothing in these layers depends on whether a model is trained.
 
         Parameters
         ----------
@@ -449,16 +456,18 @@ class ModelAdapter:
 
         Returns
         -------
-        Tensor, [answers, hidden]
+        Tensor, [answers, hidden], or None
             To be used before the next call.
         """
-        if (kernels := self._in_use) is None:
-            raise ValueError("layers run by transformers here")
+        kernels = self.plain_layers
+        if kernels is None or not kernels.as_they_were():
+            return None
         at = [answer.used for answer in answers]
         positions = torch.tensor(at).to(self.device, non_blocking=True)
         rotaries = self.rotary(max(at) + 1).at(positions).to(self.dtype)
         entries = torch.stack([answer.entries for answer in answers], dim=1)
-        hidden = kernels.step(entries, self.embed(ids), positions, rotaries.layer(0))
+        with torch.no_grad():
+            hidden = kernels.step(entries, self.embed(ids), positions, rotaries.layer(0))
         for answer in answers:
             answer.used += 1
         return hidden
@@ -479,7 +488,7 @@ class ModelAdapter:
             return output
 
         attention.forward = noting  # of the twin
-        with self._as(_Blending(layers, fused=False)):
+        with self._as(_Blending(lambda: layers, fused=False)):
             yield
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -79,15 +79,12 @@ class BatchedDecode:
         adapter, name = self._adapter, cache_argument(self._adapter.model)
         if adapter.plain_layers is None or any(one["input_ids"].shape != (1, 1) for one in inputs):
             return None
-        with adapter.blending():
-            if not adapter.takes_positions:
-                return None
-            answers = [joined_layers(one[name]) for one in inputs]
-            known = [answer for answer in answers if answer is not None]
-            if len(known) < len(answers) or len(set(map(id, known))) < len(known):
-                return None
-            hidden = adapter.step(torch.cat([one["input_ids"][0] for one in inputs]), known)
-            return list(adapter.head(hidden)[:, None, None])
+        answers = [joined_layers(one[name]) for one in inputs]
+        known = [answer for answer in answers if answer is not None]
+        if len(known) < len(answers) or len(set(map(id, known))) < len(known):
+            return None
+        hidden = adapter.step(torch.cat([one["input_ids"][0] for one in inputs]), known)
+        return None if hidden is None else list(adapter.head(hidden)[:, None, None])
 
     def one_pass(self, inputs: Sequence[Mapping[str, Any]]) -> Sequence[torch.Tensor]:
         """Logits of each, ``[tokens, vocab]``; every token is a row of its own."""
