@@ -134,8 +134,17 @@ def test_results_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # libraries of quantisation warn when they are imported
-def test_results_of_kernels_are_right(tmp_path: Path, kernels: None) -> None:
-    check_exact(found_by("exact", tmp_path))
+def test_results_are_right_for_all_families_and_weights(tmp_path: Path) -> None:
+    check_exact(found_by("exact", tmp_path, tests=("--version",)))
+
+
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize("family", gpu_exact.FAMILIES)
+def test_results_of_kernels_are_right(family: str, tmp_path: Path, kernels: None) -> None:
+    cases = gpu_exact.cases_of(tiny_sizes(tmp_path, **SIZES, families=(family,)))
+    for name in (f"full recompute, {family}", f"kernels, {family}"):
+        assert cases[name]()["right"]
 
 
 def test_a_difference_that_is_none_is_not_right() -> None:
