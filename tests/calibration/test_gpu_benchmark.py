@@ -13,7 +13,7 @@ import torch
 
 from cacheblend_rag.models import adapter, rope
 from cacheblend_rag.models.attention import rows as attention
-from docs.benchmarks.scripts import gpu, gpu_exact
+from docs.benchmarks.scripts import gpu, gpu_exact, gpu_parts
 from docs.benchmarks.scripts.gpu_parts import Findings, run_part, tiny_sizes
 
 SIZES = {"device": "cpu"}
@@ -80,6 +80,15 @@ def test_first_tokens_are_timed_in_groups(tmp_path: Path) -> None:
     check_ways(all_done(found_by("ttft:mistral-7b:6x512", tmp_path)))
 
 
+def test_long_prompts_are_timed_in_few_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_parts, "_is_long", lambda options: True)
+    cases = all_done(found_by("ttft:qwen3-14b:32x512", tmp_path))
+    ways = [name for case in cases.values() for name in case.get("ways", {}) if name != "full recompute"]
+    flat = [f"{rule} {ratio}, pinned" for ratio in ("5%", "3%", "30%") for rule in ("query", "hkvd")]
+    first = ["query 15%, pinned", "query 15%, gpu", "query 15%, files", "hkvd 15%, pinned", "prefix caching", "cold"]
+    assert ways == [*first, "gradual 30, 3%, pinned", *flat, "full reuse, pinned"]
+
+
 @pytest.mark.slow
 @interpreted
 def test_first_tokens_are_timed_by_kernels(tmp_path: Path, kernels: None) -> None:
@@ -125,8 +134,17 @@ def test_results_are_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # libraries of quantisation warn when they are imported
-def test_results_of_kernels_are_right(tmp_path: Path, kernels: None) -> None:
-    check_exact(found_by("exact", tmp_path))
+def test_results_are_right_for_all_families_and_weights(tmp_path: Path) -> None:
+    check_exact(found_by("exact", tmp_path, tests=("--version",)))
+
+
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize("family", gpu_exact.FAMILIES)
+def test_results_of_kernels_are_right(family: str, tmp_path: Path, kernels: None) -> None:
+    cases = gpu_exact.cases_of(tiny_sizes(tmp_path, **SIZES, families=(family,)))
+    for name in (f"full recompute, {family}", f"kernels, {family}"):
+        assert cases[name]()["right"]
 
 
 def test_a_difference_that_is_none_is_not_right() -> None:
@@ -228,8 +246,10 @@ def test_parts_that_die_hang_or_cannot_begin_are_told_and_the_rest_runs(
     program.write_text(PROGRAM)
     monkeypatch.setattr(gpu, "_COMMAND", (sys.executable, str(program)))
     monkeypatch.setattr(gpu, "_GRACE", 0.1)
-    monkeypatch.setitem(gpu.PARTS, "warm", 5.0)
-    assert gpu.main(["--out", str(out), "--parts", "exact", "versions", "memory", "warm", "profile"]) == 0
+    monkeypatch.setattr(gpu, "_LEAST", 0.1)
+    monkeypatch.setitem(gpu.PARTS, "warm", 0.5)
+    parts = ["exact", "versions", "memory", "warm", "profile"]
+    assert gpu.main(["--out", str(out), "--seconds", "200", "--parts", *parts]) == 0
     ended = json.loads((out / "run.json").read_text())
     assert {name: at["state"] for name, at in ended.items()} == {
         "versions": "done",
@@ -271,7 +291,7 @@ def test_parts_are_chosen_by_name_or_kind() -> None:
     ]
     with pytest.raises(ValueError, match=r"no part 'ttf'; parts are versions, exact, ttft:"):
         gpu.chosen_parts(["ttf"])
-    assert sum(gpu.PARTS.values()) < 650
+    assert sum(gpu.PARTS.values()) < 600
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ from tests import tiny
 if TYPE_CHECKING:
     from docs.benchmarks.scripts.gpu_parts import Findings, Sizes
 
-__all__ = ["FAMILIES", "METHODS", "difference", "exact", "without_kernels"]
+__all__ = ["FAMILIES", "METHODS", "cases_of", "difference", "exact", "without_kernels"]
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -57,8 +57,6 @@ _WIDE |= {"head_dim": 32}
 def exact(findings: Findings, sizes: Sizes) -> None:
     """Run all tests of exactness; each case says by how much results differ, as a share of the largest."""
     findings.begin("exact", "right", "difference")
-    device = bench_device(sizes.device)
-    families = sizes.families or tuple(FAMILIES)
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-o", "addopts="]
     command += ["-o", "filterwarnings=", *sizes.tests]
     printed = findings.path.with_suffix(".tests")
@@ -67,19 +65,24 @@ def exact(findings: Findings, sizes: Sizes) -> None:
         # They run beside the rest.
         tests = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         stack.callback(tests.kill)
-        cases: dict[str, Callable[[], Mapping[str, Any]]] = {}
-        for family in families:
-            cases[f"full recompute, {family}"] = partial(_full, family, device, sizes)
-            cases[f"kernels, {family}"] = partial(_beside_layers, family, device, sizes)
-        cases["places and codecs"] = partial(_places, device, sizes)
-        cases["decoded together"] = partial(_decoded, device)
-        cases["recorded passes"] = partial(_again, device, sizes)
-        for family in families:
-            cases[f"bfloat16, {family}"] = partial(_narrow, family, device, sizes)
-        cases |= {f"weights, {name}": partial(_quantised, name, device) for name in METHODS}
-        for name, work in cases.items():
-            findings.case(name, work, seconds=30)
+        for name, work in cases_of(sizes).items():
+            findings.case(name, work)
         findings.case("tests of kernels", partial(_tested, tests, printed, findings), seconds=300)
+
+
+def cases_of(sizes: Sizes) -> dict[str, Callable[[], Mapping[str, Any]]]:
+    """All cases by name, but for the tests of kernels."""
+    device, families = bench_device(sizes.device), sizes.families or tuple(FAMILIES)
+    cases: dict[str, Callable[[], Mapping[str, Any]]] = {}
+    for family in families:
+        cases[f"full recompute, {family}"] = partial(_full, family, device, sizes)
+        cases[f"kernels, {family}"] = partial(_beside_layers, family, device, sizes)
+    cases["places and codecs"] = partial(_places, device, sizes)
+    cases["decoded together"] = partial(_decoded, device)
+    cases["recorded passes"] = partial(_again, device, sizes)
+    cases |= {f"weights, {name}": partial(_quantised, name, device) for name in METHODS}
+    cases |= {f"bfloat16, {family}": partial(_narrow, family, device, sizes) for family in families}
+    return cases
 
 
 def _row(name: str, difference: float, most: float = _NEAR, **more: Any) -> dict[str, Any]:

@@ -101,8 +101,8 @@ class Sizes:
     layers: int = 11
     families: tuple[str, ...] = ()
     at_once: tuple[int, ...] = (1, 8, 32)
-    new_tokens: int = 33
-    rounds: int = 5
+    new_tokens: int = 25
+    rounds: int = 4
     warming_up: int = 2
     threads: int = 8
     tests: tuple[str, ...] = ("-n", "4", "tests/parity/test_gpu_kernels.py")
@@ -371,6 +371,7 @@ class _Prompted:
     rates: Mapping[str, float]
     warming: Mapping[str, float]
     failed: Mapping[str, str]
+    long: bool
 
     @property
     def engine(self) -> BlendEngine:
@@ -392,7 +393,7 @@ def _prompted(options: BenchOptions) -> Iterator[_Prompted]:
             "pinned": (MemoryStore(_LIMIT), {}),
             "files": (str(folder / "int8"), {"memory_limit": 0}),
         }
-        if options.chunks * options.chunk_tokens <= 4096:  # where it is more, this takes long
+        if not _is_long(options):
             places["raw files"] = (str(folder / "raw"), {"memory_limit": 0, "codec": "raw"})
             places["files, memory above"] = (str(folder / "both"), {})
         engines, warming, known = dict[str, BlendEngine](), dict[str, float](), None
@@ -408,7 +409,12 @@ def _prompted(options: BenchOptions) -> Iterator[_Prompted]:
                 failed[place] = _end_of(error)
             else:
                 engines[place] = engine
-        yield _Prompted(prompt, engines, rates, warming, failed)
+        yield _Prompted(prompt, engines, rates, warming, failed, _is_long(options))
+
+
+def _is_long(options: BenchOptions) -> bool:
+    """Whether a prompt is measured with few ways: all of them would take minutes."""
+    return options.chunks * options.chunk_tokens > 4096
 
 
 def _groups(made: _Prompted) -> dict[str, dict[str, Way]]:
@@ -421,19 +427,21 @@ def _groups(made: _Prompted) -> dict[str, dict[str, Way]]:
             rules = {f"query {name}": flat, f"hkvd {name}": {**_PAPER, **flat}}
         ways = groups[name] = {}
         for rule, options in rules.items():
-            for place in _places(made):
+            first = name == next(iter(_RATIOS))
+            for place in _places(made)[: 1 if made.long and not (first and rule.startswith("query")) else None]:
                 ways[f"{rule}, {place}"] = blended(made.engines[place].with_config(**options), made.prompt)
-    first = groups[next(iter(groups))]
+    main = groups[next(iter(groups))]
     for place in ("raw files", "files, memory above"):
         if place in made.engines:
-            first[f"default, {place}"] = blended(made.engines[place], made.prompt)
+            main[f"default, {place}"] = blended(made.engines[place], made.prompt)
     nothing = made.engine.with_config(salt="nothing is stored under it", write_back="off")
-    first[PREFIX] = _made_first(lambda: prefix_caching(made.engine, made.prompt))
-    first["cold"] = blended(nothing, made.prompt)
-    first |= _ways_of_users(made)
+    main[PREFIX] = _made_first(lambda: prefix_caching(made.engine, made.prompt))
+    main["cold"] = blended(nothing, made.prompt)
+    if not made.long:
+        main |= _ways_of_users(made)
     groups["full reuse"] = {
         f"full reuse, {place}": blended(made.engines[place].with_config(selection="none"), made.prompt)
-        for place in _places(made)
+        for place in _places(made)[: 1 if made.long else None]
     }
     return groups
 
@@ -514,13 +522,16 @@ def _ways_of_users(made: _Prompted) -> dict[str, Way]:
 
 
 def _in_rounds(findings: Findings, sizes: Sizes, made: _Prompted, ways: Mapping[str, Way]) -> dict[str, Any]:
-    """Time ways in turn, after rounds that warm up. A way that fails is left out from then on."""
+    """Time ways in turn, after rounds that warm up, without those that fail and the slower forms of full recompute."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     warming: dict[str, list[float]] = {name: [] for name in ways}
-    last, failed = dict[str, PrefillResult](), dict[str, str]()
-    for number in range(sizes.warming_up + sizes.rounds):
+    last, failed, slower = dict[str, PrefillResult](), dict[str, str](), set[str]()
+    for number in range(sizes.warming_up + (min(2, sizes.rounds) if made.long else sizes.rounds)):
+        if number == sizes.warming_up:
+            full = {name: times[-1] for name, times in warming.items() if name.startswith(FULL) and times}
+            slower = {name for name in full if name != FULL and full[name] > 1.1 * min(full.values())}
         for name, way in ways.items():
-            if name in failed or findings.left <= 0:
+            if name in failed or name in slower or findings.left <= 0:
                 continue
             try:
                 took, result = _first_token(way)
@@ -534,7 +545,9 @@ def _in_rounds(findings: Findings, sizes: Sizes, made: _Prompted, ways: Mapping[
                 last[name] = result
     if not any(seconds.values()):
         seconds = {name: times[-1:] for name, times in warming.items()}  # better than nothing
-    return _times(made, {name: times for name, times in seconds.items() if times}, warming, last, failed)
+    timed_ways = {name: times for name, times in seconds.items() if times}
+    left_out = {name: warming[name] for name in slower}
+    return {**_times(made, timed_ways, warming, last, failed), "left_out": left_out}
 
 
 def _first_token(way: Way) -> tuple[float, PrefillResult | None]:
@@ -617,7 +630,7 @@ def decode(findings: Findings, sizes: Sizes, shape: str) -> None:
             split = [engine.tokenize(one).input_ids for one in prompts]
             shortest = min(map(len, split))  # without padding, and so without a mask
             ids = torch.tensor([one[-shortest:] for one in split], device=model.device)
-            rounds = 3 if number == 1 else 2
+            rounds = 2 if number == 1 else 1
 
             def ours(tokens: int, prompts: list[Prompt] = prompts) -> float:
                 answers = greedy(tokenizer, tokens)
@@ -767,7 +780,7 @@ def _profiled(run: Callable[[], object], device: torch.device) -> dict[str, Any]
         _settled(device)
     events = recorded.events() or []
     kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    there = [event for event in events if event.device_type == kind and not event.is_user_annotation]
+    there = [event for event in events if event.device_type == kind and not getattr(event, "is_user_annotation", False)]
     kernels: dict[str, list[float]] = {}
     for event in there:
         total = kernels.setdefault(event.name, [0.0, 0])
