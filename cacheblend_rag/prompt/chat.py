@@ -1,39 +1,17 @@
-"""Chat templates, stock prompts, and tool calls in a generated text."""
+"""Chat templates, stock prompts, and the tool calls that an answer may be held to."""
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import TemplateError
 
 from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.prompt.calls import CALL_END, CALL_START, MARK
 
-# The form that Hermes, Qwen and many other templates teach.
-CALL_START, CALL_END = "<tool_call>", "</tool_call>"
-_CALL = re.compile(rf"{CALL_START}\s*(.*?)\s*(?:{CALL_END}|\Z)", re.DOTALL)
-# The form of Mistral and Llama: nothing but JSON. The mark before it is a special token, mostly.
-_MARK = "[TOOL_CALLS]"
 _PARAMETERS = '"parameters"'  # what Llama's template calls arguments
-
-
-@dataclass(frozen=True)
-class Call:
-    """A tool call that a model wrote."""
-
-    name: str
-    arguments: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class BrokenCall:
-    """Text that looks like a tool call and cannot be read."""
-
-    text: str
-    error: str
 
 
 @dataclass(frozen=True)
@@ -54,22 +32,6 @@ class CallText:
     schema: dict[str, Any]
     after: str
     strict: bool
-
-
-@dataclass(frozen=True)
-class ParsedAnswer:
-    """A generated text, and the calls in it.
-
-    Parameters
-    ----------
-    content : str
-        The text before the first call.
-    calls : tuple of Call or BrokenCall
-        In their order in the text.
-    """
-
-    content: str
-    calls: tuple[Call | BrokenCall, ...] = ()
 
 
 def offers_tools(tokenizer: Any) -> bool:
@@ -254,7 +216,7 @@ def calls_in_text(tools: Sequence[Mapping[str, Any]], tokenizer: Any) -> tuple[l
     tokenizer : transformers tokenizer
     """
     calls = [_call_text(tool["function"], '{"name": "' + _named(tool["function"]["name"], tokenizer)) for tool in tools]
-    return (calls, CALL_START, CALL_END) if CALL_START in str(tokenizer.chat_template) else (calls, _MARK, "")
+    return (calls, CALL_START, CALL_END) if CALL_START in str(tokenizer.chat_template) else (calls, MARK, "")
 
 
 def _call_text(function: Mapping[str, Any], before: str) -> CallText:
@@ -267,80 +229,6 @@ def _named(name: str, tokenizer: Any) -> str:
     template = str(tokenizer.chat_template)
     tagged = CALL_START in template
     return f'{name}", "{"arguments" if tagged or _PARAMETERS not in template else "parameters"}": '
-
-
-def parse_calls(text: str, names: Collection[str] = ()) -> ParsedAnswer:
-    """Read the tool calls in a generated text.
-
-    Parameters
-    ----------
-    text : str
-        The answer.
-    names : collection of str
-        Tools that are offered: an answer that is nothing but JSON is a call of one of them.
-    """
-    if CALL_START in text:
-        return ParsedAnswer(text[: text.index(CALL_START)].rstrip(), tuple(map(_call, _CALL.findall(text))))
-    calls = _bare_calls(text, names)
-    return ParsedAnswer("" if calls else text, calls)
-
-
-def _bare_calls(text: str, names: Collection[str]) -> tuple[Call | BrokenCall, ...]:
-    body = text.strip().removeprefix(_MARK).strip()
-    if not names or not body.startswith(("{", "[")):
-        return ()
-    try:
-        found, _ = json.JSONDecoder().raw_decode(body)
-    except ValueError:
-        return ()
-    written = found if isinstance(found, list) else [found]
-    fit = all(isinstance(call, dict) and call.get("name") in names for call in written)
-    return tuple(_call(json.dumps(call)) for call in written) if fit else ()
-
-
-def _call(text: str) -> Call | BrokenCall:
-    try:
-        call, _ = json.JSONDecoder().raw_decode(text)
-        arguments = call["arguments"] if "arguments" in call else call.get("parameters", {})
-        return Call(str(call["name"]), dict(arguments))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return BrokenCall(text, repr(error))
-
-
-class HeldBack:
-    """Returns the pieces of an answer, and holds back text that may be or become a tool call.
-
-    Parameters
-    ----------
-    holds : bool
-        Whether calls are possible; otherwise nothing is held back.
-    """
-
-    def __init__(self, holds: bool) -> None:
-        self._holds = holds
-        self._text = ""
-        self.sent = 0
-
-    def feed(self, piece: str) -> str:
-        """Text that may be handed out now."""
-        if not self._holds:
-            self.sent += len(piece)
-            return piece
-        self._text += piece
-        new = self._text[self.sent : self._certain()]
-        self.sent += len(new)
-        return new
-
-    def _certain(self) -> int:
-        """Length of the text that is no call, without white space that may stand before one."""
-        begun = self._text.lstrip()
-        if begun.startswith(("{", "[")) or not begun:
-            return 0
-        at = self._text.find(CALL_START)
-        if at < 0:
-            starts = range(max(0, len(self._text) - len(CALL_START)), len(self._text))
-            at = next((n for n in starts if CALL_START.startswith(self._text[n:])), len(self._text))
-        return max(self.sent, len(self._text[:at].rstrip()))
 
 
 @dataclass(frozen=True)
