@@ -371,21 +371,24 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
         """
         must = {"tool_choice": "any"} if self._by_call() else {}
         program = get_program_for_llm(output_cls, prompt, self, self.pydantic_program_mode, **must)
-        return program, {"as_object": True, **(self._in_form(output_cls, options) or {})}
+        return program, {"as_object": True, **self._in_form(output_cls, options)}
 
     def _by_call(self) -> bool:
         """Whether objects are asked for by a tool call."""
         return bool(self.is_function_calling_model) and self.pydantic_program_mode in _CALLING
 
-    def _in_form(self, output_cls: type[Model], options: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _in_form(self, output_cls: type[Model], options: dict[str, Any] | None) -> dict[str, Any]:
         """The options of a call, with the format of its answer where that is no tool call.
 
         Without the package for it, LlamaIndex parses whatever the model says.
         """
-        if self._by_call() or find_spec("llguidance") is None:
-            return options
-        described = {"name": output_cls.__name__, "schema": output_cls.model_json_schema(), "strict": True}
-        return {"response_format": {"type": "json_schema", "json_schema": described}, **(options or {})}
+        if self._by_call():
+            return options or {}
+        form: dict[str, Any] = {"as_object": True}
+        if find_spec("llguidance") is not None:
+            described = {"name": output_cls.__name__, "schema": output_cls.model_json_schema(), "strict": True}
+            form["response_format"] = {"type": "json_schema", "json_schema": described}
+        return {**form, **(options or {})}
 
     # Prompts ---------------------------------------------------------------------------------
 

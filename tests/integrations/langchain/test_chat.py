@@ -223,7 +223,7 @@ async def test_a_thought_that_the_template_has_opened_holds_no_call(
     opened = chat.engine.tokenizer.chat_template.replace("[assistant] {", "[assistant] <think>\n{")
     monkeypatch.setattr(chat.engine.tokenizer, "chat_template", opened)
     said = f"I could say {CALLED} now.\n</think>Let me look.\n{CALLED}"
-    model = scripted(chat, said).bind_tools([TOOL])
+    model = scripted(chat, said).bind_tools([TOOL], max_tokens=300)
     for message in (model.invoke("What fell?"), reduce(add, [chunk async for chunk in model.astream("What fell?")])):
         assert message.content == said.removesuffix("\n" + CALLED)
         assert len(message.tool_calls) == 1
