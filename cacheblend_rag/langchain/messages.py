@@ -235,7 +235,7 @@ def _check_call(answer: Generation) -> None:
 def parse_answer(text: str, tools: Sequence[dict[str, Any]] | None, in_thought: bool = False) -> AIMessage:
     """A generated text as a message, with the calls of the tools that were offered; see `parse_calls`.
 
-    What cannot be understood as a call stays text. It is no invalid tool call: in a stream, agents would run that.
+    Text that cannot be understood as a call stays text. It is no invalid tool call: in a stream, agents would run that.
     """
     parsed = parse_calls(text, tools, in_thought=in_thought)
     # Nine letters or digits: Mistral's templates take no other names.
