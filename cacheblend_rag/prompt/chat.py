@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from jinja2 import TemplateError
 
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.prompt.calls import CALL_END, CALL_START, MARK
+from cacheblend_rag.prompt.calls import CALL_END, CALL_START, MARK, parse_calls
 
 _PARAMETERS = '"parameters"'  # what Llama's template calls arguments
+_LEAF = {"type": "object", "properties": {"leaf": {"type": "string"}}}
+_EXAMPLE_TOOL = {"type": "function", "function": {"name": "look_up", "description": "A leaf.", "parameters": _LEAF}}
+
+_log = logging.getLogger(__name__)
+# Chat templates of which it is known whether their form of calls is read.
+_known_forms: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,36 @@ def render_turns(
         {**tool, "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
         for tool in tools or []
     ]
+    if shown and str(template) not in _known_forms:
+        _known_forms.add(str(template))
+        if (written := call_as_written(tokenizer)) and not parse_calls(written, [_EXAMPLE_TOOL]).calls:
+            _log.warning("the chat template writes tool calls in a form that is not read; they stay text: %s", written)
     return written_by_template(tokenizer, turns, tools=shown or None, add_generation_prompt=True, **(options or {}))
+
+
+def call_as_written(tokenizer: Any) -> str:
+    """A tool call as the chat template writes it into a conversation, as text; empty if it writes none.
+
+    Parameters
+    ----------
+    tokenizer : transformers tokenizer
+    """
+    function = {"name": "look_up", "arguments": {"leaf": "red"}}
+    call = {"type": "function", "id": "123456789", "function": function}
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    try:
+        asked = written_by_template(tokenizer, turns[:1], tools=[_EXAMPLE_TOOL], add_generation_prompt=True)
+        answered = written_by_template(tokenizer, turns, tools=[_EXAMPLE_TOOL])
+    except Exception:  # a template may refuse this conversation, and take that of the request
+        return ""
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, answered, strict=False)))
+    text = answered[same:]
+    for token in tokenizer.all_special_tokens:
+        text = text.replace(token, "")
+    return text.strip() if "look_up" in text and "red" in text else ""
 
 
 def written_by_template(tokenizer: Any, turns: Sequence[Mapping[str, Any]], **options: Any) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.prompt.calls import HeldBack, begins_in_thought, begun_call, parse_calls
+from cacheblend_rag.prompt.chat import render_turns
+from tests import tiny
 
 PROPERTIES: dict[str, Any] = {
     "what": {"type": "string"},
@@ -196,3 +198,38 @@ def test_a_call_can_be_read_while_it_is_written() -> None:
     assert seen[0] == {}
     assert {"what": "le"} in seen
     assert seen[-1] == {"what": "leaf"}
+
+
+_ASKED = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}"
+_DONE = "{% endfor %}</s>{% endfor %}{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+_EACH = "{% for c in m.tool_calls or [] %}{% set c = c.function %}"
+TEMPLATES = {
+    "Hermes": ("<tool_call>\n{{ c | tojson }}\n</tool_call>", True),
+    "Llama": ('{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}', True),
+    "Mistral": ('[TOOL_CALLS] [{{ {"name": c.name, "arguments": c.arguments, "id": "1"} | tojson }}]', True),
+    "Qwen3-Coder": (
+        "<tool_call>\n<function={{ c.name }}>\n{% for k, v in c.arguments | items %}<parameter={{ k }}>\n{{ v }}\n"
+        "</parameter>\n{% endfor %}</function>\n</tool_call>",
+        True,
+    ),
+    "GLM": (
+        "<tool_call>{{ c.name }}\n{% for k, v in c.arguments | items %}<arg_key>{{ k }}</arg_key>\n"
+        "<arg_value>{{ v }}</arg_value>\n{% endfor %}</tool_call>",
+        False,
+    ),
+    "Python": ("{{ c.name }}({% for k, v in c.arguments | items %}{{ k }}={{ v }}{% endfor %})", False),
+    "none": ("", True),
+}
+
+
+@pytest.mark.parametrize(("form", "read"), TEMPLATES.values(), ids=TEMPLATES)
+def test_a_template_whose_calls_are_not_read_is_named_once(
+    form: str, read: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{# " + form[:9] + " #}" + _ASKED + _EACH + form + _DONE
+    for _ in range(2):
+        render_turns(tokenizer, [{"role": "user", "content": "Which leaf?"}], TOOLS)
+    told = [record.getMessage() for record in caplog.records if record.name == "cacheblend_rag.prompt.chat"]
+    assert len(told) == (not read)
+    assert all("look_up" in line and "red" in line and "stay text" in line for line in told)
