@@ -43,6 +43,20 @@ class DecodeArguments(TypedDict, total=False):
     grammar: Grammar | None
 
 
+def stop_texts(stop: str | Iterable[str] | None) -> list[str]:
+    """The texts that end an answer: one, several or none.
+
+    Raises
+    ------
+    ConfigError
+        If they are no texts, or one is empty.
+    """
+    texts = [stop] if isinstance(stop, str) else stop or ()
+    if not isinstance(texts, Iterable) or any(not isinstance(text, str) or not text for text in texts):
+        raise ConfigError("stop", stop, "use texts that are not empty")
+    return list(texts)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions:
     """How an answer is generated.
@@ -93,10 +107,7 @@ class DecodeOptions:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        if not isinstance(stops, Iterable) or any(not isinstance(text, str) or not text for text in stops):
-            raise ConfigError("stop", self.stop, "use texts that are not empty")
-        object.__setattr__(self, "stop", tuple(stops))
+        object.__setattr__(self, "stop", tuple(stop_texts(self.stop)))
         _check("max_new_tokens", self.max_new_tokens, int, lambda n: n >= 1, "use a whole number, 1 or more")
         _check("temperature", self.temperature, Real, lambda t: t >= 0, "use 0 for greedy decoding, or more")
         _check("top_p", self.top_p, Real, lambda p: 0 < p <= 1, "use a number above 0, up to 1")

@@ -15,13 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 from tenacity import AttemptManager, Retrying, retry_if_exception, stop_after_attempt
 
 from cacheblend_rag.config import BlendConfig, BlendOptions, check_names
-from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions
+from cacheblend_rag.engine.decode import DecodeArguments, DecodeOptions, stop_texts
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.engine.grammar import Form, Grammar, InText, closed, form_of
 from cacheblend_rag.engine.streaming import NumberedStreams, TextStream
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import CacheBlendError, ConfigError, MissingExtraError
 from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt.calls import CALL_END
 from cacheblend_rag.prompt.chat import CallText, call_rests, calls_in_text, check_choice
 from cacheblend_rag.prompt.matching import known_chunks, written_forms
 from cacheblend_rag.report import AnswerStats, BlendReport, Generation, Tally, WarmReport
@@ -51,6 +52,8 @@ _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
 }
 # Dicts in which other packages take options of generation.
 _NESTED = ("pipeline_kwargs", "generate_kwargs")
+# Both names of the length of an answer.
+_LENGTHS = ("max_tokens", "max_new_tokens")
 _DECODING = tuple(name for name in DecodeArguments.__annotations__ if name not in ("stop", "grammar"))
 
 
@@ -66,7 +69,7 @@ class AnswerFields(TypedDict, total=False):
     top_k: int | None
     repetition_penalty: float | None
     seed: int | None
-    stop: list[str]
+    stop: str | list[str]
     generation_config: Any
     logits_processor: list[Any]
     timeout: float | None
@@ -139,8 +142,8 @@ class LLMBase(BaseModel):
         Above 1, tokens that were there already become less likely.
     seed : int, optional
         Makes sampling repeatable.
-    stop : list of str
-        Texts that end an answer, besides those given by the call.
+    stop : str or list of str
+        Text or texts that end an answer, besides those given by the call.
     generation_config : transformers GenerationConfig, optional
         Anything else transformers offers.
     logits_processor : list of callable
@@ -212,8 +215,8 @@ class LLMBase(BaseModel):
             return given
         known = {name for name, field in cls.model_fields.items()} | {"max_tokens"}
         fields = _settle(given, (*known, *BlendConfig.names()))
-        if "max_tokens" in fields and fields.get("max_new_tokens", fields["max_tokens"]) != fields["max_tokens"]:
-            raise ConfigError("max_tokens", fields["max_tokens"], "give max_new_tokens or max_tokens, not both")
+        if "stop" in fields:
+            fields["stop"] = stop_texts(fields["stop"])
         options = {name: fields.pop(name) for name in BlendConfig.names() if name in fields}
         engine = fields.get("engine")
         if engine is None:
@@ -376,28 +379,28 @@ class LLMBase(BaseModel):
         return self._tally.last
 
     def _arguments(
-        self, stop: list[str] | None, overrides: Mapping[str, Any], also: Sequence[str] = ()
+        self, stop: str | Sequence[str] | None, overrides: Mapping[str, Any], also: Sequence[str] = (), begun: str = ""
     ) -> DecodeArguments:
         """Decoding options of one call.
 
         Parameters
         ----------
-        stop : list of str
+        stop : str or list of str
             Texts that end this answer, too.
         overrides : dict
             Arguments of the call.
         also : sequence of str
             Other names that the call takes.
+        begun : str
+            Beginning of the tool call that was written for the model. The answer ends with that call.
 
         Raises
         ------
         ConfigError
             If it was given something else.
         """
-        known = ("max_tokens", "timeout", "response_format", *_DECODING, *also)
+        known = ("max_tokens", "timeout", "response_format", "stop", *_DECODING, *also)
         given = _settle(overrides, known, self.model_name)
-        if "max_tokens" in given:
-            given = {"max_new_tokens": given["max_tokens"], **given}
         own = {name: getattr(self, name) for name in _DECODING}
         # A call that says how tokens are chosen overrules all that contradicts it.
         if given.get("do_sample") is False:
@@ -409,7 +412,14 @@ class LLMBase(BaseModel):
         own |= {name: given[name] for name in _DECODING if name in given}
         if grammar := self._grammar(given.get("response_format"), given.get("tools"), given.get("tool_choice")):
             own["grammar"] = grammar
-        return cast(DecodeArguments, {"stop": [*self.stop, *(stop or [])], **own})
+        stops = [*stop_texts(self.stop), *stop_texts(stop), *stop_texts(given.get("stop"))]
+        if begun and not grammar:
+            stops.append(CALL_END)
+        return cast(DecodeArguments, {"stop": stops, **own})
+
+    def _most(self, overrides: Mapping[str, Any]) -> int | None:
+        """Most tokens of the answer of one call; None if no number was given."""
+        return cast(int | None, _one_length(overrides).get("max_new_tokens", self.max_new_tokens))
 
     def _grammar(self, response_format: Any, tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> Grammar | None:
         """The grammar of an answer: its response format, or the arguments of the call that it must be."""
@@ -536,9 +546,10 @@ def _settle(given: Mapping[str, Any], known: Sequence[str], model_name: str = ""
     """
     settled = dict(given)
     for outer in _NESTED:
-        for name, value in (settled.pop(outer, None) or {}).items():
-            if name in settled:
-                raise ConfigError(outer, {name: value}, f"leave {name!r} out; it is given beside {outer}, too")
+        for name, value in _one_length(settled.pop(outer, None) or {}).items():
+            twice = next((one for one in (_LENGTHS if name in _LENGTHS else (name,)) if one in settled), None)
+            if twice is not None:
+                raise ConfigError(outer, {name: value}, f"leave {name!r} out; {twice!r} is given beside {outer}, too")
             settled[name] = value
     for name in [name for name in settled if name not in known]:
         fits, remedy = _HARMLESS.get(name, ((), ""))
@@ -551,7 +562,20 @@ def _settle(given: Mapping[str, Any], known: Sequence[str], model_name: str = ""
             if value is not None and value not in fits:
                 raise ConfigError(name, value, remedy)
     check_names(settled.items(), known)
-    return settled
+    return _one_length(settled)
+
+
+def _one_length(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with one name for the length of an answer.
+
+    Of two lengths the last one counts. LangChain puts the options of a call behind those that `bind` has bound, so
+    that the call's win whatever their names are.
+    """
+    lengths = [given[name] for name in given if name in _LENGTHS]
+    if not lengths:
+        return dict(given)
+    others = {name: value for name, value in given.items() if name not in _LENGTHS}
+    return {**others, "max_new_tokens": next((one for one in reversed(lengths) if one is not None), None)}
 
 
 def _own_error(error: ValidationError) -> CacheBlendError:

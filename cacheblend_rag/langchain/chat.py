@@ -12,10 +12,12 @@ from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackMana
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.output_parsers import BaseOutputParser
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
+from langchain_core.utils.pydantic import is_basemodel_subclass
 from pydantic import BaseModel, Field
 
 from cacheblend_rag.engine.decode import DecodeArguments
@@ -24,6 +26,8 @@ from cacheblend_rag.engine.write_back import tokens_to_store
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.langchain.base import AllFields, BlendFields, within_run
 from cacheblend_rag.langchain.messages import (
+    CalledDict,
+    CalledObject,
     WholeJson,
     answer_texts,
     artifact_texts,
@@ -35,7 +39,8 @@ from cacheblend_rag.langchain.messages import (
 )
 from cacheblend_rag.langchain.tracking import documents_of_run, note_found
 from cacheblend_rag.prompt import ImagePrompt, Prompt
-from cacheblend_rag.prompt.chat import CALL_END, HeldBack, check_choice, offers_tools, opening, render_turns
+from cacheblend_rag.prompt.calls import HeldBack, begins_in_thought
+from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening, render_turns
 from cacheblend_rag.prompt.images import ImageLimits, holds_image
 from cacheblend_rag.prompt.matching import ChunkRegistry, RetrievedDocument, known_chunks, match_chunks
 from cacheblend_rag.report import Generation
@@ -158,17 +163,23 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
             If a value cannot be used. When it is asked: if answers cannot be held to the schema.
         """
         method = method or ("function_calling" if offers_tools(self.engine.tokenizer) else "json_schema")
+        if kwargs:
+            raise ConfigError(*next(iter(kwargs.items())), "leave it out; give method, include_raw and strict")
+        described = {"kwargs": {"method": method}, "schema": schema}
+        parser: BaseOutputParser[Any]
         if method == "function_calling":
             if schema is None:
                 raise ConfigError("schema", None, "give one, or use method='json_mode'")
-            return super().with_structured_output(schema, include_raw=include_raw, **kwargs)
-        if kwargs:
-            raise ConfigError(*next(iter(kwargs.items())), "leave it out; give method, include_raw and strict")
-        form = response_format(schema, method, strict is not False)
-        described = {"kwargs": {"method": method}, "schema": schema}
-        model = self.bind(response_format=form, ls_structured_output_format=described)
-        own = schema if isinstance(schema, type) and issubclass(schema, BaseModel) else None
-        parser = WholeJson(pydantic_object=own)
+            model = self.bind_tools([schema], tool_choice="any", ls_structured_output_format=described)
+            name = convert_to_openai_tool(schema)["function"]["name"]
+            parser = CalledDict(key_name=name, first_tool_only=True)
+            if isinstance(schema, type) and is_basemodel_subclass(schema):
+                parser = CalledObject(tools=[schema], first_tool_only=True)
+        else:
+            form = response_format(schema, method, strict is not False)
+            model = self.bind(response_format=form, ls_structured_output_format=described)
+            own = schema if isinstance(schema, type) and issubclass(schema, BaseModel) else None
+            parser = WholeJson(pydantic_object=own)
         if not include_raw:
             return model | parser
         parsed = RunnablePassthrough.assign(parsed=itemgetter("raw") | parser, parsing_error=lambda _: None)
@@ -213,7 +224,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         request = self._request(messages, stop, kwargs)
         with within_run(run_manager):
             stream = self._open(request.prompt, request.arguments, kwargs, "chat")
-        held = HeldBack(bool(request.tools))
+        held = request.held_back()
         try:
             for piece in stream:
                 if new := request.begun(held, piece):
@@ -235,7 +246,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         request = await asyncio.to_thread(self._request, messages, stop, kwargs)
         with within_run(run_manager):
             stream = self._open(request.prompt, request.arguments, kwargs, "chat")
-        held = HeldBack(bool(request.tools))
+        held = request.held_back()
         try:
             async for piece in stream:
                 if new := request.begun(held, piece):
@@ -254,8 +265,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         begun = opening(check_choice(overrides.get("tool_choice"), names), tokenizer)
         options = overrides.get("chat_template_kwargs", self.chat_template_kwargs)
         prompt = self._with_images(messages, tools, options, begun) or self._matched(messages, tools, options, begun)
-        stops = [*(stop or []), CALL_END] if begun else stop
-        return _Request(prompt, self._arguments(stops, overrides, _CALL), tools, begun)
+        return _Request(prompt, self._arguments(stop, overrides, _CALL, begun), tools, begun)
 
     def _with_images(
         self,
@@ -305,7 +315,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return known_chunks
 
     def _message(self, request: _Request, answer: Generation) -> AIMessage:
-        message = parse_answer(request.opening + answer.text, request.tools)
+        message = parse_answer(request.opening + answer.text, request.tools, request.in_thought)
         message.usage_metadata = self._usage(request.prompt, answer)
         message.response_metadata = self._info(answer.report)
         return message
@@ -356,6 +366,15 @@ class _Request:
     arguments: DecodeArguments
     tools: list[dict[str, Any]] | None
     opening: str
+
+    @property
+    def in_thought(self) -> bool:
+        """Whether the answer begins within a thought."""
+        return begins_in_thought(self.prompt.suffix)
+
+    def held_back(self) -> HeldBack:
+        """Hands out the text of an answer, and no calls."""
+        return HeldBack(self.tools, self.in_thought)
 
     def begun(self, held: HeldBack, piece: str) -> str:
         """The part of a piece that may be handed out; nothing of an answer that is a call from its start."""

@@ -64,8 +64,8 @@ def test_every_field_is_typed(kind: Any) -> None:
     ours, all_of = (LlamaIndexFields, _AllFields) if kind is LlamaIndexLLM else (LangChainFields, AllFields)
     there = {*kind.model_fields, *OPTIONS, "max_tokens", "pipeline_kwargs", "generate_kwargs"}
     typed = set(get_type_hints(all_of))
-    chat_only = set(ChatCacheBlend.model_fields) - set(CacheBlendLLM.model_fields)
-    assert typed - (chat_only if kind is CacheBlendLLM else set()) == there
+    of_others = set(ChatCacheBlend.model_fields) ^ set(CacheBlendLLM.model_fields)
+    assert typed - (of_others - there) == there
     # A grammar comes with each request: with_structured_output, or structured predict.
     assert set(DecodeArguments.__annotations__) - {"grammar"} < set(AnswerFields.__annotations__)
     assert not set(kind.model_fields) & set(OPTIONS)
@@ -95,8 +95,50 @@ def test_values_are_refused_before_anything_is_generated(kind: Any, engine: Blen
         with pytest.raises(ConfigError) as caught:
             kind(engine=engine, **{name: value})
         assert caught.value.field == name
-    with pytest.raises(ConfigError, match="not both"):
-        kind(engine=engine, max_tokens=3, max_new_tokens=4)
+    for empty in ("", [""], 7, [7]):
+        with pytest.raises(ConfigError, match="stop="):
+            kind(engine=engine, stop=empty)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_two_lengths_the_last_counts(kind: Any, engine: BlendEngine) -> None:
+    """A call's own is behind what `bind` has bound, whatever the names of both are."""
+    made = kind(engine=engine, max_tokens=3, max_new_tokens=4)
+    assert made.max_new_tokens == 4
+    assert generated(made) == 4
+    for given in ({"max_new_tokens": 2, "max_tokens": 5}, {"max_tokens": 2, "max_new_tokens": 5},
+                  {"max_new_tokens": 5, "max_tokens": None}, {"pipeline_kwargs": {"max_tokens": 5}}):  # fmt: skip
+        assert generated(made, **given) == 5
+    with pytest.raises(ConfigError, match="leave 'max_new_tokens' out; 'max_tokens' is given beside"):
+        generated(made, max_tokens=2, pipeline_kwargs={"max_new_tokens": 5})
+    if kind is LlamaIndexLLM:
+        return
+    for bound, given in (("max_tokens", "max_new_tokens"), ("max_new_tokens", "max_tokens")):
+        model = made.bind(stop=["zzz"]).bind(**{bound: 2})
+        model.invoke("What fell?", **{given: 5})
+        assert made.last_report.generated_tokens == 5
+        assert made._get_ls_params(**{bound: 2, given: 5})["ls_max_tokens"] == 5
+
+
+def generated(model: Any, **options: Any) -> int:
+    say(model, **options)
+    return int(model.last_report.generated_tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_text_that_ends_an_answer_is_no_list_of_letters(kind: Any, engine: BlendEngine) -> None:
+    whole = say(kind(engine=engine, max_new_tokens=12))
+    word = whole[4:8]
+    expected = whole[: whole.index(word)]
+    plain = kind(engine=engine, max_new_tokens=12)
+    assert say(kind(engine=engine, max_new_tokens=12, stop=word)) == expected
+    assert say(kind(engine=engine, max_new_tokens=12, pipeline_kwargs={"stop": word})) == expected
+    assert say(plain, stop=word) == say(plain, stop=(word,)) == say(plain, pipeline_kwargs={"stop": word}) == expected
+    assert say(kind(engine=engine, max_new_tokens=12, stop=None), stop=None) == whole
+    assert say(plain.model_copy(update={"stop": word})) == expected
+    if kind is not LlamaIndexLLM:
+        assert say(plain.bind(stop=word)) == expected
+        assert plain._get_ls_params(stop=word)["ls_stop"] == [word]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -189,9 +189,10 @@ class FunctionCall(_Body):
 
 
 class ToolCall(_Body):
-    """A call with its id."""
+    """A call with its id; a client that has put it together from a stream may send its index back, too."""
 
     id: str
+    index: Annotated[int | None, Field(exclude=True)] = None
     type: Literal["function"] = "function"
     function: FunctionCall
 

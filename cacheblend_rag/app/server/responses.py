@@ -122,7 +122,7 @@ class Response(Chat):
             answer = await choice.stream.acomplete()
         self.count(answer)
         found = choice.conversation.message()
-        rest = None if found.tool_calls or found.invalid_tool_calls else choice.rest(answer)
+        rest = None if found.tool_calls else choice.rest(answer)
         for one in self._end(message, found, rest, cut=answer.report.finish_reason == "length"):
             yield one
 

@@ -18,7 +18,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, Field, TypeAdapter
 
 from cacheblend_rag.app.server.settings import Limits
-from tests.app.server.common import Running, passage, process_logits, running, settings_for
+from tests.app.server.common import NO_CALLS, Running, passage, process_logits, running, settings_for
 from tests.integrations.langchain.models import Script
 
 KEY = "sk-none-needed-here"
@@ -240,6 +240,24 @@ def test_turns_with_calls_go_on_from_what_came_back(
     assert second.usage.input_tokens == same.usage.prompt_tokens, "a message and its call are one turn"
     turns += [*second.output, {"role": "user", "content": "And then?"}]
     assert client.responses.create(input=turns, **options).output_text == "It is red."
+
+
+@pytest.mark.parametrize("said", NO_CALLS.values(), ids=NO_CALLS)
+def test_text_that_only_looks_like_a_call_stays_text(
+    client: openai.OpenAI, asked: dict[str, Any], chatty: Running, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    says(monkeypatch, chatty, said)
+    for several in (True, False):
+        options = {**asked, "tools": [TOOL], "max_output_tokens": 190, "parallel_tool_calls": several}
+        events = streamed(chatty.url, options)
+        parts = [one["delta"] for one in events if one["type"] == "response.output_text.delta"]
+        whole = client.responses.create(**options)
+        assert "".join(parts) == whole.output_text == said
+        assert (
+            [one["type"] for one in events[-1]["response"]["output"]]
+            == [one.type for one in whole.output]
+            == ["message"]
+        )
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "look_up"}])

@@ -15,7 +15,7 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.load import dumpd, load
 from langchain_core.messages import HumanMessage
 from transformers import GenerationConfig, pipeline
-from transformers.generation import LogitsProcessor
+from transformers.generation import LogitsProcessor, LogitsProcessorList, SuppressTokensLogitsProcessor
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import ConfigError, GenerationError, GenerationTimeoutError
@@ -330,3 +330,43 @@ def test_a_pipeline_is_taken_over_with_its_settings() -> None:
     assert CacheBlendLLM.from_pipeline(plain).generation_config is None
     with pytest.raises(ConfigError, match="text-generation"):
         CacheBlendLLM.from_pipeline(object())
+
+
+PIPELINES: dict[str, dict[str, Any]] = {
+    "a prefix": {"prefix": "The leaf. ", "max_new_tokens": 5},
+    "a prefix and a length of all": {"prefix": "The leaf. ", "max_length": 24},
+    "a prefix alone": {"prefix": "The leaf. "},
+    "a text that ends it": {"stop_sequence": "o", "max_new_tokens": 20},
+    "processors": {"logits_processor": LogitsProcessorList([SuppressTokensLogitsProcessor([*range(5, 200)])])},
+}
+
+
+@pytest.mark.parametrize("settings", PIPELINES.values(), ids=PIPELINES)
+async def test_a_pipelines_settings_hold_in_every_mode(settings: dict[str, Any]) -> None:
+    model, tokenizer = tiny_parts()
+    made = pipeline("text-generation", model, tokenizer=tokenizer, return_full_text=False, **settings)
+    llm = CacheBlendLLM.from_pipeline(made, config=BlendConfig(min_tokens=0, check_model=False))
+    # The text that ends an answer is no part of it here.
+    expected = made("What fell?", do_sample=False)[0]["generated_text"].removesuffix(settings.get("stop_sequence", ""))
+    for mode in MODES:
+        assert await say(llm, mode, "What fell?") == expected
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"add_special_tokens": False},
+        {"truncation": True},
+        {"handle_long_generation": "hole"},
+        {"tokenizer_encode_kwargs": {"add_special_tokens": False}},
+        {"skip_special_tokens": False},
+        {"stopping_criteria": [Slow(0)]},
+    ],
+)
+def test_settings_of_a_pipeline_that_would_not_hold_are_refused(settings: dict[str, Any]) -> None:
+    model, tokenizer = tiny_parts()
+    (name,) = settings
+    with pytest.raises(ConfigError, match=f"{name}=.*make the pipeline without it"):
+        CacheBlendLLM.from_pipeline(pipeline("text-generation", model, tokenizer=tokenizer, **settings))
+    with pytest.raises(ConfigError, match=r"prefix=.*a system message"):
+        ChatCacheBlend.from_pipeline(pipeline("text-generation", model, tokenizer=tokenizer, prefix="So. "))
