@@ -97,9 +97,9 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
         """Tokens of a conversation as the chat template writes it, those of its images included.
 
-        What the model would refuse is counted, too, so that it can be trimmed: a conversation in an order that the
-        template does not take, blocks that are not read, nothing at all. The count is then an estimate: each message is
-        written as a question of its own.
+        A conversation that the model would refuse is counted, too, so that it can be trimmed. Its order may be one that
+        the template does not take, or it holds blocks that are not read. The count is then an estimate: each message
+        is written as a question of its own.
         """
         if not messages:
             return 0

@@ -30,8 +30,8 @@ from cacheblend_rag.retrieval.exact_index import ExactIndex
 from cacheblend_rag.retrieval.vectors import NONE, Vectors, as_matrix, check_count, marginal_relevance
 
 _VERSION = 2
-# What LlamaIndex's SimpleVectorStore reads of a saved store, and fails to take for a number: without it, it would load
-# such a file as an empty store, and save that over it.
+# LlamaIndex's SimpleVectorStore reads this of a saved store, and fails to take it for a number. Without it, that class
+# would load such a file as an empty store, and save that over it.
 _NOT_SIMPLE = "saved by a FaissVectorStore; load it with vector_store=FaissVectorStore.from_persist_dir(persist_dir)"
 # How many of the nearest the diverse ones are chosen from.
 _MMR_PREFETCH = 4
