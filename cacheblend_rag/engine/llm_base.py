@@ -24,7 +24,7 @@ from cacheblend_rag.errors import CacheBlendError, ConfigError, MissingExtraErro
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.calls import CALL_END
 from cacheblend_rag.prompt.chat import CallText, call_rests, calls_in_text, check_choice
-from cacheblend_rag.prompt.matching import known_chunks, written_forms
+from cacheblend_rag.prompt.matching import hint_at_unknown, known_chunks, written_forms
 from cacheblend_rag.report import AnswerStats, BlendReport, Generation, Tally, WarmReport
 from cacheblend_rag.store import StoreLocations
 from cacheblend_rag.store.base import UNLIMITED
@@ -458,7 +458,7 @@ class LLMBase(BaseModel):
     ) -> TextStream:
         engine = self.engine.named(self.model_name, operation)
         stream = engine.stream(prompt, timeout=overrides.get("timeout", self.timeout), **arguments)
-        stream.on_result = self._tally.note
+        stream.on_result = self._answered
         return stream
 
     def _complete(
@@ -473,7 +473,7 @@ class LLMBase(BaseModel):
         for attempt in self._attempts():
             with attempt, closing(self._streams(prompts, arguments, overrides, operation)) as streams:
                 for number, stream in streams:
-                    stream.on_result = self._tally.note
+                    stream.on_result = self._answered
                     answers[number] = stream.complete()
         return [answers[number] for number in range(len(prompts))]
 
@@ -488,9 +488,15 @@ class LLMBase(BaseModel):
         for attempt in self._attempts():
             with attempt, closing(self._streams(prompts, arguments, overrides, operation)) as streams:
                 for number, stream in streams:
-                    stream.on_result = self._tally.note
+                    stream.on_result = self._answered
                     answers[number] = await stream.acomplete()
         return [answers[number] for number in range(len(prompts))]
+
+    def _answered(self, answer: Generation) -> None:
+        self._tally.note(answer)
+        report = answer.report
+        if self.track and not (report.hits or report.misses or report.left_out or report.documents):
+            hint_at_unknown(report.prompt_tokens - report.resumed_tokens)
 
     def _streams(
         self, prompts: Sequence[Prompt], arguments: DecodeArguments, overrides: dict[str, Any], operation: Operation

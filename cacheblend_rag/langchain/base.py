@@ -15,6 +15,7 @@ from langchain_core.documents import Document
 from langchain_core.language_models import LangSmithParams
 from langchain_core.rate_limiters import BaseRateLimiter
 from langchain_core.runnables import ensure_config
+from pydantic import Field
 
 from cacheblend_rag.engine.decode import DecodeArguments, stop_texts
 from cacheblend_rag.engine.engine import BlendEngine
@@ -80,6 +81,8 @@ class BlendFields(LLMBase):
     Constructing one turns on the tracking of retrievers. The documents in a prompt of any chain are then found by
     their texts.
     """
+
+    custom_get_token_ids: Callable[[str], list[int]] | None = Field(default=None, exclude=True)
 
     def __init__(self, **fields: Unpack[AllFields]) -> None:
         super().__init__(**fields)
@@ -205,7 +208,9 @@ class BlendFields(LLMBase):
         return params
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Ids of a text by this model's tokenizer, without what opens a text."""
+        """Ids of a text by ``custom_get_token_ids``, else by the model's tokenizer without what opens a text."""
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
         return list(self.engine.tokenizer.encode(text, add_special_tokens=False))
 
 

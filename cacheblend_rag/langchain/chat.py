@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal, Unpack
 
+from jinja2 import TemplateError
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams, LanguageModelInput
-from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, HumanMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.output_parsers import BaseOutputParser
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
@@ -23,7 +26,7 @@ from pydantic import BaseModel, Field
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.write_back import tokens_to_store
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.langchain.base import AllFields, BlendFields, within_run
 from cacheblend_rag.langchain.messages import (
     CalledDict,
@@ -47,6 +50,8 @@ from cacheblend_rag.report import Generation
 
 # Arguments that a call may have beside options of decoding.
 _CALL = ("tools", "tool_choice", "chat_template_kwargs")
+# Errors of a chat template, or of a processor of images, about a conversation that it does not take.
+_NOT_WRITTEN = (CacheBlendError, TemplateError, TypeError, ValueError, KeyError)
 
 
 class ChatCacheBlend(BlendFields, BaseChatModel):
@@ -95,12 +100,40 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return f"{super()._get_llm_string(stop=stop, **kwargs)}---{sorted(self._identifying_params.items())}"
 
     def get_num_tokens_from_messages(self, messages: list[BaseMessage], tools: Sequence[Any] | None = None) -> int:
-        """Tokens of a conversation as the chat template writes it, those of its images included."""
+        """Tokens of a conversation as the chat template writes it, those of its images included.
+
+        A conversation that the model would refuse is counted, too, so that it can be trimmed. Its order may be one that
+        the template does not take, or it holds blocks that are not read. The count is then an estimate: each message
+        is written as a question of its own.
+        """
+        if not messages:
+            return 0
         offered = [convert_to_openai_tool(tool) for tool in tools] if tools else None
+        try:
+            return self._written_tokens(messages, offered)
+        except _NOT_WRITTEN:
+            return self._estimated_tokens(messages, offered)
+
+    def _written_tokens(self, messages: Sequence[BaseMessage], offered: list[dict[str, Any]] | None = None) -> int:
         if (seen := self._with_images(messages, offered, self.chat_template_kwargs)) is not None:
             return len(seen.input_ids)
         turns, options = turns_of(messages), self.chat_template_kwargs
         return len(self.get_token_ids(render_turns(self.engine.tokenizer, turns, offered, options)))
+
+    def _estimated_tokens(self, messages: Sequence[BaseMessage], offered: list[dict[str, Any]] | None) -> int:
+        frame = tokens = 0  # the frame is written once, whatever is said within
+        with suppress(*_NOT_WRITTEN):
+            said = [HumanMessage("x"), AIMessage("x"), HumanMessage("x")]
+            one, three = self._written_tokens(said[:1]), self._written_tokens(said)
+            frame = max(0, one - (three - one) // 2)
+        for message in messages:
+            try:
+                tokens += max(0, self._written_tokens([HumanMessage(content=message.content)]) - frame)
+            except _NOT_WRITTEN:
+                tokens += self.get_num_tokens(message.text)
+            if isinstance(message, AIMessage) and message.tool_calls:
+                tokens += self.get_num_tokens(json.dumps(message.tool_calls))
+        return frame + tokens + (self.get_num_tokens(json.dumps(offered)) if offered else 0)
 
     def bind_tools(
         self,

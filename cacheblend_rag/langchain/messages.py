@@ -31,6 +31,8 @@ from cacheblend_rag.prompt.chat import not_text
 from cacheblend_rag.prompt.images import IMAGE
 
 _CUT = "the answer was cut before its JSON ended: allow it more max_tokens"
+# Blocks that say nothing to a template: thoughts, as each provider calls them, and calls.
+_UNREAD = ("reasoning", "thinking", "redacted_thinking", "reasoning_content", "tool_use", "tool_call", "function_call")
 
 
 def turns_of(messages: Sequence[BaseMessage], images: bool = False) -> list[dict[str, Any]]:
@@ -161,12 +163,16 @@ def _text(message: BaseMessage) -> str:
 
 
 def _text_of(block: str | dict[str, Any]) -> str:
+    """The text of a block; a thought of any model has none, and no call: that is in ``message.tool_calls``, too."""
     if isinstance(block, str):
         return block
-    if block.get("type") == "text":
-        return str(block["text"])
-    if block.get("type") not in ("tool_use", "tool_call"):  # these are in message.tool_calls too
-        raise not_text(str(block.get("type")))
+    kind = block.get("type")
+    if kind in ("text", "refusal"):
+        return str(block[kind])
+    if kind == "non_standard":
+        return _text_of(block["value"])
+    if kind not in _UNREAD and "cachePoint" not in block:
+        raise not_text(str(kind))
     return ""
 
 

@@ -10,6 +10,7 @@ from uuid import uuid4
 from llama_index.core.base.llms.types import (
     CachePoint,
     ChatMessage,
+    CitationBlock,
     ContentBlock,
     ImageBlock,
     MessageRole,
@@ -28,8 +29,8 @@ _ROLES = {
     MessageRole.MODEL: "assistant",
     MessageRole.FUNCTION: "tool",
 }
-# Thoughts and cache points say nothing to a template.
-_READ = (TextBlock, ToolCallBlock, ThinkingBlock, CachePoint)
+# Thoughts, cache points and what an answer has cited say nothing to a template.
+_READ = (TextBlock, ToolCallBlock, ThinkingBlock, CachePoint, CitationBlock)
 
 
 class ByTemplate:

@@ -198,7 +198,7 @@ class ToolCall(_Body):
 
 
 class ChatMessage(_Body):
-    """One message of a conversation."""
+    """One message of a conversation; thoughts that another model had in it are passed over."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: _Text | list[_AnyPart] | None = None
@@ -206,6 +206,9 @@ class ChatMessage(_Body):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     annotations: Annotated[list[Any], Field(max_length=0, exclude=True)] = []
+    reasoning: Any = Field(default=None, exclude=True)
+    reasoning_content: Any = Field(default=None, exclude=True)
+    reasoning_details: Any = Field(default=None, exclude=True)
 
 
 class FunctionDefinition(_Body):
@@ -327,8 +330,22 @@ class CallOutputItem(_Item):
     output: _Text | list[TextItem]
 
 
+class ReasoningItem(_Item):
+    """A thought that another model had in an earlier turn; it is passed over."""
+
+    type: Literal["reasoning"]
+    summary: Any = None
+    content: Any = None
+    encrypted_content: Any = None
+
+
 # No name of a field, so that errors do not name it.
-_KINDS = {"message": "a message", "function_call": "a call", "function_call_output": "an output"}
+_KINDS = {
+    "message": "a message",
+    "function_call": "a call",
+    "function_call_output": "an output",
+    "reasoning": "a thought",
+}
 
 
 def _kind(item: Any) -> str | None:
@@ -340,7 +357,8 @@ def _kind(item: Any) -> str | None:
 _AnyItem = Annotated[
     Annotated[MessageItem, Tag("a message")]
     | Annotated[CallItem, Tag("a call")]
-    | Annotated[CallOutputItem, Tag("an output")],
+    | Annotated[CallOutputItem, Tag("an output")]
+    | Annotated[ReasoningItem, Tag("a thought")],
     Discriminator(
         _kind,
         custom_error_type="unknown_item",

@@ -17,6 +17,7 @@ from cacheblend_rag.app.server.completions import Chat, logprob_dicts
 from cacheblend_rag.app.server.openai_models import (
     AnswerBody,
     CallItem,
+    CallOutputItem,
     ChatBody,
     ChatMessage,
     FlatSchema,
@@ -310,7 +311,7 @@ def _messages(body: ResponsesBody) -> list[ChatMessage]:
                 messages.append(ChatMessage(role="assistant"))
             call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
             messages[-1].tool_calls = [*(messages[-1].tool_calls or []), call]
-        else:
+        elif isinstance(item, CallOutputItem):
             messages.append(ChatMessage(role="tool", content=_content(item.output), tool_call_id=item.call_id))
     return messages
 

@@ -386,6 +386,20 @@ def test_what_says_that_nothing_is_asked_for_is_taken(chat: openai.OpenAI) -> No
     assert chat.chat.completions.create(model=name_of(chat), messages=messages, max_tokens=2).choices
 
 
+def test_thoughts_of_another_model_are_passed_over(chat: openai.OpenAI) -> None:
+    thoughts = {"reasoning_content": "Hm.", "reasoning": "Hm.", "reasoning_details": [{"type": "reasoning.text"}]}
+    answers = []
+    for more in ({}, thoughts):
+        messages: list[Any] = [
+            {"role": "user", "content": "Which leaf fell?"},
+            {"role": "assistant", "content": "One.", **more},
+            {"role": "user", "content": "And then?"},
+        ]
+        answers.append(chat.chat.completions.create(model=name_of(chat), messages=messages, max_tokens=4))
+    assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+    assert answers[0].usage == answers[1].usage
+
+
 def test_several_answers_to_one_prompt(client: openai.OpenAI, chat: openai.OpenAI) -> None:
     name, options = name_of(client), {"temperature": 1.5, "seed": 7, "max_tokens": 8}
     one = client.completions.create(model=name, prompt="the quick", **options)

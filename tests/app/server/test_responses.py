@@ -144,6 +144,19 @@ def test_items_say_what_messages_do(client: openai.OpenAI, asked: dict[str, Any]
     assert answer.usage.input_tokens == same.usage.prompt_tokens
 
 
+def test_thoughts_of_another_model_are_passed_over(client: openai.OpenAI, asked: dict[str, Any]) -> None:
+    summary = [{"type": "summary_text", "text": "Hm."}]
+    thought = {"type": "reasoning", "id": "rs_1", "summary": summary, "encrypted_content": "gAAA", "status": None}
+    items: list[Any] = [{"role": "user", "content": "Which leaf?"}, {"role": "assistant", "content": "One."}]
+    again = {"role": "user", "content": "Which one?"}
+    plain, thinking = (
+        client.responses.create(**{**asked, "input": [items[0], *thoughts, items[1], again]}, max_output_tokens=6)
+        for thoughts in ([], [thought])
+    )
+    assert thinking.output_text == plain.output_text
+    assert thinking.usage.input_tokens == plain.usage.input_tokens
+
+
 def test_documents_are_reused(client: openai.OpenAI, asked: dict[str, Any], chatty: Running) -> None:
     body = {"documents": [passage(700), passage(701)], "recompute_ratio": 0.2, "top_k": 1}
     for hits in (0, 2):

@@ -149,6 +149,59 @@ def test_the_template_gets_what_it_takes_besides(chat: ChatCacheBlend, monkeypat
     assert model._identifying_params != chat._identifying_params
 
 
+# Turns of other models, as each of them writes its thoughts.
+FOREIGN: dict[str, list[str | dict[str, Any]]] = {
+    "LangChain": [{"type": "reasoning", "reasoning": "Hm.", "extras": {"signature": "a"}}],
+    "OpenAI": [{"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm."}]}],
+    "Anthropic": [
+        {"type": "thinking", "thinking": "Hm.", "signature": "a"},
+        {"type": "redacted_thinking", "data": "b"},
+    ],
+    "Bedrock": [{"type": "reasoning_content", "reasoning_content": {"text": "Hm.", "signature": "a"}}],
+    "not standard": [{"type": "non_standard", "value": {"type": "redacted_thinking", "data": "b"}}],
+    "a cache point": [{"cachePoint": {"type": "default"}}],
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+async def test_thoughts_of_another_model_are_passed_over(chat: ChatCacheBlend, name: str) -> None:
+    """A conversation goes on with this model from turns that another one has answered."""
+
+    def talk(answer: Any) -> list[BaseMessage]:
+        return [HumanMessage("What fell?"), AIMessage(answer), HumanMessage("And then?")]
+
+    plain, turns = talk("A leaf fell."), talk([*FOREIGN[name], {"type": "text", "text": "A leaf fell."}])
+    assert chat.segments(turns) == chat.segments(plain)
+    assert chat.get_num_tokens_from_messages(turns) == chat.get_num_tokens_from_messages(plain)
+    fed = [
+        chat.invoke(plain),
+        chat.invoke(turns),
+        await chat.ainvoke(turns),
+        [*chat.stream(turns)][-1],
+        [one async for one in chat.astream(turns)][-1],
+    ]
+    assert len({tuple(one.response_metadata["input_ids"]) for one in fed}) == 1
+    assert "Hm." not in chat.engine.tokenizer.decode(fed[0].response_metadata["input_ids"])
+
+
+def test_calls_and_refusals_of_another_model_are_read(chat: ChatCacheBlend) -> None:
+    call = tool_call(name="find", args={"what": "leaf"}, id="1")
+    answer = ToolMessage("A leaf.", tool_call_id="1")
+    block = {"type": "function_call", "name": "find", "arguments": '{"what": "leaf"}', "call_id": "1", "id": "fc_1"}
+    turns = [[HumanMessage("What fell?"), AIMessage(content, tool_calls=[call]), answer] for content in ("", [block])]
+    assert chat.segments(turns[0]) == chat.segments(turns[1])
+    said = AIMessage([{"type": "refusal", "refusal": "I cannot say."}])
+    assert "I cannot say." in chat.segments([HumanMessage("What fell?"), said, HumanMessage("Why?")]).suffix
+
+
+def test_what_another_model_was_given_or_found_is_not_passed_over(chat: ChatCacheBlend) -> None:
+    blocks: list[dict[str, Any]] = [{"type": kind} for kind in ("audio", "server_tool_result", "file")]
+    for block in (*blocks, {"type": "non_standard", "value": blocks[0]}):
+        kind = block.get("value", block)["type"]
+        with pytest.raises(PromptError, match=f"type '{kind}', which is not read here: leave the block out"):
+            chat.invoke([HumanMessage("What fell?"), AIMessage([block])])
+
+
 # Streams ------------------------------------------------------------------------------------
 
 
