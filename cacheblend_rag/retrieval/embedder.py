@@ -44,8 +44,8 @@ _TEXTS = (
 # In several parts, so that parts of another size are noticed, too.
 _LONG_TEXT = " ".join(_TEXTS * 4)
 _TOLERANCE = 1e-3  # relative; leaves room for another device or batch size
-# Most tokens of a part: about as many as the texts had that sentence models were trained on.
-_PART_TOKENS = 128
+# Most tokens of a part: two or three sentences. A longer part tells more of its beginning than of its end.
+_PART_TOKENS = 48
 # Where a text is divided, the best first: between paragraphs, lines, sentences, words.
 _ENDS = tuple(map(re.compile, (r"\n\s*\n", r"\n", r"[.!?][\"'”’)\]]*\s+|[。！？｡]", r"\s+")))
 # Bytes of a text that any model reads to its end.

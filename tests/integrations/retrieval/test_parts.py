@@ -72,7 +72,7 @@ def test_parts_are_the_whole_text_and_end_where_sentences_do(limited: SentenceTr
 
 
 def test_parts_are_short_where_a_model_reads_much() -> None:
-    assert SentenceTransformerEmbeddings(limited_model(8192)).part_tokens == 128
+    assert SentenceTransformerEmbeddings(limited_model(8192)).part_tokens == 48
     assert SentenceTransformerEmbeddings(static_model()).part_tokens is None
     assert SentenceTransformerEmbeddings(static_model()).parts_of([FILLER]) == [[FILLER]]
 
