@@ -5,8 +5,9 @@ load only where they are used.
 
 ===============  =======================================================================================
 ``documents``    read the files of a folder: plain text, Markdown, HTML, Word, PDF
+``wordml``       text of Word documents that their converter leaves out
 ``splitting``    split documents into chunks
-``embedder``     a sentence-transformers model as LangChain embeddings, and whether it is still the same
+``embedder``     a sentence-transformers model as LangChain embeddings, and the parts in which it embeds passages
 ``exact_index``  items with vectors in memory, searched by faiss
 ``vectorstore``  a LangChain vector store over it
 ``wrapping``     wrappers around vector stores, which see some of the calls

@@ -6,6 +6,7 @@ Files may come from anywhere. Nothing they name is opened or fetched. A file tha
 
 from __future__ import annotations
 
+import codecs
 import csv
 import hashlib
 import io
@@ -15,14 +16,15 @@ import re
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 from xml.parsers import expat
 
 from cacheblend_rag.errors import ConfigError, DocumentError, MissingExtraError
+from cacheblend_rag.retrieval.wordml import with_all_text
 
 Reader = Callable[[str, bytes], tuple[str, ...]]
 
@@ -33,8 +35,34 @@ _MOST_XML = 20_000_000
 _DEEPEST = 200
 # Share of characters that may be damaged in text.
 _BROKEN = 0.05
+# Share of bytes beyond ASCII that stand in characters of UTF-8.
+# In damaged UTF-8 it is near 1, in other encodings below 0.3.
+_UTF8 = 0.6
+# Characters that stand in text of other encodings that may pass for ASCII, and hardly ever in plain text.
+_CONTROLS = re.compile("[\0\x1b]")
+_BEYOND_ASCII = bytes(range(128, 256))
+# Rows that tell the delimiter; Excel writes it in a line of its own.
+_FIRST_ROWS = 20
+_SEPARATOR = re.compile(r'\s*"?sep=(.)"?[ \t]*\r?\n', re.IGNORECASE)
 # Elements that a browser does not show.
 _UNSEEN = ("head", "script", "style", "template", "noscript", "iframe", "object", "svg", "math", "select", "textarea")
+# Blocks that the converter takes for a part of the line; browsers begin a new one.
+_BLOCKS: tuple[str, ...] = (
+    "address",
+    "aside",
+    "center",
+    "details",
+    "dialog",
+    "fieldset",
+    "figure",
+    "footer",
+    "form",
+    "header",
+)
+_BLOCKS += ("hgroup", "legend", "main", "nav", "search", "summary")
+_BLOCK = re.compile(r"display\s*:\s*(block|flex|grid|table|list-item)\b", re.IGNORECASE)
+_RAISED = str.maketrans("0123456789+-−=()", "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁻⁼⁽⁾")
+_LOWERED = str.maketrans("0123456789+-−=()", "₀₁₂₃₄₅₆₇₈₉₊₋₋₌₍₎")
 _HIDING = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
 _ON_ERROR = ("raise", "skip")
 LEADS_OUT = "it is a link that leads out of the folder"
@@ -49,14 +77,31 @@ def _decoded(name: str, data: bytes, *, markup: bool = False) -> str:
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
-        text = "\0"
-    # Both stand in text of other encodings that may pass for ASCII, and in no plain text.
-    if "\0" not in text and "\x1b" not in text:
+        text = ""
+    if (text or not data) and not _CONTROLS.search(text):
         return text
-    text = data.decode(_encoding(name, data, markup), "replace")
+    if _is_damaged_utf8(data):
+        text = _CONTROLS.sub("\ufffd", data.decode("utf-8-sig", "replace"))
+        damaged = text.count("\ufffd")
+        _log.warning("%s is UTF-8 but for %d bytes or so, which are read as \ufffd; save it anew", name, damaged)
+    else:
+        text = data.decode(_encoding(name, data, markup), "replace")
     if "\0" in text or text.count("\ufffd") > _BROKEN * len(text):
         raise _no_text(name)
     return text.removeprefix("\ufeff")
+
+
+def _is_damaged_utf8(data: bytes) -> bool:
+    """Whether bytes are UTF-8 but for a few."""
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # of UTF-32, too
+        return False
+    beyond = len(data) - len(data.translate(None, _BEYOND_ASCII))
+    if data.count(0) > _BROKEN * len(data):
+        return False
+    if not beyond:  # an escape may switch to another set of characters
+        return b"\x1b" not in data
+    kept = data.decode("utf-8", "ignore").encode()
+    return len(kept) - len(kept.translate(None, _BEYOND_ASCII)) >= _UTF8 * beyond
 
 
 def _encoding(name: str, data: bytes, markup: bool) -> str:
@@ -105,6 +150,7 @@ def _text_of_html(name: str, markup: str) -> str:
             title = soup.title.get_text(" ", strip=True) if soup.title else ""
             for element in soup.find_all(_is_unseen):
                 element.decompose()
+            _keep_apart(soup)
             body = converter.convert_soup(soup)
     except RecursionError:
         raise DocumentError(f"{name} cannot be read: its elements are nested too deeply") from None
@@ -123,6 +169,29 @@ def _is_unseen(element: Any) -> bool:
     )
 
 
+def _keep_apart(soup: Any) -> None:
+    """Let stand apart in text what stands apart on the screen: blocks, buttons, raised figures, readings of ruby."""
+    for element in soup.find_all(True):
+        if element.name in ("menu", "dir"):
+            element.name = "ul"
+        elif element.name in _BLOCKS or (element.name == "span" and _BLOCK.search(str(element.get("style", "")))):
+            element.name = "div"
+        elif element.name == "button":
+            if element.previous_sibling:
+                element.insert_before(" ")
+        elif element.name == "rp":
+            element.clear()
+        elif element.name == "rt":
+            element.insert(0, "(")
+            element.append(")")
+        elif element.name == "input" and element.get("type") == "checkbox":
+            element.replace_with("☒ " if element.has_attr("checked") else "☐ ")
+        elif element.name in ("sup", "sub"):
+            for text in element.find_all(string=re.compile(r"\d")):
+                if not re.search(r"[\[\]]", element.get_text()):  # a mark of a note stands apart as it is
+                    text.replace_with(text.translate(_RAISED if element.name == "sup" else _LOWERED))
+
+
 def _docx(name: str, data: bytes) -> tuple[str, ...]:
     try:
         import mammoth
@@ -130,12 +199,15 @@ def _docx(name: str, data: bytes) -> tuple[str, ...]:
         raise _missing("mammoth", name) from error
     try:
         _check_package(data)
-        html = mammoth.convert_to_html(
+        data, left_out = with_all_text(data)
+        result = mammoth.convert_to_html(
             io.BytesIO(data),
             style_map="p[style-name='Title'] => h1:fresh",
             include_embedded_style_map=False,
             convert_image=mammoth.images.img_element(lambda image: {}),
-        ).value
+        )
+        html = result.value
+        left_out += [one.message for one in result.messages if one.message.startswith("A w:sym")]
     except RecursionError:
         raise DocumentError(f"{name} cannot be read: its elements are nested too deeply") from None
     except Exception as error:  # a damaged document makes parsers raise errors of many kinds
@@ -144,6 +216,8 @@ def _docx(name: str, data: bytes) -> tuple[str, ...]:
             f"{name} cannot be read as a Word document ({reason}); save it anew as .docx without a password, "
             "or move it away"
         ) from error
+    if left_out:
+        _log.warning("%s is read, but for: %s", name, "; ".join(dict.fromkeys(left_out)))
     return (_text_of_html(name, html),)
 
 
@@ -178,10 +252,13 @@ def _check_package(data: bytes) -> None:
 def _pdf(name: str, data: bytes) -> tuple[str, ...]:
     try:
         from pypdf import PdfReader
+        from pypdf.errors import DependencyError
     except ImportError as error:
         raise _missing("pypdf", name) from error
     try:
         pages = tuple(page.extract_text() for page in PdfReader(io.BytesIO(data)).pages)
+    except DependencyError as error:
+        raise _missing("cryptography", f"{name} is encrypted and") from error
     except Exception as error:  # a damaged PDF makes pypdf raise errors of many kinds
         raise DocumentError(
             f"{name} cannot be read as PDF ({type(error).__name__}: {error}); "
@@ -202,17 +279,27 @@ def _missing(package: str, name: str) -> MissingExtraError:
 def _csv(name: str, data: bytes) -> tuple[str, ...]:
     """A table as one paragraph a row; each cell stands behind its column's name, so that a row is understood alone."""
     text = _decoded(name, data)
-    first = text.lstrip().partition("\n")[0]
-    delimiter = max(",;\t|", key=first.count)
+    told = _SEPARATOR.match(text)
+    text = text[told.end() :] if told else text.lstrip("\r\n")
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))  # of the whole process; a cell may be a long text
     try:
-        rows = [
-            [cell.strip() for cell in row] for row in csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
-        ]
+        delimiter = told[1] if told else max(",;\t|", key=lambda mark: _widths(text, mark))
+        rows = [[cell.strip() for cell in row] for row in _rows(text, delimiter)]
     except csv.Error as error:
         raise DocumentError(f"{name} is no table of separated values: {error}") from None
     head, *others = [row for row in rows if any(row)] or [[]]
     paragraphs = ["; ".join(filter(None, map(_cell, zip_longest(head, row, fillvalue="")))) for row in others]
     return ("\n\n".join(paragraphs or ["; ".join(filter(None, head))]),)
+
+
+def _rows(text: str, delimiter: str) -> Iterator[list[str]]:
+    return csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+
+
+def _widths(text: str, delimiter: str) -> tuple[int, int]:
+    """Columns of the first row, and of the first few together; delimiters within quotes are none."""
+    widths = [len(row) for row in islice(filter(None, _rows(text, delimiter)), _FIRST_ROWS)] or [0]
+    return widths[0], sum(widths)
 
 
 def _cell(column_and_value: tuple[str, str]) -> str:
@@ -367,6 +454,7 @@ def parse(file: FileBytes) -> SourceFile:
 
     Text and Markdown are read as UTF-8 where they are that, else in the encoding that their bytes are most likely in.
     HTML and Word documents become Markdown: headings, paragraphs, lists and tables, without what a browser hides.
+    Damaged bytes in UTF-8 become U+FFFD. Of these, and of what is not read in a Word document, a warning is logged.
 
     Raises
     ------

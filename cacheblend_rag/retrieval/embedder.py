@@ -1,15 +1,23 @@
-"""A sentence-transformers model as LangChain embeddings, and whether it is still the one that made some vectors."""
+"""A sentence-transformers model as LangChain embeddings, and whether it is still the one that made some vectors.
+
+A model reads so many tokens of a text and leaves the rest out without a word. Most were trained on sentences, and find
+a fact in a short text more surely than in a long one. A long passage is therefore embedded in parts, each with a
+vector of its own, and the nearest part tells how near the passage is.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +30,7 @@ from cacheblend_rag.retrieval.vectors import Vectors, as_matrix
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
+_log = logging.getLogger(__name__)
 EmbedderFingerprint = npt.NDArray[np.float64]
 """Vectors of a few fixed texts, [texts, dimension]."""
 
@@ -32,14 +41,24 @@ _TEXTS = (
     "In 1987 the company opened 12 shops; sales rose by 4.5% in the first year, she said.",
     "def add(a, b): return a + b  # the quick brown fox jumps over the lazy dog",
 )
+# In several parts, so that parts of another size are noticed, too.
+_LONG_TEXT = " ".join(_TEXTS * 4)
 _TOLERANCE = 1e-3  # relative; leaves room for another device or batch size
+# Most tokens of a part: two or three sentences. A longer part tells more of its beginning than of its end.
+_PART_TOKENS = 48
+# Where a text is divided, the best first: between paragraphs, lines, sentences, words.
+_ENDS = tuple(map(re.compile, (r"\n\s*\n", r"\n", r"[.!?][\"'”’)\]]*\s+|[。！？｡]", r"\s+")))
+# Bytes of a text that any model reads to its end.
+_ALWAYS_READ = 500
+# Halvings by which it is found out how far a model reads.
+_HALVINGS = 5
 # Most texts of one call of shared embeddings, and characters of several; others may have to wait for it.
 _BATCH, _BATCH_CHARS = 32, 8_000
 
 
-def embedder_fingerprint(embed: Callable[[Sequence[str]], npt.NDArray[np.float32]]) -> EmbedderFingerprint:
-    """Fingerprint of an embedding model: its vectors of the fixed texts."""
-    return embed(_TEXTS).astype(np.float64)
+def embedder_fingerprint(embedding: Embeddings) -> EmbedderFingerprint:
+    """Fingerprint of an embedding model: its vectors of the fixed texts, in the parts in which it embeds passages."""
+    return np.concatenate(embed_in_parts(embedding, [*_TEXTS, _LONG_TEXT])).astype(np.float64)
 
 
 def same_model(kept: object, now: EmbedderFingerprint) -> bool:
@@ -53,12 +72,64 @@ def same_model(kept: object, now: EmbedderFingerprint) -> bool:
     return bool((np.linalg.norm(saved - now, axis=1) <= _TOLERANCE * np.linalg.norm(now, axis=1)).all())
 
 
+def part_tokens_of(embedding: Embeddings) -> int | None:
+    """Most tokens of the parts in which embeddings take passages; None if they take them whole."""
+    tokens: int | None = getattr(embedding, "part_tokens", None)
+    return tokens
+
+
+def embed_in_parts(embedding: Embeddings, texts: Sequence[str]) -> list[Vectors]:
+    """Embed passages, each with a vector for each of its parts.
+
+    Embeddings that have ``parts_of`` say what the parts are; of others a passage has one vector.
+
+    Returns
+    -------
+    list of ndarray of float32
+        One array a text, [parts, dimension].
+
+    Raises
+    ------
+    EmbedderError
+        If the embedding model did not give one finite vector for each part.
+    """
+    if not texts:
+        return []
+    parts = [[text] for text in texts] if part_tokens_of(embedding) is None else embedding.parts_of(texts)  # type: ignore[attr-defined]
+    flat = [part for some in parts for part in some]
+    vectors = as_matrix(embedding.embed_documents(flat), len(flat))
+    return np.split(vectors, np.cumsum([len(some) for some in parts])[:-1])
+
+
+def unread_from(embedding: Embeddings, text: str) -> int | None:
+    """From which character on embeddings leave a text out, about; None if they read it to its end.
+
+    A text of which the end is not read has the vector of its beginning.
+    """
+
+    def same(beginning: str) -> bool:
+        return same_model([embedding.embed_documents([beginning])[0]], whole)
+
+    if len(text.encode()) <= _ALWAYS_READ:
+        return None
+    whole = np.array([embedding.embed_documents([text])[0]], dtype=np.float64)
+    low, high = 0, len(text) * 15 // 16
+    if not same(text[:high]):
+        return None
+    for _ in range(_HALVINGS):
+        middle = (low + high) // 2
+        low, high = (low, middle) if same(text[:middle]) else (middle, high)
+    return high
+
+
 class SentenceTransformerEmbeddings(Embeddings):
     """Embed texts with a sentence-transformers model.
 
     Queries and documents are embedded with the prompts the model defines for each, if any. Vectors
     are used as the model makes them: a model that normalises does so in a layer of its own, and
-    L2 distance ranks the vectors of one that does not by their length, too.
+    L2 distance ranks the vectors of one that does not by their length, too. A text that is longer than what the model
+    reads gets the mean of the vectors of its parts, and a warning is logged. The vector stores of this package embed
+    passages in parts (`parts_of`), so that the whole of a passage is found.
 
     Parameters
     ----------
@@ -93,6 +164,7 @@ class SentenceTransformerEmbeddings(Embeddings):
             raise ConfigError("batch_size", batch_size, "use a whole number of texts, 1 or more")
         self.batch_size = batch_size
         self.show_progress = show_progress
+        self._warned = False
         if isinstance(model, (str, os.PathLike)):
             self.model = _load(model, device)
         elif device is not None:
@@ -100,20 +172,75 @@ class SentenceTransformerEmbeddings(Embeddings):
         else:
             self.model = model
 
+    @property
+    def most_tokens(self) -> int | None:
+        """Most tokens of a text that the model reads, beside its prompts and marks; None if there is no limit."""
+        limit = self.model.max_seq_length
+        if limit is None or limit == math.inf or not callable(getattr(self.model, "tokenizer", None)):
+            return None
+        longest = max(map(self._count, filter(None, self.model.prompts.values())), default=0)
+        marks = int(self.model.tokenizer.num_special_tokens_to_add())
+        return max(int(limit) - marks - longest, 1)
+
+    @property
+    def part_tokens(self) -> int | None:
+        """Most tokens of a part of a passage; None if passages are embedded whole."""
+        return None if self.most_tokens is None else min(self.most_tokens, _PART_TOKENS)
+
+    def parts_of(self, texts: Sequence[str]) -> list[list[str]]:
+        """Divide passages into the parts that get a vector each: halves, and halves of these, at ends of sentences."""
+        return self._divided(texts, self.part_tokens)
+
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """Embed documents; returns one vector a text."""
         if not texts:
             return []
         progress = self.show_progress and len(texts) > self.batch_size
-        vectors = self.model.encode_document(
-            texts, batch_size=self.batch_size, show_progress_bar=progress
-        )  # [texts, dimension]
-        return [vector.tolist() for vector in vectors]
+        return self._embedded(
+            texts, lambda some: self.model.encode_document(some, batch_size=self.batch_size, show_progress_bar=progress)
+        )
 
     def embed_query(self, text: str) -> list[float]:
         """Embed a question; returns its vector."""
-        vector: list[float] = self.model.encode_query(text, show_progress_bar=False).tolist()
-        return vector
+        return self._embedded([text], lambda some: self.model.encode_query(some, show_progress_bar=False))[0]
+
+    def _embedded(self, texts: Sequence[str], encode: Callable[[list[str]], Any]) -> list[list[float]]:
+        """Vectors of texts; of one that is too long the mean of those of its parts, as long as these are."""
+        parts = self._divided(texts, self.most_tokens)
+        vectors = encode([part for some in parts for part in some])  # [parts, dimension]
+        if len(vectors) == len(texts):
+            return [vector.tolist() for vector in vectors]
+        if not self._warned:
+            self._warned = True
+            _log.warning(
+                "%d of %d texts are longer than the %d tokens that the embedding model reads; each gets the mean of "
+                "the vectors of its parts. Shorter texts are found more surely.",
+                sum(len(some) > 1 for some in parts),
+                len(texts),
+                self.most_tokens,
+            )
+        ends = np.cumsum([len(some) for some in parts])[:-1]
+        return [_mean(rows).tolist() for rows in np.split(np.asarray(vectors), ends)]
+
+    def _divided(self, texts: Sequence[str], most: int | None) -> list[list[str]]:
+        # A token is no shorter than a byte.
+        long = [most is not None and len(text.encode(errors="replace")) > most for text in texts]
+        return [self._halves(text, most or 0) if one else [text] for text, one in zip(texts, long, strict=True)]
+
+    def _halves(self, text: str, most: int) -> list[str]:
+        if len(text) < 2 or self._count(text) <= most:
+            return [text]
+        middle, at = len(text) / 2, len(text) // 2
+        for end in _ENDS:
+            places = [one.end() for one in end.finditer(text) if middle <= 2 * one.end() <= 3 * middle]
+            if places:
+                at = min(places, key=lambda place: abs(place - middle))
+                break
+        return [part for half in (text[:at], text[at:]) for part in self._halves(half, most)]
+
+    def _count(self, text: str) -> int:
+        found = self.model.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)
+        return len(found["input_ids"])
 
 
 class SharedEmbeddings(Embeddings):
@@ -147,14 +274,27 @@ class SharedEmbeddings(Embeddings):
         with self._lock:
             return self.inner.embed_query(text)
 
+    @property
+    def part_tokens(self) -> int | None:
+        """See `part_tokens_of`."""
+        return part_tokens_of(self.inner)
+
+    def parts_of(self, texts: Sequence[str]) -> list[list[str]]:
+        """Divide passages as the embedding model wants them."""
+        with self._lock:
+            return self.inner.parts_of(texts)  # type: ignore[attr-defined, no-any-return]
+
     @cached_property
     def fingerprint(self) -> EmbedderFingerprint:
         """Fingerprint of this model; see `cacheblend_rag.retrieval.embedder`."""
+        return embedder_fingerprint(self)
 
-        def embed(texts: Sequence[str]) -> Vectors:
-            return as_matrix(self.embed_documents(list(texts)), len(texts))
 
-        return embedder_fingerprint(embed)
+def _mean(rows: Vectors) -> Vectors:
+    """The mean of vectors [parts, dimension], made as long as they are: the mean of unit vectors is one."""
+    mean: Vectors = rows.mean(axis=0)
+    length = np.linalg.norm(mean)
+    return mean * (np.linalg.norm(rows, axis=1).mean() / length) if len(rows) > 1 and length > 0 else mean
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:

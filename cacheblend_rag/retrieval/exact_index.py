@@ -18,7 +18,7 @@ _TIE = 1e-5
 
 
 class Hit(NamedTuple):
-    """The key of an item that was found, its L2 distance and its vector, [dimension]."""
+    """The key of an item that was found, and of its nearest vector, [dimension], the L2 distance and the numbers."""
 
     key: int
     distance: float
@@ -28,7 +28,9 @@ class Hit(NamedTuple):
 class ExactIndex(Generic[T]):
     """Items by key in the order in which they were added, and a faiss index of their vectors; for one thread at a time.
 
-    The faiss index is made with the first vector, which tells the dimension. It is None while there are no items.
+    An item may have several vectors, one for each of its parts. Its key is the number of the first of them in the
+    faiss index; the others follow. The faiss index is made with the first vector, which tells the dimension. It is None
+    while there are no items.
     """
 
     def __init__(self) -> None:
@@ -36,9 +38,17 @@ class ExactIndex(Generic[T]):
         self.keys: dict[str, int] = {}  # by the items' ids
         self.faiss: Any = None
         self._next = 0
+        self._starts: npt.NDArray[np.int64] | None = None  # all keys in order, once they are asked for
 
-    def replace(self, remove: Iterable[str], add: Mapping[str, T], vectors: Vectors) -> None:
-        """Remove items by their ids, known or not, and add others by theirs, with a vector each.
+    def replace(self, remove: Iterable[str], add: Mapping[str, T], vectors: Iterable[Vectors]) -> None:
+        """Remove items by their ids, known or not, and add others by theirs.
+
+        Parameters
+        ----------
+        remove : iterable of str
+        add : mapping of str to item
+        vectors : iterable of ndarray of float32
+            For each item that is added its vector, [dimension], or vectors, [parts, dimension].
 
         Raises
         ------
@@ -46,29 +56,57 @@ class ExactIndex(Generic[T]):
             If vectors do not have the dimension of those that stay here; nothing is changed then.
         """
         leaving = {one for one in {*remove, *add} if one in self.keys}
+        parts = [np.atleast_2d(one) for one in vectors]
         if add and len(self.keys) > len(leaving):
-            self.check_dimension(vectors.shape[1])
-        gone = [self.keys.pop(one) for one in leaving]
-        for key in gone:
-            del self.items[key]
+            self.check_dimension(parts[0].shape[1])
+        gone = [self.keys[one] for one in leaving]
+        rows = self._rows_of(gone)
+        self._starts = None
+        for one, key in zip(leaving, gone, strict=True):
+            del self.keys[one], self.items[key]
         if not self.items:
             self.faiss = None  # the next vectors may have another dimension
         elif gone:
-            self.faiss.remove_ids(np.array(gone, dtype=np.int64))
+            self.faiss.remove_ids(rows)
         if not add:
             return
         if self.faiss is None:
-            self.faiss = faiss.IndexIDMap2(faiss.IndexFlatL2(vectors.shape[1]))
-        keys = range(self._next, self._next + len(add))
-        self.faiss.add_with_ids(np.ascontiguousarray(vectors), np.array(keys, dtype=np.int64))
+            self.faiss = faiss.IndexIDMap2(faiss.IndexFlatL2(parts[0].shape[1]))
+        ends = self._next + np.cumsum([len(one) for one in parts])
+        keys = [self._next, *ends[:-1].tolist()]
+        self.faiss.add_with_ids(
+            np.ascontiguousarray(np.concatenate(parts)), np.arange(self._next, ends[-1], dtype=np.int64)
+        )
         self.items.update(zip(keys, add.values(), strict=True))
         self.keys.update(zip(add, keys, strict=True))
-        self._next = keys.stop
+        self._next = int(ends[-1])
 
     def restore(self, items: Mapping[int, T], keys: Mapping[str, int], index: Any) -> None:
         """Take over what was saved, in place of what is here."""
-        self.items, self.keys, self.faiss = dict(items), dict(keys), index if items else None
-        self._next = max(items, default=-1) + 1
+        self.items, self.keys, self.faiss = dict(sorted(items.items())), dict(keys), index if items else None
+        self._next, self._starts = int(self._held().max(initial=-1)) + 1, None
+
+    @property
+    def vectors(self) -> int:
+        """How many vectors there are."""
+        return 0 if self.faiss is None else int(self.faiss.ntotal)
+
+    def _held(self) -> npt.NDArray[np.int64]:
+        """The numbers of all vectors."""
+        return np.empty(0, np.int64) if self.faiss is None else faiss.vector_to_array(self.faiss.id_map)
+
+    def _owners(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The keys of the items that have these vectors."""
+        if self._starts is None:
+            self._starts = np.fromiter(self.items, dtype=np.int64, count=len(self.items))
+        return self._starts[np.searchsorted(self._starts, rows, side="right") - 1]
+
+    def _rows_of(self, keys: Sequence[int]) -> npt.NDArray[np.int64]:
+        """The numbers of the vectors that these items have."""
+        if not keys:
+            return np.empty(0, np.int64)
+        held = self._held()
+        return held[np.isin(self._owners(held), keys)]
 
     def check_dimension(self, dimension: int) -> None:
         """Refuse vectors of another dimension."""
@@ -86,24 +124,31 @@ class ExactIndex(Generic[T]):
         if not (self.items if allowed is None else allowed):
             return []
         self.check_dimension(query.shape[1])
-        keys = self._nearest(query, k, allowed)
-        vectors: Vectors = self.faiss.reconstruct_batch(keys)
+        rows = self._nearest(query, k, allowed)
+        vectors: Vectors = self.faiss.reconstruct_batch(rows)
         exact = np.linalg.norm(vectors.astype(np.float64) - query, axis=1)
-        found = [Hit(key, far, row) for key, far, row in zip(keys.tolist(), exact.tolist(), vectors, strict=True)]
-        return sorted(found, key=lambda hit: (hit.distance, tie(hit.key)))[:k]
+        order = np.argsort(exact, kind="stable")
+        nearest: dict[int, Hit] = {}
+        keys = self._owners(rows[order]).tolist()
+        for key, far, row in zip(keys, exact[order].tolist(), vectors[order], strict=True):
+            nearest.setdefault(key, Hit(key, far, row))
+        return sorted(nearest.values(), key=lambda hit: (hit.distance, tie(hit.key)))[:k]
 
     def _nearest(self, query: Vectors, k: int, allowed: Sequence[int] | None) -> npt.NDArray[np.int64]:
-        """Keys of the ``k`` nearest vectors and of all that may be as near as the last of them."""
-        parameters, total = None, len(self.items)
+        """Numbers of the vectors that are as near as the nearest one of the ``k``-th item, or may be."""
+        parameters, total = None, self.vectors
         if allowed is not None:
-            parameters, total = faiss.SearchParameters(), len(allowed)
-            selector = faiss.IDSelectorBatch(np.array(allowed, dtype=np.int64))
+            rows = self._rows_of(allowed)
+            parameters, total = faiss.SearchParameters(), len(rows)
+            selector = faiss.IDSelectorBatch(rows)
             parameters.sel = selector
         count = int(min(k + 1, total))
         while True:
-            squared, keys = self.faiss.search(query, count, params=parameters)  # [1, count] each
-            limit = squared[0, min(k, count) - 1] * (1 + _TIE)
-            if count == total or squared[0, -1] > limit:
-                near: npt.NDArray[np.int64] = keys[0][squared[0] <= limit]
+            squared, found = self.faiss.search(query, count, params=parameters)  # [1, count] each
+            _, first = np.unique(self._owners(found[0]), return_index=True)  # where each item is found first
+            last = np.sort(first)[k - 1] if len(first) >= k else -1
+            limit = squared[0, last] * (1 + _TIE)
+            if count == total or (len(first) >= k and squared[0, -1] > limit):
+                near: npt.NDArray[np.int64] = found[0][squared[0] <= limit]
                 return near
             count = min(2 * count, total)

@@ -9,16 +9,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from tqdm import tqdm
 
 from cacheblend_rag.errors import ConfigError, DocumentError
 from cacheblend_rag.retrieval.documents import LEADS_OUT, check_on_error, list_files, parse, read_bytes
-from cacheblend_rag.retrieval.embedder import EmbedderFingerprint, embedder_fingerprint, same_model
+from cacheblend_rag.retrieval.embedder import EmbedderFingerprint, embedder_fingerprint, part_tokens_of, same_model
 from cacheblend_rag.retrieval.saved_index import IndexDamagedError, SavedIndex, has_index, read_index
 from cacheblend_rag.retrieval.splitting import SplitSettings, split
 from cacheblend_rag.retrieval.vectors import Vectors
@@ -204,14 +202,14 @@ class FolderIndex:
             rebuilt=stale,
         )
 
-    def _embed(self, chunks: Sequence[Document], hidden: bool | None) -> Vectors | None:
+    def _embed(self, chunks: Sequence[Document], hidden: bool | None) -> list[Vectors]:
         texts = [chunk.page_content for chunk in chunks]
-        parts = []
+        vectors: list[Vectors] = []
         with tqdm(total=len(texts), desc="embedding", unit="chunk", delay=1, leave=False, disable=hidden) as bar:
             for start in range(0, len(texts), _EMBEDDED):
-                parts.append(self.store.embed(texts[start : start + _EMBEDDED]))
-                bar.update(len(parts[-1]))
-        return np.concatenate(parts) if parts else None
+                vectors += self.store.embed(texts[start : start + _EMBEDDED])
+                bar.update(len(vectors) - bar.n)
+        return vectors
 
     def _scan(self, paths: Iterable[str], known: Mapping[str, str]) -> _Scan:
         hashes: dict[str, str] = {}
@@ -254,7 +252,7 @@ class FolderIndex:
                 self._stale = "the saved index is damaged"
             else:
                 self._hashes = hashes
-                self._stale = self._difference(saved.state)
+                self._stale = self._difference(saved)
         self._loaded = True
 
     def _hashes_of(self, saved: SavedIndex) -> dict[str, str]:
@@ -270,11 +268,13 @@ class FolderIndex:
                 raise IndexDamagedError(f"the index in {self.index_dir} holds a chunk of no known file")
         return hashes
 
-    def _difference(self, state: Mapping[str, Any]) -> str:
-        """Why chunks and vectors made under this state are not what would be made now."""
-        if state.get("splitter") != asdict(self.settings):
+    def _difference(self, saved: SavedIndex) -> str:
+        """Why saved chunks and vectors are not what would be made now."""
+        if saved.state.get("splitter") != asdict(self.settings):
             return "the chunk sizes changed"
-        return "" if same_model(state.get("probes"), self._fingerprint) else "the embedding model changed"
+        if saved.part_tokens != part_tokens_of(self.store.embeddings):
+            return "chunks are embedded in other parts than before"
+        return "" if same_model(saved.state.get("probes"), self._fingerprint) else "the embedding model changed"
 
     def _save(self) -> None:
         if not self._unsaved:
@@ -290,7 +290,7 @@ class FolderIndex:
 
     @cached_property
     def _fingerprint(self) -> EmbedderFingerprint:
-        return embedder_fingerprint(self.store.embed)
+        return embedder_fingerprint(self.store.embeddings)
 
 
 def _nothing_read(folder: Path, skipped: Mapping[str, str]) -> str:

@@ -48,14 +48,17 @@ class SavedIndex:
     vectors : bytes
         The faiss index, serialised by faiss.
     documents : mapping of int to Document
-        Each document, with its id, under the key that its vector has in the faiss index.
+        Each document, with its id, under the key that its first vector has in the faiss index.
     state : mapping
         Data that the writer kept with the index.
+    part_tokens : int, optional
+        Most tokens of the parts that have a vector each; None if documents were embedded whole.
     """
 
     vectors: bytes
     documents: Mapping[int, Document]
     state: Mapping[str, Any]
+    part_tokens: int | None = None
 
 
 def has_index(folder: str | os.PathLike[str]) -> bool:
@@ -91,7 +94,7 @@ def write_index(folder: str | os.PathLike[str], saved: SavedIndex) -> None:
         name = f"{part}-{generation}{_PARTS[part]}"
         write_file(place / name, data)
         files[part] = {"name": name, "sha256": hashlib.sha256(data).hexdigest()}
-    manifest = {"version": _VERSION, "files": files, "state": dict(saved.state)}
+    manifest = {"version": _VERSION, "files": files, "part_tokens": saved.part_tokens, "state": dict(saved.state)}
     fresh = place / f"manifest-{generation}.tmp"
     write_file(fresh, json.dumps(manifest, indent=1).encode())
     fresh.replace(place / _MANIFEST)
@@ -160,7 +163,7 @@ def _read_parts(place: Path, manifest: dict[str, Any]) -> SavedIndex:
             )
     except (ValueError, KeyError, TypeError) as error:
         raise IndexDamagedError(f"the documents saved in {place} cannot be read: {error}") from error
-    return SavedIndex(data["index"], documents, manifest["state"])
+    return SavedIndex(data["index"], documents, manifest["state"], manifest.get("part_tokens"))
 
 
 def to_line(key: int, document: Document) -> str:

@@ -5,7 +5,9 @@ The paper picks chunks by the L2 distance of sentence-transformers embeddings (s
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -19,10 +21,12 @@ from langchain_core.vectorstores import VectorStore
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt.matching import known_chunks
+from cacheblend_rag.retrieval.embedder import embed_in_parts, part_tokens_of, unread_from
 from cacheblend_rag.retrieval.exact_index import ExactIndex, Hit
 from cacheblend_rag.retrieval.saved_index import IndexDamagedError, SavedIndex, read_index, write_index
-from cacheblend_rag.retrieval.vectors import NONE, Vectors, as_matrix, check_count, marginal_relevance
+from cacheblend_rag.retrieval.vectors import Vectors, as_matrix, check_count, marginal_relevance
 
+_log = logging.getLogger(__name__)
 Filter = Mapping[str, Any] | Callable[[Document], bool]
 """Which documents may be found: metadata they must have, or a test of the document."""
 
@@ -35,6 +39,10 @@ class FaissVectorStore(VectorStore):
     Methods may be called from several threads. Our models know the documents that a search returns,
     also of a search that no retriever made.
 
+    Where the embedder embeds a long document in parts (`SentenceTransformerEmbeddings` does), each part has a vector,
+    and the nearest one counts. Of other embedders a document has one vector. If it does not depend on the document's
+    end, a warning is logged.
+
     Parameters
     ----------
     embedding : Embeddings
@@ -45,6 +53,7 @@ class FaissVectorStore(VectorStore):
         self._embedding = embedding
         self._lock = threading.RLock()
         self._index = ExactIndex[Document]()
+        self._tried = 0  # bytes of the longest document of which it is known whether it is read to its end
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -54,6 +63,11 @@ class FaissVectorStore(VectorStore):
     def embeddings(self) -> Embeddings:
         """The embedder of documents and questions."""
         return self._embedding
+
+    @property
+    def vectors(self) -> int:
+        """Number of vectors; a document has one for each of its parts."""
+        return self._index.vectors
 
     @property
     def dimension(self) -> int | None:
@@ -119,24 +133,43 @@ class FaissVectorStore(VectorStore):
             self.replace(list(self._index.keys) if ids is None else ids)
         return True
 
-    def embed(self, texts: Sequence[str]) -> Vectors:
+    def embed(self, texts: Sequence[str]) -> list[Vectors]:
         """Embed documents for `replace`.
 
         Returns
         -------
-        ndarray of float32
-            Vectors, [texts, dimension].
+        list of ndarray of float32
+            The vectors of each, [parts, dimension].
 
         Raises
         ------
         EmbedderError
-            If the embedding model did not give one finite vector for each text.
+            If the embedding model did not give one finite vector for each part.
         """
-        if not texts:
-            return NONE
-        return as_matrix(self._embedding.embed_documents(list(texts)), len(texts))
+        vectors = embed_in_parts(self._embedding, texts)
+        if part_tokens_of(self._embedding) is None:
+            self._try(max(texts, key=lambda text: len(text.encode(errors="replace")), default=""))
+        return vectors
 
-    def replace(self, remove: Iterable[str], add: Sequence[Document] = (), vectors: Vectors | None = None) -> None:
+    def _try(self, longest: str) -> None:
+        """Warn if embeddings that do not divide documents leave the end of one out."""
+        size = len(longest.encode(errors="replace"))
+        if size <= self._tried:
+            return
+        self._tried = size
+        if (end := unread_from(self._embedding, longest)) is not None:
+            self._tried = sys.maxsize  # told once
+            _log.warning(
+                "the embedding model reads about %d of the %d characters of a document and leaves the rest out: what "
+                "stands there is not found; use smaller chunks, or embed with SentenceTransformerEmbeddings, which "
+                "divides them",
+                end,
+                len(longest),
+            )
+
+    def replace(
+        self, remove: Iterable[str], add: Sequence[Document] = (), vectors: Sequence[Vectors] | Vectors | None = None
+    ) -> None:
         """Remove and add documents in one step that no search sees halfway.
 
         Parameters
@@ -146,13 +179,13 @@ class FaissVectorStore(VectorStore):
         add : sequence of Document
             Documents with ids. One whose id is already here, or comes twice, takes the place of
             the earlier one.
-        vectors : ndarray of float32
-            Their vectors, [documents, dimension].
+        vectors : sequence of ndarray of float32
+            The vectors of each, [parts, dimension], or its vector, [dimension].
 
         Raises
         ------
         ConfigError
-            If a document has no id, or there is not one vector for each.
+            If a document has no id, or not each has an entry of ``vectors``.
         EmbedderError
             If vectors do not have the dimension of those that stay here.
         """
@@ -164,7 +197,7 @@ class FaissVectorStore(VectorStore):
             raise ConfigError("add", "a document without id", "give each document an id")
         added = {str(one): add[row].model_copy(deep=True) for one, row in last.items()}
         with self._lock:
-            self._index.replace(remove, added, NONE if vectors is None else vectors[list(last.values())])
+            self._index.replace(remove, added, [] if vectors is None else [vectors[row] for row in last.values()])
 
     # Finding
 
@@ -352,12 +385,14 @@ class FaissVectorStore(VectorStore):
         with self._lock:
             index = self._index.faiss or faiss.IndexIDMap2(faiss.IndexFlatL2(0))
             vectors = faiss.serialize_index(index).tobytes()
-            saved = SavedIndex(vectors, dict(self._index.items), dict(state or {}))
+            saved = SavedIndex(vectors, dict(self._index.items), dict(state or {}), part_tokens_of(self._embedding))
         write_index(folder, saved)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], embedding: Embeddings) -> FaissVectorStore:
         """Read a store that `save` wrote.
+
+        Documents that were embedded in other parts than this embedder's, or whole, are embedded anew, which is logged.
 
         Raises
         ------
@@ -368,8 +403,12 @@ class FaissVectorStore(VectorStore):
         OSError
             If a file is there but cannot be read.
         """
-        store = cls(embedding)
-        store.restore(read_index(folder))
+        store, saved = cls(embedding), read_index(folder)
+        store.restore(saved)
+        if saved.part_tokens != part_tokens_of(embedding):
+            documents = store.documents()
+            _log.warning("%d documents are embedded anew: they were embedded in other parts", len(documents))
+            store.replace((), documents, store.embed([one.page_content for one in documents]))
         return store
 
     def restore(self, saved: SavedIndex) -> None:
@@ -388,9 +427,11 @@ class FaissVectorStore(VectorStore):
             faiss.downcast_index(index.index), faiss.IndexFlatL2
         ):
             raise IndexDamagedError("the saved vectors are no exact L2 index")
-        held = faiss.vector_to_array(index.id_map).tolist()
+        held, keys = np.sort(faiss.vector_to_array(index.id_map)), sorted(saved.documents)
         ids = {str(document.id): key for key, document in saved.documents.items()}
-        if sorted(held) != sorted(saved.documents) or len(ids) != len(held):
+        # The further vectors of a document follow the one that has its key.
+        starts = np.isin(held, keys) | (np.diff(held, prepend=-2) != 1 if saved.part_tokens else True)
+        if held[starts].tolist() != keys or len(ids) != len(keys) or len(set(held.tolist())) != len(held):
             raise IndexDamagedError("the saved vectors and documents do not belong together")
         with self._lock:
             self._index.restore(saved.documents, ids, index)

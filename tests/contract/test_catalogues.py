@@ -78,8 +78,8 @@ class CatalogueContract:
         assert catalogue.latest_texts(100) == ["one", "two ✓", "three"]
         assert catalogue.latest_texts(11) == ["two ✓", "three"]
         ids, vectors = catalogue.vectors("mine")
-        assert vectors.shape == (3, 4)
-        assert catalogue.vectors("mine", ["b"])[1].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert [one.shape for one in vectors] == [(1, 4)] * 3
+        assert [one.tolist() for one in catalogue.vectors("mine", ["b"])[1]] == [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]
         found = catalogue.passages([*ids, 10**9])
         assert [found[id].text for id in ids] == ["one", "two ✓", "three"]
         one = catalogue.passage("mine", "b", 1)
@@ -88,8 +88,19 @@ class CatalogueContract:
         assert catalogue.passage("other", "b", 1) is None
         assert catalogue.held_by_others(["one", "three", "four"], ["b"]) == {"three"}
         catalogue.embed_anew("mine", [7], {ids[0]: np.full(4, 9, dtype=np.float32)})
-        assert catalogue.vectors("mine", ["b"])[1][0].tolist() == [9, 9, 9, 9]
+        assert catalogue.vectors("mine", ["b"])[1][0].tolist() == [[9, 9, 9, 9]]
         assert catalogue.embedder_fingerprint("mine") == [7]
+
+    def test_a_passage_may_have_vectors_of_several_parts(self, catalogue: Catalogue) -> None:
+        catalogue.accept("job", "mine", [one := file("a")])
+        chunks, parts = read("one", "two")[0], [np.eye(3, 4, dtype=np.float32), np.full(4, 7, dtype=np.float32)]
+        catalogue.add([(one, chunks, parts)])
+        ids, vectors = catalogue.vectors("mine")
+        assert [vector.tolist() for vector in vectors] == [parts[0].tolist(), [[7, 7, 7, 7]]]
+        assert catalogue.bytes_used() == sum(len(f"{text}{{'page': 1}}") for text in ("one", "two")) + 4 * 16
+        catalogue.embed_anew("mine", [7], dict(zip(ids, reversed(parts), strict=True)))
+        assert [len(vector) for vector in catalogue.vectors("mine")[1]] == [1, 3]
+        assert [catalogue.passages(ids)[id].page for id in ids] == [1, 2]
 
     def test_an_upload_on_its_way(self, catalogue: Catalogue) -> None:
         catalogue.accept("job", "mine", [file("1"), file("2"), file("3")])

@@ -73,7 +73,7 @@ CREATE TABLE passages (
     digest BLOB NOT NULL,  -- of its text
     text TEXT NOT NULL,
     metadata TEXT NOT NULL,
-    vector BLOB NOT NULL,
+    vector BLOB NOT NULL,  -- one after the other, if the metadata name several "parts"
     UNIQUE (document, number)
 );
 CREATE INDEX passages_by_digest ON passages (digest);
@@ -201,7 +201,7 @@ class Catalogue:
 
     shared = False
     """Whether other servers read and change it, too."""
-    _page = "json_extract(metadata, '$.page')"
+    _page, _parts = "json_extract(metadata, '$.page')", "json_extract(metadata, '$.parts')"
     # Deleted documents whose KV is erased.
     _erasable = "gone = 1 AND id NOT IN (SELECT document FROM tombstones)"
 
@@ -347,7 +347,7 @@ class Catalogue:
 
     def add(
         self,
-        taken: Sequence[tuple[PendingFile, Sequence[Document], Vectors]],
+        taken: Sequence[tuple[PendingFile, Sequence[Document], Sequence[Vectors]]],
         replaced: Sequence[str] = (),
         tombstones: Iterable[str] = (),
         allowed: Iterable[str] = (),
@@ -357,6 +357,7 @@ class Catalogue:
         Parameters
         ----------
         taken : sequence of (PendingFile, passages, vectors)
+            Of each passage the vectors of its parts, [parts, dimension], or one, [dimension].
         replaced : sequence of str
             Documents that give way to them.
         tombstones : iterable of str
@@ -374,7 +375,7 @@ class Catalogue:
                         number,
                         _digest(chunk.page_content),
                         chunk.page_content,
-                        json.dumps(chunk.metadata),
+                        json.dumps(_with_parts(chunk.metadata, vector)),
                         vector.tobytes(),
                     )
                     for number, (chunk, vector) in enumerate(zip(chunks, vectors, strict=True))
@@ -515,10 +516,10 @@ class Catalogue:
                 found.append(text)
         return found[::-1]
 
-    def vectors(self, collection: str, documents: Sequence[str] | None = None) -> tuple[list[int], Vectors]:
-        """Ids and vectors of all passages of a collection, or of some documents of it, [passages, dimension]."""
+    def vectors(self, collection: str, documents: Sequence[str] | None = None) -> tuple[list[int], list[Vectors]]:
+        """Ids of all passages of a collection, or of some documents of it, and vectors of each, [parts, dimension]."""
         statement = (
-            "SELECT passages.id, vector FROM passages JOIN documents ON documents.id = document "
+            f"SELECT passages.id, vector, {self._parts} FROM passages JOIN documents ON documents.id = document "
             "WHERE gone = 0 AND collection = ?"
         )
         if documents is None:
@@ -526,14 +527,19 @@ class Catalogue:
         else:
             found = self._read_each(f"{statement} AND document = ?", [(collection, id) for id in documents])
             rows = [row for some in found for row in some]
-        flat = np.frombuffer(b"".join(row[1] for row in rows), dtype=np.float32)
-        return [row[0] for row in rows], flat.reshape(len(rows), -1) if rows else np.empty((0, 0), dtype=np.float32)
+        return [row[0] for row in rows], [
+            np.frombuffer(vector, dtype=np.float32).reshape(parts or 1, -1) for _, vector, parts in rows
+        ]
 
     def embed_anew(self, collection: str, fingerprint: Any, vectors: Mapping[int, Vectors]) -> None:
         """Replace all vectors of a collection, by passage, and what tells the embedder."""
+        found = self._read_each("SELECT metadata FROM passages WHERE id = ?", [(id,) for id in vectors])
+        rows = [
+            (json.dumps(_with_parts(json.loads(metadata), vector)), vector.tobytes(), id)
+            for ((metadata,),), (id, vector) in zip(found, vectors.items(), strict=True)
+        ]
         with self._changing() as db:
-            rows = [(vector.tobytes(), id) for id, vector in vectors.items()]
-            db.executemany("UPDATE passages SET vector = ? WHERE id = ?", rows)
+            db.executemany("UPDATE passages SET metadata = ?, vector = ? WHERE id = ?", rows)
             db.execute("UPDATE collections SET probes = ? WHERE id = ?", (json.dumps(fingerprint), collection))
 
     # Uploads -------------------------------------------------------------------------------------
@@ -620,10 +626,16 @@ class Catalogue:
         return int(self._read("SELECT COUNT(*) FROM documents WHERE job = ?", job)[0][0])
 
 
-def stored_bytes(chunks: Sequence[Document], vectors: Vectors) -> int:
+def stored_bytes(chunks: Sequence[Document], vectors: Sequence[Vectors]) -> int:
     """Bytes that passages and their vectors are counted as."""
     texts = sum(len(one.page_content.encode()) + len(json.dumps(one.metadata)) for one in chunks)
-    return texts + int(vectors.nbytes)
+    return texts + sum(one.nbytes for one in vectors)
+
+
+def _with_parts(metadata: Mapping[str, Any], vectors: Vectors) -> dict[str, Any]:
+    """Metadata of a passage that say how many vectors it has, if these are several."""
+    own = {name: value for name, value in metadata.items() if name != "parts"}
+    return own | ({"parts": len(vectors)} if vectors.ndim == 2 and len(vectors) > 1 else {})
 
 
 def _digest(text: str) -> bytes:

@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterat
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from langchain_core.documents import Document
 
 from cacheblend_rag.app.server.catalogue import PendingFile, stored_bytes
@@ -27,9 +26,9 @@ from cacheblend_rag.app.server.problems import Problem, problem_of
 from cacheblend_rag.app.server.settings import Limits
 from cacheblend_rag.engine.engine import BlendEngine
 from cacheblend_rag.errors import CacheBlendError, DocumentError, StoreError
-from cacheblend_rag.retrieval.embedder import SharedEmbeddings
+from cacheblend_rag.retrieval.embedder import SharedEmbeddings, embed_in_parts
 from cacheblend_rag.retrieval.splitting import split
-from cacheblend_rag.retrieval.vectors import Vectors, as_matrix
+from cacheblend_rag.retrieval.vectors import Vectors
 
 _log = logging.getLogger(__name__)
 # Jobs whose events are kept.
@@ -386,8 +385,8 @@ class Ingestion:
         self._metrics.ingested.labels("ready").inc(len(came))
 
     def _with_room(
-        self, library: Library, taken: Sequence[tuple[PendingFile, list[Document], Vectors]]
-    ) -> list[tuple[PendingFile, list[Document], Vectors]]:
+        self, library: Library, taken: Sequence[tuple[PendingFile, list[Document], list[Vectors]]]
+    ) -> list[tuple[PendingFile, list[Document], list[Vectors]]]:
         """Those documents that the tenant has room for; they may take more than their files did."""
         used, most, fit = library.catalogue.bytes_used(), self._limits.disk_bytes, []
         for file, chunks, vectors in taken:
@@ -402,11 +401,11 @@ class Ingestion:
 
     def _embedded(
         self, name: str, read: Sequence[tuple[PendingFile, list[Document]]]
-    ) -> Generator[None, None, list[tuple[PendingFile, list[Document], Vectors]]]:
+    ) -> Generator[None, None, list[tuple[PendingFile, list[Document], list[Vectors]]]]:
         """Embed the chunks of several files together."""
         places = [(file, number, len(chunks)) for file, chunks in read for number in range(len(chunks))]
         texts = [chunk.page_content for _, chunks in read for chunk in chunks]
-        parts = []
+        vectors: list[Vectors] = []
         for start in range(0, len(texts), _EMBEDDED):
             if start and start % _CHUNKS == 0:
                 yield
@@ -415,10 +414,9 @@ class Ingestion:
                     self._say(name, file.job, "embedding", file.name, number, total)
             some = texts[start : start + _EMBEDDED]
             with self._base.engine.in_background():  # beside the model's passes both would take several times as long
-                parts.append(as_matrix(self._embeddings.embed_documents(some), len(some)))
+                vectors += embed_in_parts(self._embeddings, some)
             if self._stopping.is_set():
                 return []
-        vectors = np.concatenate(parts) if parts else np.empty((0, 0), dtype=np.float32)
         taken, at = [], 0
         for file, chunks in read:
             taken.append((file, chunks, vectors[at : at + len(chunks)]))

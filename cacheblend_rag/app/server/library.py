@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.app.server.shared_catalogue import SharedCatalogue
 
 _log = logging.getLogger(__name__)
-# Passages whose vectors stay in memory, of all collections of a tenant; 1.5 kB each with the starter embedder.
+# Vectors that stay in memory, of all collections of a tenant; 1.5 kB each with the starter embedder.
 _IN_MEMORY = 300_000
 _EMBEDDED = 128
 # KV records erased at a time, and passages of deleted documents: others wait as long.
@@ -203,9 +203,9 @@ class OwnCollection(Collection):
 
     @property
     def in_memory(self) -> int:
-        """Passages whose vectors are in memory."""
+        """How many vectors are in memory."""
         index = self._index
-        return 0 if index is None else len(index)
+        return 0 if index is None else index.vectors
 
     def let_go(self) -> None:
         """Let the vectors go; the next search brings them back."""
@@ -253,7 +253,10 @@ class OwnCollection(Collection):
         if not self._catalogue.only_here():
             message = "the vectors of this collection are of another embedding model; run all servers with the same one"
             raise Problem(503, "other_embedder", message)
-        _log.warning("collection %s is embedded anew: the embedding model changed", self.id)
+        _log.warning(
+            "collection %s is embedded anew: the embedding model changed, or the parts in which it embeds passages",
+            self.id,
+        )
         ids = self._catalogue.vectors(self.id)[0]
         vectors: dict[int, Vectors] = {}
         for start in range(0, len(ids), _EMBEDDED):
@@ -263,10 +266,10 @@ class OwnCollection(Collection):
         self._catalogue.embed_anew(self.id, self._embeddings.fingerprint.tolist(), vectors)
 
 
-def _put(index: FaissVectorStore, leaving: Sequence[int], ids: Sequence[int], vectors: Vectors) -> None:
+def _put(index: FaissVectorStore, leaving: Sequence[int], ids: Sequence[int], vectors: Sequence[Vectors]) -> None:
     """Change an index whose documents are ids alone; their texts are in the catalogue."""
     documents = [Document(id=str(id), page_content="") for id in ids]
-    index.replace([str(id) for id in leaving], documents, vectors if len(ids) else None)
+    index.replace([str(id) for id in leaving], documents, vectors)
 
 
 class Library:
@@ -542,7 +545,7 @@ class Library:
     def add(
         self,
         collection: OwnCollection,
-        taken: Sequence[tuple[PendingFile, Sequence[Document], Vectors]],
+        taken: Sequence[tuple[PendingFile, Sequence[Document], Sequence[Vectors]]],
         most: float = math.inf,
     ) -> list[PendingFile]:
         """Make documents of uploads that were read; documents of their names give way to them, in the same step.
@@ -550,7 +553,7 @@ class Library:
         Parameters
         ----------
         collection : OwnCollection
-        taken : sequence of (PendingFile, passages, vectors)
+        taken : sequence of (PendingFile, passages, vectors of each)
         most : float
             Bytes that the tenant may have. Another server may have used what there was room for.
 

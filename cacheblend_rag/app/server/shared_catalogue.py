@@ -117,7 +117,7 @@ class SharedCatalogue(Catalogue):
     """
 
     shared = True
-    _page = "(metadata::json ->> 'page')::integer"
+    _page, _parts = "(metadata::json ->> 'page')::integer", "(metadata::json ->> 'parts')::integer"
     _erasable = f"{Catalogue._erasable} AND id NOT IN (SELECT document FROM leaving)"
 
     def __init__(self, database: Database, tenant: str) -> None:

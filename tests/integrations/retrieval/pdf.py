@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pypdf import PdfReader, PdfWriter
 
 
-def make_pdf(pages: Sequence[str], password: str = "") -> bytes:
-    """A PDF with one line of text a page."""
+def make_pdf(pages: Sequence[str], password: str = "", owner: str = "") -> bytes:
+    """A PDF with one line of text a page; with a password of its owner alone it can be read, but not changed."""
     objects = [b"<< /Type /Catalog /Pages 2 0 R >>", b"", b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"]
     kids = []
     for text in pages:
@@ -30,10 +30,10 @@ def make_pdf(pages: Sequence[str], password: str = "") -> bytes:
     out.write(b"xref\n0 %d\n0000000000 65535 f \n" % (len(objects) + 1))
     out.writelines(b"%010d 00000 n \n" % offset for offset in offsets)
     out.write(b"trailer\n<< /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % (len(objects) + 1, start))
-    if not password:
+    if not password and not owner:
         return out.getvalue()
     writer = PdfWriter(clone_from=PdfReader(out))
-    writer.encrypt(password, algorithm="RC4-128")
+    writer.encrypt(password, owner or None, algorithm="AES-256" if owner else "RC4-128")
     locked = io.BytesIO()
     writer.write(locked)
     return locked.getvalue()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pypdf.errors import DependencyError
 
 from cacheblend_rag.errors import ConfigError, DocumentError, MissingExtraError
 from cacheblend_rag.retrieval.documents import (
@@ -149,6 +150,19 @@ def test_pdf_without_text_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
 def test_pdf_that_cannot_be_read(data: bytes) -> None:
     with pytest.raises(DocumentError, match=r"bad\.pdf cannot be read as PDF"):
         parsed("bad.pdf", data)
+
+
+def test_pdf_that_forbids_copying_alone_is_read() -> None:
+    assert parsed("rules.pdf", make_pdf(["Rules of the house."], owner="secret")) == ("Rules of the house.",)
+
+
+def test_what_encrypted_pdfs_need_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacking(*_: object) -> None:
+        raise DependencyError("cryptography>=3.1 is required for AES algorithm")
+
+    monkeypatch.setattr("pypdf.PdfReader", lacking)
+    with pytest.raises(MissingExtraError, match=r"rules\.pdf is encrypted and cannot be read: .*cryptography.*\[app\]"):
+        parsed("rules.pdf", make_pdf(["x"]))
 
 
 def test_lone_surrogates_of_a_pdf_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

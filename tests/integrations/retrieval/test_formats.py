@@ -67,8 +67,52 @@ def test_separated_values_of_one_row_or_none() -> None:
     assert parsed("a.csv", b"just,words") == "just; words"
     assert parsed("a.csv", b"one\ntwo\nthree") == "one: two\n\none: three"
     assert parsed("a.csv", b"\n \n") == ""
-    with pytest.raises(DocumentError, match=r"wide\.csv is no table of separated values"):
-        parsed("wide.csv", b"a,b\n" + b"x" * 200_000)
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        ("sep=;\r\nName;Price\r\nRondo;12,50", "Name: Rondo; Price: 12,50"),
+        ('"sep=|"\nName|Price\nRondo|1,2', "Name: Rondo; Price: 1,2"),
+        ("sep=\t\nName\tPrice\nRondo\t1", "Name: Rondo; Price: 1"),
+        ('"Name, first, last";"Price, net"\nRondo;12', "Name, first, last: Rondo; Price, net: 12"),
+        ('\n"a\nb; c","d"\n1,2', "a\nb; c: 1; d: 2"),
+        ("Name;Price\nRondo, red, large;1,5", "Name: Rondo, red, large; Price: 1,5"),
+        ("a,b\n1," + "x" * 200_000, "a: 1; b: " + "x" * 200_000),
+    ],
+)
+def test_the_delimiter_is_the_one_that_separates_columns(data: str, text: str) -> None:
+    assert parsed("a.csv", data.encode()) == text
+
+
+SENTENCES = {
+    "de": "Die Gemeinde Süßen verlängert die Fristen für Anträge auf Förderung um zwei Monate, über Ostern hinweg. ",
+    "fr": "L’été dernier, la mairie a décidé que les écoles fermées rouvriraient à la rentrée. ",
+    "ru": "Договор аренды заключён на один год. ",
+    "ja": "これは日本語の文章です。契約は一年間です。",
+}
+
+
+@pytest.mark.parametrize("language", SENTENCES)
+@pytest.mark.parametrize("bad", [b"\xff", b"\xe9", b"\x00", b"\x1b[0m", b"\xc3", b"\xed\xa0\x80"])
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.html", "a.csv"])
+def test_a_damaged_byte_makes_no_other_text_of_utf8(
+    language: str, bad: bytes, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = SENTENCES[language] * 3
+    data = text.encode()
+    at = len(SENTENCES[language].encode())
+    seen = parsed(name, data[:at] + bad + data[at:])
+    first, last = SENTENCES[language].strip()[:12], SENTENCES[language].strip()[-12:]
+    assert first in seen
+    assert last in seen
+    assert "\ufffd" in seen
+    assert f"{name} is UTF-8 but for" in caplog.text
+
+
+def test_a_text_that_ends_within_a_character_is_utf8() -> None:
+    assert parsed("a.txt", ("Die Straße heißt Süd" * 3 + "ü").encode()[:-1]) == "Die Straße heißt Süd" * 3 + "\ufffd"
+    assert parsed("a.txt", b"An ASCII text \x00 with a byte too many.") == "An ASCII text \ufffd with a byte too many."
 
 
 def test_html_becomes_headings_paragraphs_lists_and_tables() -> None:
@@ -91,6 +135,27 @@ def test_what_a_browser_does_not_show_is_no_text() -> None:
         "<iframe src='file:///etc/passwd'>no7</iframe><script>no8</script><img src=http://x.org/y.png alt=no9></body>"
     )
     assert seen == "# Boats\n\nShown."
+
+
+@pytest.mark.parametrize(
+    ("markup", "text"),
+    [
+        ("<p>opened in 1912<sup>3</sup> at 5<sup>−2</sup>", "opened in 1912³ at 5⁻²"),
+        ("<p>H<sub>2</sub>O, 12 m<sup>2</sup>, 1<sup>st</sup>, built<sup>[4]</sup>", "H₂O, 12 m², 1st, built[4]"),
+        ("<header>Boats</header><main>One</main><footer>Two</footer>", "Boats\n\nOne\n\nTwo"),
+        ("<nav>a</nav><aside>b</aside><form>c<fieldset><legend>d</legend>e</fieldset></form>", "a\n\nb\n\nc\n\nd\n\ne"),
+        ("<details><summary>More</summary>Text</details><address>Street 1</address>x", "More\n\nText\n\nStreet 1\n\nx"),
+        ("<figure><img src=a><figcaption>Cap</figcaption></figure>Text", "Cap\n\nText"),
+        ("<span style='display:block'>One</span><span style='display: flex'>Two</span>", "One\n\nTwo"),
+        ("<span>pre</span><span>fix</span>", "prefix"),
+        ("<menu><li>oars<li>sails</menu>", "- oars\n- sails"),
+        ("<button>Yes</button><button>No</button>", "Yes No"),
+        ("<p><ruby>漢字<rp>(</rp><rt>かんじ</rt><rp>)</rp></ruby>です", "漢字(かんじ)です"),
+        ("<p><input type=checkbox checked>paid <input type=checkbox>open", "☒ paid ☐ open"),
+    ],
+)
+def test_what_stands_apart_on_the_screen_stands_apart_in_text(markup: str, text: str) -> None:
+    assert html(markup) == text
 
 
 @pytest.mark.parametrize("encoding", ["iso-8859-1", "iso-8859-2", "koi8-r", "windows-1251", "shift_jis"])
@@ -156,6 +221,97 @@ def test_changes_that_were_accepted_or_deleted_are_as_word_shows_them() -> None:
     )
     data = with_part(make_docx(lambda _: None), "word/document.xml", lambda xml: xml.replace(b"<w:body>", runs))
     assert parsed("a.docx", data) == "Stays added"
+
+
+MATH = 'xmlns:m="http://schemas.openxmlformats.org/officeDocument/2006/math"'
+SHAPE = 'xmlns:wps="http://schemas.microsoft.com/office/word/2010/wordprocessingShape"'
+DRAWING = 'xmlns:a="http://schemas.openxmlformats.org/drawingml/2006/main"'
+COMPATIBLE = 'xmlns:mc="http://schemas.openxmlformats.org/markup-compatibility/2006"'
+VML = 'xmlns:v="urn:schemas-microsoft-com:vml"'
+
+
+EITHER = f"<mc:AlternateContent {COMPATIBLE}><mc:Choice>"
+TEXT_BOX = f"<wps:txbx {SHAPE}>"
+
+
+def run(text: str) -> str:
+    return f'<w:r><w:t xml:space="preserve">{text}</w:t></w:r>'
+
+
+def box(text: str) -> str:
+    return f"<w:txbxContent><w:p>{run(text)}</w:p></w:txbxContent>"
+
+
+@pytest.mark.parametrize(
+    ("inner", "text"),
+    [
+        (
+            run("The rent is ")
+            + f'<w:fldSimple w:instr="MERGEFIELD rent">{run("1,250 EUR")}</w:fldSimple>'
+            + run(" a month."),
+            "The rent is 1,250 EUR a month.",
+        ),
+        (
+            f"<w:r><w:ruby><w:rubyPr/><w:rt>{run('かんじ')}</w:rt><w:rubyBase>{run('漢字')}</w:rubyBase></w:ruby></w:r>"
+            + run("です"),
+            "漢字(かんじ)です",
+        ),
+        (f'<w:dir w:val="rtl">{run("שלום")}</w:dir><w:bdo w:val="ltr">{run(" 42")}</w:bdo>', "שלום 42"),
+        (f'<w:dir w:val="rtl"><w:fldSimple w:instr="x">{run("both")}</w:fldSimple></w:dir>', "both"),
+        ("<w:r><w:t>one</w:t><w:cr/><w:t>two</w:t><w:ptab/><w:t>three</w:t></w:r>", "one\ntwo three"),
+        (
+            f"{run('It is ')}<m:oMathPara {MATH}><m:oMath><m:f><m:num><m:r><m:t>1</m:t></m:r></m:num><m:den><m:r><m:t>2"
+            "</m:t></m:r></m:den></m:f><m:sSup><m:e><m:r><m:t>x</m:t></m:r></m:e><m:sup><m:r><m:t>2</m:t></m:r></m:sup>"
+            f"</m:sSup></m:oMath></m:oMathPara>{run('.')}",
+            "It is 1/2x^2.",
+        ),
+        (
+            f"{run('Text')}<w:r><w:drawing>{TEXT_BOX}{box('In a box')}</wps:txbx></w:drawing></w:r>",
+            "Text\n\nIn a box",
+        ),
+        (
+            f"{run('Text')}<w:r>{EITHER}<w:drawing>{TEXT_BOX}{box('In a box')}"
+            f"</wps:txbx></w:drawing></mc:Choice></mc:AlternateContent></w:r>",
+            "Text\n\nIn a box",
+        ),
+        (
+            f"{run('Text')}<w:r>{EITHER}<w:drawing>{TEXT_BOX}{box('In a box')}"
+            f"</wps:txbx></w:drawing></mc:Choice><mc:Fallback><w:pict><v:oval {VML}><v:textbox>{box('In a box')}"
+            "</v:textbox></v:oval></w:pict></mc:Fallback></mc:AlternateContent></w:r>",
+            "Text\n\nIn a box",
+        ),
+        (
+            f"{run('Text')}<w:r><w:pict><v:textpath {VML} string='Art'/></w:pict></w:r>",
+            "Text\n\nArt",
+        ),
+        (
+            f"{run('Text')}<w:r><w:drawing><a:t {DRAWING}>Drawn</a:t></w:drawing></w:r>",
+            "Text\n\nDrawn",
+        ),
+        (
+            f"{run('Colour: ')}<w:r><w:fldChar w:fldCharType='begin'><w:ffData><w:ddList><w:result w:val='1'/>"
+            "<w:listEntry w:val='red'/><w:listEntry w:val='blue'/></w:ddList></w:ffData></w:fldChar></w:r>"
+            "<w:r><w:instrText> FORMDROPDOWN </w:instrText></w:r><w:r><w:fldChar w:fldCharType='end'/></w:r>",
+            "Colour: blue",
+        ),
+        ("<w:r><w:rPr><w:vertAlign w:val='superscript'/></w:rPr><w:t>3</w:t></w:r>" + run(" m"), "³ m"),
+    ],
+)
+def test_text_in_any_element_of_word_is_read(inner: str, text: str) -> None:
+    body = f"<w:body><w:p>{inner}</w:p>".encode()
+    data = with_part(make_docx(lambda _: None), "word/document.xml", lambda xml: xml.replace(b"<w:body>", body))
+    assert parsed("a.docx", data).replace("\t", " ").replace("  \n", "\n") == text
+
+
+def test_what_is_not_read_of_a_word_document_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    inner = b"<w:body><w:altChunk/><w:p><w:r><w:t>Text</w:t><w:sym w:font='Own' w:char='F0AA'/></w:r></w:p>"
+    data = with_part(make_docx(lambda _: None), "word/document.xml", lambda xml: xml.replace(b"<w:body>", inner))
+    assert parsed("a.docx", data) == "Text"
+    assert "a.docx is read, but for: a document within it; A w:sym element" in caplog.text
+    assert "F0AA" in caplog.text
+    caplog.clear()
+    parsed("a.docx", make_docx(write))
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,191 @@
+"""Passages that are longer than what an embedding model reads."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import faiss
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
+
+from cacheblend_rag.retrieval.embedder import (
+    SentenceTransformerEmbeddings,
+    SharedEmbeddings,
+    embed_in_parts,
+    unread_from,
+)
+from cacheblend_rag.retrieval.index import FolderIndex
+from cacheblend_rag.retrieval.saved_index import read_index
+from cacheblend_rag.retrieval.vectorstore import FaissVectorStore
+from tests.integrations.retrieval.conftest import limited_model, static_model
+
+FILLER = " ".join(
+    f"The old house of the {thing} was sold in the town." for thing in ("company", "fox", "dog", "letter") * 3
+)
+FACTS = {"start": "Anna plays the violin. " + FILLER, "end": FILLER + " Anna plays the violin."}
+
+
+@pytest.fixture(scope="module")
+def limited() -> SentenceTransformerEmbeddings:
+    """Reads 16 words."""
+    return SentenceTransformerEmbeddings(limited_model(16))
+
+
+class Cut(Embeddings):
+    """Another's embeddings: it reads 16 words, and says nothing of it."""
+
+    def __init__(self) -> None:
+        self.model = limited_model(16)
+
+    def embed_documents(self, texts: list[str]) -> list[list[float]]:
+        return [row.tolist() for row in self.model.encode(texts)]
+
+    def embed_query(self, text: str) -> list[float]:
+        return self.embed_documents([text])[0]
+
+
+@pytest.mark.parametrize("place", FACTS)
+def test_a_fact_is_found_wherever_it_stands_in_a_passage(place: str, limited: SentenceTransformerEmbeddings) -> None:
+    store = FaissVectorStore.from_texts([FILLER, FACTS[place], "Ben works in Bergen."], limited)
+    ((found, distance),) = store.similarity_search_with_score("anna plays the violin", 1)
+    assert found.page_content == FACTS[place]
+    scored = store.similarity_search_with_score("anna plays the violin")
+    (other,) = [far for one, far in scored if one.page_content == FILLER]
+    assert distance < other
+    assert len(store.similarity_search("anna plays the violin", 9)) == len(store) == 3
+    assert store.vectors > 9
+
+
+def test_parts_are_the_whole_text_and_end_where_sentences_do(limited: SentenceTransformerEmbeddings) -> None:
+    texts = [FACTS["end"], "", "word " * 100, "x" * 50, "第一句。" * 40, "a.\n\nb " * 30]
+    parts = limited.parts_of(texts)
+    assert ["".join(some) for some in parts] == texts
+    assert all(part.endswith((". ", ".")) for part in parts[0])
+    assert all(part.endswith("。") for part in parts[4])
+    assert all(len(limited.model.tokenizer(part)["input_ids"]) <= 16 for some in parts for part in some)
+
+
+def test_parts_are_short_where_a_model_reads_much() -> None:
+    assert SentenceTransformerEmbeddings(limited_model(8192)).part_tokens == 48
+    assert SentenceTransformerEmbeddings(static_model()).part_tokens is None
+    assert SentenceTransformerEmbeddings(static_model()).parts_of([FILLER]) == [[FILLER]]
+
+
+def test_one_vector_of_a_long_text_is_the_mean_of_its_parts(
+    limited: SentenceTransformerEmbeddings, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    fresh = SentenceTransformerEmbeddings(limited.model)
+    assert fresh.embed_documents(["anna"]) == [fresh.embed_query("anna")]
+    assert caplog.text == ""
+    short, long = fresh.embed_documents(["anna", FACTS["end"]])
+    assert "1 of 2 texts are longer than the 16 tokens" in caplog.text
+    assert short == fresh.embed_query("anna")
+    rows = embed_in_parts(limited, [FACTS["end"]])[0]
+    assert np.linalg.norm(long) == pytest.approx(np.linalg.norm(rows, axis=1).mean())
+    cosine = np.dot(long, rows.mean(axis=0)) / np.linalg.norm(long) / np.linalg.norm(rows.mean(axis=0))
+    assert cosine == pytest.approx(1)
+    np.testing.assert_allclose(fresh.embed_query(FACTS["end"]), long, rtol=1e-6)
+
+
+def test_embedders_of_others_are_tried_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    store = FaissVectorStore(Cut())
+    store.add_texts(["anna", FILLER, "ben"])
+    store.add_texts([FILLER + " More of it."])
+    (record,) = caplog.records
+    told = int(record.getMessage().split("reads about ")[1].split()[0])
+    assert abs(told - len(" ".join(FILLER.split()[:16]))) < len(FILLER) / 32
+    caplog.clear()
+    FaissVectorStore(DeterministicFakeEmbedding(size=4)).add_texts([FILLER])
+    FaissVectorStore(SentenceTransformerEmbeddings(static_model())).add_texts([FILLER])
+    FaissVectorStore(SentenceTransformerEmbeddings(limited_model(16))).add_texts([FILLER])
+    assert caplog.text == ""
+    assert unread_from(Cut(), "anna " * 10) is None
+
+
+def test_shared_embeddings_divide_as_those_within(limited: SentenceTransformerEmbeddings) -> None:
+    shared = SharedEmbeddings(limited)
+    assert shared.parts_of([FILLER]) == limited.parts_of([FILLER])
+    for own, inner in zip(embed_in_parts(shared, [FILLER, "a"]), embed_in_parts(limited, [FILLER, "a"]), strict=True):
+        np.testing.assert_allclose(own, inner)
+    assert SharedEmbeddings(Cut()).part_tokens is None
+    assert len(shared.fingerprint) > len(SharedEmbeddings(Cut()).fingerprint)
+
+
+def folder_index(tmp_path: Path, embedder: Embeddings) -> FolderIndex:
+    docs = tmp_path / "docs"
+    docs.mkdir(exist_ok=True)
+    for name, text in FACTS.items():
+        (docs / f"{name}.txt").write_text(text)
+    return FolderIndex(docs, embedder=embedder, index_dir=tmp_path / "index")
+
+
+def test_an_index_with_vectors_of_beginnings_is_built_anew(
+    tmp_path: Path, limited: SentenceTransformerEmbeddings
+) -> None:
+    folder_index(tmp_path, Cut()).update()
+    manifest = tmp_path / "index" / "manifest.json"
+    saved = json.loads(manifest.read_text())
+    assert saved.pop("part_tokens") is None
+    manifest.write_text(json.dumps(saved))  # as it was written before there were parts
+    assert folder_index(tmp_path, limited).update().rebuilt == "chunks are embedded in other parts than before"
+    assert folder_index(tmp_path, limited).update().rebuilt == ""
+    assert folder_index(tmp_path, SentenceTransformerEmbeddings(limited_model(12))).update().rebuilt
+    assert read_index(tmp_path / "index").part_tokens == 12
+
+
+def test_a_store_with_vectors_of_beginnings_is_embedded_anew_when_it_is_loaded(
+    tmp_path: Path, limited: SentenceTransformerEmbeddings, caplog: pytest.LogCaptureFixture
+) -> None:
+    FaissVectorStore.from_texts(list(FACTS.values()), Cut(), ids=["a", "b"]).save(tmp_path)
+    caplog.clear()
+    store = FaissVectorStore.load(tmp_path, limited)
+    assert "2 documents are embedded anew" in caplog.text
+    assert (len(store), store.vectors) == (2, sum(map(len, limited.parts_of(list(FACTS.values())))))
+    store.delete(["a"])
+    store.save(tmp_path)
+    caplog.clear()
+    again = FaissVectorStore.load(tmp_path, limited)
+    again.add_texts(["ben"])
+    assert (len(again), again.vectors, caplog.text) == (2, 1 + len(limited.parts_of([FACTS["end"]])[0]), "")
+    assert [one.page_content for one in again.similarity_search("ben", 2)] == ["ben", FACTS["end"]]
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_search_equals_sorting_by_the_nearest_part(data: st.DataObject) -> None:
+    numbers = st.integers(-3, 3)
+    parts = st.lists(st.tuples(numbers, numbers), min_size=1, max_size=5)
+    documents = data.draw(st.lists(parts, min_size=1, max_size=12))
+    gone = data.draw(st.sets(st.sampled_from(range(len(documents)))))
+    k, query = data.draw(st.integers(1, 14)), np.array(data.draw(st.tuples(numbers, numbers)))
+    store = FaissVectorStore(DeterministicFakeEmbedding(size=2))
+    rows = [np.array(one, dtype=np.float32) for one in documents]
+    texts = [Document(page_content=f"{number:02}", id=f"{number}") for number in range(len(documents))]
+    store.replace((), texts, rows)
+    store.replace([f"{number}" for number in gone])
+    left = [number for number in range(len(documents)) if number not in gone]
+    allowed = set(data.draw(st.lists(st.sampled_from(left)))) if left else set()
+    for among, filter in ((left, None), (allowed, lambda one: int(one.page_content) in allowed)):
+        near = sorted((float(np.linalg.norm(rows[number] - query, axis=1).min()), f"{number:02}") for number in among)
+        found = store.similarity_search_with_score_by_vector([*map(float, query)], k, filter)
+        assert [(pytest.approx(score), one.page_content) for one, score in found] == near[:k]
+    assert store.vectors == sum(len(documents[number]) for number in left)
+
+
+def test_parts_of_one_document_do_not_fill_the_places_of_others() -> None:
+    store = FaissVectorStore(DeterministicFakeEmbedding(size=2))
+    texts = [Document(page_content=name, id=name) for name in ("many", "near", "far")]
+    many, near, far = (np.full((count, 2), at, dtype=np.float32) for count, at in ((200, 0), (1, 1), (3, 2)))
+    store.replace((), texts, [many, near, far])
+    assert [one.page_content for one in store.similarity_search_by_vector([0.0, 0.0], 3)] == ["many", "near", "far"]
+    store.delete(["many"])
+    assert isinstance(store._index.faiss, faiss.IndexIDMap2)
+    assert store.vectors == 4
