@@ -167,7 +167,7 @@ class BlendEngine:
             ``"auto"`` (the checkpoint's, but float32 on a CPU that has no arithmetic of that type and
             memory enough), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         beside
-            As for `BlendEngine`; a copy of this engine has it not.
+            As for `BlendEngine`. A copied or pickled engine does not keep this.
         **model_kwargs
             Passed on to ``from_pretrained``.
 

@@ -177,7 +177,7 @@ class LoadingKV:
     started : float
         When loading began, by ``time.perf_counter``.
     shared : SharedKV or None
-        What other prompts of a batch read, too.
+        Layers that other prompts of a batch read, too.
     """
 
     found: StoredSegments
@@ -607,7 +607,7 @@ class Pipeline:
                 lookup, loading = self._without(error.key, lookup, loading)
         took, clock = time.perf_counter() - loading.started, loading.clock
         seconds = Seconds(load=loading.layers.seconds, fuse=took - loading.layers.seconds, read=clock.seconds)
-        # What came from memory says nothing of the disk.
+        # Layers from memory say nothing of the disk.
         if not lost and not self.store.tiers and loading.shared is None:
             self._ratio_policy.note(loading.choice, clock.seconds)
         fused = self._fused(lookup.split, loading.found, fusion, loading.choice)
@@ -722,7 +722,7 @@ class Pipeline:
 
     def _is_of(self, record: StoredKV, segment: Segment) -> bool:
         """Whether a record is of a segment; one that is not is closed and erased."""
-        # Behind which contexts it was computed is not ours to say.
+        # Contexts are no part of the key, so they are not compared.
         if dataclasses.replace(record.info, behind=()) == self.record_info(segment):
             return True
         _log.warning("KV record %s is of another segment or model and counts as a miss", segment.key)
@@ -759,9 +759,9 @@ class Pipeline:
                 exact.append(_range(span))
             else:
                 reused.append(_range(span))
-        turn = range(unrotated[0].start, unrotated[-1].stop) if unrotated else range(0)
+        rotate = range(unrotated[0].start, unrotated[-1].stop) if unrotated else range(0)
         question = _range(split.suffix) if len(split.suffix) else None
-        return FusionPlan(split.input_ids, exact, reused, turn, question)
+        return FusionPlan(split.input_ids, exact, reused, rotate, question)
 
     def _fused(self, split: TokenizedPrompt, found: StoredSegments, fusion: Fusion, choice: RatioChoice) -> FusedKV:
         read = tuple(segment.key in found.records for segment in found.chunks)

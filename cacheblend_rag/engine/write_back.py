@@ -83,12 +83,12 @@ class WriteBack:
             return True
 
     def drop(self, chosen: Callable[[str, Job], bool]) -> None:
-        """Let jobs that wait not be done, and wait for one that is being done; all others go on.
+        """Cancel waiting jobs, and wait for one that is being done; all others go on.
 
         Parameters
         ----------
         chosen : callable
-            Whether it is to be so with the job of a name.
+            Takes the name of a job and the job; True for those to cancel or to wait for.
         """
         with self._condition:
             there = [*self._jobs, *self._doing]

@@ -144,7 +144,7 @@ _mask_here: ContextVar[RowMask | PerSequenceKV | None] = ContextVar("_mask_here"
 
 @contextmanager
 def with_mask(what: RowMask | PerSequenceKV | None) -> Iterator[None]:
-    """Within this, `row_attention` is mask more than the layers that call it hand on."""
+    """Within this, `row_attention` also gets what decoder layers do not hand on: positions, or KV of each sequence."""
     token = _mask_here.set(what)
     try:
         yield

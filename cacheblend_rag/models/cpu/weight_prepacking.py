@@ -141,7 +141,7 @@ class _WeightState:
         self._form = _form(weight)
 
     def still(self, weight: object) -> bool:
-        """Whether a weight still is that, as far as every call can afford to ask."""
+        """True if this is the same tensor, version and address as then. Every call asks, so no value is looked at."""
         return (
             isinstance(weight, torch.Tensor)
             and weight is self._weight()

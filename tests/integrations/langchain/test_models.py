@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from transformers.generation import LogitsProcessor, LogitsProcessorList, Suppre
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import ConfigError, GenerationError, GenerationTimeoutError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
+from cacheblend_rag.store import DiskStore
 from tests.integrations.langchain.models import passages, plain_answer, tiny_engine, tiny_parts
+from tests.probes import CountingStore
 
 KINDS = [CacheBlendLLM, ChatCacheBlend]
 DOCUMENTS = passages(6, seed=5)
@@ -225,27 +229,26 @@ async def test_a_request_that_was_given_up_while_it_waited_costs_nothing(engine:
 # Batches ------------------------------------------------------------------------------------
 
 
-async def test_a_batch_reads_each_chunk_once(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = CacheBlendLLM.from_engine(engine, max_new_tokens=2, report_input_ids=True)
-    llm.warm(DOCUMENTS, progress=False)
-    texts = [one.page_content for one in DOCUMENTS]
-    groups = [(0, 1, 2), (3, 4, 5), (2, 1, 0), (5, 3, 4), (0, 5, 1)]
-    prompts = ["\n\n".join(texts[n] for n in group) + f"\n\nQuestion {group}?" for group in groups]
-    alone = [llm.invoke(prompt) for prompt in prompts]
-    opened: list[str] = []
-    opens = engine.store.open
-    monkeypatch.setattr(engine.store, "open", lambda key: opened.append(key) or opens(key))
-    result = llm.generate(prompts)
-    chunks = [key for key in opened if opened.count(key) == 1]
-    assert len(chunks) >= 6
-    found = [engine.store.contains(key) for key in opened]
-    assert len([key for key, there in zip(opened, found, strict=True) if there]) == 6
-    assert [one[0].text for one in result.generations] == alone
-    for one in result.generations:
-        info = one[0].generation_info
-        assert info is not None
-        assert (info["hits"], info["misses"]) == (3, 0)
-    assert llm.batch(prompts) == await llm.abatch(prompts) == alone
+async def test_a_batch_reads_each_chunk_once(tmp_path: Path) -> None:
+    known_chunks.clear()
+    with closing(CountingStore(DiskStore(tmp_path))) as store, tiny_engine(store=store, recompute_ratio=1.0) as engine:
+        llm = CacheBlendLLM.from_engine(engine, max_new_tokens=2, report_input_ids=True)
+        llm.warm(DOCUMENTS, progress=False)
+        texts = [one.page_content for one in DOCUMENTS]
+        groups = [(0, 1, 2), (3, 4, 5), (2, 1, 0), (5, 3, 4), (0, 5, 1)]
+        prompts = ["\n\n".join(texts[n] for n in group) + f"\n\nQuestion {group}?" for group in groups]
+        alone = [llm.invoke(prompt) for prompt in prompts]
+        store.forget()
+        result = llm.generate(prompts)
+        reads = Counter(call[1] for call in store.calls if call[0] == "read_into")
+        assert list(reads.values()) == [engine.adapter.num_layers] * 6
+        assert store.most_held == 0
+        assert [one[0].text for one in result.generations] == alone
+        for one in result.generations:
+            info = one[0].generation_info
+            assert info is not None
+            assert (info["hits"], info["misses"]) == (3, 0)
+        assert llm.batch(prompts) == await llm.abatch(prompts) == alone
 
 
 # Identity -----------------------------------------------------------------------------------
