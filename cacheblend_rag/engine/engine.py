@@ -19,6 +19,7 @@ from typing import Any, Unpack
 import torch
 
 from cacheblend_rag.config import BlendConfig, check_model_and_tokenizer
+from cacheblend_rag.engine import at_exit  # noqa: F401 - the end of the interpreter finds threads and queues
 from cacheblend_rag.engine.batch import ReadOnceStore, by_common_chunks
 from cacheblend_rag.engine.decode import (
     DEFAULT_NEW_TOKENS,
@@ -35,10 +36,10 @@ from cacheblend_rag.engine.pipeline import OTHER_FORM, Blend, Pauses, Pipeline, 
 from cacheblend_rag.engine.prompt_lookup import PromptLookup
 from cacheblend_rag.engine.scheduler import ModelTime, Scheduler, scheduler_of
 from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds, keys_begin
-from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead
+from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
 from cacheblend_rag.engine.traces import Operation, SpanNames, below_this, traced
 from cacheblend_rag.engine.warm_up import WarmUp, behind_each_other
-from cacheblend_rag.engine.write_back import Job, WriteBack
+from cacheblend_rag.engine.write_back import CLOSE_SECONDS, Job, WriteBack
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,
@@ -448,7 +449,7 @@ class BlendEngine:
     ) -> Generation:
         """Split, look up, load, fuse, decode."""
         pipeline = pipeline or self._pipeline
-        cancelled = sink.cancelled if sink else _never
+        cancelled = sink.cancelled if sink else interpreter_ends
         with (
             traced(self._named, prompt, options, self.config, sink) as trace,
             self._held(prompt, options.max_new_tokens) as spent,
@@ -484,7 +485,7 @@ class BlendEngine:
                 inputs=copy.copy(prompt.inputs).to(self.adapter.device, self.adapter.dtype),
                 options=options,
                 on_text=sink.put if sink else None,
-                cancelled=sink.cancelled if sink else _never,
+                cancelled=sink.cancelled if sink else interpreter_ends,
                 window=self.context_window,
             )
         seconds = Seconds(split=prompt.seconds + fit.seconds, fuse=decoded.first_token_at - started)
@@ -505,7 +506,7 @@ class BlendEngine:
                 logits=fused.logits,
                 options=options,
                 on_text=sink.put if sink else None,
-                cancelled=sink.cancelled if sink else _never,
+                cancelled=sink.cancelled if sink else interpreter_ends,
                 step=step,
                 window=self.context_window,
             )
@@ -688,12 +689,20 @@ class BlendEngine:
         self._write_back.flush()
         self.store.flush()
 
-    def close(self) -> None:
-        """Store what waits, then release everything; closing twice is harmless."""
+    def close(self, *, seconds: float = CLOSE_SECONDS) -> None:
+        """Store what waits, as far as the time allows, then release everything; closing twice is harmless.
+
+        Parameters
+        ----------
+        seconds : float
+            Most seconds for which KV that was missing is still computed and stored. What is left then is dropped, a
+            warning says how much, and it is computed again when it is next missing. 0 drops all of it; `flush` waits
+            for all of it. An interrupt (Ctrl-C) drops the rest, too.
+        """
         if self._viewed is not None or self._write_back.closed:
             return
         self._prefetcher.close()
-        self._write_back.close()
+        self._write_back.close(seconds)
         with self._scheduler:  # a request on another thread may still be under way
             # Prepacked weights go with the last engine over the model.
             self._pipeline.prepacked = contextlib.nullcontext
@@ -858,10 +867,6 @@ def _nobody() -> int:
 
 def _anybody() -> int:
     return sys.maxsize
-
-
-def _never() -> bool:
-    return False
 
 
 def _answer_room(options: DecodeOptions) -> tuple[int, int]:
