@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as _CONTAINERS
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import cached_file, find_adapter_config_file
 
 from cacheblend_rag.config import DTYPES, check_choice, flag_from_environment
@@ -297,6 +296,8 @@ def _quantised_by(config: Any, model_kwargs: dict[str, Any]) -> str | None:
     said = getattr(config, "quantization_config", None) or model_kwargs.get("quantization_config")
     if said is None:
         return None
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING  # it imports what it may quantise with
+
     said = said if isinstance(said, dict) else said.to_dict()
     method = getattr(said.get("quant_method"), "value", said.get("quant_method"))
     if method not in (*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"):
