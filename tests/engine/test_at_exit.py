@@ -131,6 +131,8 @@ def test_an_interrupt_ends_the_storing(times: int, tmp_path: Path) -> None:
 
 BEHIND = f"""
 import time
+
+MODEL = {str(MODEL_PATH)!r}
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.store import MemoryStore, TieredStore
 
@@ -143,7 +145,7 @@ class Slow(MemoryStore):
         print("written", flush=True)
 
 store = TieredStore([MemoryStore("1GB"), Slow("1GB")])
-engine = BlendEngine.from_pretrained({str(MODEL_PATH)!r}, config=BlendConfig(min_tokens=0, condition="sink"), store=store)
+engine = BlendEngine.from_pretrained(MODEL, config=BlendConfig(min_tokens=0, condition="sink"), store=store)
 chunks = [f"The {{number}}th mill burned down in 1931, and nobody saw it." for number in range(5)]
 engine.generate(Prompt("", chunks, "Which?"), max_new_tokens=1)
 """
