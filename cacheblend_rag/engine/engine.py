@@ -54,7 +54,7 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.cache import all_preallocated
 from cacheblend_rag.models.contexts import LearnedContext
-from cacheblend_rag.models.loading import load_model
+from cacheblend_rag.models.loading import load_model, loading_arguments
 from cacheblend_rag.models.lora import unwrapped
 from cacheblend_rag.prompt import FittedPrompt, ImagePrompt, Prompt, PromptTokenizer, TokenizedPrompt
 from cacheblend_rag.prompt.contexts import finder
@@ -148,8 +148,8 @@ class BlendEngine:
         *,
         config: BlendConfig | None = None,
         store: KVStore | StoreLocations | None = None,
-        device: str = "auto",
-        dtype: str = "auto",
+        device: str | int | torch.device | None = "auto",
+        dtype: str | torch.dtype | None = "auto",
         beside: BlendEngine | None = None,
         **model_kwargs: Any,
     ) -> BlendEngine:
@@ -161,9 +161,9 @@ class BlendEngine:
             A folder, or an id that transformers can resolve.
         config, store
             As for `BlendEngine`.
-        device : str
-            ``"auto"`` (a GPU if there is one), or a torch device.
-        dtype : str
+        device : str, int or torch.device
+            ``"auto"`` (a GPU if there is one), or a torch device. A number is that of a GPU, and -1 the CPU.
+        dtype : str or torch.dtype
             ``"auto"`` (the checkpoint's, but float32 on a CPU that has no arithmetic of that type and
             memory enough), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         beside
@@ -177,7 +177,10 @@ class BlendEngine:
             If either cannot be loaded.
         UnsupportedModelError
             If the model cannot be blended, as its config says; weights are not fetched then.
+        ConfigError
+            If an argument cannot be used.
         """
+        device, dtype, model_kwargs = loading_arguments(device, dtype, model_kwargs)
         loaded = load_model(model, device=device, dtype=dtype, **model_kwargs)
         fingerprint = loaded.fingerprint()
         made = cls(loaded.model, loaded.tokenizer, config=config, store=store, fingerprint=fingerprint, beside=beside)
@@ -533,7 +536,8 @@ class BlendEngine:
         Requests that come meanwhile go before the next pass; while there are always some, warming gets a fifth of
         the model's time. It stops before the store would pass its size limit, so that it never evicts its own work.
 
-        Chunks are looked at before the first pass: with one that is too long, none is computed.
+        Chunks are looked at before the first pass: with one that is too long, none is computed. One that no tokenizer
+        takes is left out, and a warning names it.
 
         Parameters
         ----------
@@ -780,7 +784,7 @@ class BlendEngine:
         beside: Callable[[], int] = _nobody
         if prompt is not None and self._several and not isinstance(prompt, ImagePrompt):  # that one lets nobody in
             # No tokenizer makes more tokens than there are bytes.
-            size = len(prompt.written(self.config.separator).text.encode())
+            size = len(prompt.written(self.config.separator).text.encode(errors="surrogatepass"))
             beside = partial(self._beside, size + (new_tokens or 256))
         with self._scheduler.entered(beside) as spent:
             self._check_open()
