@@ -19,6 +19,7 @@ from typing import Any, Unpack
 import torch
 
 from cacheblend_rag.config import BlendConfig, check_model_and_tokenizer
+from cacheblend_rag.engine import at_exit  # noqa: F401 - the end of the interpreter finds threads and queues
 from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.engine.decode import (
     DEFAULT_NEW_TOKENS,
@@ -35,10 +36,10 @@ from cacheblend_rag.engine.pipeline import OTHER_FORM, Blend, Pauses, Pipeline, 
 from cacheblend_rag.engine.prompt_lookup import PromptLookup
 from cacheblend_rag.engine.scheduler import ModelTime, Scheduler, scheduler_of
 from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds, keys_begin
-from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead
+from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
 from cacheblend_rag.engine.traces import Operation, SpanNames, below_this, traced
 from cacheblend_rag.engine.warm_up import WarmUp, behind_each_other
-from cacheblend_rag.engine.write_back import Job, WriteBack
+from cacheblend_rag.engine.write_back import CLOSE_SECONDS, Job, WriteBack
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,
@@ -54,7 +55,7 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.cache import all_preallocated
 from cacheblend_rag.models.contexts import LearnedContext
-from cacheblend_rag.models.loading import load_model
+from cacheblend_rag.models.loading import load_model, loading_arguments
 from cacheblend_rag.models.lora import unwrapped
 from cacheblend_rag.prompt import FittedPrompt, ImagePrompt, Prompt, PromptTokenizer, TokenizedPrompt
 from cacheblend_rag.prompt.contexts import finder
@@ -148,8 +149,8 @@ class BlendEngine:
         *,
         config: BlendConfig | None = None,
         store: KVStore | StoreLocations | None = None,
-        device: str = "auto",
-        dtype: str = "auto",
+        device: str | int | torch.device | None = "auto",
+        dtype: str | torch.dtype | None = "auto",
         beside: BlendEngine | None = None,
         **model_kwargs: Any,
     ) -> BlendEngine:
@@ -161,9 +162,9 @@ class BlendEngine:
             A folder, or an id that transformers can resolve.
         config, store
             As for `BlendEngine`.
-        device : str
-            ``"auto"`` (a GPU if there is one), or a torch device.
-        dtype : str
+        device : str, int or torch.device
+            ``"auto"`` (a GPU if there is one), or a torch device. A number is that of a GPU, and -1 the CPU.
+        dtype : str or torch.dtype
             ``"auto"`` (the checkpoint's, but float32 on a CPU that has no arithmetic of that type and
             memory enough), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         beside
@@ -177,7 +178,10 @@ class BlendEngine:
             If either cannot be loaded.
         UnsupportedModelError
             If the model cannot be blended, as its config says; weights are not fetched then.
+        ConfigError
+            If an argument cannot be used.
         """
+        device, dtype, model_kwargs = loading_arguments(device, dtype, model_kwargs)
         loaded = load_model(model, device=device, dtype=dtype, **model_kwargs)
         fingerprint = loaded.fingerprint()
         made = cls(loaded.model, loaded.tokenizer, config=config, store=store, fingerprint=fingerprint, beside=beside)
@@ -450,7 +454,7 @@ class BlendEngine:
     ) -> Generation:
         """Split, look up, load, fuse, decode."""
         pipeline = self._pipeline
-        cancelled = sink.cancelled if sink else _never
+        cancelled = sink.cancelled if sink else interpreter_ends
         with (
             shared.read_by((prompt.prefix, *prompt.chunks)) if shared else contextlib.nullcontext(),
             traced(self._named, prompt, options, self.config, sink) as trace,
@@ -487,7 +491,7 @@ class BlendEngine:
                 inputs=copy.copy(prompt.inputs).to(self.adapter.device, self.adapter.dtype),
                 options=options,
                 on_text=sink.put if sink else None,
-                cancelled=sink.cancelled if sink else _never,
+                cancelled=sink.cancelled if sink else interpreter_ends,
                 window=self.context_window,
             )
         seconds = Seconds(split=prompt.seconds + fit.seconds, fuse=decoded.first_token_at - started)
@@ -508,7 +512,7 @@ class BlendEngine:
                 logits=fused.logits,
                 options=options,
                 on_text=sink.put if sink else None,
-                cancelled=sink.cancelled if sink else _never,
+                cancelled=sink.cancelled if sink else interpreter_ends,
                 step=step,
                 window=self.context_window,
             )
@@ -535,7 +539,8 @@ class BlendEngine:
         Requests that come meanwhile go before the next pass; while there are always some, warming gets a fifth of
         the model's time. It stops before the store would pass its size limit, so that it never evicts its own work.
 
-        Chunks are looked at before the first pass: with one that is too long, none is computed.
+        Chunks are looked at before the first pass: with one that is too long, none is computed. One that no tokenizer
+        takes is left out, and a warning names it.
 
         Parameters
         ----------
@@ -691,12 +696,20 @@ class BlendEngine:
         self._write_back.flush()
         self.store.flush()
 
-    def close(self) -> None:
-        """Store what waits, then release everything; closing twice is harmless."""
+    def close(self, *, seconds: float = CLOSE_SECONDS) -> None:
+        """Store what waits, as far as the time allows, then release everything; closing twice is harmless.
+
+        Parameters
+        ----------
+        seconds : float
+            Most seconds for which KV that was missing is still computed and stored. What is left then is dropped, a
+            warning says how much, and it is computed again when it is next missing. 0 drops all of it; `flush` waits
+            for all of it. An interrupt (Ctrl-C) drops the rest, too.
+        """
         if self._viewed is not None or self._write_back.closed:
             return
         self._prefetcher.close()
-        self._write_back.close()
+        self._write_back.close(seconds)
         with self._scheduler:  # a request on another thread may still be under way
             # Prepacked weights go with the last engine over the model.
             self._pipeline.prepacked = contextlib.nullcontext
@@ -774,7 +787,7 @@ class BlendEngine:
         beside: Callable[[], int] = _nobody
         if prompt is not None and self._several and not isinstance(prompt, ImagePrompt):  # that one lets nobody in
             # No tokenizer makes more tokens than there are bytes.
-            size = len(prompt.written(self.config.separator).text.encode())
+            size = len(prompt.written(self.config.separator).text.encode(errors="surrogatepass"))
             beside = partial(self._beside, size + (new_tokens or 256))
         with self._scheduler.entered(beside) as spent:
             self._check_open()
@@ -861,10 +874,6 @@ def _nobody() -> int:
 
 def _anybody() -> int:
     return sys.maxsize
-
-
-def _never() -> bool:
-    return False
 
 
 def _answer_room(options: DecodeOptions) -> tuple[int, int]:

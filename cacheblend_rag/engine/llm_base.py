@@ -21,6 +21,7 @@ from cacheblend_rag.engine.grammar import Form, Grammar, InText, closed, form_of
 from cacheblend_rag.engine.streaming import NumberedStreams, TextStream
 from cacheblend_rag.engine.traces import Operation
 from cacheblend_rag.errors import CacheBlendError, ConfigError, MissingExtraError
+from cacheblend_rag.models.loading import loading_arguments
 from cacheblend_rag.prompt import Prompt
 from cacheblend_rag.prompt.calls import CALL_END
 from cacheblend_rag.prompt.chat import CallText, call_rests, calls_in_text, check_choice
@@ -30,6 +31,7 @@ from cacheblend_rag.store import StoreLocations
 from cacheblend_rag.store.base import UNLIMITED
 from cacheblend_rag.store.factory import are_locations
 
+_WINDOW = 'the context window is the model\'s own; overflow="drop_chunks" leaves out chunks that it does not hold'
 # Arguments of other packages whose value holds here anyway; any other value is refused with the remedy.
 _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
     "n": ((1,), "a prompt has one answer here; ask for more by a batch with other seeds"),
@@ -40,7 +42,10 @@ _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
     "stream": ((True, False), "use stream or invoke"),
     "streaming": ((True, False), "use stream or invoke"),
     "stream_usage": ((True,), "usage is part of every answer"),
-    "parallel_tool_calls": ((True,), "the model decides how many tools it calls"),
+    "parallel_tool_calls": (
+        (True,),
+        "the model decides how many tools it calls; take the first of an answer's calls where one is to be made",
+    ),
     "strict": ((False,), "give a schema with the call as response_format, or use with_structured_output"),
     "response_format": ((), "give it with the call, or use with_structured_output"),
     "batch_size": ((), "use max_concurrent"),
@@ -49,6 +54,33 @@ _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
     "device_map": ((), "give it in model_kwargs"),
     "quantization_config": ((), "give it in model_kwargs"),
     "trust_remote_code": ((False,), "give it in model_kwargs"),
+    "token": ((), "give it in model_kwargs"),
+    "revision": ((), "give it in model_kwargs"),
+    "cache_dir": ((), "give it in model_kwargs"),
+    "local_files_only": ((), "give it in model_kwargs"),
+    "attn_implementation": ((), "attention is this package's own, the same for all models"),
+    "low_cpu_mem_usage": ((True,), "weights are always loaded so"),
+    "load_in_4bit": ((False,), 'use model_kwargs={"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}'),
+    "load_in_8bit": ((False,), 'use model_kwargs={"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}'),
+    "task": (("text-generation",), "a model answers with text; leave it out"),
+    "repo_id": ((), "use model_id"),
+    "model_path": ((), "use model_id"),
+    "model": ((), "use model_id for a path or an id, and from_model for a model with its tokenizer"),
+    "tokenizer": ((), "use from_model for a model with its tokenizer"),
+    "tokenizer_name": ((), "the tokenizer is the model's own; use from_model for another"),
+    "pipeline": ((), "use from_pipeline"),
+    "num_ctx": ((), _WINDOW),
+    "n_ctx": ((), _WINDOW),
+    "max_model_len": ((), _WINDOW),
+    "num_predict": ((), "use max_new_tokens"),
+    "max_completion_tokens": ((), "use max_new_tokens"),
+    "num_gpu": ((), "use device"),
+    "n_gpu_layers": ((), "use device; a model is on one device as a whole"),
+    "num_thread": ((), "set OMP_NUM_THREADS before the program starts"),
+    "n_threads": ((), "set OMP_NUM_THREADS before the program starts"),
+    "keep_alive": ((), "a model stays in memory as long as its object"),
+    "base_url": ((), "the model runs in this process"),
+    "api_key": ((), "the model runs in this process, and no key is needed"),
 }
 # Dicts in which other packages take options of generation.
 _NESTED = ("pipeline_kwargs", "generate_kwargs")
@@ -118,9 +150,11 @@ class LLMBase(BaseModel):
         Where KV is kept: a folder, the address of a store that machines share (``"s3://bucket/kv"``,
         ``"valkey://host:6379/0"``), or several, the nearest first; memory if there is none.
     device, dtype : str
-        Where the model runs and in which element type, as for `BlendEngine.from_pretrained`.
+        Where the model runs and in which element type, as for `BlendEngine.from_pretrained`; numbers and objects of
+        PyTorch are taken, too.
     model_kwargs : dict
         Passed on to transformers' ``from_pretrained``: ``device_map``, ``quantization_config``, …
+        ``device`` and ``dtype`` may be among them.
     config : BlendConfig
         Options of an engine that is made here. Each may also be given by itself, such as ``recompute_ratio=0.2``.
     blend : dict
@@ -220,6 +254,7 @@ class LLMBase(BaseModel):
         options = {name: fields.pop(name) for name in BlendConfig.names() if name in fields}
         engine = fields.get("engine")
         if engine is None:
+            fields |= _loading(fields, (*known - _OF_LOADING, *BlendConfig.names()))
             return {**fields, "blend": {**fields.get("blend", {}), **options}}
         if not isinstance(engine, BlendEngine):
             remedy = "give a BlendEngine, or use from_model for a model with its tokenizer and from_model_id for a name"
@@ -536,6 +571,28 @@ def _form_of_call(call: CallText, forced: bool) -> Form:
     if call.strict or forced:
         return Form(closed(call.schema), call.before, call.after, lenient=not call.strict)
     return Form({"type": "object"}, call.before, call.after)
+
+
+# Fields of loading that `model_kwargs` may hold, too.
+_OF_LOADING = {"device", "dtype"}
+
+
+def _loading(fields: Mapping[str, Any], others: Sequence[str]) -> dict[str, Any]:
+    """The fields of loading, as `loading_arguments` settles them.
+
+    Raises
+    ------
+    ConfigError
+        If ``model_kwargs`` holds one of the other fields, or two contradict one another.
+    """
+    model_kwargs = fields.get("model_kwargs")
+    if model_kwargs is not None and not isinstance(model_kwargs, Mapping):
+        raise ConfigError("model_kwargs", model_kwargs, "use a dict of arguments of transformers' from_pretrained")
+    for name, value in (model_kwargs or {}).items():
+        if name in others:
+            raise ConfigError("model_kwargs", {name: value}, f"give {name} by itself, beside model_kwargs")
+    settled = loading_arguments(fields.get("device"), fields.get("dtype"), model_kwargs)
+    return dict(zip(("device", "dtype", "model_kwargs"), settled, strict=True))
 
 
 def _plain(value: Any) -> Any:

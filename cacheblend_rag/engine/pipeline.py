@@ -17,7 +17,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.ratio_policy import MinimumRatio, RatioChoice, RatioPolicy, controller_beside
 from cacheblend_rag.engine.session_cache import ResumedPrompt, SessionCache
 from cacheblend_rag.engine.write_back import Job
-from cacheblend_rag.errors import ConfigError, GenerationError, StoreError
+from cacheblend_rag.errors import ConfigError, GenerationError, PromptError, StoreError
 from cacheblend_rag.fusor import Fusion, FusionPlan, fuse
 from cacheblend_rag.fusor.work import work_share
 from cacheblend_rag.loading import ChunkKV, LayerReader, LoadingController, Placement, load_as_it_pays, load_plainly
@@ -403,8 +403,12 @@ class Pipeline:
         return next(form for form in forms if form.regime == regime)
 
     def chunk_forms(self, text: str, prefix: str = "") -> list[Segment]:
-        """All segments under which a chunk may be stored, one a frequency regime."""
-        chunk = self.tokenizer.chunk(text)
+        """All segments under which a chunk may be stored, one a frequency regime; none if it can be in no prompt."""
+        try:
+            chunk = self.tokenizer.chunk(text)
+        except PromptError as error:  # it can be in no prompt either
+            _log.warning("a chunk has no KV: %s", error)
+            return []
         if not chunk.ids:
             return []
         context = self.tokenizer.context_ids(text, prefix if self.condition == "prefix" else "")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -58,10 +60,16 @@ class WriteBehind:
             self._waiting[key] = waiting
             self._held += size
             if self._thread is None:
+                _begun.add(self)
                 self._thread = threading.Thread(target=self._work, name="kv-write-behind", daemon=True)
-                self._thread.start()
+                try:
+                    self._thread.start()
+                except RuntimeError:  # the interpreter ends, and begins no thread any more
+                    self._thread = None
             self._changed.notify_all()
-            return True
+        if self._thread is None:
+            self._write(key)
+        return True
 
     def waits(self, key: str) -> bool:
         """Whether a record of this key waits to be written."""
@@ -141,3 +149,13 @@ class WriteBehind:
                 done = self._drop(key) if self._waiting.get(key) is waiting else []
         for call in done:
             call()
+
+
+_begun: weakref.WeakSet[WriteBehind] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Write what waits before the interpreter ends; whatever fills these queues has registered itself later."""
+    for queue in list(_begun):
+        queue.close()

@@ -15,16 +15,18 @@ import torch
 from langchain_core.callbacks import StdOutCallbackHandler
 from langchain_core.load import dumps, loads
 from langchain_core.tools import tool
+from llama_index.core.schema import TextNode
 from transformers import GenerationConfig
 
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.llm_base import AnswerFields
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
 from cacheblend_rag.langchain.base import AllFields, LangChainFields
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
 from cacheblend_rag.llama_index.llm import LlamaIndexFields, _AllFields
+from tests import tiny
 from tests.engine.test_options import OPTIONS, OTHERS
 from tests.integrations.langchain.models import passages, tiny_engine, tiny_parts
 from tests.integrations.llama_index.common import make_index, make_llm, make_nodes
@@ -87,6 +89,81 @@ def test_unknown_fields_are_refused_with_the_nearest_name(kind: Any, engine: Ble
         kind.from_model_id(tmp_path, device_map="auto")
     with pytest.raises(ConfigError, match=r"blend.*there is no such option|did you mean 'contexts'"):
         kind.from_model_id(tmp_path, blend={"contxts": 2})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dtype": torch.bfloat16},
+        {"model_kwargs": {"dtype": "bfloat16"}},
+        {"model_kwargs": {"torch_dtype": torch.bfloat16, "device": torch.device("cpu")}},
+        {"dtype": "bfloat16", "model_kwargs": {"dtype": torch.bfloat16}, "device": -1},
+        {"device": torch.device("cpu"), "dtype": torch.bfloat16, "task": "text-generation", "load_in_4bit": False},
+    ],
+    ids=str,
+)
+def test_a_model_is_loaded_by_the_arguments_that_transformers_takes(kind: Any, given: Any, saved: Path) -> None:
+    model = kind.from_model_id(saved, **QUICK, **given)
+    assert model.engine.model.dtype == torch.bfloat16
+    again = pickle.loads(pickle.dumps(model))
+    assert (again.device, again.dtype) == (model.device, "bfloat16")
+    engine_given = {
+        **given.get("model_kwargs", {}),
+        **{name: given[name] for name in ("device", "dtype") if name in given},
+    }
+    with BlendEngine.from_pretrained(saved, config=BlendConfig(**QUICK), **engine_given) as alone:
+        assert alone.model.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ({"model_kwargs": {"dtype": "float16"}, "dtype": "bfloat16"}, "dtype='bfloat16' is given, too"),
+        ({"model_kwargs": {"device": "cpu"}, "device": "meta"}, "device='meta' is given, too"),
+        ({"model_kwargs": {"device_map": "cpu"}, "device": "cpu"}, "leave out device_map"),
+        ({"model_kwargs": {"sliding": 3}}, "sliding=3 .*does not take it"),
+        ({"model_kwargs": {"temperature": 0.5}}, "beside model_kwargs"),
+        ({"model_kwargs": {"config": {}}}, "beside model_kwargs"),
+        ({"model_kwargs": {"load_in_4bit": True}}, r"BitsAndBytesConfig\(load_in_4bit=True\)"),
+        ({"model_kwargs": "bfloat16"}, "use a dict"),
+        ({"dtype": torch.int8}, "'int8' .*use one of 'auto'"),
+        ({"device": 97}, "cuda:97.*use"),
+        ({"load_in_4bit": True}, r"BitsAndBytesConfig\(load_in_4bit=True\)"),
+        ({"task": "summarization"}, "leave it out"),
+        ({"repo_id": "a/b"}, "use model_id"),
+        ({"num_ctx": 4096}, "drop_chunks"),
+        ({"num_predict": 9}, "use max_new_tokens"),
+        ({"tokenizer": "a/b"}, "use from_model"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_arguments_of_loading_that_do_not_go_are_refused_with_a_remedy(
+    kind: Any, given: Any, remedy: str, saved: Path
+) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        kind.from_model_id(saved, **QUICK, **given)
+
+
+def test_one_call_alone_is_refused_with_a_remedy(engine: BlendEngine) -> None:
+    with pytest.raises(ConfigError, match="take the first of an answer's calls"):
+        ChatCacheBlend(engine=engine).invoke("What fell?", parallel_tool_calls=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_a_character_is_named_and_fails_no_other_text(
+    kind: Any, engine: BlendEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, cut, good = kind(engine=engine, max_new_tokens=2), tiny.text(20, 81) + "\ud83d", tiny.text(20, 82)
+    for answering in (engine, engine.with_config(max_concurrent=2)):
+        with pytest.raises(PromptError, match=r"U\+D83D, at character \d+ behind '.*leave it out"):
+            say(kind(engine=answering, max_new_tokens=2), cut)
+    nodes = [TextNode(text=one) for one in (cut, good)] if kind is LlamaIndexLLM else [cut, good]
+    assert model.warm(nodes, progress=False).computed == 1
+    assert "a chunk has no KV: the text holds half of a surrogate pair" in caplog.text
+    assert model.estimate_bytes(nodes) > 0
+    assert model.forget(nodes) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)

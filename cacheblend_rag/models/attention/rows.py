@@ -9,10 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import repeat_kv
 
 from cacheblend_rag.models.attention.onednn import (
     attend_behind,
@@ -158,6 +155,8 @@ _NOT_FUSED = ("softcap", "s_aux", "position_bias")
 
 def use_row_attention() -> str:
     """Make `row_attention` known to transformers; its name."""
+    from transformers import AttentionInterface  # with it comes torch._dynamo, which no import of ours needs
+
     AttentionInterface.register(ROW_ATTENTION, row_attention)
     return ROW_ATTENTION
 
@@ -226,7 +225,7 @@ def attend_rows(
     grouped, dtype = query.shape[1] != key.shape[1], query.dtype
     if grouped and key.device.type != "cpu":
         copies = query.shape[1] // key.shape[1]
-        key, value, grouped = repeat_kv(key, copies), repeat_kv(value, copies), False
+        key, value, grouped = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1), False
     if mask is None:
         out = _behind(query, key, value, scaling, grouped)
     else:
@@ -301,6 +300,8 @@ def _behind(
     """Causal attention of rows that are the last positions."""
     before = key.shape[2] - query.shape[2]
     if before and query.device.type == "cuda":
+        from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo
+
         bias: Any = causal_lower_right(query.shape[2], key.shape[2])
         return scaled_dot_product_attention(query, key, value, bias, scale=scaling, enable_gqa=grouped)
     group = query.shape[1] // key.shape[1]
