@@ -58,7 +58,7 @@ _HARMLESS: dict[str, tuple[tuple[object, ...], str]] = {
     "revision": ((), "give it in model_kwargs"),
     "cache_dir": ((), "give it in model_kwargs"),
     "local_files_only": ((), "give it in model_kwargs"),
-    "attn_implementation": ((), "attention is this package's own, the same for all models"),
+    "attn_implementation": ((), "give it in model_kwargs"),
     "low_cpu_mem_usage": ((True,), "weights are always loaded so"),
     "load_in_4bit": ((False,), 'use model_kwargs={"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}'),
     "load_in_8bit": ((False,), 'use model_kwargs={"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}'),
