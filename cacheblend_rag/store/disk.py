@@ -79,7 +79,8 @@ class _Connection(sqlite3.Connection):
     """
 
     def __del__(self) -> None:
-        self.close()
+        with contextlib.suppress(sqlite3.ProgrammingError):  # one that could not be opened
+            self.close()
 
 
 def _connect(path: str, **options: Any) -> sqlite3.Connection:
