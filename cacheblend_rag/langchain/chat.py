@@ -41,6 +41,7 @@ from cacheblend_rag.langchain.messages import (
     turns_of,
 )
 from cacheblend_rag.langchain.tracking import documents_of_run, note_found
+from cacheblend_rag.models.loading import has_chat_template
 from cacheblend_rag.prompt import ImagePrompt, Prompt
 from cacheblend_rag.prompt.calls import HeldBack, begins_in_thought
 from cacheblend_rag.prompt.chat import check_choice, offers_tools, opening, render_turns
@@ -82,6 +83,18 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
 
     def __init__(self, **fields: Unpack[AllFields]) -> None:
         super().__init__(**fields)
+
+    def _check_model(self, model_id: str) -> None:
+        if (
+            self.chat_template_kwargs.get("chat_template")
+            or has_chat_template(model_id, self.model_kwargs) is not False
+        ):
+            return
+        remedy = (
+            "it has no chat template: use CacheBlendLLM, which takes plain text, a model for conversations, or "
+            'chat_template_kwargs={"chat_template": …}'
+        )
+        raise ConfigError("model_id", model_id, remedy)
 
     @property
     def _llm_type(self) -> str:

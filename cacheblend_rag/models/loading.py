@@ -21,7 +21,7 @@ from transformers.utils import cached_file, find_adapter_config_file
 from cacheblend_rag.config import DTYPES, check_choice, flag_from_environment
 from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError, UnsupportedModelError
 from cacheblend_rag.models.families import check_supported
-from cacheblend_rag.models.gguf import is_gguf, opened_gguf
+from cacheblend_rag.models.gguf import holds_chat_template, is_gguf, opened_gguf
 from cacheblend_rag.models.identity import files_identity, fingerprint, known_fingerprint, remember_fingerprint
 from cacheblend_rag.models.memory import total_memory
 from cacheblend_rag.models.projections import latent_width
@@ -234,6 +234,24 @@ def load_model(
         loaded, tokenizer, identity = _load(os.fspath(model), name, target, dtype, model_kwargs)
     processor = cache(partial(_load_processor, name, model_kwargs))
     return LoadedModel(loaded, tokenizer, os.fspath(model), identity if stays else None, processor)
+
+
+def has_chat_template(model: str | os.PathLike[str], model_kwargs: Mapping[str, Any]) -> bool | None:
+    """Whether a model has a chat template, by its small files alone; None where they do not say it."""
+    name = os.fspath(model)
+    if starter_named(model, "language model") is not None:
+        return True
+    if is_gguf(model):
+        return holds_chat_template(model)
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    try:
+        of = partial(cached_file, name, **quiet, **_where(dict(model_kwargs)))
+        if of("chat_template.jinja") or of("chat_template.json"):
+            return True
+        settings = of("tokenizer_config.json")
+        return None if settings is None else bool(json.loads(Path(settings).read_text("utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError, TypeError):  # loading it says more
+        return None
 
 
 def _base_of(model: str | os.PathLike[str]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from langchain_core.callbacks import StdOutCallbackHandler
 from langchain_core.load import dumps, loads
 from langchain_core.tools import tool
 from llama_index.core.schema import TextNode
-from transformers import GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from cacheblend_rag import BlendConfig, BlendEngine
 from cacheblend_rag.engine.decode import DecodeArguments
@@ -26,7 +27,7 @@ from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
 from cacheblend_rag.langchain.base import AllFields, LangChainFields
 from cacheblend_rag.llama_index import CacheBlendLLM as LlamaIndexLLM
 from cacheblend_rag.llama_index.llm import LlamaIndexFields, _AllFields
-from tests import tiny
+from tests import gguf_files, tiny
 from tests.engine.test_options import OPTIONS, OTHERS
 from tests.integrations.langchain.models import passages, tiny_engine, tiny_parts
 from tests.integrations.llama_index.common import make_index, make_llm, make_nodes
@@ -144,6 +145,32 @@ def test_arguments_of_loading_that_do_not_go_are_refused_with_a_remedy(
 ) -> None:
     with pytest.raises(ConfigError, match=remedy):
         kind.from_model_id(saved, **QUICK, **given)
+
+
+def test_a_base_model_is_no_chat_model_and_is_refused_before_it_is_loaded(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    base = shutil.copytree(saved, tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(saved)
+    tokenizer.chat_template = None
+    (base / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(base)
+    file = gguf_files.write(tmp_path / "base.gguf", tiny.model("llama"), chat=False)
+    loaded = CacheBlendLLM.from_model_id(base, **QUICK)
+    assert loaded.invoke("What fell?", max_tokens=2) == CacheBlendLLM.from_model_id(saved, **QUICK).invoke(
+        "What fell?", max_tokens=2
+    )
+    template = {"chat_template": gguf_files.TEMPLATE}
+    chat = ChatCacheBlend.from_model_id(base, **QUICK, chat_template_kwargs=template)
+    assert chat.invoke("What fell?", max_tokens=2).usage_metadata
+    with monkeypatch.context() as patch:
+        patch.setattr(BlendEngine, "from_pretrained", None)
+        for name in (base, file):
+            with pytest.raises(ConfigError, match="no chat template: use CacheBlendLLM"):
+                ChatCacheBlend.from_model_id(name, **QUICK)
+    chats = gguf_files.write(tmp_path / "chat.gguf", tiny.model("llama"))
+    assert ChatCacheBlend.from_model_id(chats, **QUICK).invoke("What fell?", max_tokens=2).usage_metadata
 
 
 def test_one_call_alone_is_refused_with_a_remedy(engine: BlendEngine) -> None:

@@ -98,6 +98,9 @@ def _ordinary_products(model: nn.Module, layers: Sequence[nn.Linear], option: bo
                     return nullcontext
                 raise ConfigError("prepack_weights", option, f"use 'auto' or False here: {reason}")
             _by_model[model] = weakref.ref(prepacked)
+            _log.info(
+                "prepacked copies of weights take %s bytes; none with prepack_weights=False", f"{prepacked.nbytes:,}"
+            )
         elif anew:
             prepacked.renew(layers)
     return prepacked.in_use
