@@ -137,11 +137,12 @@ class WriteBack:
             return
         try:
             thread.join(min(seconds, _SILENT))
-            if thread.is_alive() and seconds > _SILENT:
+            waiting = len(self._jobs)
+            if thread.is_alive() and waiting and seconds > _SILENT:
                 _log.warning(
-                    "KV of %d more segments is being stored before the end, for %g s at most; an interrupt (Ctrl-C) "
+                    "KV of %d more segments is being stored before the end, for %.0f s at most; an interrupt (Ctrl-C) "
                     "ends this, and then they are computed again when they are next missing",
-                    len(self._jobs),
+                    waiting,
                     seconds,
                 )
                 thread.join(None if math.isinf(seconds) else seconds - _SILENT)
