@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.scheduler import Scheduler
 from cacheblend_rag.errors import CacheBlendError
-from cacheblend_rag.prompt import Prompt
+from cacheblend_rag.prompt import AnyPrompt, Prompt
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.store.base import RecordInfo
 
@@ -200,10 +200,10 @@ def queues_begun() -> list[WriteBack]:
     return list(_begun)
 
 
-def tokens_to_store(prompt: Prompt, report: BlendReport, config: BlendConfig) -> int:
+def tokens_to_store(prompt: AnyPrompt, report: BlendReport, config: BlendConfig) -> int:
     """Tokens of a prompt's prefix and chunks that were not stored, and whose KV goes into the store now."""
     if report.plain or config.write_back == "off" or config.selection == "all":
         return 0
     read_of_prefix = report.prefix_tokens if report.prefix_hit else 0
-    of_prefix = report.prefix_tokens - read_of_prefix if prompt.prefix else 0
+    of_prefix = report.prefix_tokens - read_of_prefix if isinstance(prompt, Prompt) and prompt.prefix else 0
     return max(0, of_prefix + report.chunk_tokens - (report.reused_tokens - read_of_prefix))

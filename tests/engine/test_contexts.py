@@ -238,7 +238,7 @@ def test_forgetting_leaves_another_tenants_records_alone(model: Any) -> None:
 
 def test_an_estimate_is_what_warming_takes(model: Any, tmp_path: Path) -> None:
     with engine_with(model, store=tmp_path) as engine:
-        expected = engine.estimate_bytes(TEXTS)
+        expected = engine.chunks.estimate_bytes(TEXTS)
         assert engine.warm(TEXTS).bytes == expected
 
 
