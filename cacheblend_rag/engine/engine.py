@@ -28,7 +28,7 @@ from cacheblend_rag.engine.pipeline import Pipeline, open_pipeline
 from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead
 from cacheblend_rag.engine.traces import Operation, SpanNames, below_this
-from cacheblend_rag.engine.turns import Turns
+from cacheblend_rag.engine.turns import Lifetime, Turns
 from cacheblend_rag.engine.write_back import CLOSE_SECONDS, WriteBack
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.fusor.self_check import check_adapter
@@ -141,19 +141,19 @@ class BlendEngine:
         in_use = ModelInUse(adapter, config.prepack_weights, adapter.identity(fingerprint), anew=True)
         # Engines over one model take turns.
         scheduler = scheduler_of(model, None if beside is None else beside._parts.turns.scheduler)
-        write_back = WriteBack(scheduler)
+        write_back, lifetime = WriteBack(scheduler), Lifetime()
         parts = EngineParts(
             tokenizer=tokenizer,
             processor=lambda: processor,
             pipeline=open_pipeline(in_use, PromptTokenizer(tokenizer, config.separator), config, opened),
-            turns=Turns(scheduler, in_use, BatchedDecode(adapter), write_back, config),
+            turns=Turns(scheduler, in_use, BatchedDecode(adapter), write_back, config, lifetime),
             guard=QualityGuard(),
             prefetcher=Prefetcher(opened),
             names=SpanNames(str(getattr(model.config, "_name_or_path", "") or "local")),
             owns_store=store is None or are_locations(store),
         )
         self._consist_of(parts)
-        weakref.finalize(self, write_back.stop).atexit = False
+        weakref.finalize(lifetime, write_back.stop).atexit = False
         prepare_end()
 
     def _consist_of(self, parts: EngineParts) -> None:

@@ -28,6 +28,10 @@ from cacheblend_rag.prompt import Prompt
 _ANSWER_TOKENS = 256
 
 
+class Lifetime:
+    """Ends with the last of an engine, the views of it and the answers of theirs that are under way."""
+
+
 @dataclass(frozen=True)
 class Turns:
     """The model of an engine, held by one request at a time, or by a step of several.
@@ -42,6 +46,8 @@ class Turns:
     write_back : WriteBack
         Closed with the engine; from then on nobody gets the model.
     config : BlendConfig
+    lifetime : Lifetime
+        All who may still use the model hold it.
     """
 
     scheduler: Scheduler
@@ -49,6 +55,7 @@ class Turns:
     batched_decode: BatchedDecode
     write_back: WriteBack
     config: BlendConfig
+    lifetime: Lifetime
 
     @contextmanager
     def alone(self) -> Iterator[ModelTime]:
