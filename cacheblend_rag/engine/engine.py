@@ -39,9 +39,8 @@ from cacheblend_rag.engine.session_cache import KEY_PREFIX, holds, keys_begin
 from cacheblend_rag.engine.streaming import Cancelled, NumberedStreams, TextStream, begun_ahead, interpreter_ends
 from cacheblend_rag.engine.traces import Operation, SpanNames, below_this, traced
 from cacheblend_rag.engine.warm_up import WarmUp, behind_each_other
-from cacheblend_rag.engine.write_back import CLOSE_SECONDS, Job, WriteBack
+from cacheblend_rag.engine.write_back import CLOSE_SECONDS, Job, WriteBack, in_passes, run_pass
 from cacheblend_rag.errors import (
-    CacheBlendError,
     ConfigError,
     ContextLengthError,
     GenerationError,
@@ -522,14 +521,12 @@ class BlendEngine:
         """Store what was missing, now or when nothing else waits; nothing in a store that cannot be written."""
         if self.store.read_only:
             return
-        for key, job in blend.write_back.items():
-            if self.config.write_back == "background":
+        if self.config.write_back == "background":
+            for key, job in blend.write_back.items():
                 self._write_back.submit(key, job)
-                continue
-            try:
-                job.run()
-            except CacheBlendError as error:
-                _log.warning("could not store %s: %s", key, error)
+            return
+        for jobs in in_passes(blend.write_back.items()):
+            run_pass(jobs)
 
     # The store -----------------------------------------------------------------------------
 

@@ -808,11 +808,16 @@ class Pipeline:
             held = sum(tensor.nbytes for tensor in kv.keys + kv.values)
             jobs[prefix.key] = Job(lambda: self.store.put(prefix.key, self._record(prefix, kv)), held)
         contexts = self.contexts([chunk.text for chunk in split.located])
+        together: dict[tuple[tuple[int, ...], int], Callable[[Sequence[Segment]], object]] = {}
         for segment in found.chunks:
             if segment.token_ids and segment.key not in found.records:
                 behind = dataclasses.replace(segment, contexts=contexts if segment.averaged else None)
                 jobs[segment.key] = Job(
-                    partial(self.compute_and_store, [behind]), info=partial(self.record_info, behind)
+                    partial(self.compute_and_store, [behind]),
+                    info=partial(self.record_info, behind),
+                    part=behind,
+                    tokens=len(segment.own_ids),
+                    together=together.setdefault((segment.shared_ids, segment.regime), partial(self.compute_and_store)),
                 )
         return jobs
 

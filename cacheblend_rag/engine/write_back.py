@@ -8,8 +8,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engine.scheduler import Scheduler
@@ -23,6 +24,11 @@ _log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 30.0
 """Most seconds for which KV is still stored while an engine is closed or the interpreter ends."""
+# Tokens of one pass, which a request may have to wait for: about those of one chunk of usual size. A pass of few tokens
+# takes as long as one of many, so small chunks are computed together.
+_PASS_TOKENS = 512
+# Padding of a pass, as a share of the tokens that are wanted.
+_PADDING = 0.25
 # Nothing is said of a wait that is no longer than so many seconds.
 _SILENT = 1.0
 
@@ -39,15 +45,57 @@ class Job:
         Bytes it keeps in memory until then.
     info : callable, optional
         Info of the record; None where no chunk is in it.
+    part : object
+        What ``together`` takes.
+    tokens : int
+        Tokens that are computed for it.
+    together : callable, optional
+        Does the jobs of several parts in one pass, with padding to the longest. Jobs that have the very same one may
+        be done so.
     """
 
     run: Callable[[], object]
     held: int = 0
     info: Callable[[], RecordInfo] | None = None
+    part: Any = None
+    tokens: int = 0
+    together: Callable[[Sequence[Any]], object] | None = None
+
+
+NamedJobs = Sequence[tuple[str, Job]]
+
+
+def in_passes(jobs: Iterable[tuple[str, Job]]) -> Iterator[NamedJobs]:
+    """Jobs in their order, those together that are done in one pass."""
+    batch: list[tuple[str, Job]] = []
+    longest = wanted = 0
+    for name, job in jobs:
+        longest, wanted = max(longest, job.tokens), wanted + job.tokens
+        padded = (len(batch) + 1) * longest
+        alike = bool(batch) and job.together is not None and job.together is batch[0][1].together
+        if batch and not (alike and padded <= min(_PASS_TOKENS, (1 + _PADDING) * wanted)):
+            yield batch
+            batch, longest, wanted = [], job.tokens, job.tokens
+        batch.append((name, job))
+    if batch:
+        yield batch
+
+
+def run_pass(jobs: NamedJobs) -> None:
+    """Do jobs that are done in one pass; an error of ours is logged."""
+    (name, first), *others = jobs
+    name += f" and {len(others)} more" * bool(others)
+    try:
+        if others and first.together is not None:
+            first.together([job.part for _, job in jobs])
+        else:
+            first.run()
+    except CacheBlendError as error:
+        _log.warning("could not store %s: %s", name, error)
 
 
 class WriteBack:
-    """A bounded queue of jobs, done one by one in the background of the scheduler.
+    """A bounded queue of jobs, done pass by pass in the background of the scheduler.
 
     Parameters
     ----------
@@ -66,7 +114,7 @@ class WriteBack:
         self.seconds = 0.0
         """Time spent on jobs; no request waited for it but one that came during a job."""
         self._names: set[str] = set()
-        self._doing: list[tuple[str, Job]] = []  # one at most
+        self._doing: NamedJobs = ()  # those of one pass
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
         self.closed = False
@@ -174,21 +222,21 @@ class WriteBack:
         with self._condition:
             if not self._jobs:
                 return
-            name, job = self._jobs.popleft()
-            self._doing.append((name, job))
+            self._doing = next(in_passes(self._jobs))
+            for _ in self._doing:
+                self._jobs.popleft()
         started = time.perf_counter()
         try:
-            job.run()
-        except CacheBlendError as error:
-            _log.warning("could not store %s: %s", name, error)
+            run_pass(self._doing)
         except Exception:
-            _log.exception("storing %s failed", name)
+            _log.exception("storing %s failed", ", ".join(name for name, _ in self._doing))
         finally:
             with self._condition:
                 self.seconds += time.perf_counter() - started
-                self._doing.clear()
-                self._held -= job.held
-                self._names.discard(name)
+                for name, job in self._doing:
+                    self._held -= job.held
+                    self._names.discard(name)
+                self._doing = ()
                 self._condition.notify_all()
 
 

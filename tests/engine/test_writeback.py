@@ -17,7 +17,7 @@ from transformers.generation import LogitsProcessor
 from cacheblend_rag import Prompt
 from cacheblend_rag.engine.scheduler import Scheduler, scheduler_of
 from cacheblend_rag.engine.session_cache import KEY_PREFIX
-from cacheblend_rag.engine.write_back import Job, WriteBack
+from cacheblend_rag.engine.write_back import Job, WriteBack, in_passes, run_pass
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.store import MemoryStore
@@ -164,6 +164,45 @@ def test_forgetting_waits_for_nothing_that_others_store(condition: str) -> None:
         assert engine.fuse(PROMPT).report.hits == (2 if condition == "sink" else 0)
 
 
+@pytest.mark.parametrize("mode", ["inline", "background"])
+@pytest.mark.parametrize("condition", ["sink", "context", "prefix"])
+def test_small_chunks_of_a_prompt_are_computed_in_one_pass(
+    condition: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = [tiny.text(12, seed) for seed in range(20, 30)]
+    passes: list[int] = []
+    compute = ModelAdapter.segments_kv
+
+    def counted(self: ModelAdapter, context: Any, segments: Any, *others: Any) -> Any:
+        passes.append(len(segments))
+        return compute(self, context, segments, *others)
+
+    monkeypatch.setattr(ModelAdapter, "segments_kv", counted)
+    with engine_of(write_back=mode, condition=condition) as engine:
+        engine.fuse(Prompt("Read this:", chunks, "What fell in the end?"))
+        engine.flush()
+        assert max(passes) > 1
+        assert len(passes) <= (3 if condition != "context" else 8), "of each context some passes, and its own"
+        assert engine.fuse(Prompt("Read this:", chunks, "What fell in the end?")).report.hits == 10
+        assert engine.forget(chunks[:1], prefix="Read this:") >= 1
+
+
+def test_a_chunk_that_cannot_be_stored_does_not_cost_those_of_its_pass(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Hooked):
+        def put(self, key: str, record: Any) -> None:
+            if record.info.kind == "chunk" and not any(info.kind == "chunk" for _, info in self.infos("")):
+                self.failed = getattr(self, "failed", 0) + 1
+                if self.failed == 1:
+                    raise StoreError("no room for this one")
+            super().put(key, record)
+
+    with engine_of(store=Failing(), write_back="background") as engine:
+        engine.fuse(PROMPT)
+        engine.flush()
+        assert engine.fuse(PROMPT).report.hits == 2
+    assert "and 1 more: no room for this one" in caplog.text
+
+
 # The queue ----------------------------------------------------------------------------------
 
 
@@ -211,6 +250,29 @@ def test_jobs_are_dropped_without_waiting_for_others_but_for_what_is_being_done(
         dropping.result(20)
     assert done == ["b", "c", "long"]
     queue.close()
+
+
+def test_jobs_go_together_while_one_pass_holds_them() -> None:
+    done: list[list[str]] = []
+
+    def first(names: Any) -> None:
+        done.append(list(names))
+
+    def second(names: Any) -> None:
+        done.append(list(names))
+
+    def job(name: str, tokens: int, together: Any) -> tuple[str, Job]:
+        return name, Job(partial(done.append, [name]), part=name, tokens=tokens, together=together)
+
+    jobs = [job("a", 25, first), job("b", 25, first), job("c", 500, first), job("d", 20, second), job("e", 20, second)]
+    jobs += [
+        ("f", Job(partial(done.append, ["f"]))),
+        job("g", 20, second),
+        *(job(f"h{at}", 250, first) for at in range(3)),
+    ]
+    for some in in_passes(jobs):
+        run_pass(some)
+    assert done == [["a", "b"], ["c"], ["d", "e"], ["f"], ["g"], ["h0", "h1"], ["h2"]]
 
 
 def test_waiting_jobs_keep_no_more_than_so_many_bytes(caplog: pytest.LogCaptureFixture) -> None:
