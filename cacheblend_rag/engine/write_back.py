@@ -46,7 +46,7 @@ class Job:
     info : callable, optional
         Info of the record; None where no chunk is in it.
     part : object
-        What ``together`` takes.
+        The item that ``together`` takes.
     tokens : int
         Tokens that are computed for it.
     together : callable, optional
