@@ -205,6 +205,8 @@ class ModelAdapter:
         kernels = plain if plain is not None and plain.as_they_were() else None
         implementation = use_row_attention() if fused else "eager"
         blending = _Blending(partial(self._twins, implementation), fused, kernels)
+        if kernels is None:
+            _ = blending.layers  # what has no twin is refused before anything runs
         with evaluating(self.model), torch.no_grad(), self.row_by_row.in_use(), self._as(blending):
             yield
 

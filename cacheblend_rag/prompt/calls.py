@@ -21,7 +21,7 @@ _BEGUN_NAME = re.compile(r"<function=[^<>\s]*\Z")
 _WHOLE_PARAMETER = re.compile(r"<parameter=([^<>\s]+)>(.*?)</parameter>\s*", re.DOTALL)
 _THOUGHT_START, _THOUGHT_END = "<think>", "</think>"
 
-_START = re.compile(rf"{CALL_START}|{_FUNCTION}")
+_START = re.compile(rf"{CALL_START}|{_FUNCTION}|{_THOUGHT_START}")
 _NOTHING_BUT_JSON = re.compile(r"\s*(?=[{\[])")
 _SPACE = re.compile(r"\s*")
 _NEXT_VALUE = re.compile(r"[\s,;]*(?=[{\[])")
@@ -85,8 +85,8 @@ def parse_calls(
     text : str
         The answer.
     tools : sequence of dict or None
-        Tools that are offered, in OpenAI's form; without any, all is text. An answer that is nothing but JSON is a
-        call of one of them.
+        Tools that are offered, in OpenAI's form; without any, all is text. An answer that begins with JSON which names
+        one of them calls it.
     in_thought : bool
         Whether the answer begins within a thought; see `begins_in_thought`.
     whole : bool
@@ -100,6 +100,10 @@ def parse_calls(
     bare = _NOTHING_BUT_JSON.match(text, at)
     while (start := _next_start(text, at, bare)) is not None:
         kept.append(text[at:start])
+        if text.startswith(_THOUGHT_START, start):
+            at = _thought_end(text, start)
+            kept.append(text[start:at])
+            continue
         try:
             found, at = _block(text, start, schemas, whole)
             calls += found
@@ -157,12 +161,17 @@ def _behind_thought(text: str, in_thought: bool) -> int:
     """Where the thought ends with which an answer begins."""
     if not in_thought and not text.lstrip().startswith(_THOUGHT_START):
         return 0
-    end = text.find(_THOUGHT_END)
+    return _thought_end(text, 0)
+
+
+def _thought_end(text: str, at: int) -> int:
+    """Where the thought that is under way at a place ends; one that is not closed lasts to the end."""
+    end = text.find(_THOUGHT_END, at)
     return len(text) if end < 0 else end + len(_THOUGHT_END)
 
 
 def _next_start(text: str, at: int, bare: re.Match[str] | None) -> int | None:
-    """Where the next call may begin."""
+    """Where the next call may begin, or the next thought."""
     found = _START.search(text, at)
     return bare.end() if bare else found.start() if found else None
 

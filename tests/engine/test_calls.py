@@ -89,6 +89,7 @@ TEXTS = {
     "a name alone": "<tool_call>find</tool_call>",
     "an empty name": '<tool_call>{"name": "", "arguments": {}}</tool_call>',
     "no name": '<tool_call>{"arguments": {}}</tool_call>',
+    "in a thought behind words": f"Hm <think> {TAGGED} </think> no",
     "a name that is none": '<tool_call>{"name": 7, "arguments": {}}</tool_call>',
     "arguments beside the name": '<tool_call>{"name": "find", "what": "leaf"}</tool_call>',
     "arguments as a list": '<tool_call>{"name": "find", "arguments": ["leaf"]}</tool_call>',

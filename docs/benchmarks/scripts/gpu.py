@@ -40,10 +40,10 @@ SHAPES = ("mistral-7b", "qwen3-14b", "gemma3-12b")
 PARTS: dict[str, float] = {
     "versions": 30,
     "exact": 120,
-    **{f"ttft:{shape}:6x512": 50 for shape in SHAPES},
+    **{f"ttft:{shape}:6x512": 45 for shape in SHAPES},
     **{f"ttft:{shape}:{size}": 25 for size in ("12x1024", "32x512") for shape in SHAPES},
-    "decode:mistral-7b": 45,
-    "decode:qwen3-14b": 45,
+    "decode:mistral-7b": 40,
+    "decode:qwen3-14b": 30,
     "warm": 30,
     "memory": 20,
     "profile": 40,
