@@ -14,7 +14,15 @@ from cacheblend_rag.engine.streaming import end_answers
 from cacheblend_rag.engine.write_back import CLOSE_SECONDS, queues_begun
 
 
-@atexit.register
+def prepare_end() -> None:
+    """Let `end_all` be called when the interpreter ends, before all that was registered until now.
+
+    Each engine calls this: stores are to be closed after it, and a forked process may have lost the hooks of its parent.
+    """
+    atexit.unregister(end_all)
+    atexit.register(end_all)
+
+
 def end_all() -> None:
     """Give up answers under way, store KV that waits, and let nobody use a model from then on."""
     with _interrupts_drop_what_waits():

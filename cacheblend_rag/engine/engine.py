@@ -19,7 +19,7 @@ from typing import Any, Unpack
 import torch
 
 from cacheblend_rag.config import BlendConfig, check_model_and_tokenizer
-from cacheblend_rag.engine import at_exit  # noqa: F401 - the end of the interpreter finds threads and queues
+from cacheblend_rag.engine.at_exit import prepare_end
 from cacheblend_rag.engine.batch import by_common_chunks
 from cacheblend_rag.engine.decode import (
     DEFAULT_NEW_TOKENS,
@@ -140,6 +140,7 @@ class BlendEngine:
         self._viewed: BlendEngine | None = None
         self._named = SpanNames(str(getattr(model.config, "_name_or_path", "") or "local"))
         weakref.finalize(self, self._write_back.stop).atexit = False
+        prepare_end()
 
     @classmethod
     def from_pretrained(

@@ -42,6 +42,8 @@ class WriteBehind:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._full, self._failed = Warnings(), Warnings()
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
 
     def put(self, key: str, record: KVRecord, tiers: Sequence[KVStore]) -> bool:
         """Write a record to tiers as soon as possible; False if there is no room for it to wait."""
@@ -154,7 +156,6 @@ class WriteBehind:
 _begun: weakref.WeakSet[WriteBehind] = weakref.WeakSet()
 
 
-@atexit.register
 def _close_all() -> None:
     """Write what waits before the interpreter ends; whatever fills these queues has registered itself later."""
     for queue in list(_begun):

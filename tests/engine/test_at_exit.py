@@ -77,6 +77,7 @@ def test_a_program_that_leaves_an_answer_early_ends_as_any_other(end: str, tmp_p
 STORING = """
 from cacheblend_rag.engine import write_back
 
+write_back._PASS_TOKENS = 1  # each in a pass of its own
 engine = BlendEngine.from_pretrained(MODEL, config=BlendConfig(min_tokens=0, condition="sink"))
 put = engine.store.put
 
