@@ -17,7 +17,7 @@ from cacheblend_rag.engine.write_back import CLOSE_SECONDS, queues_begun
 def prepare_end() -> None:
     """Let `end_all` be called when the interpreter ends, before all that was registered until now.
 
-    Each engine calls this: stores are to be closed after it, and a forked process may have lost the hooks of its parent.
+    Each engine calls this: stores are to be closed after it, and a fork may have lost the hooks of its parent.
     """
     atexit.unregister(end_all)
     atexit.register(end_all)
