@@ -21,6 +21,8 @@ from cacheblend_rag.errors import ConfigError, GenerationError
 from cacheblend_rag.models.modules import CACHE_FIELD, cache_argument, evaluating, keeping_nothing
 
 DEFAULT_NEW_TOKENS = 256
+LEAST_PENALTY = 0.01
+"""Repetition penalty from which scores divided by it stay finite."""
 
 
 Step = Callable[[Mapping[str, Any]], torch.Tensor]
@@ -79,6 +81,7 @@ class DecodeOptions:
         Sample among so many of the likeliest tokens; 0 for all.
     repetition_penalty : float or None
         Above 1, tokens that the prompt or the answer holds already become less likely; 1 changes nothing.
+        At least 0.01.
     seed : int or None
         Makes sampling repeatable.
     generation_config : GenerationConfig or None
@@ -112,7 +115,8 @@ class DecodeOptions:
         _check("temperature", self.temperature, Real, lambda t: t >= 0, "use 0 for greedy decoding, or more")
         _check("top_p", self.top_p, Real, lambda p: 0 < p <= 1, "use a number above 0, up to 1")
         _check("top_k", self.top_k, int, lambda k: k >= 0, "use a whole number, 0 for no limit")
-        _check("repetition_penalty", self.repetition_penalty, Real, lambda p: p > 0, "use a number above 0")
+        remedy = f"use a number from {LEAST_PENALTY}"
+        _check("repetition_penalty", self.repetition_penalty, Real, lambda p: p >= LEAST_PENALTY, remedy)
         self._check_sampling()
         _check("seed", self.seed, int, lambda n: True, "use a whole number")
         _check("grammar", self.grammar, Grammar, lambda g: True, "use what engine.grammar(schema) gives")

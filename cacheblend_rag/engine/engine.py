@@ -54,7 +54,7 @@ from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.batched_decode import BatchedDecode
 from cacheblend_rag.models.cache import all_preallocated
 from cacheblend_rag.models.contexts import LearnedContext
-from cacheblend_rag.models.loading import load_model, loading_arguments
+from cacheblend_rag.models.loading import load_model
 from cacheblend_rag.models.lora import unwrapped
 from cacheblend_rag.prompt import FittedPrompt, ImagePrompt, Prompt, PromptTokenizer, TokenizedPrompt
 from cacheblend_rag.prompt.contexts import finder
@@ -181,7 +181,6 @@ class BlendEngine:
         ConfigError
             If an argument cannot be used.
         """
-        device, dtype, model_kwargs = loading_arguments(device, dtype, model_kwargs)
         loaded = load_model(model, device=device, dtype=dtype, **model_kwargs)
         fingerprint = loaded.fingerprint()
         made = cls(loaded.model, loaded.tokenizer, config=config, store=store, fingerprint=fingerprint, beside=beside)

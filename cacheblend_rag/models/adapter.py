@@ -440,7 +440,7 @@ class ModelAdapter:
         sums, hidden = kernels.begin_sums(len(ids), watched), self.embed(ids[rows])
         for first in range(0, layers[-1] + 1, TOGETHER):
             kvs = [layer_kv(layer) for layer in range(first, min(first + TOGETHER, layers[-1] + 1))]
-            hidden = kernels.run_scored(first, kvs, hidden, rows, rotaries.layer(first), sums, layers)
+            hidden = kernels.run(first, kvs, hidden, rows, rotaries.layer(first), sums, layers)
         weights = len(watched) * len(layers) * self.kv_heads * self.form.sharing
         return sums.totals[:, : len(ids)].sum(dim=0) / weights
 

@@ -76,9 +76,10 @@ class BatchedDecode:
 
     def _by_kernels(self, inputs: Sequence[Mapping[str, Any]]) -> list[torch.Tensor] | None:
         """Logits of each, ``[1, 1, vocab]``, where a GPU runs all layers by one call; None where it cannot."""
-        adapter, name = self._adapter, cache_argument(self._adapter.model)
+        adapter = self._adapter
         if adapter.plain_layers is None or any(one["input_ids"].shape != (1, 1) for one in inputs):
             return None
+        name = cache_argument(adapter.model)
         answers = [joined_layers(one[name]) for one in inputs]
         known = [answer for answer in answers if answer is not None]
         if len(known) < len(answers) or len(set(map(id, known))) < len(known):

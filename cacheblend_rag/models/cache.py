@@ -205,7 +205,7 @@ def preallocate(cache: Cache) -> Cache:
 def joined_layers(cache: Cache) -> JoinedLayers | None:
     """The KV of an answer in one tensor, with room for one more row; None if its layers cannot lie so."""
     layers = cache.layers
-    if not all(type(layer) is PreallocatedLayer for layer in layers) or not layers[0].is_initialized:
+    if not all_preallocated(cache) or not layers[0].is_initialized:
         return None
     joined: JoinedLayers | None = layers[0].joined
     if joined is None or joined.used == joined.room or any(layer.joined is not joined for layer in layers):

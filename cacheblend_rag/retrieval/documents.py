@@ -29,7 +29,7 @@ from cacheblend_rag.retrieval.wordml import with_all_text
 Reader = Callable[[str, bytes], tuple[str, ...]]
 
 _log = logging.getLogger(__name__)
-# What is lost of a file that is read. Commands, which list the files that are skipped themselves, let it through.
+# Losses of files that are read. Commands, which list the files that are skipped themselves, let it through.
 _losses = logging.getLogger(f"{__package__}.losses")
 # Bytes of XML in a Word document, unpacked. A book of 1,000 pages has fewer; as a tree they take 50 times that.
 _MOST_XML = 20_000_000

@@ -14,7 +14,8 @@ from tests.toy import MODEL_PATH
 
 # Each token takes PyTorch some milliseconds, and no answer ends before its many tokens are there.
 START = f"""
-import asyncio, contextlib, itertools, sys, threading, time
+import asyncio, contextlib, itertools, signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 import torch
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend

@@ -74,6 +74,17 @@ def randn(*shape: int, dtype: str) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE).to(getattr(torch, dtype))
 
 
+def weights_of(query: torch.Tensor, keys: torch.Tensor, places: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Attention weights of rows at some places, ``[heads, rows, tokens]``, from their definition."""
+    columns = torch.arange(keys.shape[1], device=DEVICE)
+    seen = columns[None] <= places[:, None]
+    if window:
+        seen &= columns[None] > places[:, None] - window
+    spread = keys.double().repeat_interleave(len(query) // len(keys), 0)
+    scores = query.double() @ spread.transpose(1, 2) * query.shape[-1] ** -0.5
+    return scores.masked_fill(~seen, float("-inf")).softmax(-1)
+
+
 def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
     """Equal but for rounding, that of the result's type included."""
     share = 1e-5 if found.dtype == torch.float32 else 1e-2
@@ -92,13 +103,8 @@ def test_a_row_sees_all_up_to_its_position(
     query = randn(rows, heads, width, dtype=dtype).transpose(0, 1)
     keys, values = (randn(kv_heads, tokens, width, dtype=dtype) for _ in range(2))
     places = torch.randperm(tokens, device=DEVICE)[:rows].sort().values
-    spread = [part.double().repeat_interleave(heads // kv_heads, 0) for part in (keys, values)]
-    columns = torch.arange(tokens, device=DEVICE)
-    seen = columns[None] <= places[:, None]
-    if window:
-        seen &= columns[None] > places[:, None] - window
-    scores = (query.double() @ spread[0].transpose(1, 2) * width**-0.5).masked_fill(~seen, float("-inf"))
-    wanted = (scores.softmax(-1) @ spread[1]).transpose(0, 1)
+    spread = values.double().repeat_interleave(heads // kv_heads, 0)
+    wanted = (weights_of(query, keys, places, window) @ spread).transpose(0, 1)
     keys[:, int(places[-1]) + 1 :] = float("nan")  # positions behind the last row are not read
     values[:, int(places[-1]) + 1 :] = float("nan")
     kv = LayerKV(keys[None], values[None])
@@ -123,14 +129,8 @@ def test_weights_of_watched_rows_are_summed(
     places = torch.cat(
         (torch.randperm(tokens - 1, device=DEVICE)[: rows - 1].sort().values, torch.tensor([tokens - 1]).to(DEVICE))
     )
-    columns = torch.arange(tokens, device=DEVICE)
-    seen = columns[None] <= places[:, None]
-    if window:
-        seen &= columns[None] > places[:, None] - window
-    spread = keys.double().repeat_interleave(heads // kv_heads, 0)
-    scores = (query.double() @ spread.transpose(1, 2) * width**-0.5).masked_fill(~seen, float("-inf"))
     watched = range(rows // 3, rows)
-    wanted = scores.softmax(-1)[:, watched.start :].unflatten(0, (kv_heads, -1)).sum(dim=(1, 2))
+    wanted = weights_of(query, keys, places, window)[:, watched.start :].unflatten(0, (kv_heads, -1)).sum(dim=(1, 2))
     sums = WeightSums.empty(kv_heads, tokens, query.device)
     sums.begin(watched)
     kv = LayerKV(keys[None], values[None])

@@ -16,6 +16,8 @@ from pydantic import (
     model_validator,
 )
 
+from cacheblend_rag.engine.decode import LEAST_PENALTY
+
 _Count = Annotated[int, Field(ge=1, le=16)]
 _Tokens = Annotated[int, Field(ge=1, le=1_000_000)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -72,7 +74,7 @@ class AnswerBody(_Body):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=LEAST_PENALTY, le=10)] | None = None
     recompute_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
     selection: Annotated[str, StringConstraints(max_length=40)] | None = None
     user: Any = None

@@ -289,6 +289,11 @@ def in_blocks(mask: torch.Tensor, rows: torch.Tensor, window: int | None, group:
     return RowMask(mask, tuple(blocks))
 
 
+def mask_by_position(rows: torch.Tensor, window: int | None) -> RowMask:
+    """The mask where only kernels that know positions are asked; parameters as in `in_blocks`."""
+    return RowMask(rows[:, None], positions=RowPositions(rows, window))
+
+
 def by_position(mask: RowMask, rows: torch.Tensor, window: int | None) -> RowMask:
     """The mask, with what a GPU's kernel wants to know in its place; parameters as in `in_blocks`."""
     return replace(mask, positions=RowPositions(rows, window)) if has_kernels(rows.device) else mask
@@ -363,7 +368,7 @@ def as_positions(rows: torch.Tensor, tokens: int, window: int | None, trailing: 
         window = None
     # Many rows at the end are what PyTorch's causal kernel is best at; of few, ours takes the keys in parts.
     causal = window is None and (trailing or len(rows) == tokens) and 2 * len(rows) >= tokens
-    return None if causal else by_position(RowMask(rows[:, None]), rows, window)
+    return None if causal else mask_by_position(rows, window)
 
 
 def additive(mask: torch.Tensor, dtype: torch.dtype, hidden: float) -> torch.Tensor:

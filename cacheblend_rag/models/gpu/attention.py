@@ -54,6 +54,53 @@ def _form(rows: int, heads: int, padded: int, itemsize: int, multiprocessors: in
 
 
 @triton.jit
+def _take(
+    q,
+    keys,
+    values,
+    position,
+    inside,
+    seen,
+    most,
+    total,
+    mixed,
+    scale,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Some positions more for rows that have seen others: their highest score, sum of exponentials, mixed values."""
+    dim = tl.arange(0, PADDED)
+    wide = dim < WIDTH
+    k = tl.load(keys + position[None, :] * WIDTH + dim[:, None], mask=inside[None, :] & wide[:, None], other=0.0)
+    score = tl.where(seen, tl.dot(q, k, input_precision=PRECISION) * scale, float("-inf"))
+    now = tl.maximum(most, tl.max(score, 1))
+    base = tl.where(now == float("-inf"), 0.0, now)  # a row that has seen nothing yet
+    weight = tl.exp2(score - base[:, None])
+    before = tl.exp2(most - base)
+    total = total * before + tl.sum(weight, 1)
+    v = tl.load(values + position[:, None] * WIDTH + dim[None, :], mask=inside[:, None] & wide[None, :], other=0.0)
+    mixed = mixed * before[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
+    return now, total, mixed
+
+
+@triton.jit
+def _settled(most, total, mixed):
+    """Rows behind all their positions: mixed values, and the logarithm of the sum of exponentials."""
+    some = tl.where(total == 0.0, 1.0, total)
+    return mixed / some[:, None], tl.where(total == 0.0, float("-inf"), most + tl.log2(some))
+
+
+@triton.jit
+def _seen(position, inside, row_position, window, WINDOWED: tl.constexpr):
+    """Which of some positions each row sees, itself the last, ``[rows, positions]``."""
+    seen = inside[None, :] & (position[None, :] <= row_position[:, None])
+    if WINDOWED:
+        seen = seen & (position[None, :] > row_position[:, None] - window)
+    return seen
+
+
+@triton.jit
 def _attend(
     query,
     keys,
@@ -111,24 +158,12 @@ def _attend(
     for at in range(start, stop, POSITIONS):
         position = at + tl.arange(0, POSITIONS)
         inside = position < stop
-        k = tl.load(keys + position[None, :] * WIDTH + dim[:, None], mask=inside[None, :] & wide[:, None], other=0.0)
-        score = tl.dot(q, k, input_precision=PRECISION) * scale
-        seen = inside[None, :] & (position[None, :] <= row_position[:, None])
-        if WINDOWED:
-            seen = seen & (position[None, :] > row_position[:, None] - window)
-        score = tl.where(seen, score, float("-inf"))
-        now = tl.maximum(most, tl.max(score, 1))
-        base = tl.where(now == float("-inf"), 0.0, now)  # a row that has seen nothing yet
-        weight = tl.exp2(score - base[:, None])
-        before = tl.exp2(most - base)
-        total = total * before + tl.sum(weight, 1)
-        v = tl.load(values + position[:, None] * WIDTH + dim[None, :], mask=inside[:, None] & wide[None, :], other=0.0)
-        mixed = mixed * before[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
-        most = now
-    some = tl.where(total == 0.0, 1.0, total)
-    mixed = mixed / some[:, None]
+        seen = _seen(position, inside, row_position, window, WINDOWED)
+        most, total, mixed = _take(
+            q, keys, values, position, inside, seen, most, total, mixed, scale, WIDTH, PADDED, PRECISION
+        )
+    mixed, size = _settled(most, total, mixed)
     index = row.to(tl.int64) * heads + head
-    size = tl.where(total == 0.0, float("-inf"), most + tl.log2(some))
     if SPLITS == 1:
         tl.store(out + index[:, None] * WIDTH + dim[None, :], mixed.to(out.dtype.element_ty), mask=part_of_row)
     else:
@@ -190,19 +225,13 @@ def _attend_by_row(
     for at in range(start, stop, POSITIONS):
         position = at + tl.arange(0, POSITIONS)
         inside = position < stop
-        k = tl.load(keys + position[None, :] * WIDTH + dim[:, None], mask=inside[None, :] & wide[:, None], other=0.0)
-        score = tl.where(inside[None, :], tl.dot(q, k, input_precision=PRECISION) * scale, float("-inf"))
-        now = tl.maximum(most, tl.max(score, 1))
-        weight = tl.exp2(score - now[:, None])
-        before = tl.exp2(most - now)
-        total = total * before + tl.sum(weight, 1)
-        v = tl.load(values + position[:, None] * WIDTH + dim[None, :], mask=inside[:, None] & wide[None, :], other=0.0)
-        mixed = mixed * before[:, None] + tl.dot(weight.to(v.dtype), v, input_precision=PRECISION)
-        most = now
+        most, total, mixed = _take(
+            q, keys, values, position, inside, inside[None, :], most, total, mixed, scale, WIDTH, PADDED, PRECISION
+        )
+    mixed, size = _settled(most, total, mixed)
     index = (row * HEADS + head) * SPLITS + split
-    some = tl.where(total == 0.0, 1.0, total)
-    tl.store(parts + index[:, None] * WIDTH + dim[None, :], mixed / some[:, None], mask=part_of_row)
-    tl.store(sizes + index, tl.where(total == 0.0, float("-inf"), most + tl.log2(some)), mask=live)
+    tl.store(parts + index[:, None] * WIDTH + dim[None, :], mixed, mask=part_of_row)
+    tl.store(sizes + index, size, mask=live)
 
 
 @triton.jit
@@ -255,9 +284,7 @@ def _add_weights(
             at = query + head * query_head + row[:, None] * query_row + dim[None, :]
             q = tl.load(at, mask=live[:, None] & wide[None, :], other=0.0)
             score = tl.dot(q, k, input_precision=PRECISION) * scale
-            seen = inside[None, :] & (position[None, :] <= row_position[:, None])
-            if WINDOWED:
-                seen = seen & (position[None, :] > row_position[:, None] - window)
+            seen = _seen(position, inside, row_position, window, WINDOWED)
             index = (row[:, None] * HEADS + head) * SPLITS + split[None, :]
             size = tl.load(sizes + index, mask=live[:, None], other=0.0)
             most = tl.max(size, 1)

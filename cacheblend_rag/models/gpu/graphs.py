@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triton
 
-from cacheblend_rag.models.attention.rows import RowMask, RowPositions
+from cacheblend_rag.models.attention.rows import mask_by_position
 from cacheblend_rag.models.gpu.attention import WeightSums
 from cacheblend_rag.models.gpu.layer import FusedLayer
 from cacheblend_rag.models.gpu.pointer_table import KVPointers
@@ -143,9 +144,7 @@ class LayerGraphs:
             def layers() -> None:
                 out = size.hidden
                 for layer in span:
-                    mask = RowMask(
-                        size.row_positions[:, None], positions=RowPositions(size.row_positions, self._windows[layer])
-                    )
+                    mask = mask_by_position(size.row_positions, self._windows[layer])
                     kv = KVPointers(size.pointers[layer], self._kv_heads)
                     own = sums if layer in watched else None
                     out = self._layers[layer](out, kv, size.row_positions, size.rotary, mask, own)
@@ -174,7 +173,7 @@ class LayerGraphs:
         """
         with self._lock:
             count = len(hidden)
-            size = self._filled("answers", next_power_of_2(count), hidden, row_positions, rotary)
+            size = self._filled("answers", triton.next_power_of_2(count), hidden, row_positions, rotary)
             rounded_up = size.pointers.shape[1]
             if count < rounded_up:
                 entries = torch.cat((entries, entries[:, -1:].expand(-1, rounded_up - count, -1)), dim=1)
@@ -226,8 +225,3 @@ def rounded(rows: int) -> int:
     while rows > 12 * step:
         step *= 2
     return -(-rows // step) * step
-
-
-def next_power_of_2(count: int) -> int:
-    """The least power of two that is not below a number."""
-    return 1 << (count - 1).bit_length()

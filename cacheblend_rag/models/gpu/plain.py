@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.models.attention.rows import RowMask, RowPositions
+from cacheblend_rag.models.attention.rows import mask_by_position
 from cacheblend_rag.models.gpu.attention import WeightSums
 from cacheblend_rag.models.gpu.graphs import LayerGraphs
 from cacheblend_rag.models.gpu.layer import FusedLayer, is_plain
@@ -54,14 +54,6 @@ class PlainLayers:
         """Whether several layers in a row are one call for so many rows."""
         return self.graphs is not None and 1 < rows <= _MOST_REPLAYED
 
-    def run(
-        self, first: int, kvs: Sequence[LayerKV], hidden: torch.Tensor, rows: torch.Tensor, rotary: Rotary
-    ) -> torch.Tensor:
-        """Several layers in one call, see `LayerGraphs.run`."""
-        if self.graphs is None:
-            raise ValueError("there are no recordings on this device")
-        return self.graphs.run(first, kvs, hidden, rows, rotary)
-
     def step(
         self, entries: torch.Tensor, hidden: torch.Tensor, row_positions: torch.Tensor, rotary: Rotary
     ) -> torch.Tensor:
@@ -79,21 +71,21 @@ class PlainLayers:
         self._sums.begin(watched)
         return self._sums
 
-    def run_scored(
+    def run(
         self,
         first: int,
         kvs: Sequence[LayerKV],
         hidden: torch.Tensor,
         rows: torch.Tensor,
         rotary: Rotary,
-        sums: WeightSums,
-        scored: Sequence[int],
+        sums: WeightSums | None = None,
+        scored: Sequence[int] = (),
     ) -> torch.Tensor:
-        """Some layers in a row; ``sums`` takes the attention weights of those in ``scored``."""
+        """Several layers in a row, in one call where it pays; parameters as in `LayerGraphs.run`."""
         if self.graphs is not None and self.replays(len(rows)):
             return self.graphs.run(first, kvs, hidden, rows, rotary, sums, scored)
         for layer, kv in enumerate(kvs, first):
-            mask = RowMask(rows[:, None], positions=RowPositions(rows, self._windows[layer]))
+            mask = mask_by_position(rows, self._windows[layer])
             hidden = self.layers[layer](hidden, kv, rows, rotary, mask, sums if layer in scored else None)
         return hidden
 
