@@ -809,7 +809,7 @@ class Pipeline:
             jobs[prefix.key] = Job(lambda: self.store.put(prefix.key, self._record(prefix, kv)), held)
         contexts = self.contexts([chunk.text for chunk in split.located])
         together: dict[tuple[tuple[int, ...], int], Callable[[Sequence[Segment]], object]] = {}
-        for segment in found.chunks:
+        for segment in sorted(found.chunks, key=lambda one: len(one.own_ids)):  # those of like length side by side
             if segment.token_ids and segment.key not in found.records:
                 behind = dataclasses.replace(segment, contexts=contexts if segment.averaged else None)
                 jobs[segment.key] = Job(

@@ -24,9 +24,10 @@ _log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 30.0
 """Most seconds for which KV is still stored while an engine is closed or the interpreter ends."""
-# Tokens of one pass, which a request may have to wait for: about those of one chunk of usual size. A pass of few tokens
-# takes as long as one of many, so small chunks are computed together.
-_PASS_TOKENS = 512
+# Tokens of a pass that several chunks share; a request may have to wait for it. A pass of few tokens takes longer for
+# each, so small chunks are computed together. Larger ones gain nothing; alone they have the same bits, whatever else is
+# missing.
+_PASS_TOKENS = 256
 # Padding of a pass, as a share of the tokens that are wanted.
 _PADDING = 0.25
 # Nothing is said of a wait that is no longer than so many seconds.

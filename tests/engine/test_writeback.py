@@ -187,6 +187,32 @@ def test_small_chunks_of_a_prompt_are_computed_in_one_pass(
         assert engine.forget(chunks[:1], prefix="Read this:") >= 1
 
 
+def test_small_chunks_go_together_though_long_ones_stand_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = [tiny.text(size, seed) for seed, size in enumerate([12, 40, 13, 80, 12, 42, 14, 78, 13, 41], 20)]
+    passes: list[int] = []
+    compute = ModelAdapter.segments_kv
+
+    def counted(self: ModelAdapter, context: Any, segments: Any, *others: Any) -> Any:
+        passes.append(len(segments))
+        return compute(self, context, segments, *others)
+
+    monkeypatch.setattr(ModelAdapter, "segments_kv", counted)
+    with engine_of(write_back="inline", condition="sink", check_model=False) as engine:
+        engine.fuse(Prompt("Read this:", chunks, "What fell in the end?"))
+    assert sorted(passes) == [2, 3, 5]
+
+
+def test_forgetting_a_chunk_of_a_pass_leaves_the_others_of_it() -> None:
+    chunks = [tiny.text(12, seed) for seed in range(20, 26)]
+    prompt = Prompt("Read this:", chunks, "What fell in the end?")
+    with engine_of(write_back="background", condition="sink") as engine:
+        with scheduler_of(engine.model), ThreadPoolExecutor(1) as pool:  # nothing can be stored
+            engine.fuse(prompt)
+            pool.submit(engine.forget, chunks[2:3]).result(20)
+        engine.flush()
+        assert engine.fuse(prompt).report.hits == 5
+
+
 def test_a_chunk_that_cannot_be_stored_does_not_cost_those_of_its_pass(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(Hooked):
         def put(self, key: str, record: Any) -> None:
@@ -264,11 +290,11 @@ def test_jobs_go_together_while_one_pass_holds_them() -> None:
     def job(name: str, tokens: int, together: Any) -> tuple[str, Job]:
         return name, Job(partial(done.append, [name]), part=name, tokens=tokens, together=together)
 
-    jobs = [job("a", 25, first), job("b", 25, first), job("c", 500, first), job("d", 20, second), job("e", 20, second)]
+    jobs = [job("a", 25, first), job("b", 25, first), job("c", 240, first), job("d", 20, second), job("e", 20, second)]
     jobs += [
         ("f", Job(partial(done.append, ["f"]))),
         job("g", 20, second),
-        *(job(f"h{at}", 250, first) for at in range(3)),
+        *(job(f"h{at}", 120, first) for at in range(3)),
     ]
     for some in in_passes(jobs):
         run_pass(some)
