@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,14 +18,12 @@ from cacheblend_rag.engine.scheduler import ModelTime
 from cacheblend_rag.engine.streaming import Cancelled, interpreter_ends
 from cacheblend_rag.engine.traces import SpanNames, Untraced, traced
 from cacheblend_rag.engine.turns import Turns
-from cacheblend_rag.engine.write_back import Job
-from cacheblend_rag.errors import CacheBlendError, ContextLengthError, GenerationError, PromptError
+from cacheblend_rag.engine.write_back import Job, in_passes, run_pass
+from cacheblend_rag.errors import ContextLengthError, GenerationError, PromptError
 from cacheblend_rag.loading.shared import SharedKV
 from cacheblend_rag.prompt import AnyPrompt, ImagePrompt, Prompt
 from cacheblend_rag.prompt.images import fitted_images
 from cacheblend_rag.report import FusedKV, Generation, Seconds
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -173,14 +170,12 @@ class Answering:
         """Store what was missing, now or when nothing else waits; nothing in a store that cannot be written."""
         if self.pipeline.store.read_only:
             return
-        for key, job in jobs.items():
-            if self.pipeline.config.write_back == "background":
+        if self.pipeline.config.write_back == "background":
+            for key, job in jobs.items():
                 self.turns.write_back.submit(key, job)
-                continue
-            try:
-                job.run()
-            except CacheBlendError as error:
-                _log.warning("could not store %s: %s", key, error)
+            return
+        for one_pass in in_passes(jobs.items()):
+            run_pass(one_pass)
 
 
 def answer_room(options: DecodeOptions) -> tuple[int, int]:

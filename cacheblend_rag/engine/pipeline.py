@@ -463,10 +463,11 @@ class Pipeline:
             held = sum(tensor.nbytes for tensor in kv.keys + kv.values)
             jobs[prefix.key] = Job(lambda: self.store.put(prefix.key, segments.record(prefix, kv)), held)
         contexts = segments.contexts([chunk.text for chunk in lookup.split.located])
-        for segment in lookup.chunks:
+        for segment in sorted(lookup.chunks, key=lambda one: len(one.own_ids)):  # those of like length side by side
             if segment.token_ids and segment.key not in lookup.records:
                 behind = dataclasses.replace(segment, contexts=contexts if segment.averaged else None)
-                jobs[segment.key] = Job(partial(self.compute_and_store, [behind]), info=partial(segments.info, behind))
+                one = partial(self.compute_and_store, [behind])
+                jobs[segment.key] = Job(one, 0, partial(segments.info, behind), behind, self.compute_and_store)
         return jobs
 
     def compute_and_store(self, segments: Sequence[Segment]) -> dict[str, bool | None]:

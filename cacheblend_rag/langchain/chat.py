@@ -232,9 +232,10 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         failed = RunnablePassthrough.assign(parsed=lambda _: None)
         return RunnableMap(raw=model) | parsed.with_fallbacks([failed], exception_key="parsing_error")
 
-    def segments(self, messages: Sequence[BaseMessage], tools: Sequence[dict[str, Any]] | None = None) -> AnyPrompt:
-        """The segments this model sees in a conversation."""
-        return self._request(messages, None, {"tools": tools}).prompt
+    def segments(self, messages: Sequence[BaseMessage], tools: Sequence[dict[str, Any]] | None = None) -> Prompt:
+        """The segments this model sees in a conversation. One that holds images has no chunks."""
+        prompt = self._request(messages, None, {"tools": tools}).prompt
+        return prompt if isinstance(prompt, Prompt) else Prompt(suffix=prompt.text)
 
     def _generate(
         self,

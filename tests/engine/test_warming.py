@@ -13,7 +13,7 @@ import torch
 
 from cacheblend_rag import Prompt
 from cacheblend_rag.engine import warm_up as warming
-from cacheblend_rag.engine.pipeline import Segment
+from cacheblend_rag.engine.segments import Segment
 from cacheblend_rag.engine.scheduler import scheduler_of
 from cacheblend_rag.engine.warm_up import in_batches
 from cacheblend_rag.errors import StoreError
@@ -332,11 +332,3 @@ def test_requests_get_through_between_batches(monkeypatch: pytest.MonkeyPatch) -
         threads[0].join(20)
     assert report.computed == len(TEXTS)
     assert 1 <= answered[0] < len(TEXTS)
-
-
-def test_warming_can_be_awaited() -> None:
-    import asyncio
-
-    with engine_of() as engine:
-        report = asyncio.run(engine.awarm([*TEXTS, TEXTS[0]], progress=False))
-    assert (report.computed, report.present, report.skipped) == (len(TEXTS), 1, 0)
