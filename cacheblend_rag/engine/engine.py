@@ -164,8 +164,6 @@ class BlendEngine:
         self.adapter = segments.model.adapter
         """The model, taken apart into the steps of the blended pass."""
         self.model = self.adapter.model
-        self.context_window = self.adapter.context_window
-        """Most tokens of a prompt with its answer; None if the model's config does not say it."""
         self.takes_images = getattr(self.model.config, "vision_config", None) is not None
         """Whether the model has an image encoder."""
         self.condition = segments.condition
@@ -303,6 +301,11 @@ class BlendEngine:
     def fingerprint(self) -> str:
         """Identity of the model: its weights, its active adapters and what else its KV depends on."""
         return self._parts.pipeline.segments.model.look()
+
+    @property
+    def context_window(self) -> int | None:
+        """Most tokens of a prompt with its answer; None if the model's config does not say it."""
+        return self.adapter.context_window
 
     def tokenize(self, prompt: Prompt | str) -> TokenizedPrompt:
         """The ids of a prompt and where its segments lie, however long it is."""

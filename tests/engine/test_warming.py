@@ -13,8 +13,8 @@ import torch
 
 from cacheblend_rag import Prompt
 from cacheblend_rag.engine import warm_up as warming
-from cacheblend_rag.engine.segments import Segment
 from cacheblend_rag.engine.scheduler import scheduler_of
+from cacheblend_rag.engine.segments import Segment
 from cacheblend_rag.engine.warm_up import in_batches
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.models.adapter import ModelAdapter
