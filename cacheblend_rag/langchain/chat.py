@@ -361,7 +361,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return known_chunks
 
     def _message(self, request: _Request, answer: Generation) -> AIMessage:
-        message = parse_answer(request.opening + answer.text, request.tools, request.in_thought)
+        message = parse_answer(request.opening + answer.text, request.tools, request.in_thought, bool(request.opening))
         message.usage_metadata = self._usage(request.prompt, answer)
         message.response_metadata = self._info(answer.report)
         return message

@@ -147,7 +147,7 @@ def test_a_strict_tool_is_called_as_its_schema_says_or_not_at_all(
 ) -> None:
     """As OpenAI's agents ask: the model decides whether it calls; what it wants to write breaks the schema."""
     wrong = '<tool_call>\n{"name": "measure", "arguments": {"kind": "elm", "length": "long"}}\n</tool_call>'
-    said = {"text": "The leaf: " + wrong}
+    said = {"text": "The leaf:\n" + wrong}
     process_logits(monkeypatch, Insisting(chatty.service.engine.tokenizer, lambda: said["text"]))
     tools = [{**one, "function": {**one["function"], "strict": True}} for one in TOOLS]
     request = asked(client, tools=tools, stream=stream, max_tokens=200)

@@ -409,6 +409,11 @@ NO_CALLS = {
     "a mention": "Models write <tool_call> before a call.",
     "a thought": f"<think>I could say {CALL} now.</think>No.",
     "cut": 'Let me look.<tool_call>{"name": "fi',
+    "quoted in a sentence": f"Models write “{CALL}” for that.",
+    "in backticks": f"It is\n`{CALL}` here.",
+    "in a block of code": f"So:\n```xml\n{CALL}\n```\nThat is all.",
+    "a number that JSON does not hold": CALL.replace('"leaf"', "1e999"),
+    "half a character": CALL.replace("leaf", "\\ud800"),
 }
 
 
