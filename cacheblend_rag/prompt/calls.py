@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from pydantic_core import from_json
 
@@ -34,6 +34,7 @@ _FENCE = (
 _START = re.compile(rf"{_MARK_START.pattern}|(?P<thought>{_THOUGHT_START})|{_FENCE}", re.MULTILINE)
 # Behind a line's end with a few spaces, more would be code; behind a sentence, whose end is no number of a list.
 _MAY_BEGIN = re.compile(rf"(?:[\r\n] {{0,3}}|(?:{_THOUGHT_END}|[^\s\d][.!?…。！？])[ \t]*)\Z")
+_BEHIND = ("\n", "\r", CALL_END, "<|", "</s>")  # the line ends, a mark too many, a special token
 _LINE_LEFT = re.compile(r"[ \t,;}\]]*")
 _NOTHING_BUT_JSON = re.compile(r"\s*(?P<call>[{\[])")
 _SPACE = re.compile(r"\s*")
@@ -255,11 +256,15 @@ def _run(text: str, at: int, schemas: Mapping[str, Any], whole: bool, begun: boo
     calls, at = _block(text, at, schemas, whole)
     while not begun:
         rest = _behind(_LINE_LEFT, text, len(text[:at].rstrip()))
-        if text.startswith(("\n", "\r"), rest) or (whole and _may_become(text[rest:], CALL_START, _FUNCTION)):
+        if text.startswith(_BEHIND, rest):
             break
         try:
-            more, end = _block(text, rest, schemas, whole) if _MARK_START.match(text, rest) else _no_block(text[rest:])
-            calls, at = [*calls, *more], end
+            if _may_become(text[rest:], CALL_START, _FUNCTION, *_BEHIND):
+                raise _UnfinishedError
+            if not _MARK_START.match(text, rest):
+                raise _NoCallError
+            more, at = _block(text, rest, schemas, whole)
+            calls = [*calls, *more]
         except _UnfinishedError:
             if not whole:
                 raise
@@ -267,10 +272,6 @@ def _run(text: str, at: int, schemas: Mapping[str, Any], whole: bool, begun: boo
         except _NoCallError:
             raise _QuotedError(at) from None
     return calls, at
-
-
-def _no_block(rest: str) -> NoReturn:
-    raise _UnfinishedError if _may_become(rest, CALL_START, _FUNCTION) else _NoCallError
 
 
 def _block(text: str, at: int, schemas: Mapping[str, Any], whole: bool) -> tuple[list[Call], int]:

@@ -44,6 +44,8 @@ READ = {
     "without an end": (f"<tool_call>{CALL}", [LEAF], ""),
     "an end that was cut": (f"<tool_call>{CALL}</tool_c", [LEAF], ""),
     "a brace too many": (f"<tool_call>{CALL}}}</tool_call>", [LEAF], ""),
+    "an end too many": (f"{TAGGED}</tool_call>", [LEAF], "</tool_call>"),
+    "a token of an end": (f"{TAGGED}<|im_end|>", [LEAF], "<|im_end|>"),
     "text around": (f"One.\n{TAGGED}\nTwo.\n{TAGGED}\n", [LEAF, LEAF], "One.\n\nTwo."),
     "two in one pair": (f"<tool_call>{CALL}\n{OTHER}</tool_call>", [LEAF, ("lose", {})], ""),
     "a list in one pair": (f"<tool_call>[{CALL}, {OTHER}]</tool_call>", [LEAF, ("lose", {})], ""),
@@ -236,7 +238,7 @@ def test_pieces_are_the_beginning_of_the_whole_answer(seed: int) -> None:
     """However the answer is cut into pieces, nothing is handed out that the whole does not have."""
     chance = random.Random(seed)
     parts = [TAGGED, WRITTEN, CALL, OTHER, "<tool_call>", "</tool_call>", "<think>", "</think>", "{", "}", ",", ";"]
-    parts += ["```", "```\n", "\n```\n", "~~~\n", "    ", "`", "So ", f"\n{TAGGED}\n", f"\n{WRITTEN}\n"]
+    parts += ["```", "```\n", "\n```\n", "~~~\n", "    ", "`", "So ", f"\n{TAGGED}\n", f"\n{WRITTEN}\n", "<|", "</s>"]
     parts += ["[TOOL_CALLS]", "[", "]", "<function=find>", "</function>", "<parameter=what>", "\n", " ", "leaf", '"']
     for _ in range(60):
         text = "".join(chance.choice(parts) for _ in range(chance.randint(1, 7)))
