@@ -101,7 +101,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
         return "cacheblend-chat"
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        return self._tracing_params(super()._get_ls_params(stop=stop, **kwargs), kwargs)
+        return self._tracing_params(super()._get_ls_params(stop=stop, **kwargs), stop, kwargs)
 
     @property
     def _identifying_params(self) -> dict[str, Any]:

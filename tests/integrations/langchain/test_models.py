@@ -100,6 +100,29 @@ async def test_every_mode_says_the_same_without_the_prompt_and_stops(engine: Any
     assert await say(model.bind(stop=[whole[4:6]]), mode, "What fell in the end?") == whole[: whole.index(whole[4:6])]
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_empty_list_of_a_call_switches_off_what_ends_answers(engine: Any, kind: Any, mode: str) -> None:
+    asked = "What fell in the end?"
+    whole = await say(kind.from_engine(engine, max_new_tokens=12), mode, asked)
+    word, cut = whole[4:6], whole[: whole.index(whole[4:6])]
+    settings = GenerationConfig(max_new_tokens=12, stop_strings=[word])
+    made = pipeline("text-generation", engine.model, tokenizer=engine.tokenizer, generation_config=settings)
+    for stopped in (
+        kind.from_engine(engine, max_new_tokens=12, stop=word),
+        kind.from_engine(engine, generation_config=settings),
+        kind.from_pipeline(made, config=engine.config),
+        kind.from_pipeline(made, config=engine.config, stop=["zzz"]),
+    ):
+        assert await say(stopped, mode, asked) == cut
+        assert await say(stopped.bind(stop=None), mode, asked) == cut
+        assert await say(stopped.bind(stop=["zzz"]), mode, asked) == cut
+        for off in ({"stop": []}, {"stop": ()}, {"pipeline_kwargs": {"stop": []}}):
+            assert await say(stopped.bind(**off), mode, asked) == whole
+        assert await say(stopped.bind(stop=[]).bind(stop=[word]), mode, asked) == cut
+    assert settings.stop_strings == [word]
+
+
 def test_the_plain_models_answer_is_transformers_own(engine: Any) -> None:
     llm = CacheBlendLLM.from_engine(engine, max_new_tokens=8, report_input_ids=True)
     result = llm.generate(["What fell?", "Who counted the leaves?"])
@@ -274,6 +297,8 @@ def test_a_response_cache_never_mixes_settings_up(engine: Any, kind: Any) -> Non
         assert len(cache._cache) == number
     made[0].invoke("What fell?")
     assert len(cache._cache) == len(made)
+    made[7].invoke("What fell?", stop=[])
+    assert len(cache._cache) == len(made) + 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -283,6 +308,8 @@ def test_traces_name_model_and_settings(engine: Any, kind: Any) -> None:
     assert params["ls_provider"] == "cacheblend"
     assert params["ls_model_name"] == "tiny"
     assert (params["ls_temperature"], params["ls_max_tokens"], params["ls_stop"]) == (0.5, 7, ["a", "b"])
+    assert "ls_stop" not in model._get_ls_params(stop=[])
+    assert model._get_ls_params()["ls_stop"] == ["a"]
     given = model._get_ls_params(temperature=0, max_tokens=2, model="other")
     assert (given["ls_temperature"], given["ls_max_tokens"], given["ls_model_name"]) == (0, 2, "other")
 

@@ -16,6 +16,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.tools import FunctionTool
 from llama_index.core.types import PydanticProgramMode
 from pydantic import BaseModel, Field
+from transformers import GenerationConfig
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.errors import ConfigError, GenerationTimeoutError, PromptError
@@ -126,6 +127,11 @@ async def test_stop_strings_end_every_form(form: str) -> None:
         got = await responses(llm, form, asked, stop=stop)
         assert [text_of(got[-1]), got[-1].raw["finish_reason"]] == ["one ", "stop"]
         assert "two" not in "".join(one.delta or "" for one in got)
+    settings = GenerationConfig(max_new_tokens=60, stop_strings="two")
+    for stopped in (llm, llm.model_copy(update={"generation_config": settings})):
+        for off in ({"stop": []}, {"generate_kwargs": {"stop": []}}):
+            assert text_of((await responses(stopped, form, asked, **off))[-1]) == "one two three four"
+        assert text_of((await responses(stopped, form, asked, stop=None))[-1]) != "one two three four"
 
 
 async def test_options_of_a_call_win() -> None:
