@@ -15,15 +15,16 @@ import pytest
 import torch
 from langchain_core.caches import InMemoryCache
 from langchain_core.load import dumpd, load
-from langchain_core.messages import HumanMessage
+from langchain_core.messages import HumanMessage, SystemMessage
 from transformers import GenerationConfig, pipeline
 from transformers.generation import LogitsProcessor, LogitsProcessorList, SuppressTokensLogitsProcessor
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.errors import ConfigError, GenerationError, GenerationTimeoutError
+from cacheblend_rag.errors import ConfigError, GenerationError, GenerationTimeoutError, PromptError
 from cacheblend_rag.langchain import CacheBlendLLM, ChatCacheBlend, known_chunks
 from cacheblend_rag.store import DiskStore
 from tests.integrations.langchain.models import passages, plain_answer, tiny_engine, tiny_parts
+from tests.integrations.langchain.test_counting import ALTERNATING
 from tests.probes import CountingStore
 
 KINDS = [CacheBlendLLM, ChatCacheBlend]
@@ -121,6 +122,25 @@ async def test_an_empty_list_of_a_call_switches_off_what_ends_answers(engine: An
             assert await say(stopped.bind(**off), mode, asked) == whole
         assert await say(stopped.bind(stop=[]).bind(stop=[word]), mode, asked) == cut
     assert settings.stop_strings == [word]
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_an_order_of_messages_that_the_template_refuses_is_named(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiny_engine() as engine:
+        monkeypatch.setattr(engine.tokenizer, "chat_template", ALTERNATING)
+        chat = ChatCacheBlend.from_engine(engine, max_new_tokens=2)
+        said: Any = [SystemMessage("Be kind."), HumanMessage("What fell?")]
+        for asked in (said, [("human", "What?"), ("human", "What fell?")]):
+            with pytest.raises(PromptError, match=r"^messages .*user.* must alternate.*give"):
+                await say(chat, mode, asked)
+        assert await say(chat, mode, said[1:])
+        whole = chat.bind(chat_template_kwargs={"chat_template": "{{ messages[0].content + 7 }}"})
+        with pytest.raises(PromptError, match=r"roles user .*TypeError"):
+            await say(whole, mode, said[1:])
+        with pytest.raises(ConfigError, match=r"^chat_template=.*Jinja"):
+            await say(chat.bind(chat_template_kwargs={"chat_template": "{% if"}), mode, said[1:])
 
 
 def test_the_plain_models_answer_is_transformers_own(engine: Any) -> None:

@@ -24,6 +24,7 @@ from cacheblend_rag.llama_index import CacheBlendLLM
 from cacheblend_rag.llama_index.messages import answer_message, turns_of
 from tests import tiny
 from tests.integrations.langchain.models import Script, tiny_parts
+from tests.integrations.langchain.test_counting import ALTERNATING
 from tests.integrations.llama_index.common import listening, make_llm
 
 FORMS = ("complete", "acomplete", "stream_complete", "astream_complete")
@@ -132,6 +133,16 @@ async def test_stop_strings_end_every_form(form: str) -> None:
         for off in ({"stop": []}, {"generate_kwargs": {"stop": []}}):
             assert text_of((await responses(stopped, form, asked, **off))[-1]) == "one two three four"
         assert text_of((await responses(stopped, form, asked, stop=None))[-1]) != "one two three four"
+
+
+@pytest.mark.parametrize("form", CHAT_FORMS)
+async def test_an_order_of_messages_that_the_template_refuses_is_named(
+    llm: CacheBlendLLM, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm.engine.tokenizer, "chat_template", ALTERNATING)
+    with pytest.raises(PromptError, match=r"^messages .*system, user .*must alternate.*give"):
+        await responses(llm, form, HELLO)
+    assert text_of((await responses(llm, form, HELLO[1:]))[-1])
 
 
 async def test_options_of_a_call_win() -> None:
