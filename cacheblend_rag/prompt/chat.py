@@ -17,7 +17,7 @@ _PARAMETERS = '"parameters"'  # what Llama's template calls arguments
 _LEAF = {"type": "object", "properties": {"leaf": {"type": "string"}}}
 _EXAMPLE_TOOL = {"type": "function", "function": {"name": "look_up", "description": "A leaf.", "parameters": _LEAF}}
 
-# What a template raises about messages that it does not take, by itself or by what it does with them.
+# Errors of a template about messages that it does not take, its own or those of its expressions.
 _REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _ROLES_SHOWN = 8
 
