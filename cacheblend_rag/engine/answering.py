@@ -38,7 +38,7 @@ class Answering:
     pipeline : Pipeline
         The first four verbs.
     turns : Turns
-        Who has the model when.
+        Lets requests have the model in turn.
     guard : QualityGuard
     names : SpanNames
         Names of the answers in traces.

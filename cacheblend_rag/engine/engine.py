@@ -170,7 +170,7 @@ class BlendEngine(contextlib.AbstractContextManager["BlendEngine"]):
         self.products = segments.model.products
         """Gives a context within which the model multiplies as the engine runs it; see ``prepack_weights``."""
         self.turns = parts.turns
-        """Who has the model when."""
+        """Lets requests have the model in turn."""
         self.chunks = Chunks(pipeline, parts.turns, parts.prefetcher)
         """The stored KV of chunks."""
         self._answers = Answering(parts.tokenizer, pipeline, parts.turns, parts.guard, parts.names)
