@@ -215,6 +215,44 @@ class FusedKV:
 
 
 @dataclass(frozen=True)
+class Verification:
+    """How an answer was held against full prefill.
+
+    Parameters
+    ----------
+    status : str
+        ``"off"``: it was not. ``"waiting"``: it will be, when the model is idle. ``"verified"``: the model itself gives
+        this very answer. ``"corrected"``: it gave another one, which is the answer now. ``"given up"``: it could not be,
+        so the answer is that from blended KV.
+    kept_tokens : int
+        Tokens of the first answer that stay.
+    position : int
+        Characters of the first answer that stay.
+    before, after : str
+        Its text from there on, and the text that stands there now.
+    reason : str
+        Why it was given up, or why there was nothing to do.
+    ties : int
+        Tokens that were kept although full prefill scores another one higher, by no more than rounding explains.
+    seconds : float
+        Time it took.
+    """
+
+    status: Literal["off", "waiting", "verified", "corrected", "given up"] = "off"
+    kept_tokens: int = 0
+    position: int = 0
+    before: str = ""
+    after: str = ""
+    reason: str = ""
+    ties: int = 0
+    seconds: float = 0.0
+
+    def asdict(self) -> dict[str, Any]:
+        """The same as plain values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class Generation:
     """An answer.
 
@@ -226,6 +264,8 @@ class Generation:
         The generated ids.
     report : BlendReport
         How it was made.
+    verification : Verification
+        How it was held against full prefill.
     recomputed : tuple of Tensor, each [rows] long
         As in `FusedKV`.
     deviation : Tensor or None, [tokens] float32
@@ -235,6 +275,7 @@ class Generation:
     text: str
     token_ids: list[int]
     report: BlendReport
+    verification: Verification = field(default_factory=Verification)
     recomputed: tuple[torch.Tensor, ...] = field(default=(), repr=False, compare=False)
     deviation: torch.Tensor | None = field(default=None, repr=False, compare=False)
 

@@ -146,6 +146,10 @@ class DecodeOptions:
             return not self.do_sample
         return self.temperature == 0 or (self.temperature is None and self.generation_config is None)
 
+    def samples(self, model: Any, tokenizer: Any) -> bool:
+        """Whether tokens are drawn by chance."""
+        return bool(self.resolve(model, tokenizer).do_sample)
+
     @property
     def stops(self) -> tuple[str, ...]:
         """All stop strings, those of the generation config included."""
