@@ -6,6 +6,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag.calibration.bench.common import read_plainly
 from cacheblend_rag.calibration.trials import PreparedPrompt
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
@@ -37,6 +39,11 @@ def engine_of(model: Any = None, tokenizer: Any = None, store: Any = None, **opt
     model = tiny.model() if model is None else model
     tokenizer = tiny.tokenizer() if tokenizer is None else tokenizer
     return BlendEngine(model, tokenizer, config=BlendConfig(**options), store=store)
+
+
+def reading(ahead: bool) -> AbstractContextManager[None]:
+    """Within this, layers are read ahead of their use or one after another."""
+    return nullcontext() if ahead else read_plainly()
 
 
 def key_of(engine: BlendEngine, text: str) -> str:

@@ -211,8 +211,8 @@ class BlendEngine:
         Parameters
         ----------
         **changes
-            Options of `BlendConfig`. Another ``selection`` begins without ``selection_options`` and
-            ``recompute_ratios`` unless they are given with it: those of this engine are for its own rule.
+            Options of `BlendConfig`. Another ``selection`` begins without ``selection_options`` unless they are given
+            with it: those of this engine are for its own rule.
 
         Raises
         ------
@@ -220,7 +220,7 @@ class BlendEngine:
             If an option is out of range or does not fit the rule or the model.
         """
         if changes.get("selection", self.config.selection) != self.config.selection:
-            changes = {"selection_options": {}, "recompute_ratios": (), **changes}
+            changes = {"selection_options": {}, **changes}
         other = self._view()
         other.config = dataclasses.replace(self.config, **changes)
         segments = self._pipeline.tokenizer.with_separator(other.config.separator)

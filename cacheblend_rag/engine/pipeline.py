@@ -744,7 +744,7 @@ class Pipeline:
     ) -> TimedIterator:
         """Stored KV, layer by layer."""
         reader = reader_of(self.adapter, lookup, found, clock, shared)
-        ahead = self.config.prefetch and reader.stored_layer_bytes >= _WORTH_A_THREAD
+        ahead = reader.stored_layer_bytes >= _WORTH_A_THREAD
         return TimedIterator(load_as_it_pays(reader) if ahead else load_plainly(reader), cancelled)
 
     def _plan(self, split: TokenizedPrompt, found: StoredSegments) -> FusionPlan:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Literal, Unpack
+from typing import Any, Literal
 
 from jinja2 import TemplateError
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -27,7 +27,7 @@ from cacheblend_rag.engine.decode import DecodeArguments
 from cacheblend_rag.engine.streaming import TextStream
 from cacheblend_rag.engine.write_back import tokens_to_store
 from cacheblend_rag.errors import CacheBlendError, ConfigError
-from cacheblend_rag.langchain.base import AllFields, BlendFields, within_run
+from cacheblend_rag.langchain.base import BlendFields, within_run
 from cacheblend_rag.langchain.messages import (
     CalledDict,
     CalledObject,
@@ -81,7 +81,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
     reuse_answers: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
-    def __init__(self, **fields: Unpack[AllFields]) -> None:
+    def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
 
     def _check_model(self, model_id: str) -> None:

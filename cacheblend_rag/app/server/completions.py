@@ -274,7 +274,7 @@ class Chat(AnswerRequest):
             schemas=here.schemas,
             images=ImageLimits(limits.images, limits.image_pixels),
             model_name=self.model.name,
-            max_tokens=self.most,
+            max_new_tokens=self.most,
             temperature=arguments["temperature"],
             do_sample=arguments["do_sample"],
             top_p=arguments["top_p"],
