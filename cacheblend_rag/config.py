@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache, partial, wraps
 from itertools import pairwise
 from numbers import Real
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from cacheblend_rag.errors import ConfigError
 
@@ -388,15 +389,24 @@ def check_options(options: Any) -> None:
         object.__setattr__(options, one.name, value)
 
 
-_T = TypeVar("_T", bound=type)
+_T = TypeVar("_T", bound=type[Any])
 
 
-def documented(kind: _T) -> _T:
-    """A dataclass with the texts of its options in its docstring, where `help` shows them."""
-    rows = [f"{one.name} : {one.kind.words}\n    {one.about}" for one in options_of(kind)]
-    kind.__doc__ = "\n".join(
-        [(kind.__doc__ or "").rstrip(), "", "    Parameters", "    ----------", *("    " + row for row in rows)]
+def declared(kind: _T) -> _T:
+    """A dataclass of options: it refuses names that are none, and its docstring has their texts for `help`."""
+    names, made = tuple(one.name for one in fields(kind)), kind.__init__
+
+    @wraps(made)
+    def init(self: Any, *args: Any, **given: Any) -> None:
+        check_names(given.items(), names)
+        made(self, *args, **given)
+
+    kind.__init__ = init
+    about = "".join(
+        f"\n    {one.name} : {one.kind.words}\n{textwrap.indent(textwrap.fill(one.about, 112), ' ' * 8)}"
+        for one in options_of(kind)
     )
+    kind.__doc__ = f"{(kind.__doc__ or '').rstrip()}\n\n    Parameters\n    ----------{about}\n"
     return kind
 
 
@@ -431,7 +441,7 @@ _RULE_OPTIONS = kind_of(
 _engine_option = partial(option, from_environment=True)
 
 
-@documented
+@declared
 @dataclass(frozen=True, kw_only=True)
 class BlendConfig:
     """How prompts are split, which tokens are recomputed, and where KV is kept.
@@ -666,10 +676,6 @@ class BlendConfig:
         has passed with this version.
         """,
     )
-
-    def __new__(cls, **given: Any) -> Self:
-        check_names(given.items(), cls.names())
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, remedy in REMOVED.items():

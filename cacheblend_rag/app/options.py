@@ -20,8 +20,8 @@ from cacheblend_rag.config import (
     Kind,
     check_options,
     choice,
+    declared,
     default_data_path,
-    documented,
     kind_of,
     option,
     whole,
@@ -46,7 +46,7 @@ def _check_shared(name: str, value: Any) -> Any:
     return value
 
 
-@documented
+@declared
 @dataclass(frozen=True, kw_only=True)
 class FolderRAGOptions:
     """Documents to answer from, and models to answer with; `config` holds the options of the engine.

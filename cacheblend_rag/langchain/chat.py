@@ -61,8 +61,7 @@ class ChatCacheBlend(BlendFields, BaseChatModel):
     Its parameters are those of `BlendFields` and two of its own. They are of two kinds:
 
     - the engine: ``engine``, or ``model_id``, ``store``, ``device``, ``dtype``, ``config`` or its options one by one
-    - decoding: ``max_new_tokens``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``,
-      ``seed``, ``stop``, ``generation_config``, ``logits_processor``, ``timeout``
+    - decoding: the fields of `DecodeFields`, and ``timeout``
 
     The tokenizer's chat template renders conversations. Chunks are found inside messages, in documents that tools
     attached to their answers, and in earlier turns. In ``usage_metadata``, ``cache_read`` counts the tokens whose KV

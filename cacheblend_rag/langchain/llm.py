@@ -26,8 +26,7 @@ class CacheBlendLLM(BlendFields, BaseLLM):
     Its parameters are those of `BlendFields` and one of its own. They are of two kinds:
 
     - the engine: ``engine``, or ``model_id``, ``store``, ``device``, ``dtype``, ``config`` or its options one by one
-    - decoding: ``max_new_tokens``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``,
-      ``seed``, ``stop``, ``generation_config``, ``logits_processor``, ``timeout``
+    - decoding: the fields of `DecodeFields`, and ``timeout``
 
     The prompt is not echoed. ``stop`` holds in every mode. The ``generation_info`` of each answer has its time to first
     token, hits and misses. Prompts of one ``batch`` that share chunks are answered one after the other, and each chunk

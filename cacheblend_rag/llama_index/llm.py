@@ -55,8 +55,7 @@ class CacheBlendLLM(LLMBase, CustomLLM, FunctionCallingLLM):
     Its parameters are those of `LLMBase` and those below. They are of two kinds:
 
     - the engine: ``engine``, or ``model_id``, ``store``, ``device``, ``dtype``, ``config`` or its options one by one
-    - decoding: ``max_new_tokens``, ``temperature``, ``do_sample``, ``top_p``, ``top_k``, ``repetition_penalty``,
-      ``seed``, ``stop``, ``generation_config``, ``logits_processor``, ``timeout``
+    - decoding: the fields of `DecodeFields`, and ``timeout``
 
     Constructing one turns on the tracking of retrievers. The nodes in a prompt of any query engine, chat
     engine or agent are then found by their texts. The ``raw`` of each response says how it was made. A

@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.app.cli import _parser
+from cacheblend_rag.app.cli import _parser, main
 from cacheblend_rag.app.cli.arguments import add_arguments, add_rag_arguments, rag_options
 from cacheblend_rag.app.cli.configuration import SECTIONS, given_options, given_sections, server_settings
 from cacheblend_rag.app.options import FolderRAGOptions
@@ -121,7 +121,9 @@ def test_an_option_of_the_engine_says_when_to_change_it(one: Option) -> None:
 
 
 @pytest.mark.parametrize("name", REMOVED)
-def test_an_option_of_earlier_versions_is_refused_with_the_remedy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_of_earlier_versions_is_refused_with_the_remedy(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert name not in OPTIONS
     remedy = re.escape(REMOVED[name])
     with pytest.raises(ConfigError, match=f"^{name}=.*no such option any more; {remedy}"):
@@ -131,6 +133,9 @@ def test_an_option_of_earlier_versions_is_refused_with_the_remedy(name: str, mon
     monkeypatch.setenv(f"{ENV_PREFIX}{name.upper()}", "1")
     with pytest.raises(ConfigError, match=f"^{ENV_PREFIX}{name.upper()}='1' .*{remedy}"):
         BlendConfig()
+    assert main(["serve", "--print-config"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert REMOVED[name] in line
 
 
 def test_decoding_options_are_declared_once() -> None:

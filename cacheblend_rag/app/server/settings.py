@@ -21,7 +21,7 @@ from cacheblend_rag.config import (
     Kind,
     check_options,
     choice,
-    documented,
+    declared,
     kind_of,
     number,
     option,
@@ -68,7 +68,7 @@ _SECONDS = number("above 0 that is not infinite", lambda value: 0 < value < math
 _limit = partial(option, prefix="LIMITS_")
 
 
-@documented
+@declared
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """How much one request, one tenant and the whole server may take."""
@@ -150,7 +150,7 @@ def _check_name(name: str, value: Any) -> Any:
     return value
 
 
-@documented
+@declared
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """Settings of ``cacheblend-rag serve``.
