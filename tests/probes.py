@@ -48,7 +48,7 @@ def reading(ahead: bool) -> AbstractContextManager[None]:
 
 def key_of(engine: BlendEngine, text: str) -> str:
     """Key of a chunk's record."""
-    (key,) = engine.records_of([text], dependent=False)
+    (key,) = engine.chunks.records_of([text], dependent=False)
     return key
 
 
