@@ -430,7 +430,7 @@ def test_views_share_model_and_store_and_end_with_their_engine() -> None:
     assert engine.fuse(PROMPT).report.hits == 3
     with pytest.raises(ConfigError, match="recompute_ratio"):
         engine.with_config(recompute_ratio=3)
-    with pytest.raises(TypeError):
+    with pytest.raises(ConfigError, match="recompute_ratio"):
         engine.with_config(recompute_share=0.1)
     engine.close()
     with pytest.raises(ConfigError, match="closed"):
