@@ -6,7 +6,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from cacheblend_rag import BlendConfig, BlendEngine, Prompt
+from cacheblend_rag.calibration.bench.common import read_plainly
 from cacheblend_rag.calibration.trials import PreparedPrompt
 from cacheblend_rag.models.adapter import ModelAdapter
 from cacheblend_rag.models.kv import LayerKV
@@ -45,6 +46,11 @@ async def answers_of(engine: BlendEngine, prompts: Sequence[Prompt | str], **opt
     with closing(engine.stream_batch(prompts, **options)) as streams:
         answers = {number: await stream.acomplete() for number, stream in streams}
     return [answers[number] for number in range(len(answers))]
+
+
+def reading(ahead: bool) -> AbstractContextManager[None]:
+    """Within this, layers are read ahead of their use or one after another."""
+    return nullcontext() if ahead else read_plainly()
 
 
 def key_of(engine: BlendEngine, text: str) -> str:

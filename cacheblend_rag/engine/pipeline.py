@@ -365,7 +365,7 @@ class Pipeline:
         started: float,
     ) -> LoadingKV:
         reader = self.reader_of(lookup, clock, shared)
-        ahead = self.config.prefetch and reader.stored_layer_bytes >= _WORTH_A_THREAD
+        ahead = reader.stored_layer_bytes >= _WORTH_A_THREAD
         layers = load_as_it_pays(reader) if ahead else load_plainly(reader)
         return LoadingKV(lookup, choice, layers, clock, cancelled, shared, started)
 

@@ -114,7 +114,7 @@ class RatioPolicy:
         named = isinstance(config.selection, str) and config.selection not in ("none", "all")
         if self.settings is not None:
             return named
-        return config.recompute_ratio == "auto" and named and not config.recompute_ratios
+        return config.recompute_ratio == "auto" and named and not config.selection_options.get("recompute_ratios")
 
     @property
     def _bounds(self) -> RatioBounds:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cacheblend_rag.config import RULE_OPTIONS, BlendConfig
+from cacheblend_rag.config import BlendConfig, options_of
 from cacheblend_rag.engine.write_back import Job
 from cacheblend_rag.models.kv import LayerKV, SegmentKV
 from cacheblend_rag.prompt import Span, TokenizedPrompt
@@ -23,7 +23,7 @@ from cacheblend_rag.store.base import BaseRecord, KVRecord, KVStore, RecordInfo,
 _log = logging.getLogger(__name__)
 KEY_PREFIX = "session-"
 # Settings on which the KV of a blended prompt depends, apart from its ids and the model.
-_BLENDED_BY = (*RULE_OPTIONS, "recompute_ratio", "condition", "contexts")
+_BLENDED_BY = tuple(option.name for option in options_of(BlendConfig) if option.identity == "kv")
 
 
 @dataclass(frozen=True)

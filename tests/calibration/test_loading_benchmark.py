@@ -18,7 +18,7 @@ from docs.benchmarks.scripts.hit_rates import TraceOptions, simulate
 from docs.benchmarks.scripts.loading import OverlapOptions
 from docs.benchmarks.scripts.throttled import ThrottledStore
 from tests import tiny
-from tests.probes import engine_of
+from tests.probes import engine_of, reading
 
 CHUNKS = [tiny.text(60, 1), tiny.text(60, 2)]
 PROMPT = Prompt("Read this:", CHUNKS, "What fell in the end?")
@@ -31,7 +31,7 @@ def test_a_throttled_store_delays_reads_and_changes_no_bit(prefetch: bool) -> No
         size = engine.store.volume()
         plain = engine.with_config(write_back="off").fuse(PROMPT)
         slow = ThrottledStore(engine.store, throughput=size / 0.2)
-        with engine_of(store=slow, recompute_ratio=0.2, prefetch=prefetch, write_back="off") as throttled:
+        with engine_of(store=slow, recompute_ratio=0.2, write_back="off") as throttled, reading(prefetch):
             started = time.perf_counter()
             fused = throttled.fuse(PROMPT)
             took = time.perf_counter() - started

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from cacheblend_rag import Prompt
+from cacheblend_rag.calibration.bench.common import read_plainly
 from cacheblend_rag.engine import pipeline
 from cacheblend_rag.loading import LayerReader, Placement, load_plainly, loader
 from cacheblend_rag.loading.loader import RecordLost
@@ -184,7 +185,8 @@ def test_a_pass_gives_the_same_from_a_folder_and_from_memory(
     with engine_of(model, store=tmp_path, **options) as engine:
         engine.warm(CHUNKS)
         engine.fuse(PROMPT)  # stores the prefix
-        plain = engine.with_config(prefetch=False).fuse(PROMPT)
+        with read_plainly():
+            plain = engine.fuse(PROMPT)
         as_on_a_gpu.clear()
         assert_same(engine.fuse(PROMPT), plain)
         assert as_on_a_gpu == [True]

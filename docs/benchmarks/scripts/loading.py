@@ -16,7 +16,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.calibration.bench.common import bench_model, bench_prompt, machine, medians, show_result, table
+from cacheblend_rag.calibration.bench.common import (
+    bench_model,
+    bench_prompt,
+    machine,
+    medians,
+    read_plainly,
+    show_result,
+    table,
+)
 from cacheblend_rag.calibration.bench.plots import save_figure
 from cacheblend_rag.calibration.bench.shapes import BenchOptions
 from cacheblend_rag.calibration.comparison import PrefillResult, blended, time_rounds
@@ -127,8 +135,8 @@ class _Bench:
             fixed = engine.with_config(recompute_ratio=_RATIO)
             methods = {
                 "blended": blended(memory, self._prompt),
-                "ahead": blended(fixed.with_config(prefetch=True), self._prompt),
-                "plain": blended(fixed.with_config(prefetch=False), self._prompt),
+                "ahead": blended(fixed, self._prompt),
+                "plain": read_plainly()(blended(fixed, self._prompt)),
                 "auto": blended(engine, self._prompt),
             }
             seconds = self._medians(methods)
