@@ -218,6 +218,7 @@ LEAST_RATIO = 0.15
 # Element types that a model can be loaded in.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CODEC_NAMES = ("raw", "int8", "int4")
+VERIFY = ("off", "always")
 REMOVED = {
     "check_layers": 'give it to the rule that takes it: selection_options={"check_layers": [1]}',
     "recompute_ratios": 'give it to the rule that takes it: selection_options={"recompute_ratios": [0.3, 0.05]}',
@@ -637,6 +638,16 @@ class BlendConfig:
         Most tokens of an answer that are tried at once on a CPU, where prompt or answer seem to have them already.
         Answers stay the same up to rounding. Raise it where answers quote long passages; set 0 where rounding must be
         that of one token at a time. See docs/explanation/engine.md#several-tokens-at-once.
+        """,
+    )
+    verify: str = _engine_option(
+        "off",
+        choice(VERIFY),
+        """
+        Whether each answer is held against full prefill before it counts as done, and corrected where the model itself
+        goes on differently. Its first words come as soon as without; the answer is certain after about as long as
+        plain prefill takes. Set it to 'always' where an answer must be the full model's. See
+        docs/explanation/verification.md.
         """,
     )
     guard_share: float = _engine_option(

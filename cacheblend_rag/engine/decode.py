@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 from transformers.generation import StoppingCriteria
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from cacheblend_rag.config import FLAG, Kind, check_names, is_whole, kind_of, number, whole
+from cacheblend_rag.config import FLAG, VERIFY, Kind, check_names, choice, is_whole, kind_of, number, whole
 from cacheblend_rag.engine.grammar import Grammar
 from cacheblend_rag.engine.logits import TokenMask
 from cacheblend_rag.errors import CacheBlendError, ConfigError, GenerationError
@@ -42,6 +42,7 @@ class DecodeArguments(TypedDict, total=False):
     top_k: int | None
     repetition_penalty: float | None
     seed: int | None
+    verify: str | None
     generation_config: GenerationConfig | None
     logits_processor: Sequence[Any]
     grammar: Grammar | None
@@ -91,6 +92,8 @@ class DecodeFields(BaseModel):
     """Above 1, tokens that the prompt or the answer holds already become less likely; 1 changes nothing."""
     seed: Annotated[int | None, _checked(kind_of("a whole number", is_whole))] = None
     """Makes sampling repeatable."""
+    verify: Annotated[str | None, _checked(choice(VERIFY))] = None
+    """Whether the answer is held against full prefill, as for `BlendConfig`. None takes the engine's option."""
     stop: Annotated[list[str], BeforeValidator(stop_texts)] = Field(default_factory=list)
     """Text or texts that end the answer; they are not part of it. Those of a call come beside those of its model, and an
     empty list of a call means that none ends it."""

@@ -513,6 +513,7 @@ class LLMBase(DecodeFields):
             "generated_tokens": report.generated_tokens,
             "plain": report.plain,
             "plain_reason": report.plain_reason,
+            "verification": report.verification.asdict(),
             "documents": [one.asdict() for one in report.documents],
         }
         return {**info, "input_ids": list(report.input_ids)} if self.report_input_ids else info

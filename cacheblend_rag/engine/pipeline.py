@@ -184,6 +184,10 @@ class Blend:
         Work of these rows, as a share of a full prefill's.
     lost : int
         Records that failed on the way.
+    exact : bool
+        Whether the KV is that of a full prefill: nothing was reused but what is exact where it stands.
+    ready_at : float
+        When it was ready, by ``time.perf_counter``.
     jobs : mapping of str to Job
         By key of the record, what computes and stores it.
     """
@@ -199,6 +203,8 @@ class Blend:
     done: RowsDone | None = None
     work: float = 1.0
     lost: int = 0
+    exact: bool = False
+    ready_at: float = 0.0
     jobs: Mapping[str, Job] = field(default_factory=dict)
 
     @property
@@ -428,6 +434,8 @@ class Pipeline:
             done=fusion.done,
             work=work_share(adapter.shape, len(loading.lookup.split.input_ids), fusion.done),
             lost=lost,
+            exact=loading.lookup.kept is None and not fusion.reused_tokens,
+            ready_at=time.perf_counter(),
             jobs=self._write_back(loading.lookup, fusion),
         )
 
@@ -437,7 +445,9 @@ class Pipeline:
         with self.segments.model.products():
             result = adapter.prefill(ids, *(pauses or ()))
         rows = (torch.arange(len(ids), device=adapter.device),) * adapter.num_layers
-        return Blend(lookup, result.cache, result.logits, rows, Seconds(fuse=time.perf_counter() - started))
+        ready_at = time.perf_counter()
+        seconds = Seconds(fuse=ready_at - started)
+        return Blend(lookup, result.cache, result.logits, rows, seconds, exact=True, ready_at=ready_at)
 
     def _without(self, key: str, loading: LoadingKV) -> LoadingKV:
         """The same prompt without a record; without a kept prompt, its chunks are looked up instead."""

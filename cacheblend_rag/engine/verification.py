@@ -1,14 +1,13 @@
-"""Verification: an answer from blended KV is held against full prefill, and corrected where that goes on differently.
+"""Verification: an answer from blended KV is held against full prefill, and corrected where that differs.
 
-The blended answer is a draft. The prompt is prefilled in full, and the answer is decoded again from that KV, by the same
-options and with the same random numbers. As long as the tokens chosen are those of the draft, many are taken in one
+The blended answer is a draft. The prompt is prefilled in full, and the answer is decoded again from that KV, by the
+same options and with the same random numbers. As long as the tokens chosen are those of the draft, many are taken in one
 pass; from the first other one on they are taken one by one. So the answer at the end is the one that the model itself
 gives. VeriCache (arXiv 2605.17613) has this loop for compressed KV.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -96,7 +95,7 @@ def check(
     steps = _DraftSteps(adapter, exact.cache, draft.token_ids, step, pauses)
     ties = _KeptTies(draft.token_ids, len(input_ids), adapter.dtype)
     if not options.samples(adapter.model, tokenizer):
-        options = dataclasses.replace(options, logits_processor=(*options.logits_processor, ties))
+        options = options.model_copy(update={"logits_processor": [*options.logits_processor, ties]})
     decoded = decode(
         adapter.model,
         tokenizer,
