@@ -33,7 +33,7 @@ from cacheblend_rag.config import DEFAULT_EMBEDDER, BlendConfig
 from cacheblend_rag.retrieval.documents import read_folder
 from cacheblend_rag.retrieval.embedder import SentenceTransformerEmbeddings
 from cacheblend_rag.retrieval.index import FolderIndex, build_index
-from cacheblend_rag.retrieval.splitting import split
+from cacheblend_rag.retrieval.splitting import SplitSettings, split
 from docs.benchmarks.scripts.common import script_parser
 from docs.benchmarks.scripts.retrieved import joined_articles
 from docs.benchmarks.scripts.served import served
@@ -71,6 +71,8 @@ FACTS = (
 PLACES = ("start", "middle", "end")
 CHUNKS = 6
 _PASSAGES, _LONGEST, _SHORTEST = 100, 1_920, 1_500
+# The passages that are longest; by default they are shorter.
+_LARGE = SplitSettings(chunk_size=2_000)
 _KEY = "ada-0123456789abcdef"
 _Search = Callable[[str], Sequence[str]]
 
@@ -138,7 +140,7 @@ def _by_index(texts: Sequence[str], embedder: Embeddings, folder: Path) -> dict[
     docs = folder / "docs"
     docs.mkdir(parents=True)
     _write(docs, texts)
-    index = build_index(docs, embedder=embedder, index_dir=folder / "index").index
+    index = build_index(docs, embedder=embedder, index_dir=folder / "index", settings=_LARGE).index
     found: dict[str, Any] = {"passages": len(texts)}
     for place in PLACES:
         counts = []
@@ -183,7 +185,9 @@ def _by_programs(texts: Sequence[str], place: str, folder: Path) -> dict[str, in
     return found
 
 
-def _recall(cases: Sequence[EvalCase], embedder: Embeddings, folder: Path, rounds: int) -> dict[str, Any]:
+def _recall(
+    cases: Sequence[EvalCase], embedder: Embeddings, folder: Path, rounds: int, sizes: SplitSettings
+) -> dict[str, Any]:
     """Questions whose answer is in a retrieved chunk; seconds to embed all chunks anew, and size of the index."""
     docs = folder / "docs"
     docs.mkdir(parents=True)
@@ -194,14 +198,15 @@ def _recall(cases: Sequence[EvalCase], embedder: Embeddings, folder: Path, round
     seconds = []
     for number in range(rounds):
         began = time.perf_counter()
-        index = build_index(docs, embedder=embedder, index_dir=folder / f"index{number}").index
+        index = build_index(docs, embedder=embedder, index_dir=folder / f"index{number}", settings=sizes).index
         seconds.append(time.perf_counter() - began)
-    search, found = _in_index(index), {1: 0, CHUNKS: 0}
+    search, found, characters = _in_index(index), {1: 0, CHUNKS: 0}, list[int]()
     for case in cases:
         # The sentences of the answer, for the answer alone may stand elsewhere, too.
         support = " ".join(passage.text for passage in case.passages if passage.support)
         wanted = [one for one in re.split(r"(?<=[.!?])\s+", support) if is_right(one, case.answers)] or [support]
         texts = search(case.question)
+        characters.append(sum(map(len, texts)))
         for count in found:
             found[count] += any(sentence in text for sentence in wanted for text in texts[:count])
     return {
@@ -210,6 +215,7 @@ def _recall(cases: Sequence[EvalCase], embedder: Embeddings, folder: Path, round
         "index_s": statistics.median(seconds),
         "index_bytes": sum(path.stat().st_size for path in (folder / "index0").iterdir()),
         "questions": len(cases),
+        "characters_of_six": round(statistics.mean(characters)),
         **{f"recall_at_{count}": hits for count, hits in found.items()},
     }
 
@@ -228,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="of making the index")
     options = parser.parse_args(arguments)
     cases = load_cases(options.data)
-    articles = [one.page_content[:_LONGEST] for one in split(read_folder(ARTICLES_PATH))]
+    articles = [one.page_content[:_LONGEST] for one in split(read_folder(ARTICLES_PATH), _LARGE)]
     texts = {"articles": articles, "squad": _passages(cases)}
     parts = SentenceTransformerEmbeddings(DEFAULT_EMBEDDER)
     found: dict[str, Any] = {"machine": machine("cpu")}
@@ -236,7 +242,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(name)
         for way, embedder in (("cut", _Cut(parts)), ("parts", parts)):
             found[way] = {corpus: _by_index(some, embedder, folder / way / corpus) for corpus, some in texts.items()}
-            found[way]["index"] = _recall(cases, embedder, folder / way / "recall", options.rounds)
+            found[way]["index"] = _recall(cases, embedder, folder / way / "recall", options.rounds, _LARGE)
+        found["default"] = {"index": _recall(cases, parts, folder / "default", options.rounds, SplitSettings())}
         for corpus, some in texts.items():
             for place in ("start", "end"):
                 programs = _by_programs(some, place, folder / "programs" / corpus / place)
